@@ -1,0 +1,155 @@
+"""The run configuration: every key that a YAML file or `section.key=value` may set, with its default and its meaning.
+
+Where Hugging Face `TrainingArguments` has a name for a thing, `train` uses that name.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import model_validator
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", validate_default=True, protected_namespaces=())
+
+
+class RunSection(Section):
+    name: str = Field("run", min_length=1, pattern=r"^[A-Za-z0-9._-]+$", description="Names the run directory.")
+    directory: Path = Field(Path("runs"), description="Where everything of this run is written; default runs/<name>.")
+    seed: NonNegativeInt = Field(42, description="Fixes initial weights, document order and sampling.")
+
+
+class ModelSection(Section):
+    path: str | None = Field(None, description="A Hugging Face model directory, or a hub id.")
+    config: dict[str, Any] | Path | None = Field(
+        None, description="From scratch: a dict with `model_type`, or the path of a config.json."
+    )
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        "auto", description="Dtype of exported weights. auto: as the source stores them; from scratch, the precision."
+    )
+
+    @model_validator(mode="after")
+    def one_source(self) -> Self:
+        if (self.path is None) == (self.config is None):
+            raise ValueError("give exactly one of model.path (fine-tune) and model.config (from scratch)")
+        return self
+
+
+class DataSection(Section):
+    path: str | list[str] | None = Field(
+        None, description="Files, directories or globs of .txt, .py, .md, .jsonl, .parquet; or `stdlib`, Python's own."
+    )
+    dataset: str | None = Field(None, description="A name for datasets.load_dataset.")
+    dataset_config: str | None = None
+    split: str = "train"
+    text_field: str = Field("text", description="Field of a record that holds the text, or `messages` of a chat.")
+    document: Literal["file", "line", "block", "field"] | None = Field(
+        None, description="What one document is. Default: a file of plain text; a field of a record."
+    )
+    add_bos: bool | None = Field(None, description="Begin each document with bos. Default: the model's convention.")
+    add_eos: bool | None = Field(None, description="End each document with eos. Default: true if there is one.")
+    tokenizer: str | None = Field(None, description="Directory, tokenizer.json or hub id. Default: the model's own.")
+    tokenizer_vocab_size: PositiveInt | None = Field(
+        None, description="Train a byte-level BPE tokenizer of this size on the training text instead."
+    )
+    sequence_length: PositiveInt = Field(1024, ge=2)
+    packing: bool = Field(True, description="Pack documents, exactly isolated. false: pad each to sequence_length.")
+    eval_path: str | list[str] | None = None
+    eval_split: str | None = None
+    eval_fraction: float = Field(
+        0.0, ge=0.0, le=0.5, description="Hold out this part of the training documents where no eval source is given."
+    )
+    num_proc: PositiveInt | None = Field(None, description="Processes that tokenise. Default: the physical cores.")
+    cache_directory: Path | None = Field(None, description="Default: $ALIQUOT_CACHE, else ~/.cache/aliquot.")
+
+    @model_validator(mode="after")
+    def one_source(self) -> Self:
+        if (self.path is None) == (self.dataset is None):
+            raise ValueError("give exactly one of data.path (local files) and data.dataset (datasets.load_dataset)")
+        if self.tokenizer is not None and self.tokenizer_vocab_size is not None:
+            raise ValueError("give only one of data.tokenizer and data.tokenizer_vocab_size")
+        return self
+
+
+class TrainSection(Section):
+    max_steps: PositiveInt | None = Field(None, description="Optimizer steps; wins over num_train_epochs.")
+    num_train_epochs: PositiveFloat = 1.0
+    global_batch_size: PositiveInt | None = Field(
+        None, description="Sequences per optimizer step over all ranks; uneven spreads are allowed."
+    )
+    per_device_train_batch_size: PositiveInt = 1
+    gradient_accumulation_steps: PositiveInt | None = Field(None, description="Micro-batches per rank and step.")
+    learning_rate: PositiveFloat = 5e-5
+    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
+    warmup_ratio: float = Field(0.0, ge=0.0, le=1.0)
+    warmup_steps: NonNegativeInt | None = Field(None, description="Wins over warmup_ratio.")
+    weight_decay: NonNegativeFloat = Field(0.0, description="Not applied to norms and biases.")
+    adam_beta1: float = Field(0.9, ge=0.0, lt=1.0)
+    adam_beta2: float = Field(0.999, ge=0.0, lt=1.0)
+    adam_epsilon: PositiveFloat = 1e-8
+    max_grad_norm: NonNegativeFloat = Field(1.0, description="Clip to this global norm; 0 = do not clip.")
+    gradient_checkpointing: Literal["none", "selective", "full"] = "none"
+    precision: Literal["bf16", "fp32"] = "bf16"
+    logging_steps: PositiveInt = 1
+    eval_steps: NonNegativeInt = Field(0, description="Evaluate every so many steps; 0 = only at the end.")
+
+
+class ShardSection(Section):
+    engine: Literal["auto", "fsdp"] = "auto"
+
+
+class CheckpointSection(Section):
+    every: NonNegativeInt = Field(0, description="Save every so many steps; 0 = only at the end.")
+    keep: PositiveInt = Field(2, description="Complete checkpoints kept; older ones are removed.")
+    resume: str = Field("auto", description="auto: the newest complete checkpoint of this run; never; or a PATH.")
+    export: bool = Field(True, description="Write a Hugging Face export at the end of the run.")
+
+
+class ObserveSection(Section):
+    tensorboard: bool = True
+    console: Literal["auto", "live", "plain", "quiet"] = Field("auto", description="auto: live on a terminal.")
+    sample_prompt: str | None = Field(None, description="Generate from this prompt at the end of the run.")
+    sample_tokens: PositiveInt = 64
+
+
+class LaunchSection(Section):
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    ranks: PositiveInt | Literal["auto"] = Field("auto", description="Local ranks. auto: one a GPU; on CPU one.")
+    threads_per_rank: PositiveInt | None = Field(None, description="Default: physical cores / local ranks.")
+    nodes: PositiveInt = 1
+    node_rank: NonNegativeInt = 0
+    master_address: str = "127.0.0.1"
+    master_port: int = Field(29500, ge=1, le=65535)
+    step_timeout_s: PositiveFloat = Field(1800.0, description="A rank that makes no progress this long ends the run.")
+
+
+class RunConfig(Section):
+    """A complete, validated run configuration."""
+
+    run: RunSection = Field(default_factory=RunSection)
+    model: ModelSection
+    data: DataSection
+    train: TrainSection = Field(default_factory=TrainSection)
+    shard: ShardSection = Field(default_factory=ShardSection)
+    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
+    observe: ObserveSection = Field(default_factory=ObserveSection)
+    launch: LaunchSection = Field(default_factory=LaunchSection)
+
+    @model_validator(mode="after")
+    def fill(self) -> Self:
+        if "directory" not in self.run.model_fields_set:
+            self.run.directory = Path("runs") / self.run.name
+            self.run.model_fields_set.add("directory")
+        if self.launch.node_rank >= self.launch.nodes:
+            raise ValueError(f"launch.node_rank {self.launch.node_rank} is not below launch.nodes {self.launch.nodes}")
+        train = self.train
+        if train.global_batch_size is not None and train.gradient_accumulation_steps is not None:
+            if "per_device_train_batch_size" in train.model_fields_set:
+                raise ValueError(
+                    "train.global_batch_size, train.per_device_train_batch_size and train.gradient_accumulation_steps"
+                    " are all set: two of them fix the third, leave one out"
+                )
+        return self

@@ -1,0 +1,101 @@
+"""The engine interface: what holds, shards and steps the model.
+
+No process group, DTensor, scheduler or JSON crosses it. `train.py` knows nothing else of an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol, Self
+
+from aliquot.machine.topology import Topology
+from aliquot.models.batch import MicroBatch
+from aliquot.ranges.parts import Part
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What an engine needs to know of the run, all of it fixed at build."""
+
+    precision: Literal["bf16", "fp32"]
+    gradient_checkpointing: Literal["none", "selective", "full"]
+    weight_decay: float
+    adam_beta1: float
+    adam_beta2: float
+    adam_epsilon: float
+    phase: Callable[[str], None]  # told "forward" and "backward" as each ends, for the memory ledger
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step found: the global gradient norm before clipping (nan or inf: nothing was updated)."""
+
+    grad_norm: float
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Bytes that the engine accounts for on this rank. Memory is what is live now; traffic counts up from build."""
+
+    weights_bytes: int
+    gradients_bytes: int
+    moments_bytes: int
+    gathered_bytes: int  # most that was gathered at once
+    activations_bytes: int  # most that one micro-batch saved for its backward pass
+    wire_bytes: int  # handed to collectives by this rank
+
+
+class Engine(Protocol):
+    """One model, its gradients and its optimizer state, 1/N of each on this rank."""
+
+    @classmethod
+    def build(cls, meta: nn.Module, spec: EngineSpec, topology: Topology) -> Self:
+        """Shard `meta`, a model on the meta device, and allocate this rank's own parts, not yet filled."""
+        ...
+
+    def parts(self) -> Sequence[Part]:
+        """The parts that this rank owns: weights and both moments. Empty parts are left out."""
+        ...
+
+    def read(self, part: Part, start: int, out: Tensor) -> None:
+        """Copy elements [start, start + out.numel()) of the tensor, all inside `part`, into flat fp32 CPU `out`."""
+        ...
+
+    def write(self, part: Part, start: int, values: Tensor) -> None:
+        """Set elements [start, start + values.numel()) of the tensor, all inside `part`, from flat fp32 `values`."""
+        ...
+
+    def ready(self) -> None:
+        """Called once after the parts are filled: buffers in place, self-test done."""
+        ...
+
+    def restored(self, steps: int) -> None:
+        """The parts come from a checkpoint taken after `steps` optimizer steps (Adam's bias correction needs it)."""
+        ...
+
+    def backward(self, batch: MicroBatch | None, scale: float, last: bool) -> Tensor:
+        """Add `scale` times the gradient of the summed loss; None only joins the collectives.
+
+        Returns the unscaled summed loss, a detached fp32 scalar. `last`: no micro-batch follows before `step`.
+        """
+        ...
+
+    def evaluate(self, batch: MicroBatch | None) -> Tensor:
+        """The summed loss without gradients, a fp32 scalar; None only joins the collectives."""
+        ...
+
+    def step(self, learning_rate: float, max_grad_norm: float | None) -> StepResult:
+        """Global norm, clip, AdamW, publish, zero the gradients. A non-finite norm leaves the weights as they are."""
+        ...
+
+    def counters(self) -> Counters: ...
+
+    def generate(self, ids: Tensor, **options: object) -> Tensor:
+        """Continue `ids` [1, T] with transformers' generate; every rank calls it with the same arguments."""
+        ...
+
+    def close(self) -> None: ...

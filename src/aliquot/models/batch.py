@@ -1,0 +1,32 @@
+"""What a model is fed: one micro-batch as a single row of tokens with its document edges."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+IGNORE = -100
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """T tokens of one or several packed sequences, laid end to end in one row.
+
+    `labels[t]` is the token to predict *after* token t (already shifted), or -100 where nothing is to be predicted:
+    the last token of a document, padding, tokens outside an assistant's turn.
+    `edges` are the document boundaries 0 = e0 < e1 < ... = T; attention and positions never cross one. A padded tail
+    is a document of its own whose labels are all -100.
+    """
+
+    input_ids: Tensor  # int64 [T]
+    labels: Tensor  # int64 [T]
+    position_ids: Tensor  # int64 [T], restart at 0 at every edge
+    edges: tuple[int, ...]
+
+    @property
+    def predicted(self) -> int:
+        """Tokens that have a label: what the loss is summed over."""
+        return int((self.labels != IGNORE).sum())

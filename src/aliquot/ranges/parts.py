@@ -1,0 +1,44 @@
+"""A part: a flat range of a named tensor. The unit in which everything a rank owns is held, read and written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Kind = Literal["weight", "exp_avg", "exp_avg_sq"]
+KINDS: tuple[Kind, ...] = ("weight", "exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements [start, stop) of tensor `name`, counted in row-major order over its full `shape`."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: Kind
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+class PartStore(Protocol):
+    """Whatever holds parts: every engine does. Values cross it as fp32 CPU tensors, piece by piece."""
+
+    def parts(self) -> Sequence[Part]:
+        """The parts that this rank owns. Over all ranks they cover each (name, kind) exactly once."""
+        ...
+
+    def read(self, part: Part, start: int, out: Tensor) -> None:
+        """Copy elements [start, start + out.numel()) of the tensor, all inside `part`, into flat fp32 `out`."""
+        ...
+
+    def write(self, part: Part, start: int, values: Tensor) -> None:
+        """Set elements [start, start + values.numel()) of the tensor, all inside `part`, from flat fp32 `values`."""
+        ...
