@@ -1,0 +1,33 @@
+# Everything starts from a bare Python: the targets make .venv and install what they need themselves.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: install demo test test-long lint clean
+
+install: $(INSTALLED)
+
+# torch goes first and pinned: a looser range can pull gigabytes of CUDA packages.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt torch==2.13.0
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	@touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/aliquot train examples/quickstart.yaml
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -m "not long"
+
+test-long: $(INSTALLED)
+	$(BIN)/python -m pytest -m long
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) runs build src/*.egg-info

@@ -1,0 +1,33 @@
+"""Train Hugging Face causal language models with all state sharded 1/N. Importing this imports neither torch nor
+transformers: each name below is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from aliquot.config.read import read_config
+    from aliquot.config.schema import RunConfig
+    from aliquot.errors import TrainingError, UserError
+    from aliquot.models.export import export_checkpoint
+    from aliquot.train import train
+
+__version__ = "0.1.0"
+__all__ = ["RunConfig", "TrainingError", "UserError", "export_checkpoint", "read_config", "train"]
+
+_HOME = {
+    "RunConfig": "aliquot.config.schema",
+    "TrainingError": "aliquot.errors",
+    "UserError": "aliquot.errors",
+    "export_checkpoint": "aliquot.models.export",
+    "read_config": "aliquot.config.read",
+    "train": "aliquot.train",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'aliquot' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

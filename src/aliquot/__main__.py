@@ -1,0 +1,6 @@
+"""`python -m aliquot` is the `aliquot` command."""
+
+from aliquot.cli.main import run
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,26 @@
+"""aliquot export: a checkpoint becomes a Hugging Face model directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from aliquot.cli.errors import one_line_errors
+
+
+def command(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint directory, runs/NAME/checkpoints/step-...")],
+    out_dir: Annotated[Path, typer.Argument(help="Where to write; must not exist or be empty.")],
+    dtype: Annotated[Literal["bfloat16", "float16", "float32"], typer.Option(help="Dtype of the weights.")] = (
+        "bfloat16"
+    ),
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    """Write a checkpoint as Hugging Face safetensors with its config and tokenizer. Every byte read is verified."""
+    with one_line_errors(debug):
+        from aliquot.models.export import export_checkpoint
+
+        export_checkpoint(checkpoint, out_dir, dtype)
+    print(f"exported {checkpoint} to {out_dir} ({dtype})")

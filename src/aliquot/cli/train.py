@@ -1,0 +1,40 @@
+"""aliquot train: alone, as the launcher of local ranks, or as one rank of a running job."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from aliquot.cli.errors import one_line_errors
+
+
+def command(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML run configuration.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="Replace single keys of it.")
+    ] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    """Train a model: one process, N local ranks that it starts itself, or a rank under torchrun or a TrainJob."""
+    from aliquot.config.read import read_config
+    from aliquot.machine import launch
+
+    with one_line_errors(debug):
+        settings = read_config(config, overrides or [])
+        placed = launch.with_environment(settings.launch, os.environ)
+        if launch.mode(placed, os.environ) == "launcher":
+            logs = settings.run.directory / "logs"
+            raise typer.Exit(launch.start_ranks(placed, ["-m", "aliquot", *sys.argv[1:]], logs))
+
+    from aliquot.machine.rank_errors import report_error
+    from aliquot.train import train
+
+    try:
+        train(settings)
+    # The boundary of a rank: whatever ended it is reported once, in the way that suits who started it.
+    except Exception as error:
+        raise typer.Exit(report_error(error, debug=debug)) from None

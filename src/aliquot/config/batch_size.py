@@ -1,0 +1,30 @@
+"""Batch arithmetic: two of global batch, per-device batch and accumulation steps fix the third."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aliquot.config.schema import TrainSection
+
+
+@dataclass(frozen=True)
+class BatchSize:
+    """In sequences. `micro` is one rank's forward pass, `total` one optimizer step over all ranks."""
+
+    total: int
+    micro: int
+
+    def accumulation_steps(self, world_size: int) -> int:
+        """Micro-batches per rank and step; where they do not divide evenly some ranks run empty ones."""
+        return -(-self.total // (self.micro * world_size))
+
+
+def batch_size(train: TrainSection, world_size: int) -> BatchSize:
+    """The sizes that `train` means at `world_size` ranks."""
+    total, steps = train.global_batch_size, train.gradient_accumulation_steps
+    if total is None:
+        micro = train.per_device_train_batch_size
+        return BatchSize(micro * (steps or 1) * world_size, micro)
+    if steps is None:
+        return BatchSize(total, min(train.per_device_train_batch_size, total))
+    return BatchSize(total, -(-total // (steps * world_size)))

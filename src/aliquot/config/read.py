@@ -1,0 +1,151 @@
+"""Read a YAML run configuration with `section.key=value` overrides; every error names file, line and key."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from aliquot.config.schema import RunConfig
+from aliquot.errors import UserError
+
+Location = str  # "file:line", or "command line"
+Keys = tuple[str, ...]
+
+
+def read_config(file: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The validated configuration of `file`; paths inside it are relative to the working directory.
+
+    An override replaces one key and is parsed as YAML: `train.max_steps=10`, `model.config.hidden_size=64`,
+    `data.path=[a.txt, b.txt]`. Raises UserError naming file:line (or the override) and the key.
+    """
+    try:
+        text = file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise UserError(f"cannot read this config: {reason}", file) from None
+    locations: dict[Keys, Location] = {}
+    values = _load(text, str(file), locations)
+    for override in overrides:
+        _apply(values, override, locations)
+    return validate(values, locations, str(file))
+
+
+def validate(values: Mapping[str, Any], locations: Mapping[Keys, Location], where: str) -> RunConfig:
+    """Validate nested values; `locations` tells where each key was written, `where` is named for a missing one."""
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        problems = [_explain(dict(problem), locations, where) for problem in error.errors()]
+        raise UserError("; ".join(dict.fromkeys(problems))) from None
+
+
+def dump_config(config: RunConfig) -> str:
+    """The complete configuration as YAML, readable again by `read_config`."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _load(text: str, name: str, locations: dict[Keys, Location]) -> dict[str, Any]:
+    try:
+        root = yaml.compose(text, Loader=_Loader)
+        values = yaml.load(text, Loader=_Loader) if root is not None else {}
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise UserError(f"not valid YAML: {error.problem or error.context}", f"{name}:{line}") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"not valid YAML: {' '.join(str(error).split())}", name) from None
+    if not isinstance(values, dict):
+        raise UserError("a config is a mapping of sections (run, model, data, train, ...)", name)
+    if root is not None:
+        _locate(root, (), name, locations)
+    return values
+
+
+def _locate(node: yaml.Node, keys: Keys, name: str, locations: dict[Keys, Location]) -> None:
+    if not isinstance(node, yaml.MappingNode):
+        return
+    for key_node, value_node in node.value:
+        path = (*keys, str(key_node.value))
+        line = f"{name}:{key_node.start_mark.line + 1}"
+        if path in locations:
+            raise UserError(f"{'.'.join(path)} is set twice, first at {locations[path]}", line)
+        locations[path] = line
+        _locate(value_node, path, name, locations)
+
+
+def _apply(values: dict[str, Any], override: str, locations: dict[Keys, Location]) -> None:
+    path, equals, text = override.partition("=")
+    keys = tuple(path.strip().split("."))
+    if not equals or len(keys) < 2 or not all(keys):
+        raise UserError(f"override {override!r}: expected section.key=value, for example train.max_steps=10")
+    try:
+        value = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError:
+        raise UserError(f"override {override!r}: the value is not valid YAML") from None
+    section = values
+    for depth, key in enumerate(keys[:-1], 1):
+        inner = section.setdefault(key, {})
+        if inner is None:
+            inner = section[key] = {}
+        if not isinstance(inner, dict):
+            raise UserError(f"override {override!r}: {'.'.join(keys[:depth])} is not a section")
+        section = inner
+    section[keys[-1]] = value
+    locations[keys] = f"override {override!r}"
+
+
+def _explain(problem: dict[str, Any], locations: Mapping[Keys, Location], where: str) -> str:
+    keys = tuple(str(key) for key in problem["loc"])
+    # A union reports `section.key.branch`; the longest prefix that was written down is the key itself.
+    known = next((keys[:n] for n in range(len(keys), 0, -1) if keys[:n] in locations), ())
+    place = locations.get(known, where)
+    kind = problem["type"]
+    if kind == "extra_forbidden":
+        return f"{place}: unknown key {'.'.join(keys)}{_suggestion(keys)}"
+    if kind == "missing":
+        return f"{place}: {'.'.join(keys)} is missing"
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    message = message[0].lower() + message[1:]
+    if kind == "value_error":
+        return f"{place}: {message}"
+    shown = ".".join(known or keys)
+    return f"{place}: {shown}: {message} (got {problem['input']!r})"
+
+
+def _suggestion(keys: Keys) -> str:
+    candidates = {".".join(path) for path in known_keys()}
+    same_section = {name for name in candidates if name.split(".")[:-1] == list(keys[:-1])}
+    wanted = ".".join(keys)
+    near = difflib.get_close_matches(wanted, sorted(same_section), 1, 0.6)
+    # The right key in the wrong section, or a misspelt section.
+    near = near or sorted(name for name in candidates if name.split(".")[-1] == keys[-1])[:1]
+    near = near or difflib.get_close_matches(wanted, sorted(candidates), 1, 0.6)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def known_keys() -> list[Keys]:
+    """Every key of the schema: sections and `section.key`."""
+    found: list[Keys] = []
+    for section, field in RunConfig.model_fields.items():
+        found.append((section,))
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            found.extend((section, key) for key in kind.model_fields)
+    return found
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's floats: `2e-5` is a number (PyYAML follows 1.1 and reads a string)."""
+
+
+_Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)

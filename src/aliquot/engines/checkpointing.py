@@ -1,0 +1,68 @@
+"""Activation checkpointing through transformers' own switch, and a measure of what the forward pass keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+# `selective` keeps the results that are dear to compute and recomputes the cheap ones: norms, rotary, activations.
+_KEPT = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    }
+)
+
+
+def enable(model: nn.Module, mode: Literal["none", "selective", "full"]) -> None:
+    """Recompute each decoder layer in the backward pass: all of it (full), or all but products and attention."""
+    if mode == "none":
+        return
+    # No dropout anywhere: recomputation draws no random numbers.
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if mode == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]
+
+
+def _policy(_context: object, operation: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class SavedBytes:
+    """Most bytes that one forward pass saved for its backward, each storage once, parameters left out."""
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self._measured = False
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Measures the first forward pass only: the hooks cost time on every saved tensor."""
+        if self._measured:
+            yield
+            return
+        self._measured = True
+        storages: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            if not isinstance(tensor, torch.nn.Parameter) and tensor.device.type != "meta":
+                storage = tensor.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+        self.peak_bytes = max(self.peak_bytes, sum(storages.values()))

@@ -1,0 +1,216 @@
+"""The fsdp engine: PyTorch FSDP2, weights gathered layer by layer. For weights that do not fit a node, and for CUDA.
+
+Master weights are fp32 and sharded along dim 0; a layer is gathered in bf16 (or fp32), its gradient reduced in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from aliquot.engines import checkpointing
+from aliquot.engines.base import Counters, EngineSpec, StepResult
+from aliquot.errors import TrainingError
+from aliquot.machine.topology import Topology
+from aliquot.models import meta as meta_models
+from aliquot.models.attention import Documents
+from aliquot.models.batch import IGNORE, MicroBatch
+from aliquot.models.loss import summed_cross_entropy
+from aliquot.optim.adamw import ShardedAdamW
+from aliquot.ranges.parts import Part
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """This rank's rows of one weight."""
+
+    name: str
+    parameter: nn.Parameter  # holds a DTensor
+    local: Tensor  # the rows, fp32, a leaf that the optimizer updates
+    start: int  # flat index of the first element in the whole tensor
+
+
+class FsdpEngine:
+    """See engines/base.py for the contract of each method."""
+
+    def __init__(self, model: nn.Module, shards: list[_Shard], spec: EngineSpec, topology: Topology) -> None:
+        self._model = model
+        self._shards = shards
+        self._index = {shard.name: i for i, shard in enumerate(shards)}
+        self._spec = spec
+        self._device = torch.device(topology.device)
+        self._world_size = topology.world_size
+        self._optimizer = ShardedAdamW(
+            [shard.local for shard in shards],
+            [shard.parameter.ndim >= 2 for shard in shards],
+            betas=(spec.adam_beta1, spec.adam_beta2),
+            epsilon=spec.adam_epsilon,
+            weight_decay=spec.weight_decay,
+        )
+        self._activations = checkpointing.SavedBytes()
+        self._wire_bytes = 0
+
+    @classmethod
+    def build(cls, meta: nn.Module, spec: EngineSpec, topology: Topology) -> Self:
+        device = torch.device(topology.device)
+        mesh = dist.init_device_mesh(topology.device, (topology.world_size,))
+        compute = torch.bfloat16 if spec.precision == "bf16" else torch.float32
+        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+        checkpointing.enable(meta, spec.gradient_checkpointing)
+        for group in _groups(meta):
+            fully_shard(group, mesh=mesh, mp_policy=policy)
+        for module in meta.modules():
+            if isinstance(module, FSDPModule):
+                # Gradients are summed; the division by the global number of tokens is in the loss's scale.
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        # to_empty would replace the buffers' values too.
+        buffers = {name: buffer.clone() for name, buffer in meta.named_buffers()}
+        meta.to_empty(device=device)
+        for name, buffer in buffers.items():
+            meta.get_buffer(name).copy_(buffer)
+        return cls(meta, _own_shards(meta, topology), spec, topology)
+
+    def parts(self) -> Sequence[Part]:
+        return [
+            Part(shard.name, tuple(shard.parameter.shape), kind, shard.start, shard.start + shard.local.numel())
+            for kind in ("weight", "exp_avg", "exp_avg_sq")
+            for shard in self._shards
+            if shard.local.numel()
+        ]
+
+    def read(self, part: Part, start: int, out: Tensor) -> None:
+        out.copy_(self._flat(part)[start - part.start : start - part.start + out.numel()])
+
+    def write(self, part: Part, start: int, values: Tensor) -> None:
+        self._flat(part)[start - part.start : start - part.start + values.numel()].copy_(values)
+
+    def _flat(self, part: Part) -> Tensor:
+        index = self._index[part.name]
+        tensor = self._shards[index].local if part.kind == "weight" else self._optimizer.moment(index, part.kind)
+        return tensor.view(-1)
+
+    def ready(self) -> None:
+        """A start-up check that this build of torch sums where it should (torch <= 2.8 on gloo did not)."""
+        ones = torch.full((self._world_size,), 1.0, device=self._device)
+        own = torch.empty(1, device=self._device)
+        dist.reduce_scatter_tensor(own, ones)
+        if own.item() != self._world_size:
+            raise TrainingError(f"reduce-scatter of ones over {self._world_size} ranks gave {own.item()}: broken torch?")
+
+    def restored(self, steps: int) -> None:
+        self._optimizer.set_steps(steps)
+
+    def backward(self, batch: MicroBatch | None, scale: float, last: bool) -> Tensor:
+        self._model.train()
+        # Reduced at every micro-batch: unsharded accumulation would cost 4 bytes x all parameters on every rank.
+        with self._activations.measure():
+            loss = self._loss(batch)
+        self._spec.phase("forward")
+        (loss * scale).backward()  # type: ignore[no-untyped-call]
+        self._spec.phase("backward")
+        self._count_wire(gathers=2, reduces=1)
+        return loss.detach()
+
+    def evaluate(self, batch: MicroBatch | None) -> Tensor:
+        self._model.eval()
+        self._count_wire(gathers=1, reduces=0)
+        with torch.no_grad():
+            return self._loss(batch)
+
+    def _loss(self, batch: MicroBatch | None) -> Tensor:
+        batch = _empty_batch() if batch is None else batch
+        ids, positions = (t.to(self._device)[None] for t in (batch.input_ids, batch.position_ids))
+        logits = meta_models.forward(self._model, ids, positions, Documents(batch.edges))
+        return summed_cross_entropy(logits, batch.labels.to(self._device))
+
+    def step(self, learning_rate: float, max_grad_norm: float | None) -> StepResult:
+        for shard in self._shards:
+            gradient = cast("DTensor | None", shard.parameter.grad)
+            # A shard without rows has no gradient of its own; the optimizer wants one for every weight.
+            shard.local.grad = torch.zeros_like(shard.local) if gradient is None else gradient.to_local()
+            shard.parameter.grad = None
+        squared = self._optimizer.squared_norm()
+        dist.all_reduce(squared)
+        norm = float(squared.sqrt())
+        self._optimizer.step(learning_rate, norm, max_grad_norm)
+        return StepResult(norm)
+
+    def counters(self) -> Counters:
+        own = sum(shard.local.numel() for shard in self._shards)
+        gradients = [shard.parameter.grad for shard in self._shards if shard.parameter.grad is not None]
+        compute_bytes = 2 if self._spec.precision == "bf16" else 4
+        groups = [_numel(module) for module in self._model.modules() if isinstance(module, FSDPModule)]
+        return Counters(
+            weights_bytes=4 * own,
+            gradients_bytes=sum(4 * cast(DTensor, g).to_local().numel() for g in gradients),
+            moments_bytes=8 * own,
+            # The root's group stays gathered while the largest layer is; a single rank gathers a copy all the same.
+            gathered_bytes=compute_bytes * (groups[0] + max(groups[1:], default=0)),
+            activations_bytes=self._activations.peak_bytes,
+            wire_bytes=self._wire_bytes,
+        )
+
+    def _count_wire(self, gathers: int, reduces: int) -> None:
+        """Bytes that this rank sends for whole-model collectives: (N - 1) / N of the model each."""
+        numel = sum(shard.parameter.numel() for shard in self._shards)
+        compute_bytes = 2 if self._spec.precision == "bf16" else 4
+        share = (self._world_size - 1) / self._world_size
+        self._wire_bytes += int(share * numel * (gathers * compute_bytes + reduces * 4))
+
+    def generate(self, ids: Tensor, **options: object) -> Tensor:
+        self._model.eval()
+        with torch.no_grad():
+            # All ranks must run the same number of forward passes: each gathers the layers with the others.
+            model = cast("torch.nn.Module", self._model)
+            result: Tensor = model.generate(ids.to(self._device), synced_gpus=self._world_size > 1, **options)  # type: ignore[operator]
+        return result
+
+    def close(self) -> None:
+        self._shards.clear()
+
+
+def _groups(model: nn.Module) -> list[nn.Module]:
+    """What is gathered together, inner before outer: each decoder layer, an untied head, then the rest in the root."""
+    groups = meta_models.decoder_layers(model)
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
+    if head.weight is not embedding.weight:
+        groups.append(head)
+    return [*groups, model]
+
+
+def _own_shards(model: nn.Module, topology: Topology) -> list[_Shard]:
+    shards = []
+    for name, parameter in model.named_parameters():
+        local = cast(DTensor, parameter).to_local().detach()
+        rows = -(-parameter.shape[0] // topology.world_size)  # FSDP2's dim-0 rule: ceil, the last ranks may be short
+        row_numel = parameter[0].numel() if parameter.ndim > 1 else 1
+        start = min(topology.rank * rows, parameter.shape[0]) * row_numel
+        shards.append(_Shard(name, parameter, local, start))
+    return shards
+
+
+def _empty_batch() -> MicroBatch:
+    """One token that predicts nothing: it joins every collective and adds a gradient of exactly zero."""
+    zero = torch.zeros(1, dtype=torch.int64)
+    return MicroBatch(zero, torch.full_like(zero, IGNORE), zero, (0, 1))
+
+
+def _numel(module: nn.Module) -> int:
+    """Parameters in the module's own FSDP group: all of its own but those of inner groups."""
+    inner = {
+        id(parameter)
+        for child in module.modules()
+        if child is not module and isinstance(child, FSDPModule)
+        for parameter in child.parameters()
+    }
+    return sum(parameter.numel() for parameter in module.parameters() if id(parameter) not in inner)

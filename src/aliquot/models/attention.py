@@ -1,0 +1,82 @@
+"""Attention per document: packed sequences attend within their own documents only, without an S x S mask.
+
+Registered through transformers' AttentionInterface; the edges travel as a keyword argument of the model's forward,
+so that activation checkpointing replays them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from aliquot.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+IMPLEMENTATION = "aliquot_documents"
+
+
+class Documents:
+    """Where the documents of a row lie: 0 = e0 < e1 < ... = T. `visits` counts the attention layers that saw it."""
+
+    def __init__(self, edges: tuple[int, ...]) -> None:
+        self.edges = edges
+        self.visits = 0
+
+
+def register() -> None:
+    """Make `attn_implementation=IMPLEMENTATION` known to transformers; it then builds no mask for it."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(IMPLEMENTATION, document_attention)
+
+
+def document_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    documents: Documents | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """query [1, H, T, D], key and value [1, H_kv, T_kv, D] -> ([1, T, H, D], None).
+
+    Without `documents` (generation) the row is one document whose last T of T_kv positions are queried.
+    """
+    if softcap is not None or s_aux is not None or dropout:
+        raise UserError(f"{type(module).__name__}: attention with soft-cap, sinks or dropout is not supported")
+    if attention_mask is not None:
+        raise UserError(f"{type(module).__name__}: this model builds an attention mask of its own: not supported")
+    if documents is None:
+        return _causal(query, key, value, scaling, sliding_window).transpose(1, 2), None
+    documents.visits += 1
+    edges = documents.edges
+    outputs = [
+        _causal(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], scaling, sliding_window)
+        for a, b in zip(edges, edges[1:], strict=False)
+    ]
+    whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+    return whole.transpose(1, 2), None
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
+    queries, keys = query.shape[2], key.shape[2]
+    grouped = query.shape[1] != key.shape[1]
+    if queries == keys and (window is None or keys <= window):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
+    # Row i stands at position keys - queries + i and sees itself and the window - 1 positions before it.
+    position = torch.arange(keys - queries, keys, device=query.device)[:, None]
+    other = torch.arange(keys, device=query.device)[None, :]
+    allowed = other <= position
+    if window is not None:
+        allowed &= other > position - window
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=allowed, scale=scaling, enable_gqa=grouped)

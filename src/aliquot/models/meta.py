@@ -1,0 +1,115 @@
+"""Build a model on the meta device: its structure, names and shapes without one byte of weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from aliquot.errors import UserError
+from aliquot.models import attention, initialize
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+@dataclass(frozen=True)
+class MetaModel:
+    """A model whose parameters are on the meta device and whose non-persistent buffers are real, on CPU."""
+
+    model: PreTrainedModel
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]  # every weight once, in the model's order
+    tied: dict[str, str]  # further name -> the name under which it is in `tensors`
+    fills: initialize.Fills  # how the model's own _init_weights fills each weight
+
+    @property
+    def numel(self) -> int:
+        return sum(torch.Size(shape).numel() for _, shape in self.tensors)
+
+
+def build(config: PretrainedConfig) -> MetaModel:
+    """The model of `config` on the meta device, with attention per document.
+
+    Raises UserError for a model that does not follow the common decoder-only layout.
+    """
+    from transformers import AutoModelForCausalLM
+
+    attention.register()
+    config.use_cache = False
+    with torch.device("meta"):
+        try:
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation=attention.IMPLEMENTATION
+            )
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise UserError(f"transformers cannot build this {config.model_type} model: {error}") from error
+    _check_layout(model)
+    _check_isolation(model)
+    fills = initialize.record(model)
+    on_meta = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if on_meta:
+        raise UserError(f"{type(model).__name__}: cannot compute buffers {', '.join(on_meta)}: model not supported")
+    first_name = {parameter: name for name, parameter in model.named_parameters()}
+    tied = {
+        name: first_name[parameter]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if first_name[parameter] != name
+    }
+    tensors = tuple((name, tuple(parameter.shape)) for name, parameter in model.named_parameters())
+    return MetaModel(model, tensors, tied, fills)
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of the model, in order: the modules that transformers says not to split."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def matmul_parameters(model: PreTrainedModel) -> int:
+    """Parameters that multiply every token: all matrices but the input embedding; a tied head counts once."""
+    matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim >= 2)
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    return matrices if tied else matrices - model.get_input_embeddings().weight.numel()
+
+
+def attention_width(config: PretrainedConfig) -> int:
+    """Layers x heads x head size: what one (query, key) pair costs in attention, in multiply-adds of each product."""
+    heads = int(config.num_attention_heads)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return int(config.num_hidden_layers) * heads * int(head_dim)
+
+
+def _check_layout(model: PreTrainedModel) -> None:
+    kind = type(model).__name__
+    if not decoder_layers(model):
+        raise UserError(f"{kind}: no decoder layers found (_no_split_modules names none): model not supported")
+    if model.get_input_embeddings() is None or model.get_output_embeddings() is None:
+        raise UserError(f"{kind}: no input embedding or output head found: model not supported")
+    persistent = {name for name, _ in model.named_buffers()} & set(model.state_dict())
+    if persistent:
+        raise UserError(f"{kind}: persistent buffers are not supported: {', '.join(sorted(persistent))}")
+
+
+def _check_isolation(model: PreTrainedModel) -> None:
+    """Every attention layer must receive the document edges: one that does not would mix documents silently."""
+    ids = torch.zeros(1, 4, dtype=torch.int64, device="meta")
+    documents = attention.Documents((0, 1, 4))
+    with torch.no_grad():
+        try:
+            forward(model, ids, torch.zeros_like(ids), documents)
+        except (TypeError, NotImplementedError, RuntimeError) as error:
+            raise UserError(f"{type(model).__name__} does not run with attention per document: {error}") from error
+    layers = int(model.config.num_hidden_layers)
+    if documents.visits != layers:
+        raise UserError(
+            f"{type(model).__name__}: {documents.visits} of {layers} attention layers use transformers'"
+            " AttentionInterface, so packed documents cannot be isolated: model not supported"
+        )
+
+
+def forward(model: nn.Module, ids: Tensor, positions: Tensor, documents: attention.Documents) -> Tensor:
+    """Logits [1, T, V] of one row of packed documents; ids and positions are int64 [1, T]."""
+    logits: Tensor = model(input_ids=ids, position_ids=positions, use_cache=False, documents=documents).logits
+    return logits

@@ -1,0 +1,109 @@
+"""Where a model comes from: a Hugging Face directory or hub id, or a configuration alone (from scratch)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aliquot.config.schema import ModelSection
+from aliquot.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+# What a run needs of a hub repository; never code, pickles or other frameworks' weights.
+HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """`directory` holds config, weights and tokenizer; None: the model starts from `config` alone."""
+
+    config: PretrainedConfig
+    directory: Path | None
+
+    @property
+    def from_scratch(self) -> bool:
+        return self.directory is None
+
+
+def resolve(section: ModelSection) -> ModelSource:
+    """Read the configuration that `model.path` or `model.config` names.
+
+    Raises UserError when nothing is there, when it is not a causal language model of transformers, or when it is
+    of a kind that aliquot does not train.
+    """
+    if section.path is not None:
+        directory = local_directory(section.path)
+        return ModelSource(_read_config(directory / "config.json", "model.path"), directory)
+    assert section.config is not None  # the schema demands one of the two
+    if isinstance(section.config, Path):
+        return ModelSource(_read_config(section.config, "model.config"), None)
+    return ModelSource(_parse_config(dict(section.config), "model.config"), None)
+
+
+def local_directory(path: str) -> Path:
+    """The directory at `path`, or the local snapshot of the hub repository of that name, downloaded if need be."""
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        return directory
+    looks_local = directory.exists() or path.startswith((".", "/", "~")) or path.count("/") != 1
+    if looks_local:
+        raise UserError(f"model.path {path}: no such directory (nor does it look like a hub id, owner/name)")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=HUB_FILES))
+    # The hub client raises OSError for the network, its own HTTP errors (an OSError too) and ValueError for bad names.
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"model.path {path}: no such directory, and the hub could not serve it: {reason}") from error
+
+
+def _read_config(file: Path, key: str) -> PretrainedConfig:
+    try:
+        values = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise UserError(f"{key}: no config.json here; is this a Hugging Face model directory?", file) from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{key}: not readable as JSON: {error}", file) from None
+    if not isinstance(values, dict):
+        raise UserError(f"{key}: expected a JSON object", file)
+    return _parse_config(values, str(file))
+
+
+def _parse_config(values: dict[str, Any], where: str) -> PretrainedConfig:
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    model_type = values.pop("model_type", None)
+    if model_type is None:
+        raise UserError("model_type is missing; for example model_type: llama", where)
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UserError(f"model_type {model_type!r} is not a causal language model of transformers", where)
+    try:
+        config = AutoConfig.for_model(model_type, **values)
+    except (TypeError, ValueError, KeyError) as error:
+        raise UserError(f"not a valid {model_type} configuration: {_one_line(error)}", where) from error
+    _refuse_out_of_scope(config, where)
+    return config
+
+
+def _refuse_out_of_scope(config: PretrainedConfig, where: str) -> None:
+    if getattr(config, "is_encoder_decoder", False):
+        raise UserError("encoder-decoder models are not supported", where)
+    if getattr(config, "vision_config", None) is not None:
+        raise UserError("vision models are not supported", where)
+    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if getattr(config, key, None):
+            raise UserError(f"mixture-of-experts models are not supported ({key} = {getattr(config, key)})", where)
+    for key, value in config.to_dict().items():
+        is_dropout = key.endswith(("dropout", "pdrop", "dropout_prob"))
+        if is_dropout and isinstance(value, int | float) and value > 0:
+            raise UserError(f"dropout is not supported: set {key} to 0 (it is {value})", where)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,25 @@
+"""Shared by all tests: where optional data lies, and a cache of tokens that no other run sees."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+SHARED = REPOSITORY.parent / "shared"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    os.environ["ALIQUOT_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture
+def shared() -> Path:
+    """The data directory beside the repository; a test that asks for it is skipped where it is absent."""
+    if not SHARED.is_dir():
+        pytest.skip("needs ../shared (models and texts that are not part of the repository)")
+    return SHARED

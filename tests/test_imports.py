@@ -1,0 +1,69 @@
+"""The house's import rules, and a command that answers at once."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parents[1] / "src" / "aliquot"
+
+# Who may import whom; everyone may import errors, and a package itself.
+ALLOWED = {
+    "config": set(),
+    "ranges": set(),
+    "machine": {"config"},
+    "optim": set(),
+    "models": {"config", "ranges", "machine"},
+    "data": {"config", "models"},
+    "engines": {"models", "optim", "ranges", "machine", "collectives"},
+    "checkpoint": {"ranges", "machine"},
+    "observe": {"config", "machine"},
+    "train": {"config", "models", "data", "engines", "checkpoint", "observe", "machine", "optim", "plan", "ranges"},
+}
+
+
+def imports(file: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "aliquot":
+            names = [node.module] if node.module != "aliquot" else [f"aliquot.{alias.name}" for alias in node.names]
+            found.update(name.split(".")[1] for name in names)
+        elif isinstance(node, ast.Import):
+            found.update(a.name.split(".")[1] for a in node.names if a.name.startswith("aliquot."))
+    return found
+
+
+@pytest.mark.parametrize("package", sorted(ALLOWED))
+def test_import_rules(package: str) -> None:
+    folder = SOURCE / package
+    files = sorted(folder.rglob("*.py")) if folder.is_dir() else [SOURCE / f"{package}.py"]
+    assert files
+    for file in files:
+        wrong = imports(file) - ALLOWED[package] - {package, "errors"}
+        assert not wrong, f"{file.relative_to(SOURCE)} may not import {sorted(wrong)}"
+
+
+def test_every_package_has_a_rule() -> None:
+    packages = {path.name for path in SOURCE.iterdir() if (path / "__init__.py").exists()}
+    assert packages - set(ALLOWED) == {"cli"}
+
+
+def test_distributed_torch_stays_in_its_places() -> None:
+    for file in SOURCE.rglob("*.py"):
+        if "torch.distributed" in file.read_text():
+            assert file.parent.name in {"engines", "machine", "collectives"}, file
+
+
+@pytest.mark.parametrize("command", [["-c", "import aliquot"], ["-m", "aliquot", "--help"]])
+def test_light_start(command: list[str]) -> None:
+    result = subprocess.run([sys.executable, "-X", "importtime", *command], capture_output=True, text=True, check=True)
+    loaded = {line.rpartition("|")[2].strip().split(".")[0] for line in result.stderr.splitlines()}
+    assert not loaded & {"torch", "transformers", "datasets", "numpy", "pydantic"}
+
+
+def test_train_tells_its_story_briefly() -> None:
+    assert len((SOURCE / "train.py").read_text().splitlines()) < 300
