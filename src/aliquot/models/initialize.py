@@ -73,9 +73,16 @@ def record(model: PreTrainedModel) -> Fills:
     Returns the fills of every parameter by name. Raises UserError if a parameter is left out or is filled in a way
     that cannot be replayed in blocks.
     """
+    owned: set[Tensor] = set()
     for module in model.modules():
-        # transformers marks modules as done while it builds them; this pass is the one that counts.
-        vars(module).pop("_is_hf_initialized", None)
+        # transformers marks modules as done while it builds them; this pass is the one that counts. A head that is
+        # tied to the embedding stays marked: transformers ties after it initialises, and the embedding's values win.
+        weights = set(module.parameters(recurse=False))
+        if weights and weights <= owned:
+            vars(module)["_is_hf_initialized"] = True
+        else:
+            vars(module).pop("_is_hf_initialized", None)
+        owned |= weights
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_meta:
                 setattr(module, name, torch.full_like(buffer, float("nan"), device="cpu"))

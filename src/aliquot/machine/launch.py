@@ -1,0 +1,127 @@
+"""Which of the four ways this process was started, and starting the ranks where it must do so itself.
+
+A rank already (torchrun, or ourselves); a node of a Kubeflow TrainJob, told by PET_* variables; a launcher of several
+ranks; or alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from aliquot.config.schema import LaunchSection
+from aliquot.errors import UserError
+from aliquot.machine.rank_failures import explain
+
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
+_JOIN_TIMEOUT_S = 900  # nodes of a cluster do not start at the same time
+_SHUTDOWN_TIMEOUT_S = 10
+
+
+def mode(launch: LaunchSection, environ: Mapping[str, str]) -> Literal["rank", "launcher", "alone"]:
+    """What this process is to do: be a rank of many, start ranks, or train alone."""
+    missing = [name for name in RANK_VARIABLES if name not in environ]
+    if not missing:
+        return "rank"
+    if "RANK" in environ and environ.get("WORLD_SIZE", "1") != "1":
+        raise UserError(f"RANK is set, so this is one rank of many, but {', '.join(missing)} is not: use torchrun")
+    launch = resolve(launch, environ)
+    return "launcher" if launch.nodes > 1 or local_ranks(launch) > 1 else "alone"
+
+
+def resolve(launch: LaunchSection, environ: Mapping[str, str]) -> LaunchSection:
+    """`launch` with what the PET_* variables of a TrainJob say about nodes, ranks and the master; they win.
+
+    In a rank they have done their work already, and `launch` is returned as it is.
+    """
+    if all(name in environ for name in RANK_VARIABLES) or "PET_NNODES" not in environ:
+        return launch
+    update: dict[str, object] = {"nodes": _integer(environ, "PET_NNODES")}
+    if environ.get("PET_NPROC_PER_NODE", "auto") not in ("auto", "cpu", "gpu"):
+        update["ranks"] = _integer(environ, "PET_NPROC_PER_NODE")
+    if "PET_NODE_RANK" in environ:
+        update["node_rank"] = _integer(environ, "PET_NODE_RANK")
+    if "PET_MASTER_ADDR" in environ:
+        update["master_address"] = environ["PET_MASTER_ADDR"]
+    if "PET_MASTER_PORT" in environ:
+        update["master_port"] = _integer(environ, "PET_MASTER_PORT")
+    return launch.model_copy(update=update)
+
+
+def local_ranks(launch: LaunchSection) -> int:
+    """Ranks of this machine: as given; else one a GPU; on CPU one."""
+    if launch.ranks != "auto":
+        return launch.ranks
+    # torch is slow to import: it is asked only where there is a GPU to ask about.
+    if launch.device == "cpu" or not any(Path("/dev").glob("nvidia[0-9]*")):
+        return 1
+    import torch
+
+    return max(1, torch.cuda.device_count())
+
+
+def start_ranks(launch: LaunchSection, argv: list[str], log_directory: Path) -> int:
+    """Run `python ARGV` as every local rank and wait for them; the exit code of this process.
+
+    Rank 0 talks on this console, rank N into rank-N.log of `log_directory`. When a rank dies, all end and the one
+    that failed first is named in a line or two. 2: bad input; 128 + signal: this process was told to stop.
+    """
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    for name in ("torch.distributed.elastic", "torch.distributed.launcher"):  # we say ourselves what happened
+        logging.getLogger(name).addHandler(logging.NullHandler())
+        logging.getLogger(name).propagate = False
+
+    log_directory = log_directory.absolute()
+    log_directory.mkdir(parents=True, exist_ok=True)
+    launch = resolve(launch, os.environ)
+    if launch.nodes == 1:
+        # Port 0: the store chooses a free one. The address is given so that no name of this host must resolve.
+        backend, endpoint, address = "c10d", "127.0.0.1:0", "127.0.0.1"
+    else:
+        backend, endpoint, address = "static", f"{launch.master_address}:{launch.master_port}", launch.master_address
+    config = LaunchConfig(
+        min_nodes=launch.nodes,
+        max_nodes=launch.nodes,
+        nproc_per_node=local_ranks(launch),
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # rank_start redirects; the elastic launcher writes nothing
+        run_id="aliquot",
+        rdzv_backend=backend,
+        rdzv_endpoint=endpoint,
+        rdzv_configs={"rank": launch.node_rank, "timeout": _JOIN_TIMEOUT_S},
+        local_addr=address,
+        max_restarts=0,
+        monitor_interval=0.05,
+        shutdown_timeout=_SHUTDOWN_TIMEOUT_S,
+    )
+    command = ["-m", "aliquot.machine.rank_start", str(os.getpid()), str(log_directory), *argv]
+    try:
+        # The elastic launcher substitutes ${...} in arguments; $$ is its escape for a plain $.
+        elastic_launch(config, sys.executable)(*(argument.replace("$", "$$") for argument in command))
+    except ChildFailedError as failed:
+        lines, code = explain(failed.failures, log_directory)
+        print("\n".join(lines), file=sys.stderr)
+        return code
+    except SignalException as stopped:
+        print(f"aliquot: stopped by {signal.Signals(stopped.sigval).name}", file=sys.stderr)
+        return 128 + int(stopped.sigval)
+    except (DistError, RendezvousError) as error:
+        raise UserError(
+            f"the {launch.nodes} nodes could not be brought together at {endpoint}, as node {launch.node_rank}: {error}"
+        ) from error
+    return 0
+
+
+def _integer(environ: Mapping[str, str], name: str) -> int:
+    if not environ[name].isdecimal():
+        raise UserError(f"the environment variable {name} is {environ[name]!r}, a number is needed")
+    return int(environ[name])

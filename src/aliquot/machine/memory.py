@@ -1,0 +1,67 @@
+"""What this process holds in memory, and how much it can really have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from aliquot.machine.cgroup import groups, read
+
+_SELF = Path("/proc/self")
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes of this process. Shared pages count in full in RSS and divided by their users in PSS."""
+
+    rss_bytes: int
+    private_bytes: int
+    shared_bytes: int
+    pss_bytes: int
+
+
+def memory_use(process: Path = _SELF) -> MemoryUse:
+    fields = _kib_fields(process / "smaps_rollup")
+    return MemoryUse(
+        rss_bytes=fields["Rss"],
+        private_bytes=fields["Private_Clean"] + fields["Private_Dirty"] + fields.get("Private_Hugetlb", 0),
+        shared_bytes=fields["Shared_Clean"] + fields["Shared_Dirty"] + fields.get("Shared_Hugetlb", 0),
+        pss_bytes=fields["Pss"],
+    )
+
+
+def peak_rss(process: Path = _SELF) -> int:
+    """Bytes: the most that was resident at once since the process began, or since the last `reset_peak_rss`."""
+    return _kib_fields(process / "status")["VmHWM"]
+
+
+def reset_peak_rss(process: Path = _SELF) -> bool:
+    """Let the peak start again from what is resident now. False where the kernel does not permit it."""
+    try:
+        with (process / "clear_refs").open("w") as file:
+            file.write("5")
+    except OSError:
+        return False
+    return True
+
+
+def memory_limit(root: Path = Path("/")) -> int:
+    """Bytes that this process and its siblings in the container can have: the tightest group's limit, or all RAM."""
+    limits = [_kib_fields(root / "proc/meminfo")["MemTotal"]]
+    for group in groups("memory", root):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            text = read(group / name)
+            if text is not None and text != "max":
+                limits.append(int(text))  # version 1 writes "no limit" as a number near 2^63
+    return min(limits)
+
+
+def _kib_fields(file: Path) -> dict[str, int]:
+    """`Name:   12 kB` lines as bytes."""
+    fields = {}
+    for line in file.read_text().splitlines():
+        words = line.split()
+        if len(words) == 3 and words[2] == "kB":
+            fields[words[0].rstrip(":")] = int(words[1]) * 1024
+    return fields
+

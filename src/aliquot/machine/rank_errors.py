@@ -1,0 +1,126 @@
+"""How a rank says what ended it: to its launcher through a file, so that the cause is shown first and the echo not.
+
+When one rank dies its peers die of the lost connection a moment later. Each rank records its error with a kind, and
+`peer_lost` ones are only the echo.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from aliquot.errors import TrainingError, UserError
+from aliquot.machine.files import publish_text
+
+LOG_DIRECTORY = "ALIQUOT_LOG_DIRECTORY"  # set by our launcher in its ranks, and only there
+DEBUG = "ALIQUOT_DEBUG"
+
+Kind = Literal["user", "training", "crash", "peer_lost"]
+
+_CONNECTION_ERRORS = {"DistNetworkError", "DistStoreError", "DistBackendError"}
+_CONNECTION_WORDS = (
+    "gloo/transport",
+    "connectFullMesh",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Timed out waiting",
+)
+
+
+@dataclass(frozen=True)
+class RankError:
+    """One rank's last words."""
+
+    rank: int
+    kind: Kind
+    message: str
+    traceback: str
+    time: float  # seconds since the epoch
+
+
+def log_file(directory: Path, rank: int) -> Path:
+    return directory / f"rank-{rank}.log"
+
+
+def error_file(directory: Path, rank: int) -> Path:
+    return directory / f"rank-{rank}.error.json"
+
+
+def report_error(error: BaseException, rank: int) -> int:
+    """Tell the person, or the launcher, what ended this rank; the exit code: 2 for bad input, 1 otherwise.
+
+    Under our launcher the error goes to a file and nothing to the console that all ranks share. Otherwise one line
+    goes to stderr. The traceback is in the rank's log, or follows the line when ALIQUOT_DEBUG is set.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    kind = classify(error)
+    text = "".join(traceback.format_exception(error))
+    message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    if not record_error(RankError(rank, kind, message, text, time.time())):
+        print(f"aliquot: {_line(rank, kind, message)}", file=sys.stderr)
+        if DEBUG in os.environ:
+            print(text, file=sys.stderr)
+        elif kind == "crash":
+            print(f"  set {DEBUG}=1 to see the traceback", file=sys.stderr)
+    if kind == "peer_lost":
+        # The first rank to exit has all others ended: leave the one that failed the time to say why.
+        time.sleep(1.0)
+    return error.exit_code if isinstance(error, UserError) else 1
+
+
+def record_error(error: RankError) -> bool:
+    """Write the error where our launcher looks for it. False: this rank was not started by our launcher."""
+    directory = os.environ.get(LOG_DIRECTORY)
+    if directory is None:
+        return False
+    with log_file(Path(directory), error.rank).open("a", encoding="utf-8") as log:
+        log.write(error.traceback)
+    publish_text(error_file(Path(directory), error.rank), json.dumps(asdict(error)))
+    return True
+
+
+def read_error(directory: Path, rank: int) -> RankError | None:
+    """What a rank recorded, or None: it died without a word."""
+    try:
+        return RankError(**json.loads(error_file(directory, rank).read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+
+
+def classify(error: BaseException) -> Kind:
+    if isinstance(error, TrainingError):
+        return "training"
+    if isinstance(error, UserError):
+        return "user"
+    cause: BaseException | None = error
+    while cause is not None:
+        if _is_connection_error(cause):
+            return "peer_lost"
+        cause = cause.__cause__ or cause.__context__
+    return "crash"
+
+
+def _is_connection_error(error: BaseException) -> bool:
+    if isinstance(error, ConnectionError) or type(error).__name__ in _CONNECTION_ERRORS:
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _CONNECTION_WORDS)
+
+
+def _line(rank: int, kind: Kind, message: str) -> str:
+    """One line for a console that several ranks may share."""
+    first = message.strip().partition("\n")[0]
+    if kind == "user":
+        return first
+    if kind == "training":
+        return f"rank {rank}: {first}"
+    if kind == "peer_lost":
+        return f"rank {rank} lost the connection to another rank, whose own error says why ({first})"
+    return f"rank {rank} failed: {first}"

@@ -1,0 +1,142 @@
+"""Write a model as a Hugging Face directory: every rank its own ranges, published by one rename."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from aliquot.errors import UserError
+from aliquot.ranges.bytemap import ByteMap, Shape
+from aliquot.ranges.checksums import BlockChecksums, combine_pieces
+from aliquot.ranges.header import TensorEntry
+from aliquot.ranges.jsonfile import parse_json, read_small
+from aliquot.ranges.layout import Layout
+from aliquot.ranges.manifest import check_blocks, read_manifest, verify_file
+from aliquot.ranges.parts import Part, PartStore
+from aliquot.ranges.publish import check_names, check_space, clean_leftovers, publish_together, write_file
+from aliquot.ranges.reader import RangeReader
+from aliquot.ranges.together import Alone, Ranks, on_first
+from aliquot.ranges.transfer import drain
+
+MAX_SHARD_BYTES = 50_000_000_000  # transformers' default
+
+
+def export(
+    store: PartStore,
+    tensors: Sequence[tuple[str, Shape]],
+    out_dir: Path,
+    dtype: torch.dtype,
+    config_files: Mapping[str, bytes],
+    ranks: Ranks,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write the weight parts of `store` to `out_dir` as safetensors of `dtype`, rounded to nearest even. Collective.
+
+    `tensors`: names and shapes of the whole model in its order, without tied aliases, the same on every rank.
+    `config_files`: config.json, tokenizer files and so on by plain name; config.json is made to tell `dtype`. The files
+    do not depend on the world size. Raises the same UserError on every rank: `out_dir` exists and is not empty, or a
+    rank cannot write; then no `out_dir` appears.
+    """
+    _export(store, tensors, out_dir, dtype, config_files, ranks, max_shard_bytes, check=_nothing)
+
+
+def export_checkpoint(
+    checkpoint_dir: Path,
+    out_dir: Path,
+    dtype: torch.dtype,
+    verify: bool = True,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Export the weights of a checkpoint, with the config files that it was saved with, in this one process.
+
+    Memory is bounded by a few buffers, and no model is built. `verify`: compare all bytes that are exported with the
+    checksums of the manifest. Raises UserError as `export` does, DamagedCheckpoint where the checkpoint is not whole.
+    """
+    manifest = read_manifest(checkpoint_dir)
+    source = ByteMap.of_directory(checkpoint_dir)
+    weight_files = {path.name: manifest.record(path.name).bytes for path in source.header_bytes}
+    config_files = {name: read_small(checkpoint_dir / name) for name in manifest.config_files}
+    tensors = [(entry.name, entry.shape) for entry in sorted(source.entries.values(), key=_position)]
+    checksums = BlockChecksums()
+
+    def check() -> None:
+        checksums.add_heads(source.header_bytes)
+        check_blocks(checkpoint_dir, manifest, combine_pieces(checksums.pieces(), weight_files))
+        for name in manifest.config_files:
+            verify_file(checkpoint_dir, manifest, name)
+
+    with RangeReader(checksums if verify else None) as reader:
+        store = _StoredWeights(source, reader)
+        after = check if verify else _nothing
+        _export(store, tensors, out_dir, dtype, config_files, Alone(), max_shard_bytes, after)
+
+
+class _StoredWeights:
+    """The weights of a directory as a store that can only be read."""
+
+    def __init__(self, source: ByteMap, reader: RangeReader) -> None:
+        self._entries = source.entries
+        self._reader = reader
+
+    def parts(self) -> Sequence[Part]:
+        return [Part(entry.name, entry.shape, "weight", 0, entry.numel) for entry in self._entries.values()]
+
+    def read(self, part: Part, start: int, out: torch.Tensor) -> None:
+        self._reader.read(self._entries[part.name], start, out)
+
+    def write(self, part: Part, start: int, values: torch.Tensor) -> None:
+        raise NotImplementedError("read only")
+
+
+def _export(
+    store: PartStore,
+    tensors: Sequence[tuple[str, Shape]],
+    out_dir: Path,
+    dtype: torch.dtype,
+    config_files: Mapping[str, bytes],
+    ranks: Ranks,
+    max_shard_bytes: int,
+    check: Callable[[], None],
+) -> None:
+    layout = Layout.of(tensors, dtype, max_shard_bytes, "model")
+    check_names(config_files, taken=())
+
+    def make_way() -> None:
+        if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
+            raise UserError("exists and is not empty: give another directory, or remove it first", out_dir)
+        clean_leftovers(out_dir.parent, re.compile(re.escape(out_dir.name)))
+
+    def prepare(partial: Path) -> None:
+        check_space(partial, layout.total_bytes)
+        layout.create_files(partial)
+        for name, data in config_files.items():
+            write_file(partial / name, _with_dtype(data, dtype) if name == "config.json" else data)
+
+    on_first(ranks, make_way)
+    publish_together(
+        out_dir,
+        ranks,
+        prepare,
+        write=lambda partial: drain(store, {"weight": layout.byte_map(partial).entries}),
+        finish=lambda partial, written: check(),
+    )
+
+
+def _with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
+    """A config.json that tells the dtype of the weights beside it, which transformers loads them in."""
+    fields = parse_json(config, "config.json")
+    fields.pop("torch_dtype", None)  # what transformers 4 called it
+    fields["dtype"] = str(dtype).removeprefix("torch.")
+    return (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _position(entry: TensorEntry) -> tuple[Path, int]:
+    return entry.file, entry.offset
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,64 @@
+"""Fill the weights of a model from a Hugging Face directory: every rank reads exactly the bytes of its own parts."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from aliquot.ranges.bytemap import ByteMap, Shape, check_tensors
+from aliquot.ranges.header import TensorEntry
+from aliquot.ranges.parts import PartStore
+from aliquot.ranges.together import Ranks, together
+from aliquot.ranges.transfer import fill
+
+# buffers that older versions of transformers saved and that are computed, not learned
+_COMPUTED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)")
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What this rank read, and how long loading took."""
+
+    read_bytes: int
+    elapsed_s: float
+
+
+def load_weights(
+    store: PartStore, directory: Path, tensors: Sequence[tuple[str, Shape]], tied: Mapping[str, str], ranks: Ranks
+) -> LoadReport:
+    """Fill the weight parts of `store` from the safetensors in `directory`, whatever float dtype they have. Collective.
+
+    `tensors`: names and shapes of the whole model without aliases. `tied`: alias -> the name in `tensors` whose weight it
+    shares; the directory may hold either or both. Names may also be those of the bare base model (`layers.0` for
+    `model.layers.0`). Raises UserError on every rank: no safetensors, malformed files, tensors missing, extra or of
+    another shape (names listed).
+    """
+    began = time.perf_counter()
+
+    def read() -> int:
+        stored = ByteMap.of_directory(directory).entries
+        found = _matched(stored, tensors, tied)
+        used = {entry.name for entry in found.values()}
+        extra = [name for name in stored if name not in used and name not in tied and not _COMPUTED.fullmatch(name)]
+        check_tensors(tensors, found, directory, extra)
+        return fill(store, {"weight": found})
+
+    read_bytes = together(ranks, read)[ranks.rank]
+    return LoadReport(read_bytes, time.perf_counter() - began)
+
+
+def _matched(
+    stored: Mapping[str, TensorEntry], tensors: Sequence[tuple[str, Shape]], tied: Mapping[str, str]
+) -> dict[str, TensorEntry]:
+    """The stored tensor for each name of the model; a name that has none is left out."""
+    found = {}
+    for name, _ in tensors:
+        full = [name, *(alias for alias, kept in tied.items() if kept == name)]
+        bare = [candidate.partition(".")[2] for candidate in full]
+        match = next((candidate for candidate in (*full, *bare) if candidate in stored), None)
+        if match is not None:
+            found[name] = stored[match]
+    return found

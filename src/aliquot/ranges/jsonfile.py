@@ -1,0 +1,50 @@
+"""JSON that somebody else wrote: a dict, or one `UserError`, whatever the bytes are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from aliquot.errors import UserError
+
+LIMIT_BYTES = 100_000_000  # safetensors' own limit for a header
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`. Raises UserError."""
+    return parse_json(read_small(path), path)
+
+
+def read_small(path: Path) -> bytes:
+    """The whole of a regular file of at most `LIMIT_BYTES`. Raises UserError."""
+    try:
+        if not path.is_file():  # a fifo would block for ever
+            raise UserError("no such file" if not path.exists() else "not a regular file", path)
+        with path.open("rb") as file:
+            data = file.read(LIMIT_BYTES + 1)
+    except OSError as error:
+        raise UserError(f"cannot read: {error.strerror}", path) from error
+    if len(data) > LIMIT_BYTES:
+        raise UserError(f"larger than {LIMIT_BYTES} bytes", path)
+    return data
+
+
+def parse_json(data: bytes, where: str | Path) -> dict[str, Any]:
+    """A JSON object from UTF-8 `data`; a name that occurs twice in an object is an error. Raises UserError."""
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON, endless digits, endless nesting
+        raise UserError(f"not valid JSON: {ascii(str(error))[1:-1]}", where) from error
+    if not isinstance(value, dict):
+        raise UserError("not a JSON object", where)
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = dict(pairs)
+    if len(names) < len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"the name {twice!r} occurs twice")
+    return names

@@ -1,0 +1,130 @@
+"""The manifest of a checkpoint: size and block checksums of every file, written last. It makes a directory complete."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from aliquot.errors import UserError
+from aliquot.ranges.bytemap import is_plain_name
+from aliquot.ranges.checksums import BLOCK_BYTES
+from aliquot.ranges.jsonfile import read_json
+from aliquot.ranges.together import DamagedCheckpoint
+
+MANIFEST = "manifest.json"
+
+_STRICT = ConfigDict(strict=True, extra="forbid", frozen=True)
+Crc32 = Annotated[int, Field(ge=0, lt=2**32)]
+
+
+class FileRecord(BaseModel):
+    """Size of a file, and the crc32 of each of its blocks; the last block may be short."""
+
+    model_config = _STRICT
+    bytes: Annotated[int, Field(ge=0, lt=2**63)]
+    crc32: list[Crc32]
+
+
+class Manifest(BaseModel):
+    """Every file of a checkpoint but the manifest itself."""
+
+    model_config = _STRICT
+    format: Literal["aliquot-checkpoint"] = "aliquot-checkpoint"
+    version: Literal[1] = 1
+    block_bytes: Literal[16777216] = BLOCK_BYTES  # type: ignore[assignment]
+    files: dict[str, FileRecord]
+
+
+def checksum(data: bytes) -> FileRecord:
+    """The record of a file that holds `data`."""
+    blocks = range(0, len(data), BLOCK_BYTES)
+    return FileRecord(bytes=len(data), crc32=[zlib.crc32(data[start : start + BLOCK_BYTES]) for start in blocks])
+
+
+def manifest_bytes(files: Mapping[str, FileRecord]) -> bytes:
+    """The content of the manifest file; its own checksum is in it."""
+    fields = Manifest(files=dict(files)).model_dump()
+    return json.dumps({**fields, "crc32": _own_crc32(fields)}, indent=1).encode()
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a complete checkpoint, all files of the recorded size. Reads no file but the manifest.
+
+    Raises DamagedCheckpoint: the manifest is missing or malformed, a file is missing or of another size.
+    """
+    path = directory / MANIFEST
+    try:
+        fields = read_json(path)
+        if fields.pop("crc32", None) != _own_crc32(fields):
+            raise DamagedCheckpoint("its own checksum does not fit", path)
+        manifest = Manifest.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        raise DamagedCheckpoint(f"{'.'.join(map(str, first['loc']))}: {first['msg']}"[:200], path) from error
+    except UserError as error:
+        raise DamagedCheckpoint(str(error)) from error
+    for name, record in manifest.files.items():
+        if not is_plain_name(name) or len(record.crc32) != -(-record.bytes // BLOCK_BYTES):
+            raise DamagedCheckpoint(f"the entry {name!r} is malformed", path)
+        _check_size(directory / name, record)
+    return manifest
+
+
+def verify(directory: Path) -> Manifest:
+    """Read every byte of a checkpoint. Raises DamagedCheckpoint naming the file and the offset of the first bad block."""
+    manifest = read_manifest(directory)
+    for name in manifest.files:
+        verify_file(directory, manifest, name)
+    return manifest
+
+
+def verify_file(directory: Path, manifest: Manifest, name: str) -> None:
+    """Read one file of a checkpoint block by block. Raises DamagedCheckpoint."""
+    block = bytearray(BLOCK_BYTES)
+    blocks = []
+    try:
+        with (directory / name).open("rb", buffering=0) as file:
+            while count := _fill(file, block):
+                blocks.append(zlib.crc32(memoryview(block)[:count]))
+    except OSError as error:
+        raise DamagedCheckpoint(f"cannot read: {error.strerror}", directory / name) from error
+    check_blocks(directory, manifest, {name: blocks})
+
+
+def check_blocks(directory: Path, manifest: Manifest, blocks: Mapping[str, list[int]]) -> None:
+    """Compare the crc32 of all blocks of some files with the manifest. Raises DamagedCheckpoint."""
+    for name, found in blocks.items():
+        recorded = manifest.files[name].crc32
+        if found != recorded:
+            pairs = zip(found, recorded, strict=False)
+            bad = next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(found), len(recorded)))
+            raise DamagedCheckpoint(f"damaged: the block at byte {bad * BLOCK_BYTES} is not what was saved", directory / name)
+
+
+def _check_size(path: Path, record: FileRecord) -> None:
+    try:
+        found = path.stat().st_size if path.is_file() else None
+    except OSError as error:
+        raise DamagedCheckpoint(f"cannot read: {error.strerror}", path) from error
+    if found is None:
+        raise DamagedCheckpoint("missing from the checkpoint", path)
+    if found != record.bytes:
+        raise DamagedCheckpoint(f"{found} bytes instead of {record.bytes}", path)
+
+
+def _fill(file: Any, block: bytearray) -> int:
+    """Read until `block` is full or the file ends; how many bytes were read."""
+    view = memoryview(block)
+    filled = 0
+    while filled < len(block) and (count := file.readinto(view[filled:])):
+        filled += count
+    return filled
+
+
+def _own_crc32(fields: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())

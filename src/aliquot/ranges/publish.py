@@ -1,0 +1,111 @@
+"""Directories appear whole or not at all: written beside, fsynced, renamed; removed by renaming first.
+
+    .NAME.partial-1a2b3c4d   being written
+    NAME                     published
+    .NAME.trash-1a2b3c4d     being removed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from aliquot.errors import UserError
+from aliquot.ranges.together import Ranks, on_first, together
+
+T = TypeVar("T")
+_LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?:partial|trash)-[0-9a-f]{8}")
+
+
+def publish_together(
+    target: Path,
+    ranks: Ranks,
+    prepare: Callable[[Path], None],
+    write: Callable[[Path], T],
+    finish: Callable[[Path, list[T]], None],
+) -> None:
+    """Make the directory `target`: rank 0 prepares it beside, every rank writes, rank 0 finishes and renames. Collective.
+
+    `write` returns a JSON value; `finish` gets those of all ranks. An error anywhere is raised on every rank and leaves
+    nothing behind. A directory of the same name is replaced.
+    """
+    partial = Path(on_first(ranks, lambda: str(_prepared(target, prepare))))
+    try:
+        written = together(ranks, lambda: write(partial))
+        on_first(ranks, lambda: _finished(partial, target, finish, written))
+    except Exception:
+        if ranks.rank == 0:
+            remove_directory(partial)
+        raise
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """A new file with content `data`, fsynced. Raises OSError."""
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def check_space(directory: Path, needed_bytes: int) -> None:
+    """Raise UserError if the file system of `directory` says that it has less than `needed_bytes` free."""
+    found = os.statvfs(directory)
+    free_bytes = found.f_bavail * found.f_frsize
+    if found.f_blocks and free_bytes < needed_bytes:  # some network file systems say nothing
+        raise UserError(f"{needed_bytes} bytes are to be written and {free_bytes} are free: make room", directory)
+
+
+def remove_directory(directory: Path) -> None:
+    """Remove a directory such that, killed midway, no part of it is left under its name. Best effort, never raises."""
+    name = match["name"] if (match := _LEFTOVER.fullmatch(directory.name)) else directory.name
+    trash = _beside(directory.with_name(name), "trash")
+    with contextlib.suppress(OSError):
+        directory.rename(trash)
+        shutil.rmtree(trash, ignore_errors=True)
+
+
+def clean_leftovers(parent: Path, names: re.Pattern[str]) -> None:
+    """Remove what killed processes left of directories whose published name matches `names`. Never raises."""
+    for path in list(parent.iterdir()) if parent.is_dir() else ():
+        match = _LEFTOVER.fullmatch(path.name)
+        if match and names.fullmatch(match["name"]):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _prepared(target: Path, prepare: Callable[[Path], None]) -> Path:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = _beside(target, "partial")
+    partial.mkdir()
+    try:
+        prepare(partial)
+    except Exception:
+        remove_directory(partial)
+        raise
+    return partial
+
+
+def _finished(partial: Path, target: Path, finish: Callable[[Path, list[T]], None], written: list[T]) -> None:
+    finish(partial, written)
+    _sync_directory(partial)
+    if target.exists() and any(target.iterdir()):  # a rename replaces only an empty directory
+        remove_directory(target)
+    partial.rename(target)
+    _sync_directory(target.parent)
+
+
+def _beside(target: Path, what: str) -> Path:
+    return target.with_name(f".{target.name}.{what}-{secrets.token_hex(4)}")
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,78 @@
+"""Do something on every rank such that an error on any of them is raised on all: nobody waits for a rank that failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+from aliquot.errors import TrainingError, UserError
+
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """The ranks of a run, as far as storage needs them."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank gives a JSON value and gets the values of all, in rank order."""
+        ...
+
+
+class Alone:
+    """One process that is all the ranks there are."""
+
+    rank = 0
+    world_size = 1
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+
+class DamagedCheckpoint(UserError):
+    """A checkpoint that is incomplete or whose bytes are not those that were saved. An older one may be good."""
+
+
+_KINDS: dict[str, type[UserError]] = {kind.__name__: kind for kind in (UserError, TrainingError, DamagedCheckpoint)}
+
+
+def together(ranks: Ranks, work: Callable[[], T]) -> list[T]:
+    """Run `work` on this rank and return what it returned, a JSON value, on every rank. Collective.
+
+    Raises on all ranks the UserError of the first rank whose `work` raised one; any other exception is raised as it is
+    where it occurred and as a TrainingError on the other ranks.
+    """
+    failure: Exception | None = None
+    answer: list[Any] = []
+    try:
+        answer = [work()]
+    except Exception as error:
+        failure = _for_the_person(error)
+    kind = type(failure).__name__ if failure is not None else None
+    replies = ranks.gather({"answer": answer, "kind": kind, "error": str(failure)})
+    failed = [(rank, reply) for rank, reply in enumerate(replies) if reply["kind"] is not None]
+    if not failed:
+        return [reply["answer"][0] for reply in replies]
+    if failure is not None and not isinstance(failure, UserError):
+        raise failure
+    rank, reply = failed[0]
+    message = reply["error"] if reply["kind"] in _KINDS else f"{reply['kind']}: {reply['error']}"
+    if any(other["error"] != reply["error"] for other in replies):
+        message = f"rank {rank}: {message}"
+    raise _KINDS.get(reply["kind"], TrainingError)(message) from failure
+
+
+def on_first(ranks: Ranks, work: Callable[[], T]) -> T:
+    """Run `work` on rank 0 only and return what it returned, a JSON value, on every rank. Collective."""
+    return together(ranks, lambda: work() if ranks.rank == 0 else None)[0]  # type: ignore[return-value]
+
+
+def _for_the_person(error: Exception) -> Exception:
+    if isinstance(error, OSError):
+        return UserError(error.strerror or str(error), error.filename)
+    return error

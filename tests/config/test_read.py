@@ -1,0 +1,137 @@
+"""Configs and overrides: what is valid, and the one line that says what is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aliquot.config.read import dump_config, known_keys, read_config
+from aliquot.errors import UserError
+
+MINIMAL = """\
+model:
+  path: some/model
+data:
+  path: text.txt
+train:
+  learning_rate: 2e-5
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def failure(file: Path, *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        read_config(file, overrides)
+    assert caught.value.exit_code == 2
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_defaults_and_yaml_12_floats(file: Path) -> None:
+    config = read_config(file)
+    assert config.train.learning_rate == 2e-5
+    assert config.run.directory == Path("runs/run")
+    assert read_config(file, ["run.name=other"]).run.directory == Path("runs/other")
+    assert read_config(file, ["run.directory=/tmp/x"]).run.directory == Path("/tmp/x")
+
+
+@pytest.mark.parametrize(
+    ("line", "number", "expected"),
+    [
+        ("  learning_rte: 1", 7, "unknown key train.learning_rte; did you mean train.learning_rate?"),
+        ("trian: {}", 7, "unknown key trian; did you mean train?"),
+        ("lauch:\n  ranks: 2", 7, "unknown key lauch; did you mean launch?"),
+        ("  max_steps: many", 7, "train.max_steps: input should be a valid integer"),
+        ("  weight_decay: -1", 7, "train.weight_decay: input should be greater than or equal to 0"),
+        ("  precision: fp16", 7, "train.precision: input should be 'bf16' or 'fp32'"),
+        ("  sequence_length: 4", 7, "did you mean data.sequence_length?"),
+        ("model: {path: x}", 7, "model is set twice, first at"),
+        ("  a: [", 8, "not valid YAML"),
+    ],
+)
+def test_errors_name_file_line_and_key(file: Path, line: str, number: int, expected: str) -> None:
+    file.write_text(f"{MINIMAL}{line}\n")
+    message = failure(file)
+    assert f"{file}:{number}" in message
+    assert expected in message
+
+
+def test_errors_of_overrides_name_the_override(file: Path) -> None:
+    assert "override 'train.max_stps=3': unknown key train.max_stps; did you mean train.max_steps?" in failure(
+        file, "train.max_stps=3"
+    )
+    assert "override 'launch.ranks=two'" in failure(file, "launch.ranks=two")
+    assert "expected section.key=value" in failure(file, "max_steps=3")
+    assert "expected section.key=value" in failure(file, "train.max_steps")
+
+
+def test_contradictions(file: Path) -> None:
+    assert "exactly one of model.path" in failure(file, "model.config={model_type: llama}")
+    assert "exactly one of data.path" in failure(file, "data.dataset=wikitext")
+    message = failure(
+        file, "train.global_batch_size=8", "train.per_device_train_batch_size=2", "train.gradient_accumulation_steps=2"
+    )
+    assert "two of them fix the third" in message
+    assert "is not below launch.nodes" in failure(file, "launch.node_rank=1")
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    assert "No such file" in failure(tmp_path / "none.yaml")
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
+    assert "not a text file" in failure(tmp_path / "bytes.yaml")
+    (tmp_path / "list.yaml").write_text("- a\n")
+    assert "mapping of sections" in failure(tmp_path / "list.yaml")
+    (tmp_path / "empty.yaml").write_text("")
+    assert "model is missing" in failure(tmp_path / "empty.yaml")
+
+
+def test_nested_overrides_replace_single_keys(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: {config: {model_type: llama, hidden_size: 8}}\ndata: {path: a}\n")
+    config = read_config(file, ["model.config.hidden_size=16", "data.path=[a, b]", "train.weight_decay=1e-2"])
+    assert config.model.config == {"model_type": "llama", "hidden_size": 16}
+    assert config.data.path == ["a", "b"]
+    assert config.train.weight_decay == 0.01
+
+
+@given(
+    learning_rate=st.floats(1e-8, 10, allow_nan=False),
+    max_steps=st.integers(1, 10**9),
+    packing=st.booleans(),
+    name=st.from_regex(r"[A-Za-z0-9._-]{1,20}", fullmatch=True),
+)
+def test_what_is_dumped_reads_back_equal(
+    tmp_path_factory: pytest.TempPathFactory, learning_rate: float, max_steps: int, packing: bool, name: str
+) -> None:
+    file = tmp_path_factory.mktemp("config") / "run.yaml"
+    file.write_text(MINIMAL)
+    overrides = [
+        f"train.learning_rate={learning_rate!r}",
+        f"train.max_steps={max_steps}",
+        f"data.packing={str(packing).lower()}",
+        f"run.name='{name}'",
+    ]
+    config = read_config(file, overrides)
+    assert (config.train.learning_rate, config.train.max_steps, config.data.packing) == (
+        learning_rate,
+        max_steps,
+        packing,
+    )
+    file.write_text(dump_config(config))
+    assert read_config(file) == config
+
+
+def test_every_known_key_is_documented_or_plain(file: Path) -> None:
+    assert ("train", "learning_rate") in known_keys()
+    assert yaml.safe_load(dump_config(read_config(file))).keys() == {k[0] for k in known_keys() if len(k) == 1}

@@ -1,0 +1,83 @@
+"""The small models and batches that the engine proofs train on, shared by the ranks and the plain loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aliquot.models.batch import MicroBatch
+
+STEPS = 20
+LEARNING_RATE = 3e-3
+WEIGHT_DECAY = 0.1
+BETAS = (0.9, 0.95)
+EPSILON = 1e-8
+MAX_GRAD_NORM = 0.5  # below the norms of these runs, so that every step clips
+SEED = 7
+VOCABULARY = 67  # no world size above 1 divides it: ranks own unequal numbers of rows
+SEQUENCES = 5  # per global batch: uneven over 2, 3 and 4 ranks
+
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 50,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    # The default of 0.02 leaves models of this size with hardly any attention to get wrong.
+    "initializer_range": 0.2,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    model: dict[str, object]
+    precision: str = "fp32"
+    checkpointing: str = "none"
+    steps: int = STEPS
+
+
+CASES = {
+    case.name: case
+    for case in [
+        Case("llama", {"model_type": "llama"}),
+        Case("llama-bf16", {"model_type": "llama"}, precision="bf16"),
+        Case("llama-full", {"model_type": "llama"}, checkpointing="full", steps=5),
+        Case("llama-selective", {"model_type": "llama"}, checkpointing="selective", steps=5),
+        Case("qwen2-tied", {"model_type": "qwen2", "tie_word_embeddings": True}, steps=5),
+        Case("qwen3", {"model_type": "qwen3"}, steps=5),
+        Case("mistral-window", {"model_type": "mistral", "sliding_window": 6}, steps=5),
+    ]
+}
+
+
+def documents(step: int) -> list[list[Tensor]]:
+    """The global batch of a step: SEQUENCES sequences, each a list of documents of int64 tokens."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    sequences = []
+    for _ in range(SEQUENCES):
+        lengths = torch.randint(2, 20, (3,), generator=generator).tolist()
+        sequences.append([torch.randint(0, VOCABULARY, (n,), generator=generator) for n in lengths])
+    return sequences
+
+
+def micro_batch(sequence: list[Tensor]) -> MicroBatch:
+    labels = [torch.cat([document[1:], torch.tensor([-100])]) for document in sequence]
+    edges = [0]
+    for document in sequence:
+        edges.append(edges[-1] + len(document))
+    return MicroBatch(
+        torch.cat(sequence), torch.cat(labels), torch.cat([torch.arange(len(d)) for d in sequence]), tuple(edges)
+    )
+
+
+def predicted(step: int) -> int:
+    return sum(len(document) - 1 for sequence in documents(step) for document in sequence)

@@ -1,0 +1,67 @@
+"""One rank of the fsdp proofs: trains the named cases and writes losses, norms and its own parts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from cases import BETAS, CASES, EPSILON, LEARNING_RATE, MAX_GRAD_NORM, SEED, SMALL, WEIGHT_DECAY, Case
+from cases import documents, micro_batch, predicted
+from safetensors.torch import save_file
+from transformers import AutoConfig
+
+from aliquot.engines.base import EngineSpec
+from aliquot.engines.fsdp import FsdpEngine
+from aliquot.machine.topology import Topology
+from aliquot.models import initialize, meta
+
+
+def train(case: Case, rank: int, world_size: int, folder: Path) -> None:
+    torch.manual_seed(rank)  # initial weights must not depend on it
+    built = meta.build(AutoConfig.for_model(**{**SMALL, **case.model}))
+    spec = EngineSpec(case.precision, case.checkpointing, WEIGHT_DECAY, *BETAS, EPSILON, phase=lambda _: None)
+    engine = FsdpEngine.build(built.model, spec, Topology(rank, world_size, rank, world_size, 0, 1, "cpu", 1, ()))
+    initialize.initialize(engine, built.fills, SEED)
+    engine.ready()
+    write_parts(engine, folder / f"{case.name}-initial-{rank}.safetensors")
+    losses, norms = [], []
+    for step in range(case.steps):
+        mine = [micro_batch(s) for i, s in enumerate(documents(step)) if i % world_size == rank]
+        rounds = -(-len(documents(step)) // world_size)
+        padded = [*mine, *[None] * (rounds - len(mine))]
+        total = torch.zeros((), dtype=torch.float64)
+        for i, batch in enumerate(padded):
+            total += engine.backward(batch, 1 / predicted(step), last=i == rounds - 1)
+        dist.all_reduce(total)
+        losses.append(float(total) / predicted(step))
+        norms.append(engine.step(LEARNING_RATE, MAX_GRAD_NORM).grad_norm)
+    write_parts(engine, folder / f"{case.name}-final-{rank}.safetensors")
+    evaluated = engine.evaluate(micro_batch(documents(99)[0]) if rank == 0 else None)
+    (folder / f"{case.name}-{rank}.json").write_text(
+        json.dumps({"losses": losses, "norms": norms, "evaluated": float(evaluated)})
+    )
+    engine.close()
+
+
+def write_parts(engine: FsdpEngine, file: Path) -> None:
+    values = {}
+    for part in engine.parts():
+        out = torch.empty(part.numel)
+        engine.read(part, part.start, out)
+        values[f"{part.kind}/{part.name}/{part.start}"] = out
+    save_file(values, file)
+
+
+def main() -> None:
+    rank, world_size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
+    for name in sys.argv[4:]:
+        train(CASES[name], rank, world_size, folder)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

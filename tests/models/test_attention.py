@@ -1,0 +1,93 @@
+"""Packed documents are exactly isolated: no logit and no gradient of one depends on a token of another."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from aliquot.errors import UserError
+from aliquot.models import attention, meta
+from aliquot.models.loss import summed_cross_entropy
+from tests.engines.cases import SMALL, micro_batch
+
+MODELS = [
+    {"model_type": "llama"},
+    {"model_type": "qwen2", "tie_word_embeddings": True},
+    {"model_type": "qwen3"},
+    {"model_type": "mistral", "sliding_window": 5},
+]
+
+
+def build(shape: dict[str, object], implementation: str = attention.IMPLEMENTATION) -> torch.nn.Module:
+    attention.register()
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**{**SMALL, **shape})
+    return AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=torch.float32).eval()
+
+
+def logits_of(model: torch.nn.Module, sequence: list[torch.Tensor]) -> torch.Tensor:
+    batch = micro_batch(sequence)
+    return meta.forward(
+        model, batch.input_ids[None], batch.position_ids[None], attention.Documents(batch.edges)
+    )
+
+
+def three_documents() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(0, 67, (n,), generator=generator) for n in (11, 1, 17)]
+
+
+@pytest.mark.parametrize("shape", MODELS, ids=lambda s: s["model_type"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_changing_one_document_changes_no_logit_of_another(shape: dict[str, object], dtype: torch.dtype) -> None:
+    model = build(shape).to(dtype)
+    sequence = three_documents()
+    before = logits_of(model, sequence)[0]
+    for position in range(11):
+        changed = [d.clone() for d in sequence]
+        changed[0][position] = (changed[0][position] + 1) % 67
+        after = logits_of(model, changed)[0]
+        assert torch.equal(after[11:], before[11:])
+        assert not torch.equal(after[position], before[position])
+
+
+@pytest.mark.parametrize("shape", MODELS, ids=lambda s: s["model_type"])
+def test_changing_one_document_changes_no_gradient_contribution_of_another(shape: dict[str, object]) -> None:
+    model = build(shape)
+
+    def gradients_of_last(sequence: list[torch.Tensor]) -> list[torch.Tensor]:
+        model.zero_grad()
+        labels = micro_batch(sequence).labels.clone()
+        labels[:12] = -100  # only the third document's loss
+        summed_cross_entropy(logits_of(model, sequence), labels).backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    sequence = three_documents()
+    before = gradients_of_last(sequence)
+    changed = [(sequence[0] + 5) % 67, (sequence[1] + 9) % 67, sequence[2]]
+    for ours, theirs in zip(gradients_of_last(changed), before, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("shape", MODELS, ids=lambda s: s["model_type"])
+def test_packed_equals_each_document_alone_in_stock_transformers(shape: dict[str, object]) -> None:
+    model, stock = build(shape), build(shape, "eager")
+    stock.load_state_dict(model.state_dict())
+    sequence = three_documents()
+    alone = torch.cat([stock(input_ids=document[None]).logits[0] for document in sequence])
+    torch.testing.assert_close(logits_of(model, sequence)[0], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_generation_equals_stock_transformers() -> None:
+    model, stock = build({"model_type": "llama"}), build({"model_type": "llama"}, "eager")
+    stock.load_state_dict(model.state_dict())
+    ids = three_documents()[0][None]
+    options = {"max_new_tokens": 8, "do_sample": False}
+    assert torch.equal(model.generate(ids, **options), stock.generate(ids, **options))
+
+
+def test_soft_cap_is_refused_not_dropped() -> None:
+    config = AutoConfig.for_model(**{**SMALL, "model_type": "gemma2", "pad_token_id": 0})
+    with pytest.raises(UserError, match="soft-cap"):
+        meta.build(config)
