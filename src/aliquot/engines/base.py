@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, Self
 
+from aliquot.config.schema import TrainSection
 from aliquot.machine.topology import Topology
 from aliquot.models.batch import MicroBatch
 from aliquot.ranges.parts import Part
@@ -29,6 +30,18 @@ class EngineSpec:
     adam_epsilon: float
     phase: Callable[[str], None]  # told "forward" and "backward" as each ends, for the memory ledger
 
+    @classmethod
+    def of(cls, train: TrainSection, phase: Callable[[str], None]) -> Self:
+        return cls(
+            precision=train.precision,
+            gradient_checkpointing=train.gradient_checkpointing,
+            weight_decay=train.weight_decay,
+            adam_beta1=train.adam_beta1,
+            adam_beta2=train.adam_beta2,
+            adam_epsilon=train.adam_epsilon,
+            phase=phase,
+        )
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -47,6 +60,16 @@ class Counters:
     gathered_bytes: int  # most that was gathered at once
     activations_bytes: int  # most that one micro-batch saved for its backward pass
     wire_bytes: int  # handed to collectives by this rank
+
+    def memory(self) -> dict[str, int]:
+        """Bytes by category, for the ledger."""
+        return {
+            "weights": self.weights_bytes,
+            "gradients": self.gradients_bytes,
+            "moments": self.moments_bytes,
+            "gathered": self.gathered_bytes,
+            "activations": self.activations_bytes,
+        }
 
 
 class Engine(Protocol):

@@ -30,26 +30,26 @@ def mode(launch: LaunchSection, environ: Mapping[str, str]) -> Literal["rank", "
         return "rank"
     if "RANK" in environ and environ.get("WORLD_SIZE", "1") != "1":
         raise UserError(f"RANK is set, so this is one rank of many, but {', '.join(missing)} is not: use torchrun")
-    launch = resolve(launch, environ)
+    launch = with_environment(launch, environ)
     return "launcher" if launch.nodes > 1 or local_ranks(launch) > 1 else "alone"
 
 
-def resolve(launch: LaunchSection, environ: Mapping[str, str]) -> LaunchSection:
+def with_environment(launch: LaunchSection, environ: Mapping[str, str]) -> LaunchSection:
     """`launch` with what the PET_* variables of a TrainJob say about nodes, ranks and the master; they win.
 
     In a rank they have done their work already, and `launch` is returned as it is.
     """
     if all(name in environ for name in RANK_VARIABLES) or "PET_NNODES" not in environ:
         return launch
-    update: dict[str, object] = {"nodes": _integer(environ, "PET_NNODES")}
+    update: dict[str, object] = {"nodes": _integer(environ, "PET_NNODES", 1)}
     if environ.get("PET_NPROC_PER_NODE", "auto") not in ("auto", "cpu", "gpu"):
-        update["ranks"] = _integer(environ, "PET_NPROC_PER_NODE")
+        update["ranks"] = _integer(environ, "PET_NPROC_PER_NODE", 1)
     if "PET_NODE_RANK" in environ:
-        update["node_rank"] = _integer(environ, "PET_NODE_RANK")
+        update["node_rank"] = _integer(environ, "PET_NODE_RANK", 0)
     if "PET_MASTER_ADDR" in environ:
         update["master_address"] = environ["PET_MASTER_ADDR"]
     if "PET_MASTER_PORT" in environ:
-        update["master_port"] = _integer(environ, "PET_MASTER_PORT")
+        update["master_port"] = _integer(environ, "PET_MASTER_PORT", 1)
     return launch.model_copy(update=update)
 
 
@@ -71,6 +71,8 @@ def start_ranks(launch: LaunchSection, argv: list[str], log_directory: Path) -> 
     Rank 0 talks on this console, rank N into rank-N.log of `log_directory`. When a rank dies, all end and the one
     that failed first is named in a line or two. 2: bad input; 128 + signal: this process was told to stop.
     """
+    # Read when torch is imported, here and in the ranks: a lost peer is reported once, by the lines below.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -82,13 +84,17 @@ def start_ranks(launch: LaunchSection, argv: list[str], log_directory: Path) -> 
         logging.getLogger(name).propagate = False
 
     log_directory = log_directory.absolute()
-    log_directory.mkdir(parents=True, exist_ok=True)
-    launch = resolve(launch, os.environ)
+    try:
+        log_directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write the ranks' logs: {error.strerror}", log_directory) from None
+    launch = with_environment(launch, os.environ)
     if launch.nodes == 1:
         # Port 0: the store chooses a free one. The address is given so that no name of this host must resolve.
         backend, endpoint, address = "c10d", "127.0.0.1:0", "127.0.0.1"
     else:
-        backend, endpoint, address = "static", f"{launch.master_address}:{launch.master_port}", launch.master_address
+        backend, endpoint, address = "static", f"{launch.master_address}:{launch.master_port}", None
+        print(f"aliquot: node {launch.node_rank} of {launch.nodes} meets the others at {endpoint}", file=sys.stderr)
     config = LaunchConfig(
         min_nodes=launch.nodes,
         max_nodes=launch.nodes,
@@ -121,7 +127,8 @@ def start_ranks(launch: LaunchSection, argv: list[str], log_directory: Path) -> 
     return 0
 
 
-def _integer(environ: Mapping[str, str], name: str) -> int:
-    if not environ[name].isdecimal():
-        raise UserError(f"the environment variable {name} is {environ[name]!r}, a number is needed")
-    return int(environ[name])
+def _integer(environ: Mapping[str, str], name: str, smallest: int) -> int:
+    text = environ[name]
+    if not text.isdecimal() or int(text) < smallest:
+        raise UserError(f"the environment variable {name} is {text!r}; a whole number from {smallest} on is needed")
+    return int(text)

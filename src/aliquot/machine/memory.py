@@ -64,4 +64,3 @@ def _kib_fields(file: Path) -> dict[str, int]:
         if len(words) == 3 and words[2] == "kB":
             fields[words[0].rstrip(":")] = int(words[1]) * 1024
     return fields
-

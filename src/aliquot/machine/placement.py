@@ -51,9 +51,12 @@ def threads_per_rank(
         return launch.threads_per_rank, "launch.threads_per_rank"
     if "OMP_NUM_THREADS" in environ and not _set_by_torchrun(environ, local_ranks):
         # OpenMP allows a list, one number a nesting level: the first is ours.
-        first = environ["OMP_NUM_THREADS"].split(",")[0]
-        return _positive("OMP_NUM_THREADS", first), "OMP_NUM_THREADS"
-    return max(1, cpu.usable_cores // local_ranks), "cgroup quota / ranks" if cpu.throttled else "physical cores / ranks"
+        text = environ["OMP_NUM_THREADS"].split(",")[0].strip()
+        if not text.isdecimal() or int(text) == 0:
+            raise UserError(f"the environment variable OMP_NUM_THREADS is {text!r}, a positive number is needed")
+        return int(text), "OMP_NUM_THREADS"
+    source = "cgroup CPU quota" if cpu.throttled else "physical cores"
+    return max(1, cpu.usable_cores // local_ranks), f"{source} / ranks"
 
 
 def core_sets(cpu: CpuFacts, local_ranks: int, threads: int) -> list[tuple[int, ...]]:
@@ -84,12 +87,6 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
     text = environ.get(name, str(default))
     if not text.isdecimal():
         raise UserError(f"the environment variable {name} is {text!r}, a number is needed")
-    return int(text)
-
-
-def _positive(name: str, text: str) -> int:
-    if not text.strip().isdecimal() or int(text) == 0:
-        raise UserError(f"the environment variable {name} is {text!r}, a positive number is needed")
     return int(text)
 
 

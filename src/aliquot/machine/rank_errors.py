@@ -19,7 +19,6 @@ from aliquot.errors import TrainingError, UserError
 from aliquot.machine.files import publish_text
 
 LOG_DIRECTORY = "ALIQUOT_LOG_DIRECTORY"  # set by our launcher in its ranks, and only there
-DEBUG = "ALIQUOT_DEBUG"
 
 Kind = Literal["user", "training", "crash", "peer_lost"]
 
@@ -53,26 +52,26 @@ def error_file(directory: Path, rank: int) -> Path:
     return directory / f"rank-{rank}.error.json"
 
 
-def report_error(error: BaseException, rank: int) -> int:
+def report_error(error: Exception, debug: bool = False) -> int:
     """Tell the person, or the launcher, what ended this rank; the exit code: 2 for bad input, 1 otherwise.
 
-    Under our launcher the error goes to a file and nothing to the console that all ranks share. Otherwise one line
-    goes to stderr. The traceback is in the rank's log, or follows the line when ALIQUOT_DEBUG is set.
+    Under our launcher the error goes to a file, its traceback to the rank's log, and nothing to the console that all
+    ranks share. Otherwise one line goes to stderr, followed by the traceback if `debug`.
     """
-    if isinstance(error, KeyboardInterrupt):
-        return 130
+    rank = int(os.environ.get("RANK", "0"))
     kind = classify(error)
     text = "".join(traceback.format_exception(error))
     message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-    if not record_error(RankError(rank, kind, message, text, time.time())):
-        print(f"aliquot: {_line(rank, kind, message)}", file=sys.stderr)
-        if DEBUG in os.environ:
-            print(text, file=sys.stderr)
-        elif kind == "crash":
-            print(f"  set {DEBUG}=1 to see the traceback", file=sys.stderr)
+    recorded = record_error(RankError(rank, kind, message, text, time.time()))
     if kind == "peer_lost":
         # The first rank to exit has all others ended: leave the one that failed the time to say why.
         time.sleep(1.0)
+    if not recorded:
+        print(f"aliquot: {_line(rank, kind, message)}", file=sys.stderr)
+        if debug:
+            print(text, file=sys.stderr)
+        elif kind == "crash":
+            print("  --debug shows the traceback", file=sys.stderr)
     return error.exit_code if isinstance(error, UserError) else 1
 
 

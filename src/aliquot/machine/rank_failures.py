@@ -27,10 +27,13 @@ def explain(failures: Mapping[int, Failure], log_directory: Path) -> tuple[list[
     """
     recorded = {rank: read_error(log_directory, rank) for rank in failures}
     rank = min(failures, key=lambda rank: _order(failures[rank], recorded[rank]))
-    lines, code = _describe(rank, failures[rank], recorded[rank])
-    if code != 2 and log_file(log_directory, rank).exists():
+    error = recorded[rank]
+    lines = [f"aliquot: {_describe(rank, failures[rank], error)}"]
+    if error is not None and error.kind == "user":
+        return lines, 2
+    if log_file(log_directory, rank).exists():
         lines.append(f"  more in {log_file(log_directory, rank)}")
-    return lines, code
+    return lines, 1
 
 
 def _order(failure: Failure, error: RankError | None) -> tuple[int, float]:
@@ -44,17 +47,16 @@ def _order(failure: Failure, error: RankError | None) -> tuple[int, float]:
     return 0, failure.timestamp
 
 
-def _describe(rank: int, failure: Failure, error: RankError | None) -> tuple[list[str], int]:
+def _describe(rank: int, failure: Failure, error: RankError | None) -> str:
+    if error is None and failure.exitcode >= 0:
+        return f"rank {rank} ended with exit code {failure.exitcode}"
     if error is None:
-        if failure.exitcode >= 0:
-            return [f"aliquot: rank {rank} ended with exit code {failure.exitcode}"], failure.exitcode
-        name = signal.Signals(-failure.exitcode).name
-        hint = " (out of memory?)" if name == "SIGKILL" else ""
-        return [f"aliquot: rank {rank} was killed by {name}{hint}"], 1
-    message = error.message.strip()
+        killer = -failure.exitcode
+        name = signal.Signals(killer).name if killer in set(signal.Signals) else f"signal {killer}"
+        return f"rank {rank} was killed by {name}{' (out of memory?)' if killer == signal.SIGKILL else ''}"
+    message = error.message.strip().partition("\n")[0]
     if error.kind == "user":
-        return [f"aliquot: {message}"], 2
+        return message
     if error.kind == "peer_lost":
-        return [f"aliquot: rank {rank} lost its connection to a rank on another node, whose output says why"], 1
-    prefix = f"rank {rank}" if error.kind == "training" else f"rank {rank} failed"
-    return [f"aliquot: {prefix}: {message.partition(chr(10))[0]}"], 1
+        return f"rank {rank} lost the connection to another rank: {message}"
+    return f"rank {rank}: {message}" if error.kind == "training" else f"rank {rank} failed: {message}"

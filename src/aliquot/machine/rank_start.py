@@ -34,7 +34,6 @@ def main() -> None:
     environ[LOG_DIRECTORY] = str(directory)
     environ.setdefault("PYTHONUNBUFFERED", "1")  # what a killed rank wrote is in its log
     environ.setdefault("PYTHONFAULTHANDLER", "1")
-    environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost peer is reported once, by the launcher
     os.execve(sys.executable, [sys.executable, *arguments], environ)
 
 

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -37,9 +38,9 @@ def export(
     """Write the weight parts of `store` to `out_dir` as safetensors of `dtype`, rounded to nearest even. Collective.
 
     `tensors`: names and shapes of the whole model in its order, without tied aliases, the same on every rank.
-    `config_files`: config.json, tokenizer files and so on by plain name; config.json is made to tell `dtype`. The files
-    do not depend on the world size. Raises the same UserError on every rank: `out_dir` exists and is not empty, or a
-    rank cannot write; then no `out_dir` appears.
+    `config_files`: config.json, tokenizer files and so on by plain name; rank 0's are written, and config.json is made
+    to tell `dtype`. The files do not depend on the world size. Raises the same UserError on every rank: `out_dir` is
+    there and not empty, or a rank cannot write; then no `out_dir` appears.
     """
     _export(store, tensors, out_dir, dtype, config_files, ranks, max_shard_bytes, check=_nothing)
 
@@ -47,7 +48,7 @@ def export(
 def export_checkpoint(
     checkpoint_dir: Path,
     out_dir: Path,
-    dtype: torch.dtype,
+    dtype: Literal["bfloat16", "float16", "float32"],
     verify: bool = True,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
@@ -72,7 +73,7 @@ def export_checkpoint(
     with RangeReader(checksums if verify else None) as reader:
         store = _StoredWeights(source, reader)
         after = check if verify else _nothing
-        _export(store, tensors, out_dir, dtype, config_files, Alone(), max_shard_bytes, after)
+        _export(store, tensors, out_dir, getattr(torch, dtype), config_files, Alone(), max_shard_bytes, after)
 
 
 class _StoredWeights:
@@ -102,8 +103,8 @@ def _export(
     max_shard_bytes: int,
     check: Callable[[], None],
 ) -> None:
+    out_dir = out_dir.resolve()  # "." and links have no name beside which to write
     layout = Layout.of(tensors, dtype, max_shard_bytes, "model")
-    check_names(config_files, taken=())
 
     def make_way() -> None:
         if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
@@ -111,6 +112,7 @@ def _export(
         clean_leftovers(out_dir.parent, re.compile(re.escape(out_dir.name)))
 
     def prepare(partial: Path) -> None:
+        check_names(config_files, taken=())
         check_space(partial, layout.total_bytes)
         layout.create_files(partial)
         for name, data in config_files.items():
@@ -134,8 +136,8 @@ def _with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
     return (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode()
 
 
-def _position(entry: TensorEntry) -> tuple[Path, int]:
-    return entry.file, entry.offset
+def _position(entry: TensorEntry) -> tuple[Path, int, int]:
+    return entry.file, entry.offset, entry.numel
 
 
 def _nothing() -> None:

@@ -31,8 +31,8 @@ def load_weights(
 ) -> LoadReport:
     """Fill the weight parts of `store` from the safetensors in `directory`, whatever float dtype they have. Collective.
 
-    `tensors`: names and shapes of the whole model without aliases. `tied`: alias -> the name in `tensors` whose weight it
-    shares; the directory may hold either or both. Names may also be those of the bare base model (`layers.0` for
+    `tensors`: names and shapes of the whole model without aliases. `tied`: alias -> the name in `tensors` whose weight
+    it shares; the directory may hold either or both. Names may also be those of the bare base model (`layers.0` for
     `model.layers.0`). Raises UserError on every rank: no safetensors, malformed files, tensors missing, extra or of
     another shape (names listed).
     """
@@ -56,9 +56,9 @@ def _matched(
     """The stored tensor for each name of the model; a name that has none is left out."""
     found = {}
     for name, _ in tensors:
-        full = [name, *(alias for alias, kept in tied.items() if kept == name)]
-        bare = [candidate.partition(".")[2] for candidate in full]
-        match = next((candidate for candidate in (*full, *bare) if candidate in stored), None)
+        aliases = [alias for alias, kept in tied.items() if kept == name]
+        bare = name.partition(".")[2]
+        match = next((candidate for candidate in (name, *aliases, bare) if candidate in stored), None)
         if match is not None:
             found[name] = stored[match]
     return found

@@ -11,7 +11,7 @@ from aliquot.config.schema import ModelSection
 from aliquot.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 # What a run needs of a hub repository; never code, pickles or other frameworks' weights.
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -19,14 +19,44 @@ HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 @dataclass(frozen=True)
 class ModelSource:
-    """`directory` holds config, weights and tokenizer; None: the model starts from `config` alone."""
+    """`directory` holds config, weights and tokenizer; None: the model starts from `config` alone.
+
+    `given` are the keys that the person wrote: what was not given is the tokenizer's to say (see adopt_tokenizer).
+    """
 
     config: PretrainedConfig
     directory: Path | None
+    given: frozenset[str] = frozenset()
 
     @property
     def from_scratch(self) -> bool:
         return self.directory is None
+
+    @property
+    def largest_vocabulary(self) -> int:
+        """Rows that the embedding has, or may have where the tokenizer decides."""
+        open_ended = self.from_scratch and "vocab_size" not in self.given
+        return 1 << 31 if open_ended else int(self.config.vocab_size)
+
+    def adopt_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """From scratch, what the config leaves open follows the tokenizer: vocabulary size and special tokens."""
+        if not self.from_scratch:
+            return
+        if "vocab_size" not in self.given:
+            # Rounded up: matrix products are fastest on whole blocks.
+            self.config.vocab_size = -(-len(tokenizer) // 64) * 64
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            if key not in self.given:
+                setattr(self.config, key, getattr(tokenizer, key))
+
+    def check_length(self, sequence_length: int) -> None:
+        """Raises UserError where sequences are longer than the positions that the model knows."""
+        positions = getattr(self.config, "max_position_embeddings", None)
+        if positions is not None and sequence_length > positions:
+            raise UserError(
+                f"data.sequence_length is {sequence_length}, but the model has {positions} positions"
+                " (max_position_embeddings): shorten the sequences"
+            )
 
 
 def resolve(section: ModelSection) -> ModelSource:
@@ -37,11 +67,13 @@ def resolve(section: ModelSection) -> ModelSource:
     """
     if section.path is not None:
         directory = local_directory(section.path)
-        return ModelSource(_read_config(directory / "config.json", "model.path"), directory)
+        file = directory / "config.json"
+        return ModelSource(_parse_config(_read_json(file, "model.path"), str(file)), directory)
     assert section.config is not None  # the schema demands one of the two
     if isinstance(section.config, Path):
-        return ModelSource(_read_config(section.config, "model.config"), None)
-    return ModelSource(_parse_config(dict(section.config), "model.config"), None)
+        values = _read_json(section.config, "model.config")
+        return ModelSource(_parse_config(values, str(section.config)), None, frozenset(values))
+    return ModelSource(_parse_config(section.config, "model.config"), None, frozenset(section.config))
 
 
 def local_directory(path: str) -> Path:
@@ -62,7 +94,7 @@ def local_directory(path: str) -> Path:
         raise UserError(f"model.path {path}: no such directory, and the hub could not serve it: {reason}") from error
 
 
-def _read_config(file: Path, key: str) -> PretrainedConfig:
+def _read_json(file: Path, key: str) -> dict[str, Any]:
     try:
         values = json.loads(file.read_text())
     except FileNotFoundError:
@@ -71,13 +103,14 @@ def _read_config(file: Path, key: str) -> PretrainedConfig:
         raise UserError(f"{key}: not readable as JSON: {error}", file) from None
     if not isinstance(values, dict):
         raise UserError(f"{key}: expected a JSON object", file)
-    return _parse_config(values, str(file))
+    return values
 
 
 def _parse_config(values: dict[str, Any], where: str) -> PretrainedConfig:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+    values = dict(values)
     model_type = values.pop("model_type", None)
     if model_type is None:
         raise UserError("model_type is missing; for example model_type: llama", where)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from aliquot.config.read import dump_config
 from aliquot.config.schema import RunConfig
+from aliquot.config.schema import RunConfig
 from aliquot.errors import UserError
+from aliquot.machine.files import publish_text
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class RunDirectory:
         # logs/ alone is no run: the launcher makes it before any rank starts.
         held = {entry.name for entry in self.path.iterdir()} - {"logs"} if self.path.is_dir() else set()
         if held and "config.yaml" not in held:
-            raise UserError("this directory is not a run of aliquot; choose another run.name or run.directory", self.path)
+            raise UserError("exists and is not a run of aliquot; choose another run.name or run.directory", self.path)
         if held and config.checkpoint.resume == "never":
             raise UserError(
                 "this run exists already and checkpoint.resume is `never`; choose another run.name, or resume: auto",
@@ -58,16 +59,6 @@ class RunDirectory:
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self.logs.mkdir(exist_ok=True)
-            write_atomically(self.path / "config.yaml", dump_config(config))
+            publish_text(self.path / "config.yaml", dump_config(config))
         except OSError as error:
             raise UserError(f"cannot write the run directory: {error.strerror}", self.path) from None
-
-
-def write_atomically(file: Path, text: str) -> None:
-    """Write beside, fsync, rename: readers see the old text or the new one, whole."""
-    beside = file.with_name(f".{file.name}.{os.getpid()}")
-    with beside.open("w") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    beside.replace(file)

@@ -54,8 +54,8 @@ class ByteMap:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether `name` names a file in the directory itself: no separator, no `..`, no NUL."""
-    return name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"}
+    """Whether `name` names a file in the directory itself: no separator, no `..`, nothing that a terminal obeys."""
+    return name not in ("", ".", "..") and name.isprintable() and not set(name) & {"/", "\\"}
 
 
 def check_tensors(
@@ -78,7 +78,7 @@ def check_tensors(
 
 def listed(names: Sequence[str]) -> str:
     """At most five names and how many more there are."""
-    shown = ", ".join(ascii(name)[1:-1] for name in names[:SHOWN])
+    shown = ", ".join(ascii(name[:200])[1:-1] for name in names[:SHOWN])
     return shown if len(names) <= SHOWN else f"{shown} and {len(names) - SHOWN} more"
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from aliquot.ranges.crc import crc32_combine
 
@@ -29,6 +30,12 @@ class BlockChecksums:
             self._add_piece(file, offset, data[:room])
             offset += len(data[:room])
             data = data[room:]
+
+    def add_heads(self, head_bytes: Mapping[Path, int]) -> None:
+        """Read the first so many bytes of each file, those before its tensors, and add them. Raises OSError."""
+        for path, count in head_bytes.items():
+            with path.open("rb") as file:
+                self.add(path.name, 0, memoryview(file.read(count)))
 
     def _add_piece(self, file: str, offset: int, data: memoryview) -> None:
         if self._pieces and offset % self.block_bytes:

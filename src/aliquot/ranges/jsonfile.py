@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from aliquot.errors import UserError
+from aliquot.ranges.failures import reading
 
 LIMIT_BYTES = 100_000_000  # safetensors' own limit for a header
 
@@ -18,13 +20,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_small(path: Path) -> bytes:
     """The whole of a regular file of at most `LIMIT_BYTES`. Raises UserError."""
-    try:
-        if not path.is_file():  # a fifo would block for ever
-            raise UserError("no such file" if not path.exists() else "not a regular file", path)
+    with reading(path):
+        if path.exists() and not path.is_file():  # a fifo would block for ever
+            raise UserError("not a regular file", path)
         with path.open("rb") as file:
             data = file.read(LIMIT_BYTES + 1)
-    except OSError as error:
-        raise UserError(f"cannot read: {error.strerror}", path) from error
     if len(data) > LIMIT_BYTES:
         raise UserError(f"larger than {LIMIT_BYTES} bytes", path)
     return data
@@ -35,7 +35,7 @@ def parse_json(data: bytes, where: str | Path) -> dict[str, Any]:
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON, endless digits, endless nesting
-        raise UserError(f"not valid JSON: {ascii(str(error))[1:-1]}", where) from error
+        raise UserError(f"not valid JSON: {ascii(str(error))[1:200]}", where) from error
     if not isinstance(value, dict):
         raise UserError("not a JSON object", where)
     return value
@@ -44,7 +44,6 @@ def parse_json(data: bytes, where: str | Path) -> dict[str, Any]:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     names = dict(pairs)
     if len(names) < len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"the name {twice!r} occurs twice")
     return names

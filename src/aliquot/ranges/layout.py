@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from aliquot.ranges.bytemap import ByteMap, Shape
+from aliquot.ranges.failures import writing
 from aliquot.ranges.header import DTYPE_NAMES, TensorEntry
 from aliquot.ranges.publish import write_file
 
@@ -32,12 +33,12 @@ class FileLayout:
 
 @dataclass(frozen=True)
 class Layout:
-    """All files of one stem; `index` is the content of `<stem>.safetensors.index.json`, None for a single file."""
+    """All files of one stem; `index` is `{"<stem>.safetensors.index.json": content}`, empty for a single file."""
 
     stem: str
     dtype: torch.dtype
     files: tuple[FileLayout, ...]
-    index: bytes | None
+    index: Mapping[str, bytes]
 
     @classmethod
     def of(cls, tensors: Sequence[tuple[str, Shape]], dtype: torch.dtype, max_shard_bytes: int, stem: str) -> Layout:
@@ -52,10 +53,10 @@ class Layout:
             shards[-1].append((name, shape))
             shard_bytes += tensor_bytes
         if len(shards) == 1:
-            return cls(stem, dtype, (_file(f"{stem}.safetensors", shards[0], dtype),), None)
+            return cls(stem, dtype, (_file(f"{stem}.safetensors", shards[0], dtype),), {})
         names = [f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
         files = tuple(_file(name, shard, dtype) for name, shard in zip(names, shards, strict=True))
-        return cls(stem, dtype, files, _index(files, dtype))
+        return cls(stem, dtype, files, {f"{stem}.safetensors.index.json": _index(files, dtype)})
 
     @property
     def total_bytes(self) -> int:
@@ -73,15 +74,16 @@ class Layout:
         return ByteMap(entries, {directory / file.name: len(file.header) for file in self.files})
 
     def create_files(self, directory: Path) -> None:
-        """Write headers and index, and give every file its final size. Raises OSError."""
+        """Write headers and index, and give every file its final size. Raises UserError."""
         for file in self.files:
-            with (directory / file.name).open("xb") as out:
+            path = directory / file.name
+            with writing(path), path.open("xb") as out:
                 out.write(file.header)
                 out.truncate(file.file_bytes)
                 out.flush()
                 os.fsync(out.fileno())
-        if self.index is not None:
-            write_file(directory / f"{self.stem}.safetensors.index.json", self.index)
+        for name, data in self.index.items():
+            write_file(directory / name, data)
 
 
 def _file(name: str, tensors: Sequence[tuple[str, Shape]], dtype: torch.dtype) -> FileLayout:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -38,6 +38,13 @@ class Manifest(BaseModel):
     version: Literal[1] = 1
     block_bytes: Literal[16777216] = BLOCK_BYTES  # type: ignore[assignment]
     files: dict[str, FileRecord]
+    config_files: list[str]  # those of `files` that make the weights a Hugging Face directory
+
+    def record(self, name: str) -> FileRecord:
+        """Of the file `name`. Raises DamagedCheckpoint if the manifest does not know it."""
+        if name not in self.files:
+            raise DamagedCheckpoint(f"{name[:200]!r} is not in the manifest")
+        return self.files[name]
 
 
 def checksum(data: bytes) -> FileRecord:
@@ -46,9 +53,9 @@ def checksum(data: bytes) -> FileRecord:
     return FileRecord(bytes=len(data), crc32=[zlib.crc32(data[start : start + BLOCK_BYTES]) for start in blocks])
 
 
-def manifest_bytes(files: Mapping[str, FileRecord]) -> bytes:
+def manifest_bytes(files: Mapping[str, FileRecord], config_files: Sequence[str]) -> bytes:
     """The content of the manifest file; its own checksum is in it."""
-    fields = Manifest(files=dict(files)).model_dump()
+    fields = Manifest(files=dict(files), config_files=list(config_files)).model_dump()
     return json.dumps({**fields, "crc32": _own_crc32(fields)}, indent=1).encode()
 
 
@@ -58,6 +65,8 @@ def read_manifest(directory: Path) -> Manifest:
     Raises DamagedCheckpoint: the manifest is missing or malformed, a file is missing or of another size.
     """
     path = directory / MANIFEST
+    if not path.exists():
+        raise DamagedCheckpoint(f"not a complete checkpoint: it has no {MANIFEST}", directory)
     try:
         fields = read_json(path)
         if fields.pop("crc32", None) != _own_crc32(fields):
@@ -70,13 +79,15 @@ def read_manifest(directory: Path) -> Manifest:
         raise DamagedCheckpoint(str(error)) from error
     for name, record in manifest.files.items():
         if not is_plain_name(name) or len(record.crc32) != -(-record.bytes // BLOCK_BYTES):
-            raise DamagedCheckpoint(f"the entry {name!r} is malformed", path)
+            raise DamagedCheckpoint(f"the entry {name[:200]!r} is malformed", path)
         _check_size(directory / name, record)
+    if not set(manifest.config_files) <= set(manifest.files):
+        raise DamagedCheckpoint("config_files that are not among its files", path)
     return manifest
 
 
 def verify(directory: Path) -> Manifest:
-    """Read every byte of a checkpoint. Raises DamagedCheckpoint naming the file and the offset of the first bad block."""
+    """Read every byte of a checkpoint. Raises DamagedCheckpoint naming the file and the first bad block."""
     manifest = read_manifest(directory)
     for name in manifest.files:
         verify_file(directory, manifest, name)
@@ -103,7 +114,9 @@ def check_blocks(directory: Path, manifest: Manifest, blocks: Mapping[str, list[
         if found != recorded:
             pairs = zip(found, recorded, strict=False)
             bad = next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(found), len(recorded)))
-            raise DamagedCheckpoint(f"damaged: the block at byte {bad * BLOCK_BYTES} is not what was saved", directory / name)
+            raise DamagedCheckpoint(
+                f"damaged: the block at byte {bad * BLOCK_BYTES} is not what was saved", directory / name
+            )
 
 
 def _check_size(path: Path, record: FileRecord) -> None:

@@ -1,8 +1,6 @@
 """Directories appear whole or not at all: written beside, fsynced, renamed; removed by renaming first.
 
-    .NAME.partial-1a2b3c4d   being written
-    NAME                     published
-    .NAME.trash-1a2b3c4d     being removed
+`.NAME.partial-1a2b3c4d` is being written, `NAME` is published, `.NAME.trash-1a2b3c4d` is being removed.
 """
 
 from __future__ import annotations
@@ -12,11 +10,13 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
 from aliquot.errors import UserError
+from aliquot.ranges.bytemap import is_plain_name
+from aliquot.ranges.failures import writing
 from aliquot.ranges.together import Ranks, on_first, together
 
 T = TypeVar("T")
@@ -30,10 +30,10 @@ def publish_together(
     write: Callable[[Path], T],
     finish: Callable[[Path, list[T]], None],
 ) -> None:
-    """Make the directory `target`: rank 0 prepares it beside, every rank writes, rank 0 finishes and renames. Collective.
+    """Make the directory `target`: rank 0 prepares it beside, all write, rank 0 finishes and renames it. Collective.
 
     `write` returns a JSON value; `finish` gets those of all ranks. An error anywhere is raised on every rank and leaves
-    nothing behind. A directory of the same name is replaced.
+    nothing behind, as does a `target` that exists and is not empty; `finish` may set it aside.
     """
     partial = Path(on_first(ranks, lambda: str(_prepared(target, prepare))))
     try:
@@ -45,9 +45,16 @@ def publish_together(
         raise
 
 
+def check_names(names: Iterable[str], taken: Iterable[str]) -> None:
+    """Raise ValueError unless `names` are plain file names that a directory of safetensors and `taken` can hold too."""
+    bad = [name for name in names if not is_plain_name(name) or ".safetensors" in name or name in taken]
+    if bad:
+        raise ValueError(f"not names of files that can lie beside the weights: {bad}")
+
+
 def write_file(path: Path, data: bytes) -> None:
-    """A new file with content `data`, fsynced. Raises OSError."""
-    with path.open("xb") as file:
+    """A new file with content `data`, fsynced. Raises UserError."""
+    with writing(path), path.open("xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -58,20 +65,23 @@ def check_space(directory: Path, needed_bytes: int) -> None:
     found = os.statvfs(directory)
     free_bytes = found.f_bavail * found.f_frsize
     if found.f_blocks and free_bytes < needed_bytes:  # some network file systems say nothing
-        raise UserError(f"{needed_bytes} bytes are to be written and {free_bytes} are free: make room", directory)
+        raise UserError(f"needs {needed_bytes / 1e9:.2f} GB and {free_bytes / 1e9:.2f} GB are free", directory.parent)
+
+
+def set_aside(directory: Path) -> Path:
+    """Give a directory a name under which it is only waste; that name. Raises OSError."""
+    name = match["name"] if (match := _LEFTOVER.fullmatch(directory.name)) else directory.name
+    return directory.rename(_beside(directory.with_name(name), "trash"))
 
 
 def remove_directory(directory: Path) -> None:
     """Remove a directory such that, killed midway, no part of it is left under its name. Best effort, never raises."""
-    name = match["name"] if (match := _LEFTOVER.fullmatch(directory.name)) else directory.name
-    trash = _beside(directory.with_name(name), "trash")
     with contextlib.suppress(OSError):
-        directory.rename(trash)
-        shutil.rmtree(trash, ignore_errors=True)
+        shutil.rmtree(set_aside(directory), ignore_errors=True)
 
 
 def clean_leftovers(parent: Path, names: re.Pattern[str]) -> None:
-    """Remove what killed processes left of directories whose published name matches `names`. Never raises."""
+    """Remove what killed processes left of directories whose published name matches `names`. Raises OSError."""
     for path in list(parent.iterdir()) if parent.is_dir() else ():
         match = _LEFTOVER.fullmatch(path.name)
         if match and names.fullmatch(match["name"]):
@@ -93,9 +103,7 @@ def _prepared(target: Path, prepare: Callable[[Path], None]) -> Path:
 def _finished(partial: Path, target: Path, finish: Callable[[Path, list[T]], None], written: list[T]) -> None:
     finish(partial, written)
     _sync_directory(partial)
-    if target.exists() and any(target.iterdir()):  # a rename replaces only an empty directory
-        remove_directory(target)
-    partial.rename(target)
+    partial.rename(target)  # replaces an empty directory, fails on any other
     _sync_directory(target.parent)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from aliquot.errors import UserError
 from aliquot.ranges.checksums import BlockChecksums
+from aliquot.ranges.failures import reading
 from aliquot.ranges.header import TensorEntry
 
 BUFFER_BYTES = 8 << 20
@@ -49,19 +50,16 @@ class RangeReader:
         if not self._buffer.numel():
             self._buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8)
         stored = self._buffer.view(entry.dtype)
-        for piece in out.split(stored.numel()):
-            part = stored[: piece.numel()]
-            self._fill(entry, offset, bytes_of(part))
-            piece.copy_(part)
-            offset += piece.numel() * entry.itemsize
+        for first in range(0, out.numel(), stored.numel()):
+            piece = stored[: out.numel() - first]
+            self._fill(entry, offset + first * entry.itemsize, bytes_of(piece))
+            out[first : first + piece.numel()] = piece
 
     def _fill(self, entry: TensorEntry, offset: int, memory: memoryview) -> None:
         done = 0
         while done < len(memory):
-            try:
+            with reading(entry.file):
                 count = os.preadv(self._descriptor, [memory[done:]], offset + done)
-            except OSError as error:
-                raise UserError(f"cannot read: {error.strerror}", entry.file) from error
             if count == 0:
                 raise UserError("the file became shorter while it was read", entry.file)
             done += count
@@ -73,11 +71,9 @@ class RangeReader:
         if self._entry is not None and self._entry.file == entry.file:
             return
         self._close()
-        try:
+        with reading(entry.file):
             self._descriptor = os.open(entry.file, os.O_RDONLY)
             size_bytes = os.fstat(self._descriptor).st_size
-        except OSError as error:
-            raise UserError(f"cannot read: {error.strerror}", entry.file) from error
         self._entry = entry
         if size_bytes != entry.file_bytes:
             raise UserError(f"{size_bytes} bytes where its header was read at {entry.file_bytes}", entry.file)
@@ -90,4 +86,4 @@ class RangeReader:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a flat contiguous CPU tensor."""
-    return memoryview(tensor.view(torch.uint8).numpy())
+    return tensor.view(torch.uint8).numpy().data

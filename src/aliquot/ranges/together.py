@@ -1,4 +1,4 @@
-"""Do something on every rank such that an error on any of them is raised on all: nobody waits for a rank that failed."""
+"""Do something on every rank such that an error on any is raised on all: nobody waits for a rank that failed."""
 
 from __future__ import annotations
 
@@ -44,9 +44,18 @@ _KINDS: dict[str, type[UserError]] = {kind.__name__: kind for kind in (UserError
 def together(ranks: Ranks, work: Callable[[], T]) -> list[T]:
     """Run `work` on this rank and return what it returned, a JSON value, on every rank. Collective.
 
-    Raises on all ranks the UserError of the first rank whose `work` raised one; any other exception is raised as it is
-    where it occurred and as a TrainingError on the other ranks.
+    Raises on all ranks the UserError of the first rank whose `work` raised one, which it names unless all raised the
+    same; any other exception is raised as it is where it occurred and as a TrainingError on the other ranks.
     """
+    return _together(ranks, work, name_rank=True)
+
+
+def on_first(ranks: Ranks, work: Callable[[], T]) -> T:
+    """Run `work` on rank 0 only and return what it returned, a JSON value, on every rank. Collective."""
+    return _together(ranks, lambda: work() if ranks.rank == 0 else None, name_rank=False)[0]  # type: ignore[return-value]
+
+
+def _together(ranks: Ranks, work: Callable[[], T], name_rank: bool) -> list[T]:
     failure: Exception | None = None
     answer: list[Any] = []
     try:
@@ -62,14 +71,9 @@ def together(ranks: Ranks, work: Callable[[], T]) -> list[T]:
         raise failure
     rank, reply = failed[0]
     message = reply["error"] if reply["kind"] in _KINDS else f"{reply['kind']}: {reply['error']}"
-    if any(other["error"] != reply["error"] for other in replies):
+    if name_rank and any(other["error"] != reply["error"] for other in replies):
         message = f"rank {rank}: {message}"
     raise _KINDS.get(reply["kind"], TrainingError)(message) from failure
-
-
-def on_first(ranks: Ranks, work: Callable[[], T]) -> T:
-    """Run `work` on rank 0 only and return what it returned, a JSON value, on every rank. Collective."""
-    return together(ranks, lambda: work() if ranks.rank == 0 else None)[0]  # type: ignore[return-value]
 
 
 def _for_the_person(error: Exception) -> Exception:

@@ -1,4 +1,4 @@
-"""Between files and a store of parts, in pieces of bounded size: `fill` reads what the store owns, `drain` writes it."""
+"""Between files and a store of parts, in bounded pieces: `fill` reads what the store owns, `drain` writes it."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from typing import Self
 
 import torch
 
-from aliquot.errors import UserError
 from aliquot.ranges.checksums import BlockChecksums
+from aliquot.ranges.failures import writing
 from aliquot.ranges.header import TensorEntry
 from aliquot.ranges.reader import BUFFER_BYTES, bytes_of
 
@@ -49,19 +49,16 @@ class RangeWriter:
         if not self._buffer.numel():
             self._buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8)
         stored = self._buffer.view(entry.dtype)
-        for piece in values.split(stored.numel()):
-            part = stored[: piece.numel()]
-            part.copy_(piece)
-            self._put(offset, bytes_of(part))
-            offset += piece.numel() * entry.itemsize
+        for first in range(0, values.numel(), stored.numel()):
+            piece = stored[: values.numel() - first]
+            piece.copy_(values[first : first + piece.numel()])
+            self._put(offset + first * entry.itemsize, bytes_of(piece))
 
     def _put(self, offset: int, memory: memoryview) -> None:
         done = 0
-        try:
+        with writing(self._file):
             while done < len(memory):
                 done += os.pwrite(self._descriptor, memory[done:], offset + done)
-        except OSError as error:
-            raise UserError(f"cannot write: {error.strerror}", self._file) from error
         self.written_bytes += done
         if self._checksums is not None and self._file is not None:
             self._checksums.add(self._file.name, offset, memory)
@@ -70,10 +67,8 @@ class RangeWriter:
         if self._file == file:
             return
         self._close(sync=True)
-        try:
+        with writing(file):
             self._descriptor = os.open(file, os.O_WRONLY)
-        except OSError as error:
-            raise UserError(f"cannot write: {error.strerror}", file) from error
         self._file = file
 
     def _close(self, sync: bool) -> None:
@@ -83,8 +78,7 @@ class RangeWriter:
         self._descriptor, self._file = -1, None
         try:
             if sync:
-                os.fsync(descriptor)  # a network file system may tell of a full disk only here
-        except OSError as error:
-            raise UserError(f"cannot write: {error.strerror}", file) from error
+                with writing(file):  # a network file system may tell of a full disk only here
+                    os.fsync(descriptor)
         finally:
             os.close(descriptor)

@@ -1,0 +1,72 @@
+"""The checkpoints of a run, `step-00000100` and so on. The newest complete directory is the latest; no pointer."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+from aliquot.ranges.manifest import read_manifest
+from aliquot.ranges.parts import Kind
+from aliquot.ranges.publish import clean_leftovers, remove_directory
+from aliquot.ranges.together import DamagedCheckpoint
+
+STEMS: dict[Kind, str] = {"weight": "model", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+STATE = "state.json"
+
+_NAME = re.compile(r"step-([0-9]{8,})")
+_log = logging.getLogger(__name__)
+
+
+def directory_of(root: Path, step: int) -> Path:
+    return root / f"step-{step:08d}"
+
+
+def step_of(directory: Path) -> int:
+    """The step that a checkpoint's name tells."""
+    return int(directory.name.removeprefix("step-"))
+
+
+def directories(root: Path) -> list[Path]:
+    """Everything under `root` that is named like a checkpoint, complete or not, oldest first. Raises OSError."""
+    if not root.is_dir():
+        return []
+    return sorted((path for path in root.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()), key=step_of)
+
+
+def complete_directories(root: Path) -> list[Path]:
+    """All checkpoints under `root` that have a sound manifest and all files of their size, oldest first."""
+    return [directory for directory in directories(root) if _damage(directory) is None]
+
+
+def newest(root: Path, below: int | None = None) -> Path | None:
+    """The newest complete checkpoint under `root`, of a step less than `below`; warns of each damaged one it skips."""
+    for directory in reversed(directories(root)):
+        if below is not None and step_of(directory) >= below:
+            continue
+        damage = _damage(directory)
+        if damage is None:
+            return directory
+        _log.warning("skipping a damaged checkpoint: %s", damage)
+    return None
+
+
+def retain(root: Path, keep: int, published: Path) -> None:
+    """Remove all that is older than the `keep` newest complete checkpoints, but not `published`."""
+    complete = complete_directories(root)
+    for directory in directories(root):
+        if len(complete) > keep and step_of(directory) < step_of(complete[-keep]) and directory != published:
+            remove_directory(directory)
+
+
+def clean(root: Path) -> None:
+    """Remove what killed processes left of saves and removals."""
+    clean_leftovers(root, _NAME)
+
+
+def _damage(directory: Path) -> DamagedCheckpoint | None:
+    try:
+        read_manifest(directory)
+    except DamagedCheckpoint as error:
+        return error
+    return None

@@ -1,0 +1,109 @@
+"""Restore a checkpoint at any world size: every rank reads only its own ranges.
+
+Each rank checksums the bytes that it reads; combined over all ranks these are the checksums of every block of every
+file, and they must be those of the manifest. So the whole checkpoint is read once and verified.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from aliquot.checkpoint.directories import STATE, STEMS, directories, newest, step_of
+from aliquot.errors import UserError
+from aliquot.ranges.bytemap import ByteMap, Shape, check_tensors
+from aliquot.ranges.checksums import BlockChecksums, Piece, combine_pieces
+from aliquot.ranges.jsonfile import read_json
+from aliquot.ranges.manifest import check_blocks, read_manifest, verify_file
+from aliquot.ranges.parts import Kind, PartStore
+from aliquot.ranges.together import DamagedCheckpoint, Ranks, on_first, together
+from aliquot.ranges.transfer import fill
+
+_log = logging.getLogger(__name__)
+
+
+def restore_newest(
+    root: Path, store: PartStore, tensors: Sequence[tuple[str, Shape]], ranks: Ranks
+) -> tuple[Path, dict[str, Any]] | None:
+    """Restore the newest checkpoint under `root` that is whole, warning of each newer one that is not. Collective.
+
+    Its directory and state; None if `root` holds no checkpoint. Raises UserError where none of those it holds is whole.
+    """
+    below: int | None = None
+    while directory := _newest(root, below, ranks):
+        try:
+            return directory, restore(directory, store, tensors, ranks)
+        except DamagedCheckpoint as error:
+            if ranks.rank == 0:
+                _log.warning("skipping a damaged checkpoint: %s", error)
+        below = step_of(directory)
+    return None
+
+
+def restore(directory: Path, store: PartStore, tensors: Sequence[tuple[str, Shape]], ranks: Ranks) -> dict[str, Any]:
+    """Fill all parts of `store` from a checkpoint; the state that was saved with it. Collective.
+
+    `tensors`: names and shapes of the whole model. Raises on every rank: UserError where they are not those of the
+    checkpoint, DamagedCheckpoint where it is not what was saved (the parts then hold nothing of use).
+    """
+
+    def read() -> list[Piece]:
+        checksums = BlockChecksums()
+        with _damage():
+            read_manifest(directory)
+            maps = _maps(directory)
+        for found in maps.values():
+            check_tensors(tensors, found.entries, directory, set(found.entries) - {name for name, _ in tensors})
+        with _damage():
+            fill(store, {kind: found.entries for kind, found in maps.items()}, checksums)
+        return checksums.pieces()
+
+    pieces = together(ranks, read)
+    return on_first(ranks, lambda: _verified(directory, list(chain(*pieces))))
+
+
+def _verified(directory: Path, pieces: list[Piece]) -> dict[str, Any]:
+    """Check all that the ranks read and the rest of the files; the state."""
+    with _damage():
+        manifest = read_manifest(directory)
+        head_bytes = {path: count for found in _maps(directory).values() for path, count in found.header_bytes.items()}
+        manifest.record(STATE)
+        heads = BlockChecksums()
+        heads.add_heads(head_bytes)
+        sizes = {path.name: manifest.record(path.name).bytes for path in head_bytes}
+        check_blocks(directory, manifest, combine_pieces(chain(heads.pieces(), pieces), sizes))
+        for name in set(manifest.files) - set(sizes):
+            verify_file(directory, manifest, name)
+        return read_json(directory / STATE)
+
+
+def _maps(directory: Path) -> dict[Kind, ByteMap]:
+    return {kind: ByteMap.of_directory(directory, stem) for kind, stem in STEMS.items()}
+
+
+@contextlib.contextmanager
+def _damage() -> Iterator[None]:
+    """Whatever is wrong with the files of a checkpoint means that it is damaged."""
+    try:
+        yield
+    except DamagedCheckpoint:
+        raise
+    except (UserError, OSError) as error:
+        raise DamagedCheckpoint(str(error)) from error
+
+
+def _newest(root: Path, below: int | None, ranks: Ranks) -> Path | None:
+    """What rank 0 finds. Raises UserError if that is nothing although there are checkpoints."""
+
+    def find() -> str | None:
+        found = newest(root, below)
+        if found is None and directories(root):
+            raise UserError("no checkpoint here is whole: resume from a PATH, or resume: never to start anew", root)
+        return str(found) if found is not None else None
+
+    found = on_first(ranks, find)
+    return Path(found) if found is not None else None

@@ -1,0 +1,31 @@
+"""What a measurement must be read beside: the machine and the versions it was taken with."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import version
+from typing import Any
+
+from aliquot.machine.cpu import read_cpu
+from aliquot.machine.memory import memory_limit
+
+
+def machine_facts() -> dict[str, Any]:
+    """JSON-able facts of this machine. Read before pinning: the cores are those this process may use."""
+    import torch
+
+    cpu = read_cpu()
+    return {
+        "host": platform.node(),
+        "kernel": platform.release(),
+        "cpu": cpu.model,
+        "physical_cores": len(cpu.cores),
+        "cpu_quota": cpu.quota,
+        "numa_nodes": cpu.numa_nodes,
+        "isa": list(cpu.isa),
+        "memory_limit_bytes": memory_limit(),
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+    }

@@ -1,0 +1,113 @@
+"""The ranks of a run as one group: joining it, and small values passed among its members as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from aliquot.machine.network import interface_towards
+from aliquot.machine.topology import Topology
+
+# Any value that json writes and reads back equal.
+JSON = Any
+
+
+class Ranks:
+    """This rank's membership in the default process group. Every method is a collective: all ranks call it."""
+
+    def __init__(self, topology: Topology, allowed_cores: frozenset[int]) -> None:
+        self.topology = topology
+        self.rank = topology.rank
+        self.world_size = topology.world_size
+        self.allowed_cores = allowed_cores  # before pinning: for helper processes that should use the whole machine
+
+    @classmethod
+    def join(cls, topology: Topology, timeout_s: float) -> Self:
+        """Pin this process, size its thread pool and join the group; a world of one needs no environment.
+
+        A collective that waits longer than `timeout_s` for a peer fails.
+        """
+        allowed_cores = frozenset(os.sched_getaffinity(0))
+        if topology.cores:
+            pin(topology.cores)
+        torch.set_num_threads(topology.threads)
+        backend = "gloo"
+        if topology.device == "cuda":
+            torch.cuda.set_device(topology.local_rank)
+            backend = "cpu:gloo,cuda:nccl"
+        timeout = timedelta(seconds=timeout_s)
+        if topology.world_size == 1:
+            store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not re-exported for type checkers
+            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        else:
+            choose_interface(topology)
+            dist.init_process_group(backend, init_method="env://", timeout=timeout)
+        return cls(topology, allowed_cores)
+
+    def barrier(self) -> None:
+        # A gather, because nccl's barrier would occupy the GPU and this one has a CPU tensor whatever the device.
+        self.gather(None)
+
+    def gather(self, value: JSON) -> list[JSON]:
+        """The values of all ranks, by rank, on every rank."""
+        own = _encode(value)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(sizes, torch.tensor([own.numel()]))
+        longest = max(int(size) for size in sizes)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: own.numel()] = own
+        texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world_size)]
+        dist.all_gather(texts, padded)
+        return [_decode(text[: int(size)]) for text, size in zip(texts, sizes, strict=True)]
+
+    def broadcast(self, value: JSON) -> JSON:
+        """Rank 0's value on every rank; what the others pass is not looked at."""
+        text = _encode(value) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
+        size = torch.tensor([text.numel()])
+        dist.broadcast(size, src=0)
+        if self.rank != 0:
+            text = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(text, src=0)
+        return _decode(text)
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+def pin(cores: tuple[int, ...]) -> None:
+    """Confine this process, the threads that libraries have started already included, to these logical CPUs."""
+    for thread in _threads():
+        with suppress(ProcessLookupError):  # it ended meanwhile
+            os.sched_setaffinity(thread, cores)
+
+
+def _threads() -> Iterator[int]:
+    for task in Path("/proc/self/task").iterdir():
+        yield int(task.name)
+
+
+def choose_interface(topology: Topology) -> None:
+    """Tell gloo where to listen, unless GLOO_SOCKET_IFNAME does; on one node that needs no resolvable host name."""
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    interface = "lo" if topology.nodes == 1 else interface_towards(os.environ["MASTER_ADDR"])
+    if interface is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+
+
+def _encode(value: JSON) -> Tensor:
+    """JSON text as uint8 [bytes]."""
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _decode(text: Tensor) -> JSON:
+    return json.loads(text.numpy().tobytes())

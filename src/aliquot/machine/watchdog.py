@@ -1,0 +1,53 @@
+"""A run that hangs: when no step ends for too long, every rank writes down where it is, and the run ends."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+from aliquot.machine.rank_errors import RankError, record_error
+
+
+class Watchdog:
+    """Started at once; call `beat` whenever there is progress and `stop` at the end.
+
+    Without a beat for `timeout_s` the stacks of all Python threads go to `stack_file`, from a C thread that needs no
+    GIL, so also when a native call holds it. `grace_s` later the process ends with code 1: the first rank to exit has
+    all others ended, and they are to write their stacks too.
+    """
+
+    def __init__(self, timeout_s: float, stack_file: Path, rank: int, grace_s: float = 3.0) -> None:
+        self.timeout_s = timeout_s
+        self.grace_s = grace_s
+        self.stack_file = stack_file
+        self.rank = rank
+        stack_file.parent.mkdir(parents=True, exist_ok=True)
+        self._stacks = stack_file.open("w")
+        self._stopped = threading.Event()
+        self.beat()
+        threading.Thread(target=self._wait, name="aliquot-watchdog", daemon=True).start()
+
+    def beat(self) -> None:
+        self._last = time.monotonic()
+        faulthandler.dump_traceback_later(self.timeout_s, file=self._stacks)  # replaces the one before
+
+    def stop(self) -> None:
+        self._stopped.set()
+        faulthandler.cancel_dump_traceback_later()
+        self._stacks.close()
+        if self.stack_file.stat().st_size == 0:
+            self.stack_file.unlink()
+
+    def _wait(self) -> None:
+        while (left := self._last + self.timeout_s + self.grace_s - time.monotonic()) > 0:
+            if self._stopped.wait(left):
+                return
+        stacks = self.stack_file.with_name(self.stack_file.name.replace(f"rank-{self.rank}", "rank-*"))
+        message = f"no progress for {self.timeout_s:g} s; where every rank was: {stacks}"
+        if not record_error(RankError(self.rank, "training", message, f"{message}\n", time.time())):
+            print(f"aliquot: rank {self.rank}: {message}", file=sys.stderr, flush=True)
+        os._exit(1)  # the main thread hangs: nothing that waits for it may run

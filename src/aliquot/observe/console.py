@@ -1,0 +1,104 @@
+"""What a person sees of a run: a live view on a terminal, plain lines elsewhere, from rank 0 only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.text import Text
+
+from aliquot.observe.text import duration, gib, rate
+
+
+class Display:
+    """`kind` auto is live on a terminal and plain elsewhere; quiet shows warnings only. Ranks > 0 are not `enabled`.
+
+    Call `finish` before anything else writes to the console: it gives the cursor back.
+    """
+
+    def __init__(
+        self,
+        kind: Literal["auto", "live", "plain", "quiet"],
+        enabled: bool = True,
+        console: Console | None = None,
+        errors: Console | None = None,
+    ) -> None:
+        self._console = console or Console(quiet=not enabled)
+        self._errors = errors or Console(stderr=True, quiet=not enabled)
+        self._quiet = kind == "quiet"
+        capable = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._is_live = kind in ("auto", "live") and capable and enabled
+        self._bars = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), console=self._console
+        )
+        self._tasks: dict[str, TaskID] = {}
+        self._status = Text()
+        self._live: Live | None = None
+        self._shown: dict[str, int] = {}
+
+    def line(self, text: str) -> None:
+        if not self._quiet:
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def header(self, lines: Sequence[str]) -> None:
+        for text in lines:
+            self.line(text)
+
+    def show(self, renderable: RenderableType) -> None:
+        """A table."""
+        if not self._quiet:
+            self._console.print(renderable)
+
+    def warning(self, text: str) -> None:
+        self._errors.print(f"warning: {text}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+    def step(self, metrics: Mapping[str, Any], total_steps: int) -> None:
+        """A logged step: `metrics` as written to metrics.jsonl; those that are missing are not shown."""
+        if not self._is_live:
+            self.line("  ".join([f"step {metrics['step']}/{total_steps}", *_readings(metrics)]))
+            return
+        self._bar("training", metrics["step"], total_steps)
+        self._status.plain = "  ".join(_readings(metrics))
+
+    def progress(self, description: str, done: int, total: int) -> None:
+        """Work other than training; plain output has a line a quarter."""
+        if self._is_live:
+            self._bar(description, done, total)
+            if done >= total:
+                self._bars.remove_task(self._tasks.pop(description))
+            return
+        quarter = 4 * done // total if total else 4
+        if quarter != self._shown.get(description, 0):
+            self._shown[description] = quarter
+            self.line(f"{description}: {25 * quarter} %")
+
+    def finish(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _bar(self, description: str, done: int, total: int) -> None:
+        if self._live is None:
+            self._live = Live(Group(self._bars, self._status), console=self._console, refresh_per_second=4)
+            self._live.start()
+        if description not in self._tasks:
+            self._tasks[description] = self._bars.add_task(description)
+        self._bars.update(self._tasks[description], completed=done, total=total)
+
+
+def _readings(metrics: Mapping[str, Any]) -> list[str]:
+    """`loss 3.2100`, `MFU 45 %`, ...: those of the known metrics that are there."""
+    formats: dict[str, Callable[[Any], str]] = {
+        "loss": lambda value: f"loss {value:.4f}",
+        "learning_rate": lambda value: f"lr {value:.2e}",
+        "grad_norm": lambda value: f"grad norm {value:.3f}",
+        "tokens_per_s": lambda value: f"{value:,.0f} tokens/s",
+        "flops_per_s": lambda value: rate(value, "FLOP/s"),
+        "mfu": lambda value: f"MFU {100 * value:.0f} %",
+        "memory_bytes": lambda value: f"memory {' | '.join(gib(size) for size in value)}",
+        "eta_s": lambda value: f"ETA {duration(value)}",
+    }
+    return [show(metrics[name]) for name, show in formats.items() if metrics.get(name) is not None]

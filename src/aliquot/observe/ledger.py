@@ -1,0 +1,86 @@
+"""The memory ledger: what each rank held at the end of each phase of a run, measured, beside what we account for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from aliquot.machine.files import publish_text
+from aliquot.machine.memory import memory_use, peak_rss, reset_peak_rss
+from aliquot.observe.text import gib
+
+STEADY_PEAK = "steady peak"
+PHASES = (
+    "process start",
+    "model built",
+    "weights loaded",
+    "optimizer state",
+    "first forward",
+    "first backward",
+    "first step",
+    STEADY_PEAK,
+)
+
+Row = dict[str, Any]
+
+
+class Ledger:
+    """One rank's rows, in bytes. A phase marked twice keeps the first mark, the steady peak the last."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._rows: dict[str, Row] = {}
+
+    def mark(self, phase: str, accounted: Mapping[str, int]) -> None:
+        """`phase` ends now, with `accounted` bytes by category live. The peak is the one since the mark before.
+
+        The steady peak does not restart the peak, so that its last mark covers every step after the first.
+        """
+        if phase not in PHASES:
+            raise ValueError(f"{phase!r} is not a phase of the ledger")
+        if phase in self._rows and phase != STEADY_PEAK:
+            return
+        use = memory_use()
+        self._rows[phase] = {
+            "rank": self._rank,
+            "phase": phase,
+            "rss_bytes": use.rss_bytes,
+            "private_bytes": use.private_bytes,
+            "shared_bytes": use.shared_bytes,
+            "pss_bytes": use.pss_bytes,
+            "peak_rss_bytes": peak_rss(),
+            "accounted_bytes": dict(accounted),
+        }
+        if phase != STEADY_PEAK:
+            reset_peak_rss()  # where that is not permitted the peaks are those since the process began
+
+    def rows(self) -> list[Row]:
+        return list(self._rows.values())
+
+
+def write(path: Path, rows: Sequence[Row], machine: Mapping[str, Any]) -> None:
+    """All ranks' rows as ledger.json."""
+    publish_text(path, json.dumps({"machine": dict(machine), "rows": list(rows)}, indent=1) + "\n")
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """A line a phase, each number the largest over the ranks."""
+    categories = list(dict.fromkeys(category for row in rows for category in row["accounted_bytes"]))
+    result = Table(title="memory, the largest over the ranks")
+    result.add_column("phase")
+    for column in ("private", "shared", "PSS", "RSS", "peak RSS", *categories):
+        result.add_column(column, justify="right")
+    for phase in PHASES:
+        of_phase = [row for row in rows if row["phase"] == phase]
+        if not of_phase:
+            continue
+        measured = [
+            max(row[f"{name}_bytes"] for row in of_phase) for name in ("private", "shared", "pss", "rss", "peak_rss")
+        ]
+        accounted = [max(row["accounted_bytes"].get(category, 0) for row in of_phase) for category in categories]
+        result.add_row(phase, *(gib(size) for size in (*measured, *accounted)))
+    return result

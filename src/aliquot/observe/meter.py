@@ -1,0 +1,80 @@
+"""How fast training is: real tokens per second, model FLOP/s, MFU and the time that is left."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Over all ranks. `mfu` is a fraction of the ceiling, or None where the ceiling is not known."""
+
+    tokens_per_s: float
+    flops_per_s: float
+    mfu: float | None
+
+
+class Meter:
+    """Call `begin` and `end` around each optimizer step; what happens in between steps (evaluation) is not counted.
+
+    `ceiling_flops_per_s` is the matmul rate of all ranks together. The first `warmup_steps` compile and fault pages in
+    and are left out wherever a later step exists.
+    """
+
+    def __init__(
+        self,
+        ceiling_flops_per_s: float | None,
+        warmup_steps: int = 1,
+        window_steps: int = 10,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._ceiling = ceiling_flops_per_s
+        self._warmup_steps = warmup_steps
+        self._clock = clock
+        self._window: deque[tuple[float, int, int]] = deque(maxlen=window_steps)  # seconds, tokens, FLOP of a step
+        self._total = (0.0, 0, 0)
+        self._steps = 0
+
+    def begin(self) -> None:
+        self._begun = self._clock()
+
+    def end(self, tokens: int, flops: int) -> None:
+        """A step over `tokens` real tokens of all ranks, which needed `flops` operations, is done."""
+        self._steps += 1
+        if self._steps == self._warmup_steps + 1:
+            self._window.clear()
+            self._total = (0.0, 0, 0)
+        step = (self._clock() - self._begun, tokens, flops)
+        self._window.append(step)
+        self._total = _add(self._total, step)
+
+    def recent(self) -> Speed:
+        """Over the last steps."""
+        total = (0.0, 0, 0)
+        for step in self._window:
+            total = _add(total, step)
+        return self._speed(total)
+
+    def overall(self) -> Speed:
+        """Over all steps after the warm-up."""
+        return self._speed(self._total)
+
+    def eta_s(self, steps_left: int) -> float | None:
+        """Seconds that so many more steps take at the recent pace."""
+        if not self._window:
+            return None
+        return steps_left * sum(seconds for seconds, _, _ in self._window) / len(self._window)
+
+    def _speed(self, total: tuple[float, int, int]) -> Speed:
+        seconds, tokens, flops = total
+        if seconds == 0:
+            return Speed(float("nan"), float("nan"), None)
+        flops_per_s = flops / seconds
+        return Speed(tokens / seconds, flops_per_s, flops_per_s / self._ceiling if self._ceiling else None)
+
+
+def _add(total: tuple[float, int, int], step: tuple[float, int, int]) -> tuple[float, int, int]:
+    return total[0] + step[0], total[1] + step[1], total[2] + step[2]

@@ -1,0 +1,95 @@
+"""The curve of a run: one JSON object a logged step in metrics.jsonl, and the same numbers for TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from aliquot.config.schema import ObserveSection
+from aliquot.machine.files import publish_text
+
+
+class MetricsFile:
+    """Appends to metrics.jsonl, a line at a time, so that it can be followed while the run goes on."""
+
+    def __init__(self, path: Path, resumed_step: int = 0) -> None:
+        """Lines beyond `resumed_step`, and a last one that was cut short, are dropped first: one clean curve."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            publish_text(path, "".join(_lines_until(path, resumed_step)))
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, metrics: Mapping[str, Any]) -> None:
+        """`metrics` holds "step". Numbers that are not finite become null: JSON has none."""
+        self._file.write(json.dumps(_finite(metrics), allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+
+class TensorBoard:
+    """The numbers among the metrics as scalars."""
+
+    def __init__(self, directory: Path, resumed_step: int = 0) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(directory), purge_step=resumed_step + 1)
+
+    def write(self, metrics: Mapping[str, Any]) -> None:
+        for name, value in metrics.items():
+            if name != "step" and isinstance(value, int | float):
+                self._writer.add_scalar(name, value, metrics["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Curve:
+    """All writers that the configuration asks for, on the rank that writes; elsewhere nothing."""
+
+    def __init__(
+        self, metrics: Path, tensorboard: Path, observe: ObserveSection, resumed_step: int, enabled: bool
+    ) -> None:
+        self._writers: list[MetricsFile | TensorBoard] = []
+        if enabled:
+            self._writers.append(MetricsFile(metrics, resumed_step))
+        if enabled and observe.tensorboard:
+            self._writers.append(TensorBoard(tensorboard, resumed_step))
+
+    def write(self, metrics: Mapping[str, Any]) -> None:
+        for writer in self._writers:
+            writer.write(metrics)
+
+    def close(self) -> None:
+        for writer in self._writers:
+            writer.close()
+
+
+def _lines_until(path: Path, step: int) -> list[str]:
+    kept = []
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            try:
+                metrics = json.loads(line)
+            except json.JSONDecodeError:  # cut short when the run was killed
+                continue
+            if line.endswith("\n") and metrics["step"] <= step:
+                kept.append(line)
+    return kept
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

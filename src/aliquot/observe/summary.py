@@ -1,0 +1,37 @@
+"""The last words of a run: what memory it took, how fast it was, what it learned to say, and where everything lies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from aliquot.observe import ledger
+from aliquot.observe.console import Display
+from aliquot.observe.meter import Speed
+from aliquot.observe.run_directory import RunDirectory
+
+
+def finish(
+    display: Display,
+    directory: RunDirectory,
+    rows: Sequence[ledger.Row],
+    machine: Mapping[str, Any],
+    speed: Speed,
+    sample: str | None,
+    exported: Path | None,
+) -> None:
+    """Write ledger.json from the rows of all ranks and show the summary. Rank 0 alone calls it."""
+    ledger.write(directory.ledger, rows, machine)
+    display.finish()
+    display.show(ledger.table(rows))
+    if sample is not None:
+        display.line(f"sample:\n{sample}\n")
+    if speed.mfu is not None:
+        display.line(
+            f"{speed.tokens_per_s:,.0f} real tokens/s, {100 * speed.mfu:.0f} % of the matmul rate of these cores"
+        )
+    display.line(f"run directory  {directory.path}")
+    display.line(f"metrics        {directory.metrics}")
+    if exported is not None:
+        display.line(f"model          {exported}   (aliquot generate {exported} --prompt ...)")

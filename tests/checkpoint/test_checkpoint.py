@@ -1,0 +1,340 @@
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from aliquot.checkpoint.directories import complete_directories, newest, retain, step_of
+from aliquot.checkpoint.restore import restore, restore_newest
+from aliquot.checkpoint.save import save
+from aliquot.errors import UserError
+from aliquot.ranges.checksums import BLOCK_BYTES
+from aliquot.ranges.manifest import verify
+from aliquot.ranges.parts import Part
+from aliquot.ranges.together import Alone, DamagedCheckpoint
+from tests.ranges.world import SMALL, Died, FakeStore, PipedRanks, Tensors, run_world, value_of
+
+STATE = {"step": 100, "data": {"epoch": 1, "position": 12}, "rng": [1, 2, 3], "loss": 0.1 + 0.2}
+CONFIG = {"config.json": b'{"model_type": "llama"}', "tokenizer.json": b"{}"}
+
+
+def save_small(root: Path, step: int = 100, ranks: Any = None, keep: int = 9, tensors: Tensors = SMALL) -> Path:
+    ranks = ranks or Alone()
+    return save(root, step, FakeStore(tensors, ranks.rank, ranks.world_size), tensors, STATE, CONFIG, ranks, keep)
+
+
+def restore_small(directory: Path, ranks: Any = None, tensors: Tensors = SMALL) -> dict[str, Any]:
+    ranks = ranks or Alone()
+    store = FakeStore(tensors, ranks.rank, ranks.world_size, zeros=True)
+    state = restore(directory, store, tensors, ranks)
+    assert store.is_original()
+    return state
+
+
+def digests(directory: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(directory.iterdir())}
+
+
+def test_files_do_not_depend_on_the_world_size(tmp_path: Path) -> None:
+    saved = {}
+    for world in (1, 2, 3):
+        root = tmp_path / str(world)
+        assert (
+            run_world(world, lambda ranks, root=root: save_small(root, ranks=ranks)) == [root / "step-00000100"] * world
+        )
+        assert [path.name for path in root.iterdir()] == ["step-00000100"]
+        saved[world] = digests(root / "step-00000100")
+        verify(root / "step-00000100")
+    assert saved[1] == saved[2] == saved[3]
+    assert set(saved[1]) == {
+        *("model.safetensors", "exp_avg.safetensors", "exp_avg_sq.safetensors"),
+        *("state.json", "manifest.json", "config.json", "tokenizer.json"),
+    }
+    weights = load_file(tmp_path / "3" / "step-00000100" / "model.safetensors")
+    assert list(weights) != [] and all(tensor.dtype == torch.float32 for tensor in weights.values())
+    for part in FakeStore(SMALL, kinds=["weight"]).parts():
+        assert torch.equal(weights[part.name].flatten(), value_of(part))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_restored_at_any_world_size(world: int, tmp_path: Path) -> None:
+    run_world(2, lambda ranks: save_small(tmp_path, ranks=ranks))
+    assert run_world(world, lambda ranks: restore_small(tmp_path / "step-00000100", ranks)) == [STATE] * world
+
+
+shapes = st.lists(st.integers(0, 6), max_size=3).map(tuple)
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.lists(shapes, min_size=1, max_size=4), st.integers(1, 4), st.integers(1, 4))
+def test_round_trip(tmp_path_factory: pytest.TempPathFactory, found: list[Any], savers: int, restorers: int) -> None:
+    tensors: Tensors = [(f"t{i}", shape) for i, shape in enumerate(found)]
+    root = tmp_path_factory.mktemp("root")
+    run_world(savers, lambda ranks: save_small(root, ranks=ranks, tensors=tensors))
+    directory = root / "step-00000100"
+    verify(directory)
+    assert run_world(restorers, lambda ranks: restore_small(directory, ranks, tensors)) == [STATE] * restorers
+
+
+def test_tensors_of_several_blocks(tmp_path: Path) -> None:
+    large: Tensors = [("a", (3, 700_001)), ("b", (5,)), ("c", (2_500_001, 1))]
+    assert run_world(2, lambda ranks: save_small(tmp_path, ranks=ranks, tensors=large).name) == ["step-00000100"] * 2
+    directory = tmp_path / "step-00000100"
+    assert len(verify(directory).files["model.safetensors"].crc32) == 2
+    assert run_world(3, lambda ranks: restore_small(directory, ranks, large)) == [STATE] * 3
+    flip(directory / "exp_avg_sq.safetensors", 8 * (BLOCK_BYTES + 5))
+    with pytest.raises(DamagedCheckpoint, match=f"exp_avg_sq.safetensors: .*byte {BLOCK_BYTES} "):
+        restore_small(directory, tensors=large)
+
+
+def flip(path: Path, bit: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(bit // 8)
+        byte = file.read(1)[0]
+        file.seek(bit // 8)
+        file.write(bytes([byte ^ 1 << bit % 8]))
+
+
+FILES = [
+    "model.safetensors",
+    "exp_avg.safetensors",
+    "exp_avg_sq.safetensors",
+    "state.json",
+    "config.json",
+    "tokenizer.json",
+]
+
+
+@pytest.mark.parametrize("name", [*FILES, "manifest.json"])
+def test_a_flipped_bit_anywhere_is_detected(name: str, tmp_path: Path) -> None:
+    directory = save_small(tmp_path)
+    size_bits = 8 * (directory / name).stat().st_size
+    for bit in {0, 8 * 8 + 3, 8 * 30, size_bits // 2, size_bits - 1} & set(range(size_bits)):
+        flip(directory / name, bit)
+        with pytest.raises(DamagedCheckpoint):
+            verify(directory)
+        with pytest.raises(DamagedCheckpoint):
+            restore_small(directory)
+        flip(directory / name, bit)
+    assert restore_small(directory) == STATE
+
+
+def test_all_ranks_hear_of_damage(tmp_path: Path) -> None:
+    directory = save_small(tmp_path)
+    flip(directory / "exp_avg.safetensors", 8 * (directory / "exp_avg.safetensors").stat().st_size - 1)
+    answers = run_world(3, lambda ranks: restore_small(directory, ranks))
+    assert [type(answer) for answer in answers] == [DamagedCheckpoint] * 3
+    assert len({str(answer) for answer in answers}) == 1 and "exp_avg.safetensors" in str(answers[0])
+
+
+@pytest.mark.parametrize("name", [*FILES, "manifest.json"])
+def test_a_missing_file_makes_it_incomplete(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    old, new = save_small(tmp_path, 5), save_small(tmp_path, 6)
+    (new / name).unlink()
+    assert newest(tmp_path) == old
+    assert complete_directories(tmp_path) == [old]
+    assert "skipping a damaged checkpoint" in caplog.text and name in caplog.text
+    with pytest.raises(DamagedCheckpoint):
+        restore_small(new)
+
+
+def test_restore_newest_goes_back_to_a_good_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = FakeStore(SMALL, zeros=True)
+    assert restore_newest(tmp_path / "absent", store, SMALL, Alone()) is None
+    for step in (5, 6, 7):
+        save_small(tmp_path, step)
+    flip(tmp_path / "step-00000007" / "model.safetensors", 8 * 600)  # found only by reading
+    (tmp_path / "step-00000006" / "manifest.json").write_text("{}")
+
+    def work(ranks: PipedRanks) -> tuple[Any, bool]:
+        logging.disable()
+        store = FakeStore(SMALL, ranks.rank, ranks.world_size, zeros=True)
+        return restore_newest(tmp_path, store, SMALL, ranks), store.is_original()
+
+    assert run_world(2, work) == [((tmp_path / "step-00000005", STATE), True)] * 2
+    (tmp_path / "step-00000005" / "state.json").unlink()
+    with pytest.raises(UserError, match="no checkpoint here is whole"):
+        restore_newest(tmp_path, store, SMALL, Alone())
+    assert "step-00000007/model.safetensors: damaged" in caplog.text
+
+
+def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
+    directory = save_small(tmp_path)
+    other = [("new", (3,)), *((name, (1,) if name == "model.scale" else shape) for name, shape in SMALL[1:])]
+    answers = run_world(2, lambda ranks: restore(directory, FakeStore(other), other, ranks))
+    assert [type(answer) for answer in answers] == [UserError] * 2
+    for part in ("missing: new", "not of this model: model.embed_tokens.weight", "model.scale is [] instead of [1]"):
+        assert part in str(answers[0])
+
+
+def test_retention(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        save_small(tmp_path, step, keep=2)
+    assert [step_of(path) for path in complete_directories(tmp_path)] == [3, 4]
+    (tmp_path / "step-00000004" / "state.json").unlink()
+    save_small(tmp_path, 5, keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000005"]
+    (tmp_path / "step-00000005" / "state.json").unlink()
+    (tmp_path / "notes").mkdir()
+    retain(tmp_path, 1, tmp_path / "absent")  # nothing complete: nothing goes
+    save_small(tmp_path, 3, keep=1)  # older than a damaged one: both stay
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step-00000003", "step-00000005"]
+    assert newest(tmp_path) == tmp_path / "step-00000003"
+
+
+def test_the_one_just_saved_stays_though_newer_ones_exist(tmp_path: Path) -> None:
+    for step in (8, 9, 4):
+        save_small(tmp_path, step, keep=1)
+    assert [step_of(path) for path in complete_directories(tmp_path)] == [4, 9]
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
+    directory = save_small(tmp_path)
+    (directory / "state.json").write_text("damaged")
+    save_small(tmp_path)
+    assert restore_small(directory) == STATE
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000100"]
+
+
+def test_names_that_a_checkpoint_needs_are_refused(tmp_path: Path) -> None:
+    for name in ("state.json", "manifest.json", "../config.json", "model.safetensors"):
+        with pytest.raises(ValueError, match="beside the weights"):
+            save(tmp_path, 1, FakeStore(SMALL), SMALL, STATE, {name: b""}, Alone(), 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_parts_that_do_not_cover_the_model_are_found(tmp_path: Path) -> None:
+    first_of_two = FakeStore(SMALL, rank=0, world_size=2)
+    with pytest.raises(ValueError, match="the parts of all ranks"):
+        save(tmp_path, 1, first_of_two, SMALL, STATE, CONFIG, Alone(), 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+class HookedStore(FakeStore):
+    """Does something when its first moments are to be written."""
+
+    def __init__(self, tensors: Tensors, ranks: PipedRanks, hook: Any) -> None:
+        super().__init__(tensors, ranks.rank, ranks.world_size)
+        self.hook = hook
+
+    def read(self, part: Part, start: int, out: torch.Tensor) -> None:
+        if part.kind == "exp_avg":
+            self.hook()
+        super().read(part, start, out)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_killed_while_saving_leaves_nothing_that_looks_complete(victim: int, tmp_path: Path) -> None:
+    save_small(tmp_path, 5)
+
+    def work(ranks: PipedRanks) -> None:
+        def die() -> None:
+            if ranks.rank == victim:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        save(tmp_path, 6, HookedStore(SMALL, ranks, die), SMALL, STATE, CONFIG, ranks, 9)
+
+    assert [type(answer) for answer in run_world(2, work)] == [Died, Died]
+    assert newest(tmp_path) == tmp_path / "step-00000005"
+    assert any(path.name.startswith(".step-00000006.partial-") for path in tmp_path.iterdir())
+    save_small(tmp_path, 7)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000005", "step-00000007"]
+
+
+def test_killed_at_any_moment_of_saving_and_retention(tmp_path: Path) -> None:
+    """The process dies just before its n-th change of the file system, for every n until one save survives."""
+    changes = {"os.mkdir", "os.rename", "os.rmdir", "os.remove", "os.truncate", "shutil.rmtree", "open"}
+    save_small(tmp_path, 1, keep=1)
+    for n in range(1, 1000):
+
+        def work(ranks: PipedRanks, n: int = n) -> str:
+            left = [n]
+
+            def die(event: str, arguments: tuple[Any, ...]) -> None:
+                if event in changes:
+                    left[0] -= 1
+                    if left[0] == 0:
+                        os.kill(os.getpid(), signal.SIGKILL)
+
+            sys.addaudithook(die)
+            return save_small(tmp_path, 1 + n, keep=1).name
+
+        answer = run_world(1, work)[0]
+        found = newest(tmp_path)
+        assert found is not None and found in complete_directories(tmp_path)
+        assert restore_small(found) == STATE
+        verify(found)
+        if not isinstance(answer, Died):
+            assert [path.name for path in tmp_path.iterdir()] == [answer], "and the next save cleans up"
+            return
+    raise AssertionError("no save survived")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mount)]
+    if os.geteuid() or not shutil.which("mount") or subprocess.run(command, check=False).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        yield mount
+    finally:
+        subprocess.run(["umount", str(mount)], check=True)
+
+
+def error_of(answers: list[Any]) -> str:
+    """The one UserError that all ranks got."""
+    assert [type(answer) for answer in answers] == [UserError] * len(answers), answers
+    assert len({str(answer) for answer in answers}) == 1
+    return str(answers[0])
+
+
+def test_a_disk_too_small(small_disk: Path) -> None:
+    old = save_small(small_disk, 5)
+    large: Tensors = [("a", (200, 1000))]
+    message = error_of(run_world(2, lambda ranks: save_small(small_disk, ranks=ranks, tensors=large)))
+    assert message.startswith(str(small_disk)) and "GB are free" in message
+    assert list(small_disk.iterdir()) == [old]
+    assert restore_small(old) == STATE
+
+
+def test_a_disk_that_fills_up_while_saving(small_disk: Path) -> None:
+    old = save_small(small_disk, 5)
+    large: Tensors = [("a", (40, 1000))]
+
+    def work(ranks: PipedRanks) -> None:
+        def fill_up() -> None:
+            if ranks.rank == 1:
+                other = (small_disk / "other").open("wb", buffering=0)
+                with contextlib.suppress(OSError), other:
+                    while other.write(bytes(4096)):
+                        pass
+
+        save(small_disk, 6, HookedStore(large, ranks, fill_up), large, STATE, CONFIG, ranks, 9)
+
+    message = error_of(run_world(2, work))
+    assert message.startswith("rank ") and "No space left on device" in message and str(small_disk) in message
+    assert sorted(path.name for path in small_disk.iterdir()) == ["other", "step-00000005"]
+    assert restore_small(old) == STATE
+
+
+def test_a_root_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "root").write_text("")
+    message = error_of(run_world(2, lambda ranks: save_small(tmp_path / "root", ranks=ranks)))
+    assert str(tmp_path / "root") in message

@@ -1,0 +1,144 @@
+"""Which rank, how many threads, which cores: a table of cases, and properties of the core sets."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aliquot.config.schema import LaunchSection
+from aliquot.errors import UserError
+from aliquot.machine.cpu import CpuFacts
+from aliquot.machine.placement import core_sets, place
+
+
+def cpu(cores: int, quota: float | None = None) -> CpuFacts:
+    """A CPU with two threads a core: core i is logical CPUs i and i + cores."""
+    return CpuFacts("model", tuple((core, core + cores) for core in range(cores)), quota, 1, ())
+
+
+def rank(number: int, local_ranks: int, **variables: str) -> dict[str, str]:
+    """What torchrun tells a rank of one node."""
+    return {
+        "RANK": str(number),
+        "WORLD_SIZE": str(local_ranks),
+        "LOCAL_RANK": str(number),
+        "LOCAL_WORLD_SIZE": str(local_ranks),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "TORCHELASTIC_RUN_ID": "run",
+    } | variables
+
+
+OURS = {"ALIQUOT_LOG_DIRECTORY": "/logs"}
+CORES, QUOTA = "physical cores / ranks", "cgroup CPU quota / ranks"
+SETTING, VARIABLE = "launch.threads_per_rank", "OMP_NUM_THREADS"
+
+
+@pytest.mark.parametrize(
+    ("setting", "environ", "facts", "threads", "cores", "source"),
+    [
+        (None, {}, cpu(4), 4, (), CORES),
+        (None, rank(0, 2), cpu(2), 1, (0,), CORES),
+        (None, rank(1, 2), cpu(9), 4, (4, 5, 6, 7, 8), CORES),
+        (None, rank(2, 3), cpu(2), 1, (), CORES),
+        (None, rank(0, 2), cpu(8, quota=8), 4, (0, 1, 2, 3), CORES),
+        (None, rank(0, 2), cpu(64, quota=8.5), 4, (), QUOTA),
+        (None, {}, cpu(8, quota=0.5), 1, (), QUOTA),
+        (3, rank(1, 2, OMP_NUM_THREADS="2"), cpu(8), 3, (4, 5, 6, 7), SETTING),
+        (8, rank(1, 2), cpu(8), 8, (), SETTING),
+        (None, {"OMP_NUM_THREADS": "1"}, cpu(4), 1, (), VARIABLE),
+        (None, rank(0, 1, OMP_NUM_THREADS="1"), cpu(4), 1, (), VARIABLE),
+        # torchrun's own 1 looks like a user's; any other number is a user's; under our own launcher so is a 1.
+        (None, rank(0, 2, OMP_NUM_THREADS="1"), cpu(4), 2, (0, 1), CORES),
+        (None, rank(0, 2, OMP_NUM_THREADS="2,1"), cpu(4), 2, (0, 1), VARIABLE),
+        (None, rank(0, 2, OMP_NUM_THREADS="1", **OURS), cpu(4), 1, (0, 1), VARIABLE),
+    ],
+)
+def test_threads_and_cores(
+    setting: int | None, environ: dict[str, str], facts: CpuFacts, threads: int, cores: tuple[int, ...], source: str
+) -> None:
+    topology, said = place(LaunchSection(threads_per_rank=setting), environ, facts, "cpu")
+    assert (topology.threads, topology.cores) == (threads, cores)
+    assert said.endswith(f", from {source}")
+    assert ("not pinned" in said) == (cores == ())
+
+
+def test_what_is_said() -> None:
+    said = place(LaunchSection(), rank(1, 2), cpu(2), "cpu")[1]
+    assert said == "2 ranks x 1 thread, cores 0 | 1, from physical cores / ranks"
+    said = place(LaunchSection(), {}, cpu(4), "cpu")[1]
+    assert said == "1 rank x 4 threads, not pinned, from physical cores / ranks"
+
+
+def test_rank_of_several_nodes() -> None:
+    environ = {"RANK": "5", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    torchrun = environ | {"GROUP_RANK": "2", "GROUP_WORLD_SIZE": "3"}
+    for variables in (environ, torchrun):  # another launcher does not tell the node
+        topology, text = place(LaunchSection(), variables, cpu(2), "cpu")
+        assert (topology.rank, topology.world_size, topology.local_rank, topology.local_world_size) == (5, 6, 1, 2)
+        assert (topology.node_rank, topology.nodes) == (2, 3)
+        assert text.startswith("2 ranks x 1 thread on each of 3 nodes, cores 0 | 1")
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
+        {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"},
+        {"RANK": "one"},
+        {"OMP_NUM_THREADS": "0"},
+        {"OMP_NUM_THREADS": "many"},
+    ],
+)
+def test_senseless_environment_is_a_user_error(environ: dict[str, str]) -> None:
+    with pytest.raises(UserError):
+        place(LaunchSection(), environ, cpu(2), "cpu")
+
+
+@given(
+    cores=st.lists(st.integers(1, 2), min_size=1, max_size=40),
+    local_ranks=st.integers(1, 12),
+    threads=st.integers(1, 12),
+    quota=st.none() | st.floats(0.1, 50),
+)
+def test_core_sets_are_disjoint_and_allowed(
+    cores: list[int], local_ranks: int, threads: int, quota: float | None
+) -> None:
+    logical = iter(range(1000))
+    facts = CpuFacts("model", tuple(tuple(next(logical) for _ in range(width)) for width in cores), quota, 1, ())
+    sets = core_sets(facts, local_ranks, threads)
+    chosen = [core for own in sets for core in own]
+    assert len(sets) == local_ranks
+    assert len(set(chosen)) == len(chosen) <= len(facts.cores)
+    assert set(chosen) <= {cpu for core in facts.cores for cpu in core}
+    assert not any(len(set(core) & set(chosen)) > 1 for core in facts.cores)  # siblings never compete
+    assert all(len(own) >= threads for own in sets) if chosen else all(own == () for own in sets)
+    if chosen:
+        assert max(map(len, sets)) - min(map(len, sets)) <= 1
+
+
+def test_no_rank_straddles_nodes_of_equal_size() -> None:
+    facts = CpuFacts("model", tuple((core,) for core in range(10)), None, 2, ())  # cores 0-4 and 5-9
+    for own in core_sets(facts, 4, 2):
+        assert {core // 5 for core in own} in ({0}, {1})
+
+
+def test_pinning_reaches_threads_that_run_already() -> None:
+    import threading
+
+    from aliquot.machine.ranks import pin
+
+    allowed = os.sched_getaffinity(0)
+    release = threading.Event()
+    early = threading.Thread(target=release.wait)
+    early.start()
+    try:
+        pin((min(allowed),))
+        assert early.native_id is not None
+        assert os.sched_getaffinity(early.native_id) == os.sched_getaffinity(0) == {min(allowed)}
+    finally:
+        pin(tuple(allowed))
+        release.set()

@@ -1,0 +1,111 @@
+"""Causes and echoes: what a rank records, and which of several dead ranks is shown."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from torch.distributed import DistNetworkError, DistStoreError
+
+from aliquot.errors import TrainingError, UserError
+from aliquot.machine import rank_errors
+from aliquot.machine.rank_errors import LOG_DIRECTORY, RankError, classify, read_error, record_error, report_error
+from aliquot.machine.rank_failures import explain
+
+
+@dataclass
+class Dead:
+    exitcode: int
+    timestamp: int = 100
+
+
+def raised_from(cause: BaseException) -> Exception:
+    try:
+        raise OSError("wrapped") from cause
+    except OSError as error:
+        return error
+
+
+GLOO = RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (UserError("x"), "user"),
+        (TrainingError("x"), "training"),
+        (ValueError("Connection closed by peer"), "crash"),
+        (MemoryError(), "crash"),
+        (RuntimeError("size mismatch"), "crash"),
+        (GLOO, "peer_lost"),
+        (raised_from(GLOO), "peer_lost"),
+        (RuntimeError("Timed out waiting 1800000ms for recv operation to complete"), "peer_lost"),
+        (ConnectionResetError(104, "Connection reset by peer"), "peer_lost"),
+        (DistNetworkError("failed to recv"), "peer_lost"),
+        (DistStoreError("wait timeout"), "peer_lost"),
+    ],
+)
+def test_kinds(error: Exception, kind: str) -> None:
+    assert classify(error) == kind
+
+
+def record(directory: Path, rank: int, kind: rank_errors.Kind, time: float, message: str = "what happened") -> None:
+    rank_errors.publish_text(
+        rank_errors.error_file(directory, rank),
+        f'{{"rank": {rank}, "kind": "{kind}", "message": "{message}", "traceback": "", "time": {time}}}',
+    )
+
+
+def first_line(directory: Path, failures: dict[int, Dead]) -> str:
+    return explain(failures, directory)[0][0]
+
+
+def test_cause_comes_before_echo_and_before_the_launchers_own_signal(tmp_path: Path) -> None:
+    record(tmp_path, 0, "peer_lost", 100.1)
+    record(tmp_path, 2, "crash", 100.4)
+    failures = {0: Dead(1), 1: Dead(-signal.SIGTERM), 2: Dead(1), 3: Dead(-signal.SIGABRT)}
+    assert first_line(tmp_path, failures) == "aliquot: rank 2 failed: what happened"
+    failures[1] = Dead(-signal.SIGSEGV)
+    assert first_line(tmp_path, failures) == "aliquot: rank 1 was killed by SIGSEGV"
+
+
+def test_of_two_causes_the_earlier_is_shown(tmp_path: Path) -> None:
+    record(tmp_path, 0, "training", 100.2)
+    record(tmp_path, 1, "training", 100.1, "loss is nan")
+    assert first_line(tmp_path, {0: Dead(1), 1: Dead(1)}) == "aliquot: rank 1: loss is nan"
+    # A rank that had to be killed half a minute later did not start it.
+    assert first_line(tmp_path, {0: Dead(1), 5: Dead(-signal.SIGKILL, 130)}) == "aliquot: rank 0: what happened"
+
+
+def test_silent_deaths(tmp_path: Path) -> None:
+    assert explain({1: Dead(3)}, tmp_path) == (["aliquot: rank 1 ended with exit code 3"], 1)
+    assert explain({1: Dead(-40)}, tmp_path) == (["aliquot: rank 1 was killed by signal 40"], 1)
+    assert explain({0: Dead(-signal.SIGTERM)}, tmp_path) == (["aliquot: rank 0 was killed by SIGTERM"], 1)
+
+
+def test_bad_input_is_code_2_and_one_line(tmp_path: Path) -> None:
+    (tmp_path / "rank-1.log").write_text("text")
+    record(tmp_path, 1, "user", 100.0)
+    assert explain({1: Dead(2)}, tmp_path) == (["aliquot: what happened"], 2)
+
+
+def test_what_is_recorded_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = RankError(3, "crash", 'KeyError: "ö"', "Traceback ...\n", 12.5)
+    assert not record_error(error)
+    monkeypatch.setenv(LOG_DIRECTORY, str(tmp_path))
+    assert record_error(error)
+    assert read_error(tmp_path, 3) == error and read_error(tmp_path, 4) is None
+    assert (tmp_path / "rank-3.log").read_text() == "Traceback ...\n"
+
+
+def test_without_our_launcher_one_line_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    assert report_error(UserError("no such key", "run.yaml:3")) == 2
+    assert report_error(TrainingError("loss is nan at step 3")) == 1
+    assert capsys.readouterr().err == "aliquot: run.yaml:3: no such key\naliquot: rank 0: loss is nan at step 3\n"
+    assert report_error(ValueError("a bug\nof ours")) == 1
+    assert "Traceback" not in capsys.readouterr().err
+    assert report_error(ValueError("a bug\nof ours"), debug=True) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "aliquot: rank 0 failed: ValueError: a bug" and "ValueError: a bug" in lines[1:]

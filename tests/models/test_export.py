@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from aliquot.checkpoint.save import save
+from aliquot.errors import UserError
+from aliquot.models.export import export, export_checkpoint
+from aliquot.models.load import load_weights
+from aliquot.ranges.together import Alone, DamagedCheckpoint
+from tests.ranges.world import SMALL, FakeStore, PipedRanks, Tensors, run_world, value_of
+
+CONFIG = {"config.json": b'{"model_type": "llama", "torch_dtype": "float32"}', "tokenizer.json": b"{}"}
+
+
+def digests(directory: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in directory.iterdir()}
+
+
+def export_small(out_dir: Path, ranks: Any, limit: int = 400) -> None:
+    store = FakeStore(SMALL, ranks.rank, ranks.world_size)
+    export(store, SMALL, out_dir, torch.bfloat16, CONFIG, ranks, max_shard_bytes=limit)
+
+
+def checkpoint(root: Path) -> Path:
+    return save(root, 1, FakeStore(SMALL), SMALL, {"step": 1}, CONFIG, Alone(), 1)
+
+
+def test_files_do_not_depend_on_the_world_size(tmp_path: Path) -> None:
+    for world in (1, 2, 3):
+        assert run_world(world, lambda ranks, w=world: export_small(tmp_path / str(w), ranks)) == [None] * world
+    assert digests(tmp_path / "1") == digests(tmp_path / "2") == digests(tmp_path / "3")
+    export_checkpoint(checkpoint(tmp_path), tmp_path / "offline", "bfloat16", max_shard_bytes=400)
+    assert digests(tmp_path / "1") == digests(tmp_path / "offline")
+    assert len(list((tmp_path / "1").glob("*.safetensors"))) > 1
+    assert json.loads((tmp_path / "1" / "config.json").read_text()) == {"model_type": "llama", "dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_checkpoint_exported_alone(tmp_path: Path, dtype: Any, verify: bool) -> None:
+    export_checkpoint(checkpoint(tmp_path), tmp_path / "out", dtype, verify)
+    loaded = load_file(tmp_path / "out" / "model.safetensors")
+    assert set(loaded) == {name for name, _ in SMALL}
+    for part in FakeStore(SMALL, kinds=["weight"]).parts():
+        assert torch.equal(loaded[part.name].flatten(), value_of(part).to(getattr(torch, dtype)))
+    assert set(digests(tmp_path / "out")) == {"model.safetensors", *CONFIG}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_transformers_reads_it(tmp_path: Path, tied: bool) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=33, max_position_embeddings=32, tie_word_embeddings=tied, **sizes)
+    model = LlamaForCausalLM(config).eval()
+    model.save_pretrained(tmp_path / "source")
+    tensors: Tensors = [(name, tuple(weight.shape)) for name, weight in model.named_parameters()]
+    aliases = {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
+    files = {"config.json": (tmp_path / "source" / "config.json").read_bytes()}
+
+    def work(ranks: PipedRanks) -> None:
+        store = FakeStore(tensors, ranks.rank, ranks.world_size, zeros=True)
+        load_weights(store, tmp_path / "source", tensors, aliases, ranks)
+        export(store, tensors, tmp_path / "out", torch.float32, files, ranks, max_shard_bytes=8000)
+        save(tmp_path, 3, store, tensors, {}, files, ranks, 1)
+
+    assert run_world(2, work) == [None, None]
+    ids = torch.arange(7)[None]
+    for directory in (tmp_path / "out", tmp_path / "step-00000003"):
+        loaded = AutoModelForCausalLM.from_pretrained(directory).eval()
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("mine")
+    answers = run_world(2, lambda ranks: export_small(tmp_path / "out", ranks))
+    assert [type(answer) for answer in answers] == [UserError] * 2
+    assert str(answers[0]) == f"{tmp_path / 'out'}: exists and is not empty: give another directory, or remove it first"
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "thesis.tex"]
+    (tmp_path / "out" / "thesis.tex").unlink()
+    export_small(tmp_path / "out", Alone())
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="exists"):
+        export_small(tmp_path / "file", Alone())
+
+
+def test_a_failed_export_leaves_nothing(tmp_path: Path) -> None:
+    directory = checkpoint(tmp_path / "checkpoints")
+    weights = directory / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(DamagedCheckpoint, match=r"model\.safetensors: damaged"):
+        export_checkpoint(directory, tmp_path / "out", "bfloat16")
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+    export_checkpoint(directory, tmp_path / "out", "bfloat16", verify=False)
+    (directory / "manifest.json").unlink()
+    with pytest.raises(DamagedCheckpoint, match=r"no manifest\.json"):
+        export_checkpoint(directory, tmp_path / "other", "bfloat16")
+    with pytest.raises(DamagedCheckpoint, match="not a complete checkpoint"):
+        export_checkpoint(tmp_path / "absent", tmp_path / "other", "bfloat16")
+
+
+def test_leftovers_of_a_killed_export_are_removed(tmp_path: Path) -> None:
+    (tmp_path / ".out.partial-00112233").mkdir()
+    (tmp_path / ".other.partial-00112233").mkdir()
+    export_small(tmp_path / "out", Alone())
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".other.partial-00112233", "out"]
+
+
+def test_a_file_that_is_not_in_the_manifest_is_not_trusted(tmp_path: Path) -> None:
+    directory = checkpoint(tmp_path)
+    (directory / "model.safetensors").rename(directory / "model-00001-of-00001.safetensors")
+    save_file({"x": torch.zeros(1)}, directory / "model.safetensors")
+    with pytest.raises(DamagedCheckpoint, match="bytes instead of"):
+        export_checkpoint(directory, tmp_path / "out", "bfloat16")

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from aliquot.errors import UserError
+from aliquot.models.load import LoadReport, load_weights
+from aliquot.ranges.together import Alone
+from tests.ranges.world import FakeStore, PipedRanks, Tensors, run_world, value_of
+
+MODEL: Tensors = [
+    ("model.embed_tokens.weight", (9, 4)),
+    ("model.layers.0.q_proj.weight", (4, 4)),
+    ("model.norm.weight", (4,)),
+    ("model.scale", ()),
+]
+TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+
+
+def values(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    parts = FakeStore(MODEL, kinds=["weight"]).parts()
+    return {part.name: value_of(part).reshape(part.shape).to(dtype) for part in parts}
+
+
+def load(directory: Path, ranks: Any = None, dtype: torch.dtype = torch.float32) -> LoadReport:
+    ranks = ranks or Alone()
+    store = FakeStore(MODEL, ranks.rank, ranks.world_size, zeros=True)
+    report = load_weights(store, directory, MODEL, TIED, ranks)
+    for part, held in store.values.items():
+        original = value_of(part)[part.start : part.stop].to(dtype).float()
+        assert torch.equal(held, original if part.kind == "weight" else torch.zeros(part.numel))
+    return report
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_each_byte_is_read_by_one_rank(tmp_path: Path, dtype: torch.dtype, world: int) -> None:
+    save_file(values(dtype), tmp_path / "model.safetensors")
+    reports = run_world(world, lambda ranks: load(tmp_path, ranks, dtype))
+    assert sum(report.read_bytes for report in reports) == (36 + 16 + 4 + 1) * dtype.itemsize
+    assert all(report.elapsed_s > 0 for report in reports)
+
+
+def test_shards_with_different_dtypes(tmp_path: Path) -> None:
+    stored = values()
+    first = {name: stored.pop(name).bfloat16() for name in ("model.norm.weight", "model.scale")}
+    save_file(first, tmp_path / "model-00001-of-00002.safetensors")
+    save_file(stored, tmp_path / "model-00002-of-00002.safetensors")
+    index = {name: f"model-0000{1 + (name in stored)}-of-00002.safetensors" for name in (*first, *stored)}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    store = FakeStore(MODEL, kinds=["weight"], zeros=True)
+    load_weights(store, tmp_path, MODEL, TIED, Alone())
+    for part, held in store.values.items():
+        assert torch.equal(held, value_of(part).to(torch.bfloat16 if part.name in first else torch.float32).float())
+
+
+@pytest.mark.parametrize("stored", [{"model.embed_tokens.weight"}, {"lm_head.weight"}, {*TIED, *TIED.values()}])
+def test_tied_weights_under_either_name(tmp_path: Path, stored: set[str]) -> None:
+    tensors = values()
+    embedding = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors | {name: embedding.clone() for name in stored}, tmp_path / "model.safetensors")
+    load(tmp_path)
+
+
+def test_names_of_the_base_model_and_computed_buffers(tmp_path: Path) -> None:
+    tensors = {name.removeprefix("model."): tensor for name, tensor in values().items()}
+    tensors["layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(2)
+    tensors["h.0.attn.bias"] = torch.zeros(2)
+    save_file(tensors, tmp_path / "model.safetensors")
+    load(tmp_path)
+
+
+def test_all_that_does_not_fit_is_named_on_every_rank(tmp_path: Path) -> None:
+    tensors = values()
+    del tensors["model.norm.weight"]
+    tensors["model.scale"] = torch.zeros(2)
+    tensors |= {f"model.vision.{i}": torch.zeros(1) for i in range(7)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    answers = run_world(2, lambda ranks: load(tmp_path, ranks))
+    assert [type(answer) for answer in answers] == [UserError] * 2
+    assert str(answers[0]) == (
+        f"{tmp_path}: tensors do not fit the model; missing: model.norm.weight; not of this model: model.vision.0, "
+        "model.vision.1, model.vision.2, model.vision.3, model.vision.4 and 2 more; of the wrong shape: model.scale is "
+        "[2] instead of []"
+    )
+
+
+def test_bad_directories(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such directory"):
+        load(tmp_path / "absent")
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(UserError, match=r"no model\.safetensors .*convert the \.bin"):
+        load(tmp_path)
+    save_file(values(), tmp_path / "model.safetensors")
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        file.truncate(300)
+    with pytest.raises(UserError, match=r"model\.safetensors: truncated"):
+        load(tmp_path)
+
+
+def test_an_error_of_one_rank_reaches_all(tmp_path: Path) -> None:
+    save_file(values(), tmp_path / "model.safetensors")
+
+    def work(ranks: PipedRanks) -> LoadReport:
+        directory = tmp_path if ranks.rank == 0 else tmp_path / "not mounted here"
+        return load_weights(FakeStore(MODEL, ranks.rank, 2), directory, MODEL, TIED, ranks)
+
+    answers = run_world(2, work)
+    assert [type(answer) for answer in answers] == [UserError] * 2
+    assert {str(a) for a in answers} == {f"rank 1: {tmp_path / 'not mounted here'}: no such directory"}

@@ -1,0 +1,85 @@
+"""Plain output has no control characters; a terminal gets a live view; quiet and other ranks say nothing."""
+
+from __future__ import annotations
+
+import io
+from typing import Any, Literal
+
+import pytest
+from rich.console import Console
+
+from aliquot.observe.console import Display
+
+METRICS = {
+    "step": 3,
+    "loss": 2.5,
+    "learning_rate": 3e-4,
+    "grad_norm": 1.0,
+    "tokens_per_s": 12345.6,
+    "flops_per_s": 1.2e12,
+    "mfu": 0.45,
+    "eta_s": 65.0,
+    "memory_bytes": [2**30, 2**31],
+}
+
+
+def shown(kind: Literal["auto", "live", "plain", "quiet"], terminal: bool) -> tuple[str, str]:
+    """What a short run writes to the console and to stderr."""
+    out, err = (
+        Console(file=io.StringIO(), force_terminal=terminal, width=200, _environ={"TERM": "xterm"}) for _ in range(2)
+    )
+    display = Display(kind, console=out, errors=err)
+    display.header(["[a] header " + "that is long " * 20])
+    for done in range(9):
+        display.progress("reading", done, 8)
+    display.step(METRICS, 10)
+    display.line("half way")
+    display.warning("careful")
+    display.step({"step": 4, "mfu": None}, 10)
+    display.finish()
+    texts: list[Any] = [console.file for console in (out, err)]
+    return texts[0].getvalue(), texts[1].getvalue()
+
+
+@pytest.mark.parametrize("kind", ["auto", "plain", "live"])
+def test_plain_lines(kind: Literal["auto", "live", "plain"]) -> None:
+    out, err = shown(kind, terminal=False)
+    assert all(character.isprintable() or character == "\n" for character in out + err)
+    assert out.splitlines() == [
+        "[a] header " + "that is long " * 20,
+        "reading: 25 %",
+        "reading: 50 %",
+        "reading: 75 %",
+        "reading: 100 %",
+        "step 3/10  loss 2.5000  lr 3.00e-04  grad norm 1.000  12,346 tokens/s  1.2 TFLOP/s  MFU 45 %"
+        "  memory 1.00 GiB | 2.00 GiB  ETA 1 min 05 s",
+        "half way",
+        "step 4/10",
+    ]
+    assert err == "warning: careful\n"
+
+
+@pytest.mark.parametrize("kind", ["auto", "live"])
+def test_live_on_a_terminal(kind: Literal["auto", "live"]) -> None:
+    out, _ = shown(kind, terminal=True)
+    assert "\x1b[" in out and "loss 2.5000" in out and "half way" in out
+    assert out.rstrip("\n\r").endswith("\x1b[?25h")  # the cursor is back
+
+
+def test_plain_on_a_terminal_stays_plain() -> None:
+    assert "\x1b[2K" not in shown("plain", terminal=True)[0]
+
+
+def test_quiet_says_only_warnings() -> None:
+    assert shown("quiet", terminal=False) == ("", "warning: careful\n")
+    assert shown("quiet", terminal=True)[0] == ""
+
+
+def test_other_ranks_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    display = Display("auto", enabled=False)
+    display.line("x")
+    display.step(METRICS, 10)
+    display.progress("reading", 1, 1)
+    display.warning("x")
+    display.finish()
+    assert capsys.readouterr() == ("", "")

@@ -1,0 +1,70 @@
+"""The memory ledger measures this process and keeps the right mark of each phase."""
+
+from __future__ import annotations
+
+import io
+import json
+import mmap
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from aliquot.machine.memory import reset_peak_rss
+from aliquot.observe.ledger import Ledger, table, write
+
+MIB = 1 << 20
+
+
+def occupy(size: int) -> None:
+    """Hold `size` bytes for a moment."""
+    with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        memory.write(b"x" * size)
+
+
+def test_peak_belongs_to_the_phase_in_which_it_was() -> None:
+    if not reset_peak_rss():
+        pytest.skip("this kernel does not permit resetting the peak")
+    ledger = Ledger(0)
+    ledger.mark("process start", {})
+    occupy(128 * MIB)
+    ledger.mark("model built", {})
+    ledger.mark("weights loaded", {})
+    start, built, loaded = ledger.rows()
+    assert built["peak_rss_bytes"] > start["rss_bytes"] + 100 * MIB
+    assert loaded["peak_rss_bytes"] < built["peak_rss_bytes"] - 50 * MIB
+
+
+def test_first_mark_stays_and_the_steady_peak_is_that_of_all_steps() -> None:
+    ledger = Ledger(1)
+    ledger.mark("first step", {"weights": 1})
+    ledger.mark("first step", {"weights": 2})
+    occupy(128 * MIB)
+    ledger.mark("steady peak", {"weights": 3})
+    high = ledger.rows()[1]["peak_rss_bytes"]
+    ledger.mark("steady peak", {"weights": 4})
+    first, steady = ledger.rows()
+    assert first["accounted_bytes"] == {"weights": 1} and steady["accounted_bytes"] == {"weights": 4}
+    assert steady["peak_rss_bytes"] >= high
+    assert first["rank"] == 1
+
+
+def test_unknown_phase_is_a_mistake() -> None:
+    with pytest.raises(ValueError, match="lunch"):
+        Ledger(0).mark("lunch", {})
+
+
+def test_file_and_table_show_the_largest_over_the_ranks(tmp_path: Path) -> None:
+    rows = []
+    for rank in range(2):
+        ledger = Ledger(rank)
+        ledger.mark("first step", {"weights": (rank + 1) << 30, "gradients": 0})
+        rows += ledger.rows()
+    rows[0]["private_bytes"] = 7 << 30
+    write(tmp_path / "ledger.json", rows, {"cpu": "some"})
+    assert json.loads((tmp_path / "ledger.json").read_text()) == {"machine": {"cpu": "some"}, "rows": rows}
+    console = Console(file=io.StringIO(), width=200)
+    console.print(table(rows))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "first step" in text and "7.00 GiB" in text and "2.00 GiB" in text and "gradients" in text
+    assert "model built" not in text

@@ -1,0 +1,75 @@
+"""Speed with a clock that the test moves, and operation counts against a count by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aliquot.observe.flops import attention_pairs, model_flops
+from aliquot.observe.meter import Meter
+from aliquot.observe.text import duration, gib, rate
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def do_step(meter: Meter, clock: Clock, seconds: float, tokens: int, pause: float = 0.0) -> None:
+    meter.begin()
+    clock.now += seconds
+    meter.end(tokens, flops=10 * tokens)
+    clock.now += pause
+
+
+def test_warm_up_and_pauses_are_not_counted() -> None:
+    clock = Clock()
+    meter = Meter(ceiling_flops_per_s=2000.0, window_steps=2, clock=clock)
+    assert meter.eta_s(5) is None and math.isnan(meter.recent().tokens_per_s)
+    do_step(meter, clock, 100.0, 100)
+    assert meter.recent().tokens_per_s == meter.overall().tokens_per_s == 1.0
+    for seconds in (1.0, 2.0, 2.0):
+        do_step(meter, clock, seconds, 100, pause=50.0)
+    assert meter.overall().tokens_per_s == pytest.approx(300 / 5)
+    assert meter.recent().tokens_per_s == pytest.approx(200 / 4)
+    assert meter.recent().flops_per_s == pytest.approx(500)
+    assert meter.recent().mfu == pytest.approx(0.25)
+    assert meter.eta_s(5) == pytest.approx(10.0)
+
+
+def test_without_a_ceiling_there_is_no_mfu() -> None:
+    clock = Clock()
+    meter = Meter(None, clock=clock)
+    do_step(meter, clock, 1.0, 1)
+    assert meter.overall().mfu is None
+
+
+@given(st.lists(st.integers(1, 40), max_size=20))
+def test_attention_pairs_are_those_of_a_causal_mask(lengths: list[int]) -> None:
+    assert attention_pairs(lengths) == sum(1 for length in lengths for query in range(length) for _ in range(query + 1))
+
+
+def test_model_flops_of_one_layer_by_hand() -> None:
+    # 3 tokens in one document: 6 (query, key) pairs. A weight: multiply and add, forward and twice backward.
+    # A pair and head dimension: score and value, each multiply and add, forward and twice backward.
+    assert model_flops(matmul_parameters=5, tokens=3, pairs=6, attention_width=2 * 4) == (
+        5 * 3 * 2 * 3 + 6 * 2 * 4 * 2 * 2 * 3
+    )
+
+
+def test_numbers_for_a_person() -> None:
+    assert gib(1.25 * 2**30) == "1.25 GiB"
+    assert [rate(value, "FLOP/s") for value in (1.234e12, 5e8, 12.0)] == ["1.23 TFLOP/s", "500 MFLOP/s", "12 FLOP/s"]
+    assert [duration(s) for s in (59.4, 59.6, 187, 3599.6, 7500)] == [
+        "59 s",
+        "1 min 00 s",
+        "3 min 07 s",
+        "1 h 00 min",
+        "2 h 05 min",
+    ]

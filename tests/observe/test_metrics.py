@@ -1,0 +1,75 @@
+"""metrics.jsonl and TensorBoard: one clean curve whatever happened to the run before."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aliquot.config.schema import ObserveSection
+from aliquot.observe.metrics import Curve, MetricsFile, TensorBoard
+
+
+def steps(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_lines_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "run/metrics.jsonl"
+    metrics = MetricsFile(path)
+    metrics.write({"step": 1, "loss": 2.5, "memory_bytes": [1, 2]})
+    assert json.loads(path.read_text()) == {"step": 1, "loss": 2.5, "memory_bytes": [1, 2]}
+    metrics.close()
+
+
+@given(written=st.integers(0, 12), resumed=st.integers(0, 15), cut=st.integers(0, 20))
+def test_resumed_curve_is_clean(tmp_path_factory: pytest.TempPathFactory, written: int, resumed: int, cut: int) -> None:
+    """The first attempt is killed with a line half written, then continues from a checkpoint at `resumed`."""
+    path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
+    first = MetricsFile(path)
+    for step in range(1, written + 1):
+        first.write({"step": step, "loss": 1.0})
+    with path.open("a") as file:
+        file.write('{"step": 99, "loss": 1}'[:cut])
+    second = MetricsFile(path, resumed_step=resumed)
+    second.write({"step": resumed + 1})
+    assert steps(path) == [*range(1, min(written, resumed) + 1), resumed + 1]
+    assert [file.name for file in path.parent.iterdir()] == ["metrics.jsonl"]
+
+
+def test_not_finite_is_null(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    MetricsFile(path).write({"step": 1, "loss": math.nan, "more": {"norms": [math.inf, 1.0]}})
+    line = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert line == {"step": 1, "loss": None, "more": {"norms": [None, 1.0]}}
+
+
+def test_tensorboard_curve_is_clean_after_resume(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    first = TensorBoard(tmp_path)
+    for step in range(1, 6):
+        first.write({"step": step, "loss": float(step), "note": "text is left out"})
+    first.close()
+    second = TensorBoard(tmp_path, resumed_step=3)
+    second.write({"step": 4, "loss": 40.0})
+    second.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert events.Tags()["scalars"] == ["loss"]
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1), (2, 2), (3, 3), (4, 40)]
+
+
+@pytest.mark.parametrize(
+    ("enabled", "tensorboard", "expected"),
+    [(True, True, {"metrics.jsonl", "tensorboard"}), (True, False, {"metrics.jsonl"}), (False, True, set())],
+)
+def test_curve_writes_what_is_asked_for(tmp_path: Path, enabled: bool, tensorboard: bool, expected: set[str]) -> None:
+    observe = ObserveSection(tensorboard=tensorboard)
+    curve = Curve(tmp_path / "metrics.jsonl", tmp_path / "tensorboard", observe, 0, enabled)
+    curve.write({"step": 1, "loss": 2.0})
+    curve.close()
+    assert {file.name for file in tmp_path.iterdir()} == expected

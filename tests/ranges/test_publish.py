@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aliquot.errors import TrainingError, UserError
+from aliquot.ranges.publish import check_names, clean_leftovers, publish_together, remove_directory, write_file
+from aliquot.ranges.together import Alone, DamagedCheckpoint, on_first, together
+from tests.ranges.world import Died, PipedRanks, run_world
+
+
+def publish(target: Path, ranks: Any, fails: str | None = None, rank: int = 0) -> None:
+    def stage(name: str) -> None:
+        if name == fails and ranks.rank == rank:
+            raise OSError(28, "No space left on device", str(target))
+
+    def write(partial: Path) -> int:
+        stage("write")
+        write_file(partial / f"of-{ranks.rank}", b"data")
+        return int(ranks.rank)
+
+    def finish(partial: Path, written: list[int]) -> None:
+        stage("finish")
+        write_file(partial / "written", str(written).encode())
+
+    publish_together(target, ranks, lambda partial: stage("prepare"), write, finish)
+
+
+def test_appears_whole(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "out"
+    assert run_world(2, lambda ranks: publish(target, ranks)) == [None, None]
+    assert sorted(path.name for path in target.iterdir()) == ["of-0", "of-1", "written"]
+    assert (target / "written").read_text() == "[0, 1]"
+    assert [path.name for path in target.parent.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(("stage", "rank"), [("prepare", 0), ("write", 0), ("write", 1), ("finish", 0)])
+def test_an_error_reaches_all_and_leaves_nothing(tmp_path: Path, stage: str, rank: int) -> None:
+    answers = run_world(2, lambda ranks: publish(tmp_path / "out", ranks, stage, rank))
+    assert [type(answer) for answer in answers] == [UserError, UserError]
+    assert str(answers[0]) == str(answers[1])
+    assert str(tmp_path / "out") in str(answers[0]) and "No space left" in str(answers[0])
+    assert (f"rank {rank}: " in str(answers[0])) == (stage == "write")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_with_content_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    publish(tmp_path / "out", Alone())  # empty: taken
+    with pytest.raises(UserError, match="not empty"):
+        publish(tmp_path / "out", Alone())
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_leftovers(tmp_path: Path) -> None:
+    for name in (".step-1.partial-00112233", ".step-1.trash-00112233", ".other.partial-00112233", "step-2", ".step-3"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_bytes(b"")
+    remove_directory(tmp_path / "step-2")
+    remove_directory(tmp_path / "absent")
+    clean_leftovers(tmp_path, re.compile(r"step-\d"))
+    clean_leftovers(tmp_path / "absent", re.compile(r"step-\d"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".other.partial-00112233", ".step-3"]
+
+
+def test_names() -> None:
+    check_names(["config.json", "tokenizer.json"], taken={"state.json"})
+    for name in ("../config.json", "a/b", "", "state.json", "model.safetensors", "model.safetensors.index.json"):
+        with pytest.raises(ValueError, match="beside the weights"):
+            check_names([name], taken={"state.json"})
+
+
+def test_together_gives_all_answers() -> None:
+    answers = run_world(3, lambda ranks: (together(ranks, lambda: ranks.rank * 10), on_first(ranks, lambda: "first")))
+    assert answers == [([0, 10, 20], "first")] * 3
+
+
+def test_kinds_of_errors() -> None:
+    def work(ranks: PipedRanks) -> None:
+        if ranks.rank == 1:
+            raise DamagedCheckpoint("damaged", "file")
+
+    answers = run_world(2, lambda ranks: together(ranks, lambda: work(ranks)))
+    assert [(type(answer), str(answer)) for answer in answers] == [(DamagedCheckpoint, "rank 1: file: damaged")] * 2
+
+    def alike(ranks: PipedRanks) -> None:
+        raise UserError("bad", "file")
+
+    assert [str(a) for a in run_world(2, lambda ranks: together(ranks, lambda: alike(ranks)))] == ["file: bad"] * 2
+
+    def bug(ranks: PipedRanks) -> int:
+        return 1 // ranks.rank
+
+    zero, one = run_world(2, lambda ranks: together(ranks, lambda: bug(ranks)))
+    assert isinstance(zero, ZeroDivisionError)
+    assert isinstance(one, TrainingError) and str(one).startswith("rank 0: ZeroDivisionError")
+
+
+def test_the_harness_notices_a_dead_rank() -> None:
+    def work(ranks: PipedRanks) -> list[int]:
+        if ranks.rank == 1:
+            os._exit(1)
+        return ranks.gather(0)
+
+    assert [type(answer) for answer in run_world(2, work)] == [Died, Died]
