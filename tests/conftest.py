@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHARED = REPOSITORY.parent / "shared"
 
@@ -14,7 +16,6 @@ SHARED = REPOSITORY.parent / "shared"
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["ALIQUOT_CACHE"] = str(tmp_path_factory.mktemp("cache"))
-    os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 @pytest.fixture

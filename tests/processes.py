@@ -30,5 +30,7 @@ def run_ranks(script: Path, world_size: int, folder: Path, *arguments: str, time
     finally:
         for rank in ranks:
             rank.kill()
-    failed = [f"rank {i}:\n{output}" for i, (rank, output) in enumerate(zip(ranks, outputs)) if rank.returncode]
+    failed = [
+        f"rank {i}:\n{output}" for i, (rank, output) in enumerate(zip(ranks, outputs, strict=True)) if rank.returncode
+    ]
     assert not failed, "\n".join(failed)

@@ -18,11 +18,11 @@ ALLOWED = {
     "machine": {"config"},
     "optim": set(),
     "models": {"config", "ranges", "machine"},
-    "data": {"config", "models"},
-    "engines": {"models", "optim", "ranges", "machine", "collectives"},
+    "data": {"config", "models", "ranges", "machine"},
+    "engines": {"config", "models", "optim", "ranges", "machine", "collectives"},
     "checkpoint": {"ranges", "machine"},
     "observe": {"config", "machine"},
-    "train": {"config", "models", "data", "engines", "checkpoint", "observe", "machine", "optim", "plan", "ranges"},
+    "train": {"config", "models", "data", "engines", "checkpoint", "observe", "machine", "optim", "ranges"},
 }
 
 

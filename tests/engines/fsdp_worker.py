@@ -8,8 +8,20 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from cases import BETAS, CASES, EPSILON, LEARNING_RATE, MAX_GRAD_NORM, SEED, SMALL, WEIGHT_DECAY, Case
-from cases import documents, micro_batch, predicted
+from cases import (
+    BETAS,
+    CASES,
+    EPSILON,
+    LEARNING_RATE,
+    MAX_GRAD_NORM,
+    SEED,
+    SMALL,
+    WEIGHT_DECAY,
+    Case,
+    documents,
+    micro_batch,
+    predicted,
+)
 from safetensors.torch import save_file
 from transformers import AutoConfig
 

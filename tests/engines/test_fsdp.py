@@ -14,8 +14,19 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from aliquot.models import initialize, meta
 from aliquot.ranges.parts import Part
-from tests.engines.cases import BETAS, CASES, EPSILON, LEARNING_RATE, MAX_GRAD_NORM, SEED, SMALL, WEIGHT_DECAY, Case
-from tests.engines.cases import documents, predicted
+from tests.engines.cases import (
+    BETAS,
+    CASES,
+    EPSILON,
+    LEARNING_RATE,
+    MAX_GRAD_NORM,
+    SEED,
+    SMALL,
+    WEIGHT_DECAY,
+    Case,
+    documents,
+    predicted,
+)
 from tests.processes import run_ranks
 
 WORKER = Path(__file__).parent / "fsdp_worker.py"

@@ -28,9 +28,7 @@ def build(shape: dict[str, object], implementation: str = attention.IMPLEMENTATI
 
 def logits_of(model: torch.nn.Module, sequence: list[torch.Tensor]) -> torch.Tensor:
     batch = micro_batch(sequence)
-    return meta.forward(
-        model, batch.input_ids[None], batch.position_ids[None], attention.Documents(batch.edges)
-    )
+    return meta.forward(model, batch.input_ids[None], batch.position_ids[None], attention.Documents(batch.edges))
 
 
 def three_documents() -> list[torch.Tensor]:

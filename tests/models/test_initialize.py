@@ -76,7 +76,9 @@ def test_seed_name_and_block_give_different_values() -> None:
     shape=st.lists(st.integers(1, 2000), min_size=1, max_size=2).map(tuple),
     cuts=st.tuples(st.floats(0, 1), st.floats(0, 1)),
 )
-def test_blocks_cover_a_range_and_lie_the_same_for_every_range(shape: tuple[int, ...], cuts: tuple[float, float]) -> None:
+def test_blocks_cover_a_range_and_lie_the_same_for_every_range(
+    shape: tuple[int, ...], cuts: tuple[float, float]
+) -> None:
     numel = torch.Size(shape).numel()
     start, stop = sorted(int(cut * numel) for cut in cuts)
     found = list(initialize.blocks(shape, start, stop))

@@ -8,8 +8,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from pydantic import model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 
 class Section(BaseModel):
@@ -129,14 +137,14 @@ class LaunchSection(Section):
 class RunConfig(Section):
     """A complete, validated run configuration."""
 
-    run: RunSection = Field(default_factory=RunSection)
+    run: RunSection = RunSection()
     model: ModelSection
     data: DataSection
-    train: TrainSection = Field(default_factory=TrainSection)
-    shard: ShardSection = Field(default_factory=ShardSection)
-    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
-    observe: ObserveSection = Field(default_factory=ObserveSection)
-    launch: LaunchSection = Field(default_factory=LaunchSection)
+    train: TrainSection = TrainSection()
+    shard: ShardSection = ShardSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    observe: ObserveSection = ObserveSection()
+    launch: LaunchSection = LaunchSection()
 
     @model_validator(mode="after")
     def fill(self) -> Self:

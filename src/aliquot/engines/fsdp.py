@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Self, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -62,7 +63,7 @@ class FsdpEngine:
     @classmethod
     def build(cls, meta: nn.Module, spec: EngineSpec, topology: Topology) -> Self:
         device = torch.device(topology.device)
-        mesh = dist.init_device_mesh(topology.device, (topology.world_size,))
+        mesh = init_device_mesh(topology.device, (topology.world_size,))
         compute = torch.bfloat16 if spec.precision == "bf16" else torch.float32
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
         checkpointing.enable(meta, spec.gradient_checkpointing)
@@ -103,9 +104,11 @@ class FsdpEngine:
         """A start-up check that this build of torch sums where it should (torch <= 2.8 on gloo did not)."""
         ones = torch.full((self._world_size,), 1.0, device=self._device)
         own = torch.empty(1, device=self._device)
-        dist.reduce_scatter_tensor(own, ones)
+        dist.reduce_scatter_single(own, ones)
         if own.item() != self._world_size:
-            raise TrainingError(f"reduce-scatter of ones over {self._world_size} ranks gave {own.item()}: broken torch?")
+            raise TrainingError(
+                f"reduce-scatter of ones over {self._world_size} ranks gave {own.item()}: broken torch?"
+            )
 
     def restored(self, steps: int) -> None:
         self._optimizer.set_steps(steps)
@@ -171,8 +174,7 @@ class FsdpEngine:
         self._model.eval()
         with torch.no_grad():
             # All ranks must run the same number of forward passes: each gathers the layers with the others.
-            model = cast("torch.nn.Module", self._model)
-            result: Tensor = model.generate(ids.to(self._device), synced_gpus=self._world_size > 1, **options)  # type: ignore[operator]
+            result: Tensor = self._model.generate(ids.to(self._device), synced_gpus=self._world_size > 1, **options)  # type: ignore[operator]
         return result
 
     def close(self) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
@@ -79,7 +80,21 @@ class Ranks:
         dist.broadcast(text, src=0)
         return _decode(text)
 
+    @contextmanager
+    def unpinned(self) -> Iterator[None]:
+        """For work that one rank does while the others wait: it and the processes it starts may use all cores."""
+        pin(tuple(self.allowed_cores))
+        try:
+            yield
+        finally:
+            if self.topology.cores:
+                pin(self.topology.cores)
+
     def close(self) -> None:
+        """Leave the group. Whatever was sharded over it must be out of use."""
+        # gloo's threads drop their last tensors after the collective has returned. If the interpreter ends first the
+        # process aborts; destroying the group joins them, once no model in a reference cycle holds it any more.
+        gc.collect()
         dist.destroy_process_group()
 
 

@@ -12,9 +12,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
-def model_files(
-    config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, source: Path | None
-) -> dict[str, bytes]:
+def model_files(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, source: Path | None) -> dict[str, bytes]:
     """File name -> content, for fp32 weights. The generation config is the one of `source`, if it has one."""
     saved = type(config).from_dict(config.to_dict())
     saved.dtype = torch.float32

@@ -42,11 +42,11 @@ class Fill:
 Fills = Mapping[str, tuple[Fill, ...]]
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes every in-place operation on a meta tensor by the storage it changes."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.written: list[tuple[Tensor, Fill | str]] = []  # a str: why it cannot be replayed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

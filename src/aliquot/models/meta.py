@@ -71,7 +71,7 @@ def matmul_parameters(model: PreTrainedModel) -> int:
     """Parameters that multiply every token: all matrices but the input embedding; a tied head counts once."""
     matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim >= 2)
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    return matrices if tied else matrices - model.get_input_embeddings().weight.numel()
+    return int(matrices if tied else matrices - model.get_input_embeddings().weight.numel())
 
 
 def attention_width(config: PretrainedConfig) -> int:

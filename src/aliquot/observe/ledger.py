@@ -11,7 +11,6 @@ from rich.table import Table
 
 from aliquot.machine.files import publish_text
 from aliquot.machine.memory import memory_use, peak_rss, reset_peak_rss
-from aliquot.observe.text import gib
 
 STEADY_PEAK = "steady peak"
 PHASES = (
@@ -70,7 +69,7 @@ def write(path: Path, rows: Sequence[Row], machine: Mapping[str, Any]) -> None:
 def table(rows: Sequence[Row]) -> Table:
     """A line a phase, each number the largest over the ranks."""
     categories = list(dict.fromkeys(category for row in rows for category in row["accounted_bytes"]))
-    result = Table(title="memory, the largest over the ranks")
+    result = Table(title="memory in MiB, the largest over the ranks")
     result.add_column("phase")
     for column in ("private", "shared", "PSS", "RSS", "peak RSS", *categories):
         result.add_column(column, justify="right")
@@ -82,5 +81,5 @@ def table(rows: Sequence[Row]) -> Table:
             max(row[f"{name}_bytes"] for row in of_phase) for name in ("private", "shared", "pss", "rss", "peak_rss")
         ]
         accounted = [max(row["accounted_bytes"].get(category, 0) for row in of_phase) for category in categories]
-        result.add_row(phase, *(gib(size) for size in (*measured, *accounted)))
+        result.add_row(phase, *(f"{size / 2**20:,.0f}" for size in (*measured, *accounted)))
     return result

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from aliquot.config.read import dump_config
 from aliquot.config.schema import RunConfig
-from aliquot.config.schema import RunConfig
 from aliquot.errors import UserError
 from aliquot.machine.files import publish_text
 

@@ -1,0 +1,203 @@
+"""The global batch of any step and a rank's share of it: a function of the step number, so resuming needs no state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import torch
+
+from aliquot.config.batch_size import BatchSize
+from aliquot.config.schema import DataSection
+from aliquot.data.packing import Epoch, Packing
+from aliquot.data.prepare import Prepared
+from aliquot.data.store import TokenStore
+from aliquot.models.batch import IGNORE, MicroBatch
+
+Sequence = list[tuple[int, int]]  # (start, length) in the store of each piece
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where in the data a step begins: sequence `index` of `epoch`."""
+
+    epoch: int
+    index: int
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """One optimizer step. All but `micro_batches` is of the global batch and the same on every rank."""
+
+    micro_batches: list[MicroBatch | None]  # equally long on every rank; None where this rank has nothing left
+    predicted: int  # labels: what the mean of the loss is taken over
+    tokens: int  # real tokens, padding not counted
+    attention_pairs: int  # (query, key) pairs of causal attention within documents: what attention costs
+    sequences: int
+    epoch: float  # epochs done after this step
+
+
+class Batches:
+    """Sequences of epoch 0, then of epoch 1 shuffled anew, and so on; each step takes the next `global_batch_size`.
+
+    The sequences of a global batch form micro-batches of `micro_batch_size` in order, and micro-batch m goes to rank
+    m % world_size: what is trained on does not depend on the world size. With `epochs` the last batch ends with the
+    last sequence and may be smaller; without, there is no last batch. Raises UserError where there is no sequence.
+    """
+
+    def __init__(
+        self,
+        store: TokenStore,
+        *,
+        sequence_length: int,
+        packing: bool,
+        seed: int,
+        global_batch_size: int,
+        micro_batch_size: int,
+        pad_id: int,
+        epochs: float | None = None,
+    ) -> None:
+        self.store = store
+        self.sequence_length = sequence_length
+        self.seed = seed
+        self.global_batch_size = global_batch_size
+        self.micro_batch_size = micro_batch_size
+        self.pad_id = pad_id
+        self.packing = Packing.of(store, sequence_length, packing)
+        self.stop = None if epochs is None else self._sequences_in(epochs)
+        self._epochs: dict[int, Epoch] = {}
+
+    @classmethod
+    def of(cls, data: Prepared, section: DataSection, seed: int, size: BatchSize, epochs: float | None) -> Self:
+        """The training batches of a run."""
+        return cls(
+            data.open_train(),
+            sequence_length=section.sequence_length,
+            packing=section.packing,
+            seed=seed,
+            global_batch_size=size.total,
+            micro_batch_size=size.micro,
+            pad_id=data.pad_id,
+            epochs=epochs,
+        )
+
+    @property
+    def sequences_per_epoch(self) -> int:
+        return self.packing.sequences
+
+    def steps_in(self, epochs: float) -> int:
+        """Optimizer steps that see `epochs` times the data."""
+        return -(-self._sequences_in(epochs) // self.global_batch_size)
+
+    def position(self, step: int) -> Position:
+        """Where `step` (the first is 0) begins."""
+        return Position(*divmod(step * self.global_batch_size, self.packing.sequences))
+
+    def step_batch(self, step: int, rank: int, world_size: int) -> StepBatch:
+        """The batch of `step` (the first is 0). Reads the tokens of this rank alone. Raises IndexError past the end."""
+        first = step * self.global_batch_size
+        stop = first + self.global_batch_size if self.stop is None else min(first + self.global_batch_size, self.stop)
+        if first >= stop:
+            raise IndexError(f"step {step} begins after the last sequence")
+        predicted = tokens = pairs = 0
+        for epoch, start, end in self._stretches(first, stop):
+            predicted += int(self._epoch(epoch).predicted[start:end].sum())
+            tokens += int(self._epoch(epoch).tokens[start:end].sum())
+            pairs += int(self._epoch(epoch).pairs[start:end].sum())
+        micro_batches: list[MicroBatch | None] = []
+        for share in shares(first, stop, self.micro_batch_size, rank, world_size):
+            sequences = [self._sequence(index) for index in share]
+            micro_batches.append(lay_out(self.store, sequences, self.sequence_length, self.pad_id) if share else None)
+        return StepBatch(micro_batches, predicted, tokens, pairs, stop - first, stop / self.packing.sequences)
+
+    def _sequences_in(self, epochs: float) -> int:
+        return max(1, math.ceil(epochs * self.packing.sequences - 1e-6))
+
+    def _stretches(self, first: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """(epoch, start, end) of each epoch's stretch of the sequences [first, stop) of the endless stream."""
+        while first < stop:
+            epoch, start = divmod(first, self.packing.sequences)
+            end = min(self.packing.sequences, start + stop - first)
+            yield epoch, start, end
+            first += end - start
+
+    def _sequence(self, index: int) -> Sequence:
+        epoch, within = divmod(index, self.packing.sequences)
+        return self._epoch(epoch).sequence(within)
+
+    def _epoch(self, epoch: int) -> Epoch:
+        if epoch not in self._epochs:
+            # A batch that straddles two epochs needs both.
+            self._epochs = {kept: self._epochs[kept] for kept in self._epochs if kept == epoch - 1}
+            self._epochs[epoch] = self.packing.epoch(self.seed, epoch)
+        return self._epochs[epoch]
+
+
+class EvalBatches:
+    """All sequences of a store once, in a fixed order. Raises UserError where there is none."""
+
+    def __init__(
+        self, store: TokenStore, *, sequence_length: int, packing: bool, micro_batch_size: int, pad_id: int
+    ) -> None:
+        self.store = store
+        self.sequence_length = sequence_length
+        self.micro_batch_size = micro_batch_size
+        self.pad_id = pad_id
+        self.epoch = Packing.of(store, sequence_length, packing).in_order()
+        self.predicted = int(self.epoch.predicted.sum())  # over all ranks: what perplexity is taken over
+
+    @classmethod
+    def of(cls, data: Prepared, section: DataSection, size: BatchSize) -> Self | None:
+        """The evaluation batches of a run; None where it has no evaluation data."""
+        store = data.open_eval()
+        if store is None:
+            return None
+        return cls(
+            store,
+            sequence_length=section.sequence_length,
+            packing=section.packing,
+            micro_batch_size=size.micro,
+            pad_id=data.pad_id,
+        )
+
+    def micro_batches(self, rank: int, world_size: int) -> Iterator[MicroBatch | None]:
+        """This rank's share; equally many on every rank, None where it has nothing left."""
+        for share in shares(0, self.epoch.packing.sequences, self.micro_batch_size, rank, world_size):
+            sequences = [self.epoch.sequence(index) for index in share]
+            yield lay_out(self.store, sequences, self.sequence_length, self.pad_id) if share else None
+
+
+def shares(first: int, stop: int, micro_batch_size: int, rank: int, world_size: int) -> list[range]:
+    """The micro-batches of sequences [first, stop) that are this rank's: m = rank, rank + world_size, ...
+
+    Equally many for every rank; an empty range where a rank has fewer.
+    """
+    starts = range(first + rank * micro_batch_size, stop, world_size * micro_batch_size)
+    most = len(range(first, stop, world_size * micro_batch_size))
+    own = [range(start, min(start + micro_batch_size, stop)) for start in starts]
+    return own + [range(0)] * (most - len(own))
+
+
+def lay_out(store: TokenStore, sequences: list[Sequence], sequence_length: int, pad_id: int) -> MicroBatch:
+    """A MicroBatch of len(sequences) * sequence_length tokens; each sequence padded on its right."""
+    length = len(sequences) * sequence_length
+    ids = np.full(length, pad_id, np.int64)
+    labels = np.full(length, IGNORE, np.int64)
+    edges = [0]
+    for row, pieces in enumerate(sequences):
+        at = row * sequence_length
+        for start, tokens in pieces:
+            ids[at : at + tokens] = store.tokens[start : start + tokens]
+            labels[at : at + tokens - 1] = ids[at + 1 : at + tokens]
+            if store.mask is not None:
+                unsaid = store.mask[start + 1 : start + tokens] == 0
+                labels[at : at + tokens - 1][unsaid] = IGNORE
+            at += tokens
+            edges.append(at)
+        if at < (row + 1) * sequence_length:
+            edges.append((row + 1) * sequence_length)
+    positions = np.arange(length) - np.repeat(edges[:-1], np.diff(edges))
+    return MicroBatch(torch.from_numpy(ids), torch.from_numpy(labels), torch.from_numpy(positions), tuple(edges))

@@ -1,0 +1,106 @@
+"""Where a long text may be cut so that its pieces, encoded one by one, give exactly the tokens of the whole.
+
+Encoding takes about a hundred bytes of memory a token, so a document of hundreds of megabytes must be cut. That is
+exact for two families of tokenizers; any other text is left whole.
+
+- byte-level BPE whose pre-tokenizer splits by one of the patterns below: in `x\\ny`, with x and y ASCII letters, the
+  newline is always a word of its own under each of them, and no word looks further than one character ahead.
+- sentencepiece-style BPE with byte fallback whose vocabulary has no newline but the byte token: nothing merges across
+  a newline. A piece begins with its newline, so the "▁" that is put in front of each encoded text stands alone there
+  and is dropped (`Cut.drop`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+PIECE_CHARACTERS = 1 << 20
+
+_WORDS = (
+    # Llama 3
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+    # Qwen 2, 2.5, 3
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A cut lies `offset` characters into a match of `pattern`; a later piece then has `drop` tokens too many."""
+
+    pattern: re.Pattern[str]
+    offset: int
+    drop: int
+
+
+def cut_of(tokenizer: str) -> Cut | None:
+    """The cut that is exact for a tokenizer, given as its tokenizer.json; None: do not cut."""
+    spec: dict[str, Any] = json.loads(tokenizer)
+    model, normalizer, splitter = spec["model"], spec["normalizer"], spec["pre_tokenizer"]
+    plain = all(
+        "\n" not in token["content"]
+        and not (token["lstrip"] or token["rstrip"] or token["single_word"])
+        and not token["content"][-1:].isalpha()
+        for token in spec["added_tokens"]
+    )
+    if model.get("type") != "BPE" or model.get("dropout") or not plain:
+        return None
+    if _is_byte_level(splitter) and (normalizer is None or normalizer["type"] == "NFC"):
+        return Cut(re.compile(r"[A-Za-z]\n[A-Za-z]"), offset=2, drop=0)
+    if _is_sentencepiece(normalizer, splitter) and _has_barrier(model):
+        return Cut(re.compile(r"[A-Za-z]\n"), offset=1, drop=1)
+    return None
+
+
+def pieces(text: str, cut: Cut | None, characters: int = PIECE_CHARACTERS) -> Iterator[str]:
+    """`text` in pieces of a little over so many `characters`, or whole where no cut is exact."""
+    start = 0
+    while cut is not None and len(text) - start > characters:
+        match = cut.pattern.search(text, start + characters)
+        if match is None:
+            break
+        yield text[start : match.start() + cut.offset]
+        start = match.start() + cut.offset
+    yield text[start:] if start else text
+
+
+def _is_byte_level(splitter: dict[str, Any] | None) -> bool:
+    if splitter is None:
+        return False
+    if splitter["type"] == "ByteLevel":
+        return bool(splitter["use_regex"]) and not splitter["add_prefix_space"]
+    if splitter["type"] != "Sequence" or [step["type"] for step in splitter["pretokenizers"]] != ["Split", "ByteLevel"]:
+        return False
+    split, level = splitter["pretokenizers"]
+    known = split["pattern"].get("Regex") in _WORDS and split["behavior"] == "Isolated" and not split["invert"]
+    return known and not level["use_regex"] and not level["add_prefix_space"]
+
+
+def _is_sentencepiece(normalizer: dict[str, Any] | None, splitter: dict[str, Any] | None) -> bool:
+    if splitter is None and normalizer is not None:
+        return normalizer == {
+            "type": "Sequence",
+            "normalizers": [
+                {"type": "Prepend", "prepend": "▁"},
+                {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+            ],
+        }
+    return normalizer is None and splitter == {
+        "type": "Metaspace",
+        "replacement": "▁",
+        "prepend_scheme": "first",
+        "split": False,
+    }
+
+
+def _has_barrier(model: dict[str, Any]) -> bool:
+    """Whether a newline is always the byte token, with which nothing merges."""
+    affixes = model["ignore_merges"] or model["continuing_subword_prefix"] or model["end_of_word_suffix"]
+    vocabulary = model["vocab"]
+    return model["byte_fallback"] and not affixes and "<0x0A>" in vocabulary and not any("\n" in t for t in vocabulary)

@@ -1,0 +1,186 @@
+"""Texts to token ids, in this process or in a worker process of its own (`python -m aliquot.data.encoder FD`).
+
+A worker is a fresh interpreter rather than a fork (the parent has threads by then) or multiprocessing's spawn (which
+imports the user's script again). The two talk in arrays over a socket pair; a worker whose parent dies sees its end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from aliquot.errors import TrainingError, UserError
+
+
+@dataclass(frozen=True)
+class EncoderSpec:
+    tokenizer: str  # a directory that save_pretrained wrote
+    fast: bool  # it has a tokenizer.json that needs no transformers
+    chat: bool
+    prefix: tuple[int, ...]  # before each document
+    suffix: tuple[int, ...]  # after it
+    drop: int  # tokens too many at the begin of a later piece of a document
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Texts to encode; one that is not `first` or not `last` is a piece of a longer document."""
+
+    texts: list[str]
+    first: npt.NDArray[np.bool_]  # [texts]
+    last: npt.NDArray[np.bool_]  # [texts]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    counts: npt.NDArray[np.int64]  # [texts], tokens of each text; 0 for a document of no use
+    ids: npt.NDArray[np.uint32]  # [sum of counts]
+    mask: npt.NDArray[np.uint8]  # [sum of counts] for a chat, else empty
+
+
+class Encoder:
+    def __init__(self, spec: EncoderSpec) -> None:
+        self.spec = spec
+        if spec.fast and not spec.chat:
+            from tokenizers import Tokenizer
+
+            self.tokenizer: Any = Tokenizer.from_file(str(Path(spec.tokenizer, "tokenizer.json")))
+            self.tokenizer.no_truncation()  # both may come with a tokenizer.json
+            self.tokenizer.no_padding()
+        else:
+            from transformers import AutoTokenizer
+
+            self.tokenizer = AutoTokenizer.from_pretrained(spec.tokenizer, model_max_length=sys.maxsize)
+
+    def encode(self, batch: Texts) -> Encoded:
+        """Raises UserError where a conversation cannot be rendered."""
+        if self.spec.chat:
+            return self._encode_chats(batch.texts)
+        if self.spec.fast:
+            rows = [row.ids for row in self.tokenizer.encode_batch_fast(batch.texts, add_special_tokens=False)]
+        else:
+            rows = [self.tokenizer.encode(text, add_special_tokens=False) for text in batch.texts]
+        prefix, suffix = list(self.spec.prefix), list(self.spec.suffix)
+        for index, (first, last) in enumerate(zip(batch.first.tolist(), batch.last.tolist(), strict=True)):
+            row = rows[index] if first else rows[index][self.spec.drop :]
+            if row:
+                rows[index] = (prefix if first else []) + row + (suffix if last else [])
+        return _encoded(rows, [])
+
+    def _encode_chats(self, texts: list[str]) -> Encoded:
+        from aliquot.data.chat import encode_chat
+
+        prefix, suffix = list(self.spec.prefix), list(self.spec.suffix)
+        rows: list[list[int]] = []
+        masks: list[list[int]] = []
+        for text in texts:
+            ids, mask = encode_chat(self.tokenizer, text)
+            if not any(mask[1:]):  # nobody to learn from
+                ids, mask = [], []
+            else:
+                if prefix and ids[: len(prefix)] != prefix:
+                    ids, mask = prefix + ids, [0] * len(prefix) + mask
+                if suffix and ids[-len(suffix) :] != suffix:
+                    ids, mask = ids + suffix, mask + [1] * len(suffix)
+            rows.append(ids)
+            masks.append(mask)
+        return _encoded(rows, masks)
+
+
+def _encoded(rows: list[list[int]], masks: list[list[int]]) -> Encoded:
+    counts = np.fromiter(map(len, rows), np.int64, len(rows))
+    ids = np.fromiter((token for row in rows for token in row), np.uint32, int(counts.sum()))
+    mask = np.fromiter((bit for row in masks for bit in row), np.uint8, int(counts.sum()) if masks else 0)
+    return Encoded(counts, ids, mask)
+
+
+class EncoderProcess:
+    """An Encoder in a process of its own, for one batch at a time: `send`, wait for `connection`, `receive`."""
+
+    def __init__(self, spec: EncoderSpec) -> None:
+        self.connection, theirs = Pipe()
+        package = str(Path(__file__).parents[2])
+        paths = [package, os.environ.get("PYTHONPATH", "")]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+            "TOKENIZERS_PARALLELISM": "false",
+            "OMP_NUM_THREADS": "1",
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "aliquot.data.encoder", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env=environment,
+        )
+        theirs.close()
+        self.connection.send_bytes(json.dumps(asdict(spec)).encode())  # small enough never to wait
+
+    def send(self, batch: Texts) -> None:
+        """Raises TrainingError where the worker is no more."""
+        texts = [text.encode() for text in batch.texts]
+        lengths = np.fromiter(map(len, texts), np.int64, len(texts))
+        try:
+            self.connection.send_bytes(np.stack([lengths, batch.first, batch.last]).astype(np.int64).tobytes())
+            self.connection.send_bytes(b"".join(texts))
+        except ConnectionError as error:
+            raise self._lost() from error
+
+    def receive(self) -> Encoded:
+        """Raises UserError where the worker did, TrainingError where it is no more."""
+        try:
+            failure = self.connection.recv_bytes()
+            if failure:
+                raise UserError(failure.decode())
+            counts, ids, mask = (self.connection.recv_bytes() for _ in range(3))
+        except (EOFError, ConnectionError) as error:
+            raise self._lost() from error
+        return Encoded(np.frombuffer(counts, np.int64), np.frombuffer(ids, np.uint32), np.frombuffer(mask, np.uint8))
+
+    def _lost(self) -> TrainingError:
+        code = self.process.wait()
+        return TrainingError(f"a tokenising process ended (exit code {code}); fewer need less memory: data.num_proc")
+
+    def close(self) -> None:
+        self.connection.close()
+        self.process.kill()
+        self.process.wait()
+
+
+def serve(connection: Connection) -> None:
+    """The worker's side: the spec once, then batches until the parent closes its end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    spec = json.loads(connection.recv_bytes())
+    encoder = Encoder(EncoderSpec(**{**spec, "prefix": tuple(spec["prefix"]), "suffix": tuple(spec["suffix"])}))
+    while True:
+        try:
+            lengths, first, last = np.frombuffer(connection.recv_bytes(), np.int64).reshape(3, -1)
+            blob = connection.recv_bytes()
+        except EOFError:
+            return
+        edges = np.concatenate([[0], np.cumsum(lengths)]).tolist()
+        texts = [blob[start:stop].decode() for start, stop in pairwise(edges)]
+        try:
+            encoded = encoder.encode(Texts(texts, first.astype(bool), last.astype(bool)))
+        except UserError as error:
+            connection.send_bytes(str(error).encode())
+            continue
+        connection.send_bytes(b"")
+        for array in (encoded.counts, encoded.ids, encoded.mask):
+            connection.send_bytes(array.tobytes())
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])))

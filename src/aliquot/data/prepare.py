@@ -1,0 +1,165 @@
+"""The story of the data, once a node: sources -> tokenizer -> tokens in the cache. Then any rank opens them by path."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from aliquot.config.schema import DataSection
+from aliquot.data.cache import cache_root, publishing
+from aliquot.data.cuts import cut_of
+from aliquot.data.encoder import EncoderSpec
+from aliquot.data.sources import HeldOut, Source, eval_source, train_source
+from aliquot.data.store import FORMAT, TokenStore, token_dtype
+from aliquot.data.tokenize import Progress, tokenize
+from aliquot.data.tokenizer import (
+    Convention,
+    check_vocabulary,
+    configured_tokenizer,
+    convention_of,
+    load_tokenizer,
+    publish_tokenizer,
+)
+from aliquot.errors import UserError
+from aliquot.machine.ranks import Ranks
+from aliquot.ranges.together import on_first, together
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Where everything lies; small enough to send to other ranks as JSON."""
+
+    train: str
+    eval: str | None
+    tokenizer: str  # a directory that save_pretrained wrote
+    pad_id: int
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Prepared:
+        return cls(**json.loads(text))
+
+    def open_train(self) -> TokenStore:
+        return TokenStore.open(Path(self.train))
+
+    def open_eval(self) -> TokenStore | None:
+        return None if self.eval is None else TokenStore.open(Path(self.eval))
+
+    def load_tokenizer(self) -> Any:
+        """The transformers tokenizer, as it is exported with the model."""
+        return load_tokenizer(self.tokenizer)
+
+
+def prepare(
+    section: DataSection, model_dir: Path | None, vocab_size: int, progress: Progress | None = None
+) -> Prepared:
+    """Find the tokens of `section` in the cache, or make them.
+
+    `model_dir` holds the model's own tokenizer; None: from scratch. `vocab_size` is the number of rows of the model's
+    embedding. `progress(done_bytes, total_bytes)` is called while something is made, and never where all is cached.
+    Raises UserError for whatever is wrong with sources, tokenizer or cache; TrainingError where a process dies.
+    """
+    if section.tokenizer_vocab_size is not None and section.tokenizer_vocab_size > vocab_size:
+        raise UserError(
+            f"data.tokenizer_vocab_size is {section.tokenizer_vocab_size}, but the model's embedding"
+            f" has only {vocab_size} rows"
+        )
+    train, held_out = train_source(section), eval_source(section)
+    if held_out is None and section.eval_fraction > 0:
+        train, held_out = (
+            HeldOut(train, section.eval_fraction, "rest"),
+            HeldOut(train, section.eval_fraction, "held out"),
+        )
+    root = cache_root(section.cache_directory)
+    tokenizer = configured_tokenizer(section, model_dir, train, root, progress)
+    check_vocabulary(tokenizer, vocab_size)
+    directory = publish_tokenizer(tokenizer, root)
+    builder = _Builder(section, tokenizer, directory, root, progress)
+    return Prepared(
+        train=str(builder.store(train)),
+        eval=None if held_out is None else str(builder.store(held_out)),
+        tokenizer=str(directory),
+        pad_id=convention_of(tokenizer, section.add_bos, section.add_eos).pad_id,
+    )
+
+
+def prepare_together(
+    section: DataSection,
+    model_dir: Path | None,
+    vocab_size: int,
+    ranks: Ranks,
+    progress: Callable[[str, int, int], None],
+) -> Prepared:
+    """`prepare` once a node. Collective: rank 0 first; then one rank of each further node, which finds the work done
+    where the cache is shared. `progress(what, done_bytes, total_bytes)`.
+    """
+
+    def build() -> str:
+        with ranks.unpinned():
+            return prepare(section, model_dir, vocab_size, partial(progress, "tokenising")).to_json()
+
+    first = on_first(ranks, build)
+    local_rank = ranks.topology.local_rank
+    of_node = together(ranks, lambda: build() if local_rank == 0 and ranks.rank > 0 else None)
+    return Prepared.from_json(of_node[ranks.rank - local_rank] or first)
+
+
+@dataclass(frozen=True)
+class _Builder:
+    section: DataSection
+    tokenizer: Any
+    tokenizer_directory: Path
+    root: Path
+    progress: Progress | None
+
+    def store(self, source: Source) -> Path:
+        """The directory with the tokens of `source`; made where the cache has none."""
+        conventions = [self.section.add_bos, self.section.add_eos]
+        made_of = [FORMAT, source.digest, self.tokenizer_directory.name, conventions]
+        path = self.root / "tokens" / hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
+        if not path.is_dir():
+            self._make(source, path)
+        return path
+
+    def _make(self, source: Source, path: Path) -> None:
+        first = next(source.documents(), None)
+        if first is None:
+            raise UserError("no usable document: nothing there but blank text", source.label)
+        tokenizer_json = self.tokenizer_directory / "tokenizer.json"
+        fast = tokenizer_json.is_file()
+        cut = cut_of(tokenizer_json.read_text()) if fast and not first.chat else None
+        convention = self._convention(first.chat)
+        spec = EncoderSpec(
+            tokenizer=str(self.tokenizer_directory),
+            fast=fast,
+            chat=first.chat,
+            prefix=convention.prefix,
+            suffix=convention.suffix,
+            drop=cut.drop if cut is not None else 0,
+        )
+
+        def written(done_bytes: int) -> None:
+            if self.progress is not None:
+                self.progress(done_bytes, source.total_bytes)
+
+        dtype = token_dtype(len(self.tokenizer))
+        with publishing(path) as beside:
+            if tokenize(source.documents(), spec, cut, dtype, beside, self.section.num_proc, written) == 0:
+                raise UserError("no usable document: none has a token to learn from", source.label)
+
+    def _convention(self, chat: bool) -> Convention:
+        add_bos, add_eos = self.section.add_bos, self.section.add_eos
+        if chat:
+            if self.tokenizer.chat_template is None:
+                field = self.section.text_field
+                raise UserError(f"data.text_field {field!r} holds messages, but the tokenizer has no chat template")
+            # The template writes bos and eos itself; on explicit request they are added where it does not.
+            add_bos, add_eos = add_bos is True, add_eos is True
+        return convention_of(self.tokenizer, add_bos, add_eos)

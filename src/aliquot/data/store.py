@@ -1,0 +1,50 @@
+"""A token store: a directory with all tokens of a source one after the other, memory-mapped.
+
+tokens.bin is uint16 where the vocabulary has less than 65536 tokens, else uint32; offsets.bin is int64 [documents + 1];
+mask.bin, uint8, is there for chats alone: 1 where a token is to be predicted; store.json says what the others hold.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from aliquot.errors import UserError
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class TokenStore:
+    path: Path
+    tokens: npt.NDArray[Any]  # uint16 or uint32 [tokens]
+    offsets: npt.NDArray[np.int64]  # [documents + 1]; document d is tokens[offsets[d] : offsets[d + 1]]
+    mask: npt.NDArray[np.uint8] | None  # [tokens]
+
+    @classmethod
+    def open(cls, path: Path) -> TokenStore:
+        """Map the store in `path`. Raises UserError where it is not there or its files are not as long as they say."""
+        try:
+            facts = json.loads((path / "store.json").read_text())
+            tokens: npt.NDArray[Any] = np.memmap(path / "tokens.bin", facts["dtype"], mode="r")
+            offsets: npt.NDArray[np.int64] = np.memmap(path / "offsets.bin", np.int64, mode="r")
+            mask = np.memmap(path / "mask.bin", np.uint8, mode="r") if facts["chat"] else None
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError(f"not a token cache ({error}); remove this directory and start again", path) from error
+        sound = len(offsets) == facts["documents"] + 1 and len(tokens) == facts["tokens"] == offsets[-1]
+        if not sound or (mask is not None and len(mask) != len(tokens)):
+            raise UserError("a damaged token cache; remove this directory and start again", path)
+        return cls(path, tokens, offsets, mask)
+
+    @property
+    def documents(self) -> int:
+        return len(self.offsets) - 1
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    return np.dtype(np.uint16 if vocab_size < 65536 else np.uint32)

@@ -1,0 +1,166 @@
+"""Documents to a token store, encoded by several processes, written in the documents' order."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import chain, islice
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+
+from aliquot.data.cuts import Cut, pieces
+from aliquot.data.documents import Document
+from aliquot.data.encoder import Encoded, Encoder, EncoderProcess, EncoderSpec, Texts
+from aliquot.errors import UserError
+
+Progress = Callable[[int, int | None], None]  # (bytes of the source done, of how many)
+
+CHUNK_CHARACTERS = 1 << 20
+CHUNK_TEXTS = 8192
+AHEAD = 4  # chunks a process that may wait for an earlier one to be written
+
+
+@dataclass(frozen=True)
+class Chunk:
+    texts: Texts
+    done_bytes: int
+
+
+def tokenize(
+    documents: Iterator[Document],
+    spec: EncoderSpec,
+    cut: Cut | None,
+    dtype: np.dtype[Any],
+    directory: Path,
+    num_proc: int | None,
+    progress: Callable[[int], None],
+) -> int:
+    """Encode `documents` into the files of a token store in `directory`; returns how many have a token to predict.
+
+    `num_proc` processes (default: the physical cores that this process may use) take chunks of about a million
+    characters; what fits one chunk is encoded right here. `progress` gets the bytes of the source that are written.
+    Raises UserError for a conversation that cannot be rendered or a source that mixes text and conversations,
+    TrainingError where a process dies.
+    """
+    with ExitStack() as stack:
+        writer = stack.enter_context(StoreWriter(directory, dtype, spec.chat))
+        chunks = _chunks(documents, spec.chat, cut)
+        first = list(islice(chunks, 2))
+        for chunk, encoded in _encode(chain(first, chunks), spec, 0 if len(first) < 2 else num_proc or _cores(), stack):
+            writer.write(encoded, chunk.texts.last)
+            progress(chunk.done_bytes)
+    writer.finish()
+    return writer.useful
+
+
+def _encode(
+    chunks: Iterator[Chunk], spec: EncoderSpec, num_proc: int, stack: ExitStack
+) -> Iterator[tuple[Chunk, Encoded]]:
+    """Chunks with their tokens, in order; a bounded number of them is held."""
+    if num_proc == 0:
+        encoder = Encoder(spec)
+        for chunk in chunks:
+            yield chunk, encoder.encode(chunk.texts)
+        return
+    idle: list[EncoderProcess] = []
+    for _ in range(num_proc):
+        idle.append(EncoderProcess(spec))
+        stack.callback(idle[-1].close)
+    busy: dict[Any, tuple[int, EncoderProcess, Chunk]] = {}  # by connection
+    done: dict[int, tuple[Chunk, Encoded]] = {}
+    numbered = enumerate(chunks)
+    turn, exhausted = 0, False
+    while not exhausted or busy or done:
+        while idle and not exhausted and len(busy) + len(done) < AHEAD * num_proc:
+            upcoming = next(numbered, None)
+            if upcoming is None:
+                exhausted = True
+                break
+            worker = idle.pop()
+            worker.send(upcoming[1].texts)
+            busy[worker.connection] = (upcoming[0], worker, upcoming[1])
+        for connection in wait(list(busy)) if busy else ():
+            number, worker, chunk = busy.pop(connection)
+            done[number] = (chunk, worker.receive())
+            idle.append(worker)
+        while turn in done:
+            yield done.pop(turn)
+            turn += 1
+
+
+def _chunks(documents: Iterator[Document], chat: bool, cut: Cut | None) -> Iterator[Chunk]:
+    """Texts of about CHUNK_CHARACTERS together; a long document is cut where that is exact."""
+    texts: list[tuple[str, bool, bool]] = []  # (text, first, last)
+    characters = done_bytes = 0
+    for document in documents:
+        before_bytes, done_characters = done_bytes, 0
+        if document.chat != chat:
+            raise UserError("some records hold a text and some a list of messages: give them runs of their own")
+        parts = [document.text] if chat else list(pieces(document.text, cut))
+        for index, part in enumerate(parts):
+            texts.append((part, index == 0, index == len(parts) - 1))
+            characters += len(part)
+            done_characters += len(part)
+            done_bytes = before_bytes + (document.done_bytes - before_bytes) * done_characters // len(document.text)
+            if characters >= CHUNK_CHARACTERS or len(texts) >= CHUNK_TEXTS:
+                yield _chunk(texts, done_bytes)
+                texts, characters = [], 0
+    if texts:
+        yield _chunk(texts, done_bytes)
+
+
+def _chunk(texts: list[tuple[str, bool, bool]], done_bytes: int) -> Chunk:
+    text, first, last = zip(*texts, strict=True)
+    return Chunk(Texts(list(text), np.array(first, bool), np.array(last, bool)), done_bytes)
+
+
+class StoreWriter:
+    """The files of a token store, appended to in order."""
+
+    def __init__(self, directory: Path, dtype: np.dtype[Any], chat: bool) -> None:
+        self.directory, self.dtype, self.chat = directory, dtype, chat
+        self.tokens = self.documents = 0
+        self.useful = 0  # documents in which there is a token to predict
+        self.end = 0  # of the last complete document
+        self.files: dict[str, BinaryIO] = {}
+
+    def __enter__(self) -> StoreWriter:
+        names = ["tokens", "offsets"] + (["mask"] if self.chat else [])
+        self.files = {name: (self.directory / f"{name}.bin").open("wb") for name in names}
+        self.files["offsets"].write(np.zeros(1, np.int64).tobytes())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self.files.values():
+            file.close()
+
+    def write(self, encoded: Encoded, last: npt.NDArray[np.bool_]) -> None:
+        """Append the tokens of texts, of which those in `last` [texts] end a document. One without tokens is none."""
+        ends = self.tokens + np.cumsum(encoded.counts)[last]
+        lengths = np.diff(ends, prepend=self.end)
+        ends = ends[lengths > 0]
+        self.useful += int((lengths > 1).sum())
+        self.files["tokens"].write(encoded.ids.astype(self.dtype).tobytes())
+        self.files["offsets"].write(ends.astype(np.int64).tobytes())
+        if self.chat:
+            self.files["mask"].write(encoded.mask.tobytes())
+        self.tokens += len(encoded.ids)
+        self.documents += len(ends)
+        self.end = int(ends[-1]) if len(ends) else self.end
+
+    def finish(self) -> None:
+        """Write what the other files hold; called when they are closed."""
+        facts = {"dtype": self.dtype.name, "documents": self.documents, "tokens": self.tokens, "chat": self.chat}
+        (self.directory / "store.json").write_text(json.dumps(facts))
+
+
+def _cores() -> int:
+    return max(1, min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0))))

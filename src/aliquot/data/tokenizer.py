@@ -1,0 +1,152 @@
+"""The tokenizer of a run, loaded or trained on the training documents, and what its model expects around a document."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from aliquot.config.schema import DataSection
+from aliquot.data.cache import digest_of_directory, publishing
+from aliquot.data.sources import Source
+from aliquot.errors import UserError
+
+BOS, EOS = "<|bos|>", "<|eos|>"
+SMALLEST_VOCABULARY = 256 + 2  # every byte, bos and eos
+
+
+def load_tokenizer(name: str | Path) -> Any:
+    """A transformers tokenizer from a directory, a tokenizer.json file or a hub id. Raises UserError."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    path = Path(name).expanduser()
+    if not path.exists() and (path.is_absolute() or str(name).startswith(".") or str(name).count("/") > 1):
+        raise UserError("no such tokenizer file or directory", name)  # a hub id is `name` or `owner/name`
+    try:
+        if path.is_file():
+            if path.name == "tokenizer.json" and path.with_name("tokenizer_config.json").exists():
+                return AutoTokenizer.from_pretrained(path.parent)  # the config names bos and eos
+            return PreTrainedTokenizerFast(tokenizer_file=str(path))
+        return AutoTokenizer.from_pretrained(path if path.is_dir() else str(name))
+    except Exception as error:  # tokenizers raises plain Exception
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"cannot load a tokenizer: {reason}", name) from error
+
+
+def trained_tokenizer(
+    source: Source, vocab_size: int, root: Path, progress: Callable[[int, int | None], None] | None = None
+) -> Any:
+    """A byte-level BPE tokenizer of at most `vocab_size` tokens trained on `source`, from the cache where it is there.
+
+    It puts `<|bos|>` in front of a text, as Llama's do, and has `<|eos|>`. The same documents give the same one.
+    Raises UserError for a vocabulary that cannot hold every byte, or where there is nothing to train on.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise UserError(
+            f"data.tokenizer_vocab_size is {vocab_size}; every byte, bos and eos need {SMALLEST_VOCABULARY}"
+        )
+    key = hashlib.sha256(f"byte-level BPE, format 1\0{vocab_size}\0{source.digest}".encode()).hexdigest()
+    directory = root / "trained" / key
+    if not directory.is_dir():
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[BOS, EOS],
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator(_texts(source, progress), trainer)
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+        )
+        with publishing(directory) as beside:
+            PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS).save_pretrained(beside)
+    return load_tokenizer(directory)
+
+
+def _texts(source: Source, progress: Callable[[int, int | None], None] | None) -> Iterator[str]:
+    for document in source.documents():
+        yield document.text
+        if progress is not None:
+            progress(document.done_bytes, source.total_bytes)
+
+
+def configured_tokenizer(
+    section: DataSection,
+    model_dir: Path | None,
+    source: Source,
+    root: Path,
+    progress: Callable[[int, int | None], None] | None,
+) -> Any:
+    """The tokenizer that `data.tokenizer` or `data.tokenizer_vocab_size` asks for, else the model's own."""
+    if section.tokenizer_vocab_size is not None:
+        return trained_tokenizer(source, section.tokenizer_vocab_size, root, progress)
+    if section.tokenizer is not None:
+        return load_tokenizer(section.tokenizer)
+    if model_dir is None:
+        raise UserError("a model from scratch has no tokenizer: set data.tokenizer or data.tokenizer_vocab_size")
+    return load_tokenizer(model_dir)
+
+
+def check_vocabulary(tokenizer: Any, vocab_size: int) -> None:
+    """Raises UserError where a token id would be outside the model's embedding of `vocab_size` rows."""
+    needed = max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
+    if needed > vocab_size:
+        raise UserError(
+            f"the tokenizer has {needed} tokens and the model's embedding only {vocab_size} rows:"
+            " take the model's own tokenizer, or a model.config with a larger vocab_size"
+        )
+
+
+def publish_tokenizer(tokenizer: Any, root: Path) -> Path:
+    """The cache's directory with `tokenizer` as save_pretrained writes it, named by the hash of its files."""
+    with tempfile.TemporaryDirectory() as scratch:
+        tokenizer.save_pretrained(scratch)
+        directory = root / "tokenizers" / digest_of_directory(Path(scratch))
+    if not directory.is_dir():
+        with publishing(directory) as beside:
+            tokenizer.save_pretrained(beside)
+    return directory
+
+
+@dataclass(frozen=True)
+class Convention:
+    """What goes around each document, and what fills a row. Padding is masked by position, never by its id."""
+
+    prefix: tuple[int, ...]
+    suffix: tuple[int, ...]
+    pad_id: int
+
+
+def convention_of(tokenizer: Any, add_bos: bool | None, add_eos: bool | None) -> Convention:
+    """The model's convention, as its tokenizer shows it, unless `add_bos` or `add_eos` say otherwise.
+
+    bos is what the tokenizer itself puts in front of a text. eos is added where the tokenizer has one, even where the
+    tokenizer itself would not add it (Llama's): a model learns to end a document only from documents that end.
+    The pad id is the pad token's, else eos, else 0. Raises UserError for a bos or eos that the tokenizer lacks.
+    """
+    probe = "a b"
+    bare = list(tokenizer.encode(probe, add_special_tokens=False))
+    dressed = list(tokenizer.encode(probe, add_special_tokens=True))
+    at = next((i for i in range(len(dressed)) if dressed[i : i + len(bare)] == bare), 0)
+    prefix = tuple(dressed[:at])
+    bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+    if add_bos and not prefix:
+        if bos is None:
+            raise UserError("data.add_bos is true, but the tokenizer has no bos token")
+        prefix = (bos,)
+    if add_eos and eos is None:
+        raise UserError("data.add_eos is true, but the tokenizer has no eos token")
+    return Convention(
+        prefix=() if add_bos is False else prefix,
+        suffix=() if add_eos is False or eos is None else (eos,),
+        pad_id=next((token for token in (pad, eos) if token is not None), 0),
+    )

@@ -1,0 +1,63 @@
+"""Token stores in memory, and small tokenizers, for the tests of this folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from aliquot.data.store import TokenStore
+
+TEXT = "The quick brown fox jumps over the lazy dog.\nIt didn't stop; it's 12345 now:\n\n  def f(x):\n\treturn x\n"
+
+
+def memory_store(documents: list[list[int]], masks: list[list[int]] | None = None) -> TokenStore:
+    offsets = np.concatenate([[0], np.cumsum([len(document) for document in documents])]).astype(np.int64)
+    tokens = np.array([token for document in documents for token in document], np.uint16)
+    mask = None if masks is None else np.array([bit for row in masks for bit in row], np.uint8)
+    return TokenStore(Path("memory"), tokens, offsets, mask)
+
+
+def numbered(lengths: list[int]) -> TokenStore:
+    """Documents whose tokens are all different, so that a token says where it is from."""
+    ids = iter(range(1, sum(lengths) + 1))
+    return memory_store([[next(ids) for _ in range(length)] for length in lengths])
+
+
+def byte_level(bos: bool = True, eos: str | None = "</s>", vocabulary: int = 300) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer; `bos`: it puts <s> in front of a text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    specials = ["<s>"] + ([eos] if eos else [])
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, special_tokens=specials, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([TEXT] * 3, trainer)
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token=eos)
+
+
+def sentencepiece_like() -> PreTrainedTokenizerFast:
+    """BPE over whole texts with byte fallback, as Llama 2's."""
+    from tokenizers import normalizers
+
+    tokenizer = Tokenizer(models.BPE())
+    spaces = normalizers.Replace(" ", "▁")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces])
+    tokenizer.train_from_iterator(TEXT.split(), trainers.BpeTrainer(vocab_size=200, show_progress=False))
+    trained = Tokenizer.from_str(tokenizer.to_str())
+    vocabulary = ["<unk>", "<s>", "</s>"] + [f"<0x{byte:02X}>" for byte in range(256)]
+    vocabulary += [token for token in trained.get_vocab() if token not in vocabulary]
+    merges = [tuple(pair) for pair in __import__("json").loads(tokenizer.to_str())["model"]["merges"]]
+    model = models.BPE(
+        {token: index for index, token in enumerate(vocabulary)}, merges, unk_token="<unk>", byte_fallback=True
+    )
+    whole = Tokenizer(model)
+    whole.normalizer = tokenizer.normalizer
+    whole.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return PreTrainedTokenizerFast(tokenizer_object=whole, bos_token="<s>", eos_token="</s>", unk_token="<unk>")

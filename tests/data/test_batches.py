@@ -1,0 +1,193 @@
+"""Global batches: the same at every world size and after any interruption; padding and edges by position alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aliquot.data.batches import Batches, EvalBatches, Position, StepBatch
+from aliquot.data.store import TokenStore
+from aliquot.models.batch import IGNORE, MicroBatch
+from tests.data.stores import memory_store, numbered
+
+SIZES = [3, 17, 2, 9, 40, 5, 5, 8, 1, 12, 31, 4, 6, 2, 7]
+
+
+def batches(store: TokenStore, **changes: object) -> Batches:
+    settings = {"sequence_length": 16, "packing": True, "seed": 1, "global_batch_size": 5, "micro_batch_size": 2,
+                "pad_id": 0}  # fmt: skip
+    return Batches(store, **{**settings, **changes})
+
+
+def in_order(shares: list[list[MicroBatch | None]]) -> list[MicroBatch]:
+    """The micro-batches of all ranks in the order of the global batch."""
+    assert len({len(share) for share in shares}) == 1
+    row = [micro for turn in zip(*shares, strict=True) for micro in turn]
+    present = [micro for micro in row if micro is not None]
+    assert row[: len(present)] == present, "only the last ranks of the last turn may have nothing"
+    return present
+
+
+def facts(micro: MicroBatch) -> tuple[object, ...]:
+    return micro.input_ids.tolist(), micro.labels.tolist(), micro.position_ids.tolist(), micro.edges
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_the_global_batch_does_not_depend_on_the_world_size(world_size: int, packing: bool) -> None:
+    made = batches(numbered(SIZES), packing=packing, epochs=2)
+    seen = 0
+    for step in range(made.steps_in(2)):
+        alone = made.step_batch(step, 0, 1)
+        shares = [made.step_batch(step, rank, world_size) for rank in range(world_size)]
+        together = in_order([share.micro_batches for share in shares])
+        assert [facts(micro) for micro in together] == [facts(micro) for micro in alone.micro_batches]
+        assert alone.predicted == sum(micro.predicted for micro in together) > 0
+        assert {dataclasses.replace(share, micro_batches=()).__repr__() for share in shares} == {
+            dataclasses.replace(alone, micro_batches=()).__repr__()
+        }
+        seen += alone.predicted
+    assert seen == 2 * sum(size - 1 for size in SIZES)
+
+
+def test_a_rank_with_fewer_micro_batches_gets_none_at_the_end() -> None:
+    made = batches(numbered([16] * 20), micro_batch_size=1)
+    lists = [made.step_batch(0, rank, 3).micro_batches for rank in range(3)]
+    assert [[micro is None for micro in share] for share in lists] == [[False, False], [False, False], [False, True]]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=30), min_size=1, max_size=12),
+    st.integers(2, 9),
+    st.booleans(),
+    st.data(),
+)
+def test_labels_are_the_next_token_of_the_same_document_or_nothing(
+    documents: list[list[int]], length: int, packing: bool, data: st.DataObject
+) -> None:
+    """Token ids are from a handful, so that pad, bos and eos all occur inside of documents."""
+    documents.append([1, 2])  # one at least predicts something
+    store = memory_store(documents)
+    made = batches(store, sequence_length=length, packing=packing, pad_id=data.draw(st.integers(0, 3)), epochs=1)
+    transitions: list[tuple[int, int]] = []
+    for step in range(made.steps_in(1)):
+        batch = made.step_batch(step, 0, 1)
+        real = 0
+        for micro in batch.micro_batches:
+            assert micro is not None
+            assert micro.edges[0] == 0
+            assert micro.edges[-1] == len(micro.input_ids) == len(micro.labels)
+            assert list(micro.edges) == sorted(set(micro.edges))
+            assert set(range(0, micro.edges[-1], length)) < set(micro.edges), "a sequence ends at an edge"
+            for start, stop in zip(micro.edges[:-1], micro.edges[1:], strict=True):
+                assert micro.position_ids[start:stop].tolist() == list(range(stop - start))
+                assert micro.labels[stop - 1] == IGNORE
+                if stop - start > 1 and (micro.labels[start : stop - 1] != IGNORE).any():
+                    assert torch.equal(micro.labels[start : stop - 1], micro.input_ids[start + 1 : stop])
+                    inputs, labels = micro.input_ids[start : stop - 1].tolist(), micro.labels[start : stop - 1].tolist()
+                    transitions += zip(inputs, labels, strict=True)
+                    real += stop - start
+                else:
+                    assert (micro.input_ids[start:stop] == made.pad_id).all()
+                    assert (micro.labels[start:stop] == IGNORE).all()
+        assert batch.tokens == real
+    expected = [pair for document in documents for pair in pairwise(document)]
+    assert sorted(transitions) == sorted(expected)
+
+
+def test_a_pad_that_is_eos_hides_no_real_eos() -> None:
+    eos = 2
+    made = batches(memory_store([[1, 5, eos], [1, 6, 7, eos]]), packing=False, pad_id=eos, sequence_length=6)
+    rows = {
+        tuple(micro.input_ids[at : at + 6].tolist()): micro.labels[at : at + 6].tolist()
+        for micro in made.step_batch(0, 0, 1).micro_batches
+        for at in range(0, len(micro.input_ids), 6)
+    }
+    assert rows == {
+        (1, 5, eos, eos, eos, eos): [5, eos, IGNORE, IGNORE, IGNORE, IGNORE],
+        (1, 6, 7, eos, eos, eos): [6, 7, eos, IGNORE, IGNORE, IGNORE],
+    }
+
+
+def test_a_chat_learns_only_what_its_mask_shows() -> None:
+    made = batches(memory_store([[1, 2, 3, 4, 5]], [[0, 0, 1, 0, 1]]), sequence_length=6, global_batch_size=1)
+    batch = made.step_batch(0, 0, 1)
+    (micro,) = batch.micro_batches
+    assert micro.labels.tolist() == [IGNORE, 3, IGNORE, 5, IGNORE, IGNORE]
+    assert (batch.predicted, batch.tokens) == (2, 5)
+
+
+def test_any_step_is_found_without_those_before_it() -> None:
+    store = numbered(SIZES * 3)
+    through = batches(store)
+    steps = [through.step_batch(step, 0, 1) for step in range(25)]
+    assert steps[-1].epoch > 2
+
+    def content(batch: StepBatch) -> object:
+        return [facts(micro) for micro in batch.micro_batches], batch.predicted, batch.tokens, batch.epoch
+
+    for step in (24, 3, 11):
+        assert content(batches(store).step_batch(step, 0, 1)) == content(steps[step])
+        assert content(through.step_batch(step, 0, 1)) == content(steps[step])
+    assert content(batches(store, seed=2).step_batch(0, 0, 1)) != content(steps[0])
+
+
+def test_epochs_follow_each_other_and_a_batch_may_straddle_several() -> None:
+    store = numbered([4] * 6)
+    made = batches(store, sequence_length=4, global_batch_size=15, micro_batch_size=1)
+    stream = [micro.input_ids.tolist()[0] for step in range(2) for micro in made.step_batch(step, 0, 1).micro_batches]
+    epochs = [stream[at : at + 6] for at in range(0, 30, 6)]
+    assert all(sorted(epoch) == [1, 5, 9, 13, 17, 21] for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) > 1
+    assert made.position(1) == Position(epoch=2, index=3)
+    assert made.step_batch(1, 0, 1).epoch == 5.0
+    assert made.step_batch(0, 0, 1).predicted == 15 * 3
+
+
+def test_the_last_batch_of_the_last_epoch_is_smaller() -> None:
+    store = numbered([4] * 7)
+    made = batches(store, sequence_length=4, epochs=1.5)
+    assert made.sequences_per_epoch == 7
+    assert (made.steps_in(1), made.steps_in(1.5), made.steps_in(10 / 7), made.steps_in(0.001)) == (2, 3, 2, 1)
+    assert [made.step_batch(step, 0, 1).sequences for step in range(3)] == [5, 5, 1]
+    assert [made.step_batch(2, rank, 2).micro_batches[0] is None for rank in range(2)] == [False, True]
+    with pytest.raises(IndexError):
+        made.step_batch(3, 0, 1)
+    assert batches(store, sequence_length=4).step_batch(2, 0, 1).sequences == 5
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_evaluation_sees_every_token_once_in_a_fixed_order(world_size: int) -> None:
+    def shares(world_size: int) -> list[list[MicroBatch | None]]:
+        made = EvalBatches(numbered(SIZES), sequence_length=16, packing=True, micro_batch_size=2, pad_id=0)
+        assert made.predicted == sum(size - 1 for size in SIZES)
+        return [list(made.micro_batches(rank, world_size)) for rank in range(world_size)]
+
+    together = in_order(shares(world_size))
+    assert [facts(micro) for micro in together] == [facts(micro) for micro in shares(1)[0]]
+    labels = torch.cat([micro.labels for micro in together])
+    firsts = np.cumsum([1, *SIZES])[:-1].tolist()
+    assert sorted(labels[labels != IGNORE].tolist()) == sorted(set(range(1, sum(SIZES) + 1)) - set(firsts))
+
+
+def test_a_rank_reads_only_its_own_sequences() -> None:
+    store = numbered(SIZES)
+    read: list[int] = []
+
+    class Watched:
+        def __getitem__(self, at: slice) -> np.ndarray:
+            read.extend(range(at.start, at.stop))
+            return store.tokens[at]
+
+    watched = batches(dataclasses.replace(store, tokens=Watched()), global_batch_size=6)
+    batch = watched.step_batch(0, 1, 3)
+    own = [token for micro in batch.micro_batches for token in micro.input_ids[micro.input_ids > 0].tolist()]
+    assert sorted(token - 1 for token in own) == sorted(read)
+    assert len(read) < batch.tokens

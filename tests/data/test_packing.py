@@ -1,0 +1,115 @@
+"""Splitting and packing: every token is predicted exactly once, no sequence is overfull, epochs reshuffle."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aliquot.data.packing import Packing, best_fit, shuffled, split
+from aliquot.errors import UserError
+from tests.data.stores import memory_store, numbered
+
+lengths = st.lists(st.integers(1, 60), min_size=1, max_size=40)
+sequence_lengths = st.integers(2, 17)
+
+
+@given(lengths, sequence_lengths)
+def test_pieces_predict_each_token_but_a_documents_first_exactly_once(sizes: list[int], length: int) -> None:
+    store = numbered(sizes)
+    pieces = split(store, length)
+    predicted = []
+    for start, tokens, labels in zip(pieces.start, pieces.length, pieces.predicted, strict=True):
+        assert 2 <= tokens <= length
+        assert labels == tokens - 1
+        predicted += range(start + 1, start + tokens)
+    firsts = set(store.offsets[:-1].tolist())
+    assert sorted(predicted) == [token for token in range(sum(sizes)) if token not in firsts]
+
+
+@given(lengths, sequence_lengths, st.data())
+def test_masked_pieces_count_their_labels_and_useless_ones_are_dropped(
+    sizes: list[int], length: int, data: st.DataObject
+) -> None:
+    masks = [data.draw(st.lists(st.integers(0, 1), min_size=size, max_size=size)) for size in sizes]
+    plain = split(numbered(sizes), length)
+    store = memory_store([[7] * size for size in sizes], masks)
+    flat = [bit for mask in masks for bit in mask]
+    expected = [
+        (start, tokens, sum(flat[start + 1 : start + tokens]))
+        for start, tokens in zip(plain.start.tolist(), plain.length.tolist(), strict=True)
+        if any(flat[start + 1 : start + tokens])
+    ]
+    pieces = split(store, length)
+    assert list(zip(pieces.start.tolist(), pieces.length.tolist(), pieces.predicted.tolist(), strict=True)) == expected
+
+
+def test_documents_are_split_in_slabs_like_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = memory_store([[5] * n for n in (3, 1, 30, 9, 2)], [[1] * n for n in (3, 1, 30, 9, 2)])
+    whole = split(store, 8)
+    monkeypatch.setattr("aliquot.data.packing._DOCUMENTS_AT_ONCE", 2)
+    slabs = split(store, 8)
+    assert np.array_equal(whole.start, slabs.start)
+    assert np.array_equal(whole.predicted, slabs.predicted)
+
+
+@given(st.lists(st.integers(1, 16), min_size=1, max_size=200), st.integers(16, 40))
+def test_best_fit_fills_sequences_and_never_overfills(sizes: list[int], length: int) -> None:
+    sequence = best_fit(np.bincount(sizes, minlength=length + 1), length)
+    totals = np.bincount(sequence, weights=sorted(sizes, reverse=True)).astype(int)
+    assert sum(totals) == sum(sizes)
+    assert totals.min() > 0
+    assert totals.max() <= length
+    if len(totals) > 1:  # what any-fit promises: no two sequences would fit one
+        assert sum(sorted(totals)[:2]) > length
+
+
+@given(lengths, sequence_lengths, st.booleans(), st.integers(0, 3))
+def test_an_epoch_holds_each_piece_once(sizes: list[int], length: int, packing: bool, number: int) -> None:
+    store = numbered(sizes)
+    pieces = split(store, length)
+    if len(pieces.start) == 0:
+        with pytest.raises(UserError, match="no usable document"):
+            Packing.of(store, length, packing)
+        return
+    packed = Packing.of(store, length, packing)
+    epoch = packed.epoch(seed=3, epoch=number)
+    sequences = [epoch.sequence(index) for index in range(packed.sequences)]
+    found = sorted(piece for sequence in sequences for piece in sequence)
+    assert found == sorted(zip(pieces.start.tolist(), pieces.length.tolist(), strict=True))
+    for index, sequence in enumerate(sequences):
+        tokens = sum(size for _, size in sequence)
+        assert tokens <= length
+        assert epoch.tokens[index] == tokens
+        assert epoch.predicted[index] == tokens - len(sequence)
+        assert packing or len(sequence) == 1
+
+
+def test_epochs_and_seeds_shuffle_pieces_and_sequences() -> None:
+    packed = Packing.of(numbered([5] * 64), 10, packing=True)
+
+    def content(seed: int, number: int) -> list[list[tuple[int, int]]]:
+        epoch = packed.epoch(seed, number)
+        return [epoch.sequence(index) for index in range(packed.sequences)]
+
+    assert content(1, 0) == content(1, 0)
+    assert content(1, 0) != content(1, 1)
+    assert content(1, 0) != content(2, 0)
+    pairs = [{frozenset(start for start, _ in pair) for pair in content(1, number)} for number in range(2)]
+    assert pairs[0] != pairs[1], "the same documents share a sequence in every epoch"
+
+
+def test_sequences_come_in_another_order_even_where_each_has_its_own_length() -> None:
+    packed = Packing.of(numbered(list(range(6, 11))), 10, packing=True)
+    orders = {tuple(packed.epoch(1, number).tokens.tolist()) for number in range(4)}
+    assert len(orders) > 1
+    assert {tuple(sorted(order)) for order in orders} == {(6, 7, 8, 9, 10)}
+
+
+def test_a_shuffle_is_the_same_on_every_machine_and_numpy() -> None:
+    assert shuffled(8, seed=42, stream=0).tolist() == GOLDEN
+    assert sorted(shuffled(1000, seed=2**70, stream=5).tolist()) == list(range(1000))
+
+
+GOLDEN = [7, 1, 6, 4, 3, 5, 0, 2]

@@ -1,0 +1,257 @@
+"""From a config section to token stores on disk: in parallel like alone, once and never twice, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import ByT5Tokenizer
+
+from aliquot.config.schema import DataSection
+from aliquot.data import tokenize
+from aliquot.data.cache import cache_root
+from aliquot.data.encoder import EncoderProcess, EncoderSpec, Texts
+from aliquot.data.prepare import Prepared, prepare
+from aliquot.data.store import TokenStore, token_dtype
+from aliquot.errors import TrainingError, UserError
+from tests.data.stores import TEXT, byte_level
+from tests.data.test_chat import CHATML, TALK
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    byte_level().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    (tmp_path / "corpus").mkdir()
+    for n in range(5):
+        (tmp_path / "corpus" / f"{n}.txt").write_text(f"{n}\n\n" + TEXT * (40 if n == 3 else 2) + "é語</s>")
+    return tmp_path / "corpus"
+
+
+def section(corpus: Path, **settings: object) -> DataSection:
+    return DataSection(path=str(corpus), **{"cache_directory": corpus.parent / "cache", **settings})
+
+
+def rows(store: TokenStore) -> list[list[int]]:
+    return [store.tokens[a:b].tolist() for a, b in zip(store.offsets[:-1], store.offsets[1:], strict=True)]
+
+
+def forbid_tokenising(monkeypatch: pytest.MonkeyPatch) -> None:
+    def must_not(*_: object) -> None:
+        raise AssertionError("tokenised again")
+
+    monkeypatch.setattr("aliquot.data.prepare.tokenize", must_not)
+
+
+def test_documents_have_bos_and_eos_and_the_tokens_of_the_whole_file(corpus: Path, model: Path) -> None:
+    calls: list[tuple[int, int | None]] = []
+    prepared = prepare(section(corpus), model, 300, lambda done, total: calls.append((done, total)))
+    tokenizer = prepared.load_tokenizer()
+    texts = [(corpus / f"{n}.txt").read_text() for n in range(5)]
+    assert rows(prepared.open_train()) == [[0, *tokenizer.encode(text, add_special_tokens=False), 1] for text in texts]
+    assert prepared.open_train().tokens.dtype == np.uint16
+    assert prepared.open_train().mask is None
+    assert prepared.open_eval() is None
+    assert prepared.pad_id == 1
+    assert calls[-1] == (sum(len(text.encode()) for text in texts),) * 2
+    assert Prepared.from_json(prepared.to_json()) == prepared
+    bare = prepare(section(corpus, add_bos=False, add_eos=False), model, 300).open_train()
+    assert rows(bare) == [row[1:-1] for row in rows(prepared.open_train())]
+
+
+def test_wikitext_with_a_llama_tokenizer(shared: Path, tmp_path: Path) -> None:
+    model = shared / "models" / "stories15M"
+    for name in ("wikitext2-raw-valid.parquet", "wikitext2-raw-valid.txt"):
+        unit = "line" if name.endswith("txt") else None
+        config = DataSection(path=str(shared / "data" / name), document=unit, cache_directory=tmp_path)
+        store = prepare(config, model, 32000).open_train()
+        assert (store.tokens[store.offsets[:-1]] == 1).all()
+        assert (store.tokens[store.offsets[1:] - 1] == 2).all()
+        assert (store.tokens == 1).sum() == (store.tokens == 2).sum() == store.documents == 2461
+    with pytest.raises(UserError, match=r"tokenizer has 32000 tokens .* only 512 rows"):
+        prepare(config, model, 512)
+
+
+def test_two_processes_and_cut_documents_give_what_one_gives(
+    corpus: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = prepare(section(corpus), model, 300).open_train()
+    calls: list[int] = []
+    monkeypatch.setattr(tokenize, "CHUNK_CHARACTERS", 300)
+    monkeypatch.setattr("aliquot.data.cuts.pieces.__defaults__", (200,))
+    parallel = prepare(
+        section(corpus, num_proc=2, cache_directory=corpus.parent / "other"),
+        model,
+        300,
+        lambda *done: calls.append(done[0]),
+    ).open_train()
+    assert rows(parallel) == rows(alone)
+    assert len(calls) > 10
+    assert calls == sorted(calls)
+    assert parallel.path.name == alone.path.name
+
+
+def test_a_second_start_tokenises_nothing(corpus: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = section(corpus, tokenizer_vocab_size=280, eval_fraction=0.3)
+    first = prepare(config, None, 300)
+    forbid_tokenising(monkeypatch)
+    calls: list[object] = []
+    assert prepare(config, None, 300, lambda *done: calls.append(done)) == first
+    assert calls == []
+    moved = corpus.rename(corpus.parent / "moved")
+    assert prepare(config.model_copy(update={"path": str(moved)}), None, 300) == first
+
+
+@pytest.mark.parametrize("change", ["content", "name order", "tokenizer", "bos", "document", "held out"])
+def test_whatever_the_tokens_depend_on_makes_them_anew(corpus: Path, model: Path, change: str) -> None:
+    before = prepare(section(corpus), model, 300)
+    settings: dict[str, object] = {}
+    if change == "content":
+        (corpus / "0.txt").write_text("0\n\n" + TEXT * 2 + "É語</s>")
+    elif change == "name order":
+        (corpus / "0.txt").rename(corpus / "9.txt")
+    elif change == "tokenizer":
+        byte_level(vocabulary=290).save_pretrained(model)
+    else:
+        settings = {"bos": {"add_bos": False}, "document": {"document": "line"}, "held out": {"eval_fraction": 0.4}}[
+            change
+        ]
+    after = prepare(section(corpus, **settings), model, 300)
+    assert after.train != before.train
+    assert rows(after.open_train()) != rows(before.open_train())
+
+
+def test_evaluation_from_a_part_or_a_path(corpus: Path, model: Path) -> None:
+    whole = sorted(rows(prepare(section(corpus), model, 300).open_train()))
+    parted = prepare(section(corpus, eval_fraction=0.4), model, 300)
+    held = parted.open_eval()
+    assert held is not None
+    assert sorted(rows(parted.open_train()) + rows(held)) == whole
+    given = prepare(section(corpus, eval_fraction=0.4, eval_path=str(corpus / "1.txt")), model, 300).open_eval()
+    assert given is not None
+    assert given.documents == 1
+
+
+def test_a_tokenizer_without_a_fast_backend_works(corpus: Path) -> None:
+    slow = ByT5Tokenizer()
+    slow.save_pretrained(corpus.parent / "slow")
+    store = prepare(section(corpus), corpus.parent / "slow", 384).open_train()
+    text = (corpus / "0.txt").read_text()
+    assert rows(store)[0] == [*slow.encode(text, add_special_tokens=False), slow.eos_token_id]
+
+
+def test_a_truncating_tokenizer_json_truncates_nothing(corpus: Path, model: Path) -> None:
+    spec = json.loads((model / "tokenizer.json").read_text())
+    spec["truncation"] = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
+    (model / "tokenizer.json").write_text(json.dumps(spec))
+    store = prepare(section(corpus, tokenizer=str(model / "tokenizer.json")), None, 300).open_train()
+    assert np.diff(store.offsets).min() > 50
+
+
+@pytest.mark.parametrize("num_proc", [1, 2])
+def test_conversations(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, num_proc: int) -> None:
+    tokenizer = byte_level()
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(model)
+    talks = [TALK, TALK[:1], TALK[2:]]  # the second has nothing that the assistant says
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    if num_proc == 2:
+        monkeypatch.setattr(tokenize, "CHUNK_TEXTS", 1)
+    config = section(tmp_path / "c.jsonl", text_field="messages", num_proc=num_proc)
+    store = prepare(config, model, 300).open_train()
+    assert [tokenizer.decode(row) for row in rows(store)] == [
+        tokenizer.apply_chat_template(talk, tokenize=False) for talk in (TALK, TALK[2:])
+    ]
+    assert store.mask is not None
+    assert tokenizer.decode(store.tokens[store.mask == 1]) == "dog é 12345</s>\nstop</s>\nstop</s>\n"
+    dressed = rows(prepare(config.model_copy(update={"add_bos": True, "add_eos": True}), model, 300).open_train())
+    assert dressed == [[0, *row, 1] for row in rows(store)]
+
+
+@pytest.mark.parametrize(
+    ("files", "settings", "message"),
+    [
+        ({"a.txt": " \n\n"}, {}, r"data.path .*: no usable document: nothing there but blank text"),
+        ({"a.txt": "x"}, {"add_bos": False, "add_eos": False}, "no usable document: none has a token to learn from"),
+        ({"a.txt": "x y z"}, {"eval_fraction": 0.5}, "data.eval_fraction 0.5.*: no usable document"),
+        ({"a.jsonl": '{"text": [{"role": "user", "content": "a"}]}\n'}, {}, "the tokenizer has no chat template"),
+        ({"a.jsonl": '{"text": "a"}\n{"text": [{"role": "user", "content": "a"}]}\n'}, {}, "some records hold a text"),
+        ({"a.txt": "x y"}, {"tokenizer_vocab_size": 301}, "tokenizer_vocab_size is 301, .* only 300 rows"),
+        ({"a.txt": "x y"}, {"tokenizer": "./absent"}, "absent: no such tokenizer file or directory"),
+    ],
+)
+def test_bad_input_gets_one_line_and_leaves_nothing(
+    tmp_path: Path, model: Path, files: dict[str, str], settings: dict[str, object], message: str
+) -> None:
+    (tmp_path / "data").mkdir()
+    for name, content in files.items():
+        (tmp_path / "data" / name).write_text(content)
+    with pytest.raises(UserError, match=message) as caught:
+        prepare(section(tmp_path / "data", **settings), model, 300)
+    assert "\n" not in str(caught.value)
+    tokens = tmp_path / "cache" / "tokens"
+    assert not tokens.exists() or all((store / "store.json").exists() for store in tokens.iterdir())
+
+
+def test_a_model_from_scratch_needs_a_tokenizer(corpus: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"from scratch has no tokenizer: set data.tokenizer or data.tokenizer_vocab_size"
+    ):
+        prepare(section(corpus), None, 300)
+
+
+def test_a_cache_that_cannot_be_written_or_read(corpus: Path, model: Path) -> None:
+    (corpus.parent / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write the data cache"):
+        prepare(section(corpus, cache_directory=corpus.parent / "file"), model, 300)
+    prepared = prepare(section(corpus), model, 300)
+    tokens = Path(prepared.train, "tokens.bin")
+    os.truncate(tokens, tokens.stat().st_size - 2)
+    with pytest.raises(UserError, match="damaged token cache; remove this directory"):
+        prepared.open_train()
+    tokens.unlink()
+    with pytest.raises(UserError, match="not a token cache"):
+        prepared.open_train()
+
+
+def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALIQUOT_CACHE", str(tmp_path))
+    assert cache_root(None) == tmp_path
+    assert cache_root(tmp_path / "x") == tmp_path / "x"
+    monkeypatch.delenv("ALIQUOT_CACHE")
+    assert cache_root(None) == Path("~/.cache/aliquot").expanduser()
+
+
+def test_the_width_of_a_token() -> None:
+    assert (token_dtype(65535), token_dtype(65536)) == (np.uint16, np.uint32)
+
+
+def test_a_worker_that_dies_is_said_so_and_one_without_a_parent_ends(model: Path) -> None:
+    spec = EncoderSpec(str(model), fast=True, chat=False, prefix=(), suffix=(), drop=0)
+    batch = Texts(["fox"], np.array([True]), np.array([True]))
+    worker = EncoderProcess(spec)
+    worker.send(batch)
+    assert worker.receive().ids.tolist() == byte_level().encode("fox", add_special_tokens=False)
+    os.kill(worker.process.pid, signal.SIGKILL)
+    with pytest.raises(TrainingError, match=r"a tokenising process ended \(exit code -9\)"):
+        worker.send(batch)
+        worker.receive()
+    orphan = EncoderProcess(spec)
+    orphan.connection.close()
+    assert orphan.process.wait(timeout=60) == 0
+
+
+def test_encoding_needs_neither_torch_nor_transformers() -> None:
+    modules = "aliquot.data.encoder, aliquot.data.tokenize, aliquot.data.sources, aliquot.data.packing"
+    code = f"import sys, {modules}; assert not {{'torch', 'transformers', 'datasets'}} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,103 @@
+"""Loading and training tokenizers, and the convention that their model follows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import ByT5Tokenizer
+
+from aliquot.config.schema import DataSection
+from aliquot.data.sources import train_source
+from aliquot.data.tokenizer import check_vocabulary, convention_of, load_tokenizer, publish_tokenizer, trained_tokenizer
+from aliquot.errors import UserError
+from tests.data.stores import TEXT, byte_level
+
+
+@pytest.mark.parametrize("bos", [True, False])
+@pytest.mark.parametrize("eos", ["</s>", None])
+def test_the_convention_is_what_the_tokenizer_shows(bos: bool, eos: str | None) -> None:
+    tokenizer = byte_level(bos, eos)
+    default = convention_of(tokenizer, None, None)
+    assert default.prefix == ((0,) if bos else ())
+    assert default.suffix == ((1,) if eos else ())
+    assert default.pad_id == (1 if eos else 0)
+    assert convention_of(tokenizer, True, False).prefix == (0,)
+    assert convention_of(tokenizer, True, False).suffix == ()
+    assert convention_of(tokenizer, False, None).prefix == ()
+    if eos is None:
+        with pytest.raises(UserError, match=r"data.add_eos is true, but the tokenizer has no eos token"):
+            convention_of(tokenizer, None, True)
+    tokenizer.pad_token = "q"
+    assert convention_of(tokenizer, None, None).pad_id == tokenizer.convert_tokens_to_ids("q")
+
+
+def test_a_bos_that_is_not_there_cannot_be_added() -> None:
+    tokenizer = byte_level(bos=False)
+    tokenizer.bos_token = None
+    assert convention_of(tokenizer, None, None).prefix == ()
+    with pytest.raises(UserError, match=r"data.add_bos is true, but the tokenizer has no bos token"):
+        convention_of(tokenizer, True, None)
+
+
+def test_an_eos_that_the_tokenizer_adds_itself_is_added_once() -> None:
+    convention = convention_of(ByT5Tokenizer(), None, None)  # adds </s>, has no bos, and no fast backend
+    assert convention.prefix == ()
+    assert convention.suffix == (1,)
+    assert convention.pad_id == 0
+
+
+@pytest.mark.parametrize(("path", "bos", "eos"), [("models/stories15M", 1, 2), ("tokenizers/llama3", 128000, 128001)])
+def test_llama_conventions(shared: Path, path: str, bos: int, eos: int) -> None:
+    convention = convention_of(load_tokenizer(shared / path), None, None)
+    assert (convention.prefix, convention.suffix, convention.pad_id) == ((bos,), (eos,), eos)
+
+
+def test_loading_from_a_directory_its_file_and_a_bare_file(tmp_path: Path) -> None:
+    byte_level().save_pretrained(tmp_path / "full")
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "tokenizer.json").write_bytes((tmp_path / "full" / "tokenizer.json").read_bytes())
+    for path in ("full", "full/tokenizer.json", "bare/tokenizer.json"):
+        assert load_tokenizer(tmp_path / path).encode("fox") == byte_level().encode("fox")
+    assert load_tokenizer(tmp_path / "full" / "tokenizer.json").eos_token == "</s>"
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "tokenizer.json").write_text("{}")
+    for path in ("bad", "bad/tokenizer.json"):
+        with pytest.raises(UserError, match="cannot load a tokenizer") as caught:
+            load_tokenizer(tmp_path / path)
+        assert "\n" not in str(caught.value)
+    for path in (str(tmp_path / "absent"), "./absent", "a/b/c"):
+        with pytest.raises(UserError, match="no such tokenizer file or directory"):
+            load_tokenizer(path)
+
+
+def test_a_vocabulary_must_fit_the_embedding() -> None:
+    tokenizer = byte_level()
+    check_vocabulary(tokenizer, len(tokenizer))
+    with pytest.raises(
+        UserError, match=f"tokenizer has {len(tokenizer)} tokens .* embedding only {len(tokenizer) - 1}"
+    ):
+        check_vocabulary(tokenizer, len(tokenizer) - 1)
+
+
+def test_a_trained_tokenizer_is_the_same_each_time_and_cached(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXT * 50 + "é語🙂")
+    source = train_source(DataSection(path=str(tmp_path / "a.txt"), document="line"))
+    calls: list[int] = []
+    first = trained_tokenizer(source, 320, tmp_path / "one", lambda done, total: calls.append(done))
+    assert calls
+    calls.clear()
+    again = trained_tokenizer(source, 320, tmp_path / "one", lambda done, total: calls.append(done))
+    assert not calls
+    other = trained_tokenizer(source, 320, tmp_path / "two")
+    assert len(first) == 320
+    assert first.get_vocab() == again.get_vocab() == other.get_vocab()
+    assert publish_tokenizer(first, tmp_path / "one").name == publish_tokenizer(other, tmp_path / "two").name
+    assert len(trained_tokenizer(source, 300, tmp_path / "one")) == 300
+    for text in (TEXT, "é語🙂 \x00 never seen"):
+        ids = first.encode(text)
+        assert ids[0] == first.bos_token_id
+        assert first.decode(ids[1:]) == text
+    assert convention_of(first, None, None).suffix == (first.eos_token_id,)
+    with pytest.raises(UserError, match=r"data.tokenizer_vocab_size is 257; every byte, bos and eos need 258"):
+        trained_tokenizer(source, 257, tmp_path / "one")

@@ -1,0 +1,120 @@
+"""A small run on a small text, as a person would start it: a config file and the `aliquot` command."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+WORDS = [
+    "the",
+    "a",
+    "sharded",
+    "rank",
+    "gathers",
+    "every",
+    "weight",
+    "and",
+    "gradient",
+    "of",
+    "one",
+    "layer",
+    "then",
+    "drops",
+    "it",
+    "again",
+    "while",
+    "another",
+    "waits",
+]
+
+
+def write_text(folder: Path, documents: int = 60) -> Path:
+    """A file of lines of unequal length; a line is a document."""
+    draw = random.Random(0)
+    lines = [" ".join(draw.choices(WORDS, k=draw.randint(1, 40))) for _ in range(documents)]
+    path = folder / "text.txt"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def write_config(folder: Path, name: str = "run", **sections: dict[str, Any]) -> Path:
+    """runs of a Llama of a few thousand parameters; `sections` are merged over the defaults."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config: dict[str, dict[str, Any]] = {
+        "run": {"name": name, "directory": str(folder / name), "seed": 5},
+        "model": {
+            "config": {
+                "model_type": "llama",
+                "hidden_size": 32,
+                "intermediate_size": 50,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "max_position_embeddings": 64,
+            }
+        },
+        "data": {
+            "path": str(write_text(folder)),
+            "document": "line",
+            "tokenizer_vocab_size": 300,
+            "sequence_length": 32,
+            "eval_fraction": 0.1,
+            "num_proc": 1,
+        },
+        "train": {
+            "max_steps": 6,
+            "global_batch_size": 5,
+            "learning_rate": 1e-3,
+            "lr_scheduler_type": "cosine",
+            "warmup_steps": 2,
+            "weight_decay": 0.1,
+            "precision": "fp32",
+        },
+        "launch": {"ranks": 1, "device": "cpu"},
+        "observe": {"tensorboard": False},
+    }
+    for section, values in sections.items():
+        config.setdefault(section, {}).update(values)
+    file = folder / f"{name}.yaml"
+    file.write_text(yaml.safe_dump(config))
+    return file
+
+
+def aliquot(*arguments: str | Path, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs the command to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "aliquot", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, **(environment or {})},
+    )
+
+
+def trained(*arguments: str | Path, environment: dict[str, str] | None = None) -> str:
+    """`aliquot train` that must succeed; what it printed."""
+    result = aliquot("train", *arguments, environment=environment)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def refused(*arguments: str | Path) -> str:
+    """`aliquot train` that must end with one line and exit code 2; that line."""
+    result = aliquot("train", *arguments)
+    assert result.returncode == 2, result.stdout + result.stderr
+    lines = [line for line in result.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1, result.stderr
+    return lines[0]
+
+
+def curve(directory: Path, key: str = "loss") -> dict[int, float]:
+    """step -> value out of metrics.jsonl."""
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line[key] for line in lines if key in line}
