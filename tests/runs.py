@@ -12,27 +12,8 @@ from typing import Any
 
 import yaml
 
-WORDS = [
-    "the",
-    "a",
-    "sharded",
-    "rank",
-    "gathers",
-    "every",
-    "weight",
-    "and",
-    "gradient",
-    "of",
-    "one",
-    "layer",
-    "then",
-    "drops",
-    "it",
-    "again",
-    "while",
-    "another",
-    "waits",
-]
+TEXT = "the a sharded rank gathers every weight and gradient of one layer then drops it again while another waits"
+WORDS = TEXT.split(" ")
 
 
 def write_text(folder: Path, documents: int = 60) -> Path:
@@ -87,9 +68,9 @@ def write_config(folder: Path, name: str = "run", **sections: dict[str, Any]) ->
     return file
 
 
-def aliquot(*arguments: str | Path, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def command(*arguments: str | Path, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Runs the command to its end."""
-    return subprocess.run(
+    return subprocess.run(  # noqa: PLW1510 (the caller looks at the exit code)
         [sys.executable, "-m", "aliquot", *map(str, arguments)],
         capture_output=True,
         text=True,
@@ -100,14 +81,14 @@ def aliquot(*arguments: str | Path, environment: dict[str, str] | None = None) -
 
 def trained(*arguments: str | Path, environment: dict[str, str] | None = None) -> str:
     """`aliquot train` that must succeed; what it printed."""
-    result = aliquot("train", *arguments, environment=environment)
+    result = command("train", *arguments, environment=environment)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
 
 def refused(*arguments: str | Path) -> str:
     """`aliquot train` that must end with one line and exit code 2; that line."""
-    result = aliquot("train", *arguments)
+    result = command("train", *arguments)
     assert result.returncode == 2, result.stdout + result.stderr
     lines = [line for line in result.stderr.splitlines() if line.strip()]
     assert len(lines) == 1, result.stderr

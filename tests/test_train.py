@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from tests.runs import aliquot, curve, refused, trained, write_config
+import aliquot
+from aliquot.errors import UserError
+from tests.runs import command, curve, refused, trained, write_config
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -59,13 +61,17 @@ def test_a_run_leaves_what_it_promises(alone: Path) -> None:
     assert by_phase["first forward"]["activations"] > 0
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_local_ranks_give_the_curve_of_one_process(folder: Path, alone: Path, ranks: int) -> None:
-    output = trained(write_config(folder, f"ranks{ranks}", launch={"ranks": ranks}))
-    assert f"{ranks} ranks x 1 thread" in output
+@pytest.fixture(scope="module")
+def two_ranks(folder: Path) -> Path:
+    output = trained(write_config(folder, "two-ranks", launch={"ranks": 2}, checkpoint={"every": 2}))
+    assert "2 ranks x" in output
+    return folder / "two-ranks"
+
+
+def test_local_ranks_give_the_curve_of_one_process(alone: Path, two_ranks: Path) -> None:
     # Sums in another order, in fp32: see tests/engines/test_fsdp.py for the bound.
-    assert curve(folder / f"ranks{ranks}") == pytest.approx(curve(alone), rel=1e-5)
-    assert curve(folder / f"ranks{ranks}", "tokens") == curve(alone, "tokens")
+    assert curve(two_ranks) == pytest.approx(curve(alone), rel=1e-5)
+    assert curve(two_ranks, "tokens") == curve(alone, "tokens")
 
 
 @pytest.mark.long
@@ -103,23 +109,23 @@ def test_as_two_nodes_of_a_train_job(folder: Path, alone: Path) -> None:
     assert curve(folder / "trainjob") == pytest.approx(curve(alone), rel=1e-5)
 
 
-def test_killed_and_resumed_is_bit_for_bit_the_undisturbed_run(folder: Path) -> None:
-    settings = {"launch": {"ranks": 2}, "checkpoint": {"every": 2}, "train": {"max_steps": 12}}
-    trained(write_config(folder, "undisturbed", **settings))
-    config, directory = write_config(folder, "killed", **settings), folder / "killed"
+def test_killed_and_resumed_is_bit_for_bit_the_undisturbed_run(folder: Path, two_ranks: Path) -> None:
+    config = write_config(folder, "killed", launch={"ranks": 2}, checkpoint={"every": 2})
+    directory = folder / "killed"
     process = subprocess.Popen([sys.executable, "-m", "aliquot", "train", str(config)], stdout=subprocess.DEVNULL)
-    while not (directory / "checkpoints" / "step-00000004").exists():
+    while not (directory / "checkpoints" / "step-00000002").exists():
         assert process.poll() is None
-        time.sleep(0.01)
+        time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    output = trained(config)
-    assert "resuming from" in output
-    assert curve(directory) == curve(folder / "undisturbed")
-    assert curve(directory, "grad_norm") == curve(folder / "undisturbed", "grad_norm")
-    for ours in sorted((directory / "checkpoints" / "step-00000012").glob("*.safetensors")):
-        theirs = folder / "undisturbed" / "checkpoints" / "step-00000012" / ours.name
-        assert ours.read_bytes() == theirs.read_bytes()
+    assert not (directory / "export").exists()
+    assert "resuming from" in trained(config)
+    assert curve(directory) == curve(two_ranks)
+    assert curve(directory, "grad_norm") == curve(two_ranks, "grad_norm")
+    files = sorted((two_ranks / "checkpoints" / "step-00000006").glob("*.safetensors"))
+    assert len(files) == 3
+    for file in files:
+        assert (directory / "checkpoints" / "step-00000006" / file.name).read_bytes() == file.read_bytes()
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)])
@@ -144,71 +150,108 @@ def test_export_is_a_model_of_transformers_and_trains_on_with_the_same_loss(fold
     tokenizer = AutoTokenizer.from_pretrained(directory)
     assert tokenizer("the rank").input_ids[0] == tokenizer.bos_token_id == model.config.bos_token_id
 
-    again = write_config(folder, "again", train={"max_steps": 1, "warmup_steps": 1}, model={"path": str(directory)})
-    text = again.read_text().replace("config:", "x:")
-    import yaml
-
-    config = yaml.safe_load(text)
-    config["model"] = {"path": str(directory)}
-    del config["data"]["tokenizer_vocab_size"]
-    again.write_text(yaml.safe_dump(config))
-    trained(again)  # one step at learning rate 0: the evaluation sees the exported weights
+    again = write_config(folder, "again", train={"max_steps": 1, "warmup_steps": 1})
+    # One step at learning rate 0: the evaluation sees the exported weights.
+    trained(again, "model.config=null", f"model.path={directory}", "data.tokenizer_vocab_size=null")
     assert curve(folder / "again", "eval_loss")[1] == pytest.approx(curve(alone, "eval_loss")[6], rel=1e-6)
 
 
 def test_commands_on_what_a_run_left(folder: Path, alone: Path) -> None:
     out = folder / "from-checkpoint"
-    result = aliquot("export", alone / "checkpoints" / "step-00000006", out, "--dtype", "float32")
+    result = command("export", alone / "checkpoints" / "step-00000006", out, "--dtype", "float32")
     assert result.returncode == 0, result.stderr
     for name, values in load_file(alone / "export" / "model.safetensors").items():
         assert torch.equal(load_file(out / "model.safetensors")[name], values)
-    result = aliquot("generate", out, "--prompt", "the rank", "--max-new-tokens", "4")
+    result = command("generate", out, "--prompt", "the rank", "--max-new-tokens", "4")
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("the rank")
-    result = aliquot("export", alone / "checkpoints" / "step-00000006", out)
+    result = command("export", alone / "checkpoints" / "step-00000006", out)
     assert result.returncode == 2 and "not empty" in result.stderr
 
 
 def test_a_complete_run_is_left_alone(folder: Path, alone: Path) -> None:
     before = (alone / "metrics.jsonl").read_text()
-    assert "this run is complete at step 6" in trained(folder / "alone.yaml")
+    result = aliquot.train(aliquot.read_config(folder / "alone.yaml"))
+    assert (result.steps, result.loss, result.export) == (6, None, alone / "export")
     after = (alone / "metrics.jsonl").read_text()
     assert after.startswith(before.rsplit("\n", 2)[0])
 
 
+def refusal(config: Path, *overrides: str) -> str:
+    """What `aliquot.train` says of bad input, in this process: starting one takes seconds."""
+    with pytest.raises(UserError) as caught:
+        aliquot.train(aliquot.read_config(config, overrides))
+    assert caught.value.exit_code == 2
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
 def test_runs_are_never_overwritten(folder: Path, alone: Path) -> None:
     config = folder / "alone.yaml"
-    before = sorted(path.name for path in alone.rglob("*"))
-    assert "exists already" in refused(config, "checkpoint.resume=never")
-    assert "data.sequence_length was 32 and is 16" in refused(config, "data.sequence_length=16")
-    assert "of another shape" in refused(config, "model.config.hidden_size=64", "model.config.head_dim=8")
+    before = {path: path.stat().st_mtime_ns for path in (alone / "checkpoints").rglob("*")}
+    assert "exists already" in refusal(config, "checkpoint.resume=never")
+    assert "data.sequence_length was 32 and is 16" in refusal(config, "data.sequence_length=16")
+    assert "train.global_batch_size was 5 and is 7" in refusal(config, "train.global_batch_size=7")
+    assert "[16, 32] instead of [16, 64]" in refusal(config, "model.config.hidden_size=64", "model.config.head_dim=8")
     other = folder / "other"
     other.mkdir()
     (other / "thesis.tex").write_text("x")
-    assert "is not a run of aliquot" in refused(config, f"run.directory={other}")
-    assert sorted(path.name for path in alone.rglob("*")) == before
+    assert "is not a run of aliquot" in refusal(config, f"run.directory={other}")
+    assert {path: path.stat().st_mtime_ns for path in (alone / "checkpoints").rglob("*")} == before
+    assert [path.name for path in other.iterdir()] == ["thesis.tex"]
 
 
-def test_bad_input_is_one_line(folder: Path, tmp_path: Path) -> None:
+def test_bad_input(folder: Path, alone: Path, tmp_path: Path) -> None:
     config = write_config(folder, "bad")
-    assert "did you mean train.learning_rate" in refused(config, "train.learning_rte=1")
-    assert "no such file" in refused(config, "data.path=nowhere.txt")
-    assert "64 positions" in refused(config, "data.sequence_length=128")
+    no_config = ["model.config=null", "data.tokenizer_vocab_size=null"]
+    assert "did you mean train.learning_rate" in refusal(config, "train.learning_rte=1")
+    assert "no such file" in refusal(config, "data.path=nowhere.txt")
+    assert "64 positions" in refusal(config, "data.sequence_length=128")
     (tmp_path / "empty.txt").write_text("\n \n")
-    assert "no usable document" in refused(config, f"data.path={tmp_path}/empty.txt")
-    assert "no config.json here" in refused(config, f"model={{path: {tmp_path}}}")
-    assert "only 200 rows" in refused(config, "model.config.vocab_size=200", "data.tokenizer_vocab_size=300")
-    assert not (folder / "bad" / "checkpoints").exists() or not list((folder / "bad" / "checkpoints").iterdir())
+    assert "no usable document" in refusal(config, f"data.path={tmp_path}/empty.txt")
+    assert "no config.json here" in refusal(config, *no_config, f"model.path={tmp_path}")
+    assert "no such directory" in refusal(config, *no_config, f"model.path={tmp_path}/nowhere")
+    assert "only 200 rows" in refusal(config, "model.config.vocab_size=200")
+    assert "dropout" in refusal(config, "model.config.attention_dropout=0.1")
+    assert "mixture-of-experts" in refusal(config, "model.config.model_type=mixtral")
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(alone / "export" / name, bare)
+    assert "safetensors" in refusal(config, *no_config, f"model.path={bare}")
+    weights = (alone / "export" / "model.safetensors").read_bytes()
+    (bare / "model.safetensors").write_bytes(weights[:-100])
+    assert "model.safetensors" in refusal(config, *no_config, f"model.path={bare}")
+    assert not list((folder / "bad" / "checkpoints").iterdir())
 
 
-def test_a_non_finite_loss_stops_and_keeps_the_last_checkpoint(folder: Path) -> None:
+def test_bad_input_on_the_command_line_is_one_line(folder: Path) -> None:
+    assert "did you mean train.learning_rate" in refused(folder / "alone.yaml", "train.learning_rte=1")
+    config = write_config(folder, "bad-ranks", launch={"ranks": 2})
+    assert "no such file" in refused(config, "data.path=nowhere.txt")
+
+
+def test_a_non_finite_loss_names_step_and_rank(folder: Path, alone: Path, tmp_path: Path) -> None:
+    shutil.copytree(alone / "export", tmp_path / "model")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    weights["lm_head.weight"][3, 3] = float("inf")
+    save_file(weights, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    config = write_config(folder, "infinite")
+    overrides = ["model.config=null", "data.tokenizer_vocab_size=null", f"model.path={tmp_path}/model"]
+    with pytest.raises(aliquot.TrainingError, match="step 1: the loss is not finite on rank 0; there is no checkpoint"):
+        aliquot.train(aliquot.read_config(config, overrides))
+
+
+def test_a_diverging_run_stops_and_keeps_the_last_checkpoint(folder: Path) -> None:
     config = write_config(
         folder, "diverged", checkpoint={"every": 1}, launch={"ranks": 2},
         train={"learning_rate": 1e30, "warmup_steps": 1, "max_steps": 50, "max_grad_norm": 0},
     )  # fmt: skip
-    result = aliquot("train", config)
+    result = command("train", config)
     assert result.returncode == 1
-    line = next(line for line in result.stderr.splitlines() if "aliquot:" in line)
-    assert "not finite" in line and "step" in line and "the last checkpoint is" in line
+    lines = [line for line in result.stderr.splitlines() if line.startswith("aliquot:")]
+    assert len(lines) == 1
+    assert "step 3" in lines[0] and "the last checkpoint is" in lines[0]
     kept = sorted((folder / "diverged" / "checkpoints").glob("step-*"))
+    assert [path.name for path in kept] == ["step-00000001", "step-00000002"]
     assert all(torch.isfinite(v).all() for v in load_file(kept[-1] / "model.safetensors").values())

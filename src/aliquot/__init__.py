@@ -4,7 +4,9 @@ transformers: each name below is loaded when it is first used.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -31,3 +33,14 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'aliquot' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)
+
+
+class _Package(ModuleType):
+    """Keeps `aliquot.train` the function: importing the module of that name would otherwise replace it."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _HOME and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

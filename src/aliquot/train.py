@@ -72,8 +72,8 @@ class _Run:
     ledger: Ledger
     machine: dict[str, Any]
     source: ModelSource
+    files: dict[str, bytes]  # config and tokenizer, to lie beside saved weights
     data: Prepared
-    tokenizer: Any
     size: BatchSize
     batches: Batches
     total_steps: int
@@ -110,7 +110,7 @@ def _prepare(config: RunConfig, ranks: Ranks, display: Display, machine: dict[st
     directory = RunDirectory(config.run.directory)
     on_first(ranks, lambda: directory.open(config))
 
-    on_first(ranks, lambda: bool(resolve(config.model)))  # where it comes from the hub, only rank 0 downloads it
+    on_first(ranks, lambda: bool(resolve(config.model)))  # from the hub only rank 0 downloads
     source = resolve(config.model)
     data = prepare_together(config.data, source.directory, source.largest_vocabulary, ranks, display.progress)
     tokenizer = data.load_tokenizer()
@@ -144,16 +144,15 @@ def _prepare(config: RunConfig, ranks: Ranks, display: Display, machine: dict[st
 
     packed = "packed" if config.data.packing else "padded"
     display.header(
-        [
-            f"{model_name}, {built.numel:,} parameters, {config.train.precision}, engine {engine_name}",
-            placement,
-            f"{batches.store.documents:,} documents, {len(batches.store.tokens):,} tokens; {total_steps} steps of"
-            f" {size.total} sequences of {config.data.sequence_length}, {packed}",
-        ]
+        f"{model_name}, {built.numel:,} parameters, {config.train.precision}, engine {engine_name}",
+        placement,
+        f"{batches.store.documents:,} documents, {len(batches.store.tokens):,} tokens; {total_steps} steps of"
+        f" {size.total} sequences of {config.data.sequence_length}, {packed}",
     )
     before = (state["step"], state["tokens"]) if resumed is not None else (0, 0)
+    files = model_files(source.config, tokenizer, source.directory)
     return _Run(
-        config, ranks, directory, display, ledger, machine, source, data, tokenizer, size, batches, total_steps, built,
+        config, ranks, directory, display, ledger, machine, source, files, data, size, batches, total_steps, built,
         engine, *before,
     )  # fmt: skip
 
@@ -192,7 +191,6 @@ def _train(run: _Run) -> Result:
         watchdog.beat()
 
         if done % settings.logging_steps == 0 or done in (run.steps_before + 1, run.total_steps):
-            speed = meter.recent()
             metrics = {
                 "step": done,
                 "loss": loss,
@@ -200,11 +198,8 @@ def _train(run: _Run) -> Result:
                 "grad_norm": grad_norm,
                 "tokens": tokens,
                 "epoch": batch.epoch,
-                "tokens_per_s": speed.tokens_per_s,
-                "flops_per_s": speed.flops_per_s,
-                "mfu": speed.mfu,
+                **meter.readings(steps_left=run.total_steps - done),
                 "memory_bytes": ranks.gather(memory_use().private_bytes),
-                "eta_s": meter.eta_s(run.total_steps - done),
             }
             curve.write(metrics)
             run.display.step(metrics, run.total_steps)
@@ -268,9 +263,8 @@ def _save(run: _Run, step: int, tokens: int) -> None:
         "determinants": _determinants(run.config, run.data, run.size),
         "config": run.config.model_dump(mode="json"),
     }
-    files = model_files(run.source.config, run.tokenizer, run.source.directory)
     keep = run.config.checkpoint.keep
-    save(run.directory.checkpoints, step, run.engine, run.built.tensors, state, files, run.ranks, keep)
+    save(run.directory.checkpoints, step, run.engine, run.built.tensors, state, run.files, run.ranks, keep)
 
 
 def _determinants(config: RunConfig, data: Prepared, size: BatchSize) -> dict[str, Any]:
@@ -289,16 +283,15 @@ def _export(run: _Run) -> Path:
     target, config = run.directory.export, run.source.config
     on_first(run.ranks, lambda: remove_directory(target) if target.exists() else None)
     dtype = export_dtype(run.config.model.dtype, config, run.source.from_scratch, run.config.train.precision)
-    files = model_files(config, run.tokenizer, run.source.directory)
-    export(run.engine, run.built.tensors, target, dtype, files, run.ranks)
+    export(run.engine, run.built.tensors, target, dtype, run.files, run.ranks)
     return target
 
 
 def _sample(run: _Run) -> str | None:
-    observe = run.config.observe
+    observe, tokenizer = run.config.observe, run.data.load_tokenizer()
     if observe.sample_prompt is None:
         return None
-    ids = torch.tensor([run.tokenizer.encode(observe.sample_prompt)])
+    ids = torch.tensor([tokenizer.encode(observe.sample_prompt)])
     torch.manual_seed(run.config.run.seed)  # every rank draws the same tokens
     continued = run.engine.generate(ids, **sampling(observe.sample_tokens, temperature=0.8))
-    return str(run.tokenizer.decode(continued[0], skip_special_tokens=True))
+    return str(tokenizer.decode(continued[0], skip_special_tokens=True))

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from cases import (
+from safetensors.torch import save_file
+from transformers import AutoConfig
+
+from aliquot.engines.base import EngineSpec
+from aliquot.engines.fsdp import FsdpEngine
+from aliquot.machine.topology import Topology
+from aliquot.models import initialize, meta
+from tests.engines.cases import (
     BETAS,
     CASES,
     EPSILON,
@@ -21,14 +27,8 @@ from cases import (
     documents,
     micro_batch,
     predicted,
-)
-from safetensors.torch import save_file
-from transformers import AutoConfig
-
-from aliquot.engines.base import EngineSpec
-from aliquot.engines.fsdp import FsdpEngine
-from aliquot.machine.topology import Topology
-from aliquot.models import initialize, meta
+)  # fmt: skip
+from tests.processes import as_ranks
 
 
 def train(case: Case, rank: int, world_size: int, folder: Path) -> None:
@@ -67,13 +67,10 @@ def write_parts(engine: FsdpEngine, file: Path) -> None:
     save_file(values, file)
 
 
-def main() -> None:
-    rank, world_size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
-    for name in sys.argv[4:]:
+def work(rank: int, world_size: int, folder: Path, cases: list[str]) -> None:
+    for name in cases:
         train(CASES[name], rank, world_size, folder)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    as_ranks(work)

@@ -154,10 +154,10 @@ class RunConfig(Section):
         if self.launch.node_rank >= self.launch.nodes:
             raise ValueError(f"launch.node_rank {self.launch.node_rank} is not below launch.nodes {self.launch.nodes}")
         train = self.train
-        if train.global_batch_size is not None and train.gradient_accumulation_steps is not None:
-            if "per_device_train_batch_size" in train.model_fields_set:
-                raise ValueError(
-                    "train.global_batch_size, train.per_device_train_batch_size and train.gradient_accumulation_steps"
-                    " are all set: two of them fix the third, leave one out"
-                )
+        all_three = {"global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"}
+        if all_three <= train.model_fields_set and train.global_batch_size and train.gradient_accumulation_steps:
+            raise ValueError(
+                "train.global_batch_size, train.per_device_train_batch_size and train.gradient_accumulation_steps"
+                " are all set: two of them fix the third, leave one out"
+            )
         return self

@@ -6,6 +6,7 @@ so that activation checkpointing replays them.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -61,8 +62,7 @@ def document_attention(
     documents.visits += 1
     edges = documents.edges
     outputs = [
-        _causal(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], scaling, sliding_window)
-        for a, b in zip(edges, edges[1:], strict=False)
+        _causal(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], scaling, sliding_window) for a, b in pairwise(edges)
     ]
     whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
     return whole.transpose(1, 2), None

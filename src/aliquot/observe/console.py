@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from rich.console import Console, Group, RenderableType
@@ -43,7 +43,7 @@ class Display:
         if not self._quiet:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def header(self, lines: Sequence[str]) -> None:
+    def header(self, *lines: str) -> None:
         for text in lines:
             self.line(text)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,10 @@ class Meter:
         if not self._window:
             return None
         return steps_left * sum(seconds for seconds, _, _ in self._window) / len(self._window)
+
+    def readings(self, steps_left: int) -> dict[str, float | None]:
+        """The recent pace as metrics."""
+        return {**asdict(self.recent()), "eta_s": self.eta_s(steps_left)}
 
     def _speed(self, total: tuple[float, int, int]) -> Speed:
         seconds, tokens, flops = total
