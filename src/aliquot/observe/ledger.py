@@ -67,19 +67,18 @@ def write(path: Path, rows: Sequence[Row], machine: Mapping[str, Any]) -> None:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """A line a phase, each number the largest over the ranks."""
+    """A line a phase, each number the largest over the ranks; the peak is that of RSS, private and shared."""
     categories = list(dict.fromkeys(category for row in rows for category in row["accounted_bytes"]))
-    result = Table(title="memory in MiB, the largest over the ranks")
-    result.add_column("phase")
-    for column in ("private", "shared", "PSS", "RSS", "peak RSS", *categories):
-        result.add_column(column, justify="right")
+    # No frame: with one, a terminal of 80 columns cuts the words.
+    result = Table(title="memory in MiB, the largest over the ranks", box=None, pad_edge=False)
+    result.add_column("phase", no_wrap=True)
+    for column in ("private", "shared", "peak", *categories):
+        result.add_column(column, justify="right", overflow="fold")
     for phase in PHASES:
         of_phase = [row for row in rows if row["phase"] == phase]
         if not of_phase:
             continue
-        measured = [
-            max(row[f"{name}_bytes"] for row in of_phase) for name in ("private", "shared", "pss", "rss", "peak_rss")
-        ]
+        measured = [max(row[f"{name}_bytes"] for row in of_phase) for name in ("private", "shared", "peak_rss")]
         accounted = [max(row["accounted_bytes"].get(category, 0) for row in of_phase) for category in categories]
         result.add_row(phase, *(f"{size / 2**20:,.0f}" for size in (*measured, *accounted)))
     return result
