@@ -12,7 +12,7 @@ import torch
 
 from aliquot.checkpoint.directories import newest
 from aliquot.checkpoint.resume import check_continuity, resume
-from aliquot.checkpoint.save import save
+from aliquot.checkpoint.saver import Saver
 from aliquot.config.batch_size import BatchSize, batch_size
 from aliquot.config.schema import RunConfig
 from aliquot.data.batches import Batches, EvalBatches
@@ -27,11 +27,12 @@ from aliquot.machine.matmul import matmul_rate
 from aliquot.machine.memory import memory_use
 from aliquot.machine.placement import place
 from aliquot.machine.ranks import Ranks
+from aliquot.machine.stop import StopSignal, Terminated
 from aliquot.machine.watchdog import Watchdog
 from aliquot.models import initialize, meta
 from aliquot.models.export import export
 from aliquot.models.files import export_dtype, model_files
-from aliquot.models.generate import sampling
+from aliquot.models.generate import continuation
 from aliquot.models.load import load_weights
 from aliquot.models.source import ModelSource, resolve
 from aliquot.observe import summary
@@ -79,6 +80,7 @@ class _Run:
     total_steps: int
     built: meta.MetaModel
     engine: Engine
+    saver: Saver
     steps_before: int  # optimizer steps and real tokens of the runs that this one continues
     tokens_before: int
 
@@ -122,7 +124,6 @@ def _prepare(config: RunConfig, ranks: Ranks, display: Display, machine: dict[st
     total_steps = config.train.max_steps or batches.steps_in(config.train.num_train_epochs)
 
     built = meta.build(source.config)
-    model_name = type(built.model).__name__
     engine_name, engine_type = engine_class(config.shard.engine)
     spec = EngineSpec.of(config.train, lambda phase: ledger.mark(f"first {phase}", engine.counters().memory()))
     engine = engine_type.build(built.model, spec, ranks.topology)
@@ -131,7 +132,7 @@ def _prepare(config: RunConfig, ranks: Ranks, display: Display, machine: dict[st
     resumed = resume(config.checkpoint.resume, directory.checkpoints, engine, built.tensors, ranks)
     if resumed is not None:
         where, state = resumed
-        check_continuity(state, _determinants(config, data, size), where)
+        check_continuity(state, batches.determinants(), where)
         engine.restored(state["step"])
         display.line(f"resuming from {where}")
     elif source.directory is not None:
@@ -144,23 +145,28 @@ def _prepare(config: RunConfig, ranks: Ranks, display: Display, machine: dict[st
 
     packed = "packed" if config.data.packing else "padded"
     display.header(
-        f"{model_name}, {built.numel:,} parameters, {config.train.precision}, engine {engine_name}",
+        f"{built.name}, {built.numel:,} parameters, {config.train.precision}, engine {engine_name}",
         placement,
         f"{batches.store.documents:,} documents, {len(batches.store.tokens):,} tokens; {total_steps} steps of"
         f" {size.total} sequences of {config.data.sequence_length}, {packed}",
     )
     before = (state["step"], state["tokens"]) if resumed is not None else (0, 0)
     files = model_files(source.config, tokenizer, source.directory)
+    saver = Saver(directory.checkpoints, engine, built.tensors, files, ranks, config.checkpoint, display.warning)
     return _Run(
         config, ranks, directory, display, ledger, machine, source, files, data, size, batches, total_steps, built,
-        engine, *before,
+        engine, saver, *before,
     )  # fmt: skip
 
 
 def _train(run: _Run) -> Result:
+    timeout_s, stacks = run.config.launch.step_timeout_s, run.directory.logs / f"stacks-rank-{run.ranks.rank}.txt"
+    with StopSignal(run.config.checkpoint.grace_s) as stop, Watchdog(timeout_s, stacks, run.ranks.rank) as watchdog:
+        return _steps(run, stop, watchdog)
+
+
+def _steps(run: _Run, stop: StopSignal, watchdog: Watchdog) -> Result:
     config, ranks, engine, settings = run.config, run.ranks, run.engine, run.config.train
-    stacks = run.directory.logs / f"stacks-rank-{ranks.rank}.txt"
-    watchdog = Watchdog(config.launch.step_timeout_s, stacks, ranks.rank)
     meter = Meter(ceiling_flops_per_s=sum(ranks.gather(matmul_rate(ranks, settings.precision))))
     curve = Curve(run.directory.metrics, run.directory.tensorboard, config.observe, run.steps_before, ranks.rank == 0)
     warmup_steps = settings.warmup_steps
@@ -180,11 +186,15 @@ def _train(run: _Run) -> Result:
             last = index == len(batch.micro_batches) - 1
             summed += engine.backward(micro_batch, 1 / max(1, batch.predicted), last).cpu()
         done = step + 1
-        loss = _mean_loss(run, float(summed), batch.predicted, done)
+        reports = ranks.gather({"loss": float(summed), "stop": stop.requested, "save": run.saver.report()})
+        loss = _mean_loss(run, [report["loss"] for report in reports], batch.predicted, done)
+        stopping = any(report["stop"] for report in reports)
+        run.saver.poll([report["save"] for report in reports])
+        run.saver.before_update()
         rate = learning_rate(step, run.total_steps, warmup_steps, settings.learning_rate, settings.lr_scheduler_type)
         grad_norm = engine.step(rate, settings.max_grad_norm or None).grad_norm
         if not math.isfinite(grad_norm):
-            raise TrainingError(_why_stopped(run, done, f"the gradient norm is {grad_norm}"))
+            raise _stopped(run, done, f"the gradient norm is {grad_norm}")
         tokens += batch.tokens
         meter.end(batch.tokens, model_flops(matmul_parameters, batch.tokens, batch.attention_pairs, attention_width))
         run.ledger.mark("first step", engine.counters().memory())
@@ -205,36 +215,43 @@ def _train(run: _Run) -> Result:
             run.display.step(metrics, run.total_steps)
         if settings.eval_steps and done % settings.eval_steps == 0 and done < run.total_steps:
             _evaluate(run, done, curve, watchdog)
-        if done == run.total_steps or (config.checkpoint.every and done % config.checkpoint.every == 0):
-            _save(run, done, tokens)
-            watchdog.beat()
+        due = config.checkpoint.every and done % config.checkpoint.every == 0
+        if due or stopping or done == run.total_steps:
+            run.saver.start(done, _state(run, done, tokens))
+        if stopping and done < run.total_steps:
+            run.saver.finish()
+            raise Terminated(f"stopped by SIGTERM after step {done}, which is saved: start again to continue")
 
+    run.saver.finish()
+    watchdog.beat()
     run.ledger.mark(STEADY_PEAK, engine.counters().memory())
     perplexity = _evaluate(run, done, curve, watchdog)
     curve.close()
     exported = _export(run) if config.checkpoint.export else None
-    sample = _sample(run)
+    sample = None
+    if (prompt := config.observe.sample_prompt) is not None:
+        sample = continuation(engine.generate, run.data.load_tokenizer(), prompt, config.observe.sample_tokens)
     rows = [row for of_rank in ranks.gather(run.ledger.rows()) for row in of_rank]
     if ranks.rank == 0:
         summary.finish(run.display, run.directory, rows, run.machine, meter.overall(), sample, exported)
-    watchdog.stop()
     engine.close()
     return Result(run.directory.path, done, loss, perplexity, exported)
 
 
-def _mean_loss(run: _Run, summed: float, predicted: int, step: int) -> float:
+def _mean_loss(run: _Run, sums: list[float], predicted: int, step: int) -> float:
     """The loss of the global batch: the mean over all of its predicted tokens. A non-finite one ends the run."""
-    sums = run.ranks.gather(summed)
     bad = [str(rank) for rank, value in enumerate(sums) if not math.isfinite(value)]
     if bad:
-        raise TrainingError(_why_stopped(run, step, f"the loss is not finite on rank {', '.join(bad)}"))
+        raise _stopped(run, step, f"the loss is not finite on rank {', '.join(bad)}")
     return math.fsum(sums) / max(1, predicted)
 
 
-def _why_stopped(run: _Run, step: int, reason: str) -> str:
+def _stopped(run: _Run, step: int, reason: str) -> TrainingError:
+    """Why the run ends, on every rank at once; a checkpoint that is being saved is good and is finished first."""
+    run.saver.finish()
     kept = newest(run.directory.checkpoints)
     where = f"the last checkpoint is {kept}" if kept else "there is no checkpoint yet"
-    return f"step {step}: {reason}; {where}. Try a lower train.learning_rate or more warm-up"
+    return TrainingError(f"step {step}: {reason}; {where}. Try a lower train.learning_rate or more warm-up")
 
 
 def _evaluate(run: _Run, step: int, curve: Curve, watchdog: Watchdog) -> float | None:
@@ -253,28 +270,16 @@ def _evaluate(run: _Run, step: int, curve: Curve, watchdog: Watchdog) -> float |
     return perplexity
 
 
-def _save(run: _Run, step: int, tokens: int) -> None:
-    state = {
+def _state(run: _Run, step: int, tokens: int) -> dict[str, Any]:
+    """What a checkpoint holds beside weights and moments."""
+    return {
         "step": step,
         "tokens": tokens,
         "position": vars(run.batches.position(step)),
         # Every draw is made from (seed, name or epoch): the seed is all the state that randomness has.
         "rng": {"seed": run.config.run.seed},
-        "determinants": _determinants(run.config, run.data, run.size),
-        "config": run.config.model_dump(mode="json"),
-    }
-    keep = run.config.checkpoint.keep
-    save(run.directory.checkpoints, step, run.engine, run.built.tensors, state, run.files, run.ranks, keep)
-
-
-def _determinants(config: RunConfig, data: Prepared, size: BatchSize) -> dict[str, Any]:
-    """All that the order of the data depends on: only while these stay does `step` say where in the data a run is."""
-    return {
-        "run.seed": config.run.seed,
-        "data (hash of the tokens)": Path(data.train).name,
-        "data.sequence_length": config.data.sequence_length,
-        "data.packing": config.data.packing,
-        "train.global_batch_size": size.total,
+        "determinants": run.batches.determinants(),
+        "config": run.config.model_dump(mode="json", by_alias=True),
     }
 
 
@@ -285,13 +290,3 @@ def _export(run: _Run) -> Path:
     dtype = export_dtype(run.config.model.dtype, config, run.source.from_scratch, run.config.train.precision)
     export(run.engine, run.built.tensors, target, dtype, run.files, run.ranks)
     return target
-
-
-def _sample(run: _Run) -> str | None:
-    observe, tokenizer = run.config.observe, run.data.load_tokenizer()
-    if observe.sample_prompt is None:
-        return None
-    ids = torch.tensor([tokenizer.encode(observe.sample_prompt)])
-    torch.manual_seed(run.config.run.seed)  # every rank draws the same tokens
-    continued = run.engine.generate(ids, **sampling(observe.sample_tokens, temperature=0.8))
-    return str(tokenizer.decode(continued[0], skip_special_tokens=True))

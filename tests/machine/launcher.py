@@ -14,7 +14,7 @@ from pathlib import Path
 from aliquot.config.schema import LaunchSection
 from aliquot.machine.launch import start_ranks
 launch = LaunchSection(device="cpu", ranks=int(sys.argv[1]))
-sys.exit(start_ranks(launch, sys.argv[3:], Path(sys.argv[2])))
+sys.exit(start_ranks(launch, sys.argv[3:], Path(sys.argv[2]), grace_s=5))
 """
 
 JOIN = """

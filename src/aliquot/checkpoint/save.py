@@ -24,8 +24,8 @@ from aliquot.ranges.checksums import BlockChecksums, Piece, combine_pieces
 from aliquot.ranges.layout import Layout
 from aliquot.ranges.manifest import MANIFEST, FileRecord, checksum, manifest_bytes
 from aliquot.ranges.parts import PartStore
-from aliquot.ranges.publish import check_names, check_space, publish_together, set_aside, write_file
-from aliquot.ranges.together import Ranks, on_first
+from aliquot.ranges.publish import begin, check_names, check_space, commit, remove_directory, set_aside, write_file
+from aliquot.ranges.together import Ranks, on_first, together
 from aliquot.ranges.transfer import drain
 
 MAX_FILE_BYTES = 4 << 30
@@ -48,44 +48,86 @@ def save(
     the same step is replaced. Raises the same UserError on every rank where any of them cannot write: then nothing is
     left of this one and the earlier ones are as they were.
     """
-    layouts = {kind: Layout.of(tensors, torch.float32, MAX_FILE_BYTES, stem) for kind, stem in STEMS.items()}
-    files = {file.name: file for layout in layouts.values() for file in layout.files}
-    target = directory_of(root, step)
+    draft = Draft.begin(root, step, tensors, state, config_files, ranks)
+    try:
+        written = together(ranks, lambda: draft.write(store))
+        on_first(ranks, lambda: draft.publish(written, keep))
+    except Exception:
+        if ranks.rank == 0:
+            draft.abandon()
+        raise
+    return draft.target
 
-    def small_files() -> dict[str, bytes]:
-        return {STATE: json.dumps(state, indent=1).encode(), **config_files}
 
-    def prepare(partial: Path) -> None:
-        check_names(config_files, taken={STATE, MANIFEST})
-        check_space(partial, sum(file.file_bytes for file in files.values()))
-        for layout in layouts.values():
-            layout.create_files(partial)
-        for name, data in small_files().items():
-            write_file(partial / name, data)
+class Draft:
+    """A checkpoint that is being written, in a directory beside its own."""
 
-    def write(partial: Path) -> list[Piece]:
+    def __init__(
+        self,
+        root: Path,
+        step: int,
+        tensors: Sequence[tuple[str, Shape]],
+        small_files: dict[str, bytes],
+        names: list[str],
+    ) -> None:
+        self.target = directory_of(root, step)
+        self.partial = Path()
+        self._root = root
+        self._layouts = {kind: Layout.of(tensors, torch.float32, MAX_FILE_BYTES, stem) for kind, stem in STEMS.items()}
+        self._files = {file.name: file for layout in self._layouts.values() for file in layout.files}
+        self._small_files = small_files
+        self._names = names  # of config_files
+
+    @classmethod
+    def begin(
+        cls,
+        root: Path,
+        step: int,
+        tensors: Sequence[tuple[str, Shape]],
+        state: Mapping[str, Any],
+        config_files: Mapping[str, bytes],
+        ranks: Ranks,
+    ) -> Draft:
+        """Rank 0 makes the directory and lays the files out. Collective; arguments and errors as of `save`."""
+        small_files = {STATE: json.dumps(state, indent=1).encode(), **config_files}
+        draft = cls(root, step, tensors, small_files, sorted(config_files))
+        on_first(ranks, lambda: clean(root))
+        draft.partial = begin(draft.target, ranks, draft._prepare)
+        return draft
+
+    def write(self, store: PartStore) -> list[Piece]:
+        """Write and fsync the parts that this rank owns; what `publish` needs to know of them. Raises UserError."""
         checksums = BlockChecksums()
-        drain(store, {kind: layout.byte_map(partial).entries for kind, layout in layouts.items()}, checksums)
+        drain(store, {kind: layout.byte_map(self.partial).entries for kind, layout in self._layouts.items()}, checksums)
         return checksums.pieces()
 
-    def finish(partial: Path, written: list[list[Piece]]) -> None:
+    def publish(self, written: Sequence[Sequence[Piece]], keep: int) -> None:
+        """On rank 0, when all ranks have written: the manifest, one rename, then retention. Raises OSError."""
+        commit(self.partial, self.target, lambda: self._finish(written))
+        retain(self._root, keep, self.target)
+        clean(self._root)
+
+    def abandon(self) -> None:
+        """On rank 0, when no rank writes any more: leave nothing behind."""
+        remove_directory(self.partial)
+
+    def _prepare(self, partial: Path) -> None:
+        check_names(self._names, taken={STATE, MANIFEST})
+        check_space(partial, sum(file.file_bytes for file in self._files.values()))
+        for layout in self._layouts.values():
+            layout.create_files(partial)
+        for name, data in self._small_files.items():
+            write_file(partial / name, data)
+
+    def _finish(self, written: Sequence[Sequence[Piece]]) -> None:
         heads = BlockChecksums()
-        heads.add_heads({partial / name: len(file.header) for name, file in files.items()})
-        sizes = {name: file.file_bytes for name, file in files.items()}
+        heads.add_heads({self.partial / name: len(file.header) for name, file in self._files.items()})
+        sizes = {name: file.file_bytes for name, file in self._files.items()}
         blocks = combine_pieces(chain(heads.pieces(), *written), sizes)
         records = {name: FileRecord(bytes=size, crc32=blocks[name]) for name, size in sizes.items()}
-        for layout in layouts.values():
+        for layout in self._layouts.values():
             records |= {name: checksum(data) for name, data in layout.index.items()}
-        records |= {name: checksum(data) for name, data in small_files().items()}
-        write_file(partial / MANIFEST, manifest_bytes(records, sorted(config_files)))
-        if target.exists():
-            set_aside(target)
-
-    def tidy() -> None:
-        retain(root, keep, target)
-        clean(root)
-
-    on_first(ranks, lambda: clean(root))
-    publish_together(target, ranks, prepare, write, finish)
-    on_first(ranks, tidy)
-    return target
+        records |= {name: checksum(data) for name, data in self._small_files.items()}
+        write_file(self.partial / MANIFEST, manifest_bytes(records, self._names))
+        if self.target.exists():
+            set_aside(self.target)

@@ -28,7 +28,9 @@ def command(
         placed = launch.with_environment(settings.launch, os.environ)
         if launch.mode(placed, os.environ) == "launcher":
             logs = settings.run.directory / "logs"
-            raise typer.Exit(launch.start_ranks(placed, ["-m", "aliquot", *sys.argv[1:]], logs))
+            raise typer.Exit(
+                launch.start_ranks(placed, ["-m", "aliquot", *sys.argv[1:]], logs, settings.checkpoint.grace_s)
+            )
 
     from aliquot.machine.rank_errors import report_error
     from aliquot.train import train

@@ -47,7 +47,7 @@ def validate(values: Mapping[str, Any], locations: Mapping[Keys, Location], wher
 
 def dump_config(config: RunConfig) -> str:
     """The complete configuration as YAML, readable again by `read_config`."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True)
 
 
 def _load(text: str, name: str, locations: dict[Keys, Location]) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def known_keys() -> list[Keys]:
         found.append((section,))
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
-            found.extend((section, key) for key in kind.model_fields)
+            found.extend((section, inner.alias or key) for key, inner in kind.model_fields.items())
     return found
 
 

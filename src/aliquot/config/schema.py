@@ -113,6 +113,12 @@ class CheckpointSection(Section):
     every: NonNegativeInt = Field(0, description="Save every so many steps; 0 = only at the end.")
     keep: PositiveInt = Field(2, description="Complete checkpoints kept; older ones are removed.")
     resume: str = Field("auto", description="auto: the newest complete checkpoint of this run; never; or a PATH.")
+    asynchronous: bool = Field(True, alias="async", description="Write to disk while training goes on.")
+    buffer_bytes: NonNegativeInt = Field(
+        256 << 20, description="Copied at most when the next update comes before all is written; beyond, it waits."
+    )
+    grace_s: PositiveFloat = Field(90.0, description="After SIGTERM: finish the step, save and exit within this time.")
+    on_error: Literal["stop", "warn"] = Field("stop", description="When a checkpoint cannot be written.")
     export: bool = Field(True, description="Write a Hugging Face export at the end of the run.")
 
 

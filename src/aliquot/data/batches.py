@@ -66,6 +66,7 @@ class Batches:
         self.global_batch_size = global_batch_size
         self.micro_batch_size = micro_batch_size
         self.pad_id = pad_id
+        self.packed = packing
         self.packing = Packing.of(store, sequence_length, packing)
         self.stop = None if epochs is None else self._sequences_in(epochs)
         self._epochs: dict[int, Epoch] = {}
@@ -87,6 +88,16 @@ class Batches:
     @property
     def sequences_per_epoch(self) -> int:
         return self.packing.sequences
+
+    def determinants(self) -> dict[str, str | int]:
+        """All that the order of the data depends on: while these stay, a step's number says where in the data it is."""
+        return {
+            "run.seed": self.seed,
+            "data (hash of the tokens)": self.store.path.name,
+            "data.sequence_length": self.sequence_length,
+            "data.packing": self.packed,
+            "train.global_batch_size": self.global_batch_size,
+        }
 
     def steps_in(self, epochs: float) -> int:
         """Optimizer steps that see `epochs` times the data."""

@@ -7,6 +7,7 @@ ranks; or alone.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import sys
@@ -20,7 +21,6 @@ from aliquot.machine.rank_failures import explain
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
 _JOIN_TIMEOUT_S = 900  # nodes of a cluster do not start at the same time
-_SHUTDOWN_TIMEOUT_S = 10
 
 
 def mode(launch: LaunchSection, environ: Mapping[str, str]) -> Literal["rank", "launcher", "alone"]:
@@ -65,7 +65,7 @@ def local_ranks(launch: LaunchSection) -> int:
     return max(1, torch.cuda.device_count())
 
 
-def start_ranks(launch: LaunchSection, argv: list[str], log_directory: Path) -> int:
+def start_ranks(launch: LaunchSection, argv: list[str], log_directory: Path, grace_s: float) -> int:
     """Run `python ARGV` as every local rank and wait for them; the exit code of this process.
 
     Rank 0 talks on this console, rank N into rank-N.log of `log_directory`. When a rank dies, all end and the one
@@ -107,7 +107,7 @@ def start_ranks(launch: LaunchSection, argv: list[str], log_directory: Path) -> 
         local_addr=address,
         max_restarts=0,
         monitor_interval=0.05,
-        shutdown_timeout=_SHUTDOWN_TIMEOUT_S,
+        shutdown_timeout=math.ceil(grace_s) + 10,  # torch elastic then kills: a rank must have saved by then
     )
     command = ["-m", "aliquot.machine.rank_start", str(os.getpid()), str(log_directory), *argv]
     try:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Self
 
 from aliquot.machine.rank_errors import RankError, record_error
 
@@ -34,6 +35,12 @@ class Watchdog:
     def beat(self) -> None:
         self._last = time.monotonic()
         faulthandler.dump_traceback_later(self.timeout_s, file=self._stacks)  # replaces the one before
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def stop(self) -> None:
         self._stopped.set()

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aliquot.errors import UserError
 
-
-def sampling(max_new_tokens: int, temperature: float) -> dict[str, Any]:
-    """Options of transformers' generate; temperature 0 takes the likeliest token each time."""
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
-    if temperature > 0:
-        options["temperature"] = temperature
-    return options
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def generate(directory: Path, prompt: str, max_new_tokens: int, temperature: float, seed: int) -> str:
     """The prompt and its continuation. Raises UserError where `directory` holds no model with a tokenizer."""
     if not (directory / "config.json").is_file():
         raise UserError("no config.json here; generate wants an export or a Hugging Face model directory", directory)
-    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
@@ -28,8 +23,27 @@ def generate(directory: Path, prompt: str, max_new_tokens: int, temperature: flo
         model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
     except (OSError, ValueError) as error:
         raise UserError(f"transformers cannot load this model: {' '.join(str(error).split())}", directory) from error
+    return continuation(model.generate, tokenizer, prompt, max_new_tokens, temperature, seed)
+
+
+def continuation(
+    generate: Callable[..., Tensor],
+    tokenizer: Any,
+    prompt: str,
+    max_new_tokens: int,
+    temperature: float = 0.8,
+    seed: int = 42,
+) -> str:
+    """The prompt and what `generate`, transformers' or an engine's, adds; temperature 0: the likeliest token each time.
+
+    The seed makes all ranks of an engine draw the same tokens.
+    """
+    import torch
+
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+    if temperature > 0:
+        options["temperature"] = temperature
     torch.manual_seed(seed)
-    inputs = tokenizer(prompt, return_tensors="pt")
     with torch.no_grad():
-        ids = model.generate(inputs.input_ids, **sampling(max_new_tokens, temperature))
+        ids = generate(tokenizer(prompt, return_tensors="pt").input_ids, **options)
     return str(tokenizer.decode(ids[0], skip_special_tokens=True))

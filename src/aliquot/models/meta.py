@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 class MetaModel:
     """A model whose parameters are on the meta device and whose non-persistent buffers are real, on CPU."""
 
+    name: str  # of its class; sharding changes that
     model: PreTrainedModel
     tensors: tuple[tuple[str, tuple[int, ...]], ...]  # every weight once, in the model's order
     tied: dict[str, str]  # further name -> the name under which it is in `tensors`
@@ -58,7 +59,7 @@ def build(config: PretrainedConfig) -> MetaModel:
         if first_name[parameter] != name
     }
     tensors = tuple((name, tuple(parameter.shape)) for name, parameter in model.named_parameters())
-    return MetaModel(model, tensors, tied, fills)
+    return MetaModel(type(model).__name__, model, tensors, tied, fills)
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

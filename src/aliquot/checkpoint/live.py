@@ -1,0 +1,75 @@
+"""Parts that are being saved while training goes on: read live until the next update, from copies after it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from aliquot.checkpoint.directories import STEMS
+from aliquot.errors import TrainingError
+from aliquot.ranges.parts import Part, PartStore
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class LiveParts:
+    """A store to drain in another thread. Weights and moments change only in an update: `release` comes before it.
+
+    One thread drains; another calls `release`, which returns when the live values are needed no more: what has not been
+    read yet is copied within `buffer_bytes` and waited for beyond that.
+    """
+
+    def __init__(self, store: PartStore, buffer_bytes: int) -> None:
+        self._store = store
+        self._buffer_bytes = buffer_bytes
+        self._parts = sorted(store.parts(), key=lambda part: STEMS[part.kind])  # as the drain goes: by file
+        self._left = set(self._parts)
+        self._copies: dict[Part, Tensor] = {}
+        self._reading = 0  # reads of live values that are under way
+        self._stopped = False
+        self._changed = threading.Condition()
+
+    def parts(self) -> Sequence[Part]:
+        return self._parts
+
+    def read(self, part: Part, start: int, out: Tensor) -> None:
+        with self._changed:
+            if self._stopped:
+                raise TrainingError("this checkpoint was given up")
+            copy = self._copies.get(part)
+            self._reading += copy is None
+        if copy is not None:
+            out.copy_(copy[start - part.start : start - part.start + out.numel()])
+        else:
+            self._store.read(part, start, out)
+        with self._changed:
+            self._reading -= copy is None
+            if start + out.numel() == part.stop:
+                self._left.discard(part)
+                self._copies.pop(part, None)
+            self._changed.notify_all()
+
+    def write(self, part: Part, start: int, values: Tensor) -> None:
+        raise TypeError("parts that are being saved are only read")
+
+    def release(self) -> None:
+        """Return when the live values may change."""
+        with self._changed:
+            room_bytes = self._buffer_bytes
+            # The drain goes through them in order: those it will come to last are copied, so that the wait is short.
+            for part in reversed([part for part in self._parts if part in self._left]):
+                if 4 * part.numel <= room_bytes and part not in self._copies:
+                    room_bytes -= 4 * part.numel
+                    self._copies[part] = torch.empty(part.numel)
+                    self._store.read(part, part.start, self._copies[part])
+            self._changed.wait_for(lambda: self._stopped or (not self._reading and self._left <= self._copies.keys()))
+
+    def stop(self) -> None:
+        """Nothing will be read any more: a drain that is under way fails at its next piece."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()

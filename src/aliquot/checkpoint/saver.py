@@ -1,0 +1,148 @@
+"""Saving beside training: the parts drain to disk in a thread while the next forward and backward run.
+
+Collectives happen on the training thread alone, at moments that all ranks share: each step every rank gathers a small
+`report`, and `poll` acts on the reports of all ranks. So a save ends a step or two after it was started:
+
+start -> (drain on every rank) -> poll: all drained, pieces gathered -> (publish on rank 0) -> poll: published
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from aliquot.checkpoint.live import LiveParts
+from aliquot.checkpoint.save import Draft
+from aliquot.config.schema import CheckpointSection
+from aliquot.errors import UserError
+from aliquot.ranges.bytemap import Shape
+from aliquot.ranges.checksums import Piece
+from aliquot.ranges.parts import PartStore
+from aliquot.ranges.together import Ranks
+
+Report = dict[str, Any]
+
+
+class Saver:
+    """Saves one checkpoint at a time. `warn` is told of one that failed where `checkpoint.on_error` is warn."""
+
+    def __init__(
+        self,
+        root: Path,
+        store: PartStore,
+        tensors: Sequence[tuple[str, Shape]],
+        config_files: Mapping[str, bytes],
+        ranks: Ranks,
+        settings: CheckpointSection,
+        warn: Callable[[str], None],
+    ) -> None:
+        self._root = root
+        self._store = store
+        self._tensors = tensors
+        self._config_files = config_files
+        self._ranks = ranks
+        self._settings = settings
+        self._warn = warn
+        self._draft: Draft | None = None
+        self._live: LiveParts | None = None  # None: drained, rank 0 publishes
+        self._work: _Work | None = None
+
+    def start(self, step: int, state: Mapping[str, Any]) -> None:
+        """Begin to save; without `checkpoint.async` also end. Collective. Raises UserError as `poll` does."""
+        self.finish()
+        try:
+            self._draft = Draft.begin(self._root, step, self._tensors, state, self._config_files, self._ranks)
+        except UserError as error:
+            self._give_up(error)
+            return
+        draft, live = self._draft, LiveParts(self._store, self._settings.buffer_bytes)
+        self._live = live
+        self._work = _Work(lambda: draft.write(live), on_error=live.stop)
+        if not self._settings.asynchronous:
+            self.finish()
+
+    def report(self) -> Report | None:
+        """Where this rank stands, for the reports that `poll` takes; None: nothing is being saved."""
+        return self._work.report() if self._work is not None else None
+
+    def poll(self, reports: Sequence[Report | None]) -> None:
+        """Go on as far as all ranks have come. Collective, with the reports of all ranks gathered at one moment.
+
+        Raises the same UserError on every rank where a rank could not write and `checkpoint.on_error` is stop.
+        """
+        states = [report for report in reports if report is not None]
+        if self._draft is None or self._work is None or not states:
+            return
+        failed = [(rank, state["error"]) for rank, state in enumerate(states) if state["error"]]
+        if failed:
+            self._abandon()
+            self._give_up(UserError(f"rank {failed[0][0]}: {failed[0][1]}"))
+        elif all(state["done"] for state in states):
+            self._advance(self._draft, self._work)
+
+    def before_update(self) -> None:
+        """Return when the live weights and moments may change."""
+        if self._live is not None:
+            self._live.release()
+
+    def finish(self) -> None:
+        """Wait for the save that is under way. Collective."""
+        while self._work is not None:
+            self._work.join()
+            self.poll(self._ranks.gather(self.report()))
+
+    def _advance(self, draft: Draft, work: _Work) -> None:
+        if self._live is None:
+            self._draft = self._work = None
+            return
+        self._live = None
+        pieces: list[list[Piece]] = self._ranks.gather(work.result)
+        keep = self._settings.keep
+        self._work = _Work((lambda: draft.publish(pieces, keep)) if self._ranks.rank == 0 else _nothing)
+
+    def _abandon(self) -> None:
+        """Every rank stops writing before rank 0 removes what was written."""
+        assert self._draft is not None and self._work is not None
+        if self._live is not None:
+            self._live.stop()
+        self._work.join()
+        self._ranks.gather(None)
+        if self._ranks.rank == 0:
+            self._draft.abandon()
+        self._draft = self._live = self._work = None
+
+    def _give_up(self, error: UserError) -> None:
+        if self._settings.on_error == "stop":
+            raise error
+        self._warn(f"a checkpoint could not be saved, training goes on: {error}")
+
+
+class _Work:
+    """Something done in a thread: whether it is over, and what came of it."""
+
+    def __init__(self, work: Callable[[], Any], on_error: Callable[[], None] = lambda: None) -> None:
+        self.result: Any = None
+        self._error: str | None = None
+        self._on_error = on_error
+        self._thread = threading.Thread(target=self._run, args=[work], name="aliquot-saver", daemon=True)
+        self._thread.start()
+
+    def _run(self, work: Callable[[], Any]) -> None:
+        try:
+            self.result = work()
+        # Whatever it is, it must reach the training thread, which alone can tell the other ranks.
+        except Exception as error:
+            self._error = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            self._on_error()
+
+    def report(self) -> Report:
+        return {"done": not self._thread.is_alive(), "error": self._error}
+
+    def join(self) -> None:
+        self._thread.join()
+
+
+def _nothing() -> None:
+    pass
