@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install demo test test-long lint clean
+.PHONY: install demo test test-long crash lint clean
 
 install: $(INSTALLED)
 
@@ -23,6 +23,11 @@ test: $(INSTALLED)
 
 test-long: $(INSTALLED)
 	$(BIN)/python -m pytest -m long
+
+# Kills a real two-rank run that often, at random moments, and checks that nothing is lost.
+KILLS ?= 300
+crash: $(INSTALLED)
+	$(BIN)/python -m tests.crash --kills $(KILLS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -128,6 +128,27 @@ def test_killed_and_resumed_is_bit_for_bit_the_undisturbed_run(folder: Path, two
         assert (directory / "checkpoints" / "step-00000006" / file.name).read_bytes() == file.read_bytes()
 
 
+def test_sigterm_saves_and_exits_143(folder: Path, two_ranks: Path) -> None:
+    config, directory = write_config(folder, "told", launch={"ranks": 2}), folder / "told"
+    endless = [str(config), "train.max_steps=100000", "train.lr_scheduler_type=constant"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "aliquot", "train", *endless],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    while not (directory / "metrics.jsonl").exists() or len(curve(directory)) < 2:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == 143, errors
+    assert "SIGTERM" in errors and "Traceback" not in errors
+    (saved,) = (directory / "checkpoints").iterdir()
+    step = int(saved.name.removeprefix("step-"))
+    assert list(curve(directory)) == list(range(1, step + 1))
+    trained(config, f"train.max_steps={step + 2}", "train.lr_scheduler_type=constant")
+    assert list(curve(directory)) == list(range(1, step + 3))
+
+
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)])
 def test_resumed_at_another_world_size(folder: Path, alone: Path, ranks: int) -> None:
     name = f"moved{ranks}"

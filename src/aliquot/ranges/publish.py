@@ -30,19 +30,32 @@ def publish_together(
     write: Callable[[Path], T],
     finish: Callable[[Path, list[T]], None],
 ) -> None:
-    """Make the directory `target`: rank 0 prepares it beside, all write, rank 0 finishes and renames it. Collective.
+    """Make the directory `target`: rank 0 prepares it, every rank writes, rank 0 finishes and renames it. Collective.
 
     `write` returns a JSON value; `finish` gets those of all ranks. An error anywhere is raised on every rank and leaves
     nothing behind, as does a `target` that exists and is not empty; `finish` may set it aside.
     """
-    partial = Path(on_first(ranks, lambda: str(_prepared(target, prepare))))
+    partial = begin(target, ranks, prepare)
     try:
         written = together(ranks, lambda: write(partial))
-        on_first(ranks, lambda: _finished(partial, target, finish, written))
+        on_first(ranks, lambda: commit(partial, target, lambda: finish(partial, written)))
     except Exception:
         if ranks.rank == 0:
             remove_directory(partial)
         raise
+
+
+def begin(target: Path, ranks: Ranks, prepare: Callable[[Path], None]) -> Path:
+    """The directory beside `target` that is to become it, made and prepared by rank 0. Collective."""
+    return Path(on_first(ranks, lambda: str(_prepared(target, prepare))))
+
+
+def commit(partial: Path, target: Path, finish: Callable[[], None]) -> None:
+    """Run `finish`, then give `partial` the name `target`: from then on it is complete. Raises OSError."""
+    finish()
+    _sync_directory(partial)
+    partial.rename(target)  # replaces an empty directory, fails on any other
+    _sync_directory(target.parent)
 
 
 def check_names(names: Iterable[str], taken: Iterable[str]) -> None:
@@ -98,13 +111,6 @@ def _prepared(target: Path, prepare: Callable[[Path], None]) -> Path:
         remove_directory(partial)
         raise
     return partial
-
-
-def _finished(partial: Path, target: Path, finish: Callable[[Path, list[T]], None], written: list[T]) -> None:
-    finish(partial, written)
-    _sync_directory(partial)
-    partial.rename(target)  # replaces an empty directory, fails on any other
-    _sync_directory(target.parent)
 
 
 def _beside(target: Path, what: str) -> Path:

@@ -1,0 +1,154 @@
+"""Saving beside training: what reaches the disk is what was there when the save began, whatever training does next."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from aliquot.checkpoint.directories import complete_directories
+from aliquot.checkpoint.live import LiveParts
+from aliquot.checkpoint.restore import restore
+from aliquot.checkpoint.saver import Saver
+from aliquot.config.schema import CheckpointSection
+from aliquot.errors import UserError
+from aliquot.ranges.parts import KINDS, Part
+from aliquot.ranges.together import Alone
+
+TENSORS = [("a.weight", (7, 3)), ("b.weight", (5,)), ("c.weight", (40, 10))]
+
+
+class Store:
+    """All of a small model on one rank; reading waits for `gate`, as a slow disk would make it."""
+
+    def __init__(self) -> None:
+        self.values = {(kind, name): torch.rand(torch.Size(shape).numel()) for kind in KINDS for name, shape in TENSORS}
+        self.gate = threading.Event()
+        self.gate.set()
+        self.failure: Exception | None = None
+
+    def parts(self) -> list[Part]:
+        return [Part(name, shape, kind, 0, torch.Size(shape).numel()) for kind in KINDS for name, shape in TENSORS]
+
+    def read(self, part: Part, start: int, out: Tensor) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            assert self.gate.wait(30)
+        if self.failure is not None:
+            raise self.failure
+        out.copy_(self.values[part.kind, part.name][start : start + out.numel()])
+
+    def write(self, part: Part, start: int, values: Tensor) -> None:
+        self.values[part.kind, part.name][start : start + values.numel()] = values
+
+    def update(self) -> None:
+        for values in self.values.values():
+            values += 1.0
+
+
+def saver_of(root: Path, store: Store, warnings: list[str] | None = None, **settings: object) -> Saver:
+    section = CheckpointSection.model_validate(settings)
+    return Saver(root, store, TENSORS, {}, Alone(), section, ([] if warnings is None else warnings).append)
+
+
+def poll(saver: Saver) -> None:
+    saver.poll([saver.report()])
+
+
+def assert_saved(root: Path, step: int, expected: dict[tuple[str, str], Tensor]) -> None:
+    restored = Store()
+    state = restore(root / f"step-{step:08d}", restored, TENSORS, Alone())
+    assert state == {"step": step}
+    for key, values in expected.items():
+        assert torch.equal(restored.values[key], values), key
+
+
+def test_the_values_saved_are_those_of_the_start(tmp_path: Path) -> None:
+    store = Store()
+    expected = {key: values.clone() for key, values in store.values.items()}
+    saver = saver_of(tmp_path, store)
+    store.gate.clear()
+    saver.start(1, {"step": 1})
+    poll(saver)  # a step's forward and backward: nothing is done yet
+    assert saver.report() == {"done": False, "error": None}
+    saver.before_update()  # all fits into checkpoint.buffer_bytes
+    store.update()
+    store.gate.set()
+    saver.finish()
+    assert saver.report() is None
+    assert_saved(tmp_path, 1, expected)
+
+
+def test_an_update_waits_for_what_is_neither_written_nor_copied(tmp_path: Path) -> None:
+    store = Store()
+    expected = {key: values.clone() for key, values in store.values.items()}
+    saver = saver_of(tmp_path, store, buffer_bytes=4 * 5 * 3)  # room for the three smallest parts
+    store.gate.clear()
+    saver.start(1, {"step": 1})
+    opener = threading.Timer(0.2, store.gate.set)
+    opener.start()
+    saver.before_update()
+    assert store.gate.is_set()
+    store.update()
+    saver.finish()
+    assert_saved(tmp_path, 1, expected)
+
+
+def test_many_saves_amid_updates(tmp_path: Path) -> None:
+    store = Store()
+    saver = saver_of(tmp_path, store, keep=20, buffer_bytes=200)
+    expected = {}
+    for step in range(1, 11):
+        poll(saver)
+        saver.before_update()
+        store.update()
+        expected[step] = {key: values.clone() for key, values in store.values.items()}
+        saver.start(step, {"step": step})
+    saver.finish()
+    for step, values in expected.items():
+        assert_saved(tmp_path, step, values)
+
+
+def test_synchronous(tmp_path: Path) -> None:
+    store = Store()
+    saver = saver_of(tmp_path, store, **{"async": False})
+    saver.start(3, {"step": 3})
+    assert saver.report() is None
+    assert_saved(tmp_path, 3, store.values)
+
+
+@pytest.mark.parametrize("policy", ["stop", "warn"])
+def test_a_save_that_fails(tmp_path: Path, policy: str) -> None:
+    store, warnings = Store(), []
+    saver = saver_of(tmp_path, store, warnings, on_error=policy)
+    saver.start(1, {"step": 1})
+    saver.finish()
+    store.failure = OSError(28, "No space left on device")
+    saver.start(2, {"step": 2})
+    if policy == "stop":
+        with pytest.raises(UserError, match="No space left"):
+            saver.finish()
+    else:
+        saver.finish()
+        assert len(warnings) == 1 and "No space left" in warnings[0]
+    saver.before_update()  # nothing to wait for
+    assert [path.name for path in complete_directories(tmp_path)] == ["step-00000001"]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    store.failure = None
+    saver.start(3, {"step": 3})
+    saver.finish()
+    assert_saved(tmp_path, 3, store.values)
+
+
+def test_live_parts_end_a_drain_that_nobody_wants() -> None:
+    store = Store()
+    live = LiveParts(store, 0)
+    live.stop()
+    with pytest.raises(Exception, match="given up"):
+        live.read(store.parts()[0], 0, torch.empty(1))
+    began = time.monotonic()
+    live.release()
+    assert time.monotonic() - began < 10
