@@ -23,6 +23,7 @@ from aliquot.errors import TrainingError
 from aliquot.machine.cpu import read_cpu
 from aliquot.machine.device import choose_device
 from aliquot.machine.facts import machine_facts
+from aliquot.machine.launch import torchrun_advice
 from aliquot.machine.matmul import matmul_rate
 from aliquot.machine.memory import memory_use
 from aliquot.machine.placement import place
@@ -150,6 +151,8 @@ def _prepare(config: RunConfig, ranks: Ranks, display: Display, machine: dict[st
         f"{batches.store.documents:,} documents, {len(batches.store.tokens):,} tokens; {total_steps} steps of"
         f" {size.total} sequences of {config.data.sequence_length}, {packed}",
     )
+    if advice := torchrun_advice(os.environ, config.checkpoint.grace_s):
+        display.line(advice)
     before = (state["step"], state["tokens"]) if resumed is not None else (0, 0)
     files = model_files(source.config, tokenizer, source.directory)
     saver = Saver(directory.checkpoints, engine, built.tensors, files, ranks, config.checkpoint, display.warning)

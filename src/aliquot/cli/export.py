@@ -16,11 +16,18 @@ def command(
     dtype: Annotated[Literal["bfloat16", "float16", "float32"], typer.Option(help="Dtype of the weights.")] = (
         "bfloat16"
     ),
+    verify: Annotated[bool, typer.Option("--verify", help="First check every byte of the checkpoint.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
-    """Write a checkpoint as Hugging Face safetensors with its config and tokenizer. Every byte read is verified."""
+    """Write a checkpoint as Hugging Face safetensors with its config and tokenizer.
+
+    What is exported is compared with the checkpoint's checksums; --verify does so with all of it, moments included.
+    """
     with one_line_errors(debug):
         from aliquot.models.export import export_checkpoint
+        from aliquot.ranges.manifest import verify as verify_all
 
+        if verify:
+            verify_all(checkpoint)
         export_checkpoint(checkpoint, out_dir, dtype)
     print(f"exported {checkpoint} to {out_dir} ({dtype})")

@@ -17,9 +17,11 @@ from typing import Literal
 
 from aliquot.config.schema import LaunchSection
 from aliquot.errors import UserError
+from aliquot.machine.rank_errors import LOG_DIRECTORY
 from aliquot.machine.rank_failures import explain
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
+_TORCHRUN_SHUTDOWN_S = 30  # torchrun's default
 _JOIN_TIMEOUT_S = 900  # nodes of a cluster do not start at the same time
 
 
@@ -125,6 +127,16 @@ def start_ranks(launch: LaunchSection, argv: list[str], log_directory: Path, gra
             f"the {launch.nodes} nodes could not be brought together at {endpoint}, as node {launch.node_rank}: {error}"
         ) from error
     return 0
+
+
+def torchrun_advice(environ: Mapping[str, str], grace_s: float) -> str | None:
+    """What to tell a person whose torchrun would kill the ranks before they have saved; None elsewhere."""
+    if "TORCHELASTIC_RUN_ID" not in environ or LOG_DIRECTORY in environ or grace_s + 10 <= _TORCHRUN_SHUTDOWN_S:
+        return None
+    wanted = math.ceil(grace_s) + 10
+    return (
+        f"on SIGTERM torchrun kills its ranks after {_TORCHRUN_SHUTDOWN_S} s: start it with --shutdown-timeout {wanted}"
+    )
 
 
 def _integer(environ: Mapping[str, str], name: str, smallest: int) -> int:
