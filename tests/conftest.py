@@ -6,8 +6,12 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
+
+settings.register_profile("aliquot", deadline=None)  # how long an example takes is the machine's affair
+settings.load_profile("aliquot")
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHARED = REPOSITORY.parent / "shared"

@@ -20,7 +20,7 @@ ALLOWED = {
     "models": {"config", "ranges", "machine"},
     "data": {"config", "models", "ranges", "machine"},
     "engines": {"config", "models", "optim", "ranges", "machine", "collectives"},
-    "checkpoint": {"ranges", "machine"},
+    "checkpoint": {"config", "ranges", "machine"},
     "observe": {"config", "machine"},
     "train": {"config", "models", "data", "engines", "checkpoint", "observe", "machine", "optim", "ranges"},
 }
@@ -55,7 +55,8 @@ def test_every_package_has_a_rule() -> None:
 def test_distributed_torch_stays_in_its_places() -> None:
     for file in SOURCE.rglob("*.py"):
         if "torch.distributed" in file.read_text():
-            assert file.parent.name in {"engines", "machine", "collectives"}, file
+            places = {"engines", "machine", "collectives"}
+            assert file.parent.name in places or file.relative_to(SOURCE) == Path("models/sharded.py"), file
 
 
 @pytest.mark.parametrize("command", [["-c", "import aliquot"], ["-m", "aliquot", "--help"]])

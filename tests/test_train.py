@@ -15,9 +15,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import aliquot
+from aliquot.config.batch_size import batch_size
+from aliquot.data.batches import Batches
+from aliquot.data.prepare import prepare
 from aliquot.errors import UserError
+from aliquot.observe.run_directory import RunDirectory
+from tests import plain
 from tests.runs import command, curve, refused, trained, write_config
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -31,14 +37,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> Path:
     """The run that the others are compared with: one process, no launcher, no environment."""
-    trained(write_config(folder, "alone", checkpoint={"every": 3, "keep": 9}, observe={"sample_prompt": "the rank"}))
+    observe = {"sample_prompt": "the rank", "tensorboard": True}
+    trained(write_config(folder, "alone", checkpoint={"every": 3, "keep": 9}, observe=observe))
     return folder / "alone"
 
 
 def test_a_run_leaves_what_it_promises(alone: Path) -> None:
-    assert {path.name for path in alone.iterdir()} >= {
-        "config.yaml", "metrics.jsonl", "ledger.json", "checkpoints", "export", "logs", "tensorboard"
-    } - {"tensorboard"}  # fmt: skip
+    left = {path.name for path in alone.iterdir()}
+    assert left >= {"config.yaml", "metrics.jsonl", "ledger.json", "checkpoints", "export", "logs", "tensorboard"}
+    assert list((alone / "tensorboard").glob("events.*"))
     lines = [json.loads(line) for line in (alone / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
@@ -59,6 +66,16 @@ def test_a_run_leaves_what_it_promises(alone: Path) -> None:
     assert by_phase["first backward"]["gradients"] == 4 * numel
     assert by_phase["first step"]["moments"] == 8 * numel
     assert by_phase["first forward"]["activations"] > 0
+
+
+def test_the_curve_is_that_of_a_plain_loop(folder: Path, alone: Path) -> None:
+    config = aliquot.read_config(folder / "alone.yaml")
+    data = prepare(config.data, None, 1 << 20)
+    model = AutoModelForCausalLM.from_pretrained(alone / "export")  # for its shape
+    model.load_state_dict(plain.initial_weights(model.config, config.run.seed), strict=False)
+    batches = Batches.of(data, config.data, config.run.seed, batch_size(config.train, 1), None)
+    losses = plain.train(model, batches, config.train, 6)
+    assert list(curve(alone).values()) == pytest.approx(losses, rel=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -160,8 +177,6 @@ def test_resumed_at_another_world_size(folder: Path, alone: Path, ranks: int) ->
 
 
 def test_export_is_a_model_of_transformers_and_trains_on_with_the_same_loss(folder: Path, alone: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     directory = alone / "export"
     model = AutoModelForCausalLM.from_pretrained(directory)
     assert model.dtype == torch.float32  # what it was trained in
@@ -191,11 +206,41 @@ def test_commands_on_what_a_run_left(folder: Path, alone: Path) -> None:
 
 
 def test_a_complete_run_is_left_alone(folder: Path, alone: Path) -> None:
-    before = (alone / "metrics.jsonl").read_text()
+    kept = {name: (alone / name).read_bytes() for name in ("metrics.jsonl", "ledger.json", "export/config.json")}
     result = aliquot.train(aliquot.read_config(folder / "alone.yaml"))
     assert (result.steps, result.loss, result.export) == (6, None, alone / "export")
-    after = (alone / "metrics.jsonl").read_text()
-    assert after.startswith(before.rsplit("\n", 2)[0])
+    assert {name: (alone / name).read_bytes() for name in kept} == kept
+
+
+def test_the_export_has_the_dtype_of_the_source(folder: Path, alone: Path, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_pretrained(alone / "export", dtype=torch.bfloat16).save_pretrained(tmp_path / "bf16")
+    AutoTokenizer.from_pretrained(alone / "export").save_pretrained(tmp_path / "bf16")
+    config = write_config(folder, "from-bf16", train={"max_steps": 1, "num_train_epochs": 1})
+    source = ["model.config=null", "data.tokenizer_vocab_size=null", f"model.path={tmp_path}/bf16"]
+    aliquot.train(aliquot.read_config(config, source))
+    exported = load_file(folder / "from-bf16" / "export" / "model.safetensors")
+    assert {values.dtype for values in exported.values()} == {torch.bfloat16}
+    written = json.loads((folder / "from-bf16" / "export" / "config.json").read_text())
+    assert written["dtype"] == "bfloat16" and written["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_epochs_that_end_unevenly_cannot_be_continued_in_the_middle(folder: Path) -> None:
+    config = write_config(folder, "epochs", train={"max_steps": None, "num_train_epochs": 1, "global_batch_size": 7})
+    result = aliquot.train(aliquot.read_config(config))
+    assert list(curve(folder / "epochs")) == list(range(1, result.steps + 1))
+    assert "cut short by the end of its last epoch" in refusal(config, "train.num_train_epochs=2")
+
+
+def test_resume_from_a_path_starts_there_and_goes_on_from_its_own(folder: Path, alone: Path) -> None:
+    shutil.copytree(alone / "checkpoints" / "step-00000003", folder / "best")
+    config = write_config(folder, "branch", checkpoint={"resume": str(folder / "best")})
+    aliquot.train(aliquot.read_config(config))
+    assert curve(folder / "branch") == {step: loss for step, loss in curve(alone).items() if step > 3}
+    aliquot.train(aliquot.read_config(config, ["train.max_steps=8"]))
+    assert list(curve(folder / "branch")) == [4, 5, 6, 7, 8]
+    assert "already has the newer step-00000006" in refusal(
+        folder / "alone.yaml", f"checkpoint.resume={alone}/checkpoints/step-00000003"
+    )
 
 
 def refusal(config: Path, *overrides: str) -> str:
@@ -209,7 +254,7 @@ def refusal(config: Path, *overrides: str) -> str:
 
 def test_runs_are_never_overwritten(folder: Path, alone: Path) -> None:
     config = folder / "alone.yaml"
-    before = {path: path.stat().st_mtime_ns for path in (alone / "checkpoints").rglob("*")}
+    before = {path: path.stat().st_mtime_ns for path in alone.rglob("*") if path.is_file() and path.name != ".lock"}
     assert "exists already" in refusal(config, "checkpoint.resume=never")
     assert "data.sequence_length was 32 and is 16" in refusal(config, "data.sequence_length=16")
     assert "train.global_batch_size was 5 and is 7" in refusal(config, "train.global_batch_size=7")
@@ -218,8 +263,13 @@ def test_runs_are_never_overwritten(folder: Path, alone: Path) -> None:
     other.mkdir()
     (other / "thesis.tex").write_text("x")
     assert "is not a run of aliquot" in refusal(config, f"run.directory={other}")
-    assert {path: path.stat().st_mtime_ns for path in (alone / "checkpoints").rglob("*")} == before
-    assert [path.name for path in other.iterdir()] == ["thesis.tex"]
+    (other / "config.yaml").write_text("# my own notes\n")
+    assert "is not a run of aliquot" in refusal(config, f"run.directory={other}")
+    assert (other / "config.yaml").read_text() == "# my own notes\n"
+    with RunDirectory(alone).locked():
+        assert "another process is training" in refusal(config, "train.max_steps=9")
+    after = {path: path.stat().st_mtime_ns for path in alone.rglob("*") if path.is_file() and path.name != ".lock"}
+    assert after == before
 
 
 def test_bad_input(folder: Path, alone: Path, tmp_path: Path) -> None:
@@ -243,10 +293,10 @@ def test_bad_input(folder: Path, alone: Path, tmp_path: Path) -> None:
     weights = (alone / "export" / "model.safetensors").read_bytes()
     (bare / "model.safetensors").write_bytes(weights[:-100])
     assert "model.safetensors" in refusal(config, *no_config, f"model.path={bare}")
-    assert not list((folder / "bad" / "checkpoints").iterdir())
+    assert not (folder / "bad").exists()
 
 
-def test_bad_input_on_the_command_line_is_one_line(folder: Path) -> None:
+def test_bad_input_on_the_command_line_is_one_line(folder: Path, alone: Path) -> None:
     assert "did you mean train.learning_rate" in refused(folder / "alone.yaml", "train.learning_rte=1")
     config = write_config(folder, "bad-ranks", launch={"ranks": 2})
     assert "no such file" in refused(config, "data.path=nowhere.txt")

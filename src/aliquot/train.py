@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from aliquot.checkpoint.directories import newest
-from aliquot.checkpoint.resume import check_continuity, resume
+from aliquot.checkpoint.resume import changes, check_continuity, resume
 from aliquot.checkpoint.saver import Saver
 from aliquot.config.batch_size import BatchSize, batch_size
 from aliquot.config.schema import RunConfig
@@ -47,8 +48,8 @@ from aliquot.optim.schedule import learning_rate
 from aliquot.ranges.publish import remove_directory
 from aliquot.ranges.together import on_first
 
-# Nothing but training steps is on the watchdog's clock: reading data and weights may take long. Between them a rank
-# that dies ends the run at once; this only bounds the wait for one that hangs.
+# Only training steps are on the watchdog's clock: reading data and weights may take long. A rank that dies ends the
+# run at once anyway; this only bounds the wait for one that hangs.
 _PREPARATION_TIMEOUT_S = 24 * 3600.0
 
 
@@ -96,7 +97,8 @@ def train(config: RunConfig) -> Result:
     ranks = Ranks.join(topology, _PREPARATION_TIMEOUT_S)
     display = Display(config.observe.console, enabled=topology.is_first)
     try:
-        result = _train(_prepare(config, ranks, display, machine, placement))
+        with RunDirectory(config.run.directory).locked() if topology.is_first else nullcontext():
+            result = _train(_prepare(config, ranks, display, machine, placement))
     except BaseException:
         if ranks.world_size == 1:
             ranks.close()  # with peers, what ended this rank must be told before they see the connection go
@@ -111,8 +113,7 @@ def _prepare(config: RunConfig, ranks: Ranks, display: Display, machine: dict[st
     ledger = Ledger(ranks.rank)
     ledger.mark("process start", {})
     directory = RunDirectory(config.run.directory)
-    on_first(ranks, lambda: directory.open(config))
-
+    on_first(ranks, lambda: directory.check(config))
     on_first(ranks, lambda: bool(resolve(config.model)))  # from the hub only rank 0 downloads
     source = resolve(config.model)
     data = prepare_together(config.data, source.directory, source.largest_vocabulary, ranks, display.progress)
@@ -133,14 +134,17 @@ def _prepare(config: RunConfig, ranks: Ranks, display: Display, machine: dict[st
     resumed = resume(config.checkpoint.resume, directory.checkpoints, engine, built.tensors, ranks)
     if resumed is not None:
         where, state = resumed
-        check_continuity(state, batches.determinants(), where)
+        check_continuity(state, batches.determinants(), vars(batches.position(state["step"])), where)
         engine.restored(state["step"])
         display.line(f"resuming from {where}")
+        for change in changes(state, config.model_dump(mode="json", by_alias=True)):
+            display.line(f"changed since: {change}")
     elif source.directory is not None:
         load_weights(engine, source.directory, built.tensors, built.tied, ranks)
     else:
         initialize.initialize(engine, built.fills, config.run.seed)
     ledger.mark("weights loaded", engine.counters().memory())
+    on_first(ranks, lambda: directory.begin(config))
     engine.ready()
     ledger.mark("optimizer state", engine.counters().memory())
 
@@ -177,9 +181,11 @@ def _steps(run: _Run, stop: StopSignal, watchdog: Watchdog) -> Result:
         warmup_steps = math.ceil(settings.warmup_ratio * run.total_steps)
     attention_width = meta.attention_width(run.source.config)
     matmul_parameters = meta.matmul_parameters(run.built.model)
-    tokens, loss, done = run.tokens_before, None, run.steps_before
+    tokens, loss, perplexity, done = run.tokens_before, None, None, run.steps_before
     if done >= run.total_steps:
         run.display.line(f"this run is complete at step {done}: raise train.max_steps, or choose another run.name")
+        if run.directory.export.exists() or not config.checkpoint.export:
+            return Result(run.directory.path, done, None, None, run.directory.export)
 
     for step in range(run.steps_before, run.total_steps):
         meter.begin()
@@ -216,8 +222,8 @@ def _steps(run: _Run, stop: StopSignal, watchdog: Watchdog) -> Result:
             }
             curve.write(metrics)
             run.display.step(metrics, run.total_steps)
-        if settings.eval_steps and done % settings.eval_steps == 0 and done < run.total_steps:
-            _evaluate(run, done, curve, watchdog)
+        if done == run.total_steps or (settings.eval_steps and done % settings.eval_steps == 0):
+            perplexity = _evaluate(run, done, curve, watchdog)
         due = config.checkpoint.every and done % config.checkpoint.every == 0
         if due or stopping or done == run.total_steps:
             run.saver.start(done, _state(run, done, tokens))
@@ -225,10 +231,9 @@ def _steps(run: _Run, stop: StopSignal, watchdog: Watchdog) -> Result:
             run.saver.finish()
             raise Terminated(f"stopped by SIGTERM after step {done}, which is saved: start again to continue")
 
+    watchdog.stop()
     run.saver.finish()
-    watchdog.beat()
     run.ledger.mark(STEADY_PEAK, engine.counters().memory())
-    perplexity = _evaluate(run, done, curve, watchdog)
     curve.close()
     exported = _export(run) if config.checkpoint.export else None
     sample = None
@@ -287,9 +292,8 @@ def _state(run: _Run, step: int, tokens: int) -> dict[str, Any]:
 
 
 def _export(run: _Run) -> Path:
-    """The weights in Hugging Face's layout; an export of an earlier stage of this run is replaced."""
-    target, config = run.directory.export, run.source.config
+    target = run.directory.export  # an export of an earlier stage of this run is replaced
     on_first(run.ranks, lambda: remove_directory(target) if target.exists() else None)
-    dtype = export_dtype(run.config.model.dtype, config, run.source.from_scratch, run.config.train.precision)
+    dtype = export_dtype(run.config.model.dtype, run.source.dtype, run.config.train.precision)
     export(run.engine, run.built.tensors, target, dtype, run.files, run.ranks)
     return target

@@ -52,9 +52,9 @@ def test_defaults_and_yaml_12_floats(file: Path) -> None:
         ("  learning_rte: 1", 7, "unknown key train.learning_rte; did you mean train.learning_rate?"),
         ("trian: {}", 7, "unknown key trian; did you mean train?"),
         ("lauch:\n  ranks: 2", 7, "unknown key lauch; did you mean launch?"),
-        ("  max_steps: many", 7, "train.max_steps: input should be a valid integer"),
-        ("  weight_decay: -1", 7, "train.weight_decay: input should be greater than or equal to 0"),
-        ("  precision: fp16", 7, "train.precision: input should be 'bf16' or 'fp32'"),
+        ("  max_steps: many", 7, "train.max_steps is 'many': input should be a valid integer"),
+        ("  weight_decay: -1", 7, "train.weight_decay is -1: input should be greater than or equal to 0"),
+        ("  precision: fp16", 7, "train.precision is 'fp16': input should be 'bf16' or 'fp32'"),
         ("  sequence_length: 4", 7, "did you mean data.sequence_length?"),
         ("model: {path: x}", 7, "model is set twice, first at"),
         ("  a: [", 8, "not valid YAML"),
@@ -86,6 +86,29 @@ def test_contradictions(file: Path) -> None:
     assert "is not below launch.nodes" in failure(file, "launch.node_rank=1")
 
 
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.max_steps=true", "which is not a value for it"),
+        ("train.learning_rate=true", "which is not a value for it"),
+        ("train.learning_rate=.inf", "finite"),
+        ("train.num_train_epochs=.nan", "finite"),
+        ("run.name=..", "pattern"),
+        ("run.name=1e5", "put it in quotes"),
+        ("data.path=''", "data.path is empty"),
+        ("observe.sample_prompt=''", "at least 1 character"),
+        ("launch.ranks=0", "or input should be 'auto'"),
+    ],
+)
+def test_values_that_mean_nothing(file: Path, override: str, expected: str) -> None:
+    assert expected in failure(file, override)
+
+
+def test_an_empty_section_means_its_defaults(file: Path) -> None:
+    file.write_text(MINIMAL + "launch:\n")
+    assert read_config(file).launch.nodes == 1
+
+
 def test_unreadable_files(tmp_path: Path) -> None:
     assert "No such file" in failure(tmp_path / "none.yaml")
     (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
@@ -93,7 +116,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
     (tmp_path / "list.yaml").write_text("- a\n")
     assert "mapping of sections" in failure(tmp_path / "list.yaml")
     (tmp_path / "empty.yaml").write_text("")
-    assert "model is missing" in failure(tmp_path / "empty.yaml")
+    assert "model: is missing" in failure(tmp_path / "empty.yaml")
 
 
 def test_nested_overrides_replace_single_keys(tmp_path: Path) -> None:
@@ -109,7 +132,7 @@ def test_nested_overrides_replace_single_keys(tmp_path: Path) -> None:
     learning_rate=st.floats(1e-8, 10, allow_nan=False),
     max_steps=st.integers(1, 10**9),
     packing=st.booleans(),
-    name=st.from_regex(r"[A-Za-z0-9._-]{1,20}", fullmatch=True),
+    name=st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,19}", fullmatch=True),
 )
 def test_what_is_dumped_reads_back_equal(
     tmp_path_factory: pytest.TempPathFactory, learning_rate: float, max_steps: int, packing: bool, name: str

@@ -154,7 +154,7 @@ def test_epochs_follow_each_other_and_a_batch_may_straddle_several() -> None:
 def test_the_last_batch_of_the_last_epoch_is_smaller() -> None:
     store = numbered([4] * 7)
     made = batches(store, sequence_length=4, epochs=1.5)
-    assert made.sequences_per_epoch == 7
+    assert made.packing.sequences == 7
     assert (made.steps_in(1), made.steps_in(1.5), made.steps_in(10 / 7), made.steps_in(0.001)) == (2, 3, 2, 1)
     assert [made.step_batch(step, 0, 1).sequences for step in range(3)] == [5, 5, 1]
     assert [made.step_batch(2, rank, 2).micro_batches[0] is None for rank in range(2)] == [False, True]

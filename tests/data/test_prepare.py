@@ -55,7 +55,7 @@ def forbid_tokenising(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_documents_have_bos_and_eos_and_the_tokens_of_the_whole_file(corpus: Path, model: Path) -> None:
     calls: list[tuple[int, int | None]] = []
-    prepared = prepare(section(corpus), model, 300, lambda done, total: calls.append((done, total)))
+    prepared = prepare(section(corpus), model, 300, lambda _, done, total: calls.append((done, total)))
     tokenizer = prepared.load_tokenizer()
     texts = [(corpus / f"{n}.txt").read_text() for n in range(5)]
     assert rows(prepared.open_train()) == [[0, *tokenizer.encode(text, add_special_tokens=False), 1] for text in texts]
@@ -181,7 +181,7 @@ def test_conversations(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("files", "settings", "message"),
     [
-        ({"a.txt": " \n\n"}, {}, r"data.path .*: no usable document: nothing there but blank text"),
+        ({"a.txt": " \n\n"}, {}, r"data.path .*: no usable document: nothing but blank text here"),
         ({"a.txt": "x"}, {"add_bos": False, "add_eos": False}, "no usable document: none has a token to learn from"),
         ({"a.txt": "x y z"}, {"eval_fraction": 0.5}, "data.eval_fraction 0.5.*: no usable document"),
         ({"a.jsonl": '{"text": [{"role": "user", "content": "a"}]}\n'}, {}, "the tokenizer has no chat template"),

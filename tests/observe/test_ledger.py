@@ -66,5 +66,5 @@ def test_file_and_table_show_the_largest_over_the_ranks(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=200)
     console.print(table(rows))
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "first step" in text and "7,168" in text and "2,048" in text and "gradients" in text
+    assert "first step" in text and "7,168" in text and "2,048" in text and "grads" in text
     assert "model built" not in text

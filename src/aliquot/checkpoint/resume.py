@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from aliquot.checkpoint.directories import STATE, newest, step_of
+from aliquot.checkpoint.directories import STATE, newest
 from aliquot.checkpoint.restore import restore, restore_newest
 from aliquot.errors import UserError
 from aliquot.ranges.bytemap import Shape
@@ -19,21 +19,25 @@ def resume(
 ) -> tuple[Path, dict[str, Any]] | None:
     """Restore what `wanted` (auto, never or a path) names; its directory and state, or None to start anew. Collective.
 
-    Raises UserError for a path that is no checkpoint, or that is older than what the run under `root` has already.
+    A path is where the run under `root` begins: once it has checkpoints of its own it goes on from those, so that a
+    restarted job makes progress. Raises UserError for a path that is no checkpoint, or that would go back.
     """
     if wanted == "never":
         return None
     if wanted == "auto":
         return restore_newest(root, store, tensors, ranks)
     directory = Path(wanted)
-    on_first(ranks, lambda: _check(directory, root))
+    if on_first(ranks, lambda: _has_begun(directory, root)):
+        return restore_newest(root, store, tensors, ranks)
     return directory, restore(directory, store, tensors, ranks)
 
 
-def check_continuity(state: Mapping[str, Any], determinants: Mapping[str, Any], where: Path) -> None:
-    """The next batch is only the next one if everything that data order depends on is as it was.
+def check_continuity(
+    state: Mapping[str, Any], determinants: Mapping[str, Any], position: Mapping[str, int], where: Path
+) -> None:
+    """The next batch is only the next one if all that data order depends on is as it was.
 
-    Raises UserError naming each setting that differs.
+    `position` is where the run would go on in the data. Raises UserError naming each setting that differs.
     """
     before = state["determinants"]
     changed = [
@@ -47,15 +51,35 @@ def check_continuity(state: Mapping[str, Any], determinants: Mapping[str, Any], 
             " with model.path set to this directory",
             where,
         )
+    if state["position"] != position:
+        raise UserError(
+            "cannot continue: the last batch of this run was cut short by the end of its last epoch. Start anew under"
+            " another run.name with model.path set to this directory",
+            where,
+        )
 
 
-def _check(directory: Path, root: Path) -> None:
+def changes(state: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+    """`section.key was A and is B` for what differs from the config that the checkpoint was saved under."""
+    return [
+        f"{section}.{key} was {before!r} and is {config[section][key]!r}"
+        for section in ("model", "data", "train")
+        for key, before in state["config"][section].items()
+        if key in config[section] and config[section][key] != before
+    ]
+
+
+def _has_begun(directory: Path, root: Path) -> bool:
+    """Whether the run under `root` that starts from `directory` has checkpoints of its own."""
     if not (directory / STATE).is_file():
         raise UserError(
             "checkpoint.resume: no checkpoint here; give a directory like checkpoints/step-00000100", directory
         )
     latest = newest(root)
-    if latest is not None and directory.resolve() != latest.resolve() and step_of(latest) >= step_of(directory):
+    if latest is None or latest.resolve() == directory.resolve():
+        return False
+    if directory.resolve().parent == root.resolve():
         raise UserError(
             f"checkpoint.resume: this run already has the newer {latest.name}; choose another run.name", directory
         )
+    return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,5 +20,6 @@ def one_line_errors(debug: bool) -> Iterator[None]:
     except UserError as error:
         if debug:
             raise
-        print(f"aliquot: {error}", file=sys.stderr)
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # under torchrun one rank a node speaks
+            print(f"aliquot: {error}", file=sys.stderr)
         raise typer.Exit(error.exit_code) from None

@@ -22,12 +22,15 @@ def command(
     """Train a model: one process, N local ranks that it starts itself, or a rank under torchrun or a TrainJob."""
     from aliquot.config.read import read_config
     from aliquot.machine import launch
+    from aliquot.observe.run_directory import RunDirectory
 
     with one_line_errors(debug):
         settings = read_config(config, overrides or [])
         placed = launch.with_environment(settings.launch, os.environ)
         if launch.mode(placed, os.environ) == "launcher":
-            logs = settings.run.directory / "logs"
+            directory = RunDirectory(settings.run.directory)
+            directory.check(settings)  # before anything is made in it
+            logs = directory.logs
             raise typer.Exit(
                 launch.start_ranks(placed, ["-m", "aliquot", *sys.argv[1:]], logs, settings.checkpoint.grace_s)
             )

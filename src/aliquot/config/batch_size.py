@@ -14,10 +14,6 @@ class BatchSize:
     total: int
     micro: int
 
-    def accumulation_steps(self, world_size: int) -> int:
-        """Micro-batches per rank and step; where they do not divide evenly some ranks run empty ones."""
-        return -(-self.total // (self.micro * world_size))
-
 
 def batch_size(train: TrainSection, world_size: int) -> BatchSize:
     """The sizes that `train` means at `world_size` ranks."""

@@ -41,13 +41,18 @@ def validate(values: Mapping[str, Any], locations: Mapping[Keys, Location], wher
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
-        problems = [_explain(dict(problem), locations, where) for problem in error.errors()]
-        raise UserError("; ".join(dict.fromkeys(problems))) from None
+        problems: dict[str, str] = {}
+        for problem in error.errors():
+            place, message = _explain(dict(problem), locations, where)
+            # A union has an error a branch: `2 or auto`.
+            problems[place] = f"{problems[place]}, or {message}" if place in problems else message
+        raise UserError("; ".join(f"{place}: {message}" for place, message in problems.items())) from None
 
 
 def dump_config(config: RunConfig) -> str:
     """The complete configuration as YAML, readable again by `read_config`."""
-    return yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True)
+    values = config.model_dump(mode="json", by_alias=True)
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def _load(text: str, name: str, locations: dict[Keys, Location]) -> dict[str, Any]:
@@ -99,22 +104,24 @@ def _apply(values: dict[str, Any], override: str, locations: dict[Keys, Location
     locations[keys] = f"override {override!r}"
 
 
-def _explain(problem: dict[str, Any], locations: Mapping[Keys, Location], where: str) -> str:
+def _explain(problem: dict[str, Any], locations: Mapping[Keys, Location], where: str) -> tuple[str, str]:
+    """(where it is and of which key, what is wrong with it)."""
     keys = tuple(str(key) for key in problem["loc"])
     # A union reports `section.key.branch`; the longest prefix that was written down is the key itself.
     known = next((keys[:n] for n in range(len(keys), 0, -1) if keys[:n] in locations), ())
     place = locations.get(known, where)
     kind = problem["type"]
     if kind == "extra_forbidden":
-        return f"{place}: unknown key {'.'.join(keys)}{_suggestion(keys)}"
+        return place, f"unknown key {'.'.join(keys)}{_suggestion(keys)}"
     if kind == "missing":
-        return f"{place}: {'.'.join(keys)} is missing"
+        return f"{place}: {'.'.join(keys)}", "is missing"
     message = str(problem["msg"]).removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
     if kind == "value_error":
-        return f"{place}: {message}"
-    shown = ".".join(known or keys)
-    return f"{place}: {shown}: {message} (got {problem['input']!r})"
+        return place, message
+    if kind == "string_type" and isinstance(problem["input"], int | float):
+        message = "input should be text: put it in quotes"
+    return f"{place}: {'.'.join(known or keys)} is {problem['input']!r}", message
 
 
 def _suggestion(keys: Keys) -> str:
@@ -143,9 +150,11 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.2's floats: `2e-5` is a number (PyYAML follows 1.1 and reads a string)."""
 
 
-_Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
-    list("-+0123456789"),
-)
+class _Dumper(yaml.SafeDumper):
+    """Quotes the strings that `_Loader` would read as numbers."""
+
+
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+    )

@@ -6,7 +6,7 @@ Where Hugging Face `TrainingArguments` has a name for a thing, `train` uses that
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from pydantic import (
     BaseModel,
@@ -21,13 +21,29 @@ from pydantic import (
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", validate_default=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", validate_default=True, protected_namespaces=(), allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def no_true_for_a_number(cls, values: Any) -> Any:
+        """Python takes true for 1; a person who writes `max_steps: true` means something else."""
+        for key, value in values.items() if isinstance(values, dict) else ():
+            field = cls.model_fields.get(key)
+            if (
+                isinstance(value, bool)
+                and field is not None
+                and bool not in (field.annotation, *get_args(field.annotation))
+            ):
+                raise ValueError(f"{key} is {str(value).lower()}, which is not a value for it")
+        return values
 
 
 class RunSection(Section):
-    name: str = Field("run", min_length=1, pattern=r"^[A-Za-z0-9._-]+$", description="Names the run directory.")
+    name: str = Field(
+        "run", min_length=1, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", description="Names the run directory."
+    )
     directory: Path = Field(Path("runs"), description="Where everything of this run is written; default runs/<name>.")
-    seed: NonNegativeInt = Field(42, description="Fixes initial weights, document order and sampling.")
+    seed: int = Field(42, ge=0, lt=2**63, description="Fixes initial weights, document order and sampling.")
 
 
 class ModelSection(Section):
@@ -36,7 +52,8 @@ class ModelSection(Section):
         None, description="From scratch: a dict with `model_type`, or the path of a config.json."
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
-        "auto", description="Dtype of exported weights. auto: as the source stores them; from scratch, the precision."
+        "auto",
+        description="Dtype of exported weights. auto: what the source's config names; from scratch, the precision.",
     )
 
     @model_validator(mode="after")
@@ -75,6 +92,8 @@ class DataSection(Section):
 
     @model_validator(mode="after")
     def one_source(self) -> Self:
+        if self.path in ("", []):
+            raise ValueError("data.path is empty")
         if (self.path is None) == (self.dataset is None):
             raise ValueError("give exactly one of data.path (local files) and data.dataset (datasets.load_dataset)")
         if self.tokenizer is not None and self.tokenizer_vocab_size is not None:
@@ -125,7 +144,9 @@ class CheckpointSection(Section):
 class ObserveSection(Section):
     tensorboard: bool = True
     console: Literal["auto", "live", "plain", "quiet"] = Field("auto", description="auto: live on a terminal.")
-    sample_prompt: str | None = Field(None, description="Generate from this prompt at the end of the run.")
+    sample_prompt: str | None = Field(
+        None, min_length=1, description="Generate from this prompt at the end of the run."
+    )
     sample_tokens: PositiveInt = 64
 
 
@@ -151,6 +172,14 @@ class RunConfig(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     observe: ObserveSection = ObserveSection()
     launch: LaunchSection = LaunchSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def empty_sections(cls, values: Any) -> Any:
+        """A section whose keys are all commented out is null in YAML and means its defaults."""
+        if not isinstance(values, dict):
+            return values
+        return {key: {} if value is None and key in cls.model_fields else value for key, value in values.items()}
 
     @model_validator(mode="after")
     def fill(self) -> Self:

@@ -85,10 +85,6 @@ class Batches:
             epochs=epochs,
         )
 
-    @property
-    def sequences_per_epoch(self) -> int:
-        return self.packing.sequences
-
     def determinants(self) -> dict[str, str | int]:
         """All that the order of the data depends on: while these stay, a step's number says where in the data it is."""
         return {
@@ -104,8 +100,9 @@ class Batches:
         return -(-self._sequences_in(epochs) // self.global_batch_size)
 
     def position(self, step: int) -> Position:
-        """Where `step` (the first is 0) begins."""
-        return Position(*divmod(step * self.global_batch_size, self.packing.sequences))
+        """Where `step` (the first is 0) begins; after the last step, where the data ended."""
+        first = step * self.global_batch_size
+        return Position(*divmod(first if self.stop is None else min(first, self.stop), self.packing.sequences))
 
     def step_batch(self, step: int, rank: int, world_size: int) -> StepBatch:
         """The batch of `step` (the first is 0). Reads the tokens of this rank alone. Raises IndexError past the end."""

@@ -8,8 +8,9 @@ import hashlib
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from aliquot.errors import UserError
@@ -31,6 +32,7 @@ def publishing(directory: Path) -> Iterator[Path]:
     """
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(directory.parent)
         beside = Path(tempfile.mkdtemp(prefix=f".{directory.name[:16]}-", dir=directory.parent))
     except OSError as error:
         raise UserError(
@@ -64,6 +66,14 @@ def digest_of_directory(directory: Path) -> str:
 def digest_of_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sweep(parent: Path) -> None:
+    """Remove what killed processes left here more than a day ago."""
+    for path in parent.glob(".*"):
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > 86400:
+                shutil.rmtree(path)
 
 
 def _fsync(path: Path) -> None:

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from multiprocessing import Pipe
@@ -93,7 +94,7 @@ class Encoder:
                 if prefix and ids[: len(prefix)] != prefix:
                     ids, mask = prefix + ids, [0] * len(prefix) + mask
                 if suffix and ids[-len(suffix) :] != suffix:
-                    ids, mask = ids + suffix, mask + [1] * len(suffix)
+                    ids, mask = ids + suffix, mask + mask[-1:] * len(suffix)
             rows.append(ids)
             masks.append(mask)
         return _encoded(rows, masks)
@@ -183,4 +184,5 @@ def serve(connection: Connection) -> None:
 
 
 if __name__ == "__main__":
-    serve(Connection(int(sys.argv[1])))
+    with suppress(BrokenPipeError, ConnectionResetError):  # the parent died: it is the one to say why
+        serve(Connection(int(sys.argv[1])))

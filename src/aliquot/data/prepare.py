@@ -29,6 +29,8 @@ from aliquot.errors import UserError
 from aliquot.machine.ranks import Ranks
 from aliquot.ranges.together import on_first, together
 
+NamedProgress = Callable[[str, int, int], None]  # (what is being made, bytes of the source done, of how many)
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -58,12 +60,12 @@ class Prepared:
 
 
 def prepare(
-    section: DataSection, model_dir: Path | None, vocab_size: int, progress: Progress | None = None
+    section: DataSection, model_dir: Path | None, vocab_size: int, progress: NamedProgress | None = None
 ) -> Prepared:
     """Find the tokens of `section` in the cache, or make them.
 
     `model_dir` holds the model's own tokenizer; None: from scratch. `vocab_size` is the number of rows of the model's
-    embedding. `progress(done_bytes, total_bytes)` is called while something is made, and never where all is cached.
+    embedding. `progress(what, done_bytes, total_bytes)` is told while something is made, and never where all is cached.
     Raises UserError for whatever is wrong with sources, tokenizer or cache; TrainingError where a process dies.
     """
     if section.tokenizer_vocab_size is not None and section.tokenizer_vocab_size > vocab_size:
@@ -78,13 +80,14 @@ def prepare(
             HeldOut(train, section.eval_fraction, "held out"),
         )
     root = cache_root(section.cache_directory)
-    tokenizer = configured_tokenizer(section, model_dir, train, root, progress)
+    told = progress or _silent
+    tokenizer = configured_tokenizer(section, model_dir, train, root, partial(told, "training the tokenizer"))
     check_vocabulary(tokenizer, vocab_size)
     directory = publish_tokenizer(tokenizer, root)
-    builder = _Builder(section, tokenizer, directory, root, progress)
+    builder = _Builder(section, tokenizer, directory, root)
     return Prepared(
-        train=str(builder.store(train)),
-        eval=None if held_out is None else str(builder.store(held_out)),
+        train=str(builder.store(train, partial(told, "tokenising"))),
+        eval=None if held_out is None else str(builder.store(held_out, partial(told, "tokenising what is held out"))),
         tokenizer=str(directory),
         pad_id=convention_of(tokenizer, section.add_bos, section.add_eos).pad_id,
     )
@@ -95,15 +98,15 @@ def prepare_together(
     model_dir: Path | None,
     vocab_size: int,
     ranks: Ranks,
-    progress: Callable[[str, int, int], None],
+    progress: NamedProgress,
 ) -> Prepared:
     """`prepare` once a node. Collective: rank 0 first; then one rank of each further node, which finds the work done
-    where the cache is shared. `progress(what, done_bytes, total_bytes)`.
+    where the cache is shared.
     """
 
     def build() -> str:
         with ranks.unpinned():
-            return prepare(section, model_dir, vocab_size, partial(progress, "tokenising")).to_json()
+            return prepare(section, model_dir, vocab_size, progress).to_json()
 
     first = on_first(ranks, build)
     local_rank = ranks.topology.local_rank
@@ -117,21 +120,20 @@ class _Builder:
     tokenizer: Any
     tokenizer_directory: Path
     root: Path
-    progress: Progress | None
 
-    def store(self, source: Source) -> Path:
+    def store(self, source: Source, progress: Progress) -> Path:
         """The directory with the tokens of `source`; made where the cache has none."""
         conventions = [self.section.add_bos, self.section.add_eos]
         made_of = [FORMAT, source.digest, self.tokenizer_directory.name, conventions]
         path = self.root / "tokens" / hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
         if not path.is_dir():
-            self._make(source, path)
+            self._make(source, path, progress)
         return path
 
-    def _make(self, source: Source, path: Path) -> None:
+    def _make(self, source: Source, path: Path, progress: Progress) -> None:
         first = next(source.documents(), None)
         if first is None:
-            raise UserError("no usable document: nothing there but blank text", source.label)
+            raise UserError("no usable document: nothing but blank text here, or all on the other side", source.label)
         tokenizer_json = self.tokenizer_directory / "tokenizer.json"
         fast = tokenizer_json.is_file()
         cut = cut_of(tokenizer_json.read_text()) if fast and not first.chat else None
@@ -146,13 +148,13 @@ class _Builder:
         )
 
         def written(done_bytes: int) -> None:
-            if self.progress is not None:
-                self.progress(done_bytes, source.total_bytes)
+            progress(done_bytes, source.total_bytes)
 
         dtype = token_dtype(len(self.tokenizer))
         with publishing(path) as beside:
             if tokenize(source.documents(), spec, cut, dtype, beside, self.section.num_proc, written) == 0:
                 raise UserError("no usable document: none has a token to learn from", source.label)
+        written(source.total_bytes)
 
     def _convention(self, chat: bool) -> Convention:
         add_bos, add_eos = self.section.add_bos, self.section.add_eos
@@ -163,3 +165,7 @@ class _Builder:
             # The template writes bos and eos itself; on explicit request they are added where it does not.
             add_bos, add_eos = add_bos is True, add_eos is True
         return convention_of(self.tokenizer, add_bos, add_eos)
+
+
+def _silent(_what: str, _done_bytes: int, _total_bytes: int) -> None:
+    pass

@@ -21,7 +21,7 @@ from aliquot.data.documents import Document
 from aliquot.data.encoder import Encoded, Encoder, EncoderProcess, EncoderSpec, Texts
 from aliquot.errors import UserError
 
-Progress = Callable[[int, int | None], None]  # (bytes of the source done, of how many)
+Progress = Callable[[int, int], None]  # (bytes of the source done, of how many)
 
 CHUNK_CHARACTERS = 1 << 20
 CHUNK_TEXTS = 8192

@@ -32,12 +32,16 @@ def load_tokenizer(name: str | Path) -> Any:
             return PreTrainedTokenizerFast(tokenizer_file=str(path))
         return AutoTokenizer.from_pretrained(path if path.is_dir() else str(name))
     except Exception as error:  # tokenizers raises plain Exception
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if path.is_dir() and not any(path.glob("tokenizer*")):
+            raise UserError(
+                "no tokenizer here: set data.tokenizer to a directory, a tokenizer.json or a hub id", name
+            ) from error
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise UserError(f"cannot load a tokenizer: {reason}", name) from error
 
 
 def trained_tokenizer(
-    source: Source, vocab_size: int, root: Path, progress: Callable[[int, int | None], None] | None = None
+    source: Source, vocab_size: int, root: Path, progress: Callable[[int, int], None] | None = None
 ) -> Any:
     """A byte-level BPE tokenizer of at most `vocab_size` tokens trained on `source`, from the cache where it is there.
 
@@ -72,7 +76,7 @@ def trained_tokenizer(
     return load_tokenizer(directory)
 
 
-def _texts(source: Source, progress: Callable[[int, int | None], None] | None) -> Iterator[str]:
+def _texts(source: Source, progress: Callable[[int, int], None] | None) -> Iterator[str]:
     for document in source.documents():
         yield document.text
         if progress is not None:
@@ -84,7 +88,7 @@ def configured_tokenizer(
     model_dir: Path | None,
     source: Source,
     root: Path,
-    progress: Callable[[int, int | None], None] | None,
+    progress: Callable[[int, int], None] | None,
 ) -> Any:
     """The tokenizer that `data.tokenizer` or `data.tokenizer_vocab_size` asks for, else the model's own."""
     if section.tokenizer_vocab_size is not None:

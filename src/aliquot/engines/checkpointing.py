@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 if TYPE_CHECKING:
@@ -44,7 +46,8 @@ def _policy(_context: object, operation: object, *_args: object, **_kwargs: obje
 class SavedBytes:
     """Most bytes that one forward pass saved for its backward, each storage once, parameters left out."""
 
-    def __init__(self) -> None:
+    def __init__(self, mode: Literal["none", "selective", "full"]) -> None:
+        self._selective = mode == "selective"
         self.peak_bytes = 0
         self._measured = False
 
@@ -58,11 +61,30 @@ class SavedBytes:
         storages: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor:
-            if not isinstance(tensor, torch.nn.Parameter) and tensor.device.type != "meta":
+            # A gathered weight is saved as itself or as a view, `weight.t()`: it is no activation.
+            if not isinstance(tensor, torch.nn.Parameter) and not isinstance(tensor._base, torch.nn.Parameter):
                 storage = tensor.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        kept = _KeptBytes()
+        with (
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+            kept if self._selective else nullcontext(),
+        ):
             yield
-        self.peak_bytes = max(self.peak_bytes, sum(storages.values()))
+        self.peak_bytes = max(self.peak_bytes, sum(storages.values()) + kept.total_bytes)
+
+
+class _KeptBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Selective checkpointing keeps results in a store of its own, where saved-tensor hooks do not see them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _KEPT:
+            self.total_bytes += sum(t.nbytes for t in tree_leaves(result) if isinstance(t, torch.Tensor))
+        return result

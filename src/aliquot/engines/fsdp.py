@@ -57,7 +57,7 @@ class FsdpEngine:
             epsilon=spec.adam_epsilon,
             weight_decay=spec.weight_decay,
         )
-        self._activations = checkpointing.SavedBytes()
+        self._activations = checkpointing.SavedBytes(spec.gradient_checkpointing)
         self._wire_bytes = 0
 
     @classmethod

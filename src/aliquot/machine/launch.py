@@ -52,7 +52,10 @@ def with_environment(launch: LaunchSection, environ: Mapping[str, str]) -> Launc
         update["master_address"] = environ["PET_MASTER_ADDR"]
     if "PET_MASTER_PORT" in environ:
         update["master_port"] = _integer(environ, "PET_MASTER_PORT", 1)
-    return launch.model_copy(update=update)
+    placed = launch.model_copy(update=update)
+    if placed.node_rank >= placed.nodes:
+        raise UserError(f"PET_NODE_RANK is {placed.node_rank}, but there are only {placed.nodes} nodes (PET_NNODES)")
+    return placed
 
 
 def local_ranks(launch: LaunchSection) -> int:

@@ -21,6 +21,10 @@ class MemoryUse:
 
 
 def memory_use(process: Path = _SELF) -> MemoryUse:
+    if not (process / "smaps_rollup").exists():  # gVisor: only sums are told
+        fields = _kib_fields(process / "status")
+        rss_bytes, shared_bytes = fields["VmRSS"], fields.get("RssFile", 0) + fields.get("RssShmem", 0)
+        return MemoryUse(rss_bytes, rss_bytes - shared_bytes, shared_bytes, rss_bytes)
     fields = _kib_fields(process / "smaps_rollup")
     return MemoryUse(
         rss_bytes=fields["Rss"],

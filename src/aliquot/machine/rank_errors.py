@@ -66,7 +66,8 @@ def report_error(error: Exception, debug: bool = False) -> int:
     if kind == "peer_lost":
         # The first rank to exit has all others ended: leave the one that failed the time to say why.
         time.sleep(1.0)
-    if not recorded:
+    # Under torchrun every rank meets the same bad input; one a node says so.
+    if not recorded and not (kind == "user" and os.environ.get("LOCAL_RANK", "0") != "0"):
         print(f"aliquot: {_line(rank, kind, message)}", file=sys.stderr)
         if debug:
             print(text, file=sys.stderr)

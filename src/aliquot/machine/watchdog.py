@@ -43,6 +43,9 @@ class Watchdog:
         self.stop()
 
     def stop(self) -> None:
+        """From here on nothing is timed. May be called again."""
+        if self._stopped.is_set():
+            return
         self._stopped.set()
         faulthandler.cancel_dump_traceback_later()
         self._stacks.close()

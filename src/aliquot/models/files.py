@@ -26,12 +26,9 @@ def model_files(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, so
     return files
 
 
-def export_dtype(wanted: str, config: PretrainedConfig, from_scratch: bool, precision: str) -> torch.dtype:
-    """What `model.dtype` means. auto: as the source stores its weights; from scratch, the dtype trained in."""
+def export_dtype(wanted: str, stored: torch.dtype | None, precision: str) -> torch.dtype:
+    """What `model.dtype` means. auto: as the source stores its weights; where it does not say, the dtype trained in."""
     if wanted != "auto":
         named: torch.dtype = getattr(torch, wanted)
         return named
-    stored = getattr(config, "dtype", None)
-    if not from_scratch and isinstance(stored, torch.dtype):
-        return stored
-    return torch.bfloat16 if precision == "bf16" else torch.float32
+    return stored or (torch.bfloat16 if precision == "bf16" else torch.float32)

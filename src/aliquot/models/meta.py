@@ -44,8 +44,9 @@ def build(config: PretrainedConfig) -> MetaModel:
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, attn_implementation=attention.IMPLEMENTATION
             )
-        except (ValueError, TypeError, RuntimeError) as error:
+        except Exception as error:  # each model's code fails in its own way on a config it does not like
             raise UserError(f"transformers cannot build this {config.model_type} model: {error}") from error
+    config.architectures = [type(model).__name__]
     _check_layout(model)
     _check_isolation(model)
     fills = initialize.record(model)

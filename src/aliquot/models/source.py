@@ -11,6 +11,7 @@ from aliquot.config.schema import ModelSection
 from aliquot.errors import UserError
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 # What a run needs of a hub repository; never code, pickles or other frameworks' weights.
@@ -26,6 +27,7 @@ class ModelSource:
 
     config: PretrainedConfig
     directory: Path | None
+    dtype: torch.dtype | None  # that the config names: building a model replaces it there
     given: frozenset[str] = frozenset()
 
     @property
@@ -68,12 +70,13 @@ def resolve(section: ModelSection) -> ModelSource:
     if section.path is not None:
         directory = local_directory(section.path)
         file = directory / "config.json"
-        return ModelSource(_parse_config(_read_json(file, "model.path"), str(file)), directory)
+        config = _parse_config(_read_json(file, "model.path"), str(file))
+        return ModelSource(config, directory, config.dtype)
     assert section.config is not None  # the schema demands one of the two
     if isinstance(section.config, Path):
         values = _read_json(section.config, "model.config")
-        return ModelSource(_parse_config(values, str(section.config)), None, frozenset(values))
-    return ModelSource(_parse_config(section.config, "model.config"), None, frozenset(section.config))
+        return ModelSource(_parse_config(values, str(section.config)), None, None, frozenset(values))
+    return ModelSource(_parse_config(section.config, "model.config"), None, None, frozenset(section.config))
 
 
 def local_directory(path: str) -> Path:
@@ -133,7 +136,10 @@ def _refuse_out_of_scope(config: PretrainedConfig, where: str) -> None:
         if getattr(config, key, None):
             raise UserError(f"mixture-of-experts models are not supported ({key} = {getattr(config, key)})", where)
     for key, value in config.to_dict().items():
-        is_dropout = key.endswith(("dropout", "pdrop", "dropout_prob"))
+        # Those of heads for summaries and classes are no part of a language model.
+        is_dropout = key.endswith(("dropout", "pdrop", "dropout_prob")) and not key.startswith(
+            ("summary", "classifier")
+        )
         if is_dropout and isinstance(value, int | float) and value > 0:
             raise UserError(f"dropout is not supported: set {key} to 0 (it is {value})", where)
 

@@ -24,6 +24,8 @@ PHASES = (
     STEADY_PEAK,
 )
 
+_SHORT = {"gradients": "grads", "activations": "activ."}  # the table fits 80 columns
+
 Row = dict[str, Any]
 
 
@@ -70,10 +72,10 @@ def table(rows: Sequence[Row]) -> Table:
     """A line a phase, each number the largest over the ranks; the peak is that of RSS, private and shared."""
     categories = list(dict.fromkeys(category for row in rows for category in row["accounted_bytes"]))
     # No frame: with one, a terminal of 80 columns cuts the words.
-    result = Table(title="memory in MiB, the largest over the ranks", box=None, pad_edge=False)
+    result = Table(title="memory in MiB, the largest over the ranks", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     result.add_column("phase", no_wrap=True)
     for column in ("private", "shared", "peak", *categories):
-        result.add_column(column, justify="right", overflow="fold")
+        result.add_column(_SHORT.get(column, column), justify="right", overflow="fold")
     for phase in PHASES:
         of_phase = [row for row in rows if row["phase"] == phase]
         if not of_phase:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +12,9 @@ from aliquot.config.read import dump_config
 from aliquot.config.schema import RunConfig
 from aliquot.errors import UserError
 from aliquot.machine.files import publish_text
+
+HEADER = "# The configuration of an aliquot run, complete, as it was run."
+LOCK = ".lock"
 
 
 @dataclass(frozen=True)
@@ -41,23 +47,52 @@ class RunDirectory:
     def logs(self) -> Path:
         return self.path / "logs"
 
-    def open(self, config: RunConfig) -> None:
-        """Create it, or enter an earlier attempt of the same run; config.yaml is written complete, as run.
-
-        Raises UserError when something else lives here or when `checkpoint.resume: never` meets an earlier run.
-        """
+    def check(self, config: RunConfig) -> None:
+        """Raises UserError when something else lives here or when `checkpoint.resume: never` meets an earlier run."""
         # logs/ alone is no run: the launcher makes it before any rank starts.
-        held = {entry.name for entry in self.path.iterdir()} - {"logs"} if self.path.is_dir() else set()
-        if held and "config.yaml" not in held:
+        held = {entry.name for entry in self.path.iterdir()} - {"logs", LOCK} if self.path.is_dir() else set()
+        if held and not self._is_a_run():
             raise UserError("exists and is not a run of aliquot; choose another run.name or run.directory", self.path)
         if held and config.checkpoint.resume == "never":
             raise UserError(
                 "this run exists already and checkpoint.resume is `never`; choose another run.name, or resume: auto",
                 self.path,
             )
+
+    def _is_a_run(self) -> bool:
+        """A config.yaml alone may be the person's own."""
         try:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            return (self.path / "config.yaml").read_text(encoding="utf-8").startswith(HEADER)
+        except (OSError, UnicodeDecodeError):
+            return False
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Raises UserError while another process trains into this directory; the kernel unlocks when a process dies."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with (self.path / LOCK).open("w") as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise UserError("another process is training into this run directory", self.path) from None
+                except OSError:
+                    pass  # a file system without locks (Lustre may be mounted so): nothing to hold on to
+                try:
+                    yield
+                finally:
+                    if [entry.name for entry in self.path.iterdir()] == [LOCK]:  # refused before it began
+                        (self.path / LOCK).unlink()
+                        self.path.rmdir()
+        except PermissionError as error:
+            raise UserError(f"cannot write the run directory: {error.strerror}", self.path) from None
+
+    def begin(self, config: RunConfig) -> None:
+        """Write config.yaml, complete, as run: only once all else is known to be in order."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            publish_text(self.path / "config.yaml", f"{HEADER}\n{dump_config(config)}")
+            self.checkpoints.mkdir(exist_ok=True)
             self.logs.mkdir(exist_ok=True)
-            publish_text(self.path / "config.yaml", dump_config(config))
         except OSError as error:
             raise UserError(f"cannot write the run directory: {error.strerror}", self.path) from None

@@ -10,6 +10,7 @@ from aliquot.observe import ledger
 from aliquot.observe.console import Display
 from aliquot.observe.meter import Speed
 from aliquot.observe.run_directory import RunDirectory
+from aliquot.observe.text import rate
 
 
 def finish(
@@ -27,9 +28,11 @@ def finish(
     display.show(ledger.table(rows))
     if sample is not None:
         display.line(f"sample:\n{sample}\n")
-    if speed.mfu is not None:
+    if speed.mfu:
+        ceiling = rate(speed.flops_per_s / speed.mfu, "FLOP/s")
         display.line(
-            f"{speed.tokens_per_s:,.0f} real tokens/s, {100 * speed.mfu:.0f} % of the matmul rate of these cores"
+            f"{speed.tokens_per_s:,.0f} real tokens/s: {rate(speed.flops_per_s, 'FLOP/s')} of the model,"
+            f" {100 * speed.mfu:.0f} % of the {ceiling} that a plain matmul reached here at the start"
         )
     display.line(f"run directory  {directory.path}")
     display.line(f"metrics        {directory.metrics}")

@@ -1,0 +1,88 @@
+"""The plain single-process loop that aliquot is compared with: stock transformers, one document at a time, AdamW."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import get_scheduler
+
+from aliquot.config.schema import TrainSection
+from aliquot.data.batches import Batches
+from aliquot.models import initialize, meta
+from aliquot.models.batch import MicroBatch
+from aliquot.ranges.parts import Part
+
+
+class Whole:
+    """A store that owns every weight whole: what a single process would hold."""
+
+    def __init__(self, tensors: tuple[tuple[str, tuple[int, ...]], ...]) -> None:
+        self.values = {name: torch.full(shape, float("nan")) for name, shape in tensors}
+
+    def parts(self) -> list[Part]:
+        return [Part(name, tuple(v.shape), "weight", 0, v.numel()) for name, v in self.values.items()]
+
+    def write(self, part: Part, start: int, values: Tensor) -> None:
+        self.values[part.name].view(-1)[start : start + values.numel()] = values
+
+    def read(self, part: Part, start: int, out: Tensor) -> None:
+        raise AssertionError("nothing reads here")
+
+
+def initial_weights(config: Any, seed: int) -> dict[str, Tensor]:
+    built = meta.build(config)
+    store = Whole(built.tensors)
+    initialize.initialize(store, built.fills, seed)
+    return store.values
+
+
+def parameter_groups(parameters: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    return [
+        {"params": [p for p in parameters.values() if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters.values() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def summed_loss(model: nn.Module, batch: MicroBatch | None) -> Tensor:
+    """Of all documents of a micro-batch, each fed alone."""
+    assert batch is not None
+    losses = [torch.zeros(())]
+    for start, stop in pairwise(batch.edges):
+        labels = batch.labels[start:stop]
+        if bool((labels != -100).any()):
+            logits = model(input_ids=batch.input_ids[None, start:stop]).logits[0].float()
+            losses.append(nn.functional.cross_entropy(logits, labels, reduction="sum"))
+    return torch.stack(losses).sum()
+
+
+def train(model: nn.Module, batches: Batches, settings: TrainSection, steps: int) -> list[float]:
+    """Losses of `steps` optimizer steps of the run that `settings` describe."""
+    groups = parameter_groups(dict(model.named_parameters()), settings.weight_decay)
+    betas = (settings.adam_beta1, settings.adam_beta2)
+    optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, eps=settings.adam_epsilon)
+    kind = "constant_with_warmup" if settings.lr_scheduler_type == "constant" else settings.lr_scheduler_type
+    scheduler = get_scheduler(kind, optimizer, settings.warmup_steps or 0, steps)
+    losses = []
+    for step in range(steps):
+        batch = batches.step_batch(step, 0, 1)
+        optimizer.zero_grad()
+        total = 0.0
+        for micro_batch in batch.micro_batches:
+            loss = summed_loss(model, micro_batch) / batch.predicted
+            loss.backward()
+            total += float(loss.detach())
+        nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+        optimizer.step()
+        scheduler.step()
+        losses.append(total)
+    return losses
+
+
+def perplexity(model: nn.Module, batches: Iterable[MicroBatch | None], predicted: int) -> float:
+    with torch.no_grad():
+        return math.exp(sum(float(summed_loss(model, batch)) for batch in batches) / predicted)
