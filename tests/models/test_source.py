@@ -1,0 +1,59 @@
+"""Where a model comes from, and the one line that says why it cannot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from aliquot.config.schema import ModelSection
+from aliquot.errors import UserError
+from aliquot.models import meta
+from aliquot.models.source import resolve
+from tests.engines.cases import SMALL
+
+
+def refused(**section: object) -> str:
+    with pytest.raises(UserError) as caught:
+        meta.build(resolve(ModelSection.model_validate(section)).config)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_hub_id_goes_to_the_hub() -> None:
+    # Tests are offline: the hub client says so, and that is what the person sees.
+    assert "the hub could not serve it" in refused(path="some-owner/some-model")
+
+
+@pytest.mark.parametrize("path", ["./nowhere", "/nowhere/at/all", "nowhere", "a/b/c"])
+def test_what_does_not_look_like_a_hub_id_is_a_directory(path: str) -> None:
+    assert "no such directory" in refused(path=path)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, "model_type is missing"),
+        ({"model_type": "no-such-thing"}, "not a causal language model"),
+        ({"model_type": "t5"}, "not a causal language model"),
+        ({**SMALL, "model_type": "mixtral"}, "mixture-of-experts"),
+        ({**SMALL, "model_type": "llama", "attention_dropout": 0.1}, "dropout is not supported"),
+        ({**SMALL, "model_type": "llama", "hidden_act": "no-such-thing"}, "cannot build this llama model"),
+        ({**SMALL, "model_type": "gemma2", "pad_token_id": 0}, "soft-cap"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(config: dict[str, object], expected: str) -> None:
+    assert expected in refused(config=config)
+
+
+def test_files_that_are_no_config(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    assert "no config.json here" in refused(path=str(tmp_path))
+    file.write_text("{")
+    assert "not readable as JSON" in refused(path=str(tmp_path))
+    file.write_text("[]")
+    assert "expected a JSON object" in refused(path=str(tmp_path))
+    file.write_text(json.dumps({**SMALL, "model_type": "llama", "torch_dtype": "float16"}))
+    assert str(resolve(ModelSection(path=str(tmp_path))).dtype) == "torch.float16"
+    assert resolve(ModelSection(config=file)).from_scratch
