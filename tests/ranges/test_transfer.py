@@ -16,7 +16,7 @@ from aliquot.ranges.bytemap import ByteMap
 from aliquot.ranges.layout import Layout
 from aliquot.ranges.reader import BUFFER_BYTES, RangeReader
 from aliquot.ranges.transfer import drain, fill
-from aliquot.ranges.writer import RangeWriter
+from aliquot.ranges.writer import TargetFile
 from tests.ranges.world import SMALL, FakeStore, Tensors, value_of
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -92,10 +92,20 @@ def test_bf16_ties_round_to_even(tmp_path: Path) -> None:
     ties = torch.tensor([0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF], dtype=torch.int32).view(torch.float32)
     layout = Layout.of([("x", (4,))], torch.bfloat16, 1 << 30, "model")
     layout.create_files(tmp_path)
-    with RangeWriter() as writer:
-        writer.write(layout.byte_map(tmp_path).entries["x"], 0, ties)
+    store = FakeStore([("x", (4,))], kinds=["weight"])
+    store.values = dict.fromkeys(store.values, ties)
+    drain(store, {"weight": layout.byte_map(tmp_path).entries})
     stored = load_file(tmp_path / "model.safetensors")["x"].view(torch.int16)
     assert stored.tolist() == [0x3F80, 0x3F82, 0x3F81, 0x3F80]
+
+
+def test_values_of_one_byte(tmp_path: Path) -> None:
+    values = torch.arange(5_000_000).remainder(100).to(torch.uint8).view(torch.float8_e5m2)  # all finite
+    save_file({"x": values}, tmp_path / "model.safetensors")
+    store = FakeStore([("x", (5_000_000,))], kinds=["weight"], zeros=True)
+    fill(store, {"weight": ByteMap.of_directory(tmp_path).entries})
+    (held,) = store.values.values()
+    assert torch.equal(held, values.float())
 
 
 def test_a_range_outside_the_tensor_is_refused(tmp_path: Path) -> None:
@@ -105,8 +115,10 @@ def test_a_range_outside_the_tensor_is_refused(tmp_path: Path) -> None:
     for start in (-1, entry.numel - 1):
         with RangeReader() as reader, pytest.raises(ValueError, match="lm_head"):
             reader.read(entry, start, torch.empty(2))
-        with RangeWriter() as writer, pytest.raises(ValueError, match="lm_head"):
-            writer.write(entry, start, torch.empty(2))
+        file = TargetFile(entry.file)
+        with pytest.raises(ValueError, match="lm_head"):
+            file.write(entry, start, torch.empty(2))
+        file.sync_and_close()
     assert digests(tmp_path) == before
 
 

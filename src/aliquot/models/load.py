@@ -12,7 +12,7 @@ from aliquot.ranges.bytemap import ByteMap, Shape, check_tensors
 from aliquot.ranges.header import TensorEntry
 from aliquot.ranges.parts import PartStore
 from aliquot.ranges.together import Ranks, together
-from aliquot.ranges.transfer import fill
+from aliquot.ranges.transfer import Watch, fill
 
 # buffers that older versions of transformers saved and that are computed, not learned
 _COMPUTED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)")
@@ -25,16 +25,25 @@ class LoadReport:
     read_bytes: int
     elapsed_s: float
 
+    @property
+    def bytes_per_s(self) -> float:
+        return self.read_bytes / self.elapsed_s
+
 
 def load_weights(
-    store: PartStore, directory: Path, tensors: Sequence[tuple[str, Shape]], tied: Mapping[str, str], ranks: Ranks
+    store: PartStore,
+    directory: Path,
+    tensors: Sequence[tuple[str, Shape]],
+    tied: Mapping[str, str],
+    ranks: Ranks,
+    watch: Watch | None = None,
 ) -> LoadReport:
     """Fill the weight parts of `store` from the safetensors in `directory`, whatever float dtype they have. Collective.
 
     `tensors`: names and shapes of the whole model without aliases. `tied`: alias -> the name in `tensors` whose weight
     it shares; the directory may hold either or both. Names may also be those of the bare base model (`layers.0` for
-    `model.layers.0`). Raises UserError on every rank: no safetensors, malformed files, tensors missing, extra or of
-    another shape (names listed).
+    `model.layers.0`). `watch` is told of this rank's progress. Raises UserError on every rank: no safetensors,
+    malformed files, tensors missing, extra or of another shape (names listed).
     """
     began = time.perf_counter()
 
@@ -44,7 +53,7 @@ def load_weights(
         used = {entry.name for entry in found.values()}
         extra = [name for name in stored if name not in used and name not in tied and not _COMPUTED.fullmatch(name)]
         check_tensors(tensors, found, directory, extra)
-        return fill(store, {"weight": found})
+        return fill(store, {"weight": found}, watch=watch)
 
     read_bytes = together(ranks, read)[ranks.rank]
     return LoadReport(read_bytes, time.perf_counter() - began)

@@ -17,7 +17,7 @@ Piece = tuple[str, int, int, int]  # file name, offset, length in bytes, crc32; 
 
 
 class BlockChecksums:
-    """The pieces that this rank has read or written."""
+    """The pieces that this rank has read or written; several threads may add theirs at once."""
 
     def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
         self.block_bytes = block_bytes
@@ -27,7 +27,7 @@ class BlockChecksums:
         """Bytes `data` lie at `offset` of `file`."""
         while data:
             room = self.block_bytes - offset % self.block_bytes
-            self._add_piece(file, offset, data[:room])
+            self._pieces.append((file, offset, len(data[:room]), zlib.crc32(data[:room])))
             offset += len(data[:room])
             data = data[room:]
 
@@ -36,14 +36,6 @@ class BlockChecksums:
         for path, count in head_bytes.items():
             with path.open("rb") as file:
                 self.add(path.name, 0, memoryview(file.read(count)))
-
-    def _add_piece(self, file: str, offset: int, data: memoryview) -> None:
-        if self._pieces and offset % self.block_bytes:
-            last, start, length, crc = self._pieces[-1]
-            if last == file and start + length == offset:
-                self._pieces[-1] = (file, start, length + len(data), zlib.crc32(data, crc))
-                return
-        self._pieces.append((file, offset, len(data), zlib.crc32(data)))
 
     def pieces(self) -> list[Piece]:
         return self._pieces

@@ -1,4 +1,4 @@
-"""Read flat ranges of tensors: exactly the bytes asked for, converted through one bounded buffer."""
+"""Read flat ranges of tensors: exactly the bytes asked for, straight into the memory given where the dtypes agree."""
 
 from __future__ import annotations
 
@@ -16,17 +16,49 @@ from aliquot.ranges.header import TensorEntry
 BUFFER_BYTES = 8 << 20
 
 
-class RangeReader:
-    """Reads ranges; one file is open at a time, so ask in the order of the files.
+class SourceFile:
+    """A file whose header was read before, open for reading by several threads at once.
 
-    `checksums`, if given, collects the checksums of all bytes read. `read_bytes` counts them.
+    `checksums`, if given, collects the checksums of all bytes read. `drop`: what was read leaves the page cache.
+    Every method raises UserError: cannot read, or the size is not what it was when the header was read.
     """
 
-    def __init__(self, checksums: BlockChecksums | None = None) -> None:
-        self.read_bytes = 0
+    def __init__(self, entry: TensorEntry, checksums: BlockChecksums | None = None, drop: bool = False) -> None:
+        self.path = entry.file
         self._checksums = checksums
-        self._entry: TensorEntry | None = None  # of the file that is open
-        self._descriptor = -1
+        self._drop = drop
+        with reading(self.path):
+            self._descriptor = os.open(self.path, os.O_RDONLY)
+        size_bytes = os.fstat(self._descriptor).st_size
+        if size_bytes != entry.file_bytes:
+            self.close()
+            raise UserError(f"{size_bytes} bytes where its header was read at {entry.file_bytes}", self.path)
+
+    def read(self, entry: TensorEntry, start: int, out: torch.Tensor) -> None:
+        """Elements [start, start + out.numel()) into flat, contiguous CPU `out` of the stored dtype."""
+        memory, offset = bytes_of(out), offset_of(entry, start, out)
+        done = 0
+        while done < len(memory):
+            with reading(self.path):
+                count = os.preadv(self._descriptor, [memory[done:]], offset + done)
+            if count == 0:
+                raise UserError("the file became shorter while it was read", self.path)
+            done += count
+        if self._checksums is not None:
+            self._checksums.add(self.path.name, offset, memory)
+        if self._drop:
+            os.posix_fadvise(self._descriptor, offset, len(memory), os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class RangeReader:
+    """Reads ranges one after the other, in any float dtype; one file is open at a time."""
+
+    def __init__(self, checksums: BlockChecksums | None = None) -> None:
+        self._checksums = checksums
+        self._file: SourceFile | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def __enter__(self) -> Self:
@@ -40,48 +72,36 @@ class RangeReader:
 
         Raises UserError: cannot read, or the file is not what it was when its header was read.
         """
-        if start < 0 or start + out.numel() > entry.numel:
-            raise ValueError(f"[{start}, {start + out.numel()}) is not inside {entry.name}, {entry.numel} elements")
-        self._open(entry)
-        offset = entry.offset + start * entry.itemsize
+        offset_of(entry, start, out)
+        file = self._open(entry)
         if out.dtype == entry.dtype:
-            self._fill(entry, offset, bytes_of(out))
+            file.read(entry, start, out)
             return
         if not self._buffer.numel():
             self._buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8)
         stored = self._buffer.view(entry.dtype)
         for first in range(0, out.numel(), stored.numel()):
             piece = stored[: out.numel() - first]
-            self._fill(entry, offset + first * entry.itemsize, bytes_of(piece))
+            file.read(entry, start + first, piece)
             out[first : first + piece.numel()] = piece
 
-    def _fill(self, entry: TensorEntry, offset: int, memory: memoryview) -> None:
-        done = 0
-        while done < len(memory):
-            with reading(entry.file):
-                count = os.preadv(self._descriptor, [memory[done:]], offset + done)
-            if count == 0:
-                raise UserError("the file became shorter while it was read", entry.file)
-            done += count
-        self.read_bytes += done
-        if self._checksums is not None:
-            self._checksums.add(entry.file.name, offset, memory)
-
-    def _open(self, entry: TensorEntry) -> None:
-        if self._entry is not None and self._entry.file == entry.file:
-            return
-        self._close()
-        with reading(entry.file):
-            self._descriptor = os.open(entry.file, os.O_RDONLY)
-            size_bytes = os.fstat(self._descriptor).st_size
-        self._entry = entry
-        if size_bytes != entry.file_bytes:
-            raise UserError(f"{size_bytes} bytes where its header was read at {entry.file_bytes}", entry.file)
+    def _open(self, entry: TensorEntry) -> SourceFile:
+        if self._file is None or self._file.path != entry.file:
+            self._close()
+            self._file = SourceFile(entry, self._checksums)
+        return self._file
 
     def _close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._descriptor, self._entry = -1, None
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+
+def offset_of(entry: TensorEntry, start: int, values: torch.Tensor) -> int:
+    """Where in the file elements [start, start + values.numel()) begin. Raises ValueError if the tensor has not all."""
+    if start < 0 or start + values.numel() > entry.numel:
+        raise ValueError(f"[{start}, {start + values.numel()}) is not inside {entry.name}, {entry.numel} elements")
+    return entry.offset + start * entry.itemsize
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -2,43 +2,176 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from typing import Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from aliquot.ranges.checksums import BlockChecksums
 from aliquot.ranges.header import TensorEntry
+from aliquot.ranges.pagecache import too_large_to_keep
 from aliquot.ranges.parts import Kind, Part, PartStore
-from aliquot.ranges.reader import BUFFER_BYTES, RangeReader
-from aliquot.ranges.writer import RangeWriter
+from aliquot.ranges.pipeline import PIECE_BYTES, Pipeline
+from aliquot.ranges.reader import SourceFile
+from aliquot.ranges.writer import TargetFile
 
 Maps = Mapping[Kind, Mapping[str, TensorEntry]]  # where the tensors of each kind lie; other kinds stay untouched
 
 
-def fill(store: PartStore, maps: Maps, checksums: BlockChecksums | None = None) -> int:
-    """Read all parts of `store` whose kind is in `maps`; the bytes read. Raises UserError."""
-    buffer = torch.empty(BUFFER_BYTES // 4, dtype=torch.float32)
-    with RangeReader(checksums) as reader:
-        for part, entry in _in_file_order(store, maps):
-            for start in range(part.start, part.stop, buffer.numel()):
-                piece = buffer[: part.stop - start]
-                reader.read(entry, start, piece)
-                store.write(part, start, piece)
-        return reader.read_bytes
+@runtime_checkable
+class InMemory(Protocol):
+    """A store whose parts can be read and written where they lie. From any other they are copied, as fp32."""
+
+    def view(self, part: Part) -> Tensor | None:
+        """The part itself, flat, contiguous, in CPU memory, of any float dtype; None: not to be had."""
+        ...
 
 
-def drain(store: PartStore, maps: Maps, checksums: BlockChecksums | None = None) -> int:
-    """Write all parts of `store` whose kind is in `maps`, and fsync; the bytes written. Raises UserError."""
-    buffer = torch.empty(BUFFER_BYTES // 4, dtype=torch.float32)
-    with RangeWriter(checksums) as writer:
-        for part, entry in _in_file_order(store, maps):
-            for start in range(part.start, part.stop, buffer.numel()):
-                piece = buffer[: part.stop - start]
-                store.read(part, start, piece)
-                writer.write(entry, start, piece)
-    return writer.written_bytes
+@dataclass(frozen=True)
+class Progress:
+    """How far this rank has come, in bytes of files."""
+
+    done_bytes: int
+    total_bytes: int
+    elapsed_s: float
 
 
-def _in_file_order(store: PartStore, maps: Maps) -> list[tuple[Part, TensorEntry]]:
-    pairs = [(part, maps[part.kind][part.name]) for part in store.parts() if part.kind in maps]
-    return sorted(pairs, key=lambda pair: (pair[1].file, pair[1].offset, pair[0].start))
+Watch = Callable[[Progress], None]  # called after every piece; what it raises ends the transfer
+
+
+def fill(store: PartStore, maps: Maps, checksums: BlockChecksums | None = None, watch: Watch | None = None) -> int:
+    """Read all parts of `store` whose kind is in `maps`; the bytes read. Raises UserError.
+
+    `store` is used from the calling thread only, each part in order.
+    """
+    work = _Work(store, maps, watch)
+    values = torch.empty(PIECE_BYTES)  # a piece as fp32; as stored its values may take one byte each
+
+    def land(piece: _Piece, stored: Tensor) -> None:
+        if piece.view is None:
+            as_fp32 = stored if stored.dtype == torch.float32 else values[: piece.numel].copy_(stored)
+            store.write(piece.part, piece.start, as_fp32)
+        elif piece.direct is None:
+            piece.view.copy_(stored)
+        work.count(piece)
+
+    for pieces in work.by_file():
+        with closing(SourceFile(pieces[0].entry, checksums, work.drop)) as file, Pipeline() as pipeline:
+            for piece in pieces:
+                stored = piece.direct
+                if stored is None:
+                    stored = _raw(pipeline, piece)
+                pipeline.add(partial(file.read, piece.entry, piece.start, stored), partial(land, piece, stored))
+    return work.done_bytes
+
+
+def drain(store: PartStore, maps: Maps, checksums: BlockChecksums | None = None, watch: Watch | None = None) -> int:
+    """Write all parts of `store` whose kind is in `maps`, and fsync; the bytes written. Raises UserError.
+
+    `store` is used from the calling thread only, each part in order.
+    """
+    work = _Work(store, maps, watch)
+    values = torch.empty(PIECE_BYTES)
+
+    def take(piece: _Piece, stored: Tensor) -> None:
+        if piece.view is not None:
+            stored.copy_(piece.view)
+        elif stored.dtype == torch.float32:
+            store.read(piece.part, piece.start, stored)
+        else:
+            store.read(piece.part, piece.start, values[: piece.numel])
+            stored.copy_(values[: piece.numel])
+
+    with ThreadPoolExecutor(1, thread_name_prefix="aliquot-fsync") as disk:
+        synced = []  # while one file is fsynced the next is written
+        # Of two ranks that write to the same file, a local file system lets one wait for the other.
+        for pieces in work.by_file(spread=True):
+            file = TargetFile(pieces[0].entry.file, checksums, work.drop)
+            with file.closed_on_error(), Pipeline() as pipeline:
+                for piece in pieces:
+                    stored = piece.direct
+                    if stored is None:
+                        stored = _raw(pipeline, piece)
+                        take(piece, stored)
+                    pipeline.add(partial(file.write, piece.entry, piece.start, stored), partial(work.count, piece))
+            synced.append(disk.submit(file.sync_and_close))
+        for future in synced:
+            future.result()
+    return work.done_bytes
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Elements [start, start + numel) of a part."""
+
+    part: Part
+    entry: TensorEntry
+    start: int
+    numel: int
+    view: Tensor | None  # the piece itself, in the store
+
+    @property
+    def direct(self) -> Tensor | None:
+        """The piece itself if it is held as it is stored: it needs no buffer."""
+        return self.view if self.view is not None and self.view.dtype == self.entry.dtype else None
+
+
+class _Work:
+    """What is to be moved, and how much of it has been."""
+
+    def __init__(self, store: PartStore, maps: Maps, watch: Watch | None) -> None:
+        pairs = [(part, maps[part.kind][part.name]) for part in store.parts() if part.kind in maps]
+        self._pairs = sorted(pairs, key=lambda pair: (pair[1].file, pair[1].offset, pair[0].start))
+        self._view = store.view if isinstance(store, InMemory) else _no_view
+        self._watch = watch
+        self._began = time.perf_counter()
+        self._total_bytes = sum(part.numel * entry.itemsize for part, entry in pairs)
+        self.done_bytes = 0
+        self.drop = too_large_to_keep(entry for of_kind in maps.values() for entry in of_kind.values())
+
+    def by_file(self, spread: bool = False) -> Iterator[list[_Piece]]:
+        """The pieces of each file, in the order in which they lie there.
+
+        `spread`: ranks begin at different files, those with later ranges of tensors further on.
+        """
+        files = [list(pairs) for _, pairs in groupby(self._pairs, key=lambda pair: pair[1].file)]
+        if spread and files:
+            behind = sum(part.start for part, _ in self._pairs) / max(1, sum(entry.numel for _, entry in self._pairs))
+            first = int(behind * len(files))
+            files = files[first:] + files[:first]
+        for pairs in files:
+            if pieces := [piece for part, entry in pairs for piece in self._pieces(part, entry)]:
+                yield pieces
+
+    def _pieces(self, part: Part, entry: TensorEntry) -> Iterator[_Piece]:
+        view = self._view(part)
+        start = part.start
+        while start < part.stop:
+            # Pieces end where a multiple of their size lies in the file: whole pages, no block of checksums shared.
+            room_bytes = PIECE_BYTES - (entry.offset + start * entry.itemsize) % PIECE_BYTES
+            numel = min(part.stop - start, max(1, room_bytes // entry.itemsize))
+            own = None if view is None else view[start - part.start :][:numel]
+            yield _Piece(part, entry, start, numel, own)
+            start += numel
+
+    def count(self, piece: _Piece) -> None:
+        self.done_bytes += piece.numel * piece.entry.itemsize
+        if self._watch is not None:
+            elapsed_s = time.perf_counter() - self._began
+            self._watch(Progress(self.done_bytes, self._total_bytes, elapsed_s))
+
+
+def _raw(pipeline: Pipeline, piece: _Piece) -> Tensor:
+    """Memory for the piece as it is stored."""
+    return pipeline.buffer().view(piece.entry.dtype)[: piece.numel]
+
+
+def _no_view(part: Part) -> None:
+    return None

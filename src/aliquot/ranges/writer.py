@@ -3,82 +3,57 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import torch
 
 from aliquot.ranges.checksums import BlockChecksums
 from aliquot.ranges.failures import writing
 from aliquot.ranges.header import TensorEntry
-from aliquot.ranges.reader import BUFFER_BYTES, bytes_of
+from aliquot.ranges.reader import bytes_of, offset_of
 
 
-class RangeWriter:
-    """Writes ranges; one file is open at a time, and is fsynced when the next one or the end comes.
+class TargetFile:
+    """A file that is laid out already, open for writing by several threads at once.
 
-    `checksums`, if given, collects the checksums of all bytes written. `written_bytes` counts them.
+    `checksums`, if given, collects the checksums of all bytes written. `drop`: what was written leaves the page cache
+    as soon as the disk has it. Every method raises UserError: disk full, no permission, any other failure to write.
     """
 
-    def __init__(self, checksums: BlockChecksums | None = None) -> None:
-        self.written_bytes = 0
+    def __init__(self, path: Path, checksums: BlockChecksums | None = None, drop: bool = False) -> None:
+        self.path = path
         self._checksums = checksums
-        self._file: Path | None = None
-        self._descriptor = -1
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._close(sync=error is None)
+        self._drop = drop
+        with writing(path):
+            self._descriptor = os.open(path, os.O_WRONLY)
 
     def write(self, entry: TensorEntry, start: int, values: torch.Tensor) -> None:
-        """Elements [start, start + values.numel()) from flat, contiguous CPU `values`, rounded to nearest even.
-
-        Raises UserError: disk full, no permission, any other failure to write.
-        """
-        if start < 0 or start + values.numel() > entry.numel:
-            raise ValueError(f"[{start}, {start + values.numel()}) is not inside {entry.name}, {entry.numel} elements")
-        self._open(entry.file)
-        offset = entry.offset + start * entry.itemsize
-        if values.dtype == entry.dtype:
-            self._put(offset, bytes_of(values))
-            return
-        if not self._buffer.numel():
-            self._buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8)
-        stored = self._buffer.view(entry.dtype)
-        for first in range(0, values.numel(), stored.numel()):
-            piece = stored[: values.numel() - first]
-            piece.copy_(values[first : first + piece.numel()])
-            self._put(offset + first * entry.itemsize, bytes_of(piece))
-
-    def _put(self, offset: int, memory: memoryview) -> None:
+        """Elements [start, start + values.numel()) from flat, contiguous CPU `values` of the stored dtype."""
+        memory, offset = bytes_of(values), offset_of(entry, start, values)
         done = 0
-        with writing(self._file):
+        with writing(self.path):
             while done < len(memory):
                 done += os.pwrite(self._descriptor, memory[done:], offset + done)
-        self.written_bytes += done
-        if self._checksums is not None and self._file is not None:
-            self._checksums.add(self._file.name, offset, memory)
+        if self._checksums is not None:
+            self._checksums.add(self.path.name, offset, memory)
+        # Starts writing to the disk now: left to itself the kernel lets dirty pages pile up, then stops all writers.
+        os.posix_fadvise(self._descriptor, offset, len(memory), os.POSIX_FADV_DONTNEED)
 
-    def _open(self, file: Path) -> None:
-        if self._file == file:
-            return
-        self._close(sync=True)
-        with writing(file):
-            self._descriptor = os.open(file, os.O_WRONLY)
-        self._file = file
+    def sync_and_close(self) -> None:
+        """Return when the disk has it all."""
+        with self.closed_on_error(), writing(self.path):  # a network file system may tell of a full disk only here
+            os.fsync(self._descriptor)
+            if self._drop:
+                os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(self._descriptor)
 
-    def _close(self, sync: bool) -> None:
-        if self._descriptor < 0:
-            return
-        descriptor, file = self._descriptor, self._file
-        self._descriptor, self._file = -1, None
+    @contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        """While its bytes are written."""
         try:
-            if sync:
-                with writing(file):  # a network file system may tell of a full disk only here
-                    os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+            yield
+        except BaseException:
+            os.close(self._descriptor)
+            raise
