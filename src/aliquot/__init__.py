@@ -14,16 +14,18 @@ if TYPE_CHECKING:
     from aliquot.config.schema import RunConfig
     from aliquot.errors import TrainingError, UserError
     from aliquot.models.export import export_checkpoint
+    from aliquot.models.sharded import load_sharded
     from aliquot.train import train
 
 __version__ = "0.1.0"
-__all__ = ["RunConfig", "TrainingError", "UserError", "export_checkpoint", "read_config", "train"]
+__all__ = ["RunConfig", "TrainingError", "UserError", "export_checkpoint", "load_sharded", "read_config", "train"]
 
 _HOME = {
     "RunConfig": "aliquot.config.schema",
     "TrainingError": "aliquot.errors",
     "UserError": "aliquot.errors",
     "export_checkpoint": "aliquot.models.export",
+    "load_sharded": "aliquot.models.sharded",
     "read_config": "aliquot.config.read",
     "train": "aliquot.train",
 }

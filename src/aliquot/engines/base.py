@@ -92,6 +92,10 @@ class Engine(Protocol):
         """Set elements [start, start + values.numel()) of the tensor, all inside `part`, from flat fp32 `values`."""
         ...
 
+    def view(self, part: Part) -> Tensor | None:
+        """The part where it lies, flat, if it is plain CPU memory of a float dtype; None: `read` and `write` serve."""
+        ...
+
     def ready(self) -> None:
         """Called once after the parts are filled: buffers in place, self-test done."""
         ...

@@ -95,6 +95,9 @@ class FsdpEngine:
     def write(self, part: Part, start: int, values: Tensor) -> None:
         self._flat(part)[start - part.start : start - part.start + values.numel()].copy_(values)
 
+    def view(self, part: Part) -> Tensor | None:
+        return self._flat(part) if self._device.type == "cpu" else None
+
     def _flat(self, part: Part) -> Tensor:
         index = self._index[part.name]
         tensor = self._shards[index].local if part.kind == "weight" else self._optimizer.moment(index, part.kind)

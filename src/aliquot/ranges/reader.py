@@ -34,6 +34,12 @@ class SourceFile:
             self.close()
             raise UserError(f"{size_bytes} bytes where its header was read at {entry.file_bytes}", self.path)
 
+    def announce(self, entry: TensorEntry, start: int, numel: int) -> None:
+        """These elements are to be read soon: the disk may begin."""
+        os.posix_fadvise(
+            self._descriptor, entry.offset + start * entry.itemsize, numel * entry.itemsize, os.POSIX_FADV_WILLNEED
+        )
+
     def read(self, entry: TensorEntry, start: int, out: torch.Tensor) -> None:
         """Elements [start, start + out.numel()) into flat, contiguous CPU `out` of the stored dtype."""
         memory, offset = bytes_of(out), offset_of(entry, start, out)

@@ -68,6 +68,7 @@ def fill(store: PartStore, maps: Maps, checksums: BlockChecksums | None = None, 
                 stored = piece.direct
                 if stored is None:
                     stored = _raw(pipeline, piece)
+                file.announce(piece.entry, piece.start, piece.numel)
                 pipeline.add(partial(file.read, piece.entry, piece.start, stored), partial(land, piece, stored))
     return work.done_bytes
 

@@ -1,0 +1,337 @@
+"""Saving, asynchronous saving and exporting: beside a plain parallel write and transformers' save_pretrained.
+
+python benchmarks/checkpoint.py --json checkpoint.json
+
+Needs 20 GB of memory and 15 GB of disk in --directory, which is removed at the end. Every run is a new set of two
+processes; methods alternate. Exports of transformers are timed without the fsync that aliquot's include.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.layouts import LLAMA_1B, LLAMA_125M, LLAMA_500M, llama_config, llama_tensors
+from benchmarks.report import Row, finish, target
+from benchmarks.worlds import Measured, cold, run_world, tell, watched
+
+RANKS = 2
+MODELS = {"save": LLAMA_500M, "export": LLAMA_1B, "stall": LLAMA_125M}
+PLAIN_THREADS = 4
+PLAIN_BYTES = 8 << 20
+STEPS = 12  # undisturbed steps before a save; the median is the yardstick
+SEQUENCE = 512
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--json", type=Path)
+    arguments.add_argument("--directory", type=Path, help="where files are written; default: a temporary directory")
+    arguments.add_argument("--repeats", type=int, default=3)
+    given = arguments.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="aliquot-checkpoint-", dir=given.directory))
+    try:
+        rows, found = save_rows(folder, given.repeats)
+        more, exported = export_rows(folder, given.repeats)
+        stalls, stall = stall_rows(folder, given.repeats)
+    finally:
+        shutil.rmtree(folder)
+    targets = [
+        target("save_of_plain_write", found, 0.85, "higher"),
+        target("async_stall", stall, 0.15, "lower"),
+        target("export_speedup", exported["speedup"], 2, "higher"),
+        target("export_excess_mib", exported["excess_mib"], 64, "lower"),
+    ]
+    finish("checkpoints", [*rows, *more, *stalls], targets, given.json)
+
+
+def alternate(folder: Path, methods: Sequence[str], repeats: int) -> dict[str, list[list[Measured]]]:
+    """Every method in turn, each time in a new directory on a disk that has nothing left to write."""
+    taken: dict[str, list[list[Measured]]] = {method: [] for method in methods}
+    for _ in range(repeats):
+        for method in methods:
+            out = Path(tempfile.mkdtemp(dir=folder))
+            os.sync()
+            cold()
+            taken[method].append(run_world(__file__, RANKS, method, str(out)))
+            print(method, [taken[method][-1][0].get(key) for key in ("seconds", "failed")], flush=True)
+            shutil.rmtree(out)
+    return taken
+
+
+def slowest(runs: list[list[Measured]], column: str = "seconds") -> float | None:
+    """The median over the runs of the slowest rank; None if a run failed."""
+    if any("failed" in ranks[0] for ranks in runs):
+        return None
+    return statistics.median(max(rank[column] for rank in ranks) for ranks in runs)
+
+
+def row_of(method: str, model: str, total_bytes: int, runs: list[list[Measured]]) -> Row:
+    seconds = slowest(runs)
+    row: Row = {"method": method, "model": model, "seconds": seconds}
+    if seconds is None:
+        return row | {"note": next(ranks[0]["failed"] for ranks in runs if "failed" in ranks[0])}
+    over = max(rank["peak_over_start_bytes"] for ranks in runs for rank in ranks) / 2**20
+    return row | {"GB/s": total_bytes / seconds / 1e9, "peak over start MiB": over, "runs": len(runs), "note": ""}
+
+
+def save_rows(folder: Path, repeats: int) -> tuple[list[Row], float | None]:
+    taken = alternate(folder, ["plain", "save"], repeats)
+    total_bytes = 12 * numel(LLAMA_500M)
+    about = "0.5 B, 2 ranks, fp32 weights and moments"
+    rows = [
+        row_of("plain parallel write and fsync", about, total_bytes, taken["plain"]),
+        row_of("aliquot save, checksums and publishing included", about, total_bytes, taken["save"]),
+    ]
+    plain_s, save_s = slowest(taken["plain"]), slowest(taken["save"])
+    return rows, plain_s / save_s if plain_s and save_s else None
+
+
+def export_rows(folder: Path, repeats: int) -> tuple[list[Row], dict[str, float | None]]:
+    taken = alternate(folder, ["export", "gather"], repeats)
+    total_bytes = 2 * numel(LLAMA_1B)
+    about = "1.24 B, 2 ranks, fp32 shards to bf16 files"
+    rows = [
+        row_of("aliquot export, fsync included", about, total_bytes, taken["export"]),
+        row_of("gather to rank 0, save_pretrained", about, total_bytes, taken["gather"]),
+    ]
+    ours, peer = slowest(taken["export"]), slowest(taken["gather"])
+    return rows, {
+        "speedup": peer / ours if ours and peer else None,
+        "excess_mib": rows[0].get("peak over start MiB"),
+    }
+
+
+def stall_rows(folder: Path, repeats: int) -> tuple[list[Row], float | None]:
+    taken = alternate(folder, ["stall"], repeats)["stall"]
+    about = "0.125 B, 2 ranks, fsdp engine"
+    names = {
+        "step_s": "a step, nothing being saved",
+        "sync_s": "synchronous save",
+        "stall_s": "asynchronous save: training thread held up",
+        "slower_s": "asynchronous save: all steps until it is published, over undisturbed ones",
+    }
+    rows: list[Row] = []
+    for column, method in names.items():
+        seconds = slowest(taken, column)
+        note = "" if seconds is not None else next(ranks[0]["failed"] for ranks in taken if "failed" in ranks[0])
+        rows.append({"method": method, "model": about, "seconds": seconds, "runs": len(taken), "note": note})
+    stall_s, sync_s = slowest(taken, "stall_s"), slowest(taken, "sync_s")
+    return rows, stall_s / sync_s if stall_s is not None and sync_s else None
+
+
+def numel(numbers: dict[str, Any]) -> int:
+    import math
+
+    return sum(math.prod(shape) for _, shape in llama_tensors(numbers))
+
+
+# Below, what a rank runs.
+
+
+def rank(method: str, out: Path) -> None:
+    import torch.distributed as dist
+    import transformers
+
+    from aliquot.machine.ranks import Ranks
+    from aliquot.machine.topology import Topology
+
+    transformers.utils.logging.disable_progress_bar()
+    index = int(os.environ["RANK"])
+    ranks = Ranks.join(Topology(index, RANKS, index, RANKS, 0, 1, "cpu", 1, ()), timeout_s=600)
+    measured: Measured = {}
+    work = {"plain": _plain, "save": _save, "export": _export, "gather": _gather, "stall": _stall}[method]
+    run = work(out, ranks, measured)
+    with watched(measured, dist.barrier) if method != "stall" else nullcontext():
+        run()
+    tell(measured)
+    os._exit(0)
+
+
+class Rows:
+    """This rank's rows of every tensor, of random bits: what a training engine would hold."""
+
+    def __init__(self, tensors: Sequence[tuple[str, tuple[int, ...]]], index: int) -> None:
+        import math
+
+        import torch
+
+        from aliquot.ranges.parts import KINDS, Part
+
+        self._values = {}
+        for kind in KINDS:
+            for name, shape in tensors:
+                row, rows = math.prod(shape[1:]), -(-shape[0] // RANKS)
+                start, stop = (min(rank * rows, shape[0]) * row for rank in (index, index + 1))
+                self._values[Part(name, shape, kind, start, stop)] = torch.empty(stop - start).uniform_()
+
+    def parts(self) -> list[Any]:
+        return list(self._values)
+
+    def view(self, part: Any) -> Any:
+        return self._values[part]
+
+    def read(self, part: Any, start: int, out: Any) -> None:
+        out.copy_(self._values[part][start - part.start :][: out.numel()])
+
+
+def _plain(out: Path, ranks: Any, measured: Measured) -> Any:
+    """One file a rank, of the size that this rank's parts have together, from memory to the disk."""
+    store = Rows(llama_tensors(LLAMA_500M), ranks.rank)
+
+    def run() -> None:
+        pieces, place = [], 0
+        for part in store.parts():
+            memory = store.view(part).numpy().data.cast("B")
+            for start in range(0, len(memory), PLAIN_BYTES):
+                pieces.append((memory[start : start + PLAIN_BYTES], place + start))
+            place += len(memory)
+        descriptor = os.open(out / str(ranks.rank), os.O_WRONLY | os.O_CREAT)
+        os.truncate(descriptor, place)
+        with ThreadPoolExecutor(PLAIN_THREADS) as threads:
+            for _ in threads.map(lambda piece: _write(descriptor, *piece), pieces):
+                pass
+        os.fsync(descriptor)
+
+    return run
+
+
+def _write(descriptor: int, memory: memoryview, offset: int) -> None:
+    while memory:
+        count = os.pwrite(descriptor, memory, offset)
+        memory, offset = memory[count:], offset + count
+
+
+def _save(out: Path, ranks: Any, measured: Measured) -> Any:
+    from aliquot.checkpoint.save import save
+
+    tensors = llama_tensors(LLAMA_500M)
+    store = Rows(tensors, ranks.rank)
+    return lambda: save(out, 1, store, tensors, {}, {}, ranks, keep=1)
+
+
+def _sharded(numbers: dict[str, Any]) -> Any:
+    """A model with FSDP2, fp32, random bits."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        config = AutoConfig.for_model(**llama_config(numbers))
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh).to_empty(device="cpu")
+    for weight in model.parameters():
+        weight.to_local().detach().uniform_()
+    return model
+
+
+def _export(out: Path, ranks: Any, measured: Measured) -> Any:
+    import torch
+
+    from aliquot.models.export import export
+    from aliquot.models.sharded import ShardedWeights, tensors_of
+
+    model = _sharded(LLAMA_1B)
+    files = {"config.json": model.config.to_json_string().encode()}
+    store, tensors = ShardedWeights(model), tensors_of(model)
+    return lambda: export(store, tensors, out / "model", torch.bfloat16, files, ranks)
+
+
+def _gather(out: Path, ranks: Any, measured: Measured) -> Any:
+    import torch
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    model = _sharded(LLAMA_1B)
+
+    def run() -> None:
+        model.to(torch.bfloat16)  # before the gather, which is then half as large
+        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        if ranks.rank == 0:
+            model.save_pretrained(out / "model", state_dict=state)
+
+    return run
+
+
+def _stall(out: Path, ranks: Any, measured: Measured) -> Any:
+    """Steps as train.py makes them: undisturbed, then a synchronous save, then an asynchronous one."""
+    import torch
+    from transformers import AutoConfig
+
+    from aliquot.checkpoint.saver import Saver
+    from aliquot.config.schema import CheckpointSection
+    from aliquot.engines.base import EngineSpec
+    from aliquot.engines.fsdp import FsdpEngine
+    from aliquot.models import initialize, meta
+    from aliquot.models.batch import MicroBatch
+
+    built = meta.build(AutoConfig.for_model(**llama_config(LLAMA_125M)))
+    spec = EngineSpec("bf16", "none", 0.0, 0.9, 0.999, 1e-8, phase=lambda _: None)
+    engine = FsdpEngine.build(built.model, spec, ranks.topology)
+    initialize.initialize(engine, built.fills, 1)
+    engine.ready()
+    ids = torch.randint(0, LLAMA_125M["vocab_size"], (SEQUENCE,))
+    batch = MicroBatch(ids, ids.roll(-1), torch.arange(SEQUENCE), (0, SEQUENCE))
+
+    def saver(asynchronous: bool) -> Any:
+        settings = CheckpointSection.model_validate({"async": asynchronous})
+        folder = out / str(asynchronous)
+        return Saver(folder, engine, built.tensors, {}, ranks, settings, warn=print)
+
+    def step(saving: Any) -> tuple[float, float]:
+        """Seconds of the step, and of those the ones in which the saver held the training thread."""
+        began = time.perf_counter()
+        engine.backward(batch, 1 / SEQUENCE, last=True)
+        held = time.perf_counter()
+        saving.poll(ranks.gather(saving.report()))
+        saving.before_update()
+        held = time.perf_counter() - held
+        engine.step(1e-4, 1.0)
+        return time.perf_counter() - began, held
+
+    def run() -> None:
+        synchronous, asynchronous = saver(False), saver(True)
+        undisturbed = [step(asynchronous) for _ in range(STEPS)][2:]
+        step_s = statistics.median(seconds for seconds, _ in undisturbed)
+        gather_s = statistics.median(held for _, held in undisturbed)  # the ranks wait for each other anyhow
+        ranks.barrier()
+        began = time.perf_counter()
+        synchronous.start(1, {})
+        ranks.barrier()
+        sync_s = time.perf_counter() - began
+        os.sync()
+        step(asynchronous)
+        began = time.perf_counter()
+        asynchronous.start(2, {})
+        stall_s, disturbed = time.perf_counter() - began, []
+        while asynchronous.report() is not None:
+            seconds, held = step(asynchronous)
+            disturbed.append(seconds)
+            stall_s += max(0.0, held - gather_s)
+        slower_s = sum(disturbed) - len(disturbed) * step_s
+        measured.update(seconds=sync_s, step_s=step_s, sync_s=sync_s, stall_s=stall_s, slower_s=slower_s)
+        measured["peak_over_start_bytes"] = 0
+
+    return run
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank"]:
+        rank(sys.argv[2], Path(sys.argv[3]))
+    else:
+        main()

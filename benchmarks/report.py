@@ -1,0 +1,51 @@
+"""What every benchmark ends with: a table for the reader, and JSON with machine facts, rows and targets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+Row = dict[str, Any]
+Target = dict[str, Any]
+
+
+def target(name: str, value: float | None, goal: float, better: Literal["higher", "lower"]) -> Target:
+    """`value` None: it could not be measured here."""
+    met = value is not None and (value >= goal if better == "higher" else value <= goal)
+    return {
+        "name": name,
+        "value": None if value is None else round(value, 4),
+        "goal": goal,
+        "better": better,
+        "met": met if value is not None else None,
+    }
+
+
+def show(title: str, rows: Sequence[Row]) -> None:
+    table = Table(title=title)
+    for column in {name: None for row in rows for name in row}:
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*[_text(row.get(name.header, "")) for name in table.columns])
+    Console(width=180).print(table)
+
+
+def finish(title: str, rows: Sequence[Row], targets: Sequence[Target], file: Path | None) -> None:
+    """Print both tables; write the JSON if a file is given."""
+    from aliquot.machine.facts import machine_facts
+
+    show(title, rows)
+    show("targets", targets)
+    if file is not None:
+        file.write_text(json.dumps({"machine": machine_facts(), "rows": rows, "targets": targets}, indent=1) + "\n")
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,145 @@
+"""A measurement that every rank of a small world takes at once: real processes over gloo, each with its own memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+Measured = dict[str, Any]
+
+
+def run_world(script: str, world_size: int, *arguments: str, timeout_s: float = 900) -> list[Measured]:
+    """What the ranks of `python SCRIPT --rank ARGUMENTS...` measured; a failure is [{"failed": why}]."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        ranks, threads = [], str(max(1, len(os.sched_getaffinity(0)) // world_size))
+        for rank in range(world_size):
+            environment = os.environ | {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(world_size),
+                "LOCAL_WORLD_SIZE": str(world_size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "GLOO_SOCKET_IFNAME": "lo",
+                "OMP_NUM_THREADS": threads,
+                "RESULT": f"{folder}/{rank}.json",
+            }
+            command = [sys.executable, script, "--rank", *arguments]
+            with Path(folder, f"{rank}.log").open("w") as log:
+                ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+        if not _ended_well(ranks, timeout_s):
+            logs = [Path(folder, f"{rank}.log").read_text().strip().splitlines() for rank in range(world_size)]
+            said = [lines[-1] for lines in logs if lines]
+            return [{"failed": said[0][:200] if said else "no answer"}]
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world_size)]
+
+
+def _ended_well(ranks: list[subprocess.Popen[bytes]], timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while any(rank.poll() is None for rank in ranks):
+        if time.monotonic() > deadline or any(rank.poll() for rank in ranks):
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+            return False
+        time.sleep(0.05)
+    return not any(rank.returncode for rank in ranks)
+
+
+def tell(measured: Measured) -> None:
+    """In a rank: hand the result back."""
+    Path(os.environ["RESULT"]).write_text(json.dumps(measured))
+
+
+@contextmanager
+def watched(measured: Measured, barrier: Callable[[], None]) -> Iterator[None]:
+    """Adds seconds from a common start to a common end, bytes asked for and read, and peak bytes of private memory.
+
+    Private memory is what /proc/self/status calls RssAnon, sampled. `peak_over_start_bytes` is exact, but counts pages
+    of mapped files too: how far the high-water mark rose over what was resident at the start.
+    """
+    from aliquot.machine.memory import memory_use, peak_rss, reset_peak_rss
+
+    peak = _Peak()
+    before_io, before_rss = _io(), memory_use().rss_bytes
+    reset_peak_rss()
+    barrier()
+    began = time.perf_counter()
+    with peak:
+        yield
+        barrier()
+        measured["seconds"] = time.perf_counter() - began
+    after_io = _io()
+    measured |= {
+        "asked_bytes": after_io["rchar"] - before_io["rchar"] - peak.asked_bytes,
+        "written_bytes": after_io["wchar"] - before_io["wchar"],
+        "peak_private_bytes": peak.bytes,
+        "private_over_start_bytes": peak.bytes - peak.start_bytes,
+        "peak_over_start_bytes": peak_rss() - before_rss,
+    }
+
+
+class _Peak:
+    """The most private memory that was seen, sampled every few milliseconds by a thread."""
+
+    def __init__(self) -> None:
+        self.asked_bytes = 0  # by the samples themselves
+        self.start_bytes = self.bytes = self._now()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def _sample(self) -> None:
+        while not self._over.wait(0.005):
+            self.bytes = max(self.bytes, self._now())
+
+    def _now(self) -> int:
+        text = Path("/proc/self/status").read_text()
+        self.asked_bytes += len(text)
+        for line in text.splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) * 1024
+        raise OSError("/proc/self/status has no RssAnon")
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self.bytes = max(self.bytes, self._now())
+
+
+def _io() -> dict[str, int]:
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return {name: int(value) for name, value in (line.split(": ") for line in lines)}
+
+
+def warm(directory: Path) -> None:
+    """Bring the files into the page cache."""
+    for file in sorted(directory.glob("*.safetensors")):
+        with file.open("rb", buffering=0) as source:
+            while source.read(64 << 20):
+                pass
+
+
+def cold() -> str | None:
+    """Empty the page cache; why not, where it cannot be done."""
+    os.sync()
+    try:
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+    except OSError as error:
+        return f"the page cache cannot be emptied: {error.strerror}"
+    return None

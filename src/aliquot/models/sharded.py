@@ -1,0 +1,188 @@
+"""Fill a model that FSDP2 has sharded, in anybody's own script: every rank reads exactly its own rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from aliquot.errors import UserError
+from aliquot.models.load import load_weights
+from aliquot.models.meta import decoder_layers
+from aliquot.ranges.bytemap import Shape
+from aliquot.ranges.parts import Part
+from aliquot.ranges.together import Alone, Ranks
+from aliquot.ranges.transfer import Watch
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PretrainedConfig, PreTrainedModel
+
+# What wrappers around a module add to the names of its weights.
+WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
+
+
+def load_sharded(
+    model: nn.Module | PretrainedConfig,
+    directory: Path | str,
+    mesh: DeviceMesh | None = None,
+    dtype: torch.dtype | None = None,
+    watch: Watch | None = None,
+) -> nn.Module:
+    """Load the safetensors in `directory` into a sharded model on the meta device, and return it. Collective.
+
+    `model`: one on the meta device to which `fully_shard` was applied, on any mesh: every parameter a DTensor that is
+    Shard(0) on at most one mesh dimension and Replicate on the others (a parameter that is no DTensor is read whole).
+    Or the configuration of a causal language model: then it is built, and each decoder layer and the root are sharded
+    over `mesh`, one dimension or (replicate, shard).
+
+    `dtype` of the parameters: by default as they are, or what the configuration says. The files may have any other.
+    The memory comes from `mesh`'s device type, or that of the parameters' own mesh. Buffers that no checkpoint holds
+    are computed anew, tied weights stay tied. `watch` is told of this rank's progress. Without a process group the
+    model is this process's alone. Raises UserError on every rank: files missing or malformed, tensors that do not fit
+    the model (all names listed), other placements, buffers that cannot be computed.
+    """
+    built = model if isinstance(model, nn.Module) else _build(model, mesh, dtype)
+    tied = _tied(built)
+    device = _device(built, mesh)
+    _materialise(built, device, dtype, tied)
+    ranks: Ranks = _Members(device) if dist.is_available() and dist.is_initialized() else Alone()
+    aliases = {_plain(alias): _plain(name) for alias, name in tied.items()}
+    load_weights(ShardedWeights(built), Path(directory), tensors_of(built), aliases, ranks, watch)
+    return built
+
+
+class ShardedWeights:
+    """This rank's rows of the weights of a sharded model, as a store that can be filled and exported."""
+
+    def __init__(self, model: nn.Module) -> None:
+        held = dict(_held(name, weight) for name, weight in model.named_parameters())
+        self._locals = {part: local for part, local in held.items() if part.numel}
+
+    def parts(self) -> Sequence[Part]:
+        return list(self._locals)
+
+    def view(self, part: Part) -> Tensor | None:
+        local = self._locals[part]
+        return local if local.device.type == "cpu" else None
+
+    def read(self, part: Part, start: int, out: Tensor) -> None:
+        out.copy_(self._locals[part][start - part.start :][: out.numel()])
+
+    def write(self, part: Part, start: int, values: Tensor) -> None:
+        self._locals[part][start - part.start :][: values.numel()].copy_(values)
+
+
+def tensors_of(model: nn.Module) -> list[tuple[str, Shape]]:
+    """Names and whole shapes of the weights, each once."""
+    return [(_plain(name), tuple(weight.shape)) for name, weight in model.named_parameters()]
+
+
+class _Members:
+    """The ranks of the default process group, whatever its backend."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self._device = device
+
+    def gather(self, value: Any) -> list[Any]:
+        own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self._device)
+        sizes = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(self.world_size)]
+        dist.all_gather(sizes, torch.tensor([own.numel()], device=self._device))
+        texts = [torch.zeros(int(max(sizes)), dtype=torch.uint8, device=self._device) for _ in sizes]
+        padded = torch.zeros_like(texts[0])
+        padded[: own.numel()] = own
+        dist.all_gather(texts, padded)
+        pairs = zip(texts, sizes, strict=True)
+        return [json.loads(text[: int(size)].cpu().numpy().tobytes()) for text, size in pairs]
+
+
+def _build(config: PretrainedConfig, mesh: DeviceMesh | None, dtype: torch.dtype | None) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    if mesh is None:
+        raise UserError("load_sharded of a configuration needs a mesh: init_device_mesh('cpu', (world_size,))")
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
+    for module in [*decoder_layers(model), model]:
+        fully_shard(module, mesh=mesh)
+    return model
+
+
+def _tied(model: nn.Module) -> dict[str, str]:
+    """Further name of a weight -> the first one."""
+    first: dict[Tensor, str] = {}
+    names = [(name, first.setdefault(weight, name)) for name, weight in model.named_parameters(remove_duplicate=False)]
+    return {name: kept for name, kept in names if name != kept}
+
+
+def _device(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
+    own = next((weight.device_mesh for weight in model.parameters() if isinstance(weight, DTensor)), mesh)
+    if own is None:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if own.device_type == "cuda" else torch.device("cpu")
+
+
+def _materialise(model: nn.Module, device: torch.device, dtype: torch.dtype | None, tied: dict[str, str]) -> None:
+    """Give every meta tensor memory: parameters not yet filled, buffers with their values."""
+    _compute_buffers(model)
+    buffers = {name: buffer.to(device, copy=True) for name, buffer in model.named_buffers()}
+    model.to(dtype).to_empty(device=device)
+    # Both changed the buffers too, and made a parameter of its own for every name.
+    for name, tensor in [*buffers.items(), *((alias, model.get_parameter(kept)) for alias, kept in tied.items())]:
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, tensor)
+
+
+def _compute_buffers(model: nn.Module) -> None:
+    """Real values for buffers on the meta device, by the initialisation that transformers' models bring."""
+    saved = model.state_dict().keys()
+    owners = {}
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            full_name = f"{path}.{name}".removeprefix(".")
+            if buffer.is_meta and (full_name in saved or not buffer.is_floating_point()):
+                raise UserError(f"buffer {full_name} of the model is on the meta device: give it a value first")
+            if buffer.is_meta:
+                owners[full_name] = module
+                setattr(module, name, torch.full_like(buffer, float("nan"), device="cpu"))
+    if hasattr(model, "_init_weights"):
+        with torch.no_grad():
+            for module in dict.fromkeys(owners.values()):
+                cast("PreTrainedModel", model)._init_weights(module)
+    unset = [name for name in owners if bool(model.get_buffer(name).isnan().any())]
+    if unset:
+        raise UserError(
+            f"{type(model).__name__} does not compute its buffers {', '.join(unset)}: give them values first"
+        )
+
+
+def _held(name: str, weight: nn.Parameter) -> tuple[Part, Tensor]:
+    """The part of a weight that this rank has, and where it lies, flat."""
+    shape, start = tuple(weight.shape), 0
+    local = weight.detach()
+    if isinstance(weight, DTensor):
+        local = weight.to_local().detach()
+        sharded = [dim for dim, placement in enumerate(weight.placements) if placement == Shard(0)]
+        if len(sharded) > 1 or any(p not in (Shard(0), Replicate()) for p in weight.placements):
+            raise UserError(f"{name} is placed {weight.placements}: only one Shard(0) among Replicate can be loaded")
+        for dim in sharded:
+            rows = -(-shape[0] // weight.device_mesh.size(dim))  # ceil: the last ranks may have fewer or none
+            first = min(weight.device_mesh.get_local_rank(dim) * rows, shape[0])
+            start = first * (weight.numel() // max(shape[0], 1))
+    return Part(_plain(name), shape, "weight", start, start + local.numel()), local.view(-1)
+
+
+def _plain(name: str) -> str:
+    """The name of a weight without what wrappers added."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
