@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install demo test test-long crash lint clean
+.PHONY: install demo test test-long crash bench lint clean
 
 install: $(INSTALLED)
 
@@ -28,6 +28,11 @@ test-long: $(INSTALLED)
 KILLS ?= 300
 crash: $(INSTALLED)
 	$(BIN)/python -m tests.crash --kills $(KILLS)
+
+# Tables on the console, JSON beside: tens of minutes, 45 GB of disk. Peers that are not installed get a row saying so.
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/load.py --json benchmarks/load.json
+	$(BIN)/python benchmarks/checkpoint.py --json benchmarks/checkpoint.json
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
