@@ -29,7 +29,7 @@ KILLS ?= 300
 crash: $(INSTALLED)
 	$(BIN)/python -m tests.crash --kills $(KILLS)
 
-# Tables on the console, JSON beside: tens of minutes, 45 GB of disk. Peers that are not installed get a row saying so.
+# Tables on the console, JSON beside: tens of minutes, 20 GB of disk. Peers that are not installed get a row saying so.
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/load.py --json benchmarks/load.json
 	$(BIN)/python benchmarks/checkpoint.py --json benchmarks/checkpoint.json
