@@ -74,9 +74,9 @@ def test_the_values_saved_are_those_of_the_start(tmp_path: Path) -> None:
     saver.start(1, {"step": 1})
     poll(saver)  # a step's forward and backward: nothing is done yet
     assert saver.report() == {"done": False, "error": None}
-    saver.before_update()  # all fits into checkpoint.buffer_bytes
+    threading.Timer(0.1, store.gate.set).start()
+    saver.before_update()  # waits for the piece that is being read; all else fits into checkpoint.buffer_bytes
     store.update()
-    store.gate.set()
     saver.finish()
     assert saver.report() is None
     assert_saved(tmp_path, 1, expected)
