@@ -62,8 +62,9 @@ def fill(store: PartStore, maps: Maps, checksums: BlockChecksums | None = None, 
             piece.view.copy_(stored)
         work.count(piece)
 
+    drop = too_large_to_keep(entry for of_kind in maps.values() for entry in of_kind.values())
     for pieces in work.by_file():
-        with closing(SourceFile(pieces[0].entry, checksums, work.drop)) as file, Pipeline() as pipeline:
+        with closing(SourceFile(pieces[0].entry, checksums, drop)) as file, Pipeline() as pipeline:
             for piece in pieces:
                 stored = piece.direct
                 if stored is None:
@@ -94,7 +95,7 @@ def drain(store: PartStore, maps: Maps, checksums: BlockChecksums | None = None,
         synced = []  # while one file is fsynced the next is written
         # Of two ranks that write to the same file, a local file system lets one wait for the other.
         for pieces in work.by_file(spread=True):
-            file = TargetFile(pieces[0].entry.file, checksums, work.drop)
+            file = TargetFile(pieces[0].entry.file, checksums)
             with file.closed_on_error(), Pipeline() as pipeline:
                 for piece in pieces:
                     stored = piece.direct
@@ -135,7 +136,6 @@ class _Work:
         self._began = time.perf_counter()
         self._total_bytes = sum(part.numel * entry.itemsize for part, entry in pairs)
         self.done_bytes = 0
-        self.drop = too_large_to_keep(entry for of_kind in maps.values() for entry in of_kind.values())
 
     def by_file(self, spread: bool = False) -> Iterator[list[_Piece]]:
         """The pieces of each file, in the order in which they lie there.
