@@ -28,9 +28,9 @@ from aliquot.models.source import resolve
 from aliquot.ranges.manifest import verify
 from tests.runs import curve, write_config
 
-STEPS = 25
+STEPS = 12
 RANKS = 2
-PAUSE_S = 0.02
+PAUSE_S = 0.005
 
 
 def crash(kills: int, seed: int, folder: Path) -> dict[str, int]:
@@ -59,6 +59,12 @@ def crash(kills: int, seed: int, folder: Path) -> dict[str, int]:
         else:
             victims, kind = [draw.choice(children)], "of one rank"
         alive = [child for child in victims if _kill(child)]
+        if alive:
+            # What a launcher does when a rank has died; until then the others may go on or fail, as they like.
+            time.sleep(draw.uniform(0, 0.2))
+            for child in children:
+                if child not in _codes and child not in alive:
+                    _kill(child)
         codes = _wait(children)
         if alive:
             counts["kills"] += 1
@@ -73,6 +79,8 @@ def crash(kills: int, seed: int, folder: Path) -> dict[str, int]:
             assert sorted(left) == [f"step-{STEPS - 1:08d}", f"step-{STEPS:08d}"], left
             counts["runs completed"] += 1
             shutil.rmtree(folder / "killed")
+        if alive and counts["kills"] % 50 == 0:
+            print(f"{counts['kills']} kills", file=sys.stderr, flush=True)
     return counts
 
 

@@ -28,7 +28,8 @@ data:
 train:
   max_steps: {steps}
   global_batch_size: 8
-  learning_rate: 5e-4
+  learning_rate: 1e-4
+  warmup_steps: 5
   lr_scheduler_type: constant
   weight_decay: 0.1
 checkpoint: {{export: false}}
@@ -48,7 +49,7 @@ def test_stories15m_on_wikitext(shared: Path, tmp_path: Path) -> None:
     ours = curve(tmp_path / "stories", "eval_perplexity")[STEPS]
     plain_before, plain_after = plain_loop(file)
     assert before == pytest.approx(plain_before, rel=0.01)  # bf16 against fp32
-    assert plain_after < plain_before / 2
+    assert plain_after < plain_before * 0.8
     # The logarithm of perplexity fell as far, within 2 %: one loop computes in bf16, the other in fp32.
     assert math.log(before / ours) == pytest.approx(math.log(plain_before / plain_after), rel=0.02)
 
