@@ -212,6 +212,13 @@ def test_a_complete_run_is_left_alone(folder: Path, alone: Path) -> None:
     assert {name: (alone / name).read_bytes() for name in kept} == kept
 
 
+def test_a_complete_run_drops_what_a_kill_in_its_last_retention_left(folder: Path, alone: Path) -> None:
+    left = alone / "checkpoints" / ".step-00000001.trash-0123abcd"
+    left.mkdir()
+    aliquot.train(aliquot.read_config(folder / "alone.yaml"))
+    assert not left.exists()
+
+
 def test_the_export_has_the_dtype_of_the_source(folder: Path, alone: Path, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_pretrained(alone / "export", dtype=torch.bfloat16).save_pretrained(tmp_path / "bf16")
     AutoTokenizer.from_pretrained(alone / "export").save_pretrained(tmp_path / "bf16")

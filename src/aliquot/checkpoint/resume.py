@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from aliquot.checkpoint.directories import STATE, newest
+from aliquot.checkpoint.directories import STATE, clean, newest
 from aliquot.checkpoint.restore import restore, restore_newest
 from aliquot.errors import UserError
 from aliquot.ranges.bytemap import Shape
@@ -22,6 +22,9 @@ def resume(
     A path is where the run under `root` begins: once it has checkpoints of its own it goes on from those, so that a
     restarted job makes progress. Raises UserError for a path that is no checkpoint, or that would go back.
     """
+    # Here, and not only when the next save begins: a run that was killed while it removed its last old checkpoint is
+    # complete and saves no more.
+    on_first(ranks, lambda: clean(root))
     if wanted == "never":
         return None
     if wanted == "auto":
