@@ -16,6 +16,7 @@ ALLOWED = {
     "config": set(),
     "ranges": set(),
     "machine": {"config"},
+    "collectives": set(),
     "optim": set(),
     "models": {"config", "ranges", "machine"},
     "data": {"config", "models", "ranges", "machine"},

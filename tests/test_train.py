@@ -212,11 +212,13 @@ def test_a_complete_run_is_left_alone(folder: Path, alone: Path) -> None:
     assert {name: (alone / name).read_bytes() for name in kept} == kept
 
 
-def test_a_complete_run_drops_what_a_kill_in_its_last_retention_left(folder: Path, alone: Path) -> None:
-    left = alone / "checkpoints" / ".step-00000001.trash-0123abcd"
-    left.mkdir()
-    aliquot.train(aliquot.read_config(folder / "alone.yaml"))
-    assert not left.exists()
+def test_a_complete_run_ends_a_retention_that_was_killed(folder: Path, alone: Path) -> None:
+    copy = folder / "killed-in-retention"
+    shutil.copytree(alone, copy)
+    (copy / "checkpoints" / ".step-00000001.trash-0123abcd").mkdir()
+    assert len(list((copy / "checkpoints").glob("step-*"))) == 2
+    aliquot.train(aliquot.read_config(folder / "alone.yaml", [f"run.directory={copy}", "checkpoint.keep=1"]))
+    assert [path.name for path in (copy / "checkpoints").iterdir()] == ["step-00000006"]
 
 
 def test_the_export_has_the_dtype_of_the_source(folder: Path, alone: Path, tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ from aliquot.observe.ledger import STEADY_PEAK, Ledger
 from aliquot.observe.meter import Meter
 from aliquot.observe.metrics import Curve
 from aliquot.observe.run_directory import RunDirectory
-from aliquot.optim.schedule import learning_rate
+from aliquot.optim.schedule import learning_rate, warmup
 from aliquot.ranges.publish import remove_directory
 from aliquot.ranges.together import on_first
 
@@ -126,12 +126,13 @@ def _prepare(config: RunConfig, ranks: Ranks, display: Display, machine: dict[st
     total_steps = config.train.max_steps or batches.steps_in(config.train.num_train_epochs)
 
     built = meta.build(source.config)
-    engine_name, engine_type = engine_class(config.shard.engine)
-    spec = EngineSpec.of(config.train, lambda phase: ledger.mark(f"first {phase}", engine.counters().memory()))
+    engine_name, engine_type = engine_class(config, ranks.topology, built.numel)
+    phase = lambda name: ledger.mark(f"first {name}", engine.counters().memory())  # noqa: E731
+    spec = EngineSpec.of(config, built.plain_head, phase)
     engine = engine_type.build(built.model, spec, ranks.topology)
     ledger.mark("model built", engine.counters().memory())
 
-    resumed = resume(config.checkpoint.resume, directory.checkpoints, engine, built.tensors, ranks)
+    resumed = resume(config.checkpoint, directory.checkpoints, engine, built.tensors, ranks)
     if resumed is not None:
         where, state = resumed
         check_continuity(state, batches.determinants(), vars(batches.position(state["step"])), where)
@@ -176,9 +177,7 @@ def _steps(run: _Run, stop: StopSignal, watchdog: Watchdog) -> Result:
     config, ranks, engine, settings = run.config, run.ranks, run.engine, run.config.train
     meter = Meter(ceiling_flops_per_s=sum(ranks.gather(matmul_rate(ranks, settings.precision))))
     curve = Curve(run.directory.metrics, run.directory.tensorboard, config.observe, run.steps_before, ranks.rank == 0)
-    warmup_steps = settings.warmup_steps
-    if warmup_steps is None:
-        warmup_steps = math.ceil(settings.warmup_ratio * run.total_steps)
+    warmup_steps = warmup(settings.warmup_steps, settings.warmup_ratio, run.total_steps)
     attention_width = meta.attention_width(run.source.config)
     matmul_parameters = meta.matmul_parameters(run.built.model)
     tokens, loss, perplexity, done = run.tokens_before, None, None, run.steps_before

@@ -42,6 +42,7 @@ class Case:
     model: dict[str, object]
     precision: str = "fp32"
     checkpointing: str = "none"
+    states: str = "fp32"
     steps: int = STEPS
 
 

@@ -64,6 +64,12 @@ def clean(root: Path) -> None:
     clean_leftovers(root, _NAME)
 
 
+def tidy(root: Path, keep: int, restored: Path) -> None:
+    """What the end of a save would have done, had it not been killed. Raises OSError."""
+    retain(root, keep, restored)
+    clean(root)
+
+
 def _damage(directory: Path) -> DamagedCheckpoint | None:
     try:
         read_manifest(directory)

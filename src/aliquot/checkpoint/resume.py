@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from aliquot.checkpoint.directories import STATE, clean, newest
+from aliquot.checkpoint.directories import STATE, newest, tidy
 from aliquot.checkpoint.restore import restore, restore_newest
+from aliquot.config.schema import CheckpointSection
 from aliquot.errors import UserError
 from aliquot.ranges.bytemap import Shape
 from aliquot.ranges.parts import PartStore
@@ -15,24 +16,23 @@ from aliquot.ranges.together import Ranks, on_first
 
 
 def resume(
-    wanted: str, root: Path, store: PartStore, tensors: Sequence[tuple[str, Shape]], ranks: Ranks
+    settings: CheckpointSection, root: Path, store: PartStore, tensors: Sequence[tuple[str, Shape]], ranks: Ranks
 ) -> tuple[Path, dict[str, Any]] | None:
-    """Restore what `wanted` (auto, never or a path) names; its directory and state, or None to start anew. Collective.
+    """Restore what `settings.resume` (auto, never or a path) names; its directory and state, or None to start anew.
 
     A path is where the run under `root` begins: once it has checkpoints of its own it goes on from those, so that a
-    restarted job makes progress. Raises UserError for a path that is no checkpoint, or that would go back.
+    restarted job makes progress. Collective. Raises UserError for a path that is no checkpoint, or that would go back.
     """
-    # Here, and not only when the next save begins: a run that was killed while it removed its last old checkpoint is
-    # complete and saves no more.
-    on_first(ranks, lambda: clean(root))
+    wanted = settings.resume
     if wanted == "never":
         return None
-    if wanted == "auto":
-        return restore_newest(root, store, tensors, ranks)
-    directory = Path(wanted)
-    if on_first(ranks, lambda: _has_begun(directory, root)):
-        return restore_newest(root, store, tensors, ranks)
-    return directory, restore(directory, store, tensors, ranks)
+    if wanted != "auto" and not on_first(ranks, lambda: _has_begun(Path(wanted), root)):
+        return Path(wanted), restore(Path(wanted), store, tensors, ranks)
+    restored = restore_newest(root, store, tensors, ranks)
+    if restored is not None:
+        # A run that was killed while it removed its last old checkpoint may be complete, and will save no more.
+        on_first(ranks, lambda: tidy(root, settings.keep, restored[0]))
+    return restored
 
 
 def check_continuity(

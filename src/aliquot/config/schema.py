@@ -120,12 +120,17 @@ class TrainSection(Section):
     max_grad_norm: NonNegativeFloat = Field(1.0, description="Clip to this global norm; 0 = do not clip.")
     gradient_checkpointing: Literal["none", "selective", "full"] = "none"
     precision: Literal["bf16", "fp32"] = "bf16"
+    optimizer_states: Literal["fp32", "bf16", "int8"] = Field(
+        "fp32", description="bf16, int8: frugal moments, and gradient sums in bf16; engine host only."
+    )
     logging_steps: PositiveInt = 1
     eval_steps: NonNegativeInt = Field(0, description="Evaluate every so many steps; 0 = only at the end.")
 
 
 class ShardSection(Section):
-    engine: Literal["auto", "fsdp"] = "auto"
+    engine: Literal["auto", "host", "fsdp"] = Field(
+        "auto", description="host: CPU, weights once per NUMA node in shared memory; fsdp: gathered layer by layer."
+    )
 
 
 class CheckpointSection(Section):

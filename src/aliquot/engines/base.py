@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, Self
 
-from aliquot.config.schema import TrainSection
+from aliquot.config.schema import RunConfig
 from aliquot.machine.topology import Topology
 from aliquot.models.batch import MicroBatch
 from aliquot.ranges.parts import Part
@@ -28,10 +28,14 @@ class EngineSpec:
     adam_beta1: float
     adam_beta2: float
     adam_epsilon: float
+    optimizer_states: Literal["fp32", "bf16", "int8"]
+    micro_batch_tokens: int  # at most
+    fused_loss: bool  # the model's head only multiplies, so logits need not exist as a whole
     phase: Callable[[str], None]  # told "forward" and "backward" as each ends, for the memory ledger
 
     @classmethod
-    def of(cls, train: TrainSection, phase: Callable[[str], None]) -> Self:
+    def of(cls, config: RunConfig, fused_loss: bool, phase: Callable[[str], None]) -> Self:
+        train = config.train
         return cls(
             precision=train.precision,
             gradient_checkpointing=train.gradient_checkpointing,
@@ -39,6 +43,9 @@ class EngineSpec:
             adam_beta1=train.adam_beta1,
             adam_beta2=train.adam_beta2,
             adam_epsilon=train.adam_epsilon,
+            optimizer_states=train.optimizer_states,
+            micro_batch_tokens=train.per_device_train_batch_size * config.data.sequence_length,
+            fused_loss=fused_loss,
             phase=phase,
         )
 
@@ -59,7 +66,9 @@ class Counters:
     moments_bytes: int
     gathered_bytes: int  # most that was gathered at once
     activations_bytes: int  # most that one micro-batch saved for its backward pass
-    wire_bytes: int  # handed to collectives by this rank
+    wire_bytes: int  # handed by this rank to collectives that use the network, be it loopback
+    shared_bytes: int = 0  # this rank's share of what all ranks of the host have in common
+    staged_bytes: int = 0  # handed to peers through shared memory
 
     def memory(self) -> dict[str, int]:
         """Bytes by category, for the ledger."""
@@ -69,6 +78,7 @@ class Counters:
             "moments": self.moments_bytes,
             "gathered": self.gathered_bytes,
             "activations": self.activations_bytes,
+            "shared": self.shared_bytes,
         }
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import TYPE_CHECKING, Self, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from aliquot.engines import checkpointing
@@ -21,8 +22,8 @@ from aliquot.errors import TrainingError
 from aliquot.machine.topology import Topology
 from aliquot.models import meta as meta_models
 from aliquot.models.attention import Documents
-from aliquot.models.batch import IGNORE, MicroBatch
-from aliquot.models.loss import summed_cross_entropy
+from aliquot.models.batch import MicroBatch
+from aliquot.models.loss import head_loss
 from aliquot.optim.adamw import ShardedAdamW
 from aliquot.ranges.parts import Part
 
@@ -69,6 +70,7 @@ class FsdpEngine:
         checkpointing.enable(meta, spec.gradient_checkpointing)
         for group in _groups(meta):
             fully_shard(group, mesh=mesh, mp_policy=policy)
+        _add_fused_loss(meta)
         for module in meta.modules():
             if isinstance(module, FSDPModule):
                 # Gradients are summed; the division by the global number of tokens is in the loss's scale.
@@ -120,24 +122,29 @@ class FsdpEngine:
         self._model.train()
         # Reduced at every micro-batch: unsharded accumulation would cost 4 bytes x all parameters on every rank.
         with self._activations.measure():
-            loss = self._loss(batch)
+            summed, scaled = self._loss(batch, scale)
         self._spec.phase("forward")
-        (loss * scale).backward()  # type: ignore[no-untyped-call]
+        scaled.backward()  # type: ignore[no-untyped-call]
         self._spec.phase("backward")
         self._count_wire(gathers=2, reduces=1)
-        return loss.detach()
+        return summed
 
     def evaluate(self, batch: MicroBatch | None) -> Tensor:
         self._model.eval()
         self._count_wire(gathers=1, reduces=0)
         with torch.no_grad():
-            return self._loss(batch)
+            return self._loss(batch, 1.0)[0]
 
-    def _loss(self, batch: MicroBatch | None) -> Tensor:
-        batch = _empty_batch() if batch is None else batch
-        ids, positions = (t.to(self._device)[None] for t in (batch.input_ids, batch.position_ids))
-        logits = meta_models.forward(self._model, ids, positions, Documents(batch.edges))
-        return summed_cross_entropy(logits, batch.labels.to(self._device))
+    def _loss(self, batch: MicroBatch | None, scale: float) -> tuple[Tensor, Tensor]:
+        """The summed loss, detached, and what backward() starts from."""
+        batch = MicroBatch.empty() if batch is None else batch
+        ids, positions, labels = (t.to(self._device) for t in (batch.input_ids, batch.position_ids, batch.labels))
+        documents = Documents(batch.edges)
+        if not self._spec.fused_loss:
+            loss = meta_models.whole_logits_loss(self._model, ids, positions, labels, documents)
+            return loss.detach(), loss * scale
+        result: tuple[Tensor, Tensor] = self._model.fused_loss(ids, positions, labels, documents, scale)  # type: ignore[operator]
+        return result
 
     def step(self, learning_rate: float, max_grad_norm: float | None) -> StepResult:
         for shard in self._shards:
@@ -193,6 +200,25 @@ def _groups(model: nn.Module) -> list[nn.Module]:
     return [*groups, model]
 
 
+def _add_fused_loss(model: nn.Module) -> None:
+    """A method of the model, and one of its head, that gather weights as calling them would."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+
+    def of_head(head: nn.Module, hidden: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        return head_loss(hidden, cast("nn.Parameter", head.weight), labels, scale)
+
+    def of_model(
+        model: nn.Module, ids: Tensor, positions: Tensor, labels: Tensor, documents: Documents, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        hidden = meta_models.hidden_states(model, ids, positions, documents)
+        result: tuple[Tensor, Tensor] = head.fused_loss(hidden, labels, scale)
+        return result
+
+    for module, method in ((head, of_head), (model, of_model)):
+        module.fused_loss = MethodType(method, module)
+        register_fsdp_forward_method(module, "fused_loss")
+
+
 def _own_shards(model: nn.Module, topology: Topology) -> list[_Shard]:
     shards = []
     for name, parameter in model.named_parameters():
@@ -202,12 +228,6 @@ def _own_shards(model: nn.Module, topology: Topology) -> list[_Shard]:
         start = min(topology.rank * rows, parameter.shape[0]) * row_numel
         shards.append(_Shard(name, parameter, local, start))
     return shards
-
-
-def _empty_batch() -> MicroBatch:
-    """One token that predicts nothing: it joins every collective and adds a gradient of exactly zero."""
-    zero = torch.zeros(1, dtype=torch.int64)
-    return MicroBatch(zero, torch.full_like(zero, IGNORE), zero, (0, 1))
 
 
 def _numel(module: nn.Module) -> int:

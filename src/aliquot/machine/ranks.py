@@ -60,15 +60,7 @@ class Ranks:
 
     def gather(self, value: JSON) -> list[JSON]:
         """The values of all ranks, by rank, on every rank."""
-        own = _encode(value)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(sizes, torch.tensor([own.numel()]))
-        longest = max(int(size) for size in sizes)
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: own.numel()] = own
-        texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world_size)]
-        dist.all_gather(texts, padded)
-        return [_decode(text[: int(size)]) for text, size in zip(texts, sizes, strict=True)]
+        return gather(value)
 
     def broadcast(self, value: JSON) -> JSON:
         """Rank 0's value on every rank; what the others pass is not looked at."""
@@ -96,6 +88,19 @@ class Ranks:
         # process aborts; destroying the group joins them, once no model in a reference cycle holds it any more.
         gc.collect()
         dist.destroy_process_group()
+
+
+def gather(value: JSON) -> list[JSON]:
+    """The values of all ranks of the default group, by rank, on every rank. Collective."""
+    own = _encode(value)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([own.numel()]))
+    longest = max(int(size) for size in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: own.numel()] = own
+    texts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(texts, padded)
+    return [_decode(text[: int(size)]) for text, size in zip(texts, sizes, strict=True)]
 
 
 def pin(cores: tuple[int, ...]) -> None:

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from aliquot.errors import UserError
+from aliquot.models import tiles
+from aliquot.models.tiled_attention import TiledAttention
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -26,6 +28,13 @@ class Documents:
     def __init__(self, edges: tuple[int, ...]) -> None:
         self.edges = edges
         self.visits = 0
+        self._tiles: dict[tuple[int | None, torch.dtype], tiles.Tiles] = {}
+
+    def tiles(self, window: int | None, dtype: torch.dtype) -> tiles.Tiles:
+        """How the row is cut on CPU: worked out by the first of its layers, the same for all that share a window."""
+        if (window, dtype) not in self._tiles:
+            self._tiles[window, dtype] = tiles.cut(self.edges, window, dtype)
+        return self._tiles[window, dtype]
 
 
 def register() -> None:
@@ -60,16 +69,16 @@ def document_attention(
     if documents is None:
         return _causal(query, key, value, scaling, sliding_window).transpose(1, 2), None
     documents.visits += 1
-    edges, dtype = documents.edges, query.dtype
     if query.device.type == "cpu":
-        # torch's bf16 kernel on CPU is half as fast as the fp32 one, and keeps a compiled kernel for every length that
-        # it has met: 600 MB for the lengths below 400.
-        query, key, value = query.float(), key.float(), value.float()
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        rows = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+        out: Tensor = TiledAttention.apply(*rows, documents.tiles(sliding_window, query.dtype), scale)  # type: ignore[no-untyped-call]
+        return out[None], None
     outputs = [
-        _causal(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], scaling, sliding_window) for a, b in pairwise(edges)
+        _causal(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], scaling, sliding_window)
+        for a, b in pairwise(documents.edges)
     ]
-    whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
-    return whole.to(dtype).transpose(1, 2), None
+    return torch.cat(outputs, dim=2).transpose(1, 2), None
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:

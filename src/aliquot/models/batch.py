@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
+
+import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,3 +32,9 @@ class MicroBatch:
     def predicted(self) -> int:
         """Tokens that have a label: what the loss is summed over."""
         return int((self.labels != IGNORE).sum())
+
+    @classmethod
+    def empty(cls) -> Self:
+        """One token that predicts nothing: it joins every collective and adds a gradient of exactly zero."""
+        zero = torch.zeros(1, dtype=torch.int64)
+        return cls(zero, torch.full_like(zero, IGNORE), zero, (0, 1))

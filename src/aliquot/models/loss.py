@@ -1,9 +1,15 @@
-"""The training loss: cross-entropy summed over the tokens that have a label, in fp32."""
+"""The training loss: the output head and cross-entropy as one step, summed over the tokens that have a label.
+
+The gradients of the head are computed in the forward pass, so logits live once, in place, in the compute dtype, and
+only for tokens with a label. Where even that is too much they are computed twice, in chunks.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.nn.functional as F
 
 from aliquot.models.batch import IGNORE
@@ -11,7 +17,143 @@ from aliquot.models.batch import IGNORE
 if TYPE_CHECKING:
     from torch import Tensor
 
+    RowBuffer = Callable[[int, int], Tensor]  # room for the gradient of rows [a, b)
+    Publish = Callable[[], None]
+
+_LOGITS_BYTES = 256 << 20  # at most this much of them at once
+_SCRATCH_BYTES = 2 << 20  # fp32 rows that one pass over the logits works on: they stay in the cache
+
 
 def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """logits [1, T, V] of any float dtype, labels int64 [T] already shifted -> fp32 scalar, a sum, not a mean."""
     return F.cross_entropy(logits[0].float(), labels, ignore_index=IGNORE, reduction="sum")
+
+
+class GradientRows:
+    """Where the gradient of the head goes, block of rows by block of rows, where it is not to exist as a whole."""
+
+    def __init__(self, edges: tuple[int, ...], buffer: RowBuffer, publish: Publish) -> None:
+        self.edges = edges  # 0 = e0 < e1 < ... = V
+        self.buffer = buffer
+        self.publish = publish  # called when the buffer is filled
+
+
+def head_loss(
+    hidden: Tensor, weight: Tensor, labels: Tensor, scale: float, rows: GradientRows | None = None
+) -> tuple[Tensor, Tensor]:
+    """hidden [T, E], weight [V, E] of one dtype, labels int64 [T] already shifted.
+
+    -> the summed cross-entropy, a detached fp32 scalar, and `scale` times it, to call backward() on, which must not be
+    scaled further. Without autograd the second is the first. With `rows` the gradient of `weight` goes there during
+    this call and autograd sees none.
+    """
+    labelled = labels != IGNORE
+    if not bool(labelled.all()):
+        hidden, labels = hidden[labelled], labels[labelled]
+    if not torch.is_grad_enabled():
+        total = sum(
+            (
+                summed_cross_entropy(F.linear(hidden[None, a:b], weight), labels[a:b])
+                for a, b in _row_chunks(hidden, weight)
+            ),
+            torch.zeros((), device=hidden.device),
+        )
+        return total, total
+    summed: Tensor
+    scaled: Tensor
+    scaled, summed = _HeadLoss.apply(hidden, weight if rows is None else weight.detach(), labels, scale, rows)  # type: ignore[no-untyped-call]
+    return summed.detach(), scaled
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, scale: float, rows: GradientRows | None
+    ) -> tuple[Tensor, Tensor]:
+        chunks = list(_row_chunks(hidden, weight))
+        summed = torch.zeros((), device=hidden.device)
+        hidden_gradient = torch.empty_like(hidden)
+        normalizers = torch.empty(len(labels), device=hidden.device)  # log of the sum of exp(logits)
+        logits = hidden.new_empty(0, weight.shape[0])
+        for a, b in chunks:
+            logits = F.linear(hidden[a:b], weight)
+            summed += to_gradient_(logits, labels[a:b], scale, normalizers[a:b])
+            torch.mm(logits, weight, out=hidden_gradient[a:b])
+        whole = logits if len(chunks) == 1 else None
+
+        def fill(a: int, b: int, out: Tensor) -> None:
+            torch.mm(_columns(whole, hidden, weight, labels, scale, normalizers, a, b).t(), hidden, out=out)
+
+        weight_gradient = None
+        if rows is None:
+            weight_gradient = torch.empty_like(weight)
+            for a, b in _column_chunks(hidden, weight, whole):
+                fill(a, b, weight_gradient[a:b])
+        else:
+            for a, b in zip(rows.edges[:-1], rows.edges[1:], strict=True):
+                fill(a, b, rows.buffer(a, b))
+                rows.publish()
+        ctx.gradients = (hidden_gradient, weight_gradient)
+        ctx.mark_non_differentiable(summed)
+        return summed * scale, summed
+
+    @staticmethod
+    def backward(ctx: Any, _gradient: Tensor, _summed: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = ctx.gradients
+        ctx.gradients = (None, None)
+        return *gradients, None, None, None
+
+
+def to_gradient_(logits: Tensor, labels: Tensor, scale: float, normalizers: Tensor) -> Tensor:
+    """Replace logits [N, V] by `scale` times the gradient of their summed cross-entropy; that sum, in fp32.
+
+    `normalizers` [N] is set to the log of the sum of the exponentials.
+    """
+    summed = torch.zeros((), device=logits.device)
+    count = max(1, _SCRATCH_BYTES // (4 * logits.shape[1])) if logits.device.type == "cpu" else len(logits)
+    for start in range(0, len(logits), max(1, count)):
+        rows, wanted = logits[start : start + count], labels[start : start + count, None]
+        values = rows.float()
+        targets = values.gather(1, wanted)
+        largest = values.amax(1, keepdim=True)
+        exponentials = values.sub_(largest).exp_()
+        total = exponentials.sum(1, keepdim=True)
+        normalizer = largest + total.log()
+        normalizers[start : start + count] = normalizer[:, 0]
+        summed += (normalizer - targets).sum()
+        exponentials.mul_(scale / total)
+        exponentials.scatter_add_(1, wanted, torch.full_like(targets, -scale))
+        rows.copy_(exponentials)
+    return summed
+
+
+def _columns(
+    whole: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    scale: float,
+    normalizers: Tensor,
+    a: int,
+    b: int,
+) -> Tensor:
+    """Columns [a, b) of the gradient of the logits, [T, b - a]; computed again where they were not kept."""
+    if whole is not None:
+        return whole[:, a:b]
+    values = F.linear(hidden, weight[a:b]).float().sub_(normalizers[:, None]).exp_().mul_(scale)
+    inside = ((labels >= a) & (labels < b)).nonzero().flatten()
+    values[inside, labels[inside] - a] -= scale
+    return values.to(hidden.dtype)
+
+
+def _row_chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[int, int]]:
+    """At least one chunk, of no rows if there are none."""
+    count = max(16, _LOGITS_BYTES // (weight.shape[0] * weight.element_size()))
+    for start in range(0, max(1, len(hidden)), count):
+        yield start, min(start + count, len(hidden))
+
+
+def _column_chunks(hidden: Tensor, weight: Tensor, whole: Tensor | None) -> Iterator[tuple[int, int]]:
+    count = weight.shape[0] if whole is not None else max(16, _LOGITS_BYTES // (4 * max(1, len(hidden))))
+    for start in range(0, weight.shape[0], count):
+        yield start, min(start + count, weight.shape[0])

@@ -9,6 +9,7 @@ import torch
 
 from aliquot.errors import UserError
 from aliquot.models import attention, initialize
+from aliquot.models.loss import summed_cross_entropy
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -24,6 +25,7 @@ class MetaModel:
     tensors: tuple[tuple[str, tuple[int, ...]], ...]  # every weight once, in the model's order
     tied: dict[str, str]  # further name -> the name under which it is in `tensors`
     fills: initialize.Fills  # how the model's own _init_weights fills each weight
+    plain_head: bool  # logits are the head's product as it is: no soft-cap, no scale
 
     @property
     def numel(self) -> int:
@@ -48,7 +50,7 @@ def build(config: PretrainedConfig) -> MetaModel:
             raise UserError(f"transformers cannot build this {config.model_type} model: {error}") from error
     config.architectures = [type(model).__name__]
     _check_layout(model)
-    _check_isolation(model)
+    plain_head = _check_isolation(model)
     fills = initialize.record(model)
     on_meta = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if on_meta:
@@ -60,7 +62,7 @@ def build(config: PretrainedConfig) -> MetaModel:
         if first_name[parameter] != name
     }
     tensors = tuple((name, tuple(parameter.shape)) for name, parameter in model.named_parameters())
-    return MetaModel(type(model).__name__, model, tensors, tied, fills)
+    return MetaModel(type(model).__name__, model, tensors, tied, fills, plain_head)
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -94,24 +96,49 @@ def _check_layout(model: PreTrainedModel) -> None:
         raise UserError(f"{kind}: persistent buffers are not supported: {', '.join(sorted(persistent))}")
 
 
-def _check_isolation(model: PreTrainedModel) -> None:
-    """Every attention layer must receive the document edges: one that does not would mix documents silently."""
+def _check_isolation(model: PreTrainedModel) -> bool:
+    """Every attention layer must receive the document edges: one that does not would mix documents silently.
+
+    Whether the logits are what the output head returns, nothing done to them.
+    """
     ids = torch.zeros(1, 4, dtype=torch.int64, device="meta")
     documents = attention.Documents((0, 1, 4))
+    of_head: list[Tensor] = []
+    head = model.get_output_embeddings()
+    listener = head.register_forward_hook(lambda _module, _inputs, output: of_head.append(output))
     with torch.no_grad():
         try:
-            forward(model, ids, torch.zeros_like(ids), documents)
+            logits = forward(model, ids, torch.zeros_like(ids), documents)
         except (TypeError, NotImplementedError, RuntimeError) as error:
             raise UserError(f"{type(model).__name__} does not run with attention per document: {error}") from error
+        finally:
+            listener.remove()
     layers = int(model.config.num_hidden_layers)
     if documents.visits != layers:
         raise UserError(
             f"{type(model).__name__}: {documents.visits} of {layers} attention layers use transformers'"
             " AttentionInterface, so packed documents cannot be isolated: model not supported"
         )
+    return len(of_head) == 1 and logits is of_head[0] and head.bias is None
 
 
 def forward(model: nn.Module, ids: Tensor, positions: Tensor, documents: attention.Documents) -> Tensor:
     """Logits [1, T, V] of one row of packed documents; ids and positions are int64 [1, T]."""
     logits: Tensor = model(input_ids=ids, position_ids=positions, use_cache=False, documents=documents).logits
     return logits
+
+
+def hidden_states(model: nn.Module, tokens: Tensor, positions: Tensor, documents: attention.Documents) -> Tensor:
+    """What the output head is applied to, [T, E]. `tokens`: int64 ids [T], or their embeddings [T, E]."""
+    name = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
+    decoder = model.get_decoder()  # type: ignore[operator]
+    inputs = {name: tokens[None], "position_ids": positions[None]}
+    states: Tensor = decoder(**inputs, use_cache=False, documents=documents).last_hidden_state
+    return states[0]
+
+
+def whole_logits_loss(
+    model: nn.Module, ids: Tensor, positions: Tensor, labels: Tensor, documents: attention.Documents
+) -> Tensor:
+    """The summed loss from the model's own logits, all of them at once: for heads that do more than multiply."""
+    return summed_cross_entropy(forward(model, ids[None], positions[None], documents), labels)

@@ -21,3 +21,8 @@ def learning_rate(
     if kind == "linear":
         return peak * max(0.0, 1.0 - progress)
     return peak * max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)))
+
+
+def warmup(steps: int | None, ratio: float, total_steps: int) -> int:
+    """Warm-up steps: `steps` if given, else that part of all steps, rounded up."""
+    return math.ceil(ratio * total_steps) if steps is None else steps

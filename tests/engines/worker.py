@@ -1,4 +1,4 @@
-"""One rank of the fsdp proofs: trains the named cases and writes losses, norms and its own parts."""
+"""One rank of the engine proofs: trains the named cases on one engine and writes losses, norms and its own parts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
-from aliquot.engines.base import EngineSpec
+from aliquot.engines.base import Engine, EngineSpec
 from aliquot.engines.fsdp import FsdpEngine
+from aliquot.engines.host import HostEngine
 from aliquot.machine.topology import Topology
 from aliquot.models import initialize, meta
 from tests.engines.cases import (
@@ -31,11 +32,16 @@ from tests.engines.cases import (
 from tests.processes import as_ranks
 
 
-def train(case: Case, rank: int, world_size: int, folder: Path) -> None:
+ENGINES: dict[str, type[Engine]] = {"fsdp": FsdpEngine, "host": HostEngine}
+
+
+def train(kind: str, case: Case, rank: int, world_size: int, folder: Path) -> None:
     torch.manual_seed(rank)  # initial weights must not depend on it
     built = meta.build(AutoConfig.for_model(**{**SMALL, **case.model}))
-    spec = EngineSpec(case.precision, case.checkpointing, WEIGHT_DECAY, *BETAS, EPSILON, phase=lambda _: None)
-    engine = FsdpEngine.build(built.model, spec, Topology(rank, world_size, rank, world_size, 0, 1, "cpu", 1, ()))
+    spec = EngineSpec(
+        case.precision, case.checkpointing, WEIGHT_DECAY, *BETAS, EPSILON, case.states, 64, built.plain_head, _ignore
+    )
+    engine = ENGINES[kind].build(built.model, spec, Topology(rank, world_size, rank, world_size, 0, 1, "cpu", 1, ()))
     initialize.initialize(engine, built.fills, SEED)
     engine.ready()
     write_parts(engine, folder / f"{case.name}-initial-{rank}.safetensors")
@@ -58,7 +64,7 @@ def train(case: Case, rank: int, world_size: int, folder: Path) -> None:
     engine.close()
 
 
-def write_parts(engine: FsdpEngine, file: Path) -> None:
+def write_parts(engine: Engine, file: Path) -> None:
     values = {}
     for part in engine.parts():
         out = torch.empty(part.numel)
@@ -67,9 +73,14 @@ def write_parts(engine: FsdpEngine, file: Path) -> None:
     save_file(values, file)
 
 
-def work(rank: int, world_size: int, folder: Path, cases: list[str]) -> None:
+def _ignore(_phase: str) -> None:
+    pass
+
+
+def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None:
+    kind, *cases = arguments
     for name in cases:
-        train(CASES[name], rank, world_size, folder)
+        train(kind, CASES[name], rank, world_size, folder)
 
 
 if __name__ == "__main__":

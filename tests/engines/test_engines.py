@@ -1,4 +1,4 @@
-"""The fsdp engine against a plain single-process loop: one document at a time, torch.optim.AdamW, no packing."""
+"""Both engines against a plain single-process loop: one document at a time, torch.optim.AdamW, no packing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.engines.cases import (
 )
 from tests.processes import run_ranks
 
-WORKER = Path(__file__).parent / "fsdp_worker.py"
+WORKER = Path(__file__).parent / "worker.py"
 BY_WORLD = {
     1: ["llama"],
     2: ["llama", "llama-bf16", "llama-full", "llama-selective", "qwen2-tied", "qwen3", "mistral-window"],
@@ -41,12 +41,12 @@ BY_WORLD = {
 }
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+@pytest.fixture(scope="module", params=["fsdp", "host"])
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     folders = {}
     for world_size, cases in BY_WORLD.items():
-        folders[world_size] = tmp_path_factory.mktemp(f"world{world_size}")
-        run_ranks(WORKER, world_size, folders[world_size], *cases)
+        folders[world_size] = tmp_path_factory.mktemp(f"{request.param}{world_size}")
+        run_ranks(WORKER, world_size, folders[world_size], request.param, *cases)
     return folders
 
 
@@ -159,8 +159,9 @@ def test_bf16_gradients_are_summed_in_fp32_over_micro_batches_and_ranks(runs: di
             summed += parameter.grad.float()
     norm = float(torch.stack([g.double().norm() for g in total]).norm())
     for world_size in (2, 3):
-        # A reduction in bf16 is off by more than 1e-5 of the norm already at two ranks.
-        assert result(runs[world_size], "llama-bf16")["norms"][0] == pytest.approx(norm, rel=2e-6)
+        # A reduction in bf16 is off by more than 1e-5 of the norm already at two ranks. The host engine also sums a
+        # token's rows of the embedding gradient in fp32, where this loop and FSDP2 round each sum to bf16.
+        assert result(runs[world_size], "llama-bf16")["norms"][0] == pytest.approx(norm, rel=6e-6)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

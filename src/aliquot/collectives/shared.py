@@ -1,0 +1,51 @@
+"""Memory that the processes of one host share: no name, nothing to unlink, gone when the last of them is.
+
+A memfd is not bound by the size of /dev/shm (64 MiB in a pod) and is counted by the control group like other memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ALIGN_BYTES = 64  # a cache line: tensors of two ranks never share one
+
+
+class Memory:
+    """`size_bytes` of zeros, mapped here; `descriptor` is what a peer maps it by."""
+
+    def __init__(self, descriptor: int, size_bytes: int) -> None:
+        self.descriptor = descriptor
+        self.size_bytes = size_bytes
+        self._map = mmap.mmap(descriptor, max(1, size_bytes))
+
+    @classmethod
+    def create(cls, size_bytes: int) -> Memory:
+        """Pages are placed on the NUMA node of whoever touches them first. Raises OSError."""
+        descriptor = os.memfd_create("aliquot", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, max(1, size_bytes))
+        return cls(descriptor, size_bytes)
+
+    def tensor(self, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A view of the memory, which lives as long as the view does."""
+        numel = torch.Size(shape).numel()
+        if numel == 0:
+            return torch.empty(shape, dtype=dtype)
+        # One frombuffer a tensor: views of a common base would share its version counter, and autograd would take a
+        # write to one for a write to all.
+        return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset_bytes).view(shape)
+
+    def close_descriptor(self) -> None:
+        """When every peer has mapped it. The mapping stays."""
+        os.close(self.descriptor)
+
+
+def aligned(size_bytes: int) -> int:
+    """Rounded up to whole cache lines."""
+    return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES

@@ -1,0 +1,97 @@
+"""Between hosts: a true reduce-scatter and an all-gather, each byte crossing the wire once per host.
+
+gloo's own reduce-scatter is an all-reduce, twice the traffic. Here rank l of each host exchanges with rank l of every
+other host: it sends what the other owns and receives what it owns itself.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_PIECE_BYTES = 16 << 20
+_AHEAD = 2  # pieces under way while one is summed
+
+
+class Wire:
+    """`ranks[h]` is the global rank on host h that this rank exchanges with; `own` is this rank's host."""
+
+    def __init__(self, ranks: Sequence[int], own: int) -> None:
+        self._ranks = ranks
+        self._own = own
+        self._others = [host for host in range(len(ranks)) if host != own]
+        self.sent_bytes = 0
+
+    def reduce_scatter(self, gradients: Sequence[Sequence[Tensor]]) -> None:
+        """`gradients[h]`: flat tensors for host h. `gradients[own]` becomes the sum over all hosts, in their order."""
+        pieces = [
+            (index, start, min(start + step, tensor.numel()))
+            for index, tensor in enumerate(gradients[self._own])
+            for step in [max(1, _PIECE_BYTES // tensor.element_size())]
+            for start in range(0, tensor.numel(), step)
+        ]
+        # A peer's own tensors may be shorter or longer than these: each side cuts what it sends by the receiver's size.
+        outgoing = [
+            self._send(tensor[start : start + step], host)
+            for host in self._others
+            for tensor in gradients[host]
+            for step in [max(1, _PIECE_BYTES // tensor.element_size())]
+            for start in range(0, tensor.numel(), step)
+        ]
+        arriving: deque[tuple[Tensor, list[tuple[int, Tensor, dist.Work]]]] = deque()
+        for index, start, stop in pieces:
+            own = gradients[self._own][index][start:stop]
+            arriving.append((own, [(host, *self._receive(own, host)) for host in self._others]))
+            if len(arriving) > _AHEAD:
+                self._add(*arriving.popleft())
+        while arriving:
+            self._add(*arriving.popleft())
+        for work in outgoing:
+            work.wait()
+
+    def all_gather(self, own: Sequence[Tensor], others: Sequence[Sequence[Tensor]]) -> None:
+        """Every host gets `own`, flat tensors; what host h has is received into `others[h]`."""
+        works = [self._send(tensor, host) for host in self._others for tensor in own if tensor.numel()]
+        for host in self._others:
+            for tensor in others[host]:
+                if tensor.numel():
+                    work = dist.irecv(_bytes(tensor), self._ranks[host])
+                    assert work is not None
+                    works.append(work)
+        for work in works:
+            work.wait()
+
+    def _send(self, tensor: Tensor, host: int) -> dist.Work:
+        self.sent_bytes += tensor.nbytes
+        work = dist.isend(_bytes(tensor), self._ranks[host])
+        assert work is not None
+        return work
+
+    def _receive(self, like: Tensor, host: int) -> tuple[Tensor, dist.Work]:
+        room = torch.empty_like(like)
+        work = dist.irecv(_bytes(room), self._ranks[host])
+        assert work is not None
+        return room, work
+
+    def _add(self, own: Tensor, received: Sequence[tuple[int, Tensor, dist.Work]]) -> None:
+        parts: dict[int, Tensor] = {self._own: own}
+        for host, values, work in received:
+            work.wait()
+            parts[host] = values
+        ordered = [parts[host] for host in sorted(parts)]
+        for values in ordered[1:]:
+            ordered[0].add_(values)
+        if ordered[0] is not own:
+            own.copy_(ordered[0])
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """gloo sends bytes, whatever they mean."""
+    return tensor.view(torch.uint8)

@@ -1,0 +1,279 @@
+"""The host engine: on CPU, one copy of the weights per NUMA node in shared memory, from which all its ranks compute.
+
+Forward and backward gather nothing. Master weights, moments and gradient sums are sharded over all ranks; gradients are
+summed in shared memory, and between hosts once per optimizer step. The order of a step:
+
+each micro-batch: forward, backward; every gradient is staged as it arises and summed by its owner   (host_gradients.py)
+step: sums complete -> between hosts: reduce-scatter -> norm, which all ranks wait for: nobody computes any more ->
+clip, AdamW, owners write the shared weights -> between hosts: all-gather -> barrier: the new weights may be read
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Self, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from aliquot.collectives.hosts import Hosts
+from aliquot.collectives.shared import Memory, aligned
+from aliquot.engines import checkpointing
+from aliquot.engines.base import Counters, EngineSpec, StepResult
+from aliquot.engines.host_gradients import HostGradients, Weight, rows_of
+from aliquot.machine.cpu import numa_nodes
+from aliquot.machine.ranks import gather
+from aliquot.machine.topology import Topology
+from aliquot.models import meta as meta_models
+from aliquot.models.attention import Documents
+from aliquot.models.batch import MicroBatch
+from aliquot.models.loss import GradientRows, head_loss
+from aliquot.optim.blocked_adamw import BlockedAdamW, FlatShard
+from aliquot.optim.moments import ExactMoment, Moment, moment
+from aliquot.optim.norm import squared_norm
+from aliquot.optim.weights import SplitWeights, Weights, WholeWeights
+from aliquot.ranges.parts import Part
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class HostEngine:
+    """See engines/base.py for the contract of each method."""
+
+    def __init__(self, model: nn.Module, spec: EngineSpec, hosts: Hosts, topology: Topology) -> None:
+        self._model = model
+        self._spec = spec
+        self._hosts = hosts
+        self._rank = topology.rank
+        self._compute = torch.bfloat16 if spec.precision == "bf16" else torch.float32
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        self._weights = [Weight(name, shape, rows_of(shape, topology.world_size)) for name, shape in shapes.items()]
+        self._index = {weight.name: index for index, weight in enumerate(self._weights)}
+        self._offsets = [0]
+        for weight in self._weights:
+            self._offsets.append(self._offsets[-1] + aligned(weight.numel * self._compute.itemsize))
+        self._memory, self._copies = hosts.share_per_numa_node(self._offsets[-1])
+        self._place_parameters()
+        kept = torch.float32 if spec.optimizer_states == "fp32" else torch.bfloat16
+        embedding = cast(nn.Module, model.get_input_embeddings())  # type: ignore[operator]
+        self._looks_up = type(embedding) is nn.Embedding  # a subclass may do more than look up
+        width = cast(nn.Parameter, embedding.weight).shape[1] if self._looks_up else 1
+        self._gradients = HostGradients(hosts, self._weights, self._compute, kept, spec.micro_batch_tokens, width)
+        self._optimizer = BlockedAdamW(
+            [self._shard(index) for index in range(len(self._weights))],
+            betas=(spec.adam_beta1, spec.adam_beta2),
+            epsilon=spec.adam_epsilon,
+            weight_decay=spec.weight_decay,
+        )
+        self._listen()
+        self._micro_batches = 0
+        self._activations = checkpointing.SavedBytes(spec.gradient_checkpointing)
+
+    @classmethod
+    def build(cls, meta: nn.Module, spec: EngineSpec, topology: Topology) -> Self:
+        node = numa_nodes(Path("/")).get(topology.cores[0], 0) if topology.cores else 0
+        checkpointing.enable(meta, spec.gradient_checkpointing)
+        return cls(meta, spec, Hosts.join(topology.rank, node, gather), topology)
+
+    def _place_parameters(self) -> None:
+        """Replace the meta parameters by views of the shared copy; tied ones by one and the same."""
+        placed: dict[int, nn.Parameter] = {}
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        for name, parameter in list(self._model.named_parameters(remove_duplicate=False)):
+            index = self._index[names[id(parameter)]]
+            if id(parameter) not in placed:
+                placed[id(parameter)] = nn.Parameter(self._view_of(self._memory, index))
+            owner, _, leaf = name.rpartition(".")
+            self._model.get_submodule(owner).register_parameter(leaf, placed[id(parameter)])
+
+    def _view_of(self, memory: Memory, index: int) -> Tensor:
+        return memory.tensor(self._offsets[index], self._weights[index].shape, self._compute)
+
+    def _range_of(self, memory: Memory, index: int, rank: int) -> Tensor:
+        """The part of weight `index` that `rank` owns, flat, in a shared copy."""
+        start, stop = self._weights[index].ranges[rank]
+        return memory.tensor(self._offsets[index] + start * self._compute.itemsize, (stop - start,), self._compute)
+
+    def _shard(self, index: int) -> FlatShard:
+        weight = self._weights[index]
+        start, stop = weight.ranges[self._rank]
+        own, *others = (self._range_of(memory, index, self._rank) for memory in (self._memory, *self._copies))
+        kind = WholeWeights if self._compute == torch.float32 else SplitWeights
+        states = self._spec.optimizer_states
+        return FlatShard(
+            weights=kind(own, others),
+            exp_avg=moment(states, stop - start, weight.row_numel, squared=False),
+            exp_avg_sq=moment(states, stop - start, weight.row_numel, squared=True),
+            gradient=self._gradients.own[index],
+            decays=len(weight.shape) >= 2,
+            start=start,
+        )
+
+    def _listen(self) -> None:
+        """Each gradient leaves when autograd has it complete, a tied weight's once."""
+        for index, (_, parameter) in enumerate(self._model.named_parameters()):
+
+            def leave(parameter: Tensor, index: int = index) -> None:
+                assert parameter.grad is not None
+                self._gradients.add(index, parameter.grad)
+                parameter.grad = None
+
+            parameter.register_post_accumulate_grad_hook(leave)  # type: ignore[no-untyped-call]
+
+    def parts(self) -> Sequence[Part]:
+        return [
+            Part(weight.name, weight.shape, kind, *weight.ranges[self._rank])
+            for kind in ("weight", "exp_avg", "exp_avg_sq")
+            for weight in self._weights
+            if weight.ranges[self._rank][0] < weight.ranges[self._rank][1]
+        ]
+
+    def read(self, part: Part, start: int, out: Tensor) -> None:
+        found = self._store(part).load(start - part.start, out)
+        if found is not out:
+            out.copy_(found)
+
+    def write(self, part: Part, start: int, values: Tensor) -> None:
+        shard = self._optimizer.shards[self._index[part.name]]
+        if part.kind == "weight":
+            shard.weights.store(start - part.start, values)
+        else:
+            (shard.exp_avg if part.kind == "exp_avg" else shard.exp_avg_sq).store(start - part.start, values, None)
+
+    def view(self, part: Part) -> Tensor | None:
+        store = self._store(part)
+        return store.values if isinstance(store, ExactMoment | WholeWeights) else None
+
+    def _store(self, part: Part) -> Weights | Moment:
+        shard = self._optimizer.shards[self._index[part.name]]
+        stores: dict[str, Weights | Moment] = {"exp_avg": shard.exp_avg, "exp_avg_sq": shard.exp_avg_sq}
+        return stores.get(part.kind, shard.weights)
+
+    def ready(self) -> None:
+        self._publish()
+
+    def restored(self, steps: int) -> None:
+        self._optimizer.steps = steps
+
+    def backward(self, batch: MicroBatch | None, scale: float, last: bool) -> Tensor:
+        self._model.train()
+        batch = MicroBatch.empty() if batch is None else batch
+        self._gradients.begin(first=self._micro_batches == 0)
+        self._micro_batches += 1
+        embedding = self._model.get_input_embeddings()  # type: ignore[operator]
+        rows = None
+        if self._looks_up and self._spec.fused_loss:
+            # The look-up's gradient is a row per token, not a whole table: cut the graph here and sum rows instead.
+            with torch.no_grad():
+                rows = F.embedding(batch.input_ids, embedding.weight)
+            rows.requires_grad_()
+        with self._activations.measure():
+            summed, scaled = self._loss(batch, scale, rows)
+        self._spec.phase("forward")
+        scaled.backward()  # type: ignore[no-untyped-call]
+        if rows is not None:
+            self._add_embedding(embedding, batch.input_ids, rows.grad)
+        self._gradients.finish()
+        self._spec.phase("backward")
+        return summed
+
+    def evaluate(self, batch: MicroBatch | None) -> Tensor:
+        self._model.eval()
+        if batch is None:
+            return torch.zeros(())
+        with torch.no_grad():
+            return self._loss(batch, 1.0, None)[0]
+
+    def _loss(self, batch: MicroBatch, scale: float, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The summed loss, detached, and what backward() starts from."""
+        documents = Documents(batch.edges)
+        if not self._spec.fused_loss:
+            loss = meta_models.whole_logits_loss(
+                self._model, batch.input_ids, batch.position_ids, batch.labels, documents
+            )
+            return loss.detach(), loss * scale
+        tokens = batch.input_ids if rows is None else rows
+        hidden = meta_models.hidden_states(self._model, tokens, batch.position_ids, documents)
+        head = self._model.get_output_embeddings()  # type: ignore[operator]
+        sink = self._head_sink(self._index_of(head.weight)) if torch.is_grad_enabled() else None
+        return head_loss(hidden, head.weight, batch.labels, scale, sink)
+
+    def _head_sink(self, index: int) -> GradientRows:
+        row_numel = self._weights[index].row_numel
+
+        def buffer(first: int, last: int) -> Tensor:
+            return self._gradients.buffer(index, first * row_numel, last * row_numel).view(-1, row_numel)
+
+        return GradientRows(self._gradients.row_edges(index), buffer, self._gradients.publish)
+
+    def _index_of(self, parameter: nn.Parameter) -> int:
+        return next(i for i, own in enumerate(self._model.parameters()) if own is parameter)
+
+    def _add_embedding(self, embedding: nn.Module, ids: Tensor, gradient: Tensor | None) -> None:
+        weight = cast(nn.Parameter, embedding.weight)
+        tied = self._model.get_output_embeddings().weight is weight  # type: ignore[operator]
+        assert gradient is not None
+        if embedding.padding_idx is not None:  # as nn.Embedding: its row learns nothing from look-ups
+            used = ids != embedding.padding_idx
+            ids, gradient = ids[used], gradient[used]
+        self._gradients.add_rows(self._index_of(weight), ids, gradient, only=not tied)
+
+    def step(self, learning_rate: float, max_grad_norm: float | None) -> StepResult:
+        self._micro_batches = 0
+        self._gradients.exchange()
+        norm = self._norm()  # all ranks wait for each other here: nobody computes from the weights any more
+        if math.isfinite(norm):
+            self._optimizer.step(learning_rate, norm, max_grad_norm)
+        self._publish()
+        return StepResult(norm)
+
+    def _norm(self) -> float:
+        """Every rank adds the same numbers in the same order."""
+        own = torch.tensor([squared_norm(gradient) for gradient in self._gradients.own], dtype=torch.float64)
+        parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, own)
+        return math.sqrt(math.fsum(torch.cat(parts).tolist())) if torch.cat(parts).isfinite().all() else math.nan
+
+    def _publish(self) -> None:
+        """Every rank of every host may read what the owners have written."""
+        wire = self._hosts.wire
+        if wire is not None:
+            ranks = [ranks[self._hosts.peers.index] for ranks in self._hosts.table]
+            indices = range(len(self._weights))
+            of_hosts = [[self._range_of(self._memory, index, rank) for index in indices] for rank in ranks]
+            wire.all_gather(of_hosts[self._hosts.own], of_hosts)
+            for copy in self._copies:
+                for rank in ranks:
+                    for index in indices:
+                        self._range_of(copy, index, rank).copy_(self._range_of(self._memory, index, rank))
+        self._hosts.peers.barrier()
+
+    def counters(self) -> Counters:
+        shards = self._optimizer.shards
+        own = sum(shard.weights.numel for shard in shards)
+        low_bytes = 2 * own if self._compute == torch.bfloat16 else 0
+        return Counters(
+            weights_bytes=low_bytes,
+            gradients_bytes=self._gradients.size_bytes,
+            moments_bytes=sum(shard.exp_avg.size_bytes + shard.exp_avg_sq.size_bytes for shard in shards),
+            gathered_bytes=0,
+            activations_bytes=self._activations.peak_bytes,
+            wire_bytes=self._hosts.wire.sent_bytes if self._hosts.wire is not None else 0,
+            shared_bytes=(self._memory.size_bytes + self._gradients.ring_bytes * self._hosts.peers.size)
+            // self._hosts.peers.size,
+            staged_bytes=self._gradients.staged_bytes,
+        )
+
+    def generate(self, ids: Tensor, **options: object) -> Tensor:
+        self._model.eval()
+        with torch.no_grad():
+            result: Tensor = self._model.generate(ids, **options)  # type: ignore[operator]
+        return result
+
+    def close(self) -> None:
+        self._hosts.peers.close()

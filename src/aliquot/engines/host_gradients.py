@@ -1,0 +1,190 @@
+"""Gradients of the host engine: staged in shared memory as they arise, summed by their owners, never kept whole.
+
+Every rank stages the same pieces in the same order. Each owner adds to its fp32 part the sum over the ranks of its
+host, rank by rank: the result depends on neither speed nor chance. A rank holds the sums of its own part and, with
+several hosts, of its counterparts' parts on the others: those travel once, at the end of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+
+from aliquot.collectives.hosts import Hosts
+from aliquot.collectives.reduce import add_sum
+from aliquot.collectives.ring import Piece, Ring
+from aliquot.collectives.shared import aligned
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Ranks may be apart by what the ring holds: a layer or more of most models; more gains nothing.
+_RING_BYTES = 64 << 20
+_PIECE_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One weight of the model, in the order of the engine's lists."""
+
+    name: str
+    shape: tuple[int, ...]
+    ranges: tuple[tuple[int, int], ...]  # [rank]: the flat range that it owns
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    @property
+    def row_numel(self) -> int:
+        return torch.Size(self.shape[1:]).numel()
+
+
+def rows_of(shape: tuple[int, ...], world_size: int) -> tuple[tuple[int, int], ...]:
+    """FSDP2's dim-0 rule: each rank gets ceil(rows / ranks) rows, the last ones what is left, perhaps none."""
+    row_numel = torch.Size(shape[1:]).numel()
+    share = -(-shape[0] // world_size)
+    edges = [min(rank * share, shape[0]) * row_numel for rank in range(world_size + 1)]
+    return tuple(pairwise(edges))
+
+
+class HostGradients:
+    """`sums[host][weight]`: this rank's part of the sums on this host that the owner on `host` needs."""
+
+    def __init__(
+        self, hosts: Hosts, weights: Sequence[Weight], compute: torch.dtype, kept: torch.dtype, tokens: int, width: int
+    ) -> None:
+        """`tokens` x `width`: the most rows of an embedding's gradient in one micro-batch. Collective."""
+        self._hosts = hosts
+        self._peers = hosts.peers
+        self._weights = weights
+        self._dtype = compute
+        self._tokens, self._width = tokens, width
+        row_bytes = max(weight.row_numel for weight in weights) * compute.itemsize
+        self._ring = Ring(self._peers, max(_RING_BYTES, 2 * row_bytes, 2 * self._rows_bytes()))
+        self._owners = [ranks[self._peers.index] for ranks in hosts.table]
+        self.sums = [
+            [torch.zeros(stop - start, dtype=kept) for start, stop in (w.ranges[owner] for w in weights)]
+            for owner in self._owners
+        ]
+        self._first = True
+        self.staged_bytes = 0
+
+    @property
+    def own(self) -> list[Tensor]:
+        """The sums of the part that this rank owns."""
+        return self.sums[self._hosts.own]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(tensor.nbytes for tensors in self.sums for tensor in tensors)
+
+    @property
+    def ring_bytes(self) -> int:
+        return self._ring.size_bytes
+
+    def begin(self, first: bool) -> None:
+        """A micro-batch begins; `first`: of the optimizer step, so what is there is replaced."""
+        self._first = first
+
+    def add(self, index: int, gradient: Tensor) -> None:
+        """The gradient of weight `index`, of this rank's micro-batch; it may be freed afterwards."""
+        for start, stop in self._pieces(index):
+            self.buffer(index, start, stop).copy_(gradient.view(-1)[start:stop])
+            self.publish()
+
+    def row_edges(self, index: int) -> tuple[int, ...]:
+        """Where the rows of weight `index` are cut into pieces."""
+        row_numel = self._weights[index].row_numel
+        return (0, *(stop // row_numel for _, stop in self._pieces(index)))
+
+    def buffer(self, index: int, start: int, stop: int) -> Tensor:
+        """Room for elements [start, stop) of the gradient of weight `index`, flat; then call `publish`."""
+        self._piece = self._ring.stage((stop - start) * self._dtype.itemsize)
+        self._range = (index, start, stop)
+        return self._ring.own(self._piece, self._dtype, (stop - start,))
+
+    def publish(self) -> None:
+        index, start, stop = self._range
+        first = self._first
+        self.staged_bytes += (stop - start) * self._dtype.itemsize
+        self._ring.publish(self._piece, lambda piece: self._sum(piece, index, start, stop, first))
+
+    def add_rows(self, index: int, ids: Tensor, rows: Tensor, only: bool) -> None:
+        """The gradient of a look-up: `rows` [T, E] belong to rows `ids` [T] of weight `index`.
+
+        `only`: nothing else adds to this weight in the micro-batch.
+        """
+        piece = self._ring.stage(self._rows_bytes())
+        view = self._view(piece, self._peers.index)
+        count = len(ids)
+        view[0].fill_(count)
+        view[1][:count] = ids
+        view[2][:count] = rows
+        first = self._first and only
+        self.staged_bytes += count * (8 + self._width * self._dtype.itemsize)
+        self._ring.publish(piece, lambda piece: self._sum_rows(piece, index, first))
+
+    def finish(self) -> None:
+        """All of this host's sums are complete."""
+        self._ring.drain()
+
+    def exchange(self) -> None:
+        """Between hosts: `own` becomes the sum over all of them."""
+        if self._hosts.wire is not None:
+            self._hosts.wire.reduce_scatter(self.sums)
+
+    def _pieces(self, index: int) -> list[tuple[int, int]]:
+        """Flat ranges of whole rows, each small enough for the ring."""
+        weight = self._weights[index]
+        step = max(1, _PIECE_BYTES // (weight.row_numel * self._dtype.itemsize)) * weight.row_numel
+        return [(start, min(start + step, weight.numel)) for start in range(0, weight.numel, step)]
+
+    def _sum(self, piece: Piece, index: int, start: int, stop: int, first: bool) -> None:
+        for owner, sums in zip(self._owners, self.sums, strict=True):
+            low, high = self._weights[index].ranges[owner]
+            a, b = max(start, low), min(stop, high)
+            if a < b:
+                sources = [
+                    self._ring.view(piece, rank, self._dtype, a - start, (b - a,)) for rank in range(self._peers.size)
+                ]
+                add_sum(sums[index][a - low : b - low], sources, first)
+
+    def _sum_rows(self, piece: Piece, index: int, first: bool) -> None:
+        """Rows of one token are summed over positions and ranks before they are added, as a dense gradient's would."""
+        counts, ids, rows = zip(*(self._view(piece, rank) for rank in range(self._peers.size)), strict=True)
+        for owner, sums in zip(self._owners, self.sums, strict=True):
+            low, high = (edge // self._width for edge in self._weights[index].ranges[owner])
+            target = sums[index].view(-1, self._width)
+            if first:
+                target.zero_()
+            found = []
+            for count, own_ids, own_rows in zip(counts, ids, rows, strict=True):
+                used = own_ids[: int(count)]
+                inside = ((used >= low) & (used < high)).nonzero().flatten()
+                found.append((used[inside] - low, own_rows[: int(count)][inside].float()))
+            unique, places = torch.unique(torch.cat([places for places, _ in found]), return_inverse=True)
+            total = torch.zeros(len(unique), self._width)
+            at = 0
+            for own_ids, values in found:
+                part = torch.zeros_like(total).index_add_(0, places[at : at + len(own_ids)], values)
+                total += part
+                at += len(own_ids)
+            target.index_add_(0, unique, total.to(target.dtype))
+
+    def _view(self, piece: Piece, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+        """count [], ids int64 [tokens] and rows [tokens, E] of a piece of `add_rows`."""
+        ids_at = aligned(8) // 8
+        rows_at = (aligned(8) + aligned(8 * self._tokens)) // self._dtype.itemsize
+        return (
+            self._ring.view(piece, rank, torch.int64, 0, ()),
+            self._ring.view(piece, rank, torch.int64, ids_at, (self._tokens,)),
+            self._ring.view(piece, rank, self._dtype, rows_at, (self._tokens, self._width)),
+        )
+
+    def _rows_bytes(self) -> int:
+        return aligned(8) + aligned(8 * self._tokens) + aligned(self._tokens * self._width * self._dtype.itemsize)

@@ -1,0 +1,152 @@
+"""Attention over packed documents on CPU as few dense products: see tiles.py for how a row is cut.
+
+torch's own kernel is slow there in bf16, one call a document; products over bins of short documents are not. Scores and
+probabilities are of the compute dtype, softmax works in fp32 inside, as in transformers' eager attention.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from aliquot.models.tiles import QUERY_BLOCK, Bins, Block, Long, Tiles
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Above this a block's probabilities are computed again in the backward pass: they would outweigh the layer.
+_KEPT_KEYS = 4 * QUERY_BLOCK
+
+
+class TiledAttention(torch.autograd.Function):
+    """query [T, H, D], key and value [T, H_kv, D] -> [T, H, D], all contiguous."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, tiles: Tiles, scaling: float) -> Tensor:
+        heads = (key.shape[1], query.shape[1] // key.shape[1])  # of keys and values, and queries sharing one of them
+        q, k, v = (_to_slots(x, tiles) for x in (query, key, value))
+        out = torch.empty_like(q)
+        kept: list[Tensor | None] = []
+        for bins in tiles.bins:
+            queries, keys, values = _bin_queries(q, bins, heads), _bin_keys(k, bins), _bin_keys(v, bins)
+            scores = torch.bmm(queries, keys.mT)
+            grid = scores.view(bins.count, *heads, bins.width, bins.width)
+            torch.add(bins.bias[:, None, None], grid, alpha=scaling, out=grid)
+            probabilities = torch.softmax(scores, -1)
+            _bins_back(torch.bmm(probabilities, values), out, bins, heads)
+            kept.append(probabilities)
+        for long in tiles.longs:
+            queries, keys, values = _long_queries(q, long, heads), _long_keys(k, long), _long_keys(v, long)
+            result = torch.empty_like(queries)
+            for block in long.blocks:
+                probabilities = _block_probabilities(queries, keys, block, scaling, heads)
+                rows = slice(block.first * heads[1], block.last * heads[1])
+                result[:, rows] = torch.bmm(probabilities, values[:, block.key : block.last])
+                kept.append(probabilities if block.last - block.key <= _KEPT_KEYS else None)
+            _long_back(result, out, long, heads)
+        ctx.save_for_backward(query, key, value, *(p for p in kept if p is not None))
+        ctx.tiles, ctx.scaling, ctx.kept = tiles, scaling, [p is not None for p in kept]
+        return _from_slots(out, tiles)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        tiles: Tiles = ctx.tiles
+        query, key, value, *saved = ctx.saved_tensors
+        heads = (key.shape[1], query.shape[1] // key.shape[1])
+        probabilities = iter(saved)
+        kept = iter(ctx.kept)
+        q, k, v, g = (_to_slots(x, tiles) for x in (query, key, value, gradient.contiguous()))
+        if tiles.padding is not None:
+            g.index_fill_(0, tiles.padding, 0)  # padding is queried by nobody and adds nothing to keys and values
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        for bins in tiles.bins:
+            assert next(kept)
+            p = next(probabilities)
+            queries, keys, values = _bin_queries(q, bins, heads), _bin_keys(k, bins), _bin_keys(v, bins)
+            out_gradient = _bin_queries(g, bins, heads)
+            scores = _scores_gradient(p, torch.bmm(out_gradient, values.mT), ctx.scaling)
+            _bins_back(torch.bmm(scores, keys), dq, bins, heads)
+            _bins_back(torch.bmm(scores.mT, queries), dk, bins, (heads[0], 1))
+            _bins_back(torch.bmm(p.mT, out_gradient), dv, bins, (heads[0], 1))
+        for long in tiles.longs:
+            queries, keys, values = _long_queries(q, long, heads), _long_keys(k, long), _long_keys(v, long)
+            out_gradient = _long_queries(g, long, heads)
+            result = torch.empty_like(queries)
+            # A key's gradient is a sum over blocks of queries: rounded once, at the end.
+            sum_k, sum_v = torch.zeros(2, *keys.shape, dtype=torch.promote_types(keys.dtype, torch.float32))
+            for block in long.blocks:
+                rows, seen = slice(block.first * heads[1], block.last * heads[1]), slice(block.key, block.last)
+                p = (
+                    next(probabilities)
+                    if next(kept)
+                    else _block_probabilities(queries, keys, block, ctx.scaling, heads)
+                )
+                scores = _scores_gradient(p, torch.bmm(out_gradient[:, rows], values[:, seen].mT), ctx.scaling)
+                result[:, rows] = torch.bmm(scores, keys[:, seen])
+                sum_k[:, seen] += torch.bmm(scores.mT, queries[:, rows])
+                sum_v[:, seen] += torch.bmm(p.mT, out_gradient[:, rows])
+            _long_back(result, dq, long, heads)
+            _long_back(sum_k, dk, long, (heads[0], 1))
+            _long_back(sum_v, dv, long, (heads[0], 1))
+        return _from_slots(dq, tiles), _from_slots(dk, tiles), _from_slots(dv, tiles), None, None
+
+
+def _scores_gradient(probabilities: Tensor, gradient: Tensor, scaling: float) -> Tensor:
+    """Through softmax and scaling; `gradient` is that of the probabilities."""
+    scores: Tensor = torch.ops.aten._softmax_backward_data(gradient, probabilities, -1, gradient.dtype)
+    return scores.mul_(scaling)
+
+
+def _block_probabilities(queries: Tensor, keys: Tensor, block: Block, scaling: float, heads: tuple[int, int]) -> Tensor:
+    """[H_kv, queries of the block x group, keys that it sees]."""
+    rows = slice(block.first * heads[1], block.last * heads[1])
+    scores = torch.bmm(queries[:, rows], keys[:, block.key : block.last].mT)
+    grid = scores.view(heads[0], block.last - block.first, heads[1], block.last - block.key)
+    torch.add(block.bias[None, :, None], grid, alpha=scaling, out=grid)
+    return torch.softmax(scores, -1)
+
+
+def _to_slots(x: Tensor, tiles: Tiles) -> Tensor:
+    """[T, heads, D] -> [slots, heads, D]."""
+    return x if tiles.tokens is None else x.index_select(0, tiles.tokens)
+
+
+def _from_slots(x: Tensor, tiles: Tiles) -> Tensor:
+    return x if tiles.slots is None else x.index_select(0, tiles.slots)
+
+
+def _bin_queries(x: Tensor, bins: Bins, heads: tuple[int, int]) -> Tensor:
+    """[slots, H, D] -> [bins x H_kv, group x width, D]: the queries that share keys are rows of one product."""
+    grid = x[bins.start : bins.stop].view(bins.count, bins.width, *heads, x.shape[-1])
+    return grid.permute(0, 2, 3, 1, 4).reshape(bins.count * heads[0], heads[1] * bins.width, x.shape[-1])
+
+
+def _bin_keys(x: Tensor, bins: Bins) -> Tensor:
+    """[slots, H_kv, D] -> [bins x H_kv, width, D]."""
+    grid = x[bins.start : bins.stop].view(bins.count, bins.width, *x.shape[1:])
+    return grid.transpose(1, 2).reshape(-1, bins.width, x.shape[-1])
+
+
+def _bins_back(x: Tensor, out: Tensor, bins: Bins, heads: tuple[int, int]) -> None:
+    """The inverse of `_bin_queries`, and of `_bin_keys` with a group of one."""
+    grid = out[bins.start : bins.stop].view(bins.count, bins.width, *heads, x.shape[-1])
+    grid.copy_(x.view(bins.count, *heads, bins.width, x.shape[-1]).permute(0, 3, 1, 2, 4))
+
+
+def _long_queries(x: Tensor, long: Long, heads: tuple[int, int]) -> Tensor:
+    """[slots, H, D] -> [H_kv, length x group, D]: a block of queries is a slice of rows."""
+    grid = x[long.start : long.start + long.length].view(long.length, *heads, x.shape[-1])
+    return grid.transpose(0, 1).reshape(heads[0], long.length * heads[1], x.shape[-1])
+
+
+def _long_keys(x: Tensor, long: Long) -> Tensor:
+    """[slots, H_kv, D] -> [H_kv, length, D]."""
+    return x[long.start : long.start + long.length].transpose(0, 1).contiguous()
+
+
+def _long_back(x: Tensor, out: Tensor, long: Long, heads: tuple[int, int]) -> None:
+    grid = out[long.start : long.start + long.length].view(long.length, *heads, x.shape[-1])
+    grid.copy_(x.view(heads[0], long.length, heads[1], x.shape[-1]).transpose(0, 1))

@@ -1,0 +1,140 @@
+"""How attention over packed documents is cut into a few dense products on CPU.
+
+Short documents are sorted by length and packed into bins: each bin is a small dense matrix with a mask inside, and all
+bins of one width are one batched product. A long document is cut into blocks of queries, each against all keys that it
+can see. Both are laid out in *slots*: the row's tokens reordered, with a few padding slots.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NARROWEST = 64  # width of a bin: several documents share one
+_STEP = 32  # wider bins come in multiples of this and hold one document, or a long and a short one
+LONGEST_BINNED = 256  # documents above are cut into blocks of queries
+QUERY_BLOCK = 128
+
+
+@dataclass(frozen=True)
+class Bins:
+    """`count` bins of `width` slots each, beginning at slot `start`."""
+
+    start: int
+    count: int
+    width: int
+    bias: Tensor  # [count, width, width], 0 or -inf, of the compute dtype
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.count * self.width
+
+
+@dataclass(frozen=True)
+class Block:
+    """Queries [first, last) of a long document against its keys [key, last); positions are in the document."""
+
+    first: int
+    last: int
+    key: int
+    bias: Tensor  # [last - first, last - key], 0 or -inf
+
+
+@dataclass(frozen=True)
+class Long:
+    """A document of its own, at slots [start, start + length)."""
+
+    start: int
+    length: int
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The cut of one row of T tokens. `tokens` [slots] and `slots` [T] are None where the order is the row's own."""
+
+    bins: tuple[Bins, ...]
+    longs: tuple[Long, ...]
+    tokens: Tensor | None  # which token lies in each slot; 0 in padding slots
+    slots: Tensor | None  # in which slot each token lies
+    padding: Tensor | None  # the padding slots
+
+
+def cut(edges: tuple[int, ...], window: int | None, dtype: torch.dtype) -> Tiles:
+    """Documents at `edges`, causal within each, seeing at most `window` tokens back (themselves included)."""
+    lengths = [b - a for a, b in pairwise(edges)]
+    order: list[int] = []  # token of each slot, -1 for padding
+    bins: list[Bins] = []
+    for width, filled in sorted(_fill_bins(lengths).items()):
+        start = len(order)
+        bias = torch.full((len(filled), width, width), float("-inf"), dtype=dtype)
+        for number, documents in enumerate(filled):
+            at = 0
+            for document in documents:
+                length = lengths[document]
+                bias[number, at : at + length, at : at + length] = _causal_bias(length, length, window, dtype)
+                order.extend(range(edges[document], edges[document + 1]))
+                at += length
+            # A padding slot sees itself: a row of -inf only would be nan.
+            padding = torch.arange(at, width)
+            bias[number, padding, padding] = 0
+            order.extend([-1] * (width - at))
+        bins.append(Bins(start, len(filled), width, bias))
+    longs = []
+    for document, length in enumerate(lengths):
+        if length > LONGEST_BINNED:
+            longs.append(Long(len(order), length, _blocks(length, window, dtype)))
+            order.extend(range(edges[document], edges[document + 1]))
+    if order == list(range(edges[-1])):
+        return Tiles(tuple(bins), tuple(longs), None, None, None)
+    tokens = torch.tensor(order)
+    padding = (tokens < 0).nonzero().flatten()
+    slots = torch.empty(edges[-1], dtype=torch.int64)
+    real = (tokens >= 0).nonzero().flatten()
+    slots[tokens[real]] = real
+    return Tiles(tuple(bins), tuple(longs), tokens.clamp(min=0), slots, padding if len(padding) else None)
+
+
+def _fill_bins(lengths: list[int]) -> dict[int, list[list[int]]]:
+    """Width -> bins of document numbers; longest first, each into the fullest bin that still has room."""
+    room: dict[int, list[list[int]]] = defaultdict(list)  # free slots -> bins that have them
+    filled: dict[int, list[list[int]]] = defaultdict(list)
+    for document in sorted(range(len(lengths)), key=lambda d: -lengths[d]):
+        length = lengths[document]
+        if length > LONGEST_BINNED:
+            continue
+        free = min((f for f, waiting in room.items() if f >= length and waiting), default=None)
+        if free is None:
+            width = max(NARROWEST, -(-length // _STEP) * _STEP)
+            free, chosen = width, list[int]()
+            filled[width].append(chosen)
+        else:
+            chosen = room[free].pop()
+        chosen.append(document)
+        if free > length:
+            room[free - length].append(chosen)
+    return filled
+
+
+def _blocks(length: int, window: int | None, dtype: torch.dtype) -> tuple[Block, ...]:
+    blocks = []
+    for first in range(0, length, QUERY_BLOCK):
+        last = min(first + QUERY_BLOCK, length)
+        key = 0 if window is None else max(0, first - window + 1)
+        blocks.append(Block(first, last, key, _causal_bias(last - first, last - key, window, dtype)))
+    return tuple(blocks)
+
+
+def _causal_bias(queries: int, keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """[queries, keys]: the queries are the last ones of the keys."""
+    bias = torch.full((queries, keys), float("-inf"), dtype=dtype).triu_(keys - queries + 1)
+    if window is not None and keys > window:
+        bias.masked_fill_(torch.ones(queries, keys, dtype=torch.bool).tril_(keys - queries - window), float("-inf"))
+    return bias

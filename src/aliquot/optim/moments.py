@@ -1,0 +1,159 @@
+"""Adam's moments on flat shards: fp32, or frugal as bf16 or int8.
+
+Frugal moments are rounded stochastically, or small updates would be lost: with beta2 = 0.999 a step moves the second
+moment by less than half the distance between two neighbouring bf16 values. The noise is a function of the step and of
+an element's place in the whole tensor, so results do not depend on the world size.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+States = Literal["fp32", "bf16", "int8"]
+
+_NOISE = 1 << 16  # elements after which the noise repeats
+_LONGEST_BLOCK, _SHORTEST_BLOCK = 256, 32
+
+
+class Noise:
+    """Uniform in [0, 1), another draw each step."""
+
+    def __init__(self, longest: int) -> None:
+        self._values = torch.full((_NOISE + longest,), 0.5)
+
+    def draw(self, step: int) -> None:
+        self._values.uniform_(generator=torch.Generator().manual_seed(step))
+        self._values[_NOISE:] = self._values[: len(self._values) - _NOISE]
+
+    def at(self, place: int, count: int) -> Tensor:
+        """For elements [place, place + count) of a tensor."""
+        return self._values[place % _NOISE :][:count]
+
+
+class Moment(Protocol):
+    """Flat values; `start` counts within the shard."""
+
+    size_bytes: int
+
+    def load(self, start: int, out: Tensor) -> Tensor:
+        """Elements from `start` on, as many as fp32 `out` has room for: in `out`, or where they lie."""
+        ...
+
+    def store(self, start: int, values: Tensor, noise: Tensor | None) -> None:
+        """Set them. Without noise they round to nearest: what was loaded is stored as it was."""
+        ...
+
+
+def moment(states: States, numel: int, row_numel: int, squared: bool) -> Moment:
+    """Zeros. `row_numel`: elements of a row of the tensor; vectors stay fp32, they are few and sensitive."""
+    if states == "fp32" or row_numel == 1:
+        return ExactMoment(numel)
+    return Bf16Moment(numel) if states == "bf16" else Int8Moment(numel, row_numel, squared)
+
+
+class ExactMoment:
+    def __init__(self, numel: int) -> None:
+        self.values = torch.zeros(numel)
+        self.size_bytes = self.values.nbytes
+
+    def load(self, start: int, out: Tensor) -> Tensor:
+        return self.values[start : start + out.numel()]
+
+    def store(self, start: int, values: Tensor, noise: Tensor | None) -> None:
+        target = self.values[start : start + values.numel()]
+        if target.data_ptr() != values.data_ptr():
+            target.copy_(values)
+
+
+class Bf16Moment:
+    def __init__(self, numel: int) -> None:
+        self._values = torch.zeros(numel, dtype=torch.bfloat16)
+        self.size_bytes = self._values.nbytes
+
+    def load(self, start: int, out: Tensor) -> Tensor:
+        return out.copy_(self._values[start : start + out.numel()])
+
+    def store(self, start: int, values: Tensor, noise: Tensor | None) -> None:
+        if noise is not None:
+            # Noise below the last kept bit, then the rest dropped: rounds up as often as the distance asks for.
+            bits = values.view(torch.int32).add((noise * 0x10000).to(torch.int32)).bitwise_and_(-0x10000)
+            values = bits.view(torch.float32)
+        self._values[start : start + values.numel()].copy_(values)
+
+
+class Int8Moment:
+    """Eight bits an element and one fp32 scale a block, the block's largest magnitude.
+
+    Codes are spread by a power, which gives small values relative precision: scale * (code / 127)^2 with a sign for the
+    first moment, scale * (code / 255)^4 for the second. Blocks divide the rows of the tensor, so that their edges are
+    the same whatever the world size.
+    """
+
+    def __init__(self, numel: int, row_numel: int, squared: bool) -> None:
+        self.block = block_numel(row_numel)
+        self._squared = squared
+        self._codes = torch.zeros(numel, dtype=torch.uint8 if squared else torch.int8)
+        self._scales = torch.zeros(numel // self.block)
+        self._partial: dict[int, tuple[Tensor, int]] = {}  # blocks of which only a part has been stored so far
+        self.size_bytes = self._codes.nbytes + self._scales.nbytes
+
+    def load(self, start: int, out: Tensor) -> Tensor:
+        first, last = start // self.block, -(-(start + out.numel()) // self.block)
+        codes = self._codes[first * self.block : last * self.block].float().view(-1, self.block)
+        scales = self._scales[first:last, None]
+        if self._squared:
+            values = codes.div_(255).square_().square_().mul_(scales)
+        else:
+            codes.div_(127)
+            values = codes.mul_(codes.abs()).mul_(scales)
+        skipped = start - first * self.block
+        return out.copy_(values.view(-1)[skipped : skipped + out.numel()])
+
+    def store(self, start: int, values: Tensor, noise: Tensor | None) -> None:
+        """Pieces that begin or end inside a block wait for the rest of it: each element must then come once."""
+        stop = start + values.numel()
+        inner, end = -(-start // self.block) * self.block, stop // self.block * self.block
+        if inner < end:
+            self._encode(inner, values[inner - start : end - start], None if noise is None else noise[inner - start :])
+        if start < inner:
+            self._store_partial(start, values[: inner - start])
+        if inner <= end < stop:
+            self._store_partial(end, values[end - start :])
+
+    def _store_partial(self, start: int, values: Tensor) -> None:
+        number = start // self.block
+        whole, filled = self._partial.pop(number, (torch.zeros(self.block), 0))
+        at = start - number * self.block
+        whole[at : at + values.numel()] = values
+        if filled + values.numel() < self.block:
+            self._partial[number] = (whole, filled + values.numel())
+        else:
+            self._encode(number * self.block, whole, None)
+
+    def _encode(self, start: int, values: Tensor, noise: Tensor | None) -> None:
+        blocks = values.view(-1, self.block)
+        scales = blocks.abs().amax(1)
+        # A block of zeros has scale 0 and codes 0.
+        codes = blocks.abs().div_(scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).sqrt_()
+        codes = codes.sqrt_().mul_(255) if self._squared else codes.mul_(127)
+        codes = codes.view(-1)
+        codes.add_(0.5 if noise is None else noise[: values.numel()]).floor_()
+        if self._squared:
+            # A second moment that is not zero never becomes zero: the update divides by its root.
+            codes.clamp_(max=255)
+            codes.copy_(torch.where(values > 0, codes.clamp(min=1), codes))
+        else:
+            codes.clamp_(max=127).mul_(values.sign())
+        self._codes[start : start + values.numel()].copy_(codes)
+        self._scales[start // self.block : (start + values.numel()) // self.block].copy_(scales)
+
+
+def block_numel(row_numel: int) -> int:
+    """The largest divisor of a row's length that is at most 256; the whole row if that were very small."""
+    best = max(size for size in range(1, min(row_numel, _LONGEST_BLOCK) + 1) if row_numel % size == 0)
+    return best if best >= _SHORTEST_BLOCK else row_numel
