@@ -129,7 +129,7 @@ def _prepare(config: RunConfig, ranks: Ranks, display: Display, machine: dict[st
     engine_name, engine_type = engine_class(config, ranks.topology, built.numel)
     phase = lambda name: ledger.mark(f"first {name}", engine.counters().memory())  # noqa: E731
     spec = EngineSpec.of(config, built.plain_head, phase)
-    engine = engine_type.build(built.model, spec, ranks.topology)
+    engine: Engine = engine_type.build(built.model, spec, ranks.topology)
     ledger.mark("model built", engine.counters().memory())
 
     resumed = resume(config.checkpoint, directory.checkpoints, engine, built.tensors, ranks)

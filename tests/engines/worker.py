@@ -31,7 +31,6 @@ from tests.engines.cases import (
 )  # fmt: skip
 from tests.processes import as_ranks
 
-
 ENGINES: dict[str, type[Engine]] = {"fsdp": FsdpEngine, "host": HostEngine}
 
 

@@ -44,7 +44,7 @@ class Peers:
         self._sockets = sockets
         self._received: dict[int, Counter[int]] = {peer: Counter() for peer in sockets}
         self._descriptors: dict[int, deque[int]] = {peer: deque() for peer in sockets}
-        self._barriers = 0
+        self.sent: Counter[int] = Counter()  # tokens of each kind, to every other member
         for connection in sockets.values():
             connection.setblocking(True)
 
@@ -112,6 +112,7 @@ class Peers:
 
     def send(self, kind: int) -> None:
         """A token of `kind` (1 .. 254) to every other member."""
+        self.sent[kind] += 1
         for peer, connection in self._sockets.items():
             try:
                 connection.send(bytes((kind,)))
@@ -137,9 +138,8 @@ class Peers:
 
     def barrier(self) -> None:
         """Nobody leaves before everybody has come; what was written before is seen by all after."""
-        self._barriers += 1
         self.send(_BARRIER)
-        self.wait(_BARRIER, self._barriers)
+        self.wait(_BARRIER, self.sent[_BARRIER])
 
     def close(self) -> None:
         for connection in self._sockets.values():
@@ -149,7 +149,8 @@ class Peers:
     def _receive(self, peer: int, wait: bool) -> None:
         connection = self._sockets[peer]
         try:
-            tokens, descriptors, _, _ = socket.recv_fds(connection, 4096, 1, 0 if wait else socket.MSG_DONTWAIT)
+            # Not socket.recv_fds, which leaves out the flags.
+            tokens, ancillary, _, _ = connection.recvmsg(4096, socket.CMSG_SPACE(4), 0 if wait else socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
         except OSError:
@@ -157,7 +158,7 @@ class Peers:
         if not tokens:
             raise self._lost(peer)
         self._received[peer].update(tokens)
-        self._descriptors[peer].extend(descriptors)
+        self._descriptors[peer].extend(struct.unpack("i", data)[0] for _, _, data in ancillary)
 
     def _receive_descriptor(self, peer: int) -> int:
         while not self._descriptors[peer]:

@@ -41,7 +41,7 @@ class Ring:
         self._peers = peers
         self._size_bytes = aligned(size_bytes)
         self._memories = peers.share(self._size_bytes)
-        self._staged = 0  # pieces begun so far
+        self._staged = peers.sent[PUBLISHED]  # pieces begun so far, in this ring and those that the group had before
         self._head = 0  # where the next piece begins
         self._unread: deque[tuple[Piece, Callable[[Piece], None]]] = deque()  # published by this rank
         self._held: deque[Piece] = deque()  # read here, perhaps not yet by all

@@ -1,0 +1,51 @@
+"""Real processes: sums through shared memory, groups, deaths, hosts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.processes import run_ranks
+
+WORKER = Path(__file__).parent / "worker.py"
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_random_pieces_with_random_delays_are_summed_in_order(tmp_path: Path, world_size: int) -> None:
+    run_ranks(WORKER, world_size, tmp_path, "sums")
+
+
+def test_groups_within_groups_at_work_at_once(tmp_path: Path) -> None:
+    run_ranks(WORKER, 5, tmp_path, "groups")
+
+
+def test_two_runs_at_once_on_one_host(tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    runs = []
+    for folder in folders:
+        folder.mkdir()
+        command = [sys.executable, "-m", "tests.collectives.worker", "2", str(folder), "sums"]
+        runs.append(subprocess.Popen(command, stderr=subprocess.PIPE))
+    for run in runs:
+        _, errors = run.communicate(timeout=120)
+        assert run.returncode == 0, errors.decode()
+
+
+def test_a_killed_rank_is_noticed_by_all(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError):  # the killed rank's status
+        run_ranks(WORKER, 3, tmp_path, "killed", timeout_s=60)
+    for rank in (0, 1):
+        assert "has ended" in (tmp_path / f"lost-{rank}").read_text()
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_several_hosts_exchange_what_the_other_owns(tmp_path: Path, world_size: int) -> None:
+    run_ranks(WORKER, world_size, tmp_path, "hosts")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_one_memory_a_numa_node(tmp_path: Path, world_size: int) -> None:
+    run_ranks(WORKER, world_size, tmp_path, "numa")
