@@ -24,11 +24,10 @@ class Noise:
     """Uniform in [0, 1), another draw each step."""
 
     def __init__(self, longest: int) -> None:
-        self._values = torch.full((_NOISE + longest,), 0.5)
+        self._repeats = 1 + -(-longest // _NOISE)
 
     def draw(self, step: int) -> None:
-        self._values.uniform_(generator=torch.Generator().manual_seed(step))
-        self._values[_NOISE:] = self._values[: len(self._values) - _NOISE]
+        self._values = torch.rand(_NOISE, generator=torch.Generator().manual_seed(step)).repeat(self._repeats)
 
     def at(self, place: int, count: int) -> Tensor:
         """For elements [place, place + count) of a tensor."""
