@@ -51,6 +51,9 @@ CASES = {
     for case in [
         Case("llama", {"model_type": "llama"}),
         Case("llama-bf16", {"model_type": "llama"}, precision="bf16"),
+        Case("llama-frugal", {"model_type": "llama"}, precision="bf16", states="int8"),
+        Case("llama-bf16-states", {"model_type": "llama"}, precision="bf16", states="bf16"),
+        Case("gemma2", {"model_type": "gemma2", "query_pre_attn_scalar": 8, "attn_logit_softcapping": None}, steps=5),
         Case("llama-full", {"model_type": "llama"}, checkpointing="full", steps=5),
         Case("llama-selective", {"model_type": "llama"}, checkpointing="selective", steps=5),
         Case("qwen2-tied", {"model_type": "qwen2", "tie_word_embeddings": True}, steps=5),

@@ -10,9 +10,12 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
+from aliquot.collectives.hosts import Hosts
+from aliquot.engines import checkpointing
 from aliquot.engines.base import Engine, EngineSpec
 from aliquot.engines.fsdp import FsdpEngine
 from aliquot.engines.host import HostEngine
+from aliquot.machine.ranks import gather
 from aliquot.machine.topology import Topology
 from aliquot.models import initialize, meta
 from tests.engines.cases import (
@@ -40,7 +43,14 @@ def train(kind: str, case: Case, rank: int, world_size: int, folder: Path) -> No
     spec = EngineSpec(
         case.precision, case.checkpointing, WEIGHT_DECAY, *BETAS, EPSILON, case.states, 64, built.plain_head, _ignore
     )
-    engine = ENGINES[kind].build(built.model, spec, Topology(rank, world_size, rank, world_size, 0, 1, "cpu", 1, ()))
+    topology = Topology(rank, world_size, rank, world_size, 0, 1, "cpu", 1, ())
+    if kind == "hosts":  # one rank each
+        checkpointing.enable(built.model, case.checkpointing)
+        engine: Engine = HostEngine(built.model, spec, Hosts.join(rank, 0, gather, f"host {rank}"), topology)
+    elif kind == "numa":  # two nodes on one host
+        engine = HostEngine(built.model, spec, Hosts.join(rank, rank % 2, gather), topology)
+    else:
+        engine = ENGINES[kind].build(built.model, spec, topology)
     initialize.initialize(engine, built.fills, SEED)
     engine.ready()
     write_parts(engine, folder / f"{case.name}-initial-{rank}.safetensors")

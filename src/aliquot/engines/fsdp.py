@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from aliquot.engines import checkpointing
 from aliquot.engines.base import Counters, EngineSpec, StepResult
+from aliquot.engines.norm import global_norm
 from aliquot.errors import TrainingError
 from aliquot.machine.topology import Topology
 from aliquot.models import meta as meta_models
@@ -152,9 +153,7 @@ class FsdpEngine:
             # A shard without rows has no gradient of its own; the optimizer wants one for every weight.
             shard.local.grad = torch.zeros_like(shard.local) if gradient is None else gradient.to_local()
             shard.parameter.grad = None
-        squared = self._optimizer.squared_norm()
-        dist.all_reduce(squared)
-        norm = float(squared.sqrt())
+        norm = global_norm([cast("Tensor", shard.local.grad).view(-1) for shard in self._shards], self._device)
         self._optimizer.step(learning_rate, norm, max_grad_norm)
         return StepResult(norm)
 

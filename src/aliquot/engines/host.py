@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self, cast
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -25,6 +24,7 @@ from aliquot.collectives.shared import Memory, aligned
 from aliquot.engines import checkpointing
 from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.host_gradients import HostGradients, Weight, rows_of
+from aliquot.engines.norm import global_norm
 from aliquot.machine.cpu import numa_nodes
 from aliquot.machine.ranks import gather
 from aliquot.machine.topology import Topology
@@ -34,7 +34,6 @@ from aliquot.models.batch import MicroBatch
 from aliquot.models.loss import GradientRows, head_loss
 from aliquot.optim.blocked_adamw import BlockedAdamW, FlatShard
 from aliquot.optim.moments import ExactMoment, Moment, moment
-from aliquot.optim.norm import squared_norm
 from aliquot.optim.weights import SplitWeights, Weights, WholeWeights
 from aliquot.ranges.parts import Part
 
@@ -226,18 +225,12 @@ class HostEngine:
     def step(self, learning_rate: float, max_grad_norm: float | None) -> StepResult:
         self._micro_batches = 0
         self._gradients.exchange()
-        norm = self._norm()  # all ranks wait for each other here: nobody computes from the weights any more
+        # All ranks wait for each other here: nobody computes from the weights any more.
+        norm = global_norm(self._gradients.own, torch.device("cpu"))
         if math.isfinite(norm):
             self._optimizer.step(learning_rate, norm, max_grad_norm)
         self._publish()
         return StepResult(norm)
-
-    def _norm(self) -> float:
-        """Every rank adds the same numbers in the same order."""
-        own = torch.tensor([squared_norm(gradient) for gradient in self._gradients.own], dtype=torch.float64)
-        parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, own)
-        return math.sqrt(math.fsum(torch.cat(parts).tolist())) if torch.cat(parts).isfinite().all() else math.nan
 
     def _publish(self) -> None:
         """Every rank of every host may read what the owners have written."""

@@ -50,14 +50,6 @@ class ShardedAdamW:
         for weight in self.weights:
             self._adamw.state[weight]["step"].fill_(steps)
 
-    def squared_norm(self) -> Tensor:
-        """Sum of squares of this rank's gradients, accumulated in fp64: a fp64 scalar."""
-        total = torch.zeros((), dtype=torch.float64, device=self.weights[0].device if self.weights else None)
-        for weight in self.weights:
-            if weight.grad is not None and weight.grad.numel():
-                total += torch.linalg.vector_norm(weight.grad, dtype=torch.float64) ** 2
-        return total
-
     def step(self, learning_rate: float, grad_norm: float, max_grad_norm: float | None) -> None:
         """Scale the gradients so that their global norm is at most `max_grad_norm`, update, drop the gradients.
 

@@ -1,0 +1,88 @@
+"""The host engine against fsdp bit for bit, against itself on other layouts of hosts, and what it keeps in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engines.cases import CASES
+from tests.engines.test_engines import WORKER, assembled, result
+from tests.processes import run_ranks
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    plan = {
+        "fsdp": (2, ["llama", "gemma2"]),
+        "host": (2, ["llama", "llama-bf16", "gemma2", "qwen2-tied", "llama-frugal", "llama-bf16-states"]),
+        "again": (2, ["llama-bf16", "llama-frugal"]),
+        "hosts": (2, ["llama", "llama-bf16", "llama-frugal", "qwen2-tied"]),
+        "numa": (4, ["llama-bf16"]),
+        "four": (4, ["llama-bf16"]),
+        "one": (1, ["llama-frugal"]),
+    }
+    folders = {}
+    for name, (world_size, cases) in plan.items():
+        folders[name] = tmp_path_factory.mktemp(name)
+        kind = name if name in ("fsdp", "hosts", "numa") else "host"
+        run_ranks(WORKER, world_size, folders[name], kind, *cases)
+    return folders
+
+
+def same(a: Path, b: Path, name: str, world_size: int = 2, moments: bool = True) -> None:
+    assert result(a, name) == result(b, name)
+    for kind in ("weight", "exp_avg", "exp_avg_sq") if moments else ("weight",):
+        left, right = (assembled(folder, name, "final", world_size, kind) for folder in (a, b))
+        assert left.keys() == right.keys()
+        for tensor in left:
+            assert torch.equal(left[tensor], right[tensor]), tensor
+
+
+def test_equals_fsdp_bit_for_bit_in_fp32(runs: dict[str, Path]) -> None:
+    """20 clipped steps with uneven work and accumulation: a + b is b + a, and nothing else differs."""
+    same(runs["host"], runs["fsdp"], "llama")
+
+
+def test_equals_itself_bit_for_bit(runs: dict[str, Path]) -> None:
+    same(runs["host"], runs["again"], "llama-bf16")
+    same(runs["host"], runs["again"], "llama-frugal")
+
+
+def test_a_model_whose_head_does_more_than_multiply(runs: dict[str, Path]) -> None:
+    """Gemma 2 caps its logits: its own loss is taken, whole."""
+    host, fsdp = result(runs["host"], "gemma2"), result(runs["fsdp"], "gemma2")
+    assert host == fsdp
+
+
+def test_two_numa_nodes_compute_what_one_does(runs: dict[str, Path]) -> None:
+    same(runs["numa"], runs["four"], "llama-bf16", world_size=4)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2-tied"])
+def test_two_hosts_compute_what_one_does(runs: dict[str, Path], name: str) -> None:
+    one, two = result(runs["host"], name), result(runs["hosts"], name)
+    # Sums over micro-batches and hosts in another order: as between world sizes in test_engines.
+    assert two["losses"] == pytest.approx(one["losses"], rel=1e-5)
+    assert two["norms"] == pytest.approx(one["norms"], rel=1e-4)
+    assert two["evaluated"] == pytest.approx(one["evaluated"], rel=1e-4)
+
+
+def test_frugal_states_learn_as_exact_ones_do(runs: dict[str, Path]) -> None:
+    exact = result(runs["host"], "llama-bf16")["losses"]
+    for name in ("llama-frugal", "llama-bf16-states"):
+        frugal = result(runs["host"], name)["losses"]
+        assert frugal != exact
+        # A tiny model at a large rate: 20 steps take the loss from 4.9 to 3.6, frugal states within 2 % of the way.
+        assert abs(frugal[-1] - exact[-1]) < 0.02 * (exact[0] - exact[-1]) + 0.01
+    assert result(runs["one"], "llama-frugal")["losses"][0] == pytest.approx(exact[0], rel=1e-4)
+
+
+def test_moments_of_eight_bits_take_a_quarter(runs: dict[str, Path]) -> None:
+    assert CASES["llama-frugal"].states == "int8"
+    found = assembled(runs["host"], "llama-frugal", "final", 2, "exp_avg_sq")
+    blocks = found["model.layers.0.mlp.down_proj.weight"].view(-1, 50)  # rows of 50: one block each
+    levels = blocks / blocks.amax(1, keepdim=True)
+    codes = levels.sqrt().sqrt() * 255
+    assert (codes - codes.round()).abs().max() < 1e-2
