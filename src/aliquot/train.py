@@ -152,7 +152,7 @@ def _prepare(config: RunConfig, ranks: Ranks, display: Display, machine: dict[st
     packed = "packed" if config.data.packing else "padded"
     display.header(
         f"{built.name}, {built.numel:,} parameters, {config.train.precision}, engine {engine_name}",
-        placement,
+        f"{placement}; {machine['matmul_kernels'][config.train.precision]}, {machine['allocator']}",
         f"{batches.store.documents:,} documents, {len(batches.store.tokens):,} tokens; {total_steps} steps of"
         f" {size.total} sequences of {config.data.sequence_length}, {packed}",
     )

@@ -43,6 +43,7 @@ class Case:
     precision: str = "fp32"
     checkpointing: str = "none"
     states: str = "fp32"
+    compile: str = "none"
     steps: int = STEPS
 
 

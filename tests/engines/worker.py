@@ -41,7 +41,16 @@ def train(kind: str, case: Case, rank: int, world_size: int, folder: Path) -> No
     torch.manual_seed(rank)  # initial weights must not depend on it
     built = meta.build(AutoConfig.for_model(**{**SMALL, **case.model}))
     spec = EngineSpec(
-        case.precision, case.checkpointing, WEIGHT_DECAY, *BETAS, EPSILON, case.states, 64, built.plain_head, _ignore
+        case.precision,
+        case.checkpointing,
+        WEIGHT_DECAY,
+        *BETAS,
+        EPSILON,
+        case.states,
+        64,
+        case.compile,
+        built.plain_head,
+        _ignore,
     )
     topology = Topology(rank, world_size, rank, world_size, 0, 1, "cpu", 1, ())
     if kind == "hosts":  # one rank each

@@ -22,6 +22,7 @@ def command(
     """Train a model: one process, N local ranks that it starts itself, or a rank under torchrun or a TrainJob."""
     from aliquot.config.read import read_config
     from aliquot.machine import launch
+    from aliquot.machine.allocator import restart_with_allocator
     from aliquot.observe.run_directory import RunDirectory
 
     with one_line_errors(debug):
@@ -35,6 +36,7 @@ def command(
                 launch.start_ranks(placed, ["-m", "aliquot", *sys.argv[1:]], logs, settings.checkpoint.grace_s)
             )
 
+    restart_with_allocator()
     from aliquot.machine.rank_errors import report_error
     from aliquot.train import train
 

@@ -123,6 +123,9 @@ class TrainSection(Section):
     optimizer_states: Literal["fp32", "bf16", "int8"] = Field(
         "fp32", description="bf16, int8: frugal moments, and gradient sums in bf16; engine host only."
     )
+    compile: Literal["none", "layers"] = Field(
+        "none", description="layers: each decoder layer through torch.compile; a slower first step, then a few percent."
+    )
     logging_steps: PositiveInt = 1
     eval_steps: NonNegativeInt = Field(0, description="Evaluate every so many steps; 0 = only at the end.")
 

@@ -30,6 +30,7 @@ class EngineSpec:
     adam_epsilon: float
     optimizer_states: Literal["fp32", "bf16", "int8"]
     micro_batch_tokens: int  # at most
+    compile: Literal["none", "layers"]
     fused_loss: bool  # the model's head only multiplies, so logits need not exist as a whole
     phase: Callable[[str], None]  # told "forward" and "backward" as each ends, for the memory ledger
 
@@ -45,6 +46,7 @@ class EngineSpec:
             adam_epsilon=train.adam_epsilon,
             optimizer_states=train.optimizer_states,
             micro_batch_tokens=train.per_device_train_batch_size * config.data.sequence_length,
+            compile=train.compile,
             fused_loss=fused_loss,
             phase=phase,
         )

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from aliquot.engines import checkpointing
 from aliquot.engines.base import Counters, EngineSpec, StepResult
+from aliquot.engines.compiling import compile_layers
 from aliquot.engines.norm import global_norm
 from aliquot.errors import TrainingError
 from aliquot.machine.topology import Topology
@@ -69,6 +70,8 @@ class FsdpEngine:
         compute = torch.bfloat16 if spec.precision == "bf16" else torch.float32
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
         checkpointing.enable(meta, spec.gradient_checkpointing)
+        if spec.compile == "layers":
+            compile_layers(meta, topology.threads)
         for group in _groups(meta):
             fully_shard(group, mesh=mesh, mp_policy=policy)
         _add_fused_loss(meta)

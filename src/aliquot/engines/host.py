@@ -23,6 +23,7 @@ from aliquot.collectives.hosts import Hosts
 from aliquot.collectives.shared import Memory, aligned
 from aliquot.engines import checkpointing
 from aliquot.engines.base import Counters, EngineSpec, StepResult
+from aliquot.engines.compiling import compile_layers
 from aliquot.engines.host_gradients import HostGradients, Weight, rows_of
 from aliquot.engines.norm import global_norm
 from aliquot.machine.cpu import numa_nodes
@@ -77,6 +78,8 @@ class HostEngine:
     def build(cls, meta: nn.Module, spec: EngineSpec, topology: Topology) -> Self:
         node = numa_nodes(Path("/")).get(topology.cores[0], 0) if topology.cores else 0
         checkpointing.enable(meta, spec.gradient_checkpointing)
+        if spec.compile == "layers":
+            compile_layers(meta, topology.threads)
         return cls(meta, spec, Hosts.join(topology.rank, node, gather), topology)
 
     def _place_parameters(self) -> None:

@@ -6,6 +6,7 @@ import platform
 from importlib.metadata import version
 from typing import Any
 
+from aliquot.machine import allocator
 from aliquot.machine.cpu import read_cpu
 from aliquot.machine.memory import memory_limit
 
@@ -13,6 +14,8 @@ from aliquot.machine.memory import memory_limit
 def machine_facts() -> dict[str, Any]:
     """JSON-able facts of this machine. Read before pinning: the cores are those this process may use."""
     import torch
+
+    from aliquot.machine.kernels import matmul_kernel
 
     cpu = read_cpu()
     return {
@@ -23,6 +26,8 @@ def machine_facts() -> dict[str, Any]:
         "cpu_quota": cpu.quota,
         "numa_nodes": cpu.numa_nodes,
         "isa": list(cpu.isa),
+        "matmul_kernels": {"bf16": matmul_kernel("bf16"), "fp32": matmul_kernel("fp32")},
+        "allocator": allocator.name(),
         "memory_limit_bytes": memory_limit(),
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "python": platform.python_version(),

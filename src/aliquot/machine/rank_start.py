@@ -12,6 +12,7 @@ import signal
 import sys
 from pathlib import Path
 
+from aliquot.machine.allocator import with_allocator
 from aliquot.machine.rank_errors import LOG_DIRECTORY, error_file, log_file
 
 _PR_SET_PDEATHSIG = 1
@@ -30,7 +31,7 @@ def main() -> None:
         os.dup2(log, sys.stdout.fileno())
         os.dup2(log, sys.stderr.fileno())
 
-    environ = dict(os.environ)
+    environ = with_allocator(os.environ)
     environ[LOG_DIRECTORY] = str(directory)
     environ.setdefault("PYTHONUNBUFFERED", "1")  # what a killed rank wrote is in its log
     environ.setdefault("PYTHONFAULTHANDLER", "1")

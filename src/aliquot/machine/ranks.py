@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from aliquot.machine.allocator import tune
 from aliquot.machine.network import interface_towards
 from aliquot.machine.topology import Topology
 
@@ -37,6 +38,7 @@ class Ranks:
 
         A collective that waits longer than `timeout_s` for a peer fails.
         """
+        tune()
         allowed_cores = frozenset(os.sched_getaffinity(0))
         if topology.cores:
             pin(topology.cores)

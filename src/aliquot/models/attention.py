@@ -37,11 +37,15 @@ class Documents:
         return self._tiles[window, dtype]
 
 
-def register() -> None:
-    """Make `attn_implementation=IMPLEMENTATION` known to transformers; it then builds no mask for it."""
+def register(compiled: bool = False) -> None:
+    """Make `attn_implementation=IMPLEMENTATION` known to transformers; it then builds no mask for it.
+
+    `compiled`: torch.compile leaves it as it is: its products depend on where the documents lie.
+    """
     from transformers import AttentionInterface
 
-    AttentionInterface.register(IMPLEMENTATION, document_attention)
+    function = torch.compiler.disable(document_attention) if compiled else document_attention  # type: ignore[no-untyped-call]
+    AttentionInterface.register(IMPLEMENTATION, function)
 
 
 def document_attention(

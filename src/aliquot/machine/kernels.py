@@ -1,0 +1,43 @@
+"""Which kernel a matrix product really runs on: what oneDNN reports of one, not what the CPU could do."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import sys
+import tempfile
+from typing import Literal
+
+import torch
+
+_EXECUTED = re.compile(r"onednn_verbose,.*exec,cpu,(?:matmul|inner_product),([^,]+),")
+
+
+def matmul_kernel(precision: Literal["bf16", "fp32"]) -> str:
+    """For example `brg_matmul:avx512_core_bf16` or `brg_matmul:avx512_core_amx`; MKL where that is what torch takes.
+
+    oneDNN reports on the C library's standard output, which for that moment is a file.
+    """
+    mkldnn, mkl = torch.backends.mkldnn, torch.backends.mkl
+    if not mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return "not oneDNN"
+    left = torch.ones(256, 256, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
+    libc = ctypes.CDLL(None)
+    sys.stdout.flush()
+    libc.fflush(None)
+    saved = os.dup(1)
+    try:
+        with tempfile.TemporaryFile("w+") as report:
+            os.dup2(report.fileno(), 1)
+            with mkldnn.verbose(mkldnn.VERBOSE_ON):  # type: ignore[no-untyped-call]
+                torch.mm(left, left)
+            libc.fflush(None)
+            report.seek(0)
+            found = _EXECUTED.search(report.read())
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
+    if found is not None:
+        return found[1]
+    return "MKL" if mkl.is_available() else "not oneDNN"  # type: ignore[no-untyped-call]
