@@ -10,16 +10,26 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 Measured = dict[str, Any]
 
 
-def run_world(script: str, world_size: int, *arguments: str, timeout_s: float = 900) -> list[Measured]:
-    """What the ranks of `python SCRIPT --rank ARGUMENTS...` measured; a failure is [{"failed": why}]."""
+def run_world(
+    script: str,
+    world_size: int,
+    *arguments: str,
+    timeout_s: float = 900,
+    environ: Mapping[str, str] = MappingProxyType({}),
+) -> list[Measured]:
+    """What the ranks of `python SCRIPT --rank ARGUMENTS...` measured; a failure is [{"failed": why}].
+
+    `environ` is added to what the ranks inherit.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -36,6 +46,7 @@ def run_world(script: str, world_size: int, *arguments: str, timeout_s: float = 
                 "GLOO_SOCKET_IFNAME": "lo",
                 "OMP_NUM_THREADS": threads,
                 "RESULT": f"{folder}/{rank}.json",
+                **environ,
             }
             command = [sys.executable, script, "--rank", *arguments]
             with Path(folder, f"{rank}.log").open("w") as log:

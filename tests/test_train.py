@@ -62,7 +62,9 @@ def test_a_run_leaves_what_it_promises(alone: Path) -> None:
     assert all(row["private_bytes"] > 0 and row["rss_bytes"] >= row["private_bytes"] for row in ledger["rows"])
     by_phase = {row["phase"]: row["accounted_bytes"] for row in ledger["rows"]}
     numel = sum(v.numel() for v in load_file(alone / "export" / "model.safetensors").values())
-    assert by_phase["weights loaded"]["weights"] == 4 * numel
+    # In fp32 the one copy that all ranks share is the master, too; the gradients' ring lies beside it.
+    assert by_phase["weights loaded"]["weights"] == 0
+    assert 4 * numel <= by_phase["weights loaded"]["shared"] <= 4 * numel + (65 << 20)
     assert by_phase["first backward"]["gradients"] == 4 * numel
     assert by_phase["first step"]["moments"] == 8 * numel
     assert by_phase["first forward"]["activations"] > 0

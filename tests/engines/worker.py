@@ -41,16 +41,16 @@ def train(kind: str, case: Case, rank: int, world_size: int, folder: Path) -> No
     torch.manual_seed(rank)  # initial weights must not depend on it
     built = meta.build(AutoConfig.for_model(**{**SMALL, **case.model}))
     spec = EngineSpec(
-        case.precision,
-        case.checkpointing,
-        WEIGHT_DECAY,
-        *BETAS,
-        EPSILON,
-        case.states,
-        64,
-        case.compile,
-        built.plain_head,
-        _ignore,
+        precision=case.precision,
+        micro_batch_tokens=64,
+        fused_loss=built.plain_head,
+        gradient_checkpointing=case.checkpointing,
+        weight_decay=WEIGHT_DECAY,
+        adam_beta1=BETAS[0],
+        adam_beta2=BETAS[1],
+        adam_epsilon=EPSILON,
+        optimizer_states=case.states,
+        compile=case.compile,
     )
     topology = Topology(rank, world_size, rank, world_size, 0, 1, "cpu", 1, ())
     if kind == "hosts":  # one rank each
@@ -89,10 +89,6 @@ def write_parts(engine: Engine, file: Path) -> None:
         engine.read(part, part.start, out)
         values[f"{part.kind}/{part.name}/{part.start}"] = out
     save_file(values, file)
-
-
-def _ignore(_phase: str) -> None:
-    pass
 
 
 def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None:

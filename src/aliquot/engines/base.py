@@ -23,16 +23,16 @@ class EngineSpec:
     """What an engine needs to know of the run, all of it fixed at build."""
 
     precision: Literal["bf16", "fp32"]
-    gradient_checkpointing: Literal["none", "selective", "full"]
-    weight_decay: float
-    adam_beta1: float
-    adam_beta2: float
-    adam_epsilon: float
-    optimizer_states: Literal["fp32", "bf16", "int8"]
     micro_batch_tokens: int  # at most
-    compile: Literal["none", "layers"]
     fused_loss: bool  # the model's head only multiplies, so logits need not exist as a whole
-    phase: Callable[[str], None]  # told "forward" and "backward" as each ends, for the memory ledger
+    gradient_checkpointing: Literal["none", "selective", "full"] = "none"
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
+    optimizer_states: Literal["fp32", "bf16", "int8"] = "fp32"
+    compile: Literal["none", "layers"] = "none"
+    phase: Callable[[str], None] = lambda _: None  # told "forward" and "backward" as each ends, for the memory ledger
 
     @classmethod
     def of(cls, config: RunConfig, fused_loss: bool, phase: Callable[[str], None]) -> Self:

@@ -1,0 +1,196 @@
+"""Training steps of aliquot and its peers on the same work, made by one rank of two.
+
+The work of a step: some micro-batches a rank, AdamW, clipping at 1. Peers do it as their documentation says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# What the seed of this project trains with.
+DEEPSPEED_JSON = {
+    "bf16": {"enabled": True},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu"},
+        "offload_param": {"device": "cpu"},
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "stage3_max_live_parameters": 1e9,
+        "stage3_prefetch_bucket_size": 5e8,
+        "stage3_param_persistence_threshold": 1e6,
+    },
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "steps_per_print": 1_000_000,
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    """`rows` micro-batches a rank and step of `tokens` tokens; `mean` document length, None: full rows."""
+
+    tokens: int
+    rows: int
+    mean: int | None = None
+
+    def edges(self, seed: int) -> tuple[int, ...]:
+        if self.mean is None:
+            return tuple(range(0, self.tokens + 1, min(512, self.tokens)))
+        draw, edges = random.Random(seed), [0]
+        while edges[-1] < self.tokens:
+            edges.append(min(self.tokens, edges[-1] + max(2, int(draw.expovariate(1 / self.mean)))))
+        return tuple(edges)
+
+
+def aliquot_steps(
+    engine_name: str, config: Mapping[str, Any], work: Work, topology: Any, settings: Mapping[str, Any]
+) -> Iterator[None]:
+    """Each `next` is one optimizer step. `engine_name` host, fsdp, or alone: host without collectives."""
+    from transformers import AutoConfig
+
+    from aliquot.collectives.hosts import Hosts
+    from aliquot.collectives.peers import Peers
+    from aliquot.engines.base import EngineSpec
+    from aliquot.engines.compiling import compile_layers
+    from aliquot.engines.fsdp import FsdpEngine
+    from aliquot.engines.host import HostEngine
+    from aliquot.models import initialize, meta
+    from aliquot.models.batch import MicroBatch
+
+    built = meta.build(AutoConfig.for_model(**config))
+    spec = EngineSpec("bf16", work.tokens, built.plain_head, **settings)
+    engine: Any
+    if engine_name == "alone":
+        if spec.compile == "layers":
+            compile_layers(built.model, topology.threads)
+        peers = Peers(0, {}, (topology.rank,))
+        engine = HostEngine(built.model, spec, Hosts(peers, ((topology.rank,),), 0, (0,), None), topology)
+    else:
+        engine = {"host": HostEngine, "fsdp": FsdpEngine}[engine_name].build(built.model, spec, topology)
+    initialize.initialize(engine, built.fills, 1)
+    engine.ready()
+    step = 0
+    while True:
+        for row in range(work.rows):
+            seed = (step * work.rows + row) * topology.world_size + topology.rank
+            edges = work.edges(seed)
+            ids = torch.randint(0, config["vocab_size"], (work.tokens,), generator=torch.Generator().manual_seed(seed))
+            labels = ids.roll(-1)
+            labels[torch.tensor(edges[1:]) - 1] = -100
+            positions = torch.cat([torch.arange(b - a) for a, b in pairwise(edges)])
+            batch = MicroBatch(ids, labels, positions, edges)
+            engine.backward(batch, 1 / (work.tokens * work.rows * topology.world_size), row == work.rows - 1)
+        engine.step(1e-4, 1.0)
+        step += 1
+        yield
+
+
+def fsdp2_steps(config: Mapping[str, Any], work: Work) -> Iterator[None]:
+    """As PyTorch's tutorial: fp32 master weights, bf16 compute, each layer and the model wrapped."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    while True:
+        for _ in range(work.rows):
+            ids = torch.randint(0, config["vocab_size"], (1, work.tokens))
+            (model(input_ids=ids, labels=ids, use_cache=False).loss / work.rows).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield
+
+
+def deepspeed_seconds(config: Mapping[str, Any], work: Work, steps: int, between: Callable[[int], None]) -> None:
+    """HF Trainer with the seed's ZeRO-3 JSON. `between(step)` is called after each optimizer step."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+    class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+        def __len__(self) -> int:
+            return 100_000
+
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            ids = torch.randint(0, config["vocab_size"], (work.tokens,), generator=torch.Generator().manual_seed(index))
+            return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+
+    class Between(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            between(state.global_step)
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "cpu-ds.json")
+        file.write_text(json.dumps(DEEPSPEED_JSON))
+        settings = TrainingArguments(
+            output_dir=folder,
+            deepspeed=str(file),
+            use_cpu=True,
+            bf16=True,
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=work.rows,
+            max_steps=steps,
+            learning_rate=1e-4,
+            max_grad_norm=1.0,
+            report_to=[],
+            disable_tqdm=True,
+            save_strategy="no",
+            logging_strategy="no",
+        )
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+        Trainer(model=model, args=settings, train_dataset=Rows(), callbacks=[Between()]).train()
+
+
+def matmul_rate(shapes: list[tuple[int, int, int]], seconds: float = 0.3) -> float:
+    """FLOP/s of this rank's bf16 matmul while all ranks do the same: the best of `shapes` (M, K, N)."""
+    rates = []
+    for m, k, n in shapes:
+        left, right = torch.randn(m, k, dtype=torch.bfloat16), torch.randn(k, n, dtype=torch.bfloat16)
+        out = torch.empty(m, n, dtype=torch.bfloat16)
+        torch.mm(left, right, out=out)
+        times: list[float] = []
+        while sum(times) < seconds:
+            began = time.perf_counter()
+            torch.mm(left, right, out=out)
+            times.append(time.perf_counter() - began)
+        rates.append(2 * m * k * n / sorted(times)[len(times) // 2])
+    return max(rates)
+
+
+def loopback_bytes() -> int:
+    """Sent over the loopback device of this network namespace."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == "lo":
+            return int(numbers.split()[8])
+    return 0
+
+
+def quiet() -> None:
+    """Peers talk on standard error a lot; what ends a rank is still its last line."""
+    sys.stdout.flush()
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"

@@ -1,0 +1,206 @@
+"""Whole optimizer steps of aliquot, plain FSDP2 and HF Trainer + DeepSpeed ZeRO-3 on two ranks of this machine.
+
+python benchmarks/step.py --json step.json [--shapes 125m,500m] [--rounds 2] [--steps 3]
+
+Every contestant is a new pair of processes; rounds alternate between them; medians of all steps but the first ones.
+MFU counts 6 x matmul parameters (no input embedding) x tokens and causal attention over true document lengths; its
+ceiling is a plain bf16 matmul (best of square and model shapes) on both ranks at once, taken before and after.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.contestants import (
+    Work,
+    aliquot_steps,
+    deepspeed_seconds,
+    fsdp2_steps,
+    loopback_bytes,
+    matmul_rate,
+    quiet,
+)
+from benchmarks.layouts import LLAMA_125M, LLAMA_500M, llama_config
+from benchmarks.report import Row, finish, target
+from benchmarks.worlds import Measured, run_world, tell
+
+RANKS = 2
+SHAPES = {"125m": LLAMA_125M, "500m": LLAMA_500M}
+FULL, PACKED, PACKED_LONG = Work(512, 4), Work(512, 4, 65), Work(2048, 1, 65)
+WORKS = {"full 512 x 4": FULL, "packed 512 x 4": PACKED, "packed 2048 x 1": PACKED_LONG}
+# name -> (who, work, tuned as aliquot is: allocator preloaded, a core a rank)
+CONTESTANTS = {
+    "host, packed 512 x 4": ("host", "packed 512 x 4", True),
+    "host, packed 2048 x 1": ("host", "packed 2048 x 1", True),
+    "host, packed 2048 x 1, not compiled": ("host-eager", "packed 2048 x 1", True),
+    "host": ("host", "full 512 x 4", True),
+    "host, collectives off": ("alone", "full 512 x 4", True),
+    "fsdp": ("fsdp", "full 512 x 4", True),
+    "plain FSDP2": ("fsdp2", "full 512 x 4", False),
+    "plain FSDP2, tuned": ("fsdp2", "full 512 x 4", True),
+    "DeepSpeed ZeRO-3": ("deepspeed", "full 512 x 4", False),
+    "DeepSpeed ZeRO-3, tuned": ("deepspeed", "full 512 x 4", True),
+}
+PEERS = [name for name, (who, _, _) in CONTESTANTS.items() if who in ("fsdp2", "deepspeed")]
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--json", type=Path)
+    arguments.add_argument("--shapes", default="125m,500m")
+    arguments.add_argument("--rounds", type=int, default=2)
+    arguments.add_argument("--steps", type=int, default=3)
+    given = arguments.parse_args()
+    rows: list[Row] = []
+    targets = []
+    for shape in given.shapes.split(","):
+        found = measure(shape, given.rounds, given.steps)
+        rows += [row(shape, name, runs) for name, runs in found.items()]
+        targets += targets_of(shape, {r["who"]: r for r in rows if r["shape"] == shape})
+    finish("optimizer steps on two ranks", rows, targets, given.json)
+
+
+def measure(shape: str, rounds: int, steps: int) -> dict[str, list[list[Measured]]]:
+    from aliquot.machine.allocator import with_allocator
+
+    taken: dict[str, list[list[Measured]]] = defaultdict(list)
+    preload = with_allocator(os.environ).get("LD_PRELOAD", "")
+    for _ in range(rounds):
+        for name, (_, _, tuned) in CONTESTANTS.items():
+            environ = {"LD_PRELOAD": preload} if tuned else {}
+            taken[name].append(run_world(__file__, RANKS, shape, name, str(steps), timeout_s=1500, environ=environ))
+            first = taken[name][-1][0]
+            print(shape, name, first.get("failed") or [round(s, 2) for s in first["seconds"]], flush=True)
+    return taken
+
+
+def row(shape: str, name: str, runs: list[list[Measured]]) -> Row:
+    failed = [ranks[0]["failed"] for ranks in runs if "failed" in ranks[0]]
+    if failed:
+        return {"shape": shape, "who": name, "tokens_per_s": None, "mfu": None, "note": failed[0]}
+    work = WORKS[CONTESTANTS[name][1]]
+    seconds = [max(pair) for ranks in runs for pair in zip(*(rank["seconds"] for rank in ranks), strict=True)]
+    tokens = work.tokens * work.rows * RANKS
+    rates = [
+        sum(rank["flops"] for rank in ranks) / statistics.median(ranks[0]["seconds"])
+        / sum(rank["matmul_rate"] for rank in ranks)
+        for ranks in runs
+    ]  # fmt: skip
+    return {
+        "shape": shape,
+        "who": name,
+        "tokens_per_s": tokens / statistics.median(seconds),
+        "mfu": statistics.median(rates),
+        "loopback_mb": statistics.median(ranks[0]["loopback_bytes"] for ranks in runs) / 1e6,
+        "peak_rss_gb": max(rank["peak_rss_bytes"] for ranks in runs for rank in ranks) / 1e9,
+        "matmul_gflops": sum(rank["matmul_rate"] for rank in runs[0]) / 1e9,
+    }
+
+
+def targets_of(shape: str, rows: dict[str, Row]) -> list[dict[str, Any]]:
+    def speed(name: str) -> float | None:
+        value: float | None = rows[name]["tokens_per_s"]
+        return value
+
+    packed = [rows[name]["mfu"] for name in ("host, packed 512 x 4", "host, packed 2048 x 1")]
+    peers = [found for name in PEERS if (found := speed(name)) is not None]
+    ours, alone = speed("host"), speed("host, collectives off")
+    found = [
+        target(f"mfu_{shape}", max(filter(None, packed), default=None), 0.85 if shape == "125m" else 0.93, "higher"),
+        target(f"speedup_{shape}", ours / max(peers) if ours and peers else None, 2.0, "higher"),
+        target(f"of_ceiling_{shape}", ours / alone if ours and alone else None, 0.98, "higher"),
+    ]
+    if shape == "125m":
+        found.append(target("loopback_mb", rows["host"].get("loopback_mb"), 1, "lower"))
+    return found
+
+
+def rank() -> None:
+    shape, name, steps = sys.argv[2], sys.argv[3], int(sys.argv[4])
+    who, work_name, tuned = CONTESTANTS[name]
+    numbers, work = SHAPES[shape], WORKS[work_name]
+    config = llama_config(numbers)
+    quiet()
+    import torch
+    import torch.distributed as dist
+
+    from aliquot.machine.memory import peak_rss
+    from aliquot.machine.topology import Topology
+
+    number = int(os.environ["RANK"])
+    cores = sorted(os.sched_getaffinity(0))
+    own = tuple(cores[number::RANKS]) if tuned else ()
+    if own:
+        os.sched_setaffinity(0, own)
+    torch.set_num_threads(max(1, len(cores) // RANKS))
+    dist.init_process_group("gloo")
+    topology = Topology(number, RANKS, number, RANKS, 0, 1, "cpu", torch.get_num_threads(), own)
+    hidden, mlp = numbers["hidden_size"], numbers["intermediate_size"]
+    shapes = [(1536, 1536, 1536), (work.tokens, hidden, mlp), (work.tokens, mlp, hidden)]
+
+    def ceiling() -> float:
+        dist.barrier()
+        return matmul_rate(shapes)
+
+    before = ceiling()
+    warm = 3 if who in ("host", "alone") else 1  # compilation, and shapes that change
+    ends = []
+    sent = []
+
+    def between(_step: int) -> None:
+        ends.append(time.perf_counter())
+        sent.append(loopback_bytes())
+
+    if who == "deepspeed":
+        deepspeed_seconds(config, work, warm + steps, between)
+    else:
+        if who == "fsdp2":
+            making = fsdp2_steps(config, work)
+        else:
+            engine = "host" if who == "host-eager" else who
+            settings = {"compile": "layers"} if who in ("host", "alone") else {}
+            making = aliquot_steps(engine, config, work, topology, settings)
+        for step in range(warm + steps):
+            next(making)
+            between(step)
+    seconds = [b - a for a, b in pairwise(ends)][warm - 1 :]
+    moved = [b - a for a, b in pairwise(sent)][warm - 1 :]
+    peak = peak_rss()
+    tell(
+        {
+            "seconds": seconds,
+            "flops": step_flops(numbers, work, number, warm),
+            "matmul_rate": (before + ceiling()) / 2,
+            "loopback_bytes": statistics.median(moved),
+            "peak_rss_bytes": peak,
+        }
+    )
+    os._exit(0)  # peers leave threads behind that abort at exit
+
+
+def step_flops(numbers: dict[str, Any], work: Work, rank_number: int, step: int) -> int:
+    """Of one rank's micro-batches of one step."""
+    from aliquot.observe.flops import attention_pairs, model_flops
+
+    hidden, mlp = numbers["hidden_size"], numbers["intermediate_size"]
+    key = numbers["num_key_value_heads"] * numbers["head_dim"]
+    query = numbers["num_attention_heads"] * numbers["head_dim"]
+    layer = 2 * hidden * query + 2 * hidden * key + 3 * hidden * mlp
+    parameters = numbers["num_hidden_layers"] * layer + hidden * numbers["vocab_size"]
+    edges = [work.edges((step * work.rows + row) * RANKS + rank_number) for row in range(work.rows)]
+    pairs = sum(attention_pairs(b - a for a, b in pairwise(of_row)) for of_row in edges)
+    return model_flops(parameters, work.tokens * work.rows, pairs, numbers["num_hidden_layers"] * query)
+
+
+if __name__ == "__main__":
+    rank() if "--rank" in sys.argv else main()

@@ -1,0 +1,74 @@
+"""Hosts made of network namespaces of this machine, joined by a virtual cable. Needs root and iproute2."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+INTERFACE = "aliquot0"  # in each of them
+
+
+@dataclass(frozen=True)
+class Host:
+    namespace: str
+    address: str
+
+    def command(self, *arguments: str) -> list[str]:
+        return ["ip", "netns", "exec", self.namespace, *arguments]
+
+    def sent_bytes(self) -> int:
+        text = subprocess.run(self.command("cat", "/proc/net/dev"), capture_output=True, text=True, check=True).stdout
+        line = next(line for line in text.splitlines() if line.strip().startswith(INTERFACE))
+        return int(line.partition(":")[2].split()[8])
+
+
+def why_not() -> str | None:
+    """What keeps this machine from making namespaces; None: nothing."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if shutil.which("ip") is None:
+        return "network namespaces need iproute2"
+    name = f"aliquot-{secrets.token_hex(4)}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+    return None if made.returncode == 0 else f"no network namespaces here: {made.stderr.strip()}"
+
+
+@contextmanager
+def two_hosts(rate: str | None = None) -> Iterator[tuple[Host, Host]]:
+    """`rate`: of the link, as tc writes it, for example 1gbit."""
+    mark = secrets.token_hex(3)
+    hosts = tuple(Host(f"aliquot-{mark}-{number}", f"10.77.0.{number + 1}") for number in range(2))
+    try:
+        for host in hosts:
+            _run("ip", "netns", "add", host.namespace)
+        _run(
+            "ip", "link", "add", INTERFACE, "netns", hosts[0].namespace,
+            "type", "veth", "peer", "name", INTERFACE, "netns", hosts[1].namespace,
+        )  # fmt: skip
+        for host in hosts:
+            _run(*host.command("ip", "addr", "add", f"{host.address}/24", "dev", INTERFACE))
+            _run(*host.command("ip", "link", "set", INTERFACE, "up"))
+            _run(*host.command("ip", "link", "set", "lo", "up"))
+            if rate is not None:
+                _run(*host.command("tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", "rate", rate, "burst", "1mb",
+                                   "latency", "50ms"))  # fmt: skip
+        yield hosts  # type: ignore[misc]
+    finally:
+        for host in hosts:
+            with suppress(subprocess.CalledProcessError):
+                _run("ip", "netns", "del", host.namespace)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
