@@ -128,7 +128,10 @@ def fsdp2_steps(config: Mapping[str, Any], work: Work) -> Iterator[None]:
 def deepspeed_seconds(config: Mapping[str, Any], work: Work, steps: int, between: Callable[[int], None]) -> None:
     """HF Trainer with the seed's ZeRO-3 JSON. `between(step)` is called after each optimizer step."""
     os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
     from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+    deepspeed.init_distributed(dist_backend="gloo")  # takes over the group that exists
 
     class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         def __len__(self) -> int:

@@ -44,6 +44,19 @@ def test_the_shared_copy_is_the_master_rounded_ties_away_from_zero() -> None:
     assert torch.equal(high, other)
 
 
+@given(numel=st.integers(1, 9), edges=st.lists(st.integers(0, 9), max_size=4), seed=st.integers(0, 99))
+@settings(max_examples=60, deadline=None)
+def test_a_split_master_in_any_pieces(numel: int, edges: list[int], seed: int) -> None:
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+    weights = SplitWeights(torch.zeros(numel, dtype=torch.bfloat16))
+    cuts = sorted({0, numel, *(edge for edge in edges if edge < numel)})
+    for a, b in pairwise(cuts):
+        weights.store(a, values[a:b].clone())
+    assert torch.equal(weights.load(0, torch.empty(numel)), values)
+    for a, b in pairwise(cuts):
+        assert torch.equal(weights.load(a, torch.empty(b - a)), values[a:b])
+
+
 @given(row=st.sampled_from([50, 64, 67, 768, 1000]), rows=st.integers(1, 5), seed=st.integers(0, 1000))
 @settings(max_examples=40, deadline=None)
 def test_int8_moments_survive_a_checkpoint_bit_for_bit_in_any_pieces(row: int, rows: int, seed: int) -> None:
@@ -97,20 +110,20 @@ def test_noise_belongs_to_the_place_in_the_whole_tensor() -> None:
     assert torch.equal(noise.at(65_536 * 5 + 7, 10), noise.at(7, 10))
 
 
-@pytest.mark.parametrize("split", [False, True])
-def test_equals_torch_adamw_with_clipping(monkeypatch: pytest.MonkeyPatch, split: bool) -> None:
+@pytest.mark.parametrize("kind", ["whole", "split", "compiled"])
+def test_equals_torch_adamw_with_clipping(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr(blocked_adamw, "BLOCK", 1 << 7)  # several blocks and a remainder
     start = torch.randn(1000).bfloat16().float()
     theirs = torch.nn.Parameter(start.clone())
     optimizer = torch.optim.AdamW([theirs], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True)
     gradient = torch.zeros(1000)
-    if split:
+    if kind != "whole":
         weights: WholeWeights | SplitWeights = SplitWeights(torch.zeros(1000, dtype=torch.bfloat16))
     else:
         weights = WholeWeights(torch.zeros(1000))
     weights.store(0, start)
     shard = FlatShard(weights, ExactMoment(1000), ExactMoment(1000), gradient, True, 0)
-    ours = BlockedAdamW([shard], (0.9, 0.95), 1e-8, 0.1)
+    ours = BlockedAdamW([shard], (0.9, 0.95), 1e-8, 0.1, compiled=kind == "compiled")
     for step in range(5):
         gradient.copy_(torch.randn(1000, generator=torch.Generator().manual_seed(step)))
         theirs.grad = gradient.clone()

@@ -69,6 +69,7 @@ class HostEngine:
             betas=(spec.adam_beta1, spec.adam_beta2),
             epsilon=spec.adam_epsilon,
             weight_decay=spec.weight_decay,
+            compiled=spec.compile == "layers",
         )
         self._listen()
         self._micro_batches = 0

@@ -82,7 +82,8 @@ class _HeadLoss(torch.autograd.Function):
         whole = logits if len(chunks) == 1 else None
 
         def fill(a: int, b: int, out: Tensor) -> None:
-            torch.mm(_columns(whole, hidden, weight, labels, scale, normalizers, a, b).t(), hidden, out=out)
+            columns = whole[:, a:b] if whole is not None else _columns(hidden, weight, labels, scale, normalizers, a, b)
+            torch.mm(columns.t(), hidden, out=out)
 
         weight_gradient = None
         if rows is None:
@@ -114,32 +115,21 @@ def to_gradient_(logits: Tensor, labels: Tensor, scale: float, normalizers: Tens
     for start in range(0, len(logits), max(1, count)):
         rows, wanted = logits[start : start + count], labels[start : start + count, None]
         values = rows.float()
-        targets = values.gather(1, wanted)
-        largest = values.amax(1, keepdim=True)
-        exponentials = values.sub_(largest).exp_()
-        total = exponentials.sum(1, keepdim=True)
-        normalizer = largest + total.log()
+        targets, largest = values.gather(1, wanted), values.amax(1, keepdim=True)
+        probabilities = torch.softmax(values, 1)
+        # The largest probability is 1 / the sum of exp(logit - largest), and never tiny.
+        normalizer = largest - probabilities.amax(1, keepdim=True).log()
         normalizers[start : start + count] = normalizer[:, 0]
         summed += (normalizer - targets).sum()
-        exponentials.mul_(scale / total)
-        exponentials.scatter_add_(1, wanted, torch.full_like(targets, -scale))
-        rows.copy_(exponentials)
+        probabilities.mul_(scale).scatter_add_(1, wanted, torch.full_like(targets, -scale))
+        rows.copy_(probabilities)
     return summed
 
 
 def _columns(
-    whole: Tensor | None,
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    scale: float,
-    normalizers: Tensor,
-    a: int,
-    b: int,
+    hidden: Tensor, weight: Tensor, labels: Tensor, scale: float, normalizers: Tensor, a: int, b: int
 ) -> Tensor:
-    """Columns [a, b) of the gradient of the logits, [T, b - a]; computed again where they were not kept."""
-    if whole is not None:
-        return whole[:, a:b]
+    """Columns [a, b) of the gradient of the logits, [T, b - a], computed again where they could not be kept."""
     values = F.linear(hidden, weight[a:b]).float().sub_(normalizers[:, None]).exp_().mul_(scale)
     inside = ((labels >= a) & (labels < b)).nonzero().flatten()
     values[inside, labels[inside] - a] -= scale

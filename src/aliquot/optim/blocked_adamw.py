@@ -11,12 +11,12 @@ import torch
 from torch.optim.adamw import adamw
 
 from aliquot.optim.moments import ExactMoment, Moment, Noise
-from aliquot.optim.weights import Weights
+from aliquot.optim.weights import SplitWeights, Weights
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-BLOCK = 1 << 17  # elements: 512 KiB of fp32
+BLOCK = 1 << 18  # elements: 1 MiB of fp32
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,20 @@ class BlockedAdamW:
     """torch's fused AdamW kernel, block by block. Only exact moments are updated where they lie."""
 
     def __init__(
-        self, shards: Sequence[FlatShard], betas: tuple[float, float], epsilon: float, weight_decay: float
+        self,
+        shards: Sequence[FlatShard],
+        betas: tuple[float, float],
+        epsilon: float,
+        weight_decay: float,
+        compiled: bool = False,
     ) -> None:
+        """`compiled`: split weights with exact moments are updated by one compiled kernel."""
         self.shards = list(shards)
         self.steps = 0
         self._betas = betas
         self._epsilon = epsilon
         self._weight_decay = weight_decay
+        self._compiled = CompiledUpdate(betas, epsilon) if compiled else None
         longest = max(map(_block_size, shards), default=1)
         self._scratch = torch.empty(4, longest)
         frugal = any(not isinstance(shard.exp_avg, ExactMoment) for shard in shards)
@@ -58,8 +65,12 @@ class BlockedAdamW:
         if self._noise is not None:
             self._noise.draw(self.steps)
         for shard in self.shards:
+            done = 0
+            if self._compiled is not None and self._compiled.suits(shard):
+                decay = self._weight_decay if shard.decays else 0.0
+                done = self._compiled.update(shard, learning_rate, clip, decay, self.steps + 1)
             size = _block_size(shard)
-            for start in range(0, shard.weights.numel, size):
+            for start in range(done, shard.weights.numel, size):
                 self._update(shard, start, min(size, shard.weights.numel - start), learning_rate, clip)
         self.steps += 1
 
@@ -78,6 +89,67 @@ class BlockedAdamW:
         shard.weights.store(start, values)
         shard.exp_avg.store(start, exp_avg, noise)
         shard.exp_avg_sq.store(start, exp_avg_sq, noise)
+
+
+class CompiledUpdate:
+    """The same update as one kernel over both halves of a shard: each value is read and written once."""
+
+    def __init__(self, betas: tuple[float, float], epsilon: float) -> None:
+        self._betas = betas
+        self._epsilon = epsilon
+        self._kernel = torch.compile(_update_halves, dynamic=True)
+
+    @staticmethod
+    def suits(shard: FlatShard) -> bool:
+        exact = isinstance(shard.exp_avg, ExactMoment) and isinstance(shard.exp_avg_sq, ExactMoment)
+        return exact and isinstance(shard.weights, SplitWeights) and shard.weights.numel % 2 == 0
+
+    def update(self, shard: FlatShard, learning_rate: float, clip: float, weight_decay: float, step: int) -> int:
+        """How many elements were updated: all of them."""
+        weights, exp_avg, exp_avg_sq = shard.weights, shard.exp_avg, shard.exp_avg_sq
+        assert isinstance(weights, SplitWeights)
+        assert isinstance(exp_avg, ExactMoment) and isinstance(exp_avg_sq, ExactMoment)
+        if weights.numel:
+            beta1, beta2 = self._betas
+            settings = [clip, 1 - beta1, beta2, 1 - beta2, 1 - learning_rate * weight_decay]
+            settings += [learning_rate / (1 - beta1**step), math.sqrt(1 - beta2**step), self._epsilon]
+            sequences = (weights.high, shard.gradient, exp_avg.values, exp_avg_sq.values)
+            halves = [half for values in sequences for half in (values[: weights.half], values[weights.half :])]
+            self._kernel(weights.low, *halves, torch.tensor(settings))  # type: ignore[call-arg]
+            for copy in weights.others:
+                copy.copy_(weights.high)
+        return weights.numel
+
+
+def _update_halves(
+    low: Tensor,
+    high_1: Tensor,
+    high_2: Tensor,
+    gradient_1: Tensor,
+    gradient_2: Tensor,
+    exp_avg_1: Tensor,
+    exp_avg_2: Tensor,
+    exp_avg_sq_1: Tensor,
+    exp_avg_sq_2: Tensor,
+    settings: Tensor,
+) -> None:
+    """AdamW as torch.optim.AdamW documents it, between unpacking and packing of optim/weights.py."""
+    clip, one_minus_beta1, beta2, one_minus_beta2, decay, rate, root_correction, epsilon = settings.unbind()
+    masters = []
+    for high, distance, gradient, exp_avg, exp_avg_sq in (
+        (high_1, (low << 16) >> 16, gradient_1, exp_avg_1, exp_avg_sq_1),
+        (high_2, low >> 16, gradient_2, exp_avg_2, exp_avg_sq_2),
+    ):
+        clipped = gradient * clip
+        first = exp_avg + (clipped - exp_avg) * one_minus_beta1
+        second = exp_avg_sq * beta2 + clipped * clipped * one_minus_beta2
+        master = (high.float().view(torch.int32) + distance).view(torch.float32)
+        bits = (master * decay - rate * first / (second.sqrt() / root_correction + epsilon)).view(torch.int32)
+        high.copy_(((bits + 0x8000) & -0x10000).view(torch.float32))
+        exp_avg.copy_(first)
+        exp_avg_sq.copy_(second)
+        masters.append(bits)
+    low.copy_((masters[0] & 0xFFFF) | (masters[1] << 16))
 
 
 def _block_size(shard: FlatShard) -> int:

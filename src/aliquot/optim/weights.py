@@ -49,25 +49,42 @@ class WholeWeights:
 
 
 class SplitWeights:
-    """bf16 `high` and, private, int16 `low`; `others` are copies of `high` on other NUMA nodes."""
+    """bf16 `high` and, private, the int16 distances; `others` are copies of `high` on other NUMA nodes.
+
+    Two distances share an int32: element i of the first half has the low 16 bits, element i of the second half the
+    high ones. So one vector of them belongs to two vectors of weights, and a compiler can keep all in registers.
+    """
 
     def __init__(self, high: Tensor, others: Sequence[Tensor] = ()) -> None:
         self.numel = high.numel()
-        self._high = high
-        self._others = others
-        self._low = torch.zeros(high.numel(), dtype=torch.int16)
+        self.half = -(-self.numel // 2)
+        self.high = high
+        self.others = others
+        self.low = torch.zeros(self.half, dtype=torch.int32)
 
     def load(self, start: int, out: Tensor) -> Tensor:
-        stop = start + out.numel()
-        out.copy_(self._high[start:stop])
-        out.view(torch.int32).add_(self._low[start:stop])
+        out.copy_(self.high[start : start + out.numel()])
+        bits = out.view(torch.int32)
+        first, second = self._in_halves(start, out.numel())
+        bits[: first.numel()] += (first << 16) >> 16
+        bits[first.numel() :] += second >> 16
         return out
 
     def store(self, start: int, values: Tensor) -> None:
-        stop = start + values.numel()
         bits = values.view(torch.int32)
         # Adding half of the last kept bit to the magnitude, then dropping the rest, rounds ties away from zero.
-        rounded = bits.add(0x8000).bitwise_and_(-0x10000)
-        for copy in (self._high, *self._others):
-            copy[start:stop].copy_(rounded.view(torch.float32))
-        self._low[start:stop].copy_(bits - rounded)
+        rounded = bits.add(0x8000).bitwise_and_(-0x10000).view(torch.float32)
+        for copy in (self.high, *self.others):
+            copy[start : start + values.numel()].copy_(rounded)
+        # The distance is less than 2^15 either way: the low 16 bits of the master tell it.
+        first, second = self._in_halves(start, values.numel())
+        first.bitwise_and_(-0x10000).bitwise_or_(bits[: first.numel()] & 0xFFFF)
+        second.bitwise_and_(0xFFFF).bitwise_or_(bits[first.numel() :] << 16)
+
+    def _in_halves(self, start: int, count: int) -> tuple[Tensor, Tensor]:
+        """Where the distances of elements [start, start + count) are: of those in the first half, in the second."""
+        stop = start + count
+        middle = min(max(start, self.half), stop)
+        empty = self.low[:0]
+        first = self.low[start:middle] if start < middle else empty
+        return first, self.low[middle - self.half : stop - self.half] if middle < stop else empty

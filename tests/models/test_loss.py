@@ -1,0 +1,94 @@
+"""Head and cross-entropy as one step against autograd on plain logits, in fp64; whole, in chunks, and row by row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from aliquot.models import loss
+from aliquot.models.loss import GradientRows, head_loss
+
+TOKENS, WIDTH, VOCABULARY = 37, 16, 101
+
+
+def case(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TOKENS, WIDTH, dtype=dtype, generator=generator, requires_grad=True)
+    weight = torch.randn(VOCABULARY, WIDTH, dtype=dtype, generator=generator, requires_grad=True)
+    labels = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
+    labels[::5] = -100
+    return hidden, weight, labels
+
+
+def plain(hidden: Tensor, weight: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    summed = F.cross_entropy(F.linear(hidden, weight), labels, reduction="sum")
+    return summed.detach(), *torch.autograd.grad(summed * scale, (hidden, weight))
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_equals_autograd(monkeypatch: pytest.MonkeyPatch, chunked: bool, by_rows: bool) -> None:
+    if chunked:
+        monkeypatch.setattr(loss, "_LOGITS_BYTES", 8 * VOCABULARY * 9)
+    monkeypatch.setattr(loss, "_SCRATCH_BYTES", 4 * VOCABULARY * 5)
+    hidden, weight, labels = case()
+    expected = plain(hidden, weight, labels, 0.25)
+    rows: dict[int, Tensor] = {}
+    sink = None
+    if by_rows:
+
+        def buffer(a: int, b: int) -> Tensor:
+            rows[a] = torch.full((b - a, WIDTH), float("nan"), dtype=hidden.dtype)
+            return rows[a]
+
+        sink = GradientRows((0, 40, 41, VOCABULARY), buffer, lambda: None)
+    summed, scaled = head_loss(hidden, weight, labels, 0.25, sink)
+    scaled.backward()
+    gradient = weight.grad if not by_rows else torch.cat([rows[a] for a in sorted(rows)])
+    # The softmax is taken in fp32, whatever the dtype: exponentials to a few parts in 10^7.
+    for ours, theirs in zip((summed, hidden.grad, gradient), expected, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=2e-6, atol=2e-6)
+    assert (weight.grad is None) == by_rows
+    with torch.no_grad():
+        torch.testing.assert_close(head_loss(hidden, weight, labels, 0.25)[0].double(), expected[0], rtol=1e-6, atol=0)
+
+
+def test_bf16_is_as_near_to_exact_as_autograd_in_bf16() -> None:
+    exact = plain(*case(), 0.25)
+    hidden, weight, labels = case()
+    hidden, weight = (x.detach().bfloat16().requires_grad_() for x in (hidden, weight))
+    summed = F.cross_entropy(F.linear(hidden, weight).float(), labels, reduction="sum")
+    theirs = torch.autograd.grad(summed * 0.25, (hidden, weight))
+    head_loss(hidden, weight, labels, 0.25)[1].backward()
+    for ours, other, right in zip((hidden.grad, weight.grad), theirs, exact[1:], strict=True):
+        assert (ours.double() - right).norm() <= 1.1 * (other.double() - right).norm()
+
+
+def test_confident_predictions_keep_their_small_gradients() -> None:
+    """Where the label's probability is 0.999, bf16 holds the difference to 1, not the probability."""
+    weight = torch.eye(4, WIDTH).bfloat16().requires_grad_()
+    hidden = torch.zeros(1, WIDTH, dtype=torch.bfloat16)
+    hidden[0, 2] = 8.0
+    hidden.requires_grad_()
+    head_loss(hidden, weight, torch.tensor([2]), 1.0)[1].backward()
+    exact = plain(hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_(),
+                  torch.tensor([2]), 1.0)  # fmt: skip
+    torch.testing.assert_close(hidden.grad.double(), exact[1], rtol=0.02, atol=1e-6)
+
+
+def test_nothing_to_predict() -> None:
+    hidden, weight, _ = case(torch.float32)
+    summed, scaled = head_loss(hidden, weight, torch.full((TOKENS,), -100), 1.0)
+    scaled.backward()
+    assert float(summed) == 0 and not hidden.grad.any() and not weight.grad.any()
+
+
+def test_extreme_logits_give_finite_losses_and_gradients() -> None:
+    hidden = torch.tensor([[300.0], [-300.0]]).requires_grad_()
+    weight = torch.tensor([[1.0], [-1.0], [0.5]]).requires_grad_()
+    summed, scaled = head_loss(hidden, weight, torch.tensor([1, 1]), 1.0)
+    scaled.backward()
+    assert float(summed) == pytest.approx(600.0)
+    assert hidden.grad.isfinite().all() and weight.grad.isfinite().all()
