@@ -89,7 +89,7 @@ def aliquot_steps(
         for row in range(work.rows):
             seed = (step * work.rows + row) * topology.world_size + topology.rank
             edges = work.edges(seed)
-            ids = torch.randint(0, config["vocab_size"], (work.tokens,), generator=torch.Generator().manual_seed(seed))
+            ids = torch.randint(0, config["vocab_size"], (edges[-1],), generator=torch.Generator().manual_seed(seed))
             labels = ids.roll(-1)
             labels[torch.tensor(edges[1:]) - 1] = -100
             positions = torch.cat([torch.arange(b - a) for a, b in pairwise(edges)])
@@ -125,8 +125,17 @@ def fsdp2_steps(config: Mapping[str, Any], work: Work) -> Iterator[None]:
         yield
 
 
-def deepspeed_seconds(config: Mapping[str, Any], work: Work, steps: int, between: Callable[[int], None]) -> None:
-    """HF Trainer with the seed's ZeRO-3 JSON. `between(step)` is called after each optimizer step."""
+def deepspeed_seconds(
+    config: Mapping[str, Any],
+    lengths: Callable[[int], tuple[int, int]],
+    accumulation: int,
+    steps: int,
+    between: Callable[[int], None],
+) -> None:
+    """HF Trainer with the seed's ZeRO-3 JSON. `between(step)` is called after each optimizer step.
+
+    `lengths(index)`: real tokens of a row, and how long it is with padding.
+    """
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
     from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
@@ -138,8 +147,11 @@ def deepspeed_seconds(config: Mapping[str, Any], work: Work, steps: int, between
             return 100_000
 
         def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-            ids = torch.randint(0, config["vocab_size"], (work.tokens,), generator=torch.Generator().manual_seed(index))
-            return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+            real, padded = lengths(index)
+            ids = torch.randint(0, config["vocab_size"], (padded,), generator=torch.Generator().manual_seed(index))
+            labels, mask = ids.clone(), torch.ones_like(ids)
+            labels[real:], mask[real:] = -100, 0
+            return {"input_ids": ids, "labels": labels, "attention_mask": mask}
 
     class Between(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -154,7 +166,7 @@ def deepspeed_seconds(config: Mapping[str, Any], work: Work, steps: int, between
             use_cpu=True,
             bf16=True,
             per_device_train_batch_size=1,
-            gradient_accumulation_steps=work.rows,
+            gradient_accumulation_steps=accumulation,
             max_steps=steps,
             learning_rate=1e-4,
             max_grad_norm=1.0,
@@ -184,11 +196,11 @@ def matmul_rate(shapes: list[tuple[int, int, int]], seconds: float = 0.3) -> flo
     return max(rates)
 
 
-def loopback_bytes() -> int:
-    """Sent over the loopback device of this network namespace."""
+def sent_bytes(device: str = "lo") -> int:
+    """Sent over a device of this network namespace."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
-        if name.strip() == "lo":
+        if name.strip() == device:
             return int(numbers.split()[8])
     return 0
 

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -25,10 +25,11 @@ def run_world(
     *arguments: str,
     timeout_s: float = 900,
     environ: Mapping[str, str] = MappingProxyType({}),
+    prefixes: Sequence[Sequence[str]] = (),
 ) -> list[Measured]:
     """What the ranks of `python SCRIPT --rank ARGUMENTS...` measured; a failure is [{"failed": why}].
 
-    `environ` is added to what the ranks inherit.
+    `environ` is added to what the ranks inherit; `prefixes[rank]` is put before a rank's command.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -48,7 +49,7 @@ def run_world(
                 "RESULT": f"{folder}/{rank}.json",
                 **environ,
             }
-            command = [sys.executable, script, "--rank", *arguments]
+            command = [*(prefixes[rank] if prefixes else ()), sys.executable, script, "--rank", *arguments]
             with Path(folder, f"{rank}.log").open("w") as log:
                 ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
         if not _ended_well(ranks, timeout_s):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -18,8 +20,14 @@ def add_sum(out: Tensor, sources: Sequence[Tensor], first: bool) -> None:
         stop = min(start + _BLOCK, out.numel())
         own = out[start:stop]
         total = own if first else scratch[: stop - start]
-        total.copy_(sources[0][start:stop])
-        for source in sources[1:]:
-            total.add_(source[start:stop])
+        pieces = [source[start:stop] for source in sources]
+        if len(pieces) > 1 and pieces[0].dtype == out.dtype:
+            torch.add(pieces[0], pieces[1], out=total)  # in another dtype it would round the sum to that
+            rest = pieces[2:]
+        else:
+            total.copy_(pieces[0])
+            rest = pieces[1:]
+        for piece in rest:
+            total.add_(piece)
         if not first:
             own.add_(total)

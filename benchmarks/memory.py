@@ -1,0 +1,93 @@
+"""The most memory that training takes on each of two ranks, beside DeepSpeed: PSS, shared pages divided by their users.
+
+python benchmarks/memory.py --json memory.json
+
+500 M parameters, micro-batches of 512 tokens, two a step: more would take longer and the same memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import threading
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.contestants import Work, aliquot_steps, deepspeed_seconds, quiet
+from benchmarks.layouts import LLAMA_500M, llama_config
+from benchmarks.report import Row, finish, target
+from benchmarks.worlds import run_world, tell
+
+RANKS, STEPS = 2, 2
+WORK = Work(512, 2)
+CONTESTANTS = {
+    "host, exact": ("host", {}),
+    "host, frugal (int8 moments, bf16 gradient sums)": ("host", {"optimizer_states": "int8"}),
+    "host, exact, full activation checkpointing": ("host", {"gradient_checkpointing": "full"}),
+    "fsdp": ("fsdp", {}),
+    "HF Trainer + DeepSpeed ZeRO-3": ("deepspeed", {}),
+}
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--json", type=Path)
+    given = arguments.parse_args()
+    from aliquot.machine.allocator import with_allocator
+
+    environ = {"LD_PRELOAD": with_allocator(os.environ).get("LD_PRELOAD", "")}
+    rows: list[Row] = []
+    for name in CONTESTANTS:
+        ranks = run_world(__file__, RANKS, name, environ=environ, timeout_s=1200)
+        if "failed" in ranks[0]:
+            rows.append({"who": name, "peak_pss_gb": None, "peak_rss_gb": None, "note": ranks[0]["failed"]})
+        else:
+            worst = {key: max(rank[key] for rank in ranks) / 1e9 for key in ("pss", "rss")}
+            rows.append({"who": name, "peak_pss_gb": worst["pss"], "peak_rss_gb": worst["rss"], "note": ""})
+        print(rows[-1], flush=True)
+    targets = [
+        target("pss_500m_exact_gb", rows[0]["peak_pss_gb"], 4.9, "lower"),
+        target("pss_500m_frugal_gb", rows[1]["peak_pss_gb"], 3.0, "lower"),
+    ]
+    finish("peak memory of a rank, 500 M parameters, 2 ranks", rows, targets, given.json)
+
+
+def rank() -> None:
+    who, settings = CONTESTANTS[sys.argv[2]]
+    quiet()
+    import torch
+    import torch.distributed as dist
+
+    from aliquot.machine.memory import memory_use, peak_rss
+    from aliquot.machine.topology import Topology
+
+    number = int(os.environ["RANK"])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    topology = Topology(number, RANKS, number, RANKS, 0, 1, "cpu", 1, ())
+    peak = [0]
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.1):
+            peak[0] = max(peak[0], memory_use().pss_bytes)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    config = llama_config(LLAMA_500M)
+    if who == "deepspeed":
+        deepspeed_seconds(config, lambda _: (WORK.tokens, WORK.tokens), WORK.rows, STEPS, lambda _: None)
+    else:
+        making = aliquot_steps(who, config, WORK, topology, settings)
+        for _ in range(STEPS):
+            next(making)
+    over.set()
+    watcher.join()
+    tell({"pss": peak[0], "rss": peak_rss()})
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    rank() if "--rank" in sys.argv else main()

@@ -1,0 +1,135 @@
+"""Parts of a step by themselves: the sum of gradients over ranks, and the optimizer's update.
+
+python benchmarks/parts.py --json parts.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.report import Row, finish, target
+from benchmarks.worlds import run_world, tell
+
+SUM_BYTES, PIECE_BYTES = 64 << 20, 8 << 20
+PARAMETERS = 32 << 20
+REPEATS = 7
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--json", type=Path)
+    given = arguments.parse_args()
+    rows: list[Row] = []
+    targets = []
+    for world_size in (2, 4):
+        ranks = run_world(__file__, world_size, "sum")
+        if "failed" in ranks[0]:
+            raise SystemExit(ranks[0]["failed"])
+        ours, gloo = (max(rank[who] for rank in ranks) for who in ("ours", "gloo"))
+        rows.append({"what": f"sum of 64 MiB of fp32, {world_size} ranks", "aliquot_s": ours, "peer_s": gloo,
+                     "peer": "gloo reduce-scatter"})  # fmt: skip
+        targets.append(target(f"reduce_speedup_64mb_{world_size}_ranks", gloo / ours, 8, "higher"))
+    for compiled in (True, False):
+        ranks = run_world(__file__, 2, "update", str(compiled))
+        if "failed" in ranks[0]:
+            raise SystemExit(ranks[0]["failed"])
+        ours, fused = (statistics.mean(rank[who] for rank in ranks) for who in ("ours", "fused"))
+        how = "compiled" if compiled else "eager"
+        rows.append({"what": f"clip, AdamW, publish bf16; 32 M parameters a core, {how}", "aliquot_s": ours,
+                     "peer_s": fused, "peer": "torch fused AdamW alone, fp32"})  # fmt: skip
+        name = "adamw_of_fused" if compiled else "adamw_of_fused_eager"
+        targets.append(target(name, fused / ours, 1.0, "higher"))
+    finish("parts of a step", rows, targets, given.json)
+
+
+def seconds(work: Callable[[], object], barrier: Callable[[], object]) -> float:
+    taken = []
+    for _ in range(REPEATS + 2):
+        barrier()
+        began = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - began)
+    return statistics.median(taken[2:])
+
+
+def sums() -> dict[str, float]:
+    import torch
+    import torch.distributed as dist
+
+    from aliquot.collectives.peers import Peers
+    from aliquot.collectives.reduce import add_sum
+    from aliquot.collectives.ring import Piece, Ring
+    from aliquot.machine.ranks import gather
+
+    peers = Peers.join(dist.get_rank(), gather)
+    ring = Ring(peers, SUM_BYTES)
+    numel, piece_numel = SUM_BYTES // 4, PIECE_BYTES // 4
+    gradient, share = torch.randn(numel), piece_numel // peers.size
+    own = torch.empty(numel // peers.size)
+
+    def ours() -> None:
+        for number in range(numel // piece_numel):
+            piece = ring.stage(PIECE_BYTES)
+            ring.own(piece, torch.float32, (piece_numel,)).copy_(gradient[number * piece_numel :][:piece_numel])
+
+            def read(piece: Piece, number: int = number) -> None:
+                sources = [
+                    ring.view(piece, rank, torch.float32, peers.index * share, (share,)) for rank in range(peers.size)
+                ]
+                add_sum(own[number * share : (number + 1) * share], sources, first=True)
+
+            ring.publish(piece, read)
+        ring.drain()
+
+    scattered = torch.empty(numel // peers.size)
+    return {
+        "ours": seconds(ours, dist.barrier),
+        "gloo": seconds(lambda: dist.reduce_scatter_tensor(scattered, gradient), dist.barrier),
+    }
+
+
+def updates(compiled: bool) -> dict[str, float]:
+    import torch
+    import torch.distributed as dist
+
+    from aliquot.optim.blocked_adamw import BlockedAdamW, FlatShard
+    from aliquot.optim.moments import ExactMoment
+    from aliquot.optim.weights import SplitWeights
+
+    values, gradient = torch.randn(PARAMETERS), torch.randn(PARAMETERS)
+    weights = SplitWeights(torch.empty(PARAMETERS, dtype=torch.bfloat16))
+    weights.store(0, values)
+    shard = FlatShard(weights, ExactMoment(PARAMETERS), ExactMoment(PARAMETERS), gradient, True, 0)
+    ours = BlockedAdamW([shard], (0.9, 0.999), 1e-8, 0.1, compiled)
+    parameter = torch.nn.Parameter(values)
+    parameter.grad = gradient
+    fused = torch.optim.AdamW([parameter], lr=1e-3, fused=True)
+    return {
+        "ours": seconds(lambda: ours.step(1e-3, 2.0, 1.0), dist.barrier),
+        "fused": seconds(fused.step, dist.barrier),
+    }
+
+
+def rank() -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
+    dist.init_process_group("gloo")
+    tell(sums() if sys.argv[2] == "sum" else updates(sys.argv[3] == "True"))
+    dist.barrier()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    rank() if "--rank" in sys.argv else main()

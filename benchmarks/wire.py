@@ -1,0 +1,89 @@
+"""Bytes sent in one optimizer step: two ranks on one host, and on two hosts (network namespaces, needs root).
+
+python benchmarks/wire.py --json wire.json
+
+125 M parameters, four micro-batches of 512 tokens a rank and step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.contestants import Work, aliquot_steps, deepspeed_seconds, quiet, sent_bytes
+from benchmarks.layouts import LLAMA_125M, llama_config
+from benchmarks.report import Row, finish, target
+from benchmarks.worlds import run_world, tell
+from tests.multinode.namespaces import INTERFACE, two_hosts, why_not
+
+RANKS, STEPS = 2, 3
+WORK = Work(512, 4)
+WHO = {"aliquot host": "host", "aliquot fsdp": "fsdp", "HF Trainer + DeepSpeed ZeRO-3": "deepspeed"}
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--json", type=Path)
+    given = arguments.parse_args()
+    rows: list[Row] = []
+    for name, who in WHO.items():
+        row: Row = {"who": name, "one_host_mb": mb(run_world(__file__, RANKS, who, "lo"), on_one=True)}
+        row["two_hosts_mb"] = None
+        if why_not() is None:
+            with two_hosts() as hosts:
+                environ = {"MASTER_ADDR": hosts[0].address, "GLOO_SOCKET_IFNAME": INTERFACE}
+                prefixes = [host.command() for host in hosts]
+                found = run_world(__file__, RANKS, who, INTERFACE, environ=environ, prefixes=prefixes)
+                row["two_hosts_mb"] = mb(found, on_one=False)
+        rows.append(row)
+        print(row, flush=True)
+    targets = [
+        target("loopback_mb", rows[0]["one_host_mb"], 1, "lower"),
+        target("wire_mb_two_hosts", rows[0]["two_hosts_mb"], 800, "lower"),
+    ]
+    finish("bytes sent per optimizer step, 125 M parameters (MB, headers of the protocols included)", rows, targets,
+           given.json)  # fmt: skip
+
+
+def mb(ranks: list[dict[str, float]], on_one: bool) -> float | None:
+    """Loopback counts both ranks at once; a cable has two ends."""
+    if "failed" in ranks[0]:
+        print(ranks[0]["failed"])
+        return None
+    return (ranks[0]["sent"] if on_one else sum(rank["sent"] for rank in ranks)) / 1e6
+
+
+def rank() -> None:
+    who, device = sys.argv[2:4]
+    quiet()
+    import torch
+    import torch.distributed as dist
+
+    from aliquot.machine.topology import Topology
+
+    number = int(os.environ["RANK"])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    config, sent = llama_config(LLAMA_125M), []
+    if who == "deepspeed":
+        deepspeed_seconds(
+            config, lambda _: (WORK.tokens, WORK.tokens), WORK.rows, STEPS, lambda _: sent.append(sent_bytes(device))
+        )
+    else:
+        making = aliquot_steps(who, config, WORK, Topology(number, RANKS, number, RANKS, 0, 1, "cpu", 1, ()), {})
+        for _ in range(STEPS):
+            next(making)
+            dist.barrier()
+            sent.append(sent_bytes(device))
+    tell({"sent": statistics.median(b - a for a, b in pairwise(sent))})
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    rank() if "--rank" in sys.argv else main()
