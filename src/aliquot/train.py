@@ -128,7 +128,7 @@ def _prepare(config: RunConfig, ranks: Ranks, display: Display, machine: dict[st
     built = meta.build(source.config)
     engine_name, engine_type = engine_class(config, ranks.topology, built.numel)
     phase = lambda name: ledger.mark(f"first {name}", engine.counters().memory())  # noqa: E731
-    spec = EngineSpec.of(config, built.plain_head, phase)
+    spec = EngineSpec.of(config, ranks.topology, built.plain_head, phase)
     engine: Engine = engine_type.build(built.model, spec, ranks.topology)
     ledger.mark("model built", engine.counters().memory())
 
@@ -216,6 +216,7 @@ def _steps(run: _Run, stop: StopSignal, watchdog: Watchdog) -> Result:
                 "grad_norm": grad_norm,
                 "tokens": tokens,
                 "epoch": batch.epoch,
+                **engine.counters().traffic(),
                 **meter.readings(steps_left=run.total_steps - done),
                 "memory_bytes": ranks.gather(memory_use().private_bytes),
             }

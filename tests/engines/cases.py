@@ -52,6 +52,7 @@ CASES = {
     for case in [
         Case("llama", {"model_type": "llama"}),
         Case("llama-bf16", {"model_type": "llama"}, precision="bf16"),
+        Case("llama-compiled", {"model_type": "llama"}, precision="bf16", compile="layers"),
         Case("llama-frugal", {"model_type": "llama"}, precision="bf16", states="int8"),
         Case("llama-bf16-states", {"model_type": "llama"}, precision="bf16", states="bf16"),
         Case("gemma2", {"model_type": "gemma2", "query_pre_attn_scalar": 8, "attn_logit_softcapping": None}, steps=5),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tests.processes import run_ranks
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     plan = {
         "fsdp": (2, ["llama", "gemma2"]),
+        "fsdp-shared": (2, ["llama", "gemma2"]),
         "host": (2, ["llama", "llama-bf16", "gemma2", "qwen2-tied", "llama-frugal", "llama-bf16-states"]),
         "again": (2, ["llama-bf16", "llama-frugal"]),
         "hosts": (2, ["llama", "llama-bf16", "llama-frugal", "qwen2-tied"]),
@@ -26,7 +28,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folders = {}
     for name, (world_size, cases) in plan.items():
         folders[name] = tmp_path_factory.mktemp(name)
-        kind = name if name in ("fsdp", "hosts", "numa") else "host"
+        kind = name if name in ("fsdp", "fsdp-shared", "hosts", "numa") else "host"
         run_ranks(WORKER, world_size, folders[name], kind, *cases)
     return folders
 
@@ -43,6 +45,11 @@ def same(a: Path, b: Path, name: str, world_size: int = 2, moments: bool = True)
 def test_equals_fsdp_bit_for_bit_in_fp32(runs: dict[str, Path]) -> None:
     """20 clipped steps with uneven work and accumulation: a + b is b + a, and nothing else differs."""
     same(runs["host"], runs["fsdp"], "llama")
+
+
+def test_fsdp_through_shared_memory_is_fsdp_through_gloo(runs: dict[str, Path]) -> None:
+    same(runs["fsdp-shared"], runs["fsdp"], "llama")
+    same(runs["fsdp-shared"], runs["fsdp"], "gemma2")
 
 
 def test_equals_itself_bit_for_bit(runs: dict[str, Path]) -> None:
@@ -86,3 +93,24 @@ def test_moments_of_eight_bits_take_a_quarter(runs: dict[str, Path]) -> None:
     levels = blocks / blocks.amax(1, keepdim=True)
     codes = levels.sqrt().sqrt() * 255
     assert (codes - codes.round()).abs().max() < 1e-2
+
+
+@pytest.mark.parametrize(("states", "bytes_per_parameter"), [("fp32", 2 + 4 + 8), ("int8", 2 + 2 + 2)])
+def test_a_rank_holds_its_share_and_nothing_else(tmp_path: Path, states: str, bytes_per_parameter: int) -> None:
+    """What is accounted for is what /proc says is private: no gradient, master or moment of another's part."""
+    run_ranks(Path(__file__).parent / "memory_worker.py", 2, tmp_path, states)
+    for rank in range(2):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        accounted = sum(found["accounted"][name] for name in ("weights", "gradients", "moments"))
+        assert accounted == pytest.approx(bytes_per_parameter * found["numel"] / 2, rel=0.02)
+        # Beside it: activations, one gradient on its way and the update's scratch, a few MiB each.
+        assert abs(found["private"] - accounted) < 0.1 * accounted + (16 << 20)
+
+
+@pytest.mark.long
+def test_compiled_layers_learn_the_same(tmp_path: Path) -> None:
+    run_ranks(WORKER, 2, tmp_path, "host", "llama-compiled", "llama-bf16")
+    compiled, eager = (result(tmp_path, name)["losses"] for name in ("llama-compiled", "llama-bf16"))
+    # Fused kernels round to bf16 in fewer places.
+    assert compiled == pytest.approx(eager, rel=5e-3)
+    assert compiled != eager

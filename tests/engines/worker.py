@@ -34,7 +34,7 @@ from tests.engines.cases import (
 )  # fmt: skip
 from tests.processes import as_ranks
 
-ENGINES: dict[str, type[Engine]] = {"fsdp": FsdpEngine, "host": HostEngine}
+ENGINES: dict[str, type[Engine]] = {"fsdp": FsdpEngine, "fsdp-shared": FsdpEngine, "host": HostEngine}
 
 
 def train(kind: str, case: Case, rank: int, world_size: int, folder: Path) -> None:
@@ -51,6 +51,7 @@ def train(kind: str, case: Case, rank: int, world_size: int, folder: Path) -> No
         adam_epsilon=EPSILON,
         optimizer_states=case.states,
         compile=case.compile,
+        collectives="shared_memory" if kind == "fsdp-shared" else "gloo",
     )
     topology = Topology(rank, world_size, rank, world_size, 0, 1, "cpu", 1, ())
     if kind == "hosts":  # one rank each

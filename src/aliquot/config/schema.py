@@ -134,6 +134,9 @@ class ShardSection(Section):
     engine: Literal["auto", "host", "fsdp"] = Field(
         "auto", description="host: CPU, weights once per NUMA node in shared memory; fsdp: gathered layer by layer."
     )
+    collectives: Literal["auto", "shared_memory", "gloo"] = Field(
+        "auto", description="Among the CPU ranks of one host. auto: shared_memory; engine host knows nothing else."
+    )
 
 
 class CheckpointSection(Section):

@@ -32,11 +32,13 @@ class EngineSpec:
     adam_epsilon: float = 1e-8
     optimizer_states: Literal["fp32", "bf16", "int8"] = "fp32"
     compile: Literal["none", "layers"] = "none"
+    collectives: Literal["shared_memory", "gloo"] = "gloo"  # among the CPU ranks of one host, where there is a choice
     phase: Callable[[str], None] = lambda _: None  # told "forward" and "backward" as each ends, for the memory ledger
 
     @classmethod
-    def of(cls, config: RunConfig, fused_loss: bool, phase: Callable[[str], None]) -> Self:
+    def of(cls, config: RunConfig, topology: Topology, fused_loss: bool, phase: Callable[[str], None]) -> Self:
         train = config.train
+        shared = topology.device == "cpu" and topology.local_world_size > 1 and config.shard.collectives != "gloo"
         return cls(
             precision=train.precision,
             gradient_checkpointing=train.gradient_checkpointing,
@@ -47,6 +49,7 @@ class EngineSpec:
             optimizer_states=train.optimizer_states,
             micro_batch_tokens=train.per_device_train_batch_size * config.data.sequence_length,
             compile=train.compile,
+            collectives="shared_memory" if shared else "gloo",
             fused_loss=fused_loss,
             phase=phase,
         )
@@ -71,6 +74,9 @@ class Counters:
     wire_bytes: int  # handed by this rank to collectives that use the network, be it loopback
     shared_bytes: int = 0  # this rank's share of what all ranks of the host have in common
     staged_bytes: int = 0  # handed to peers through shared memory
+    moved_bytes: int = (
+        0  # read and written in memory for gradients, their sums and the update: what faster cores wait for
+    )
 
     def memory(self) -> dict[str, int]:
         """Bytes by category, for the ledger."""
@@ -81,6 +87,14 @@ class Counters:
             "gathered": self.gathered_bytes,
             "activations": self.activations_bytes,
             "shared": self.shared_bytes,
+        }
+
+    def traffic(self) -> dict[str, int]:
+        """Bytes since the start, for the metrics."""
+        return {
+            "wire_bytes": self.wire_bytes,
+            "staged_bytes": self.staged_bytes,
+            "moved_bytes": self.moved_bytes,
         }
 
 

@@ -16,11 +16,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from aliquot.collectives.peers import Peers
 from aliquot.engines import checkpointing
 from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.compiling import compile_layers
+from aliquot.engines.fsdp_comm import SharedAllGather, SharedReduceScatter, Stage
 from aliquot.engines.norm import global_norm
 from aliquot.errors import TrainingError
+from aliquot.machine.ranks import gather
 from aliquot.machine.topology import Topology
 from aliquot.models import meta as meta_models
 from aliquot.models.attention import Documents
@@ -46,7 +49,9 @@ class _Shard:
 class FsdpEngine:
     """See engines/base.py for the contract of each method."""
 
-    def __init__(self, model: nn.Module, shards: list[_Shard], spec: EngineSpec, topology: Topology) -> None:
+    def __init__(
+        self, model: nn.Module, shards: list[_Shard], spec: EngineSpec, topology: Topology, stage: Stage | None
+    ) -> None:
         self._model = model
         self._shards = shards
         self._index = {shard.name: i for i, shard in enumerate(shards)}
@@ -62,6 +67,7 @@ class FsdpEngine:
         )
         self._activations = checkpointing.SavedBytes(spec.gradient_checkpointing)
         self._wire_bytes = 0
+        self._stage = stage  # None: gloo or nccl carries the collectives
 
     @classmethod
     def build(cls, meta: nn.Module, spec: EngineSpec, topology: Topology) -> Self:
@@ -74,6 +80,7 @@ class FsdpEngine:
             compile_layers(meta, topology.threads)
         for group in _groups(meta):
             fully_shard(group, mesh=mesh, mp_policy=policy)
+        stage = _share_memory(meta, topology) if spec.collectives == "shared_memory" else None
         _add_fused_loss(meta)
         for module in meta.modules():
             if isinstance(module, FSDPModule):
@@ -85,7 +92,7 @@ class FsdpEngine:
         meta.to_empty(device=device)
         for name, buffer in buffers.items():
             meta.get_buffer(name).copy_(buffer)
-        return cls(meta, _own_shards(meta, topology), spec, topology)
+        return cls(meta, _own_shards(meta, topology), spec, topology, stage)
 
     def parts(self) -> Sequence[Part]:
         return [
@@ -172,7 +179,8 @@ class FsdpEngine:
             # The root's group stays gathered while the largest layer is; a single rank gathers a copy all the same.
             gathered_bytes=compute_bytes * (groups[0] + max(groups[1:], default=0)),
             activations_bytes=self._activations.peak_bytes,
-            wire_bytes=self._wire_bytes,
+            wire_bytes=self._wire_bytes if self._stage is None else 0,
+            staged_bytes=self._stage.staged_bytes if self._stage is not None else 0,
         )
 
     def _count_wire(self, gathers: int, reduces: int) -> None:
@@ -191,6 +199,8 @@ class FsdpEngine:
 
     def close(self) -> None:
         self._shards.clear()
+        if self._stage is not None:
+            self._stage.peers.close()
 
 
 def _groups(model: nn.Module) -> list[nn.Module]:
@@ -200,6 +210,21 @@ def _groups(model: nn.Module) -> list[nn.Module]:
     if head.weight is not embedding.weight:
         groups.append(head)
     return [*groups, model]
+
+
+def _share_memory(model: nn.Module, topology: Topology) -> Stage | None:
+    """Let the ranks of one host pass weights and gradients through its memory; None if there are several hosts."""
+    peers = Peers.join(topology.rank, gather)
+    if len({tuple(ranks) for ranks in gather(list(peers.ranks))}) > 1:
+        peers.close()
+        return None
+    stage = Stage(peers)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # The classes that they are typed with are private; what counts is that they are called with keywords.
+            module.set_custom_all_gather(SharedAllGather(stage))  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(SharedReduceScatter(stage))  # type: ignore[arg-type]
+    return stage
 
 
 def _add_fused_loss(model: nn.Module) -> None:

@@ -73,6 +73,7 @@ class HostEngine:
         )
         self._listen()
         self._micro_batches = 0
+        self._updates = 0
         self._activations = checkpointing.SavedBytes(spec.gradient_checkpointing)
 
     @classmethod
@@ -233,6 +234,7 @@ class HostEngine:
         norm = global_norm(self._gradients.own, torch.device("cpu"))
         if math.isfinite(norm):
             self._optimizer.step(learning_rate, norm, max_grad_norm)
+            self._updates += 1
         self._publish()
         return StepResult(norm)
 
@@ -264,7 +266,15 @@ class HostEngine:
             shared_bytes=(self._memory.size_bytes + self._gradients.ring_bytes * self._hosts.peers.size)
             // self._hosts.peers.size,
             staged_bytes=self._gradients.staged_bytes,
+            moved_bytes=self._gradients.moved_bytes + self._updates * self._update_bytes(),
         )
+
+    def _update_bytes(self) -> int:
+        """What one update reads and writes: gradients twice, for the norm and the step, the rest once each way."""
+        shards = self._optimizer.shards
+        moments = sum(shard.exp_avg.size_bytes + shard.exp_avg_sq.size_bytes for shard in shards)
+        own = sum(shard.weights.numel for shard in shards)
+        return 2 * self._gradients.size_bytes + 2 * moments + 2 * 4 * own
 
     def generate(self, ids: Tensor, **options: object) -> Tensor:
         self._model.eval()

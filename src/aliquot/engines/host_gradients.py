@@ -73,6 +73,7 @@ class HostGradients:
         ]
         self._first = True
         self.staged_bytes = 0
+        self.moved_bytes = 0
 
     @property
     def own(self) -> list[Tensor]:
@@ -95,6 +96,7 @@ class HostGradients:
         """The gradient of weight `index`, of this rank's micro-batch; it may be freed afterwards."""
         for start, stop in self._pieces(index):
             self.buffer(index, start, stop).copy_(gradient.view(-1)[start:stop])
+            self.moved_bytes += (stop - start) * self._dtype.itemsize  # read once more than the head's, made in place
             self.publish()
 
     def row_edges(self, index: int) -> tuple[int, ...]:
@@ -112,6 +114,7 @@ class HostGradients:
         index, start, stop = self._range
         first = self._first
         self.staged_bytes += (stop - start) * self._dtype.itemsize
+        self.moved_bytes += (stop - start) * self._dtype.itemsize
         self._ring.publish(self._piece, lambda piece: self._sum(piece, index, start, stop, first))
 
     def add_rows(self, index: int, ids: Tensor, rows: Tensor, only: bool) -> None:
@@ -153,6 +156,8 @@ class HostGradients:
                     self._ring.view(piece, rank, self._dtype, a - start, (b - a,)) for rank in range(self._peers.size)
                 ]
                 add_sum(sums[index][a - low : b - low], sources, first)
+                of_sum = sums[index].element_size() * (1 if first else 2)
+                self.moved_bytes += (b - a) * (len(sources) * self._dtype.itemsize + of_sum)
 
     def _sum_rows(self, piece: Piece, index: int, first: bool) -> None:
         """Rows of one token are summed over positions and ranks before they are added, as a dense gradient's would."""

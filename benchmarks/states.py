@@ -1,0 +1,95 @@
+"""What frugal optimizer states do to the loss: the same fine-tuning with fp32, bf16 and int8 states, several seeds.
+
+python benchmarks/states.py --model DIRECTORY --text FILE --eval FILE --json states.json
+
+Evaluation loss after --steps steps of two packed sequences of 256 tokens; differences are between runs of one seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import yaml
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.report import Row, finish
+
+STATES = ("fp32", "bf16", "int8")
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--model", type=Path, required=True)
+    arguments.add_argument("--text", type=Path, required=True)
+    arguments.add_argument("--eval", type=Path, required=True)
+    arguments.add_argument("--steps", type=int, default=500)
+    arguments.add_argument("--seeds", type=int, default=3)
+    arguments.add_argument("--json", type=Path)
+    given = arguments.parse_args()
+    losses: dict[str, list[float]] = {states: [] for states in STATES}
+    for seed in range(given.seeds):
+        for states in STATES:
+            losses[states].append(run(given, states, seed))
+            print(seed, states, losses[states][-1], flush=True)
+    rows: list[Row] = []
+    for states, found in losses.items():
+        differences = [a - b for a, b in zip(found, losses["fp32"], strict=True)]
+        rows.append(
+            {
+                "states": states,
+                "evaluation loss, each seed": ", ".join(f"{loss:.4f}" for loss in found),
+                "mean": statistics.mean(found),
+                "over fp32, mean": statistics.mean(differences),
+                "over fp32, largest": max(map(abs, differences)),
+            }
+        )
+    finish(f"optimizer states, {given.steps} steps", rows, [], given.json)
+
+
+def run(given: argparse.Namespace, states: str, seed: int) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        config = {
+            "run": {"name": "run", "directory": f"{folder}/run", "seed": seed},
+            "model": {"path": str(given.model)},
+            "data": {
+                "path": str(given.text),
+                "document": "line",
+                "eval_path": str(given.eval),
+                "sequence_length": 256,
+            },
+            "train": {
+                "max_steps": given.steps,
+                "global_batch_size": 2,
+                "learning_rate": 3e-4,
+                "warmup_steps": 20,
+                "lr_scheduler_type": "cosine",
+                "weight_decay": 0.1,
+                "adam_beta2": 0.95,
+                "optimizer_states": states,
+                "logging_steps": given.steps,
+            },
+            "shard": {"engine": "host"},
+            "checkpoint": {"export": False},
+            "observe": {"console": "quiet", "tensorboard": False},
+            "launch": {"ranks": 2, "device": "cpu"},
+        }
+        file = Path(folder, "run.yaml")
+        file.write_text(yaml.safe_dump(config))
+        done = subprocess.run(
+            [sys.executable, "-m", "aliquot", "train", str(file)], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise SystemExit(done.stderr.strip())
+        lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
+        return float(next(line["eval_loss"] for line in reversed(lines) if "eval_loss" in line))
+
+
+if __name__ == "__main__":
+    main()

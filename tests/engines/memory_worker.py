@@ -1,0 +1,48 @@
+"""One rank that trains a model large enough to see in /proc, and writes what it accounts for and what it holds."""
+
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig
+
+from aliquot.engines.base import EngineSpec
+from aliquot.engines.host import HostEngine
+from aliquot.machine.memory import memory_use
+from aliquot.machine.topology import Topology
+from aliquot.models import initialize, meta
+from tests.engines.cases import SMALL, micro_batch
+from tests.processes import as_ranks
+
+LARGE = {**SMALL, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "vocab_size": 16000}
+
+
+def train(rank: int, world_size: int, shape: dict[str, object], states: str) -> tuple[int, dict[str, int], int]:
+    """Private bytes after two steps, accounted bytes, and parameters of the model."""
+    built = meta.build(AutoConfig.for_model("llama", **shape))
+    spec = EngineSpec("bf16", 64, built.plain_head, optimizer_states=states)  # type: ignore[arg-type]
+    engine = HostEngine.build(built.model, spec, Topology(rank, world_size, rank, world_size, 0, 1, "cpu", 1, ()))
+    initialize.initialize(engine, built.fills, 1)
+    engine.ready()
+    for _ in range(2):
+        engine.backward(micro_batch([torch.arange(30), torch.arange(20)]), 1 / 50, last=True)
+        engine.step(1e-3, 1.0)
+    gc.collect()
+    found = memory_use().private_bytes, engine.counters().memory(), built.numel
+    engine.close()
+    return found
+
+
+def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None:
+    base, _, _ = train(rank, world_size, dict(SMALL), arguments[0])  # libraries, kernels, buffers
+    private, accounted, numel = train(rank, world_size, LARGE, arguments[0])
+    (folder / f"{rank}.json").write_text(
+        json.dumps({"private": private - base, "accounted": accounted, "numel": numel})
+    )
+
+
+if __name__ == "__main__":
+    as_ranks(work)

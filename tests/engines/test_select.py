@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from torch import nn
+
+from aliquot.config.schema import RunConfig
+from aliquot.engines import select
+from aliquot.engines.compiling import compile_layers
+from aliquot.engines.select import engine_class
+from aliquot.errors import UserError
+from aliquot.machine.topology import Topology
+
+
+def config(**sections: dict[str, object]) -> RunConfig:
+    return RunConfig.model_validate(
+        {"model": {"path": "m"}, "data": {"path": "d"}, "train": {"global_batch_size": 1}, **sections}
+    )
+
+
+def on(device: str = "cpu", ranks: int = 2, nodes: int = 1) -> Topology:
+    return Topology(0, ranks * nodes, 0, ranks, 0, nodes, device, 1, ())  # type: ignore[arg-type]
+
+
+def test_auto_takes_host_where_one_copy_of_the_weights_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "memory_limit", lambda: 100)
+    assert engine_class(config(), on(), 25)[0] == "host"
+    assert engine_class(config(), on(), 26)[0] == "fsdp"
+    assert engine_class(config(train={"global_batch_size": 1, "precision": "fp32"}), on(), 13)[0] == "fsdp"
+    assert engine_class(config(), on("cuda"), 1)[0] == "fsdp"
+    uneven = Topology(0, 3, 0, 2, 0, 2, "cpu", 1, ())
+    assert engine_class(config(), uneven, 1)[0] == "fsdp"
+
+
+def test_what_an_engine_cannot_do_is_refused() -> None:
+    with pytest.raises(UserError, match="host is for CPUs"):
+        engine_class(config(shard={"engine": "host"}), on("cuda"), 1)
+    with pytest.raises(UserError, match="needs shard"):
+        frugal = {"global_batch_size": 1, "optimizer_states": "int8"}
+        engine_class(config(shard={"engine": "fsdp"}, train=frugal), on(), 1)
+
+
+def test_compiling_without_a_compiler_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    with pytest.raises(UserError, match=r"needs a C\+\+ compiler"):
+        compile_layers(nn.Module(), 1)
