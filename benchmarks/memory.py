@@ -2,7 +2,8 @@
 
 python benchmarks/memory.py --json memory.json
 
-500 M parameters, micro-batches of 512 tokens, two a step: more would take longer and the same memory.
+500 M parameters, micro-batches of 512 tokens, two a step: more would take longer and the same memory. Frugal: moments in
+int8, gradient sums in bf16. The seconds of a step tell what selective activation checkpointing costs.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import argparse
 import os
 import sys
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -22,11 +25,12 @@ from benchmarks.worlds import run_world, tell
 
 RANKS, STEPS = 2, 2
 WORK = Work(512, 2)
-CONTESTANTS = {
+SELECTIVE: dict[str, Any] = {"gradient_checkpointing": "selective"}
+CONTESTANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "host, exact": ("host", {}),
-    "host, frugal (int8 moments, bf16 gradient sums)": ("host", {"optimizer_states": "int8"}),
-    "host, exact, full activation checkpointing": ("host", {"gradient_checkpointing": "full"}),
-    "fsdp": ("fsdp", {}),
+    "host, exact, selective checkpointing": ("host", SELECTIVE),
+    "host, frugal": ("host", {"optimizer_states": "int8"}),
+    "host, frugal, selective checkpointing": ("host", {"optimizer_states": "int8", **SELECTIVE}),
     "HF Trainer + DeepSpeed ZeRO-3": ("deepspeed", {}),
 }
 
@@ -45,11 +49,12 @@ def main() -> None:
             rows.append({"who": name, "peak_pss_gb": None, "peak_rss_gb": None, "note": ranks[0]["failed"]})
         else:
             worst = {key: max(rank[key] for rank in ranks) / 1e9 for key in ("pss", "rss")}
-            rows.append({"who": name, "peak_pss_gb": worst["pss"], "peak_rss_gb": worst["rss"], "note": ""})
+            step_s = ranks[0]["step_s"]
+            rows.append({"who": name, "peak_pss_gb": worst["pss"], "peak_rss_gb": worst["rss"], "step_s": step_s})
         print(rows[-1], flush=True)
     targets = [
-        target("pss_500m_exact_gb", rows[0]["peak_pss_gb"], 4.9, "lower"),
-        target("pss_500m_frugal_gb", rows[1]["peak_pss_gb"], 3.0, "lower"),
+        target("pss_500m_exact_gb", rows[1]["peak_pss_gb"], 4.9, "lower"),
+        target("pss_500m_frugal_gb", rows[3]["peak_pss_gb"], 3.0, "lower"),
     ]
     finish("peak memory of a rank, 500 M parameters, 2 ranks", rows, targets, given.json)
 
@@ -77,15 +82,19 @@ def rank() -> None:
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     config = llama_config(LLAMA_500M)
+    ends: list[float] = []
     if who == "deepspeed":
-        deepspeed_seconds(config, lambda _: (WORK.tokens, WORK.tokens), WORK.rows, STEPS, lambda _: None)
+        deepspeed_seconds(
+            config, lambda _: (WORK.tokens, WORK.tokens), WORK.rows, STEPS, lambda _: ends.append(time.perf_counter())
+        )
     else:
         making = aliquot_steps(who, config, WORK, topology, settings)
         for _ in range(STEPS):
             next(making)
+            ends.append(time.perf_counter())
     over.set()
     watcher.join()
-    tell({"pss": peak[0], "rss": peak_rss()})
+    tell({"pss": peak[0], "rss": peak_rss(), "step_s": ends[-1] - ends[-2]})
     os._exit(0)
 
 

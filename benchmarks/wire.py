@@ -22,7 +22,7 @@ from benchmarks.report import Row, finish, target
 from benchmarks.worlds import run_world, tell
 from tests.multinode.namespaces import INTERFACE, two_hosts, why_not
 
-RANKS, STEPS = 2, 3
+RANKS, STEPS = 2, 4
 WORK = Work(512, 4)
 WHO = {"aliquot host": "host", "aliquot fsdp": "fsdp", "HF Trainer + DeepSpeed ZeRO-3": "deepspeed"}
 

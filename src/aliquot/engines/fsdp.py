@@ -66,6 +66,7 @@ class FsdpEngine:
             weight_decay=spec.weight_decay,
         )
         self._activations = checkpointing.SavedBytes(spec.gradient_checkpointing)
+        self._fused = spec.fused_loss
         self._wire_bytes = 0
         self._stage = stage  # None: gloo or nccl carries the collectives
 
@@ -125,6 +126,7 @@ class FsdpEngine:
             raise TrainingError(
                 f"reduce-scatter of ones over {self._world_size} ranks gave {own.item()}: broken torch?"
             )
+        self._fused = self._spec.fused_loss and meta_models.losses_agree(self._model, self._loss)
 
     def restored(self, steps: int) -> None:
         self._optimizer.set_steps(steps)
@@ -151,7 +153,7 @@ class FsdpEngine:
         batch = MicroBatch.empty() if batch is None else batch
         ids, positions, labels = (t.to(self._device) for t in (batch.input_ids, batch.position_ids, batch.labels))
         documents = Documents(batch.edges)
-        if not self._spec.fused_loss:
+        if not self._fused:
             loss = meta_models.whole_logits_loss(self._model, ids, positions, labels, documents)
             return loss.detach(), loss * scale
         result: tuple[Tensor, Tensor] = self._model.fused_loss(ids, positions, labels, documents, scale)  # type: ignore[operator]

@@ -24,6 +24,7 @@ from aliquot.collectives.shared import Memory, aligned
 from aliquot.engines import checkpointing
 from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.compiling import compile_layers
+from aliquot.engines.host_check import check_published, check_sums
 from aliquot.engines.host_gradients import HostGradients, Weight, rows_of
 from aliquot.engines.norm import global_norm
 from aliquot.machine.cpu import numa_nodes
@@ -72,6 +73,7 @@ class HostEngine:
             compiled=spec.compile == "layers",
         )
         self._listen()
+        self._fused = spec.fused_loss
         self._micro_batches = 0
         self._updates = 0
         self._activations = checkpointing.SavedBytes(spec.gradient_checkpointing)
@@ -160,6 +162,11 @@ class HostEngine:
 
     def ready(self) -> None:
         self._publish()
+        check_sums(self._hosts, self._gradients.ring)
+        starts = [(index, *weight.ranges[self._rank]) for index, weight in enumerate(self._weights)]
+        views = [self._view_of(self._memory, index).view(-1) for index in range(len(self._weights))]
+        check_published([(index, start) for index, start, stop in starts if start < stop], views)
+        self._fused = self._spec.fused_loss and meta_models.losses_agree(self._model, self._loss)
 
     def restored(self, steps: int) -> None:
         self._optimizer.steps = steps
@@ -171,7 +178,7 @@ class HostEngine:
         self._micro_batches += 1
         embedding = self._model.get_input_embeddings()  # type: ignore[operator]
         rows = None
-        if self._looks_up and self._spec.fused_loss:
+        if self._looks_up and self._fused:
             # The look-up's gradient is a row per token, not a whole table: cut the graph here and sum rows instead.
             with torch.no_grad():
                 rows = F.embedding(batch.input_ids, embedding.weight)
@@ -191,12 +198,12 @@ class HostEngine:
         if batch is None:
             return torch.zeros(())
         with torch.no_grad():
-            return self._loss(batch, 1.0, None)[0]
+            return self._loss(batch, 1.0)[0]
 
-    def _loss(self, batch: MicroBatch, scale: float, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _loss(self, batch: MicroBatch, scale: float, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The summed loss, detached, and what backward() starts from."""
         documents = Documents(batch.edges)
-        if not self._spec.fused_loss:
+        if not self._fused:
             loss = meta_models.whole_logits_loss(
                 self._model, batch.input_ids, batch.position_ids, batch.labels, documents
             )
@@ -263,7 +270,7 @@ class HostEngine:
             gathered_bytes=0,
             activations_bytes=self._activations.peak_bytes,
             wire_bytes=self._hosts.wire.sent_bytes if self._hosts.wire is not None else 0,
-            shared_bytes=(self._memory.size_bytes + self._gradients.ring_bytes * self._hosts.peers.size)
+            shared_bytes=(self._memory.size_bytes + self._gradients.ring.size_bytes * self._hosts.peers.size)
             // self._hosts.peers.size,
             staged_bytes=self._gradients.staged_bytes,
             moved_bytes=self._gradients.moved_bytes + self._updates * self._update_bytes(),

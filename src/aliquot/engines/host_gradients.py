@@ -65,7 +65,7 @@ class HostGradients:
         self._dtype = compute
         self._tokens, self._width = tokens, width
         row_bytes = max(weight.row_numel for weight in weights) * compute.itemsize
-        self._ring = Ring(self._peers, max(_RING_BYTES, 2 * row_bytes, 2 * self._rows_bytes()))
+        self.ring = Ring(self._peers, max(_RING_BYTES, 2 * row_bytes, 2 * self._rows_bytes()))
         self._owners = [ranks[self._peers.index] for ranks in hosts.table]
         self.sums = [
             [torch.zeros(stop - start, dtype=kept) for start, stop in (w.ranges[owner] for w in weights)]
@@ -83,10 +83,6 @@ class HostGradients:
     @property
     def size_bytes(self) -> int:
         return sum(tensor.nbytes for tensors in self.sums for tensor in tensors)
-
-    @property
-    def ring_bytes(self) -> int:
-        return self._ring.size_bytes
 
     def begin(self, first: bool) -> None:
         """A micro-batch begins; `first`: of the optimizer step, so what is there is replaced."""
@@ -106,23 +102,23 @@ class HostGradients:
 
     def buffer(self, index: int, start: int, stop: int) -> Tensor:
         """Room for elements [start, stop) of the gradient of weight `index`, flat; then call `publish`."""
-        self._piece = self._ring.stage((stop - start) * self._dtype.itemsize)
+        self._piece = self.ring.stage((stop - start) * self._dtype.itemsize)
         self._range = (index, start, stop)
-        return self._ring.own(self._piece, self._dtype, (stop - start,))
+        return self.ring.own(self._piece, self._dtype, (stop - start,))
 
     def publish(self) -> None:
         index, start, stop = self._range
         first = self._first
         self.staged_bytes += (stop - start) * self._dtype.itemsize
         self.moved_bytes += (stop - start) * self._dtype.itemsize
-        self._ring.publish(self._piece, lambda piece: self._sum(piece, index, start, stop, first))
+        self.ring.publish(self._piece, lambda piece: self._sum(piece, index, start, stop, first))
 
     def add_rows(self, index: int, ids: Tensor, rows: Tensor, only: bool) -> None:
         """The gradient of a look-up: `rows` [T, E] belong to rows `ids` [T] of weight `index`.
 
         `only`: nothing else adds to this weight in the micro-batch.
         """
-        piece = self._ring.stage(self._rows_bytes())
+        piece = self.ring.stage(self._rows_bytes())
         view = self._view(piece, self._peers.index)
         count = len(ids)
         view[0].fill_(count)
@@ -130,11 +126,11 @@ class HostGradients:
         view[2][:count] = rows
         first = self._first and only
         self.staged_bytes += count * (8 + self._width * self._dtype.itemsize)
-        self._ring.publish(piece, lambda piece: self._sum_rows(piece, index, first))
+        self.ring.publish(piece, lambda piece: self._sum_rows(piece, index, first))
 
     def finish(self) -> None:
         """All of this host's sums are complete."""
-        self._ring.drain()
+        self.ring.drain()
 
     def exchange(self) -> None:
         """Between hosts: `own` becomes the sum over all of them."""
@@ -153,7 +149,7 @@ class HostGradients:
             a, b = max(start, low), min(stop, high)
             if a < b:
                 sources = [
-                    self._ring.view(piece, rank, self._dtype, a - start, (b - a,)) for rank in range(self._peers.size)
+                    self.ring.view(piece, rank, self._dtype, a - start, (b - a,)) for rank in range(self._peers.size)
                 ]
                 add_sum(sums[index][a - low : b - low], sources, first)
                 of_sum = sums[index].element_size() * (1 if first else 2)
@@ -186,9 +182,9 @@ class HostGradients:
         ids_at = aligned(8) // 8
         rows_at = (aligned(8) + aligned(8 * self._tokens)) // self._dtype.itemsize
         return (
-            self._ring.view(piece, rank, torch.int64, 0, ()),
-            self._ring.view(piece, rank, torch.int64, ids_at, (self._tokens,)),
-            self._ring.view(piece, rank, self._dtype, rows_at, (self._tokens, self._width)),
+            self.ring.view(piece, rank, torch.int64, 0, ()),
+            self.ring.view(piece, rank, torch.int64, ids_at, (self._tokens,)),
+            self.ring.view(piece, rank, self._dtype, rows_at, (self._tokens, self._width)),
         )
 
     def _rows_bytes(self) -> int:

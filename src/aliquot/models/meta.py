@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,11 +12,15 @@ import torch
 
 from aliquot.errors import UserError
 from aliquot.models import attention, initialize
+from aliquot.models.batch import MicroBatch
 from aliquot.models.loss import summed_cross_entropy
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PretrainedConfig, PreTrainedModel
+
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -142,3 +149,22 @@ def whole_logits_loss(
 ) -> Tensor:
     """The summed loss from the model's own logits, all of them at once: for heads that do more than multiply."""
     return summed_cross_entropy(forward(model, ids[None], positions[None], documents), labels)
+
+
+def losses_agree(model: nn.Module, fused: Callable[[MicroBatch, float], tuple[Tensor, Tensor]]) -> bool:
+    """Whether an engine's fused loss is the model's own on a few tokens; warns if not. Every rank calls it.
+
+    A head that does more than multiply is known from its structure; this is for what structure does not tell.
+    """
+    edges = (0, 5, 8)
+    batch = MicroBatch(torch.arange(8), torch.arange(8).roll(-1), torch.tensor([0, 1, 2, 3, 4, 0, 1, 2]), edges)
+    device = model.get_input_embeddings().weight.device  # type: ignore[operator]
+    with torch.no_grad():
+        ours = float(fused(batch, 1.0)[0])
+        ids, positions, labels = (t.to(device) for t in (batch.input_ids, batch.position_ids, batch.labels))
+        theirs = float(whole_logits_loss(model, ids, positions, labels, attention.Documents(edges)))
+    # bf16 logits carry 8 bits; without weights yet, nan on both sides says nothing.
+    if math.isclose(ours, theirs, rel_tol=0.02, abs_tol=1e-3) or math.isnan(theirs):
+        return True
+    _log.warning("the fused loss gives %g where the model's own gives %g: training with the model's own", ours, theirs)
+    return False
