@@ -2,8 +2,8 @@
 
 python benchmarks/memory.py --json memory.json
 
-500 M parameters, micro-batches of 512 tokens, two a step: more would take longer and the same memory. Frugal: moments in
-int8, gradient sums in bf16. The seconds of a step tell what selective activation checkpointing costs.
+500 M parameters, micro-batches of 512 tokens, two a step: more would take longer and the same memory. Frugal: moments
+in int8, gradient sums in bf16. The seconds of a step tell what selective activation checkpointing costs.
 """
 
 from __future__ import annotations
