@@ -29,10 +29,14 @@ KILLS ?= 300
 crash: $(INSTALLED)
 	$(BIN)/python -m tests.crash --kills $(KILLS)
 
-# Tables on the console, JSON beside: tens of minutes, 20 GB of disk. Peers that are not installed get a row saying so.
+# Tables on the console, JSON beside: an hour or two, 20 GB of disk. Peers that are not installed get a row saying so.
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/load.py --json benchmarks/load.json
 	$(BIN)/python benchmarks/checkpoint.py --json benchmarks/checkpoint.json
+	$(BIN)/python benchmarks/parts.py --json benchmarks/parts.json
+	$(BIN)/python benchmarks/wire.py --json benchmarks/wire.json
+	$(BIN)/python benchmarks/memory.py --json benchmarks/memory.json
+	$(BIN)/python benchmarks/step.py --json benchmarks/step.json
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -43,7 +43,10 @@ def main() -> None:
     arguments.add_argument("--directory", type=Path, help="where checkpoints are made; default: a temporary directory")
     arguments.add_argument("--repeats", type=int, default=3)
     arguments.add_argument("--skip-8b", action="store_true")
+    arguments.add_argument("--methods", help=f"of {', '.join(METHODS)}; default: all")
     given = arguments.parse_args()
+    for method in set(METHODS) - set(given.methods.split(",") if given.methods else METHODS):
+        del METHODS[method]
     folder = Path(tempfile.mkdtemp(prefix="aliquot-load-", dir=given.directory))
     try:
         rows, found = small_model(generate(folder / "1b", LLAMA_1B, 500_000_000), given.repeats)
@@ -104,7 +107,7 @@ def _values(rows: list[Row]) -> dict[str, float | None]:
     by = {(row["method"], row["cache"]): row for row in rows if "seconds" in row}
 
     def ratio(column: str, above: str, below: str, state: str) -> float | None:
-        one, other = by.get((METHODS[above], state)), by.get((METHODS[below], state))
+        one, other = by.get((METHODS.get(above), state)), by.get((METHODS.get(below), state))
         return one[column] / other[column] if one and other else None
 
     own = [row for row in rows if row["method"] == METHODS["aliquot"] and "seconds" in row]

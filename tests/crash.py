@@ -1,4 +1,4 @@
-"""Kill a real two-rank run at random moments, again and again, and compare what is left with an undisturbed run.
+"""Kill a real two-rank run, or tell it to stop, at random moments, and compare what is left with an undisturbed run.
 
     python -m tests.crash --kills 300          (make crash KILLS=300)
 
@@ -23,6 +23,7 @@ from pathlib import Path
 
 import aliquot
 from aliquot.checkpoint.directories import directories
+from aliquot.machine.stop import Terminated
 from aliquot.models import meta
 from aliquot.models.source import resolve
 from aliquot.ranges.manifest import verify
@@ -31,6 +32,7 @@ from tests.runs import curve, write_config
 STEPS = 12
 RANKS = 2
 PAUSE_S = 0.005
+TERMINATED = 143
 
 
 def crash(kills: int, seed: int, folder: Path) -> dict[str, int]:
@@ -50,22 +52,24 @@ def crash(kills: int, seed: int, folder: Path) -> dict[str, int]:
     run_s = time.monotonic() - began
     expected, expected_norms = curve(folder / "undisturbed"), curve(folder / "undisturbed", "grad_norm")
 
-    counts = {"kills": 0, "of all ranks": 0, "of one rank": 0, "runs completed": 0, "checkpoints verified": 0}
+    kinds = ("kills", "of all ranks", "of one rank", "by SIGTERM", "runs completed", "checkpoints verified")
+    counts = dict.fromkeys(kinds, 0)
     while counts["kills"] < kills:
         children = _start(config, draw.randrange(1 << 30))
         time.sleep(draw.uniform(0, 1.3 * run_s))
-        if draw.random() < 0.5:
-            victims, kind = children, "of all ranks"
-        else:
-            victims, kind = [draw.choice(children)], "of one rank"
-        alive = [child for child in victims if _kill(child)]
-        if alive:
+        kind = draw.choice(("of all ranks", "of one rank", "by SIGTERM"))
+        victims = [draw.choice(children)] if kind == "of one rank" else children
+        alive = [child for child in victims if _kill(child, signal.SIGTERM if kind == "by SIGTERM" else signal.SIGKILL)]
+        if alive and kind != "by SIGTERM":
             # What a launcher does when a rank has died; until then the others may go on or fail, as they like.
             time.sleep(draw.uniform(0, 0.2))
             for child in children:
                 if child not in _codes and child not in alive:
                     _kill(child)
         codes = _wait(children)
+        if kind == "by SIGTERM":
+            # Saved and stopped, complete, or (before training began) ended at once: -15 and the echo of it.
+            assert set(codes) in ({TERMINATED}, {0}) or -signal.SIGTERM in codes or 1 in codes, codes
         if alive:
             counts["kills"] += 1
             counts[kind] += 1
@@ -106,6 +110,8 @@ def _rank(config: Path, rank: int, port: int, pauses: int | None) -> int:
         _slow_down(random.Random(pauses + rank))
     try:
         aliquot.train(aliquot.read_config(config))
+    except Terminated:
+        return TERMINATED
     except Exception as error:
         # Expected where a peer was killed; anything else shows in what the parent verifies.
         if "--debug" in sys.argv:
@@ -127,13 +133,13 @@ def _slow_down(draw: random.Random) -> None:
         setattr(module, name, slow)
 
 
-def _kill(child: int) -> bool:
+def _kill(child: int, number: int = signal.SIGKILL) -> bool:
     """Whether it was still running."""
     ended, status = os.waitpid(child, os.WNOHANG)
     if ended:
         _codes[child] = os.waitstatus_to_exitcode(status)
         return False
-    os.kill(child, signal.SIGKILL)
+    os.kill(child, number)
     return True
 
 
