@@ -38,14 +38,14 @@ WHO = {
 
 @dataclass(frozen=True)
 class RealRows(Work):
-    """Rows of a text: ROWS documents make one micro-batch."""
+    """Rows of a text packed into sequences of `tokens`; what does not fit at the end is cut off."""
 
     lengths: tuple[int, ...] = ()
 
     def edges(self, seed: int) -> tuple[int, ...]:
         draw, edges = random.Random(seed), [0]
-        for length in draw.choices(self.lengths, k=ROWS):
-            edges.append(edges[-1] + length)
+        while edges[-1] < self.tokens:
+            edges.append(min(self.tokens, edges[-1] + draw.choice(self.lengths)))
         return tuple(edges)
 
 
@@ -110,19 +110,16 @@ def rank() -> None:
     dist.init_process_group("gloo")
     config, mean = llama_config(LLAMA_125M), statistics.mean(lengths)
     ends: list[float] = []
-    real = mean * ROWS * RANKS
+    real, packed = mean * ROWS * RANKS, round(mean * ROWS)
     if who == "host":
-        work = RealRows(LONGEST * ROWS, 1, None, lengths)
+        work = RealRows(packed, 1, None, lengths)
         topology = Topology(number, RANKS, number, RANKS, 0, 1, "cpu", 1, ())
-        making = aliquot_steps("host", config, work, topology, {})
+        making = aliquot_steps("host", config, work, topology, {"compile": "layers"})
         for _ in range(WARM + STEPS):
             next(making)
             ends.append(time.perf_counter())
-        seeds = range(WARM * RANKS, (WARM + STEPS) * RANKS)
-        real = sum(work.edges(seed)[-1] for seed in seeds) / STEPS
     else:
         accumulation = 1 if who == "concatenated" else ROWS
-        packed = round(mean * ROWS)
 
         def lengths_of(index: int) -> tuple[int, int]:
             length = lengths[index % len(lengths)]

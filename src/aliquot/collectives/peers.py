@@ -17,15 +17,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from aliquot.collectives.shared import Memory
-from aliquot.errors import TrainingError
 
 _SPIN_S = 50e-6  # most waits are shorter than what it costs to sleep
 _JOIN_TIMEOUT_S = 300.0
 _BARRIER, _DESCRIPTOR = 0, 255  # the other kinds of token are free for the users of a group
 
 
-class PeerLost(TrainingError):
-    """A rank of this host has ended, or could not be reached."""
+class PeerLost(ConnectionError):
+    """A rank of this host has ended, or could not be reached: an echo of whatever ended it."""
 
 
 def host_identity() -> str:
