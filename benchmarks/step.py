@@ -172,7 +172,7 @@ def rank() -> None:
             making = fsdp2_steps(config, work)
         else:
             engine = "host" if who == "host-eager" else who
-            settings = {"compile": "layers"} if who in ("host", "alone") else {}
+            settings = {"compile": "layers"} if who in ("host", "alone") else {"collectives": "shared_memory"}
             making = aliquot_steps(engine, config, work, topology, settings)
         for step in range(warm + steps):
             next(making)

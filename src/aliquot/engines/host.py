@@ -189,7 +189,6 @@ class HostEngine:
         scaled.backward()  # type: ignore[no-untyped-call]
         if rows is not None:
             self._add_embedding(embedding, batch.input_ids, rows.grad)
-        self._gradients.finish()
         self._spec.phase("backward")
         return summed
 
@@ -236,6 +235,7 @@ class HostEngine:
 
     def step(self, learning_rate: float, max_grad_norm: float | None) -> StepResult:
         self._micro_batches = 0
+        self._gradients.finish()  # not after each micro-batch: ranks need not wait for each other in between
         self._gradients.exchange()
         # All ranks wait for each other here: nobody computes from the weights any more.
         norm = global_norm(self._gradients.own, torch.device("cpu"))
