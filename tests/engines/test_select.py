@@ -36,6 +36,9 @@ def test_auto_takes_host_where_one_copy_of_the_weights_fits(monkeypatch: pytest.
 def test_what_an_engine_cannot_do_is_refused() -> None:
     with pytest.raises(UserError, match="host is for CPUs"):
         engine_class(config(shard={"engine": "host"}), on("cuda"), 1)
+    with pytest.raises(UserError, match="gloo is for engine fsdp"):
+        engine_class(config(shard={"engine": "host", "collectives": "gloo"}), on(), 1)
+    assert engine_class(config(shard={"collectives": "gloo"}), on(), 1)[0] == "fsdp"
     with pytest.raises(UserError, match="needs shard"):
         frugal = {"global_batch_size": 1, "optimizer_states": "int8"}
         engine_class(config(shard={"engine": "fsdp"}, train=frugal), on(), 1)

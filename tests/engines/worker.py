@@ -18,37 +18,24 @@ from aliquot.engines.host import HostEngine
 from aliquot.machine.ranks import gather
 from aliquot.machine.topology import Topology
 from aliquot.models import initialize, meta
-from tests.engines.cases import (
-    BETAS,
-    CASES,
-    EPSILON,
-    LEARNING_RATE,
-    MAX_GRAD_NORM,
-    SEED,
-    SMALL,
-    WEIGHT_DECAY,
-    Case,
-    documents,
-    micro_batch,
-    predicted,
-)  # fmt: skip
+from tests.engines import cases
 from tests.processes import as_ranks
 
 ENGINES: dict[str, type[Engine]] = {"fsdp": FsdpEngine, "fsdp-shared": FsdpEngine, "host": HostEngine}
 
 
-def train(kind: str, case: Case, rank: int, world_size: int, folder: Path) -> None:
+def train(kind: str, case: cases.Case, rank: int, world_size: int, folder: Path) -> None:
     torch.manual_seed(rank)  # initial weights must not depend on it
-    built = meta.build(AutoConfig.for_model(**{**SMALL, **case.model}))
+    built = meta.build(AutoConfig.for_model(**{**cases.SMALL, **case.model}))
     spec = EngineSpec(
         precision=case.precision,
         micro_batch_tokens=64,
         fused_loss=built.plain_head,
         gradient_checkpointing=case.checkpointing,
-        weight_decay=WEIGHT_DECAY,
-        adam_beta1=BETAS[0],
-        adam_beta2=BETAS[1],
-        adam_epsilon=EPSILON,
+        weight_decay=cases.WEIGHT_DECAY,
+        adam_beta1=cases.BETAS[0],
+        adam_beta2=cases.BETAS[1],
+        adam_epsilon=cases.EPSILON,
         optimizer_states=case.states,
         compile=case.compile,
         collectives="shared_memory" if kind == "fsdp-shared" else "gloo",
@@ -61,22 +48,22 @@ def train(kind: str, case: Case, rank: int, world_size: int, folder: Path) -> No
         engine = HostEngine(built.model, spec, Hosts.join(rank, rank % 2, gather), topology)
     else:
         engine = ENGINES[kind].build(built.model, spec, topology)
-    initialize.initialize(engine, built.fills, SEED)
+    initialize.initialize(engine, built.fills, cases.SEED)
     engine.ready()
     write_parts(engine, folder / f"{case.name}-initial-{rank}.safetensors")
     losses, norms = [], []
     for step in range(case.steps):
-        mine = [micro_batch(s) for i, s in enumerate(documents(step)) if i % world_size == rank]
-        rounds = -(-len(documents(step)) // world_size)
+        mine = [cases.micro_batch(s) for i, s in enumerate(cases.documents(step)) if i % world_size == rank]
+        rounds = -(-len(cases.documents(step)) // world_size)
         padded = [*mine, *[None] * (rounds - len(mine))]
         total = torch.zeros((), dtype=torch.float64)
         for i, batch in enumerate(padded):
-            total += engine.backward(batch, 1 / predicted(step), last=i == rounds - 1)
+            total += engine.backward(batch, 1 / cases.predicted(step), last=i == rounds - 1)
         dist.all_reduce(total)
-        losses.append(float(total) / predicted(step))
-        norms.append(engine.step(LEARNING_RATE, MAX_GRAD_NORM).grad_norm)
+        losses.append(float(total) / cases.predicted(step))
+        norms.append(engine.step(cases.LEARNING_RATE, cases.MAX_GRAD_NORM).grad_norm)
     write_parts(engine, folder / f"{case.name}-final-{rank}.safetensors")
-    evaluated = engine.evaluate(micro_batch(documents(99)[0]) if rank == 0 else None)
+    evaluated = engine.evaluate(cases.micro_batch(cases.documents(99)[0]) if rank == 0 else None)
     (folder / f"{case.name}-{rank}.json").write_text(
         json.dumps({"losses": losses, "norms": norms, "evaluated": float(evaluated)})
     )
@@ -93,9 +80,9 @@ def write_parts(engine: Engine, file: Path) -> None:
 
 
 def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None:
-    kind, *cases = arguments
-    for name in cases:
-        train(kind, CASES[name], rank, world_size, folder)
+    kind, *names = arguments
+    for name in names:
+        train(kind, cases.CASES[name], rank, world_size, folder)
 
 
 if __name__ == "__main__":

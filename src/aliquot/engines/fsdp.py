@@ -30,7 +30,7 @@ from aliquot.models.attention import Documents
 from aliquot.models.batch import MicroBatch
 from aliquot.models.loss import head_loss
 from aliquot.optim.adamw import ShardedAdamW
-from aliquot.ranges.parts import Part
+from aliquot.ranges.parts import Part, row_ranges
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -252,9 +252,7 @@ def _own_shards(model: nn.Module, topology: Topology) -> list[_Shard]:
     shards = []
     for name, parameter in model.named_parameters():
         local = cast(DTensor, parameter).to_local().detach()
-        rows = -(-parameter.shape[0] // topology.world_size)  # FSDP2's dim-0 rule: ceil, the last ranks may be short
-        row_numel = parameter[0].numel() if parameter.ndim > 1 else 1
-        start = min(topology.rank * rows, parameter.shape[0]) * row_numel
+        start, _ = row_ranges(tuple(parameter.shape), topology.world_size)[topology.rank]
         shards.append(_Shard(name, parameter, local, start))
     return shards
 

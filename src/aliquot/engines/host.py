@@ -25,7 +25,7 @@ from aliquot.engines import checkpointing
 from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.compiling import compile_layers
 from aliquot.engines.host_check import check_published, check_sums
-from aliquot.engines.host_gradients import HostGradients, Weight, rows_of
+from aliquot.engines.host_gradients import HostGradients, Weight
 from aliquot.engines.norm import global_norm
 from aliquot.machine.cpu import numa_nodes
 from aliquot.machine.ranks import gather
@@ -37,7 +37,7 @@ from aliquot.models.loss import GradientRows, head_loss
 from aliquot.optim.blocked_adamw import BlockedAdamW, FlatShard
 from aliquot.optim.moments import ExactMoment, Moment, moment
 from aliquot.optim.weights import SplitWeights, Weights, WholeWeights
-from aliquot.ranges.parts import Part
+from aliquot.ranges.parts import Part, row_ranges
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,7 +53,7 @@ class HostEngine:
         self._rank = topology.rank
         self._compute = torch.bfloat16 if spec.precision == "bf16" else torch.float32
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        self._weights = [Weight(name, shape, rows_of(shape, topology.world_size)) for name, shape in shapes.items()]
+        self._weights = [Weight(name, shape, row_ranges(shape, topology.world_size)) for name, shape in shapes.items()]
         self._index = {weight.name: index for index, weight in enumerate(self._weights)}
         self._offsets = [0]
         for weight in self._weights:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,14 +41,6 @@ class Weight:
     @property
     def row_numel(self) -> int:
         return torch.Size(self.shape[1:]).numel()
-
-
-def rows_of(shape: tuple[int, ...], world_size: int) -> tuple[tuple[int, int], ...]:
-    """FSDP2's dim-0 rule: each rank gets ceil(rows / ranks) rows, the last ones what is left, perhaps none."""
-    row_numel = torch.Size(shape[1:]).numel()
-    share = -(-shape[0] // world_size)
-    edges = [min(rank * share, shape[0]) * row_numel for rank in range(world_size + 1)]
-    return tuple(pairwise(edges))
 
 
 class HostGradients:

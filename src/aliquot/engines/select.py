@@ -22,6 +22,8 @@ def engine_class(config: RunConfig, topology: Topology, numel: int) -> tuple[str
     if name == "host":
         if topology.device != "cpu":
             raise UserError("shard.engine: host is for CPUs; with launch.device cuda use fsdp")
+        if config.shard.collectives == "gloo":
+            raise UserError("shard.collectives: gloo is for engine fsdp: engine host has shared memory only")
         from aliquot.engines.host import HostEngine
 
         return "host", HostEngine
@@ -37,6 +39,7 @@ def _fits_host(config: RunConfig, topology: Topology, numel: int) -> bool:
     copy_bytes = numel * (2 if config.train.precision == "bf16" else 4)
     return (
         topology.device == "cpu"
+        and config.shard.collectives != "gloo"
         and topology.world_size == topology.nodes * topology.local_world_size
         and copy_bytes <= _SHARED_FRACTION * memory_limit()
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -26,6 +28,13 @@ class Part:
     @property
     def numel(self) -> int:
         return self.stop - self.start
+
+
+def row_ranges(shape: tuple[int, ...], ranks: int) -> tuple[tuple[int, int], ...]:
+    """Each rank's flat range by FSDP2's dim-0 rule: ceil(rows / ranks) rows, the last what is left, perhaps none."""
+    row_numel, share = math.prod(shape[1:]), -(-shape[0] // ranks)
+    edges = [min(rank * share, shape[0]) * row_numel for rank in range(ranks + 1)]
+    return tuple(pairwise(edges))
 
 
 class PartStore(Protocol):
