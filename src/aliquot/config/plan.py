@@ -1,0 +1,82 @@
+"""What is foreseen of a run before it starts: plain numbers, without torch, so that anyone may read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class PhaseMemory:
+    """The most that a rank holds at once during one phase, named as in the ledger."""
+
+    name: str
+    private_bytes: Mapping[str, int]  # of the largest rank, by category
+    shared_bytes: Mapping[str, int]  # what all ranks of a host have in common, once per host, by category
+
+    def per_rank(self, ranks_per_node: int) -> int:
+        """Private bytes and this rank's share of the shared ones (what PSS counts)."""
+        return sum(self.private_bytes.values()) + -(-sum(self.shared_bytes.values()) // ranks_per_node)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run on given machines. Memory in bytes, times in seconds, money in US dollars."""
+
+    model: str
+    parameters: int
+    engine: str
+    device: str  # cpu | cuda
+    nodes: int
+    ranks_per_node: int
+    threads_per_rank: int
+    instance: str | None  # an EC2 type, where the machines are such
+    phases: tuple[PhaseMemory, ...]
+    shm_bytes_per_node: int  # needed in /dev/shm (DeepSpeed, NCCL); the host engine needs none
+    limit_bytes_per_node: int  # what all ranks of a node may have together
+    wire_bytes_per_step: int  # sent between hosts by all ranks
+    local_bytes_per_step: int  # sent among ranks of one host through sockets, all hosts
+    disk_read_bytes: int  # by all ranks at start
+    checkpoint_bytes: int  # written by all ranks per checkpoint
+    steps: int
+    tokens_per_step: float  # real ones
+    step_s: float
+    bottleneck: str  # e.g. "compute-bound", "network-bound 4.1x"
+    rates: str  # where the machine's rates come from: measured here on a date, or the catalogue's
+    usd_per_hour: float | None  # of all nodes, on demand
+
+    @property
+    def peak(self) -> PhaseMemory:
+        return max(self.phases, key=lambda phase: phase.per_rank(self.ranks_per_node))
+
+    @property
+    def peak_bytes_per_rank(self) -> int:
+        return self.peak.per_rank(self.ranks_per_node)
+
+    @property
+    def limit_bytes(self) -> int:
+        """What one rank may have of its node."""
+        return self.limit_bytes_per_node // self.ranks_per_node
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes_per_rank <= self.limit_bytes
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens_per_step / self.step_s
+
+    @property
+    def total_s(self) -> float:
+        return self.steps * self.step_s
+
+    @property
+    def cost_usd(self) -> float | None:
+        """On demand, for the whole run."""
+        return None if self.usd_per_hour is None else self.usd_per_hour * self.total_s / 3600
+
+    def as_json(self) -> dict[str, Any]:
+        """Every field, and what follows from them, under the names that `aliquot plan --json` prints."""
+        derived = ("peak_bytes_per_rank", "limit_bytes", "fits", "tokens_per_s", "total_s", "cost_usd")
+        return {**asdict(self), **{name: getattr(self, name) for name in derived}, "peak_phase": self.peak.name}
