@@ -110,6 +110,7 @@ RULES: dict[str, Rule] = {
     ),
     "zero_optimization.zenflow": Rule("rejected", "updates late: not the same optimizer", harmless=(None,)),
     "zero_optimization.leaf_module": _passed(),
+    "zero_optimization.save_muon_momentum_buffer_in_memory": Rule("overridden", "the optimizer is AdamW"),
     **{
         f"zero_optimization.{key}": Rule("overridden", _STAGE_12)
         for key in (

@@ -252,7 +252,9 @@ def _construct(config: PretrainedConfig, dtype: torch.dtype, options: dict[str, 
     kind = AutoModelForCausalLM._model_mapping[type(config)]
     config.dtype = dtype
     built: PreTrainedModel = kind(config)
-    return built.to(dtype)
+    for weight in built.parameters():
+        weight.data = weight.data.to(dtype)  # `built.to` would round the rotary frequencies too
+    return built
 
 
 def _settings(config: dict[str, Any] | Path | str | None) -> dict[str, Any] | None:
