@@ -88,7 +88,8 @@ def test_a_checkpoint_of_one_engine_continues_in_the_other(folder: Path, host: P
             checkpoint={"resume": start},
         )
     )
-    assert curve(folder / "moved") == pytest.approx(curve(host)[3:], rel=1e-4)
+    later = {step: loss for step, loss in curve(host).items() if step > 3}
+    assert curve(folder / "moved") == pytest.approx(later, rel=1e-4)
 
 
 def test_the_batch_of_the_json_must_multiply_out(folder: Path) -> None:
