@@ -93,12 +93,12 @@ def train(config: RunConfig) -> Result:
     Every rank calls it with the same config. Raises UserError for bad input, TrainingError for a run that must stop.
     """
     topology, placement = place(config.launch, os.environ, read_cpu(), choose_device(config.launch.device))
-    machine = machine_facts()
+    machine = machine_facts() if topology.is_first else None
     ranks = Ranks.join(topology, _PREPARATION_TIMEOUT_S)
     display = Display(config.observe.console, enabled=topology.is_first)
     try:
         with RunDirectory(config.run.directory).locked() if topology.is_first else nullcontext():
-            result = _train(_prepare(config, ranks, display, machine, placement))
+            result = _train(_prepare(config, ranks, display, ranks.broadcast(machine), placement))
     except BaseException:
         if ranks.world_size == 1:
             ranks.close()  # with peers, what ended this rank must be told before they see the connection go
