@@ -2,8 +2,8 @@
 
 python benchmarks/states.py --model DIRECTORY --text FILE --json states.json
 
-Evaluation loss after --steps steps of two packed sequences of 256 tokens, over the twentieth of the paragraphs of --text
-that is held out; differences are between runs of one seed, which sees the same batches with any states.
+Evaluation loss after --steps steps of two packed sequences of 256 tokens, over a twentieth of the paragraphs of --text,
+which is held out; differences are between runs of one seed, which sees the same batches with any states.
 """
 
 from __future__ import annotations
