@@ -11,7 +11,6 @@ from types import MethodType
 from typing import TYPE_CHECKING, Self, cast
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -20,9 +19,9 @@ from aliquot.collectives.peers import Peers
 from aliquot.engines import checkpointing
 from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.compiling import compile_layers
+from aliquot.engines.fsdp_check import check_collectives
 from aliquot.engines.fsdp_comm import SharedAllGather, SharedReduceScatter, Stage
 from aliquot.engines.norm import global_norm
-from aliquot.errors import TrainingError
 from aliquot.machine.ranks import gather
 from aliquot.machine.topology import Topology
 from aliquot.models import meta as meta_models
@@ -118,14 +117,7 @@ class FsdpEngine:
         return tensor.view(-1)
 
     def ready(self) -> None:
-        """A start-up check that this build of torch sums where it should (torch <= 2.8 on gloo did not)."""
-        ones = torch.full((self._world_size,), 1.0, device=self._device)
-        own = torch.empty(1, device=self._device)
-        dist.reduce_scatter_single(own, ones)
-        if own.item() != self._world_size:
-            raise TrainingError(
-                f"reduce-scatter of ones over {self._world_size} ranks gave {own.item()}: broken torch?"
-            )
+        check_collectives(self._device, self._stage)
         self._fused = self._spec.fused_loss and meta_models.losses_agree(self._model, self._loss)
 
     def restored(self, steps: int) -> None:
