@@ -128,7 +128,7 @@ def _prepare(config: RunConfig, ranks: Ranks, display: Display, machine: dict[st
     built = meta.build(source.config)
     engine_name, engine_type = engine_class(config, ranks.topology, built.numel)
     phase = lambda name: ledger.mark(f"first {name}", engine.counters().memory())  # noqa: E731
-    spec = EngineSpec.of(config, ranks.topology, built.plain_head, phase)
+    spec = EngineSpec.of(config, built.plain_head, phase)
     engine: Engine = engine_type.build(built.model, spec, ranks.topology)
     ledger.mark("model built", engine.counters().memory())
 
@@ -151,7 +151,7 @@ def _prepare(config: RunConfig, ranks: Ranks, display: Display, machine: dict[st
 
     packed = "packed" if config.data.packing else "padded"
     display.header(
-        f"{built.name}, {built.numel:,} parameters, {config.train.precision}, engine {engine_name}",
+        f"{built.name}, {built.numel:,} parameters, {config.train.precision}, engine {engine_name}, {engine.transport}",
         f"{placement}; {machine['matmul_kernels'][config.train.precision]}, {machine['allocator']}",
         f"{batches.store.documents:,} documents, {len(batches.store.tokens):,} tokens; {total_steps} steps of"
         f" {size.total} sequences of {config.data.sequence_length}, {packed}",

@@ -135,7 +135,7 @@ class ShardSection(Section):
         "auto", description="host: CPU, weights once per NUMA node in shared memory; fsdp: gathered layer by layer."
     )
     collectives: Literal["auto", "shared_memory", "gloo"] = Field(
-        "auto", description="Among the CPU ranks of one host. auto: shared_memory; engine host knows nothing else."
+        "auto", description="Among CPU ranks. auto: shared_memory where it can be; in fsdp that is one host."
     )
 
 

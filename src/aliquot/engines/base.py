@@ -32,13 +32,12 @@ class EngineSpec:
     adam_epsilon: float = 1e-8
     optimizer_states: Literal["fp32", "bf16", "int8"] = "fp32"
     compile: Literal["none", "layers"] = "none"
-    collectives: Literal["shared_memory", "gloo"] = "gloo"  # among the CPU ranks of one host, where there is a choice
+    collectives: Literal["auto", "shared_memory", "gloo"] = "gloo"  # of fsdp; auto: the first that can be
     phase: Callable[[str], None] = lambda _: None  # told "forward" and "backward" as each ends, for the memory ledger
 
     @classmethod
-    def of(cls, config: RunConfig, topology: Topology, fused_loss: bool, phase: Callable[[str], None]) -> Self:
+    def of(cls, config: RunConfig, fused_loss: bool, phase: Callable[[str], None]) -> Self:
         train = config.train
-        shared = topology.device == "cpu" and topology.local_world_size > 1 and config.shard.collectives != "gloo"
         return cls(
             precision=train.precision,
             gradient_checkpointing=train.gradient_checkpointing,
@@ -49,7 +48,7 @@ class EngineSpec:
             optimizer_states=train.optimizer_states,
             micro_batch_tokens=train.per_device_train_batch_size * config.data.sequence_length,
             compile=train.compile,
-            collectives="shared_memory" if shared else "gloo",
+            collectives=config.shard.collectives,
             fused_loss=fused_loss,
             phase=phase,
         )
@@ -103,7 +102,15 @@ class Engine(Protocol):
 
     @classmethod
     def build(cls, meta: nn.Module, spec: EngineSpec, topology: Topology) -> Self:
-        """Shard `meta`, a model on the meta device, and allocate this rank's own parts, not yet filled."""
+        """Shard `meta`, a model on the meta device, and allocate this rank's own parts, not yet filled.
+
+        Raises UserError for what `spec` asks for and this engine cannot do where its ranks are.
+        """
+        ...
+
+    @property
+    def transport(self) -> str:
+        """What carries its collectives, for people: `shared memory`, `gloo`, `nccl`, or how they are combined."""
         ...
 
     def parts(self) -> Sequence[Part]:

@@ -22,6 +22,7 @@ from aliquot.engines.compiling import compile_layers
 from aliquot.engines.fsdp_check import check_collectives
 from aliquot.engines.fsdp_comm import SharedAllGather, SharedReduceScatter, Stage
 from aliquot.engines.norm import global_norm
+from aliquot.errors import UserError
 from aliquot.machine.ranks import gather
 from aliquot.machine.topology import Topology
 from aliquot.models import meta as meta_models
@@ -80,7 +81,7 @@ class FsdpEngine:
             compile_layers(meta, topology.threads)
         for group in _groups(meta):
             fully_shard(group, mesh=mesh, mp_policy=policy)
-        stage = _share_memory(meta, topology) if spec.collectives == "shared_memory" else None
+        stage = _share_memory(meta, spec, topology)
         _add_fused_loss(meta)
         for module in meta.modules():
             if isinstance(module, FSDPModule):
@@ -93,6 +94,14 @@ class FsdpEngine:
         for name, buffer in buffers.items():
             meta.get_buffer(name).copy_(buffer)
         return cls(meta, _own_shards(meta, topology), spec, topology, stage)
+
+    @property
+    def transport(self) -> str:
+        if self._world_size == 1:
+            return "one rank"
+        if self._stage is not None:
+            return "shared memory"
+        return "gloo" if self._device.type == "cpu" else "nccl"
 
     def parts(self) -> Sequence[Part]:
         return [
@@ -206,11 +215,24 @@ def _groups(model: nn.Module) -> list[nn.Module]:
     return [*groups, model]
 
 
-def _share_memory(model: nn.Module, topology: Topology) -> Stage | None:
-    """Let the ranks of one host pass weights and gradients through its memory; None if there are several hosts."""
+def _share_memory(model: nn.Module, spec: EngineSpec, topology: Topology) -> Stage | None:
+    """Let CPU ranks of one host pass weights and gradients through its memory; None: gloo or nccl does.
+
+    Raises UserError where shared memory is asked for and the ranks have none in common.
+    """
+    if spec.collectives == "gloo" or topology.world_size == 1:
+        return None
+    asked = "shard.collectives: shared_memory is for CPU ranks of one host with engine fsdp"
+    if topology.device != "cpu":
+        if spec.collectives == "shared_memory":
+            raise UserError(f"{asked}, and launch.device is {topology.device}: use auto")
+        return None
     peers = Peers.join(topology.rank, gather)
-    if len({tuple(ranks) for ranks in gather(list(peers.ranks))}) > 1:
+    hosts = len({tuple(ranks) for ranks in gather(list(peers.ranks))})
+    if hosts > 1:
         peers.close()
+        if spec.collectives == "shared_memory":
+            raise UserError(f"{asked}, and there are {hosts} hosts: use auto or gloo, or engine host")
         return None
     stage = Stage(peers)
     for module in model.modules():
