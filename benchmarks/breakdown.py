@@ -215,10 +215,14 @@ class Shapes:
 
     def part(self, product: tuple[int, int, int]) -> str:
         """The head sees fewer tokens, those with a label; every product of a layer has `tokens` as one dimension."""
+        if product[2] == self.vocabulary:
+            return "head, logits"
+        if product[1] == self.vocabulary:
+            return "head, gradient of hidden"
+        if self.tokens not in product:
+            return "head, gradient of weight"
         rest = Counter(product)
         rest.subtract([self.tokens])
-        if rest[self.tokens] < 0 or rest[self.vocabulary] > 0:
-            return "head"
         return "mlp" if rest[self.mlp] > 0 else "projections"
 
 
@@ -263,7 +267,7 @@ def part_of(event: Event, inside: list[str], outer: str, shapes: Shapes) -> str:
         (m, k), (_, n) = event.shapes[:2]
         part = shapes.part((m, k, n))
         direction = "backward" if any("Backward" in other for other in inside) else "forward"
-        return part if part == "head" else f"{part}, {direction}"
+        return part if part.startswith("head") else f"{part}, {direction}"
     if name == "aten::bmm":
         return "attention: products"
     if outer == "attention: products" or outer.split(",")[0] in PRODUCTS:
