@@ -83,7 +83,7 @@ def test_the_curve_is_that_of_a_plain_loop(folder: Path, alone: Path) -> None:
 @pytest.fixture(scope="module")
 def two_ranks(folder: Path) -> Path:
     output = trained(write_config(folder, "two-ranks", launch={"ranks": 2}, checkpoint={"every": 2}))
-    assert "2 ranks x" in output
+    assert "2 ranks x" in output and "engine host, shared memory" in output
     return folder / "two-ranks"
 
 
@@ -91,6 +91,15 @@ def test_local_ranks_give_the_curve_of_one_process(alone: Path, two_ranks: Path)
     # Sums in another order, in fp32: see tests/engines/test_fsdp.py for the bound.
     assert curve(two_ranks) == pytest.approx(curve(alone), rel=1e-5)
     assert curve(two_ranks, "tokens") == curve(alone, "tokens")
+
+
+@pytest.mark.parametrize(("asked", "used"), [("auto", "shared memory"), ("gloo", "gloo")])
+def test_a_run_says_what_carries_its_collectives(folder: Path, asked: str, used: str) -> None:
+    shard = {"engine": "fsdp", "collectives": asked}
+    output = trained(write_config(folder, asked, shard=shard, launch={"ranks": 2}, train={"max_steps": 1}))
+    assert f"engine fsdp, {used}\n" in output
+    line = json.loads((folder / asked / "metrics.jsonl").read_text().splitlines()[0])
+    assert (line["staged_bytes"] > 0, line["wire_bytes"] > 0) == (asked == "auto", asked == "gloo")
 
 
 @pytest.mark.long

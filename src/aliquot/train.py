@@ -93,12 +93,12 @@ def train(config: RunConfig) -> Result:
     Every rank calls it with the same config. Raises UserError for bad input, TrainingError for a run that must stop.
     """
     topology, placement = place(config.launch, os.environ, read_cpu(), choose_device(config.launch.device))
-    machine = machine_facts()
+    machine = machine_facts() if topology.is_first else None
     ranks = Ranks.join(topology, _PREPARATION_TIMEOUT_S)
     display = Display(config.observe.console, enabled=topology.is_first)
     try:
         with RunDirectory(config.run.directory).locked() if topology.is_first else nullcontext():
-            result = _train(_prepare(config, ranks, display, machine, placement))
+            result = _train(_prepare(config, ranks, display, ranks.broadcast(machine), placement))
     except BaseException:
         if ranks.world_size == 1:
             ranks.close()  # with peers, what ended this rank must be told before they see the connection go
@@ -151,7 +151,7 @@ def _prepare(config: RunConfig, ranks: Ranks, display: Display, machine: dict[st
 
     packed = "packed" if config.data.packing else "padded"
     display.header(
-        f"{built.name}, {built.numel:,} parameters, {config.train.precision}, engine {engine_name}",
+        f"{built.name}, {built.numel:,} parameters, {config.train.precision}, engine {engine_name}, {engine.transport}",
         f"{placement}; {machine['matmul_kernels'][config.train.precision]}, {machine['allocator']}",
         f"{batches.store.documents:,} documents, {len(batches.store.tokens):,} tokens; {total_steps} steps of"
         f" {size.total} sequences of {config.data.sequence_length}, {packed}",
@@ -190,9 +190,8 @@ def _steps(run: _Run, stop: StopSignal, watchdog: Watchdog) -> Result:
         meter.begin()
         batch = run.batches.step_batch(step, ranks.rank, ranks.world_size)
         summed = torch.zeros((), dtype=torch.float64)
-        for index, micro_batch in enumerate(batch.micro_batches):
-            last = index == len(batch.micro_batches) - 1
-            summed += engine.backward(micro_batch, 1 / max(1, batch.predicted), last).cpu()
+        for micro_batch in batch.micro_batches:
+            summed += engine.backward(micro_batch, 1 / max(1, batch.predicted)).cpu()
         done = step + 1
         reports = ranks.gather({"loss": float(summed), "stop": stop.requested, "save": run.saver.report()})
         loss = _mean_loss(run, [report["loss"] for report in reports], batch.predicted, done)

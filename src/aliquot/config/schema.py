@@ -141,7 +141,7 @@ class ShardSection(Section):
         " deepspeed: ZeRO-3, what auto takes where deepspeed_config is set.",
     )
     collectives: Literal["auto", "shared_memory", "gloo"] = Field(
-        "auto", description="Among the CPU ranks of one host. auto: shared_memory; engine host knows nothing else."
+        "auto", description="Among CPU ranks. auto: shared_memory where it can be; in fsdp that is one host."
     )
 
     offload: Literal["none", "cpu"] = Field(

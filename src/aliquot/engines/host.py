@@ -131,6 +131,10 @@ class HostEngine:
 
             parameter.register_post_accumulate_grad_hook(leave)  # type: ignore[no-untyped-call]
 
+    @property
+    def transport(self) -> str:
+        return self._hosts.transport
+
     def parts(self) -> Sequence[Part]:
         return [
             Part(weight.name, weight.shape, kind, *weight.ranges[self._rank])
@@ -171,7 +175,7 @@ class HostEngine:
     def restored(self, steps: int) -> None:
         self._optimizer.steps = steps
 
-    def backward(self, batch: MicroBatch | None, scale: float, last: bool) -> Tensor:
+    def backward(self, batch: MicroBatch | None, scale: float) -> Tensor:
         self._model.train()
         batch = MicroBatch.empty() if batch is None else batch
         self._gradients.begin(first=self._micro_batches == 0)
