@@ -309,7 +309,7 @@ def _stall(out: Path, ranks: Any, measured: Measured) -> Any:
     def step(saving: Any) -> tuple[float, float]:
         """Seconds of the step, and of those the ones in which the saver held the training thread."""
         began = time.perf_counter()
-        engine.backward(batch, 1 / SEQUENCE)
+        engine.backward(batch, 1 / SEQUENCE, last=True)
         held = time.perf_counter()
         saving.poll(ranks.gather(saving.report()))
         saving.before_update()

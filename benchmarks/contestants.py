@@ -94,7 +94,7 @@ def aliquot_steps(
             labels[torch.tensor(edges[1:]) - 1] = -100
             positions = torch.cat([torch.arange(b - a) for a, b in pairwise(edges)])
             batch = MicroBatch(ids, labels, positions, edges)
-            engine.backward(batch, 1 / (work.tokens * work.rows * topology.world_size))
+            engine.backward(batch, 1 / (work.tokens * work.rows * topology.world_size), row == work.rows - 1)
         engine.step(1e-4, 1.0)
         step += 1
         yield

@@ -190,8 +190,9 @@ def _steps(run: _Run, stop: StopSignal, watchdog: Watchdog) -> Result:
         meter.begin()
         batch = run.batches.step_batch(step, ranks.rank, ranks.world_size)
         summed = torch.zeros((), dtype=torch.float64)
-        for micro_batch in batch.micro_batches:
-            summed += engine.backward(micro_batch, 1 / max(1, batch.predicted)).cpu()
+        for index, micro_batch in enumerate(batch.micro_batches):
+            last = index == len(batch.micro_batches) - 1
+            summed += engine.backward(micro_batch, 1 / max(1, batch.predicted), last).cpu()
         done = step + 1
         reports = ranks.gather({"loss": float(summed), "stop": stop.requested, "save": run.saver.report()})
         loss = _mean_loss(run, [report["loss"] for report in reports], batch.predicted, done)

@@ -30,7 +30,7 @@ def train(rank: int, world_size: int, shape: dict[str, object], states: str) -> 
     initialize.initialize(engine, built.fills, 1)
     engine.ready()
     for _ in range(2):
-        engine.backward(micro_batch([torch.arange(30), torch.arange(20)]), 1 / 50)
+        engine.backward(micro_batch([torch.arange(30), torch.arange(20)]), 1 / 50, last=True)
         engine.step(1e-3, 1.0)
     gc.collect()
     found = anonymous_bytes(), engine.counters().memory(), built.numel

@@ -65,8 +65,8 @@ def train(kind: str, case: cases.Case, rank: int, world_size: int, folder: Path)
         rounds = -(-len(cases.documents(step)) // world_size)
         padded = [*mine, *[None] * (rounds - len(mine))]
         total = torch.zeros((), dtype=torch.float64)
-        for batch in padded:
-            total += engine.backward(batch, 1 / cases.predicted(step))
+        for i, batch in enumerate(padded):
+            total += engine.backward(batch, 1 / cases.predicted(step), last=i == rounds - 1)
         dist.all_reduce(total)
         losses.append(float(total) / cases.predicted(step))
         norms.append(engine.step(cases.LEARNING_RATE, cases.MAX_GRAD_NORM).grad_norm)

@@ -163,10 +163,10 @@ class Engine(Protocol):
         """The parts come from a checkpoint taken after `steps` optimizer steps (Adam's bias correction needs it)."""
         ...
 
-    def backward(self, batch: MicroBatch | None, scale: float) -> Tensor:
+    def backward(self, batch: MicroBatch | None, scale: float, last: bool) -> Tensor:
         """Add `scale` times the gradient of the summed loss; None only joins the collectives.
 
-        Returns the unscaled summed loss, a detached fp32 scalar.
+        Returns the unscaled summed loss, a detached fp32 scalar. `last`: no micro-batch follows before `step`.
         """
         ...
 

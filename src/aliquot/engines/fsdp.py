@@ -132,7 +132,7 @@ class FsdpEngine:
     def restored(self, steps: int) -> None:
         self._optimizer.set_steps(steps)
 
-    def backward(self, batch: MicroBatch | None, scale: float) -> Tensor:
+    def backward(self, batch: MicroBatch | None, scale: float, last: bool) -> Tensor:
         self._model.train()
         # Reduced at every micro-batch: unsharded accumulation would cost 4 bytes x all parameters on every rank.
         with self._activations.measure():

@@ -175,7 +175,7 @@ class HostEngine:
     def restored(self, steps: int) -> None:
         self._optimizer.steps = steps
 
-    def backward(self, batch: MicroBatch | None, scale: float) -> Tensor:
+    def backward(self, batch: MicroBatch | None, scale: float, last: bool) -> Tensor:
         self._model.train()
         batch = MicroBatch.empty() if batch is None else batch
         self._gradients.begin(first=self._micro_batches == 0)
