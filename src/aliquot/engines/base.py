@@ -167,6 +167,7 @@ class Engine(Protocol):
         """Add `scale` times the gradient of the summed loss; None only joins the collectives.
 
         Returns the unscaled summed loss, a detached fp32 scalar. `last`: no micro-batch follows before `step`.
+        (DeepSpeed wants to know it beforehand.)
         """
         ...
 

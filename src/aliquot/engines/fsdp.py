@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Self, cast
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 
 from aliquot.collectives.peers import Peers
@@ -79,8 +86,10 @@ class FsdpEngine:
         checkpointing.enable(meta, spec.gradient_checkpointing)
         if spec.compile == "layers":
             compile_layers(meta, topology.threads)
+        # FSDP2 would exchange unpinned shards for pinned ones at the first forward, under the optimizer's hands.
+        offload = CPUOffloadPolicy(pin_memory=False) if spec.offload else OffloadPolicy()
         for group in _groups(meta):
-            fully_shard(group, mesh=mesh, mp_policy=policy)
+            fully_shard(group, mesh=mesh, mp_policy=policy, offload_policy=offload)
         stage = _share_memory(meta, spec, topology)
         _add_fused_loss(meta)
         for module in meta.modules():
@@ -88,11 +97,12 @@ class FsdpEngine:
                 # Gradients are summed; the division by the global number of tokens is in the loss's scale.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-        # to_empty would replace the buffers' values too.
-        buffers = {name: buffer.clone() for name, buffer in meta.named_buffers()}
-        meta.to_empty(device=device)
+        # to_empty would replace the buffers' values too; they are where computing is, also where weights are not.
+        buffers = {name: buffer.to(device, copy=True) for name, buffer in meta.named_buffers()}
+        meta.to_empty(device="cpu" if spec.offload else device)
         for name, buffer in buffers.items():
-            meta.get_buffer(name).copy_(buffer)
+            owner, _, attribute = name.rpartition(".")
+            setattr(meta.get_submodule(owner), attribute, buffer)
         return cls(meta, _own_shards(meta, topology), spec, topology, stage)
 
     @property
@@ -118,7 +128,8 @@ class FsdpEngine:
         self._flat(part)[start - part.start : start - part.start + values.numel()].copy_(values)
 
     def view(self, part: Part) -> Tensor | None:
-        return self._flat(part) if self._device.type == "cpu" else None
+        flat = self._flat(part)
+        return flat if flat.device.type == "cpu" else None
 
     def _flat(self, part: Part) -> Tensor:
         index = self._index[part.name]
