@@ -91,7 +91,7 @@ class Display:
 
 def _readings(metrics: Mapping[str, Any]) -> list[str]:
     """`loss 3.2100`, `MFU 45 %`, ...: those of the known metrics that are there."""
-    formats: dict[str, Callable[[Any], str]] = {
+    formats: dict[str, Callable[[Any], str | None]] = {
         "loss": lambda value: f"loss {value:.4f}",
         "learning_rate": lambda value: f"lr {value:.2e}",
         "grad_norm": lambda value: f"grad norm {value:.3f}",
@@ -99,6 +99,15 @@ def _readings(metrics: Mapping[str, Any]) -> list[str]:
         "flops_per_s": lambda value: rate(value, "FLOP/s"),
         "mfu": lambda value: f"MFU {100 * value:.0f} %",
         "memory_bytes": lambda value: f"memory {' | '.join(gib(size) for size in value)}",
+        "staged_bytes": lambda value: f"through memory {value / 1e9:.2f} GB" if value else None,
+        "interface_bytes": _interfaces,
         "eta_s": lambda value: f"ETA {duration(value)}",
     }
-    return [show(metrics[name]) for name, show in formats.items() if metrics.get(name) is not None]
+    shown = (show(metrics[name]) for name, show in formats.items() if metrics.get(name) is not None)
+    return [text for text in shown if text is not None]
+
+
+def _interfaces(moved: Mapping[str, Mapping[str, int]]) -> str | None:
+    """`eth0 1.20 GB`: sent since the start, of the two interfaces that sent most, if it is enough to speak of."""
+    sent = sorted(((counts["sent"], name) for name, counts in moved.items()), reverse=True)
+    return "  ".join(f"{name} {count / 1e9:.2f} GB" for count, name in sent[:2] if count >= 10_000_000) or None

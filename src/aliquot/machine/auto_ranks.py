@@ -1,0 +1,71 @@
+"""`launch.ranks: auto`: how many ranks a machine gets when nobody says.
+
+One rank a GPU. On CPU, with engine host (and auto, which takes it where it fits) several ranks compute from one copy of
+the weights, so that a further rank costs its process and its activations only, and ranks of few threads waste less than
+one of many: whatever lies between two matrix products runs on one core or waits for the slowest thread. So each NUMA
+node has at most a rank a core up to four, beyond that a rank for every four cores, as far as the memory limit holds
+their processes; and no rank lies on two nodes. Of the numbers up to that the one is taken that computes a step's
+micro-batches in the least time, if threads share one without loss: rounds / threads, the largest if several are equal.
+
+The other engines gather or hold layers in every rank: one rank a NUMA node. Likewise where `train.global_batch_size` is
+not given: the batch is then so and so much *a rank*, and more ranks would train something else.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from aliquot.config.schema import LaunchSection, RunConfig
+from aliquot.machine.cpu import CpuFacts, read_cpu
+from aliquot.machine.memory import memory_limit
+from aliquot.machine.placement import threads_per_rank
+
+_MOST_RANKS_OF_ONE_CORE = 4  # a NUMA node
+_CORES_PER_RANK = 4
+_RANK_BYTES = 2 << 30  # Python, torch and transformers, the gradients' ring, a small micro-batch
+
+
+def with_automatic_ranks(launch: LaunchSection, config: RunConfig) -> tuple[LaunchSection, str | None]:
+    """`launch` with a number for `ranks`, and why it is that one; None where it was a number already."""
+    if launch.ranks != "auto":
+        return launch, None
+    if gpus := visible_gpus(launch):
+        ranks, reason = gpus, "one a GPU"
+    else:
+        ranks, reason = cpu_ranks(config, launch.nodes, read_cpu(), memory_limit())
+    return launch.model_copy(update={"ranks": ranks}), reason
+
+
+def visible_gpus(launch: LaunchSection) -> int:
+    """GPUs that ranks are to have. torch is slow to import: it is asked only where there is a GPU to ask about."""
+    if launch.device == "cpu" or not any(Path("/dev").glob("nvidia[0-9]*")):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def cpu_ranks(config: RunConfig, nodes: int, cpu: CpuFacts, limit_bytes: int) -> tuple[int, str]:
+    """Local ranks of each of `nodes` machines like this one, and which rule decided."""
+    sizes = [len(cores) for cores in cpu.cores_by_node]
+    if cpu.throttled:  # the quota is for all of them together
+        sizes = [max(1, size * cpu.usable_cores // len(cpu.cores)) for size in sizes]
+    fewest, train = min(len(sizes), cpu.usable_cores), config.train
+    if config.shard.engine not in ("auto", "host"):
+        return fewest, f"engine {config.shard.engine}: one a NUMA node"
+    if train.global_batch_size is None:
+        return fewest, "one a NUMA node: without train.global_batch_size more ranks would make a larger batch"
+    by_cores = sum(min(size, max(_MOST_RANKS_OF_ONE_CORE, size // _CORES_PER_RANK)) for size in sizes)
+    by_memory = limit_bytes // _RANK_BYTES
+    least = train.gradient_accumulation_steps or train.per_device_train_batch_size  # sequences of a rank that works
+
+    def relative_time(ranks: int) -> float:
+        rounds = math.ceil(train.global_batch_size / (least * nodes * ranks))  # type: ignore[operator]
+        return rounds / threads_per_rank(LaunchSection(), {}, cpu, ranks)[0]
+
+    most = max(fewest, min(by_cores, by_memory))
+    ranks = min(range(fewest, most + 1), key=lambda ranks: (relative_time(ranks), -ranks))
+    if ranks < most:
+        return ranks, "micro-batches of a step / cores"
+    return ranks, "physical cores" if by_cores <= by_memory else f"memory, {_RANK_BYTES >> 30} GiB a rank"
