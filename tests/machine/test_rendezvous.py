@@ -131,12 +131,13 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
 
 def test_two_nodes_of_one_number(tmp_path: Path) -> None:
     port = free_port()
-    with started([node(1, 2, port, 60, tmp_path), node(1, 2, port, 60, tmp_path)]) as twins:
-        with started([node(0, 2, port, 60, tmp_path)]):
-            while all(twin.poll() is None for twin in twins):
-                time.sleep(0.05)
-            (refused,) = [twin for twin in twins if twin.poll() is not None]
-            text = refused.communicate(timeout=60)[1]
+    # Node 2 never comes, so that none of the twins ends well.
+    nodes = [node(1, 3, port, 60, tmp_path), node(1, 3, port, 60, tmp_path), node(0, 3, port, 60, tmp_path)]
+    with started(nodes) as (*twins, _):
+        while all(twin.poll() is None for twin in twins):
+            time.sleep(0.05)
+        (refused,) = [twin for twin in twins if twin.poll() is not None]
+        text = refused.communicate(timeout=60)[1]
     assert text.splitlines()[-1].startswith(f"node 1 has come twice, from {platform.node()}"), text
 
 

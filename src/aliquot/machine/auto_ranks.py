@@ -48,24 +48,33 @@ def visible_gpus(launch: LaunchSection) -> int:
 
 def cpu_ranks(config: RunConfig, nodes: int, cpu: CpuFacts, limit_bytes: int) -> tuple[int, str]:
     """Local ranks of each of `nodes` machines like this one, and which rule decided."""
-    sizes = [len(cores) for cores in cpu.cores_by_node]
-    if cpu.throttled:  # the quota is for all of them together
-        sizes = [max(1, size * cpu.usable_cores // len(cpu.cores)) for size in sizes]
-    fewest, train = min(len(sizes), cpu.usable_cores), config.train
+    train, fewest = config.train, _fewest(cpu)
     if config.shard.engine not in ("auto", "host"):
         return fewest, f"engine {config.shard.engine}: one a NUMA node"
     if train.global_batch_size is None:
         return fewest, "one a NUMA node: without train.global_batch_size more ranks would make a larger batch"
-    by_cores = sum(min(size, max(_MOST_RANKS_OF_ONE_CORE, size // _CORES_PER_RANK)) for size in sizes)
-    by_memory = limit_bytes // _RANK_BYTES
+    sequences = train.global_batch_size / nodes
     least = train.gradient_accumulation_steps or train.per_device_train_batch_size  # sequences of a rank that works
 
     def relative_time(ranks: int) -> float:
-        rounds = math.ceil(train.global_batch_size / (least * nodes * ranks))  # type: ignore[operator]
-        return rounds / threads_per_rank(LaunchSection(), {}, cpu, ranks)[0]
+        return math.ceil(sequences / (least * ranks)) / threads_per_rank(LaunchSection(), {}, cpu, ranks)[0]
 
-    most = max(fewest, min(by_cores, by_memory))
+    most, reason = most_cpu_ranks(cpu, limit_bytes)
     ranks = min(range(fewest, most + 1), key=lambda ranks: (relative_time(ranks), -ranks))
-    if ranks < most:
-        return ranks, "micro-batches of a step / cores"
-    return ranks, "physical cores" if by_cores <= by_memory else f"memory, {_RANK_BYTES >> 30} GiB a rank"
+    return ranks, reason if ranks == most else "micro-batches of a step / cores"
+
+
+def most_cpu_ranks(cpu: CpuFacts, limit_bytes: int) -> tuple[int, str]:
+    """Local ranks of engine host when there are micro-batches for all, and which rule decided."""
+    sizes = [len(cores) for cores in cpu.cores_by_node]
+    if cpu.throttled:  # the quota is for all of them together
+        sizes = [max(1, size * cpu.usable_cores // len(cpu.cores)) for size in sizes]
+    by_cores = sum(min(size, max(_MOST_RANKS_OF_ONE_CORE, size // _CORES_PER_RANK)) for size in sizes)
+    by_memory = limit_bytes // _RANK_BYTES
+    reason = "physical cores" if by_cores <= by_memory else f"memory, {_RANK_BYTES >> 30} GiB a rank"
+    return max(_fewest(cpu), min(by_cores, by_memory)), reason
+
+
+def _fewest(cpu: CpuFacts) -> int:
+    """Ranks of which none lies on two NUMA nodes."""
+    return min(len(cpu.cores_by_node), cpu.usable_cores)

@@ -136,7 +136,7 @@ def _check_paths(store: Store, rank: int, told: Sequence[Mapping[str, Any]]) -> 
         if trouble := next(filter(None, texts), None):
             _leave(store, rank, len(told))
             raise UserError(
-                f"{trouble}; nodes must reach each other on all ports, by the interface of GLOO_SOCKET_IFNAME if it is set"
+                f"{trouble}; nodes must reach each other on all ports, by the interface in GLOO_SOCKET_IFNAME if set"
             )
     except DistError:
         raise UserError("rank 0 has ended before all hosts had reached each other") from None
@@ -156,8 +156,8 @@ def _open(address: str, port: int, first: bool, deadline: _Deadline, who: str) -
             break
         if deadline.passed:
             raise UserError(
-                f"{who} was not found at {address}:{port} within {deadline.limit_s:g} s (launch.join_timeout_s): {trouble};"
-                " is it started, and are address and port the same everywhere?"
+                f"{who} was not found at {address}:{port} within {deadline.limit_s:g} s (launch.join_timeout_s):"
+                f" {trouble}; is it started, and are address and port the same everywhere?"
             )
         time.sleep(_POLL_S)
     found: list[Store] = []
