@@ -85,9 +85,7 @@ def check_deepspeed(subject: Subject) -> Finding:
         "from transformers.integrations import HfDeepSpeedConfig\n"
         "HfDeepSpeedConfig({'zero_optimization': {'stage': 3}, 'train_micro_batch_size_per_gpu': 1})\n"
     )
-    meaning = (
-        "the Trainer and from_pretrained cannot load under ZeRO-3, nor may shard.engine: deepspeed; others do not care"
-    )
+    meaning = "transformers cannot load under ZeRO-3, and shard.engine: deepspeed may fail; the other engines do not"
     fix = "pip install --upgrade deepspeed accelerate, or what the message names"
     try:
         subprocess.run(

@@ -1,11 +1,13 @@
 """`launch.ranks: auto`: how many ranks a machine gets when nobody says.
 
 One rank a GPU. On CPU, with engine host (and auto, which takes it where it fits) several ranks compute from one copy of
-the weights, so that a further rank costs its process and its activations only, and ranks of few threads waste less than
-one of many: whatever lies between two matrix products runs on one core or waits for the slowest thread. So each NUMA
-node has at most a rank a core up to four, beyond that a rank for every four cores, as far as the memory limit holds
-their processes; and no rank lies on two nodes. Of the numbers up to that the one is taken that computes a step's
-micro-batches in the least time, if threads share one without loss: rounds / threads, the largest if several are equal.
+the weights, so that a further rank costs its process and its activations only, and several ranks of few threads waste
+less than one of many: whatever lies between two matrix products runs on one core or waits for the slowest thread. So a
+NUMA node has at most a rank a core up to four, beyond that a rank for every four cores (each keeps a socket to each
+other, and activations of its own), as far as the memory limit holds their processes; and no rank lies on two nodes. Of
+the numbers up to that the one is taken by which a step's micro-batches should take the least time, the largest if
+several are equal: rounds of micro-batches x time of one, of which a fifth is taken to run on one core whatever the
+threads. That fifth is an estimate.
 
 The other engines gather or hold layers in every rank: one rank a NUMA node. Likewise where `train.global_batch_size` is
 not given: the batch is then so and so much *a rank*, and more ranks would train something else.
@@ -23,6 +25,7 @@ from aliquot.machine.placement import threads_per_rank
 
 _MOST_RANKS_OF_ONE_CORE = 4  # a NUMA node
 _CORES_PER_RANK = 4
+_ON_ONE_CORE = 0.2
 _RANK_BYTES = 2 << 30  # Python, torch and transformers, the gradients' ring, a small micro-batch
 
 
@@ -57,10 +60,11 @@ def cpu_ranks(config: RunConfig, nodes: int, cpu: CpuFacts, limit_bytes: int) ->
     least = train.gradient_accumulation_steps or train.per_device_train_batch_size  # sequences of a rank that works
 
     def relative_time(ranks: int) -> float:
-        return math.ceil(sequences / (least * ranks)) / threads_per_rank(LaunchSection(), {}, cpu, ranks)[0]
+        threads, _ = threads_per_rank(LaunchSection(), {}, cpu, ranks)
+        return math.ceil(sequences / (least * ranks)) * (_ON_ONE_CORE + (1 - _ON_ONE_CORE) / threads)
 
     most, reason = most_cpu_ranks(cpu, limit_bytes)
-    ranks = min(range(fewest, most + 1), key=lambda ranks: (relative_time(ranks), -ranks))
+    ranks = min(range(fewest, most + 1), key=lambda ranks: (round(relative_time(ranks), 9), -ranks))
     return ranks, reason if ranks == most else "micro-batches of a step / cores"
 
 

@@ -12,6 +12,8 @@ from rich.text import Text
 
 from aliquot.observe.text import duration, gib, rate
 
+_WORTH_BYTES = 10_000_000  # of traffic, to be shown
+
 
 class Display:
     """`kind` auto is live on a terminal and plain elsewhere; quiet shows warnings only. Ranks > 0 are not `enabled`.
@@ -99,7 +101,7 @@ def _readings(metrics: Mapping[str, Any]) -> list[str]:
         "flops_per_s": lambda value: rate(value, "FLOP/s"),
         "mfu": lambda value: f"MFU {100 * value:.0f} %",
         "memory_bytes": lambda value: f"memory {' | '.join(gib(size) for size in value)}",
-        "staged_bytes": lambda value: f"through memory {value / 1e9:.2f} GB" if value else None,
+        "staged_bytes": lambda value: f"shared memory {value / 1e9:.2f} GB" if value >= _WORTH_BYTES else None,
         "interface_bytes": _interfaces,
         "eta_s": lambda value: f"ETA {duration(value)}",
     }
@@ -108,6 +110,6 @@ def _readings(metrics: Mapping[str, Any]) -> list[str]:
 
 
 def _interfaces(moved: Mapping[str, Mapping[str, int]]) -> str | None:
-    """`eth0 1.20 GB`: sent since the start, of the two interfaces that sent most, if it is enough to speak of."""
+    """`eth0 1.20 GB`: sent since the start, by the two interfaces that sent most."""
     sent = sorted(((counts["sent"], name) for name, counts in moved.items()), reverse=True)
-    return "  ".join(f"{name} {count / 1e9:.2f} GB" for count, name in sent[:2] if count >= 10_000_000) or None
+    return "  ".join(f"{name} {count / 1e9:.2f} GB" for count, name in sent[:2] if count >= _WORTH_BYTES) or None
