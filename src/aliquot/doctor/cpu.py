@@ -110,7 +110,7 @@ def check_smt(subject: Subject) -> Finding:
         return Finding("smt", "SMT", "ok", found, "every logical CPU is a core of its own")
     halves = sum(1 for core in cores if not core <= subject.allowed)
     if halves:
-        meaning = f"of {halves} cores this process has one half, the other may be somebody else's: up to half the speed"
+        meaning = f"{halves} of {len(cores)} cores are shared: the other half may be somebody else's, at half the speed"
         fix = "give whole cores (the kubelet's full-pcpus-only), or an even number of CPUs with their siblings"
         return Finding("smt", "SMT", "warning", found, meaning, fix)
     return Finding("smt", "SMT", "ok", found, "a matmul fills a core: ranks take one thread of each")

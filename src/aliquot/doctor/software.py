@@ -75,7 +75,7 @@ def judge_versions(versions: Mapping[str, str]) -> Finding:
 
 
 def check_deepspeed(subject: Subject) -> Finding:
-    """Whether transformers and DeepSpeed, if it is there, can be used together: they are imported in another process."""
+    """Whether transformers and DeepSpeed, if it is there, can be used together: another process imports them."""
     versions = installed("transformers", "deepspeed")
     if "deepspeed" not in versions:
         return Finding("deepspeed", "DeepSpeed", "ok", "not installed", "only shard.engine: deepspeed needs it")
@@ -122,10 +122,11 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _compile(name: str, program: str, *flags: str) -> str | None:
-    """The first line of what the compiler complains of; None: it compiled."""
+    """The line that says what the compiler complains of; None: it compiled."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "check.cpp"
         source.write_text(program)
         command = [name, *flags, str(source), "-o", str(Path(folder) / "check")]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no message"])[0]
+    lines = done.stderr.strip().splitlines() or ["no message"]
+    return None if done.returncode == 0 else next((line for line in lines if "error" in line), lines[0])
