@@ -13,7 +13,7 @@ from aliquot.machine.auto_ranks import most_cpu_ranks
 from aliquot.machine.cgroup import read
 from aliquot.machine.cpu import format_cpu_list, numa_nodes, parse_cpu_list, siblings
 from aliquot.machine.memory import memory_limit
-from aliquot.machine.numa_memory import bind_memory, prefer_node
+from aliquot.machine.numa_memory import has_policy, prefer_node
 from aliquot.machine.placement import core_sets, threads_per_rank
 
 _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
@@ -123,11 +123,13 @@ def check_numa(subject: Subject) -> Finding:
         return Finding("numa", "NUMA", "ok", "one NUMA node", "all memory is equally near")
     found = f"{len(nodes)} NUMA nodes with {', '.join(str(len(cores)) for cores in subject.cpu.cores_by_node)} cores"
     meaning = "a rank stays on one node, with one copy of the weights on each; ranks: auto starts at least one a node"
+    if has_policy():
+        found += ", a memory policy is set (numactl?)"
+        return Finding("numa", "NUMA", "ok", found, "it stands: ranks do not choose where their memory lies")
     if not prefer_node(nodes[0]):
         fix = "allow set_mempolicy (CAP_SYS_NICE, or a seccomp profile with it)"
         meaning = "memory is near only as long as a node has any: the kernel does not let a process keep to one"
         return Finding("numa", "NUMA", "warning", found, meaning, fix)
-    bind_memory(())
     prefer_node(None)
     return Finding("numa", "NUMA", "ok", found, meaning)
 
@@ -135,7 +137,7 @@ def check_numa(subject: Subject) -> Finding:
 def check_threads(subject: Subject) -> Finding:
     """Threads of a rank by the environment, against the cores."""
     cpu = subject.cpu
-    ranks, _ = most_cpu_ranks(cpu, memory_limit())
+    ranks, _ = most_cpu_ranks(cpu, memory_limit(subject.root))
     try:
         threads, source = threads_per_rank(LaunchSection(), subject.environ, cpu, ranks)
     except UserError as error:
@@ -154,7 +156,7 @@ def check_threads(subject: Subject) -> Finding:
 def check_pinning(subject: Subject) -> Finding:
     """Whether ranks can have cores of their own."""
     cpu = subject.cpu
-    ranks, _ = most_cpu_ranks(cpu, memory_limit())
+    ranks, _ = most_cpu_ranks(cpu, memory_limit(subject.root))
     try:
         os.sched_setaffinity(0, os.sched_getaffinity(0))
     except OSError as error:

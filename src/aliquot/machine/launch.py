@@ -105,7 +105,6 @@ def start_ranks(
     except OSError as error:
         raise UserError(f"cannot write the ranks' logs: {error.strerror}", log_directory) from None
     launch = with_environment(launch, os.environ)
-    store = None
     if launch.nodes == 1:
         # Port 0: the store chooses a free one. The address is given so that no name of this host must resolve.
         backend, endpoint, address = "c10d", "127.0.0.1:0", "127.0.0.1"
@@ -113,7 +112,7 @@ def start_ranks(
         backend, endpoint, address = "static", f"{launch.master_address}:{launch.master_port}", None
         from aliquot.machine.rendezvous import meet_nodes
 
-        store, ranks = meet_nodes(launch, automatic)
+        _store, ranks = meet_nodes(launch, automatic)  # kept until this returns: on node 0 the ranks meet in it
         launch = launch.model_copy(update={"ranks": ranks})
     config = LaunchConfig(
         min_nodes=launch.nodes,
@@ -144,8 +143,6 @@ def start_ranks(
         raise UserError(
             f"the {launch.nodes} nodes could not be brought together at {endpoint}, as node {launch.node_rank}: {error}"
         ) from error
-    finally:
-        del store  # of node 0: the ranks met in it
     return 0
 
 

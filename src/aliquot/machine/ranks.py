@@ -14,11 +14,11 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]  # public, but not re-exported
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not re-exported
 
 from aliquot.machine.allocator import tune
 from aliquot.machine.network import check_interface, interface_towards
-from aliquot.machine.numa_memory import bind_memory
+from aliquot.machine.numa_memory import bind_memory, prefer_node
 from aliquot.machine.rendezvous import meet_ranks
 from aliquot.machine.topology import Topology
 
@@ -61,9 +61,8 @@ class Ranks:
             choose_interface(topology)
             check_interface()
             store = meet_ranks(topology, os.environ, join_timeout_s)
-            group_store = PrefixStore("aliquot/group", store)
             dist.init_process_group(
-                backend, store=group_store, rank=topology.rank, world_size=topology.world_size, timeout=timeout
+                backend, store=store, rank=topology.rank, world_size=topology.world_size, timeout=timeout
             )
         return cls(topology, allowed_cores, memory_bound)
 
@@ -89,12 +88,14 @@ class Ranks:
     def unpinned(self) -> Iterator[None]:
         """For work that one rank does while the others wait: it and the processes it starts may use all cores."""
         pin(tuple(self.allowed_cores))
-        bind_memory(())
+        if self.memory_bound:
+            prefer_node(None)
         try:
             yield
         finally:
             if self.topology.cores:
                 pin(self.topology.cores)
+            if self.memory_bound:
                 bind_memory(self.topology.cores)
 
     def close(self) -> None:

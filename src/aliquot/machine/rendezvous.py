@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import platform
 import socket
 import sys
@@ -101,7 +102,7 @@ def meet_ranks(topology: Topology, environ: Mapping[str, str], timeout_s: float)
         told = _arrive(own, "rank", rank, world_size, facts, deadline)
         _check_paths(own, rank, told)
     _leave(own, rank, world_size)
-    return store
+    return PrefixStore("group", own)
 
 
 def _listen() -> socket.socket:
@@ -150,15 +151,17 @@ def _open(address: str, port: int, first: bool, deadline: _Deadline, who: str) -
             return TCPStore("127.0.0.1", port, None, True, timedelta(seconds=_STORE_TIMEOUT_S), False, True)
         except DistError as error:
             raise UserError(f"port {port} cannot be opened here: {_port_trouble(port, error)}") from None
-    while True:
-        trouble = _reach(address, port)
-        if trouble is None:
-            break
+    said = time.monotonic()
+    while trouble := _reach(address, port):
         if deadline.passed:
             raise UserError(
                 f"{who} was not found at {address}:{port} within {deadline.limit_s:g} s (launch.join_timeout_s):"
                 f" {trouble}; is it started, and are address and port the same everywhere?"
             )
+        if time.monotonic() > said + _SAY_EVERY_S and os.environ.get("LOCAL_RANK", "0") == "0":
+            said = time.monotonic()
+            text = f"aliquot: waiting for {who} at {address}:{port} since {deadline.waited_s:.0f} s: {trouble}"
+            print(text, file=sys.stderr, flush=True)
         time.sleep(_POLL_S)
     found: list[Store] = []
 
