@@ -19,6 +19,7 @@ from aliquot.config.schema import RunConfig
 from aliquot.data.batches import Batches, EvalBatches
 from aliquot.data.prepare import Prepared, prepare_together
 from aliquot.engines.base import Engine, EngineSpec
+from aliquot.engines.groups import group_lines
 from aliquot.engines.select import engine_class
 from aliquot.errors import TrainingError
 from aliquot.machine.cpu import read_cpu
@@ -94,7 +95,7 @@ def train(config: RunConfig) -> Result:
     """
     topology, placement = place(config.launch, os.environ, read_cpu(), choose_device(config.launch.device))
     machine = machine_facts() if topology.is_first else None
-    ranks = Ranks.join(topology, _PREPARATION_TIMEOUT_S)
+    ranks = Ranks.join(topology, _PREPARATION_TIMEOUT_S, config.launch.join_timeout_s)
     display = Display(config.observe.console, enabled=topology.is_first)
     try:
         with RunDirectory(config.run.directory).locked() if topology.is_first else nullcontext():
@@ -149,15 +150,15 @@ def _prepare(config: RunConfig, ranks: Ranks, display: Display, machine: dict[st
     engine.ready()
     ledger.mark("optimizer state", engine.counters().memory())
 
-    packed = "packed" if config.data.packing else "padded"
     display.header(
-        f"{built.name}, {built.numel:,} parameters, {config.train.precision}, engine {engine_name}, {engine.transport}",
+        f"{built.name}, {built.numel:,} parameters, {config.train.precision}, engine {engine_name}",
         f"{placement}; {machine['matmul_kernels'][config.train.precision]}, {machine['allocator']}",
         f"{batches.store.documents:,} documents, {len(batches.store.tokens):,} tokens; {total_steps} steps of"
-        f" {size.total} sequences of {config.data.sequence_length}, {packed}",
+        f" {size.total} sequences of {config.data.sequence_length}, {'packed' if config.data.packing else 'padded'}",
+        *group_lines(ranks, engine.transport),
+        *spec.notes,
+        *torchrun_advice(os.environ, config.checkpoint.grace_s),
     )
-    for note in filter(None, (*spec.notes, torchrun_advice(os.environ, config.checkpoint.grace_s))):
-        display.line(note)
     before = (state["step"], state["tokens"]) if resumed is not None else (0, 0)
     files = model_files(source.config, tokenizer, source.directory)
     saver = Saver(directory.checkpoints, engine, built.tensors, files, ranks, config.checkpoint, display.warning)

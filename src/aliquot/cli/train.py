@@ -23,18 +23,19 @@ def command(
     from aliquot.config.read import read_config
     from aliquot.machine import launch
     from aliquot.machine.allocator import restart_with_allocator
+    from aliquot.machine.auto_ranks import with_automatic_ranks
     from aliquot.observe.run_directory import RunDirectory
 
     with one_line_errors(debug):
         settings = read_config(config, overrides or [])
-        placed = launch.with_environment(settings.launch, os.environ)
+        placed, reason = with_automatic_ranks(launch.with_environment(settings.launch, os.environ), settings)
         if launch.mode(placed, os.environ) == "launcher":
             directory = RunDirectory(settings.run.directory)
             directory.check(settings)  # before anything is made in it
-            logs = directory.logs
-            raise typer.Exit(
-                launch.start_ranks(placed, ["-m", "aliquot", *sys.argv[1:]], logs, settings.checkpoint.grace_s)
-            )
+            if reason is not None:
+                print(f"aliquot: launch.ranks: auto is {placed.ranks} here, by {reason}", file=sys.stderr)
+            command, grace_s = ["-m", "aliquot", *sys.argv[1:]], settings.checkpoint.grace_s
+            raise typer.Exit(launch.start_ranks(placed, command, directory.logs, grace_s, automatic=reason is not None))
 
     restart_with_allocator()
     from aliquot.machine.rank_errors import report_error
