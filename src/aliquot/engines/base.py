@@ -78,6 +78,9 @@ class Counters:
         0  # read and written in memory for gradients, their sums and the update: what faster cores wait for
     )
 
+    reduce_s: float | None = None  # seconds since build in sums and collectives; None: not told apart from computing
+    wait_s: float = 0.0  # seconds since build that this rank waited for others inside them
+
     def memory(self) -> dict[str, int]:
         """Bytes by category, for the ledger."""
         return {
@@ -96,6 +99,10 @@ class Counters:
             "staged_bytes": self.staged_bytes,
             "moved_bytes": self.moved_bytes,
         }
+
+    def inside_s(self) -> tuple[float | None, float]:
+        """Seconds of reducing and of waiting that lie inside forward, backward and step."""
+        return self.reduce_s, self.wait_s
 
 
 class Engine(Protocol):
