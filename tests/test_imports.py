@@ -25,7 +25,16 @@ ALLOWED = {
     "observe": {"config", "machine"},
     "evaluate": {"config", "data", "engines", "machine"},
     "train": {
-        "config", "models", "data", "engines", "checkpoint", "observe", "machine", "optim", "ranges", "evaluate",
+        "config",
+        "models",
+        "data",
+        "engines",
+        "checkpoint",
+        "observe",
+        "machine",
+        "optim",
+        "ranges",
+        "evaluate",
     },
 }
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from aliquot.config.schema import DataSection
 from aliquot.config.batch_size import BatchSize
+from aliquot.config.schema import DataSection
 from aliquot.data.batches import EvalBatches
 from aliquot.data.prepare import Prepared
 from aliquot.engines.base import Engine

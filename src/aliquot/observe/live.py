@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -94,7 +95,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
     """One character for each of at most `width` equal stretches of `values`, by the mean of each."""
     width = min(width, len(values))
     edges = [len(values) * i // width for i in range(width + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, high = min(means), max(means)
     scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
     return "".join(_BLOCKS[round((mean - low) * scale)] for mean in means)

@@ -77,5 +77,7 @@ class Profile:
         spent = {part: (after[part] - self._before[part]) / steps for part in PARTS}
         total = sum(spent.values()) or 1.0
         lines = [f"parts of a step, rank {self._rank}, mean of {steps} profiled steps (tracing slows them down)"]
-        lines += [f"{part:12} {1e3 * seconds:10.2f} ms {100 * seconds / total:5.1f} %" for part, seconds in spent.items()]
+        lines += [
+            f"{part:12} {1e3 * seconds:10.2f} ms {100 * seconds / total:5.1f} %" for part, seconds in spent.items()
+        ]
         return "\n".join([*lines, f"{'sum':12} {1e3 * total:10.2f} ms"])
