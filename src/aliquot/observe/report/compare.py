@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from aliquot.observe.clock import PARTS
-from aliquot.observe.report.facts import steps_done
+from aliquot.observe.report.facts import NOT_RECORDED, steps_done
 from aliquot.observe.report.figure import Figure, Key, Table
 from aliquot.observe.report.memory import limit_bytes, top_bytes
 from aliquot.observe.report.read import Points, Run, number
-from aliquot.observe.report.series import ceiling_of, mean_parts, median, per_step, smoothed, steady
+from aliquot.observe.report.series import mean_parts, median, per_step, smoothed, steady
 from aliquot.observe.report.svg import Level, Line, bars, bars_height, line_chart
 from aliquot.observe.report.words import compact, percent, seconds, significant
 from aliquot.observe.text import gib, rate
@@ -21,24 +21,24 @@ _NONE = "none"
 
 
 def table(runs: Sequence[Run]) -> Table:
-    """A row a run."""
-    head = ("run", "state", "engine", "ranks", "steps", "loss", "perplexity", "real tokens/s", "MFU", "a step",
-            "peak memory", "network a step")  # fmt: skip
-    rows = []
-    for run, label in zip(runs, labels(runs), strict=True):
+    """A column a run."""
+    head = ("state", "engine", "ranks", "steps", "loss", "perplexity", "real tokens/s", "MFU", "a step", "peak memory",
+            "network a step")  # fmt: skip
+    columns = []
+    for run in runs:
         losses, evaluated = run.points("loss"), run.points("eval_perplexity", run.evaluations)
-        speed, flops, ceiling = steady(run, "tokens_per_s"), steady(run, "flops_per_s"), ceiling_of(run)
-        step_s, wire = sum(mean_parts(run).values()), _last_per_step(run, "wire_bytes")
+        speed, mfu = steady(run, "tokens_per_s"), steady(run, "mfu")
+        step_s, wire = sum(mean_parts(run).values()), per_step(run, "wire_bytes")
         ranks = number(run.about.get("world_size"))
-        rows.append([
-            label, run.status.word, str(run.about.get("engine") or "not recorded"), f"{ranks:.0f}" if ranks else _NONE,
+        columns.append([
+            run.status.word, str(run.about.get("engine") or NOT_RECORDED), f"{ranks:.0f}" if ranks else NOT_RECORDED,
             f"{steps_done(run):,.0f}", f"{losses[-1][1]:.4f}" if losses else _NONE,
             significant(evaluated[-1][1]) if evaluated else _NONE, compact(median(speed)) if speed else _NONE,
-            percent(median(flops) / ceiling) if flops and ceiling else _NONE, seconds(step_s) if step_s else _NONE,
-            gib(max(top_bytes(row) for row in run.rows)) if run.rows else _NONE,
-            rate(wire, "B") if wire is not None else _NONE,
+            percent(median(mfu)) if mfu else _NONE, seconds(step_s) if step_s else _NONE,
+            gib(max(top_bytes(row) for row in run.rows)) if run.rows else NOT_RECORDED,
+            rate(wire[-1][1], "B") if wire else NOT_RECORDED,
         ])  # fmt: skip
-    return Table(head, rows)
+    return Table(("", *labels(runs)), [[name, *values] for name, *values in zip(head, *columns, strict=True)])
 
 
 def differences(runs: Sequence[Run]) -> Table:
@@ -67,7 +67,8 @@ def figures(runs: Sequence[Run]) -> list[Figure]:
         ),
         _lines(runs, "speed", "Real tokens per second", "real tokens/s, by step",
                lambda run: steady(run, "tokens_per_s"), compact, from_zero=True),
-        _lines(runs, "mfu", "MFU", "share of a plain matmul, by step", _mfu, percent, from_zero=True),
+        _lines(runs, "mfu", "MFU", "share of a plain matmul, by step",
+               lambda run: steady(run, "mfu"), percent, from_zero=True),
         _parts(runs),
         _memory(runs),
     ]  # fmt: skip
@@ -129,7 +130,7 @@ def _memory(runs: Sequence[Run]) -> Figure:
     highest = max(peak for _, peak, _ in drawn)
     levels = [Level(f"limit {gib(limit)}", limit) for limit in limits if limit <= 2.5 * highest]
     says = ", ".join(f"{label} {gib(peak)}" for label, peak, _ in drawn) + "."
-    rows = [[label, gib(peak), gib(limit) if limit is not None else "not recorded"] for label, peak, limit in drawn]
+    rows = [[label, gib(peak), gib(limit) if limit is not None else NOT_RECORDED] for label, peak, limit in drawn]
     return Figure(
         name, title, says, bars([(label, [(peak, 0)]) for label, peak, _ in drawn], gib, levels), unit="GiB",
         height=bars_height(len(drawn)),
@@ -140,16 +141,6 @@ def _memory(runs: Sequence[Run]) -> Figure:
 def _over_tokens(run: Run, key: str) -> Points:
     found = [(number(line.get("tokens")), number(line.get(key))) for line in run.steps]
     return [(tokens, value) for tokens, value in found if tokens is not None and value is not None]
-
-
-def _mfu(run: Run) -> Points:
-    ceiling = ceiling_of(run)
-    return [(step, value / ceiling) for step, value in steady(run, "flops_per_s")] if ceiling else []
-
-
-def _last_per_step(run: Run, key: str) -> float | None:
-    points = per_step(run, key)
-    return points[-1][1] if points else None
 
 
 def _flat(values: Any, name: str = "") -> dict[str, Any]:

@@ -50,12 +50,13 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
     evaluated = run.points("eval_perplexity", run.evaluations)
     found.append(("perplexity", significant(evaluated[-1][1]), "on held-out text") if evaluated else
                  ("perplexity", "none", "nothing was evaluated"))  # fmt: skip
-    speed, flops, ceiling = steady(run, "tokens_per_s"), steady(run, "flops_per_s"), ceiling_of(run)
+    speed, mfu, ceiling = steady(run, "tokens_per_s"), steady(run, "mfu"), ceiling_of(run)
     if speed:
         found.append(("real tokens/s", compact(median(speed)), "median of the logged steps"))
-    if flops and ceiling:
-        found.append(("MFU", percent(median(flops) / ceiling), f"of {rate(ceiling, 'FLOP/s')}, a plain matmul here"))
-    elif flops:
+    if mfu:
+        of = f"of {rate(ceiling, 'FLOP/s')}, a plain matmul here" if ceiling else "of a plain matmul here"
+        found.append(("MFU", percent(median(mfu)), of))
+    elif speed:
         found.append(("MFU", "unknown", "the matmul ceiling was not measured"))
     if run.rows:
         limit = limit_bytes(run)

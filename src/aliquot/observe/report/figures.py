@@ -6,7 +6,6 @@ from aliquot.observe.clock import PARTS
 from aliquot.observe.report.figure import Figure, Key, Table
 from aliquot.observe.report.read import Run, number
 from aliquot.observe.report.series import (
-    ceiling_of,
     hints_of,
     mean_parts,
     median,
@@ -16,7 +15,7 @@ from aliquot.observe.report.series import (
     steady,
     without_steps,
 )
-from aliquot.observe.report.svg import Frame, Level, Line, area_chart, line_chart
+from aliquot.observe.report.svg import Frame, Line, area_chart, line_chart
 from aliquot.observe.report.words import compact, percent, seconds, significant
 from aliquot.observe.text import rate
 
@@ -95,23 +94,27 @@ def utilisation(run: Run) -> Figure:
     points = steady(run, "flops_per_s")
     if not points:
         return Figure(name, title, "", missing=without_steps(run))
-    ceiling = ceiling_of(run)
-    levels = [Level(f"plain matmul here: {rate(ceiling, 'FLOP/s')}", ceiling)] if ceiling else []
-    share = f", {percent(median(points) / ceiling)} of what a plain matmul reached on the same cores" if ceiling else ""
-    svg = line_chart(
-        [Line("model FLOP/s", points, 2)], lambda v: rate(v, ""), format_x=compact, from_zero=True, levels=levels,
-        marks=resumes(run),
-    )  # fmt: skip
+    shares = dict(run.points("mfu"))
+    # Measured when an attempt began: another attempt, perhaps on other machines, has another ceiling.
+    ceiling = [(step, value / shares[step]) for step, value in points if shares.get(step, 0) > 0]
+    lines, keys = [Line("model FLOP/s", points, 2)], [Key("model FLOP/s", 2)]
+    says = f"The model needed {rate(median(points), 'FLOP/s')}"
+    if ceiling:
+        lines.append(Line("plain matmul", ceiling, 1, "dashed"))
+        keys.append(Key("what a plain matmul reached here", 1, "dashed", rate(ceiling[-1][1], "FLOP/s")))
+        says += f", {percent(median(steady(run, 'mfu')))} of what a plain matmul reached on the same cores"
+    else:
+        says += "; the matmul ceiling was not measured"
+    svg = line_chart(lines, lambda v: rate(v, ""), format_x=compact, from_zero=True, marks=resumes(run))
     rows = [
-        [f"{step:,.0f}", rate(value, "FLOP/s"), percent(value / ceiling) if ceiling else "unknown"]
+        [f"{step:,.0f}", rate(value, "FLOP/s"), percent(shares[step]) if step in shares else "unknown"]
         for step, value in points
     ]
     return Figure(
-        name, title, f"The model needed {rate(median(points), 'FLOP/s')}{share}. Recomputation is not counted.",
-        svg, unit="FLOP/s over all ranks", keys=[Key("model FLOP/s", 2)],
+        name, title, f"{says}. Recomputation is not counted.", svg, unit="FLOP/s over all ranks", keys=keys,
         table=Table(("step", "model FLOP/s", "MFU"), rows),
         hints=hints_of(points, lambda step, value: f"step {step:,.0f}\n{rate(value, 'FLOP/s')}"
-                     + (f"\nMFU {percent(value / ceiling)}" if ceiling else "")),
+                     + (f"\nMFU {percent(shares[step])}" if step in shares else "")),
     )  # fmt: skip
 
 

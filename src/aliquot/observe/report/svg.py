@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-WIDTH, HEIGHT = 600, 260
-PHASES_HEIGHT = 340  # of an area chart over named phases, whose names need room
-_LEFT, _RIGHT, _TOP = 64, 14, 18
+WIDTH, HEIGHT = 600, 276
+PHASES_HEIGHT = 350  # of an area chart over named phases, whose names need room
+_LEFT, _RIGHT, _TOP = 64, 14, 34
 _MOST_POINTS = 400
 _ROW = 54  # of a bar with its name
 
@@ -239,11 +239,13 @@ def _marks(frame: Frame, marks: Sequence[Mark]) -> Markup:
     parts = []
     for mark in marks:
         x = frame.x(mark.x)
+        if not _LEFT <= x <= WIDTH - _RIGHT:
+            continue
         anchor = "end" if x > WIDTH / 2 else "start"
         parts.append(
-            Markup('<line class="mark" x1="{0:.1f}" x2="{0:.1f}" y1="{1}" y2="{2}"/>').format(x, _TOP, frame.floor)
+            Markup('<line class="mark" x1="{0:.1f}" x2="{0:.1f}" y1="{1}" y2="{2}"/>').format(x, 20, frame.floor)
         )
-        parts.append(_label(x + (-5 if anchor == "end" else 5), _TOP + 10, mark.text, anchor, "note"))
+        parts.append(_label(x + (-8 if anchor == "end" else -3), 15, mark.text, anchor, "note"))
     return Markup("").join(parts)
 
 

@@ -17,7 +17,7 @@ def significant(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    return f"{100 * share:.1f} %" if share < 0.1 else f"{100 * share:.0f} %"
+    return f"{100 * share:.1f} %" if 0 < share < 0.1 else f"{100 * share:.0f} %"
 
 
 def seconds(value: float) -> str:
