@@ -19,6 +19,7 @@ from aliquot.observe.report.svg import Frame, Line, area_chart, line_chart
 from aliquot.observe.report.words import compact, percent, seconds, significant
 from aliquot.observe.text import rate
 
+_MOST_STRETCHES = 60  # of steps, of which a stacked area shows the means
 _SMOOTH_FROM = 60  # logged steps: fewer need no smoothing
 
 
@@ -124,9 +125,17 @@ def parts(run: Run) -> Figure:
     lines = [line for line in lines if number(line.get("step")) not in run.first_steps] or lines
     if not lines:
         return Figure(name, title, "", missing="the metrics hold no time by part: " + without_steps(run))
-    chosen = [lines[len(lines) * i // min(len(lines), 200)] for i in range(min(len(lines), 200))]
-    xs = [number(line.get("step")) or 0.0 for line in chosen]
-    layers = [(part, [number(line.get(f"{part}_s")) or 0.0 for line in chosen], i) for i, part in enumerate(PARTS)]
+    count = min(len(lines), _MOST_STRETCHES)
+    stretches = [lines[len(lines) * i // count : len(lines) * (i + 1) // count] for i in range(count)]
+    xs = [number(stretch[-1].get("step")) or 0.0 for stretch in stretches]
+    layers = [
+        (
+            part,
+            [sum(number(line.get(f"{part}_s")) or 0.0 for line in stretch) / len(stretch) for stretch in stretches],
+            i,
+        )
+        for i, part in enumerate(PARTS)
+    ]
     shares = mean_parts(run)
     total = sum(shares.values())
     largest = sorted(shares, key=lambda part: -shares[part])[:2]
@@ -145,7 +154,7 @@ def parts(run: Run) -> Figure:
     hints = [
         (
             frame.x(x),
-            "\n".join([f"step {x:,.0f}", *(f"{part} {seconds(values[i])}" for part, values, _ in layers[::-1])]),
+            "\n".join([f"until step {x:,.0f}", *(f"{part} {seconds(values[i])}" for part, values, _ in layers[::-1])]),
         )
         for i, x in enumerate(xs)
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from aliquot.observe.clock import PARTS
 from aliquot.observe.report.read import Object, Points, Run, number
@@ -57,12 +57,13 @@ def ceiling_of(run: Run) -> float | None:
 
 
 def smoothed(points: Points) -> Points:
-    """An exponential mean over about a thirtieth of the points."""
-    keep = 1 - 30 / max(31, len(points))
-    value, found = points[0][1], []
-    for step, raw in points:
-        value = keep * value + (1 - keep) * raw
-        found.append((step, value))
+    """At each point the mean of the thirtieth of all points around it, of fewer at both ends."""
+    reach = max(1, len(points) // 60)
+    sums = [0.0, *accumulate(value for _, value in points)]
+    found = []
+    for i, (step, _) in enumerate(points):
+        near = min(reach, i, len(points) - 1 - i)  # as far to the left as to the right: a slope stays where it is
+        found.append((step, (sums[i + near + 1] - sums[i - near]) / (2 * near + 1)))
     return found
 
 
