@@ -187,5 +187,6 @@ class Recorder:
     def _write_report(self) -> None:
         try:
             write_report([self._directory.path], self._directory.report)
-        except OSError as error:  # the run itself is done
-            self._display.warning(f"the report could not be written: {error.strerror}: {self._directory.report}")
+        # Whatever is wrong with a page must not be what ends a run that is done, nor hide what ended one.
+        except Exception as error:
+            self._display.warning(f"no report: {type(error).__name__}: {error}; `aliquot report --debug` tells more")

@@ -110,6 +110,13 @@ def test_a_killed_run_with_half_a_line(tmp_path: Path) -> None:
     assert "ledger.json is not there" in text and "there is no evaluation text" in text and "no checkpoint" in text
 
 
+@pytest.mark.parametrize("changes", [{}, {"tokens_per_s": None, "flops_per_s": None, "mfu": None}])
+def test_a_run_of_a_single_step(tmp_path: Path, changes: dict[str, Any]) -> None:
+    directory = write_run(tmp_path / "run", steps=[step(1, **changes)], events=[start(total_steps=1)], ledger=rows(1))
+    text = page_of(directory).text
+    assert "1 of 1" in text and "A step takes 1 s" in text
+
+
 def test_a_run_that_has_not_logged_a_step(tmp_path: Path) -> None:
     text = page_of(write_run(tmp_path / "run")).text
     assert "empty" in text and "no step has been logged yet" in text and "not recorded" in text

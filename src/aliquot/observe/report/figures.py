@@ -13,6 +13,7 @@ from aliquot.observe.report.series import (
     resumes,
     smoothed,
     steady,
+    timed,
     without_steps,
 )
 from aliquot.observe.report.svg import Frame, Line, area_chart, line_chart
@@ -121,9 +122,10 @@ def utilisation(run: Run) -> Figure:
 
 def parts(run: Run) -> Figure:
     name, title = "parts", "Where the time of a step goes"
-    lines = [line for line in run.steps if number(line.get("forward_s")) is not None]
-    lines = [line for line in lines if number(line.get("step")) not in run.first_steps] or lines
-    if not lines:
+    lines = timed(run)
+    shares = mean_parts(run)
+    total = sum(shares.values())
+    if not total:
         return Figure(name, title, "", missing="the metrics hold no time by part: " + without_steps(run))
     count = min(len(lines), _MOST_STRETCHES)
     stretches = [lines[len(lines) * i // count : len(lines) * (i + 1) // count] for i in range(count)]
@@ -136,17 +138,15 @@ def parts(run: Run) -> Figure:
         )
         for i, part in enumerate(PARTS)
     ]
-    shares = mean_parts(run)
-    total = sum(shares.values())
     largest = sorted(shares, key=lambda part: -shares[part])[:2]
     says = f"A step takes {seconds(total)}, the mean over ranks and steps: " + ", ".join(
         f"{part} {percent(shares[part] / total)}" for part in largest
     )
-    says += f", waiting for slower ranks {percent(shares['wait'] / total)}." if total else "."
+    says += f", waiting for slower ranks {percent(shares['wait'] / total)}."
     if all(line.get("reduce_s") is None for line in lines):
         says += " Reducing is not told apart here: the collectives run inside forward and backward."
     keys = [
-        Key(part, i, "area", f"{seconds(shares[part])}, {percent(shares[part] / total)}" if total else "")
+        Key(part, i, "area", f"{seconds(shares[part])}, {percent(shares[part] / total)}")
         for i, part in enumerate(PARTS)
     ]
     svg = area_chart(xs, layers, seconds, format_x=compact, marks=resumes(run, xs))

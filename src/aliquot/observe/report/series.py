@@ -18,16 +18,19 @@ def steady(run: Run, key: str) -> Points:
     return [point for point in points if point[0] not in run.first_steps] or points
 
 
+def timed(run: Run) -> list[Object]:
+    """The logged steps that have times by part, without the first of each attempt unless there are no others."""
+    lines = [line for line in run.steps if number(line.get("forward_s")) is not None]
+    return [line for line in lines if number(line.get("step")) not in run.first_steps] or lines
+
+
 def mean_parts(run: Run) -> dict[str, float]:
-    """Seconds of a step by part: the mean over all steps but the first of each attempt."""
+    """Seconds of a step by part: the mean over the steps of `timed`; all 0 where there are none."""
     weights: list[tuple[float, Object]] = []
     before = 0.0
-    for line in run.steps:
-        step = number(line.get("step"))
-        if step is None or number(line.get("forward_s")) is None:
-            continue
-        if step not in run.first_steps:
-            weights.append((max(1.0, step - before), line))
+    for line in timed(run):
+        step = number(line.get("step")) or 0.0
+        weights.append((max(1.0, step - before), line))  # a line stands for the steps since the one before
         before = step
     steps = sum(weight for weight, _ in weights) or 1.0
     return {
