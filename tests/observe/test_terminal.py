@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -22,9 +23,8 @@ class Terminal:
 
     def __init__(self, socket: Path, columns: int, lines: int, command: str, environment: dict[str, str]) -> None:
         self._socket = str(socket)
-        size = ["-x", str(columns), "-y", str(lines)]
-        settings = [part for name, value in environment.items() for part in ("-e", f"{name}={value}")]
-        self._tmux("new-session", "-d", *size, *settings, command)
+        settings = shlex.join(f"{name}={value}" for name, value in environment.items())
+        self._tmux("new-session", "-d", "-x", str(columns), "-y", str(lines), f"export {settings}; {command}")
 
     def screen(self, colours: bool = False) -> str:
         return self._tmux("capture-pane", "-p", *(["-e"] if colours else []), "-S", "-")
@@ -80,7 +80,7 @@ def test_the_live_view(tmp_path: Path, open_terminals: list[Terminal]) -> None:
     assert "forward" in rows["time"] and "backward" in rows["time"]
     assert "0: " in rows["memory"] and "1: " in rows["memory"] and "each" in rows["memory"]
     assert "step " in rows["checkpoint"]
-    assert shown.count("training ") == 1  # drawn in place, not over and over
+    assert sum(line.startswith("training ") for line in shown.splitlines()) == 1  # drawn in place, not over and over
     assert "engine host" in shown and "2 ranks x" in shown  # the header stays above
     assert "\x1b[3" in terminal.screen(colours=True)
     shown = terminal.wait_for("exit code")
