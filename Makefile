@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install demo test test-long crash bench lint clean
+.PHONY: install demo seed test test-long crash bench lint clean
 
 install: $(INSTALLED)
 
@@ -12,7 +12,7 @@ install: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch==2.13.0
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev,deepspeed]"
 	@touch $@
 
 demo: $(INSTALLED)
@@ -28,6 +28,14 @@ test-long: $(INSTALLED)
 KILLS ?= 300
 crash: $(INSTALLED)
 	$(BIN)/python -m tests.crash --kills $(KILLS)
+
+# A script of HF Trainer and DeepSpeed, then the same job as an aliquot config, on a small model made for them.
+seed: $(INSTALLED)
+	$(BIN)/aliquot train examples/quickstart.yaml run.name=seed-model train.max_steps=5 observe.sample_prompt=null
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/torchrun --nproc-per-node 2 examples/seed/train.py \
+	  --model runs/seed-model/export --data docs/deepspeed.md --steps 3
+	$(BIN)/aliquot train examples/seed/run.yaml model.path=runs/seed-model/export data.path=docs/deepspeed.md \
+	  train.max_steps=3 shard.deepspeed_config=examples/seed/cpu-ds.json
 
 # Tables on the console, JSON beside: an hour or two, 20 GB of disk. Peers that are not installed get a row saying so.
 bench: $(INSTALLED)

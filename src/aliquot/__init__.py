@@ -15,10 +15,20 @@ if TYPE_CHECKING:
     from aliquot.errors import TrainingError, UserError
     from aliquot.models.export import export_checkpoint
     from aliquot.models.sharded import load_sharded
+    from aliquot.models.zero3 import load_zero3
     from aliquot.train import train
 
 __version__ = "0.1.0"
-__all__ = ["RunConfig", "TrainingError", "UserError", "export_checkpoint", "load_sharded", "read_config", "train"]
+__all__ = [
+    "RunConfig",
+    "TrainingError",
+    "UserError",
+    "export_checkpoint",
+    "load_sharded",
+    "load_zero3",
+    "read_config",
+    "train",
+]
 
 _HOME = {
     "RunConfig": "aliquot.config.schema",
@@ -26,6 +36,7 @@ _HOME = {
     "UserError": "aliquot.errors",
     "export_checkpoint": "aliquot.models.export",
     "load_sharded": "aliquot.models.sharded",
+    "load_zero3": "aliquot.models.zero3",
     "read_config": "aliquot.config.read",
     "train": "aliquot.train",
 }

@@ -140,7 +140,7 @@ def _prepare(
         ledger.mark(f"first {name}", engine.counters().memory())
         clock.ended(name)
 
-    spec = EngineSpec.of(config, ranks.topology, built.plain_head, phase)
+    spec = EngineSpec.of(config, ranks.topology, engine_name, built, phase, lambda name: ledger.mark(name, {}))
     engine: Engine = engine_type.build(built.model, spec, ranks.topology)
     ledger.mark("model built", engine.counters().memory())
 
@@ -168,8 +168,8 @@ def _prepare(
         f"{batches.store.documents:,} documents, {len(batches.store.tokens):,} tokens; {total_steps} steps of"
         f" {size.total} sequences of {config.data.sequence_length}, {packed}",
     )
-    if advice := torchrun_advice(os.environ, config.checkpoint.grace_s):
-        display.line(advice)
+    for note in filter(None, (*spec.notes, torchrun_advice(os.environ, config.checkpoint.grace_s))):
+        display.line(note)
     tokens_before, steps_before = (state["tokens"], state["step"]) if resumed is not None else (0, 0)
     ceiling = sum(ranks.gather(matmul_rate(ranks, config.train.precision)))
     about = {
