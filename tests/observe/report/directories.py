@@ -52,6 +52,18 @@ def rows(ranks: int = 2, planned: bool = True) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+def plan() -> dict[str, Any]:
+    """As `aliquot plan --json` prints it, of the numbers that the report reads."""
+    phases = [
+        {"name": phase, "private_bytes": {"weights": (300 + 90 * i) * MIB}, "shared_bytes": {"weights": 200 * MIB}}
+        for i, phase in enumerate(PHASES)
+    ]
+    return {
+        "ranks_per_node": 2, "phases": phases, "peak_bytes_per_rank": 1480 * MIB, "tokens_per_s": 5000.0, "step_s": 0.8,
+        "wire_bytes_per_step": 0, "bottleneck": "compute-bound", "rates": "measured here", "limit_bytes": 2048 * MIB,
+    }  # fmt: skip
+
+
 def write_run(
     directory: Path,
     *,
@@ -59,6 +71,7 @@ def write_run(
     steps: list[dict[str, Any]] | None = None,
     events: list[dict[str, Any]] | None = None,
     ledger: list[dict[str, Any]] | None = None,
+    plan: dict[str, Any] | None = None,
     tail: str = "",
     **config: Any,
 ) -> Path:
@@ -71,7 +84,7 @@ def write_run(
     if events is not None:
         (directory / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     if ledger is not None:
-        (directory / "ledger.json").write_text(json.dumps({"machine": MACHINE, "rows": ledger}))
+        (directory / "ledger.json").write_text(json.dumps({"machine": MACHINE, "plan": plan or {}, "rows": ledger}))
     return directory
 
 
@@ -86,4 +99,6 @@ def whole_run(directory: Path, **changes: Any) -> Path:
         {"event": "slow_ranks", "step": 70, "time": 1_700_000_110.0, "text": "slow for 20 steps: rank 1"},
         {"event": "end", "step": 100, "time": 1_700_000_150.0},
     ]
-    return write_run(directory, **{"steps": [*steps, evaluation], "events": events, "ledger": rows(), **changes})
+    return write_run(
+        directory, **{"steps": [*steps, evaluation], "events": events, "ledger": rows(), "plan": plan(), **changes}
+    )

@@ -17,7 +17,7 @@ from aliquot.errors import UserError
 from aliquot.observe.report.page import MARKER, render, write_report
 from aliquot.observe.report.read import read_run
 from aliquot.observe.report.svg import thinned, ticks
-from tests.observe.report.directories import MIB, rows, start, step, whole_run, write_run
+from tests.observe.report.directories import MIB, plan, rows, start, step, whole_run, write_run
 
 VOID = {"meta", "link", "br"}
 
@@ -160,7 +160,11 @@ def test_without_a_plan_or_a_ceiling_the_page_says_so(tmp_path: Path) -> None:
     lines = [step(n, mfu=None) for n in range(1, 9)]
     events = [start(ceiling_flops_per_s=None)]
     text = page_of(write_run(tmp_path / "run", steps=lines, events=events, ledger=rows(planned=False))).text
-    assert "No plan was recorded" in text and "the matmul ceiling was not measured" in text
+    assert (
+        "No plan was recorded" in text
+        and "no plan was recorded in ledger.json" in text
+        and "the matmul ceiling was not measured" in text
+    )
 
 
 def test_collectives_that_cannot_be_told_apart(tmp_path: Path) -> None:
@@ -170,10 +174,22 @@ def test_collectives_that_cannot_be_told_apart(tmp_path: Path) -> None:
 
 def test_findings_of_the_doctor(tmp_path: Path) -> None:
     directory = whole_run(tmp_path / "run")
-    finding = {"level": "warning", "name": "shm", "message": "/dev/shm is 64 MiB", "fix": "mount an emptyDir"}
-    (directory / "doctor.json").write_text(json.dumps({"findings": [finding]}))
+    good = {"id": "isa", "level": "ok", "found": "avx512", "meaning": "fast", "fix": ""}
+    bad = {"id": "shm", "level": "problem", "found": "64 MiB", "meaning": "too small", "fix": "mount an emptyDir"}
+    (directory / "doctor.json").write_text(json.dumps([good, bad]))
     text = page_of(directory).text
-    assert "warning shm: /dev/shm is 64 MiB mount an emptyDir" in text and "Not shown" not in text
+    assert "problem shm: 64 MiB too small fix: mount an emptyDir ok isa: avx512 fast" in text
+    assert "Not shown" not in text
+    (directory / "doctor.json").write_text("{}")
+    assert "holds no findings" in page_of(directory).text
+
+
+def test_the_plan_beside_the_measurement(tmp_path: Path) -> None:
+    text = page_of(whole_run(tmp_path / "run")).text
+    assert "real tokens/s 5,000 4,000 +25 %" in text
+    assert "a step 800 ms 1 s -20 %" in text
+    assert re.search(r"peak memory of a rank 1.45 GiB [\d.]+ GiB [+-]\d+ %", text)
+    assert "compute-bound; rates: measured here" in text
 
 
 HOSTILE = "</title><script>alert(1)</script><img src=x onerror=alert(1)>\"'&{{7*7}}"
@@ -188,10 +204,10 @@ def test_hostile_names_are_only_text(tmp_path: Path) -> None:
         {"event": "failed", "step": 3, "text": HOSTILE},
     ]
     rows_ = [{**row, "accounted_bytes": {HOSTILE: 1, "weights": HOSTILE}, "rank": HOSTILE} for row in rows(1)]
-    doctor = [{"level": HOSTILE, "name": HOSTILE, "message": HOSTILE, "fix": HOSTILE}]
+    doctor = [dict.fromkeys(("id", "level", "found", "meaning", "fix"), HOSTILE)]
     directories = [
         write_run(tmp_path / place, name=HOSTILE, steps=[step(1), step(2, loss=HOSTILE), step(3)], events=events,
-                  ledger=rows_, data={"path": HOSTILE}, train={"precision": HOSTILE})
+                  ledger=rows_, plan=dict.fromkeys(plan(), HOSTILE), data={"path": HOSTILE}, train={"precision": HOSTILE})
         for place in ("a", "b")
     ]  # fmt: skip
     (directories[0] / "doctor.json").write_text(json.dumps(doctor))
@@ -208,7 +224,10 @@ def test_values_of_any_type_are_survived(tmp_path: Path, value: object) -> None:
     lines = [dict.fromkeys(step(1), value), {**step(2), "memory_bytes": value}, {**step(3), "tokens_per_s": value}]
     event = {**dict.fromkeys(start(), value), "event": "start"}
     ledger = [{**dict.fromkeys(row, value), "phase": row["phase"]} for row in rows(1)]
-    directory = write_run(tmp_path / "run", steps=lines, events=[event], ledger=ledger, train=value, data=value)
+    foreseen = dict.fromkeys(plan(), value)
+    directory = write_run(
+        tmp_path / "run", steps=lines, events=[event], ledger=ledger, plan=foreseen, train=value, data=value
+    )
     page_of(directory)
     page_of(directory, directory)
 

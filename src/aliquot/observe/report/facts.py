@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any
 
 from aliquot.observe.report.figure import Table
 from aliquot.observe.report.memory import limit_bytes, top_bytes
 from aliquot.observe.report.read import Object, Run, number
-from aliquot.observe.report.series import ceiling_of, mean_parts, median, steady
+from aliquot.observe.report.series import ceiling_of, mean_parts, median, per_step, steady
 from aliquot.observe.report.words import compact, percent, seconds, significant
 from aliquot.observe.text import duration, gib, rate
 
 NOT_RECORDED = "not recorded"
+_LEVELS = {"problem": 0, "warning": 1, "ok": 2}
 
 
 def summary(run: Run) -> str:
@@ -68,6 +69,26 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
             ("a step", seconds(sum(spent.values())), f"{percent(spent['wait'] / sum(spent.values()))} waiting")
         )
     return found
+
+
+def foresight(run: Run) -> Table:
+    """The plan beside what was measured; no rows where there is no plan."""
+    plan, spent = run.plan, sum(mean_parts(run).values())
+    speed, wire = steady(run, "tokens_per_s"), per_step(run, "wire_bytes")
+    ranks = number(run.about.get("world_size")) or 1.0
+    measured: list[tuple[str, str, float | None, Callable[[float], str]]] = [
+        ("peak memory of a rank", "peak_bytes_per_rank", max(map(top_bytes, run.rows)) if run.rows else None, gib),
+        ("real tokens/s", "tokens_per_s", median(speed) if speed else None, compact),
+        ("a step", "step_s", spent or None, seconds),
+        ("network, all ranks, a step", "wire_bytes_per_step", ranks * wire[-1][1] if wire else None, _bytes),
+    ]
+    rows = []
+    for name, key, value, words in measured:
+        planned = number(plan.get(key))
+        if planned is not None:
+            off = f"{100 * (planned / value - 1):+.0f} %" if value else ""
+            rows.append([name, words(planned), words(value) if value is not None else NOT_RECORDED, off])
+    return Table(("", "planned", "measured", "the plan is off by"), rows)
 
 
 def checkpoints(run: Run) -> Table:
@@ -144,24 +165,16 @@ def machine(run: Run) -> list[tuple[str, str]]:
     return [(name, str(value) if value not in (None, "") else NOT_RECORDED) for name, value in known.items()]
 
 
-def doctor(run: Run) -> tuple[list[tuple[str, str, str]], str]:
-    """(level, finding, fix) of doctor.json, and why there are none."""
+def doctor(run: Run) -> tuple[list[Object], str]:
+    """The findings of doctor.json, the worst first, and why there are none.
+
+    They are what `aliquot doctor --json` prints: a list of objects with `id`, `level`, `found`, `meaning` and `fix`.
+    """
     if run.doctor is None:
-        return [], "the run directory has no doctor.json: `aliquot doctor` was not asked about this machine"
-    told = run.doctor
-    if isinstance(told, dict):
-        told = next((told[key] for key in ("findings", "checks", "results") if isinstance(told.get(key), list)), None)
-    if not isinstance(told, list):
-        return [], "doctor.json holds no list of findings"
-    found = []
-    for item in told:
-        if isinstance(item, dict):
-            level = _first(item, "level", "status", "severity", "verdict")
-            text = ": ".join(
-                filter(None, [_first(item, "name", "check", "id"), _first(item, "finding", "message", "text")])
-            )
-            found.append((level, text, _first(item, "fix", "advice", "remedy")))
-    return found, "" if found else "the doctor found nothing to say"
+        return [], "the run directory has no doctor.json; `aliquot doctor --json` prints what belongs there"
+    found = [item for item in run.doctor if isinstance(item, dict)] if isinstance(run.doctor, list) else []
+    found.sort(key=lambda item: _LEVELS.get(str(item.get("level")), len(_LEVELS)))
+    return found, "" if found else "doctor.json holds no findings"
 
 
 def commands(run: Run) -> list[tuple[str, str]]:
@@ -188,13 +201,12 @@ def _rank_count(event: Object) -> str:
     return f"{ranks:.0f} rank{'s' if ranks != 1 else ''}" if ranks is not None else "ranks not recorded"
 
 
+def _bytes(size: float) -> str:
+    return rate(size, "B")
+
+
 def _moment(at: float) -> str:
     try:
         return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M UTC")
     except (OverflowError, OSError, ValueError):
         return "at an unknown time"
-
-
-def _first(item: Object, *keys: str) -> str:
-    value: Any = next((item[key] for key in keys if item.get(key) not in (None, "")), "")
-    return str(value)

@@ -40,7 +40,7 @@ def _memory_of(run: Run, rank: int, rows: Sequence[Object]) -> Figure:
             layers.append((category, values, i))
     rest = [max(0.0, top - sum(values[i] for _, values, _ in layers)) for i, top in enumerate(tops)]
     layers.insert(0, (REST, rest, 7))
-    planned = [(float(i), value) for i, row in enumerate(rows) if (value := _planned(row)) is not None]
+    planned = [(float(i), value) for i, row in enumerate(rows) if (value := planned_bytes(run, row)) is not None]
     lines = [Line("plan", scaled(planned), 6, "dashed plan")] if planned else []
     limit, highest = limit_bytes(run), max([*tops, *(y for _, y in planned)])
     near = limit is not None and limit <= 2.5 * highest
@@ -57,7 +57,7 @@ def _memory_of(run: Run, rank: int, rows: Sequence[Object]) -> Figure:
     body = [
         [
             names[i], *(gib(values[i]) for _, values, _ in layers), gib(tops[i]),
-            gib(_planned(row) or 0.0) if _planned(row) is not None else "none",
+            gib(planned_bytes(run, row) or 0.0) if planned_bytes(run, row) is not None else "none",
             *(gib(number(row.get(f"{kind}_bytes")) or 0.0) for kind in ("rss", "pss", "peak_rss")),
         ]
         for i, row in enumerate(rows)
@@ -138,9 +138,18 @@ def _accounted(row: Object, category: str) -> float:
     return (number(accounted.get(category)) or 0.0) if isinstance(accounted, dict) else 0.0
 
 
-def _planned(row: Object) -> float | None:
-    """The plan's bytes for this phase: a number, or numbers by category."""
-    planned = row.get("planned_bytes")
-    if isinstance(planned, dict):
-        return sum(number(value) or 0.0 for value in planned.values())
-    return number(planned)
+def planned_bytes(run: Run, row: Object) -> float | None:
+    """What the plan foresaw for the row's phase, shared pages divided as in `top_bytes`; None: it foresaw nothing.
+
+    A row's own `planned_bytes` counts shared pages in full: it serves where the plan itself is not recorded.
+    """
+    ranks = number(run.plan.get("ranks_per_node")) or 1.0
+    phases = run.plan.get("phases")
+    for phase in phases if isinstance(phases, list) else ():
+        if isinstance(phase, dict) and phase.get("name") == row.get("phase"):
+            return _sum(phase.get("private_bytes")) + _sum(phase.get("shared_bytes")) / ranks
+    return number(row.get("planned_bytes"))
+
+
+def _sum(sizes: object) -> float:
+    return sum(number(size) or 0.0 for size in sizes.values()) if isinstance(sizes, dict) else 0.0

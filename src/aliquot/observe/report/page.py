@@ -53,8 +53,8 @@ def render(runs: Sequence[Run]) -> str:
     (run,) = runs
     return environment.get_template("run.html").render(
         page=page, run=run, summary=facts.summary(run), when=facts.when(run), tiles=facts.tiles(run),
-        sections=_sections(run), checkpoints=facts.checkpoints(run), history=facts.history(run),
-        machine=facts.machine(run), doctor=facts.doctor(run), commands=facts.commands(run),
+        foresight=facts.foresight(run), sections=_sections(run), checkpoints=facts.checkpoints(run),
+        history=facts.history(run), machine=facts.machine(run), doctor=facts.doctor(run), commands=facts.commands(run),
     )  # fmt: skip
 
 

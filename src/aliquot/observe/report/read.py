@@ -50,6 +50,7 @@ class Run:
     evaluations: list[Object]
     events: list[Object]
     rows: list[Object]  # of the ledger
+    plan: Object  # as `aliquot plan --json` prints it, made when the run began; empty: none was recorded
     machine: Object
     checkpoints: list[Checkpoint]
     doctor: Any  # doctor.json as it is; None: there is none
@@ -91,7 +92,7 @@ def read_run(path: Path) -> Run:
     events = _lines(directory.events)
     ledger = _json(directory.ledger)
     ledger = ledger if isinstance(ledger, dict) else {}
-    rows = ledger.get("rows")
+    rows, plan = ledger.get("rows"), ledger.get("plan")
     rows = (
         [row for row in rows if isinstance(row, dict) and row.get("phase") in PHASES] if isinstance(rows, list) else []
     )
@@ -111,6 +112,7 @@ def read_run(path: Path) -> Run:
         evaluations=[line for line in lines if "eval_loss" in line],
         events=events,
         rows=rows,
+        plan=plan if isinstance(plan, dict) else {},
         machine=machine if isinstance(machine, dict) else {},
         checkpoints=_checkpoints(directory.checkpoints),
         doctor=_json(path / "doctor.json"),
