@@ -207,7 +207,8 @@ def test_hostile_names_are_only_text(tmp_path: Path) -> None:
     doctor = [dict.fromkeys(("id", "level", "found", "meaning", "fix"), HOSTILE)]
     directories = [
         write_run(tmp_path / place, name=HOSTILE, steps=[step(1), step(2, loss=HOSTILE), step(3)], events=events,
-                  ledger=rows_, plan=dict.fromkeys(plan(), HOSTILE), data={"path": HOSTILE}, train={"precision": HOSTILE})
+                  ledger=rows_, plan=dict.fromkeys(plan(), HOSTILE), data={"path": HOSTILE},
+                  train={"precision": HOSTILE})
         for place in ("a", "b")
     ]  # fmt: skip
     (directories[0] / "doctor.json").write_text(json.dumps(doctor))
