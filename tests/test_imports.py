@@ -24,7 +24,19 @@ ALLOWED = {
     "engines": {"config", "models", "optim", "ranges", "machine", "collectives"},
     "checkpoint": {"config", "ranges", "machine"},
     "observe": {"config", "machine"},
-    "train": {"config", "models", "data", "engines", "checkpoint", "observe", "machine", "optim", "ranges"},
+    "evaluate": {"config", "data", "engines", "machine"},
+    "train": {
+        "config",
+        "models",
+        "data",
+        "engines",
+        "checkpoint",
+        "observe",
+        "machine",
+        "optim",
+        "ranges",
+        "evaluate",
+    },
 }
 
 

@@ -16,18 +16,18 @@ from aliquot.checkpoint.resume import changes, check_continuity, resume
 from aliquot.checkpoint.saver import Saver
 from aliquot.config.batch_size import BatchSize, batch_size
 from aliquot.config.schema import RunConfig
-from aliquot.data.batches import Batches, EvalBatches
+from aliquot.data.batches import Batches
 from aliquot.data.prepare import Prepared, prepare_together
 from aliquot.engines.base import Engine, EngineSpec
 from aliquot.engines.groups import group_lines
 from aliquot.engines.select import engine_class
 from aliquot.errors import TrainingError
+from aliquot.evaluate import evaluate
 from aliquot.machine.cpu import read_cpu
 from aliquot.machine.device import choose_device
 from aliquot.machine.facts import machine_facts
 from aliquot.machine.launch import torchrun_advice
 from aliquot.machine.matmul import matmul_rate
-from aliquot.machine.memory import memory_use
 from aliquot.machine.placement import place
 from aliquot.machine.ranks import Ranks
 from aliquot.machine.stop import StopSignal, Terminated
@@ -39,11 +39,12 @@ from aliquot.models.generate import continuation
 from aliquot.models.load import load_weights
 from aliquot.models.source import ModelSource, resolve
 from aliquot.observe import summary
+from aliquot.observe.clock import StepClock
 from aliquot.observe.console import Display
 from aliquot.observe.flops import model_flops
 from aliquot.observe.ledger import STEADY_PEAK, Ledger
-from aliquot.observe.meter import Meter
-from aliquot.observe.metrics import Curve
+from aliquot.observe.prometheus import Exporter
+from aliquot.observe.recorder import Recorder
 from aliquot.observe.run_directory import RunDirectory
 from aliquot.optim.schedule import learning_rate, warmup
 from aliquot.ranges.publish import remove_directory
@@ -84,8 +85,9 @@ class _Run:
     built: meta.MetaModel
     engine: Engine
     saver: Saver
-    steps_before: int  # optimizer steps and real tokens of the runs that this one continues
-    tokens_before: int
+    record: Recorder
+    tokens_before: int  # real tokens and optimizer steps of the runs that this one continues
+    steps_before: int
 
 
 def train(config: RunConfig) -> Result:
@@ -97,20 +99,25 @@ def train(config: RunConfig) -> Result:
     machine = machine_facts() if topology.is_first else None
     ranks = Ranks.join(topology, _PREPARATION_TIMEOUT_S, config.launch.join_timeout_s)
     display = Display(config.observe.console, enabled=topology.is_first)
+    exporter = Exporter(config.observe, config.run.name)
     try:
         with RunDirectory(config.run.directory).locked() if topology.is_first else nullcontext():
-            result = _train(_prepare(config, ranks, display, ranks.broadcast(machine), placement))
+            on_first(ranks, exporter.listen)
+            result = _train(_prepare(config, ranks, display, exporter, ranks.broadcast(machine), placement))
     except BaseException:
         if ranks.world_size == 1:
             ranks.close()  # with peers, what ended this rank must be told before they see the connection go
         raise
     finally:
         display.finish()
+        exporter.close()
     ranks.close()
     return result
 
 
-def _prepare(config: RunConfig, ranks: Ranks, display: Display, machine: dict[str, Any], placement: str) -> _Run:
+def _prepare(
+    config: RunConfig, ranks: Ranks, display: Display, exporter: Exporter, machine: dict[str, Any], placement: str
+) -> _Run:
     ledger = Ledger(ranks.rank)
     ledger.mark("process start", {})
     directory = RunDirectory(config.run.directory)
@@ -128,7 +135,12 @@ def _prepare(config: RunConfig, ranks: Ranks, display: Display, machine: dict[st
 
     built = meta.build(source.config)
     engine_name, engine_type = engine_class(config, ranks.topology, built.numel)
-    phase = lambda name: ledger.mark(f"first {name}", engine.counters().memory())  # noqa: E731
+    clock = StepClock(lambda: engine.counters().inside_s())
+
+    def phase(name: str) -> None:
+        ledger.mark(f"first {name}", engine.counters().memory())
+        clock.ended(name)
+
     spec = EngineSpec.of(config, ranks.topology, engine_name, built, phase, lambda name: ledger.mark(name, {}))
     engine: Engine = engine_type.build(built.model, spec, ranks.topology)
     ledger.mark("model built", engine.counters().memory())
@@ -159,75 +171,79 @@ def _prepare(config: RunConfig, ranks: Ranks, display: Display, machine: dict[st
         *spec.notes,
         *torchrun_advice(os.environ, config.checkpoint.grace_s),
     )
-    before = (state["step"], state["tokens"]) if resumed is not None else (0, 0)
+    tokens_before, steps_before = (state["tokens"], state["step"]) if resumed is not None else (0, 0)
+    ceiling = sum(ranks.gather(matmul_rate(ranks, config.train.precision)))
+    about = {
+        "resumed_from": str(where) if resumed is not None else None, "model": built.name, "parameters": built.numel,
+        "engine": engine_name, "placement": placement, "machine": machine, "ceiling_flops_per_s": ceiling,
+    }  # fmt: skip
+    record = Recorder(config, directory, ranks, display, clock, exporter, about, steps_before, total_steps)
     files = model_files(source.config, tokenizer, source.directory)
-    saver = Saver(directory.checkpoints, engine, built.tensors, files, ranks, config.checkpoint, display.warning)
+    saving = (config.checkpoint, record.warn, record.saved)
+    saver = Saver(directory.checkpoints, engine, built.tensors, files, ranks, *saving)
     return _Run(
         config, ranks, directory, display, ledger, machine, source, files, data, size, batches, total_steps, built,
-        engine, saver, *before,
+        engine, saver, record, tokens_before, steps_before,
     )  # fmt: skip
 
 
 def _train(run: _Run) -> Result:
-    timeout_s, stacks = run.config.launch.step_timeout_s, run.directory.logs / f"stacks-rank-{run.ranks.rank}.txt"
-    with StopSignal(run.config.checkpoint.grace_s) as stop, Watchdog(timeout_s, stacks, run.ranks.rank) as watchdog:
+    config, directory, done = run.config, run.directory, run.steps_before
+    if done >= run.total_steps:
+        run.display.line(f"this run is complete at step {done}: raise train.max_steps, or choose another run.name")
+        if directory.export.exists() or not config.checkpoint.export:
+            return Result(directory.path, done, None, None, directory.export)
+    timeout_s, stacks = config.launch.step_timeout_s, directory.logs / f"stacks-rank-{run.ranks.rank}.txt"
+    watchdog = Watchdog(timeout_s, stacks, run.ranks.rank)
+    with run.record, StopSignal(config.checkpoint.grace_s) as stop, watchdog:
         return _steps(run, stop, watchdog)
 
 
 def _steps(run: _Run, stop: StopSignal, watchdog: Watchdog) -> Result:
-    config, ranks, engine, settings = run.config, run.ranks, run.engine, run.config.train
-    meter = Meter(ceiling_flops_per_s=sum(ranks.gather(matmul_rate(ranks, settings.precision))))
-    curve = Curve(run.directory.metrics, run.directory.tensorboard, config.observe, run.steps_before, ranks.rank == 0)
+    config, ranks, engine, record, settings = run.config, run.ranks, run.engine, run.record, run.config.train
     warmup_steps = warmup(settings.warmup_steps, settings.warmup_ratio, run.total_steps)
     attention_width = meta.attention_width(run.source.config)
     matmul_parameters = meta.matmul_parameters(run.built.model)
     tokens, loss, perplexity, done = run.tokens_before, None, None, run.steps_before
-    if done >= run.total_steps:
-        run.display.line(f"this run is complete at step {done}: raise train.max_steps, or choose another run.name")
-        if run.directory.export.exists() or not config.checkpoint.export:
-            return Result(run.directory.path, done, None, None, run.directory.export)
 
     for step in range(run.steps_before, run.total_steps):
-        meter.begin()
+        record.begin()
         batch = run.batches.step_batch(step, ranks.rank, ranks.world_size)
         summed = torch.zeros((), dtype=torch.float64)
+        record.enter("forward")
         for index, micro_batch in enumerate(batch.micro_batches):
             last = index == len(batch.micro_batches) - 1
             summed += engine.backward(micro_batch, 1 / max(1, batch.predicted), last).cpu()
         done = step + 1
-        reports = ranks.gather({"loss": float(summed), "stop": stop.requested, "save": run.saver.report()})
+        own = {"loss": float(summed), "stop": stop.requested, "save": run.saver.report()}
+        reports = record.gather(own, batch.own_tokens)
+        record.enter("checkpoint")
         loss = _mean_loss(run, [report["loss"] for report in reports], batch.predicted, done)
         stopping = any(report["stop"] for report in reports)
         run.saver.poll([report["save"] for report in reports])
         run.saver.before_update()
+        record.enter("optimizer")
         rate = learning_rate(step, run.total_steps, warmup_steps, settings.learning_rate, settings.lr_scheduler_type)
         grad_norm = engine.step(rate, settings.max_grad_norm or None).grad_norm
         if not math.isfinite(grad_norm):
             raise _stopped(run, done, f"the gradient norm is {grad_norm}")
         tokens += batch.tokens
-        meter.end(batch.tokens, model_flops(matmul_parameters, batch.tokens, batch.attention_pairs, attention_width))
-        run.ledger.mark("first step", engine.counters().memory())
+        flops = model_flops(matmul_parameters, batch.tokens, batch.attention_pairs, attention_width)
+        record.end(batch.tokens, flops, run.saver.under_way)
         watchdog.beat()
 
-        if done % settings.logging_steps == 0 or done in (run.steps_before + 1, run.total_steps):
-            metrics = {
-                "step": done,
-                "loss": loss,
-                "learning_rate": rate,
-                "grad_norm": grad_norm,
-                "tokens": tokens,
-                "epoch": batch.epoch,
-                **engine.counters().traffic(),
-                **meter.readings(steps_left=run.total_steps - done),
-                "memory_bytes": ranks.gather(memory_use().private_bytes),
-            }
-            curve.write(metrics)
-            run.display.step(metrics, run.total_steps)
+        if run.ledger.mark("first step", engine.counters().memory()):
+            run.ledger.publish(run.directory.ledger, ranks, run.machine)
+        if record.due(done):
+            metrics = {"loss": loss, "learning_rate": rate, "grad_norm": grad_norm, "tokens": tokens}
+            record.log({**metrics, "epoch": batch.epoch, **engine.counters().traffic()})
         if done == run.total_steps or (settings.eval_steps and done % settings.eval_steps == 0):
-            perplexity = _evaluate(run, done, curve, watchdog)
+            found = evaluate(engine, run.data, config.data, run.size, ranks, watchdog.beat)
+            perplexity = record.evaluated(*found) if found is not None else None
         due = config.checkpoint.every and done % config.checkpoint.every == 0
         if due or stopping or done == run.total_steps:
-            run.saver.start(done, _state(run, done, tokens))
+            with record.between_steps("checkpoint"):
+                run.saver.start(done, _state(run, done, tokens))
         if stopping and done < run.total_steps:
             run.saver.finish()
             raise Terminated(f"stopped by SIGTERM after step {done}, which is saved: start again to continue")
@@ -235,14 +251,14 @@ def _steps(run: _Run, stop: StopSignal, watchdog: Watchdog) -> Result:
     watchdog.stop()
     run.saver.finish()
     run.ledger.mark(STEADY_PEAK, engine.counters().memory())
-    curve.close()
+    record.finish()
     exported = _export(run) if config.checkpoint.export else None
     sample = None
     if (prompt := config.observe.sample_prompt) is not None:
         sample = continuation(engine.generate, run.data.load_tokenizer(), prompt, config.observe.sample_tokens)
-    rows = [row for of_rank in ranks.gather(run.ledger.rows()) for row in of_rank]
+    rows = run.ledger.publish(run.directory.ledger, ranks, run.machine)
     if ranks.rank == 0:
-        summary.finish(run.display, run.directory, rows, run.machine, meter.overall(), sample, exported)
+        summary.finish(run.display, run.directory, rows, record.meter.overall(), sample, exported)
     engine.close()
     return Result(run.directory.path, done, loss, perplexity, exported)
 
@@ -261,22 +277,6 @@ def _stopped(run: _Run, step: int, reason: str) -> TrainingError:
     kept = newest(run.directory.checkpoints)
     where = f"the last checkpoint is {kept}" if kept else "there is no checkpoint yet"
     return TrainingError(f"step {step}: {reason}; {where}. Try a lower train.learning_rate or more warm-up")
-
-
-def _evaluate(run: _Run, step: int, curve: Curve, watchdog: Watchdog) -> float | None:
-    """Perplexity per predicted token over all evaluation documents; None where there are none."""
-    batches = EvalBatches.of(run.data, run.config.data, run.size)
-    if batches is None:
-        return None
-    summed = torch.zeros((), dtype=torch.float64)
-    for micro_batch in batches.micro_batches(run.ranks.rank, run.ranks.world_size):
-        summed += run.engine.evaluate(micro_batch).cpu()
-        watchdog.beat()
-    loss = math.fsum(run.ranks.gather(float(summed))) / batches.predicted
-    perplexity = math.exp(loss) if loss < 700 else math.inf
-    curve.write({"step": step, "eval_loss": loss, "eval_perplexity": perplexity})
-    run.display.line(f"step {step}: evaluation loss {loss:.4f}, perplexity {perplexity:.2f}")
-    return perplexity
 
 
 def _state(run: _Run, step: int, tokens: int) -> dict[str, Any]:

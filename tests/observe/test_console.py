@@ -62,7 +62,7 @@ def test_plain_lines(kind: Literal["auto", "live", "plain"]) -> None:
 @pytest.mark.parametrize("kind", ["auto", "live"])
 def test_live_on_a_terminal(kind: Literal["auto", "live"]) -> None:
     out, _ = shown(kind, terminal=True)
-    assert "\x1b[" in out and "loss 2.5000" in out and "half way" in out
+    assert "\x1b[" in out and "2.5000" in out and "12,346 real tokens/s" in out and "half way" in out
     assert out.rstrip("\n\r").endswith("\x1b[?25h")  # the cursor is back
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from aliquot import __version__
-from aliquot.cli import doctor, export, generate, train
+from aliquot.cli import doctor, export, generate, report, train
 
 app = typer.Typer(
     name="aliquot",
@@ -20,6 +20,7 @@ app.command("train")(train.command)
 app.command("doctor")(doctor.command)
 app.command("export")(export.command)
 app.command("generate")(generate.command)
+app.command("report")(report.command)
 
 
 def _version(show: bool) -> None:

@@ -17,6 +17,7 @@ def command(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="Replace single keys of it.")
     ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Only warnings and errors: observe.console=quiet.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """Train a model: one process, N local ranks that it starts itself, or a rank under torchrun or a TrainJob."""
@@ -27,7 +28,7 @@ def command(
     from aliquot.observe.run_directory import RunDirectory
 
     with one_line_errors(debug):
-        settings = read_config(config, overrides or [])
+        settings = read_config(config, [*(overrides or []), *(["observe.console=quiet"] if quiet else [])])
         placed, reason = with_automatic_ranks(launch.with_environment(settings.launch, os.environ), settings)
         if launch.mode(placed, os.environ) == "launcher":
             directory = RunDirectory(settings.run.directory)

@@ -167,6 +167,13 @@ class CheckpointSection(Section):
 
 class ObserveSection(Section):
     tensorboard: bool = True
+    prometheus: int | None = Field(
+        None, ge=1, le=65535, description="Rank 0 serves the metrics at this port, under /metrics."
+    )
+    prometheus_host: str = Field("127.0.0.1", description="Where the port is open; 0.0.0.0: to everybody.")
+    profile: NonNegativeInt = Field(
+        0, description="Trace so many steps of every rank, after the first two, into <run>/profile/."
+    )
     console: Literal["auto", "live", "plain", "quiet"] = Field("auto", description="auto: live on a terminal.")
     sample_prompt: str | None = Field(
         None, min_length=1, description="Generate from this prompt at the end of the run."

@@ -39,6 +39,11 @@ class StepBatch:
     sequences: int
     epoch: float  # epochs done after this step
 
+    @property
+    def own_tokens(self) -> int:
+        """What this rank computes, padding too."""
+        return sum(len(micro_batch.input_ids) for micro_batch in self.micro_batches if micro_batch is not None)
+
 
 class Batches:
     """Sequences of epoch 0, then of epoch 1 shuffled anew, and so on; each step takes the next `global_batch_size`.

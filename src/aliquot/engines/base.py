@@ -37,7 +37,7 @@ class EngineSpec:
     compile: Literal["none", "layers"] = "none"
     collectives: Literal["auto", "shared_memory", "gloo"] = "gloo"  # of fsdp; auto: the first that can be
     phase: Callable[[str], None] = lambda _: None  # told "forward" and "backward" as each ends, for the memory ledger
-    building: Callable[[str], None] = lambda _: None  # told the phases of building, by an engine that has some
+    building: Callable[[str], object] = lambda _: None  # told the phases of building, by an engine that has some
     deepspeed: Mapping[str, Any] | None = None  # DeepSpeed's own settings, complete; only for that engine
     notes: tuple[str, ...] = ()  # lines for the person: how settings are followed
     offload: bool = False  # of a GPU's weights, gradients and moments to host memory
@@ -50,7 +50,7 @@ class EngineSpec:
         engine: str,
         model: MetaModel,
         phase: Callable[[str], None],
-        building: Callable[[str], None],
+        building: Callable[[str], object],
     ) -> Self:
         train = config.train
         settings: dict[str, Any] | None = None
@@ -103,6 +103,9 @@ class Counters:
         0  # read and written in memory for gradients, their sums and the update: what faster cores wait for
     )
 
+    reduce_s: float | None = None  # seconds since build in sums and collectives; None: not told apart from computing
+    wait_s: float = 0.0  # seconds since build that this rank waited for others inside them
+
     def memory(self) -> dict[str, int]:
         """Bytes by category, for the ledger."""
         return {
@@ -121,6 +124,10 @@ class Counters:
             "staged_bytes": self.staged_bytes,
             "moved_bytes": self.moved_bytes,
         }
+
+    def inside_s(self) -> tuple[float | None, float]:
+        """Seconds of reducing and of waiting that lie inside forward, backward and step."""
+        return self.reduce_s, self.wait_s
 
 
 class Engine(Protocol):

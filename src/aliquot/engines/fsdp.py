@@ -76,6 +76,10 @@ class FsdpEngine:
         self._fused = spec.fused_loss
         self._wire_bytes = 0
         self._stage = stage  # None: gloo or nccl carries the collectives
+        compute_bytes = 2 if spec.precision == "bf16" else 4
+        groups = [_numel(module) for module in model.modules() if isinstance(module, FSDPModule)]
+        # The root's group stays gathered while the largest layer is; a single rank gathers a copy all the same.
+        self._gathered_bytes = compute_bytes * (groups[0] + max(groups[1:], default=0))
 
     @classmethod
     def build(cls, meta: nn.Module, spec: EngineSpec, topology: Topology) -> Self:
@@ -184,17 +188,16 @@ class FsdpEngine:
     def counters(self) -> Counters:
         own = sum(shard.local.numel() for shard in self._shards)
         gradients = [shard.parameter.grad for shard in self._shards if shard.parameter.grad is not None]
-        compute_bytes = 2 if self._spec.precision == "bf16" else 4
-        groups = [_numel(module) for module in self._model.modules() if isinstance(module, FSDPModule)]
         return Counters(
             weights_bytes=4 * own,
             gradients_bytes=sum(4 * cast(DTensor, g).to_local().numel() for g in gradients),
             moments_bytes=8 * own,
-            # The root's group stays gathered while the largest layer is; a single rank gathers a copy all the same.
-            gathered_bytes=compute_bytes * (groups[0] + max(groups[1:], default=0)),
+            gathered_bytes=self._gathered_bytes,
             activations_bytes=self._activations.peak_bytes,
             wire_bytes=self._wire_bytes if self._stage is None else 0,
             staged_bytes=self._stage.staged_bytes if self._stage is not None else 0,
+            reduce_s=self._stage.busy_s if self._stage is not None else None,
+            wait_s=self._stage.peers.waited_s if self._stage is not None else 0.0,
         )
 
     def _count_wire(self, gathers: int, reduces: int) -> None:

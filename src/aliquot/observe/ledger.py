@@ -11,6 +11,7 @@ from rich.table import Table
 
 from aliquot.machine.files import publish_text
 from aliquot.machine.memory import memory_use, peak_rss, reset_peak_rss
+from aliquot.machine.ranks import Ranks
 
 STEADY_PEAK = "steady peak"
 PHASES = (
@@ -42,15 +43,16 @@ class Ledger:
         self._rank = rank
         self._rows: dict[str, Row] = {}
 
-    def mark(self, phase: str, accounted: Mapping[str, int]) -> None:
+    def mark(self, phase: str, accounted: Mapping[str, int]) -> bool:
         """`phase` ends now, with `accounted` bytes by category live. The peak is the one since the mark before.
 
-        The steady peak does not restart the peak, so that its last mark covers every step after the first.
+        The steady peak does not restart the peak, so that its last mark covers every step after the first. False: the
+        first mark stays.
         """
         if phase not in PHASES:
             raise ValueError(f"{phase!r} is not a phase of the ledger")
         if phase in self._rows and phase != STEADY_PEAK:
-            return
+            return False
         use = memory_use()
         self._rows[phase] = {
             "rank": self._rank,
@@ -64,9 +66,17 @@ class Ledger:
         }
         if phase != STEADY_PEAK:
             reset_peak_rss()  # where that is not permitted the peaks are those since the process began
+        return True
 
     def rows(self) -> list[Row]:
         return list(self._rows.values())
+
+    def publish(self, path: Path, ranks: Ranks, machine: Mapping[str, Any]) -> list[Row]:
+        """Write what all ranks have marked so far; returns it. Collective."""
+        rows = [row for of_rank in ranks.gather(self.rows()) for row in of_rank]
+        if ranks.rank == 0:
+            write(path, rows, machine)
+        return rows
 
 
 def write(path: Path, rows: Sequence[Row], machine: Mapping[str, Any]) -> None:

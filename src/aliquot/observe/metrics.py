@@ -11,6 +11,7 @@ from typing import Any
 
 from aliquot.config.schema import ObserveSection
 from aliquot.machine.files import publish_text
+from aliquot.observe.prometheus import Exporter
 
 
 class MetricsFile:
@@ -55,13 +56,21 @@ class Curve:
     """All writers that the configuration asks for, on the rank that writes; elsewhere nothing."""
 
     def __init__(
-        self, metrics: Path, tensorboard: Path, observe: ObserveSection, resumed_step: int, enabled: bool
+        self,
+        metrics: Path,
+        tensorboard: Path,
+        observe: ObserveSection,
+        resumed_step: int,
+        enabled: bool,
+        exporter: Exporter | None = None,
     ) -> None:
-        self._writers: list[MetricsFile | TensorBoard] = []
+        self._writers: list[MetricsFile | TensorBoard | Exporter] = []
         if enabled:
             self._writers.append(MetricsFile(metrics, resumed_step))
         if enabled and observe.tensorboard:
             self._writers.append(TensorBoard(tensorboard, resumed_step))
+        if enabled and exporter is not None:
+            self._writers.append(exporter)
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         for writer in self._writers:

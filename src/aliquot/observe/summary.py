@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from aliquot.observe import ledger
 from aliquot.observe.console import Display
@@ -17,13 +16,11 @@ def finish(
     display: Display,
     directory: RunDirectory,
     rows: Sequence[ledger.Row],
-    machine: Mapping[str, Any],
     speed: Speed,
     sample: str | None,
     exported: Path | None,
 ) -> None:
-    """Write ledger.json from the rows of all ranks and show the summary. Rank 0 alone calls it."""
-    ledger.write(directory.ledger, rows, machine)
+    """Show the summary, with the ledger's rows of all ranks. Rank 0 alone calls it."""
     display.finish()
     display.show(ledger.table(rows))
     if sample is not None:
@@ -36,5 +33,6 @@ def finish(
         )
     display.line(f"run directory  {directory.path}")
     display.line(f"metrics        {directory.metrics}")
+    display.line(f"report         {directory.report}")
     if exported is not None:
         display.line(f"model          {exported}   (aliquot generate {exported} --prompt ...)")
