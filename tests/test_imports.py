@@ -24,6 +24,7 @@ ALLOWED = {
     "engines": {"config", "models", "optim", "ranges", "machine", "collectives"},
     "checkpoint": {"config", "ranges", "machine"},
     "observe": {"config", "machine"},
+    "plan": {"config", "catalogue", "models", "machine"},
     "train": {"config", "models", "data", "engines", "checkpoint", "observe", "machine", "optim", "ranges"},
 }
 

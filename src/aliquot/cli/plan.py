@@ -1,0 +1,64 @@
+"""aliquot plan: what a run needs, how long it takes and what it costs, before it starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from aliquot.cli.errors import one_line_errors
+
+
+def command(
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="A YAML run configuration, or a model's config.json.")
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="Replace single keys of it.")
+    ] = None,
+    instance: Annotated[str | None, typer.Option(help="An EC2 type, for example c7i.8xlarge.")] = None,
+    memory: Annotated[float | None, typer.Option(help="GiB of a machine that is not this one.")] = None,
+    cores: Annotated[int | None, typer.Option(min=1, help="Physical cores of it.")] = None,
+    network: Annotated[float | None, typer.Option(help="Gbit/s between machines.")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Machines; default: launch.nodes.")] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Default: launch.ranks.")] = None,
+    document_tokens: Annotated[
+        int | None, typer.Option(min=2, help="Mean length of a document. Default: as long as a sequence.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    picture: Annotated[Path | None, typer.Option(help="Write memory over the phases as SVG.")] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    """Say whether a run fits, where each byte goes, how long it takes and what it costs; loads no weights.
+
+    Exit code 0: it fits; 1: it does not.
+    """
+    import json
+    import sys
+
+    with one_line_errors(debug):
+        from rich.console import Console
+
+        from aliquot.config.read import read_config
+        from aliquot.plan import fit, report
+        from aliquot.plan.machine import chosen
+        from aliquot.plan.picture import svg
+        from aliquot.plan.planner import Planner
+        from aliquot.plan.shapes import model_shape
+        from aliquot.plan.workload import Workload
+
+        settings = read_config(config, overrides or [])
+        machine = chosen(instance, memory, cores, network)
+        workload = Workload.assumed(settings, document_tokens)
+        planner = Planner(model_shape(settings), machine)
+        plan = planner.plan(settings, machine.layout(settings, nodes, ranks_per_node), workload)
+        problems = fit.problems(plan, machine)
+        if as_json:
+            print(json.dumps({**plan.as_json(), "problems": problems}, indent=1))
+        else:
+            Console(soft_wrap=True, highlight=False).print(report.summary(plan, problems, workload.source))
+        if picture is not None:
+            picture.write_text(svg(plan))
+            print(f"picture         {picture}", file=sys.stderr)
+    raise typer.Exit(1 if problems else 0)
