@@ -11,9 +11,7 @@ from aliquot.cli.errors import one_line_errors
 
 
 def command(
-    config: Annotated[
-        Path, typer.Argument(metavar="CONFIG", help="A YAML run configuration, or a model's config.json.")
-    ],
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML run configuration.")],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="Replace single keys of it.")
     ] = None,

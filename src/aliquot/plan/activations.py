@@ -283,7 +283,7 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
         for name, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) not in placed:
                 placed[id(parameter)] = nn.Parameter(torch.empty_like(parameter, dtype=dtype))
-                placed[id(parameter)].register_post_accumulate_grad_hook(_drop_gradient)
+                placed[id(parameter)].register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
             module.register_parameter(name, placed[id(parameter)])
 
 

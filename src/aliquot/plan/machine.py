@@ -44,6 +44,7 @@ class Machine:
     @classmethod
     def this(cls) -> Self:
         cpu = read_cpu()
+        gpus, gpu_name, gpu_memory_bytes = _gpus()
         return cls(
             name=cpu.model,
             instance=None,
@@ -54,8 +55,10 @@ class Machine:
             shm_bytes=shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None,
             isa=cpu.isa,
             clock_hz=_clock_hz(),
+            gpus=gpus,
+            gpu_name=gpu_name,
+            gpu_memory_bytes=gpu_memory_bytes,
             here=True,
-            **_gpus(),
         )
 
     @classmethod
@@ -155,13 +158,14 @@ def _clock_hz() -> float | None:
     return None
 
 
-def _gpus() -> dict[str, object]:
+def _gpus() -> tuple[int, str | None, int | None]:
+    """How many torch sees here, and name and memory of the first."""
     if not any(Path("/dev").glob("nvidia[0-9]*")):
-        return {}
+        return 0, None, None
     import torch
 
     count = torch.cuda.device_count()
     if not count:
-        return {}
+        return 0, None, None
     properties = torch.cuda.get_device_properties(0)
-    return {"gpus": count, "gpu_name": properties.name, "gpu_memory_bytes": properties.total_memory}
+    return count, str(properties.name), int(properties.total_memory)

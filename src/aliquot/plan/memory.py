@@ -6,7 +6,7 @@ and allocator; of shared memory, once per host: process, weights, buffers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from aliquot.config.plan import PhaseMemory
 from aliquot.config.schema import RunConfig
@@ -186,11 +186,6 @@ def _fsdp_backward(root: int, others: list[int], compute: int, flat: int, ranks:
         most = max(most, max(computing, reducing) - done * cost.layer_bytes)
         done += 1
     activations_left = cost.backward_bytes - done * cost.layer_bytes
-    ending = (
-        (compute + 4) * root + compute * root + 4 * root // ranks - (cost.backward_bytes - max(0, activations_left))
-    )
+    freed = cost.backward_bytes - max(0, activations_left)
+    ending = (2 * compute + 4) * root + 4 * root // ranks - freed
     return max(most, ending, 0)
-
-
-def with_headroom(held: Held, **changes: int) -> Held:
-    return replace(held, **changes)

@@ -68,7 +68,8 @@ def svg(plan: Plan) -> str:
     if limit <= top:
         at = y(limit)
         parts.append(
-            f'<line x1="{_LEFT}" y1="{at:.1f}" x2="{_LEFT + width}" y2="{at:.1f}" stroke="#d93025" stroke-dasharray="6"/>'
+            f'<line x1="{_LEFT}" y1="{at:.1f}" x2="{_LEFT + width}" y2="{at:.1f}" stroke="#d93025"'
+            ' stroke-dasharray="6"/>'
             f'<text x="{_LEFT + width + 6}" y="{at + 4:.1f}" fill="#d93025">limit {limit / 2**30:.1f} GiB</text>'
         )
     for number, name in enumerate(reversed(seen)):

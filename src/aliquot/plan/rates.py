@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 from aliquot.plan.layout import Layout
@@ -18,7 +19,10 @@ from aliquot.plan.machine import Machine
 class Rates(Protocol):
     """Of one rank while all ranks of its node are busy."""
 
-    source: str  # for the reader: measured when, or estimated from what
+    @property
+    def source(self) -> str:
+        """For the reader: measured when, or estimated from what."""
+        ...
 
     def matmul_s(self, batch: int, m: int, k: int, n: int, itemsize: int) -> float:
         """Seconds of `batch` products [m, k] x [k, n]."""
@@ -150,7 +154,7 @@ def interpolated(table: Sequence[tuple[float, float]], at: float) -> float:
     """Value at `at` of points (x, y) in ascending order, linear in the logarithm of x, flat beyond the ends."""
     if at <= table[0][0]:
         return table[0][1]
-    for (x0, y0), (x1, y1) in zip(table, table[1:], strict=False):
+    for (x0, y0), (x1, y1) in pairwise(table):
         if at <= x1:
             return y0 + (y1 - y0) * math.log(at / x0) / math.log(x1 / x0)
     return table[-1][1]

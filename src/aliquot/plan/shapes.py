@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Decoder layers that have weights of the same shapes and attend as far back; `positions` are theirs in the model."""
+    """Decoder layers, at `positions`, that have weights of the same shapes and attend as far back."""
 
     weights: tuple[Shape, ...]
     window: int | None
