@@ -25,7 +25,7 @@ ALLOWED = {
     "checkpoint": {"config", "ranges", "machine"},
     "observe": {"config", "machine"},
     "plan": {"config", "catalogue", "models", "machine"},
-    "train": {"config", "models", "data", "engines", "checkpoint", "observe", "machine", "optim", "ranges"},
+    "train": {"config", "plan", "models", "data", "engines", "checkpoint", "observe", "machine", "optim", "ranges"},
 }
 
 

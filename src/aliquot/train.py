@@ -6,6 +6,7 @@ import math
 import os
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from aliquot.observe.meter import Meter
 from aliquot.observe.metrics import Curve
 from aliquot.observe.run_directory import RunDirectory
 from aliquot.optim.schedule import learning_rate, warmup
+from aliquot.plan.before import plan_before
 from aliquot.ranges.publish import remove_directory
 from aliquot.ranges.together import on_first
 
@@ -87,18 +89,19 @@ class _Run:
     tokens_before: int
 
 
-def train(config: RunConfig) -> Result:
+def train(config: RunConfig, force: bool = False) -> Result:
     """Train as this process's rank: alone, or one of many where torchrun's variables are set.
 
-    Every rank calls it with the same config. Raises UserError for bad input, TrainingError for a run that must stop.
+    Every rank calls it with the same config. `force`: even if the plan says that it does not fit. Raises UserError for
+    bad input, TrainingError for a run that must stop.
     """
     topology, placement = place(config.launch, os.environ, read_cpu(), choose_device(config.launch.device))
-    machine = machine_facts()
+    machine = machine_facts() | {"placement": placement}
     ranks = Ranks.join(topology, _PREPARATION_TIMEOUT_S)
     display = Display(config.observe.console, enabled=topology.is_first)
     try:
         with RunDirectory(config.run.directory).locked() if topology.is_first else nullcontext():
-            result = _train(_prepare(config, ranks, display, machine, placement))
+            result = _train(_prepare(config, ranks, display, machine, force))
     except BaseException:
         if ranks.world_size == 1:
             ranks.close()  # with peers, what ended this rank must be told before they see the connection go
@@ -109,7 +112,7 @@ def train(config: RunConfig) -> Result:
     return result
 
 
-def _prepare(config: RunConfig, ranks: Ranks, display: Display, machine: dict[str, Any], placement: str) -> _Run:
+def _prepare(config: RunConfig, ranks: Ranks, display: Display, machine: dict[str, Any], force: bool) -> _Run:
     ledger = Ledger(ranks.rank)
     ledger.mark("process start", {})
     directory = RunDirectory(config.run.directory)
@@ -125,6 +128,8 @@ def _prepare(config: RunConfig, ranks: Ranks, display: Display, machine: dict[st
     batches = Batches.of(data, config.data, config.run.seed, size, epochs)
     total_steps = config.train.max_steps or batches.steps_in(config.train.num_train_epochs)
 
+    plan = partial(plan_before, config, ranks.topology, batches.workload(), source.config.vocab_size, force)
+    ledger.plan = on_first(ranks, partial(plan, display.warning))
     built = meta.build(source.config)
     engine_name, engine_type = engine_class(config, ranks.topology, built.numel)
     phase = lambda name: ledger.mark(f"first {name}", engine.counters().memory())  # noqa: E731
@@ -149,13 +154,8 @@ def _prepare(config: RunConfig, ranks: Ranks, display: Display, machine: dict[st
     engine.ready()
     ledger.mark("optimizer state", engine.counters().memory())
 
-    packed = "packed" if config.data.packing else "padded"
-    display.header(
-        f"{built.name}, {built.numel:,} parameters, {config.train.precision}, engine {engine_name}",
-        f"{placement}; {machine['matmul_kernels'][config.train.precision]}, {machine['allocator']}",
-        f"{batches.store.documents:,} documents, {len(batches.store.tokens):,} tokens; {total_steps} steps of"
-        f" {size.total} sequences of {config.data.sequence_length}, {packed}",
-    )
+    summary.begin(display, built.name, built.numel, config, engine_name, machine)
+    display.line(batches.described(total_steps))
     if advice := torchrun_advice(os.environ, config.checkpoint.grace_s):
         display.line(advice)
     before = (state["step"], state["tokens"]) if resumed is not None else (0, 0)
@@ -241,7 +241,9 @@ def _steps(run: _Run, stop: StopSignal, watchdog: Watchdog) -> Result:
         sample = continuation(engine.generate, run.data.load_tokenizer(), prompt, config.observe.sample_tokens)
     rows = [row for of_rank in ranks.gather(run.ledger.rows()) for row in of_rank]
     if ranks.rank == 0:
-        summary.finish(run.display, run.directory, rows, run.machine, meter.overall(), sample, exported)
+        summary.finish(
+            run.display, run.directory, rows, run.machine, meter.overall(), sample, exported, run.ledger.plan
+        )
     engine.close()
     return Result(run.directory.path, done, loss, perplexity, exported)
 

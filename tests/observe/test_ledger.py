@@ -61,8 +61,9 @@ def test_file_and_table_show_the_largest_over_the_ranks(tmp_path: Path) -> None:
         ledger.mark("first step", {"weights": (rank + 1) << 30, "gradients": 0})
         rows += ledger.rows()
     rows[0]["private_bytes"] = 7 << 30
-    write(tmp_path / "ledger.json", rows, {"cpu": "some"})
-    assert json.loads((tmp_path / "ledger.json").read_text()) == {"machine": {"cpu": "some"}, "rows": rows}
+    write(tmp_path / "ledger.json", rows, {"cpu": "some"}, {"engine": "host"})
+    written = json.loads((tmp_path / "ledger.json").read_text())
+    assert written == {"machine": {"cpu": "some"}, "plan": {"engine": "host"}, "rows": rows}
     console = Console(file=io.StringIO(), width=200)
     console.print(table(rows))
     text = console.file.getvalue()  # type: ignore[attr-defined]

@@ -39,12 +39,12 @@ def command(
         from rich.console import Console
 
         from aliquot.config.read import read_config
+        from aliquot.config.workload import Workload
         from aliquot.plan import fit, report
         from aliquot.plan.machine import chosen
         from aliquot.plan.picture import svg
         from aliquot.plan.planner import Planner
         from aliquot.plan.shapes import model_shape
-        from aliquot.plan.workload import Workload
 
         settings = read_config(config, overrides or [])
         machine = chosen(instance, memory, cores, network)

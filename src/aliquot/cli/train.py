@@ -17,6 +17,7 @@ def command(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="Replace single keys of it.")
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Start even if the plan says that it does not fit.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """Train a model: one process, N local ranks that it starts itself, or a rank under torchrun or a TrainJob."""
@@ -41,7 +42,7 @@ def command(
     from aliquot.train import train
 
     try:
-        train(settings)
+        train(settings, force)
     # The boundary of a rank: whatever ended it is reported once, in the way that suits who started it.
     except Exception as error:
         raise typer.Exit(report_error(error, debug=debug)) from None

@@ -11,7 +11,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -56,6 +56,19 @@ class MicroBatchCost:
     forward: Work
     backward: Work
 
+    def plus(self, other: MicroBatchCost, base: MicroBatchCost, times: int) -> MicroBatchCost:
+        """This, and `times` what `other` has more than `base`; the largest block is the largest of all."""
+        values: dict[str, Any] = {}
+        for field in fields(self):
+            own, less, more = (getattr(each, field.name) for each in (self, base, other))
+            if isinstance(own, int):
+                values[field.name] = own + times * (more - less)
+            else:
+                work: Work = defaultdict(float)
+                work.update({key: own[key] + times * (more[key] - less[key]) for key in {*own, *less, *more}})
+                values[field.name] = work
+        return replace(MicroBatchCost(**values), largest_bytes=max(self.largest_bytes, other.largest_bytes))
+
 
 def micro_batch_cost(shape: ModelShape, step: Step, edges: tuple[int, ...], predicted: int) -> MicroBatchCost:
     """Of one row with documents at `edges`, `predicted` of whose tokens have a label."""
@@ -79,16 +92,7 @@ def micro_batch_cost(shape: ModelShape, step: Step, edges: tuple[int, ...], pred
                 continue
             other = measure(sorted([*first, kind.positions[1]]))
             layer_bytes = max(layer_bytes, other.saved_bytes - base.saved_bytes)
-            total = MicroBatchCost(
-                saved_bytes=total.saved_bytes + more * (other.saved_bytes - base.saved_bytes),
-                layer_bytes=0,
-                forward_bytes=total.forward_bytes + more * (other.forward_bytes - base.forward_bytes),
-                backward_bytes=total.backward_bytes + more * (other.backward_bytes - base.backward_bytes),
-                evaluation_bytes=total.evaluation_bytes + more * (other.evaluation_bytes - base.evaluation_bytes),
-                largest_bytes=max(total.largest_bytes, other.largest_bytes),
-                forward=_extrapolated(total.forward, base.forward, other.forward, more),
-                backward=_extrapolated(total.backward, base.backward, other.backward, more),
-            )
+            total = total.plus(other, base, more)
         bias = documents.bias_bytes()
         return replace(
             total,
@@ -293,10 +297,3 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 def _dtype(step: Step) -> torch.dtype:
     return torch.bfloat16 if step.precision == "bf16" else torch.float32
-
-
-def _extrapolated(total: Work, base: Work, other: Work, more: int) -> Work:
-    keys = {*total, *base, *other}
-    found: Work = defaultdict(float)
-    found.update({key: total[key] + more * (other[key] - base[key]) for key in keys})
-    return found

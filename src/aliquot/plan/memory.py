@@ -49,15 +49,14 @@ class Held:
 
 
 def phases(
-    config: RunConfig, engine: str, held: Held, cost: MicroBatchCost, pieces: int | None, steps: int | None
+    config: RunConfig, held: Held, cost: MicroBatchCost, pieces: int, steps: int | None
 ) -> tuple[PhaseMemory, ...]:
     """Each phase of the ledger. From the first forward pass on nothing shrinks: allocators keep what is freed."""
     own = held.weights + held.moments
-    data = 0 if pieces is None else pieces * BYTES_PER_PIECE
     start = PhaseMemory("process start", {"process": START_PRIVATE_BYTES}, {"process": START_SHARED_BYTES})
     states = {
         "process": PROCESS_PRIVATE_BYTES,
-        "data": data,
+        "data": pieces * BYTES_PER_PIECE,
         "weights": held.weights,
         "gradients": held.gradients if held.gradients_from_start else 0,
         "moments": held.moments,

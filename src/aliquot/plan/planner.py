@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from aliquot.config.batch_size import batch_size
 from aliquot.config.plan import Plan
 from aliquot.config.schema import RunConfig
+from aliquot.config.workload import Workload
 from aliquot.errors import UserError
 from aliquot.plan.activations import MicroBatchCost, Step, micro_batch_cost
 from aliquot.plan.calibrate import profile_of
@@ -17,7 +19,6 @@ from aliquot.plan.rates import Rates, estimated
 from aliquot.plan.shapes import ModelShape, model_shape
 from aliquot.plan.timing import step_time
 from aliquot.plan.traffic import traffic
-from aliquot.plan.workload import Workload, total_steps
 
 _SHARED_FRACTION = 0.5  # as engines/select.py: of a machine's memory that one copy of the weights may take
 _NCCL_SHM_BYTES = 64 << 20  # a rank; NCCL's own buffers where GPUs of a host have no direct link
@@ -49,16 +50,17 @@ class Planner:
     def __post_init__(self) -> None:
         self._costs: dict[tuple[Step, tuple[int, ...], int], MicroBatchCost] = {}
 
-    def plan(self, config: RunConfig, layout: Layout, workload: Workload) -> Plan:
+    def plan(self, config: RunConfig, layout: Layout, workload: Workload, approximate: bool = False) -> Plan:
+        """`approximate`: micro-batches of more than two sequences are extrapolated, for many plans in short time."""
         engine = self.engine(config, layout)
         size = batch_size(config.train, layout.world_size)
         micro_batches = -(-size.total // (size.micro * layout.world_size))
-        cost = self._cost(config, engine, layout, workload, size.micro)
+        cost = self._cost(config, engine, layout, workload, size.micro, approximate)
         held = self._held(config, engine, layout, cost)
         moved = traffic(config, engine, self.shape, layout, micro_batches)
         rates = self.rates(layout)
         took = step_time(engine, cost, held, moved, layout, micro_batches, rates)
-        steps = total_steps(config, workload, layout.world_size)
+        steps = _steps(config, workload, size.total)
         limit = self.machine.memory_for(layout.device)
         hourly = self.machine.instance.usd_per_hour if self.machine.instance is not None else None
         return Plan(
@@ -70,7 +72,7 @@ class Planner:
             ranks_per_node=layout.ranks_per_node,
             threads_per_rank=layout.threads_per_rank,
             instance=self.machine.instance.name if self.machine.instance is not None else None,
-            phases=phases(config, engine, held, cost, workload.sequences, steps),
+            phases=phases(config, held, cost, workload.pieces, steps),
             shm_bytes_per_node=_NCCL_SHM_BYTES * layout.ranks_per_node if layout.device == "cuda" else 0,
             limit_bytes_per_node=limit,
             wire_bytes_per_step=moved.wire_bytes,
@@ -101,8 +103,11 @@ class Planner:
         return measured if measured is not None else estimated(self.machine, layout)
 
     def _cost(
-        self, config: RunConfig, engine: str, layout: Layout, workload: Workload, sequences: int
+        self, config: RunConfig, engine: str, layout: Layout, workload: Workload, sequences: int, approximate: bool
     ) -> MicroBatchCost:
+        if approximate and sequences > 2:
+            one, two = (self._cost(config, engine, layout, workload, count, False) for count in (1, 2))
+            return one.plus(two, one, sequences - 1)
         step = Step(
             precision=config.train.precision,
             checkpointing=config.train.gradient_checkpointing,
@@ -110,7 +115,7 @@ class Planner:
             looks_up=engine == "host",
             head_gradient=engine != "host",
         )
-        edges = workload.micro_batch(sequences)
+        edges = workload.heaviest(sequences)
         predicted = round(workload.predicted * sequences)
         key = (step, edges, predicted)
         if key not in self._costs:
@@ -121,3 +126,12 @@ class Planner:
         if engine == "host":
             return host_memory(config, self.shape, layout)
         return fsdp_memory(config, self.shape, layout, cost)
+
+
+def _steps(config: RunConfig, workload: Workload, total: int) -> int | None:
+    """Optimizer steps of the run; None where neither max_steps nor the size of the data tells."""
+    if config.train.max_steps is not None:
+        return config.train.max_steps
+    if workload.sequences is None:
+        return None
+    return -(-math.ceil(config.train.num_train_epochs * workload.sequences) // total)

@@ -67,12 +67,15 @@ class ModelShape:
         return [[self.embedding, *self.rest], *layers, *head]
 
 
-def model_shape(config: RunConfig) -> ModelShape:
-    """The model of `config`, built on the meta device. Raises UserError as training it would."""
+def model_shape(config: RunConfig, vocabulary: int | None = None) -> ModelShape:
+    """The model of `config`, built on the meta device. Raises UserError as training it would.
+
+    `vocabulary`: rows of its embedding, where the tokenizer has told them.
+    """
     source = resolve(config.model, CONFIG_FILES)
     if source.from_scratch and "vocab_size" not in source.given:
         # What adopt_tokenizer will do with a tokenizer of that size; another one is not opened here.
-        vocabulary = config.data.tokenizer_vocab_size or source.config.vocab_size
+        vocabulary = vocabulary or config.data.tokenizer_vocab_size or source.config.vocab_size
         source.config.vocab_size = -(-vocabulary // 64) * 64
     source.check_length(config.data.sequence_length)
     built = meta.build(source.config)
