@@ -2,10 +2,10 @@
 
 python benchmarks/foresight.py --json foresight.json [--only NAME,...] [--no-wire]
 
-Runs of 40 to 100 M parameters, a few steps each, in processes of their own: four families, one to four ranks, packed and
-padded, with and without activation checkpointing, exact and frugal states, all engines. Shapes marked `held out` were
-not looked at while the planner was written. Step times mean something after `aliquot plan --calibrate`, on a machine
-that does nothing else.
+Runs of 40 to 100 M parameters, a few steps each, in processes of their own: four families, one to four ranks, packed
+and padded, with and without activation checkpointing, exact and frugal states, both engines. Shapes marked `held out`
+were not looked at while the planner was written. Step times mean something after `aliquot plan --calibrate`, on a
+machine that does nothing else.
 """
 
 from __future__ import annotations

@@ -236,14 +236,12 @@ def _steps(run: _Run, stop: StopSignal, watchdog: Watchdog) -> Result:
     run.ledger.mark(STEADY_PEAK, engine.counters().memory())
     curve.close()
     exported = _export(run) if config.checkpoint.export else None
-    sample = None
+    said = None
     if (prompt := config.observe.sample_prompt) is not None:
-        sample = continuation(engine.generate, run.data.load_tokenizer(), prompt, config.observe.sample_tokens)
+        said = continuation(engine.generate, run.data.load_tokenizer(), prompt, config.observe.sample_tokens)
     rows = [row for of_rank in ranks.gather(run.ledger.rows()) for row in of_rank]
     if ranks.rank == 0:
-        summary.finish(
-            run.display, run.directory, rows, run.machine, meter.overall(), sample, exported, run.ledger.plan
-        )
+        summary.finish(run.display, run.directory, rows, run.machine, meter.overall(), said, exported, run.ledger.plan)
     engine.close()
     return Result(run.directory.path, done, loss, perplexity, exported)
 
