@@ -133,7 +133,7 @@ def _prepare(config: RunConfig, ranks: Ranks, display: Display, machine: dict[st
     built = meta.build(source.config)
     engine_name, engine_type = engine_class(config, ranks.topology, built.numel)
     phase = lambda name: ledger.mark(f"first {name}", engine.counters().memory())  # noqa: E731
-    spec = EngineSpec.of(config, ranks.topology, built.plain_head, phase)
+    spec = EngineSpec.of(config, ranks.topology, engine_name, built, phase, lambda name: ledger.mark(name, {}))
     engine: Engine = engine_type.build(built.model, spec, ranks.topology)
     ledger.mark("model built", engine.counters().memory())
 
@@ -155,9 +155,9 @@ def _prepare(config: RunConfig, ranks: Ranks, display: Display, machine: dict[st
     ledger.mark("optimizer state", engine.counters().memory())
 
     summary.begin(display, built.name, built.numel, config, engine_name, machine)
-    display.line(batches.described(total_steps))
-    if advice := torchrun_advice(os.environ, config.checkpoint.grace_s):
-        display.line(advice)
+    notes = (batches.described(total_steps), *spec.notes, torchrun_advice(os.environ, config.checkpoint.grace_s))
+    for note in filter(None, notes):
+        display.line(note)
     before = (state["step"], state["tokens"]) if resumed is not None else (0, 0)
     files = model_files(source.config, tokenizer, source.directory)
     saver = Saver(directory.checkpoints, engine, built.tensors, files, ranks, config.checkpoint, display.warning)

@@ -5,6 +5,7 @@ Where Hugging Face `TrainingArguments` has a name for a thing, `train` uses that
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
@@ -18,6 +19,9 @@ from pydantic import (
     PositiveInt,
     model_validator,
 )
+
+from aliquot.config import deepspeed
+from aliquot.errors import UserError
 
 
 class Section(BaseModel):
@@ -131,11 +135,20 @@ class TrainSection(Section):
 
 
 class ShardSection(Section):
-    engine: Literal["auto", "host", "fsdp"] = Field(
-        "auto", description="host: CPU, weights once per NUMA node in shared memory; fsdp: gathered layer by layer."
+    engine: Literal["auto", "host", "fsdp", "deepspeed"] = Field(
+        "auto",
+        description="host: CPU, weights once per NUMA node in shared memory; fsdp: gathered layer by layer;"
+        " deepspeed: ZeRO-3, what auto takes where deepspeed_config is set.",
     )
     collectives: Literal["auto", "shared_memory", "gloo"] = Field(
         "auto", description="Among the CPU ranks of one host. auto: shared_memory; engine host knows nothing else."
+    )
+
+    offload: Literal["none", "cpu"] = Field(
+        "none", description="cpu: weights, gradients and moments of a GPU run in host memory; engines fsdp, deepspeed."
+    )
+    deepspeed_config: dict[str, Any] | None = Field(
+        None, description="A DeepSpeed JSON (its path, or its content): fills the keys above that are silent."
     )
 
 
@@ -191,6 +204,19 @@ class RunConfig(Section):
         if not isinstance(values, dict):
             return values
         return {key: {} if value is None and key in cls.model_fields else value for key, value in values.items()}
+
+    @model_validator(mode="before")
+    @classmethod
+    def deepspeed_fills(cls, values: Any) -> Any:
+        """What the file's reader has done already, with lines to name, is done here for a config made in Python."""
+        if not isinstance(values, dict) or not isinstance(values.get("shard"), dict):
+            return values
+        values = deepcopy(values)
+        try:
+            deepspeed.fill(values, {})
+        except UserError as error:
+            raise ValueError(str(error)) from None
+        return values
 
     @model_validator(mode="after")
     def fill(self) -> Self:

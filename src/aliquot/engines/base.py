@@ -5,10 +5,11 @@ No process group, DTensor, scheduler or JSON crosses it. `train.py` knows nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
+from aliquot.config import deepspeed
 from aliquot.config.schema import RunConfig
 from aliquot.machine.topology import Topology
 from aliquot.models.batch import MicroBatch
@@ -16,6 +17,8 @@ from aliquot.ranges.parts import Part
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from aliquot.models.meta import MetaModel
 
 
 @dataclass(frozen=True)
@@ -34,10 +37,29 @@ class EngineSpec:
     compile: Literal["none", "layers"] = "none"
     collectives: Literal["shared_memory", "gloo"] = "gloo"  # among the CPU ranks of one host, where there is a choice
     phase: Callable[[str], None] = lambda _: None  # told "forward" and "backward" as each ends, for the memory ledger
+    building: Callable[[str], None] = lambda _: None  # told the phases of building, by an engine that has some
+    deepspeed: Mapping[str, Any] | None = None  # DeepSpeed's own settings, complete; only for that engine
+    notes: tuple[str, ...] = ()  # lines for the person: how settings are followed
+    offload: bool = False  # of a GPU's weights, gradients and moments to host memory
 
     @classmethod
-    def of(cls, config: RunConfig, topology: Topology, fused_loss: bool, phase: Callable[[str], None]) -> Self:
+    def of(
+        cls,
+        config: RunConfig,
+        topology: Topology,
+        engine: str,
+        model: MetaModel,
+        phase: Callable[[str], None],
+        building: Callable[[str], None],
+    ) -> Self:
         train = config.train
+        settings: dict[str, Any] | None = None
+        notes: list[str] = []
+        if engine == "deepspeed":
+            hidden_size = int(model.model.config.hidden_size)
+            settings, notes = deepspeed.settings(config, topology.world_size, hidden_size)
+        elif config.shard.deepspeed_config is not None:
+            notes = [f"shard.deepspeed_config fills the config; engine {engine} has no use for the rest of it"]
         shared = topology.device == "cpu" and topology.local_world_size > 1 and config.shard.collectives != "gloo"
         return cls(
             precision=train.precision,
@@ -50,8 +72,12 @@ class EngineSpec:
             micro_batch_tokens=train.per_device_train_batch_size * config.data.sequence_length,
             compile=train.compile,
             collectives="shared_memory" if shared else "gloo",
-            fused_loss=fused_loss,
+            fused_loss=model.plain_head,
             phase=phase,
+            building=building,
+            deepspeed=settings,
+            offload=config.shard.offload == "cpu",
+            notes=tuple(notes),
         )
 
 

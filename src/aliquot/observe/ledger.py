@@ -15,6 +15,12 @@ from aliquot.machine.memory import memory_use, peak_rss, reset_peak_rss
 STEADY_PEAK = "steady peak"
 PHASES = (
     "process start",
+    # Only DeepSpeed tells what it builds.
+    "after load",
+    "after bf16 partitions",
+    "after fp32 master",
+    "after optimizer state",
+    "after ZeRO init",
     "model built",
     "weights loaded",
     "optimizer state",
