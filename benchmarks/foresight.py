@@ -1,6 +1,6 @@
 """What `aliquot plan` says before a run beside what the run then takes: memory, bytes on the wire, seconds a step.
 
-python benchmarks/foresight.py --json foresight.json [--only NAME,...] [--no-wire]
+python benchmarks/foresight.py --json foresight.json [--only NAME,...] [--steps N] [--no-wire]
 
 Runs of 40 to 100 M parameters, a few steps each, in processes of their own: four families, one to four ranks, packed
 and padded, with and without activation checkpointing, exact and frugal states, both engines. Shapes marked `held out`
@@ -27,7 +27,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import yaml
 from benchmarks.report import Row, finish, target
 
-STEPS = 4
 LLAMA = {
     "model_type": "llama", "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 12,
     "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 32000,
@@ -86,22 +85,23 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--json", type=Path)
     arguments.add_argument("--only", help="names of cases, separated by commas")
+    arguments.add_argument("--steps", type=int, default=4)
     arguments.add_argument("--no-wire", action="store_true")
     given = arguments.parse_args()
     chosen = [case for case in CASES if not given.only or case.name in given.only.split(",")]
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as scratch:
         for case in chosen:
-            rows.append(measured(case, Path(scratch)))
+            rows.append(measured(case, Path(scratch), given.steps))
             print(rows[-1], flush=True)
     wire_rows = [] if given.no_wire else wire()
     finish("plan and measurement", [*rows, *wire_rows], targets(rows, wire_rows), given.json)
 
 
-def measured(case: Case, scratch: Path) -> Row:
+def measured(case: Case, scratch: Path, steps: int) -> Row:
     directory = scratch / case.name.replace(" ", "-")
     file = directory.with_suffix(".yaml")
-    file.write_text(yaml.safe_dump(config(case, directory)))
+    file.write_text(yaml.safe_dump(config(case, directory, steps)))
     ran = subprocess.run(
         [sys.executable, "-m", "aliquot", "train", str(file)], capture_output=True, text=True, check=False
     )
@@ -126,7 +126,7 @@ def measured(case: Case, scratch: Path) -> Row:
     }
 
 
-def config(case: Case, directory: Path) -> dict[str, Any]:
+def config(case: Case, directory: Path, steps: int) -> dict[str, Any]:
     model = {**case.model, "max_position_embeddings": 2048}
     return {
         "run": {"name": "foresight", "directory": str(directory)},
@@ -139,7 +139,7 @@ def config(case: Case, directory: Path) -> dict[str, Any]:
             **case.data,
         },
         "train": {
-            "max_steps": STEPS,
+            "max_steps": steps,
             "gradient_accumulation_steps": 2,
             "per_device_train_batch_size": case.micro,
             **case.train,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -11,7 +11,7 @@ from aliquot.cli.errors import one_line_errors
 
 
 def command(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML run configuration.")],
+    config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="A YAML run configuration.")] = None,
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="Replace single keys of it.")
     ] = None,
@@ -24,8 +24,10 @@ def command(
     document_tokens: Annotated[
         int | None, typer.Option(min=2, help="Mean length of a document. Default: as long as a sequence.")
     ] = None,
+    optimize: Annotated[Literal["time", "cost"] | None, typer.Option(help="Other settings, the best first.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     picture: Annotated[Path | None, typer.Option(help="Write memory over the phases as SVG.")] = None,
+    calibrate: Annotated[bool, typer.Option("--calibrate", help="Measure this machine for later plans.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """Say whether a run fits, where each byte goes, how long it takes and what it costs; loads no weights.
@@ -40,22 +42,41 @@ def command(
 
         from aliquot.config.read import read_config
         from aliquot.config.workload import Workload
-        from aliquot.plan import fit, report
+        from aliquot.errors import UserError
+        from aliquot.plan import fit, report, search
         from aliquot.plan.machine import chosen
         from aliquot.plan.picture import svg
         from aliquot.plan.planner import Planner
         from aliquot.plan.shapes import model_shape
 
+        if calibrate:
+            from aliquot.plan.calibrate import calibrate as measure
+
+            print(f"measured this machine: {measure()}", file=sys.stderr)
+            if config is None:
+                raise typer.Exit(0)
+        if config is None:
+            raise UserError("give a run configuration to plan, or --calibrate")
         settings = read_config(config, overrides or [])
         machine = chosen(instance, memory, cores, network)
         workload = Workload.assumed(settings, document_tokens)
         planner = Planner(model_shape(settings), machine)
-        plan = planner.plan(settings, machine.layout(settings, nodes, ranks_per_node), workload)
+        layout = machine.layout(settings, nodes, ranks_per_node)
+        plan = planner.plan(settings, layout, workload)
         problems = fit.problems(plan, machine)
+        advice = search.remedies(planner, settings, layout, workload) if problems else None
+        better = search.best(planner, settings, layout, workload, optimize) if optimize is not None else []
         if as_json:
-            print(json.dumps({**plan.as_json(), "problems": problems}, indent=1))
+            alternatives = [{"set": each.lines, **each.plan.as_json()} for each in better]
+            told = {"problems": problems, "advice": advice, "alternatives": alternatives}
+            print(json.dumps({**plan.as_json(), **told}, indent=1))
         else:
-            Console(soft_wrap=True, highlight=False).print(report.summary(plan, problems, workload.source))
+            console = Console(soft_wrap=True, highlight=False)
+            console.print(report.summary(plan, problems, workload.source))
+            if advice is not None:
+                console.print(advice, markup=False)
+            if better:
+                console.print(report.alternatives(better, plan))
         if picture is not None:
             picture.write_text(svg(plan))
             print(f"picture         {picture}", file=sys.stderr)

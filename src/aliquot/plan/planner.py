@@ -15,6 +15,7 @@ from aliquot.plan.calibrate import profile_of
 from aliquot.plan.layout import Layout
 from aliquot.plan.machine import Machine
 from aliquot.plan.memory import Held, fsdp_memory, host_memory, phases
+from aliquot.plan.memory_deepspeed import building, deepspeed_memory
 from aliquot.plan.rates import Rates, estimated
 from aliquot.plan.shapes import ModelShape, model_shape
 from aliquot.plan.timing import step_time
@@ -61,6 +62,9 @@ class Planner:
         rates = self.rates(layout)
         took = step_time(engine, cost, held, moved, layout, micro_batches, rates)
         steps = _steps(config, workload, size.total)
+        found = phases(config, held, cost, workload.pieces, steps)
+        if engine == "deepspeed":
+            found = (found[0], *building(config, self.shape, layout), *found[1:])
         limit = self.machine.memory_for(layout.device)
         hourly = self.machine.instance.usd_per_hour if self.machine.instance is not None else None
         return Plan(
@@ -72,7 +76,7 @@ class Planner:
             ranks_per_node=layout.ranks_per_node,
             threads_per_rank=layout.threads_per_rank,
             instance=self.machine.instance.name if self.machine.instance is not None else None,
-            phases=phases(config, held, cost, workload.pieces, steps),
+            phases=found,
             shm_bytes_per_node=_NCCL_SHM_BYTES * layout.ranks_per_node if layout.device == "cuda" else 0,
             limit_bytes_per_node=limit,
             wire_bytes_per_step=moved.wire_bytes,
@@ -90,6 +94,8 @@ class Planner:
     def engine(self, config: RunConfig, layout: Layout) -> str:
         """As engines/select.py. Raises UserError for settings that the engine cannot follow."""
         name = config.shard.engine
+        if name == "auto" and config.shard.deepspeed_config is not None:
+            return "deepspeed"
         if name == "auto":
             copy_bytes = self.shape.numel * (2 if config.train.precision == "bf16" else 4)
             suits = layout.device == "cpu" and config.shard.collectives != "gloo"
@@ -125,6 +131,8 @@ class Planner:
     def _held(self, config: RunConfig, engine: str, layout: Layout, cost: MicroBatchCost) -> Held:
         if engine == "host":
             return host_memory(config, self.shape, layout)
+        if engine == "deepspeed":
+            return deepspeed_memory(config, self.shape, layout)
         return fsdp_memory(config, self.shape, layout, cost)
 
 

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from aliquot.catalogue.instances import PRICES_DATE, PRICES_REGION
 from aliquot.config.plan import Plan
+from aliquot.plan.search import Candidate
 
 # EC2's spot price changes by the hour; over the last years it has been 30 to 50 % of on demand for these families.
 SPOT_FACTOR = 0.4
@@ -68,6 +69,19 @@ def phases(plan: Plan) -> Table:
         )
         row = [f"{size / divisor:{form}}" if size else "" for size in sizes]
         table.add_row(phase.name, *row, style="bold" if phase is plan.peak else None)
+    return table
+
+
+def alternatives(candidates: Sequence[Candidate], now: Plan) -> Table:
+    """A line each, with what to set for it."""
+    table = Table(title="other settings", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in ("step", "time", "memory", "USD", "set"):
+        table.add_column(column, no_wrap=column != "set")
+    for each in candidates:
+        plan = each.plan
+        cost = "" if plan.cost_usd is None else f"{plan.cost_usd:,.2f}"
+        change = f"{100 * (plan.step_s / now.step_s - 1):+.0f} %"
+        table.add_row(_seconds(plan.step_s), change, _gib(plan.peak_bytes_per_rank), cost, each.lines)
     return table
 
 
