@@ -14,6 +14,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "aliquot"
 # Who may import whom; everyone may import errors, and a package itself.
 ALLOWED = {
     "config": set(),
+    "catalogue": set(),
     "ranges": set(),
     "machine": {"config"},
     "collectives": set(),
@@ -25,8 +26,10 @@ ALLOWED = {
     "checkpoint": {"config", "ranges", "machine"},
     "observe": {"config", "machine"},
     "evaluate": {"config", "data", "engines", "machine"},
+    "plan": {"config", "catalogue", "models", "machine"},
     "train": {
         "config",
+        "plan",
         "models",
         "data",
         "engines",

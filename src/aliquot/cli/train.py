@@ -18,6 +18,7 @@ def command(
         list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="Replace single keys of it.")
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Only warnings and errors: observe.console=quiet.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Start even if the plan says that it does not fit.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """Train a model: one process, N local ranks that it starts itself, or a rank under torchrun or a TrainJob."""
@@ -43,7 +44,7 @@ def command(
     from aliquot.train import train
 
     try:
-        train(settings)
+        train(settings, force)
     # The boundary of a rank: whatever ended it is reported once, in the way that suits who started it.
     except Exception as error:
         raise typer.Exit(report_error(error, debug=debug)) from None

@@ -52,8 +52,9 @@ def visible_gpus(launch: LaunchSection) -> int:
 def cpu_ranks(config: RunConfig, nodes: int, cpu: CpuFacts, limit_bytes: int) -> tuple[int, str]:
     """Local ranks of each of `nodes` machines like this one, and which rule decided."""
     train, fewest = config.train, _fewest(cpu)
-    if config.shard.engine not in ("auto", "host"):
-        return fewest, f"engine {config.shard.engine}: one a NUMA node"
+    deepspeed = config.shard.engine == "auto" and config.shard.deepspeed_config is not None
+    if deepspeed or config.shard.engine not in ("auto", "host"):
+        return fewest, f"engine {'deepspeed' if deepspeed else config.shard.engine}: one a NUMA node"
     if train.global_batch_size is None:
         return fewest, "one a NUMA node: without train.global_batch_size more ranks would make a larger batch"
     sequences = train.global_batch_size / nodes
