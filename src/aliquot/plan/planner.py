@@ -22,6 +22,7 @@ from aliquot.plan.timing import step_time
 from aliquot.plan.traffic import traffic
 
 _SHARED_FRACTION = 0.5  # as engines/select.py: of a machine's memory that one copy of the weights may take
+_MOST_SEQUENCES = 64  # of a micro-batch that is run through on meta tensors as it is; larger ones are extrapolated
 _NCCL_SHM_BYTES = 64 << 20  # a rank; NCCL's own buffers where GPUs of a host have no direct link
 
 
@@ -111,7 +112,7 @@ class Planner:
     def _cost(
         self, config: RunConfig, engine: str, layout: Layout, workload: Workload, sequences: int, approximate: bool
     ) -> MicroBatchCost:
-        if approximate and sequences > 2:
+        if sequences > (2 if approximate else _MOST_SEQUENCES):
             one, two = (self._cost(config, engine, layout, workload, count, False) for count in (1, 2))
             return one.plus(two, one, sequences - 1)
         step = Step(
