@@ -39,7 +39,9 @@ def test_saved_bytes_are_those_of_a_real_forward_pass(name: str, mode: str) -> N
     saved = SavedBytes(mode)  # type: ignore[arg-type]
     with saved.measure():
         meta.hidden_states(model, rows, ids, Documents(EDGES))
-    assert foreseen == pytest.approx(saved.peak_bytes, rel=0.05)
+    # Alive, but not saved by autograd: the masks of the tiles and a few tensors [tokens, width], in and out.
+    beside = 180_000 + 3 * rows.nbytes
+    assert 0.99 * saved.peak_bytes <= foreseen <= 1.02 * saved.peak_bytes + beside
 
 
 @pytest.mark.parametrize("model", [LLAMA, QWEN3, MISTRAL, GEMMA2], ids=lambda model: model["model_type"])
