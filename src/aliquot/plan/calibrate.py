@@ -24,6 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from aliquot.machine.allocator import tune
 from aliquot.machine.cpu import read_cpu
 from aliquot.machine.files import publish_text
 from aliquot.plan.layout import Layout
@@ -173,6 +174,7 @@ def _measure(barrier: Barrier, results: Any, threads: int) -> None:
     import torch
     import torch.nn.functional as F
 
+    tune()
     torch.set_num_threads(threads)
     products: dict[str, list[list[float]]] = {}
     for dtype in (torch.bfloat16, torch.float32):
