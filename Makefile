@@ -37,6 +37,8 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/wire.py --json benchmarks/wire.json
 	$(BIN)/python benchmarks/memory.py --json benchmarks/memory.json
 	$(BIN)/python benchmarks/step.py --json benchmarks/step.json
+	$(BIN)/aliquot plan --calibrate
+	$(BIN)/python benchmarks/foresight.py --json benchmarks/foresight.json
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aliquot.config.batch_size import batch_size
 from aliquot.config.plan import Plan
@@ -59,6 +59,8 @@ class Planner:
         micro_batches = -(-size.total // (size.micro * layout.world_size))
         cost = self._cost(config, engine, layout, workload, size.micro, approximate)
         held = self._held(config, engine, layout, cost)
+        if layout.device == "cuda" and config.shard.offload == "cpu":
+            held = replace(held, weights=0, gradients=0, moments=0, update=0)  # the phases are of the GPU's memory
         moved = traffic(config, engine, self.shape, layout, micro_batches)
         rates = self.rates(layout)
         took = step_time(engine, cost, held, moved, layout, micro_batches, rates)
