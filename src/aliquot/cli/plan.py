@@ -72,7 +72,7 @@ def command(
             print(json.dumps({**plan.as_json(), **told}, indent=1))
         else:
             console = Console(soft_wrap=True, highlight=False)
-            console.print(report.summary(plan, problems, workload.source))
+            console.print(report.summary(plan, problems, machine.name, workload.source))
             if advice is not None:
                 console.print(advice, markup=False)
             if better:
