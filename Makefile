@@ -37,7 +37,8 @@ seed: $(INSTALLED)
 	$(BIN)/aliquot train examples/seed/run.yaml model.path=runs/seed-model/export data.path=docs/deepspeed.md \
 	  train.max_steps=3 shard.deepspeed_config=examples/seed/cpu-ds.json
 
-# Tables on the console, JSON beside: an hour or two, 20 GB of disk. Peers that are not installed get a row saying so.
+# Tables on the console, JSON beside: two hours or three, 20 GB of disk. Peers that are not installed get a row saying so.
+# What frugal states do to the loss needs a small model and a text: make bench MODEL=DIRECTORY TEXT=FILE
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/load.py --json benchmarks/load.json
 	$(BIN)/python benchmarks/checkpoint.py --json benchmarks/checkpoint.json
@@ -45,6 +46,10 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/wire.py --json benchmarks/wire.json
 	$(BIN)/python benchmarks/memory.py --json benchmarks/memory.json
 	$(BIN)/python benchmarks/step.py --json benchmarks/step.json
+	$(BIN)/python benchmarks/breakdown.py --json benchmarks/breakdown.json
+ifneq ($(and $(MODEL),$(TEXT)),)
+	$(BIN)/python benchmarks/states.py --model $(MODEL) --text $(TEXT) --json benchmarks/states.json
+endif
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

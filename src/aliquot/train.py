@@ -6,6 +6,7 @@ import math
 import os
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from aliquot.config.schema import RunConfig
 from aliquot.data.batches import Batches
 from aliquot.data.prepare import Prepared, prepare_together
 from aliquot.engines.base import Engine, EngineSpec
+from aliquot.engines.groups import group_lines
 from aliquot.engines.select import engine_class
 from aliquot.errors import TrainingError
 from aliquot.evaluate import evaluate
@@ -46,6 +48,7 @@ from aliquot.observe.prometheus import Exporter
 from aliquot.observe.recorder import Recorder
 from aliquot.observe.run_directory import RunDirectory
 from aliquot.optim.schedule import learning_rate, warmup
+from aliquot.plan.before import plan_before
 from aliquot.ranges.publish import remove_directory
 from aliquot.ranges.together import on_first
 
@@ -74,7 +77,7 @@ class _Run:
     directory: RunDirectory
     display: Display
     ledger: Ledger
-    machine: dict[str, Any]
+    about: dict[str, Any]  # model, engine, machine, placement: what this attempt is made of
     source: ModelSource
     files: dict[str, bytes]  # config and tokenizer, to lie beside saved weights
     data: Prepared
@@ -89,20 +92,22 @@ class _Run:
     steps_before: int
 
 
-def train(config: RunConfig) -> Result:
+def train(config: RunConfig, force: bool = False) -> Result:
     """Train as this process's rank: alone, or one of many where torchrun's variables are set.
 
-    Every rank calls it with the same config. Raises UserError for bad input, TrainingError for a run that must stop.
+    Every rank calls it with the same config. `force`: even if the plan says that it does not fit. Raises UserError for
+    bad input, TrainingError for a run that must stop.
     """
     topology, placement = place(config.launch, os.environ, read_cpu(), choose_device(config.launch.device))
-    machine = machine_facts()
-    ranks = Ranks.join(topology, _PREPARATION_TIMEOUT_S)
+    machine = machine_facts() if topology.is_first else None
+    ranks = Ranks.join(topology, _PREPARATION_TIMEOUT_S, config.launch.join_timeout_s)
     display = Display(config.observe.console, enabled=topology.is_first)
     exporter = Exporter(config.observe, config.run.name)
     try:
         with RunDirectory(config.run.directory).locked() if topology.is_first else nullcontext():
             on_first(ranks, exporter.listen)
-            result = _train(_prepare(config, ranks, display, exporter, machine, placement))
+            about = {"placement": placement, "machine": ranks.broadcast(machine)}
+            result = _train(_prepare(config, ranks, display, exporter, about, force))
     except BaseException:
         if ranks.world_size == 1:
             ranks.close()  # with peers, what ended this rank must be told before they see the connection go
@@ -115,7 +120,7 @@ def train(config: RunConfig) -> Result:
 
 
 def _prepare(
-    config: RunConfig, ranks: Ranks, display: Display, exporter: Exporter, machine: dict[str, Any], placement: str
+    config: RunConfig, ranks: Ranks, display: Display, exporter: Exporter, about: dict[str, Any], force: bool
 ) -> _Run:
     ledger = Ledger(ranks.rank)
     ledger.mark("process start", {})
@@ -132,6 +137,8 @@ def _prepare(
     batches = Batches.of(data, config.data, config.run.seed, size, epochs)
     total_steps = config.train.max_steps or batches.steps_in(config.train.num_train_epochs)
 
+    plan = partial(plan_before, config, ranks.topology, batches.workload(), source.config.vocab_size, force)
+    ledger.plan = on_first(ranks, partial(plan, display.warning))
     built = meta.build(source.config)
     engine_name, engine_type = engine_class(config, ranks.topology, built.numel)
     clock = StepClock(lambda: engine.counters().inside_s())
@@ -161,27 +168,20 @@ def _prepare(
     engine.ready()
     ledger.mark("optimizer state", engine.counters().memory())
 
-    packed = "packed" if config.data.packing else "padded"
-    display.header(
-        f"{built.name}, {built.numel:,} parameters, {config.train.precision}, engine {engine_name}",
-        f"{placement}; {machine['matmul_kernels'][config.train.precision]}, {machine['allocator']}",
-        f"{batches.store.documents:,} documents, {len(batches.store.tokens):,} tokens; {total_steps} steps of"
-        f" {size.total} sequences of {config.data.sequence_length}, {packed}",
-    )
-    for note in filter(None, (*spec.notes, torchrun_advice(os.environ, config.checkpoint.grace_s))):
-        display.line(note)
-    tokens_before, steps_before = (state["tokens"], state["step"]) if resumed is not None else (0, 0)
     ceiling = sum(ranks.gather(matmul_rate(ranks, config.train.precision)))
-    about = {
+    about |= {
         "resumed_from": str(where) if resumed is not None else None, "model": built.name, "parameters": built.numel,
-        "engine": engine_name, "placement": placement, "machine": machine, "ceiling_flops_per_s": ceiling,
+        "engine": engine_name, "ceiling_flops_per_s": ceiling,
     }  # fmt: skip
+    notes = (*spec.notes, *torchrun_advice(os.environ, config.checkpoint.grace_s))
+    summary.begin(display, config, about, batches.described(total_steps), *group_lines(ranks, engine.transport), *notes)
+    tokens_before, steps_before = (state["tokens"], state["step"]) if resumed is not None else (0, 0)
     record = Recorder(config, directory, ranks, display, clock, exporter, about, steps_before, total_steps)
     files = model_files(source.config, tokenizer, source.directory)
     saving = (config.checkpoint, record.warn, record.saved)
     saver = Saver(directory.checkpoints, engine, built.tensors, files, ranks, *saving)
     return _Run(
-        config, ranks, directory, display, ledger, machine, source, files, data, size, batches, total_steps, built,
+        config, ranks, directory, display, ledger, about, source, files, data, size, batches, total_steps, built,
         engine, saver, record, tokens_before, steps_before,
     )  # fmt: skip
 
@@ -232,7 +232,7 @@ def _steps(run: _Run, stop: StopSignal, watchdog: Watchdog) -> Result:
         watchdog.beat()
 
         if run.ledger.mark("first step", engine.counters().memory()):
-            run.ledger.publish(run.directory.ledger, ranks, run.machine)
+            run.ledger.publish(run.directory.ledger, ranks, run.about)
         if record.due(done):
             metrics = {"loss": loss, "learning_rate": rate, "grad_norm": grad_norm, "tokens": tokens}
             record.log({**metrics, "epoch": batch.epoch, **engine.counters().traffic()})
@@ -252,12 +252,12 @@ def _steps(run: _Run, stop: StopSignal, watchdog: Watchdog) -> Result:
     run.ledger.mark(STEADY_PEAK, engine.counters().memory())
     record.finish()
     exported = _export(run) if config.checkpoint.export else None
-    sample = None
+    said = None
     if (prompt := config.observe.sample_prompt) is not None:
-        sample = continuation(engine.generate, run.data.load_tokenizer(), prompt, config.observe.sample_tokens)
-    rows = run.ledger.publish(run.directory.ledger, ranks, run.machine)
+        said = continuation(engine.generate, run.data.load_tokenizer(), prompt, config.observe.sample_tokens)
+    rows = run.ledger.publish(run.directory.ledger, ranks, run.about)
     if ranks.rank == 0:
-        summary.finish(run.display, run.directory, rows, record.meter.overall(), sample, exported)
+        summary.finish(run.display, run.directory, rows, record.meter.overall(), said, exported, run.ledger.plan)
     engine.close()
     return Result(run.directory.path, done, loss, perplexity, exported)
 

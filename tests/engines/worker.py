@@ -26,6 +26,7 @@ ENGINES: dict[str, type[Engine]] = {
     "fsdp": FsdpEngine,
     "fsdp-shared": FsdpEngine,
     "host": HostEngine,
+    "fsdp-offload": FsdpEngine,
     "deepspeed": DeepspeedEngine,
     "deepspeed-offload": DeepspeedEngine,
 }
@@ -47,6 +48,7 @@ def train(kind: str, case: cases.Case, rank: int, world_size: int, folder: Path)
         compile=case.compile,
         collectives="shared_memory" if kind == "fsdp-shared" else "gloo",
         deepspeed=deepspeed_settings(kind, case),
+        offload=kind == "fsdp-offload",
     )
     topology = Topology(rank, world_size, rank, world_size, 0, 1, "cpu", 1, ())
     if kind == "hosts":  # one rank each

@@ -141,7 +141,7 @@ class ShardSection(Section):
         " deepspeed: ZeRO-3, what auto takes where deepspeed_config is set.",
     )
     collectives: Literal["auto", "shared_memory", "gloo"] = Field(
-        "auto", description="Among the CPU ranks of one host. auto: shared_memory; engine host knows nothing else."
+        "auto", description="Among CPU ranks. auto: shared_memory where it can be; in fsdp that is one host."
     )
 
     offload: Literal["none", "cpu"] = Field(
@@ -183,12 +183,18 @@ class ObserveSection(Section):
 
 class LaunchSection(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    ranks: PositiveInt | Literal["auto"] = Field("auto", description="Local ranks. auto: one a GPU; on CPU one.")
+    ranks: PositiveInt | Literal["auto"] = Field(
+        "auto",
+        description="Local ranks. auto: one a GPU; on CPU one a core up to 4 a NUMA node, then one every 4 cores, as"
+        " memory (2 GiB a rank) and the micro-batches of train.global_batch_size allow; one a NUMA node without"
+        " train.global_batch_size and with the engines that gather.",
+    )
     threads_per_rank: PositiveInt | None = Field(None, description="Default: physical cores / local ranks.")
     nodes: PositiveInt = 1
     node_rank: NonNegativeInt = 0
     master_address: str = "127.0.0.1"
     master_port: int = Field(29500, ge=1, le=65535)
+    join_timeout_s: PositiveFloat = Field(900.0, description="Nodes and ranks wait this long for each other at start.")
     step_timeout_s: PositiveFloat = Field(1800.0, description="A rank that makes no progress this long ends the run.")
 
 

@@ -35,7 +35,7 @@ class EngineSpec:
     adam_epsilon: float = 1e-8
     optimizer_states: Literal["fp32", "bf16", "int8"] = "fp32"
     compile: Literal["none", "layers"] = "none"
-    collectives: Literal["shared_memory", "gloo"] = "gloo"  # among the CPU ranks of one host, where there is a choice
+    collectives: Literal["auto", "shared_memory", "gloo"] = "gloo"  # of fsdp; auto: the first that can be
     phase: Callable[[str], None] = lambda _: None  # told "forward" and "backward" as each ends, for the memory ledger
     building: Callable[[str], object] = lambda _: None  # told the phases of building, by an engine that has some
     deepspeed: Mapping[str, Any] | None = None  # DeepSpeed's own settings, complete; only for that engine
@@ -60,7 +60,6 @@ class EngineSpec:
             settings, notes = deepspeed.settings(config, topology.world_size, hidden_size)
         elif config.shard.deepspeed_config is not None:
             notes = [f"shard.deepspeed_config fills the config; engine {engine} has no use for the rest of it"]
-        shared = topology.device == "cpu" and topology.local_world_size > 1 and config.shard.collectives != "gloo"
         return cls(
             precision=train.precision,
             gradient_checkpointing=train.gradient_checkpointing,
@@ -71,7 +70,7 @@ class EngineSpec:
             optimizer_states=train.optimizer_states,
             micro_batch_tokens=train.per_device_train_batch_size * config.data.sequence_length,
             compile=train.compile,
-            collectives="shared_memory" if shared else "gloo",
+            collectives=config.shard.collectives,
             fused_loss=model.plain_head,
             phase=phase,
             building=building,
@@ -136,7 +135,15 @@ class Engine(Protocol):
 
     @classmethod
     def build(cls, meta: nn.Module, spec: EngineSpec, topology: Topology) -> Self:
-        """Shard `meta`, a model on the meta device, and allocate this rank's own parts, not yet filled."""
+        """Shard `meta`, a model on the meta device, and allocate this rank's own parts, not yet filled.
+
+        Raises UserError for what `spec` asks for and this engine cannot do where its ranks are.
+        """
+        ...
+
+    @property
+    def transport(self) -> str:
+        """What carries its collectives, for people: `shared memory`, `gloo`, `nccl`, or how they are combined."""
         ...
 
     def parts(self) -> Sequence[Part]:
@@ -167,6 +174,7 @@ class Engine(Protocol):
         """Add `scale` times the gradient of the summed loss; None only joins the collectives.
 
         Returns the unscaled summed loss, a detached fp32 scalar. `last`: no micro-batch follows before `step`.
+        (DeepSpeed wants to know it beforehand.)
         """
         ...
 

@@ -106,6 +106,12 @@ class DeepspeedEngine:
         prepare_states(engine.optimizer)
         return cls(training, engine, spec, topology)
 
+    @property
+    def transport(self) -> str:
+        if self._world_size == 1:
+            return "one rank"
+        return "gloo" if self._device.type == "cpu" else "nccl"
+
     def parts(self) -> Sequence[Part]:
         return [
             Part(own.name, tuple(own.parameter.ds_shape), kind, own.start, own.stop)

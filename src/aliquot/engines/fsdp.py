@@ -11,18 +11,25 @@ from types import MethodType
 from typing import TYPE_CHECKING, Self, cast
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 
 from aliquot.collectives.peers import Peers
 from aliquot.engines import checkpointing
 from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.compiling import compile_layers
+from aliquot.engines.fsdp_check import check_collectives
 from aliquot.engines.fsdp_comm import SharedAllGather, SharedReduceScatter, Stage
 from aliquot.engines.norm import global_norm
-from aliquot.errors import TrainingError
+from aliquot.errors import UserError
 from aliquot.machine.ranks import gather
 from aliquot.machine.topology import Topology
 from aliquot.models import meta as meta_models
@@ -83,21 +90,32 @@ class FsdpEngine:
         checkpointing.enable(meta, spec.gradient_checkpointing)
         if spec.compile == "layers":
             compile_layers(meta, topology.threads)
+        # FSDP2 would exchange unpinned shards for pinned ones at the first forward, under the optimizer's hands.
+        offload = CPUOffloadPolicy(pin_memory=False) if spec.offload else OffloadPolicy()
         for group in _groups(meta):
-            fully_shard(group, mesh=mesh, mp_policy=policy)
-        stage = _share_memory(meta, topology) if spec.collectives == "shared_memory" else None
+            fully_shard(group, mesh=mesh, mp_policy=policy, offload_policy=offload)
+        stage = _share_memory(meta, spec, topology)
         _add_fused_loss(meta)
         for module in meta.modules():
             if isinstance(module, FSDPModule):
                 # Gradients are summed; the division by the global number of tokens is in the loss's scale.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-        # to_empty would replace the buffers' values too.
-        buffers = {name: buffer.clone() for name, buffer in meta.named_buffers()}
-        meta.to_empty(device=device)
+        # to_empty would replace the buffers' values too; they are where computing is, also where weights are not.
+        buffers = {name: buffer.to(device, copy=True) for name, buffer in meta.named_buffers()}
+        meta.to_empty(device="cpu" if spec.offload else device)
         for name, buffer in buffers.items():
-            meta.get_buffer(name).copy_(buffer)
+            owner, _, attribute = name.rpartition(".")
+            setattr(meta.get_submodule(owner), attribute, buffer)
         return cls(meta, _own_shards(meta, topology), spec, topology, stage)
+
+    @property
+    def transport(self) -> str:
+        if self._world_size == 1:
+            return "one rank"
+        if self._stage is not None:
+            return "shared memory"
+        return "gloo" if self._device.type == "cpu" else "nccl"
 
     def parts(self) -> Sequence[Part]:
         return [
@@ -114,7 +132,8 @@ class FsdpEngine:
         self._flat(part)[start - part.start : start - part.start + values.numel()].copy_(values)
 
     def view(self, part: Part) -> Tensor | None:
-        return self._flat(part) if self._device.type == "cpu" else None
+        flat = self._flat(part)
+        return flat if flat.device.type == "cpu" else None
 
     def _flat(self, part: Part) -> Tensor:
         index = self._index[part.name]
@@ -122,14 +141,7 @@ class FsdpEngine:
         return tensor.view(-1)
 
     def ready(self) -> None:
-        """A start-up check that this build of torch sums where it should (torch <= 2.8 on gloo did not)."""
-        ones = torch.full((self._world_size,), 1.0, device=self._device)
-        own = torch.empty(1, device=self._device)
-        dist.reduce_scatter_single(own, ones)
-        if own.item() != self._world_size:
-            raise TrainingError(
-                f"reduce-scatter of ones over {self._world_size} ranks gave {own.item()}: broken torch?"
-            )
+        check_collectives(self._device, self._stage)
         self._fused = self._spec.fused_loss and meta_models.losses_agree(self._model, self._loss)
 
     def restored(self, steps: int) -> None:
@@ -217,11 +229,24 @@ def _groups(model: nn.Module) -> list[nn.Module]:
     return [*groups, model]
 
 
-def _share_memory(model: nn.Module, topology: Topology) -> Stage | None:
-    """Let the ranks of one host pass weights and gradients through its memory; None if there are several hosts."""
+def _share_memory(model: nn.Module, spec: EngineSpec, topology: Topology) -> Stage | None:
+    """Let CPU ranks of one host pass weights and gradients through its memory; None: gloo or nccl does.
+
+    Raises UserError where shared memory is asked for and the ranks have none in common.
+    """
+    if spec.collectives == "gloo" or topology.world_size == 1:
+        return None
+    asked = "shard.collectives: shared_memory is for CPU ranks of one host with engine fsdp"
+    if topology.device != "cpu":
+        if spec.collectives == "shared_memory":
+            raise UserError(f"{asked}, and launch.device is {topology.device}: use auto")
+        return None
     peers = Peers.join(topology.rank, gather)
-    if len({tuple(ranks) for ranks in gather(list(peers.ranks))}) > 1:
+    hosts = len({tuple(ranks) for ranks in gather(list(peers.ranks))})
+    if hosts > 1:
         peers.close()
+        if spec.collectives == "shared_memory":
+            raise UserError(f"{asked}, and there are {hosts} hosts: use auto or gloo, or engine host")
         return None
     stage = Stage(peers)
     for module in model.modules():

@@ -131,6 +131,10 @@ class HostEngine:
 
             parameter.register_post_accumulate_grad_hook(leave)  # type: ignore[no-untyped-call]
 
+    @property
+    def transport(self) -> str:
+        return self._hosts.transport
+
     def parts(self) -> Sequence[Part]:
         return [
             Part(weight.name, weight.shape, kind, *weight.ranges[self._rank])

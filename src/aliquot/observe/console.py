@@ -12,6 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from aliquot.observe.live import LiveView
 from aliquot.observe.text import duration, gib, rate
 
+_WORTH_BYTES = 10_000_000  # of traffic, to be shown
+
 
 class Display:
     """`kind` auto is live on a terminal and plain elsewhere; quiet shows warnings only. Ranks > 0 are not `enabled`.
@@ -115,7 +117,7 @@ class Display:
 
 def _readings(metrics: Mapping[str, Any]) -> list[str]:
     """`loss 3.2100`, `MFU 45 %`, ...: those of the known metrics that are there."""
-    formats: dict[str, Callable[[Any], str]] = {
+    formats: dict[str, Callable[[Any], str | None]] = {
         "loss": lambda value: f"loss {value:.4f}",
         "learning_rate": lambda value: f"lr {value:.2e}",
         "grad_norm": lambda value: f"grad norm {value:.3f}",
@@ -123,6 +125,15 @@ def _readings(metrics: Mapping[str, Any]) -> list[str]:
         "flops_per_s": lambda value: rate(value, "FLOP/s"),
         "mfu": lambda value: f"MFU {100 * value:.0f} %",
         "memory_bytes": lambda value: f"memory {' | '.join(gib(size) for size in value)}",
+        "staged_bytes": lambda value: f"shared memory {value / 1e9:.2f} GB" if value >= _WORTH_BYTES else None,
+        "interface_bytes": _interfaces,
         "eta_s": lambda value: f"ETA {duration(value)}",
     }
-    return [show(metrics[name]) for name, show in formats.items() if metrics.get(name) is not None]
+    shown = (show(metrics[name]) for name, show in formats.items() if metrics.get(name) is not None)
+    return [text for text in shown if text is not None]
+
+
+def _interfaces(moved: Mapping[str, Mapping[str, int]]) -> str | None:
+    """`eth0 1.20 GB`: sent since the start, by the two interfaces that sent most."""
+    sent = sorted(((counts["sent"], name) for name, counts in moved.items()), reverse=True)
+    return "  ".join(f"{name} {count / 1e9:.2f} GB" for count, name in sent[:2] if count >= _WORTH_BYTES) or None

@@ -155,6 +155,7 @@ class Recorder:
             parts["reduce_s"] = None
         line = {
             "step": self._done,
+            "engine": self._about["engine"],
             **metrics,
             **self.meter.readings(steps_left=self._total - self._done),
             **parts,

@@ -44,7 +44,9 @@ class Pipeline:
         if not self._buffers[index].numel():
             # To and from a GPU only pinned memory goes at the full speed of the bus.
             self._buffers[index] = torch.empty(
-                PIECE_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available() and torch.cuda.is_initialized()
+                PIECE_BYTES,
+                dtype=torch.uint8,
+                pin_memory=torch.cuda.is_initialized(),  # type: ignore[no-untyped-call]
             )
         return self._buffers[index]
 
