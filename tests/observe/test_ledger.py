@@ -60,7 +60,7 @@ def test_file_and_table_show_the_largest_over_the_ranks(tmp_path: Path) -> None:
     rows = []
     for rank in range(2):
         ledger = Ledger(rank)
-        ledger.mark("first step", {"weights": (rank + 1) << 30, "gradients": 0})
+        ledger.mark("first step", {"weights": (rank + 1) << 30, "gradients": 1 << 20})
         rows += ledger.rows()
     rows[0]["private_bytes"] = 7 << 30
     told: Any = Ledger(0)
