@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from urllib.request import urlopen
 
+import psutil
 import pytest
 
 from aliquot.observe.clock import PARTS
@@ -74,8 +75,8 @@ def test_a_report_is_made_at_the_end(run: Path) -> None:
     page = (run / "report.html").read_text()
     assert "resumed at 6" in page and '<span class="state complete">' in page
     assert len(page) < 2_000_000
-    shown = re.sub(r"<pre.*?</pre>", "", page, flags=re.S)
-    assert shown.count("Not shown") == 1  # the doctor's findings
+    missing = re.findall(r"Not shown:</strong> (.*)", page)
+    assert all("doctor.json" in why or "no plan" in why for why in missing), missing
 
 
 def test_the_profile_of_each_rank(run: Path) -> None:
@@ -145,3 +146,34 @@ def test_quiet_says_nothing(folder: Path) -> None:
     config = write_config(folder, "quiet", train={"max_steps": 1})
     result = command("train", config, "--quiet")
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_a_rank_that_is_held_up_is_named(folder: Path) -> None:
+    config = write_config(folder, "slow", launch={"ranks": 2}, train={"max_steps": 100000})
+    process = subprocess.Popen(
+        [sys.executable, "-m", "aliquot", "train", str(config)],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    directory = folder / "slow"
+    try:
+        while not (directory / "metrics.jsonl").exists() or len(curve(directory)) < 2:
+            assert process.poll() is None
+            time.sleep(0.05)
+        second = next(rank for rank in psutil.Process(process.pid).children() if rank.environ().get("RANK") == "1")
+        while not any(event["event"] == "slow_ranks" for event in events(directory)):
+            assert process.poll() is None
+            second.suspend()
+            time.sleep(0.05)
+            second.resume()
+            time.sleep(0.01)
+        told = next(event for event in events(directory) if event["event"] == "slow_ranks")
+        assert re.search(r"rank 1 \([\d.]+ x the median\)", str(told["text"])), told
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=240)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert "warning: slow for 20 steps, the others wait: rank 1" in errors
+    assert events(directory)[-1]["event"] == "stopped"
+    assert '<span class="state stopped">' in (directory / "report.html").read_text()

@@ -171,7 +171,7 @@ def _prepare(
     ceiling = sum(ranks.gather(matmul_rate(ranks, config.train.precision)))
     about |= {
         "resumed_from": str(where) if resumed is not None else None, "model": built.name, "parameters": built.numel,
-        "engine": engine_name, "ceiling_flops_per_s": ceiling,
+        "engine": engine_name, "ceiling_flops_per_s": ceiling, "plan": ledger.plan,
     }  # fmt: skip
     notes = (*spec.notes, *torchrun_advice(os.environ, config.checkpoint.grace_s))
     summary.begin(display, config, about, batches.described(total_steps), *group_lines(ranks, engine.transport), *notes)

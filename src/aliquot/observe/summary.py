@@ -1,4 +1,4 @@
-"""The last words of a run: what memory it took, how fast it was, what it learned to say, and where everything lies."""
+"""The first and the last words of a run: what is foreseen of it; what it took, and where everything lies."""
 
 from __future__ import annotations
 
@@ -11,16 +11,30 @@ from aliquot.observe import ledger
 from aliquot.observe.console import Display
 from aliquot.observe.meter import Speed
 from aliquot.observe.run_directory import RunDirectory
-from aliquot.observe.text import rate
+from aliquot.observe.text import duration, gib, rate
 
 
 def begin(display: Display, config: RunConfig, about: Mapping[str, Any], *lines: str) -> None:
-    """What is trained, with what, and where; then `lines`."""
+    """What is trained, with what, and where; then `lines`, and the plan."""
     machine, precision = about["machine"], config.train.precision
     display.header(
         f"{about['model']}, {about['parameters']:,} parameters, {precision}, engine {about['engine']}",
         f"{about['placement']}; {machine['matmul_kernels'][precision]}, {machine['allocator']}",
         *lines,
+        *(foreseen(about["plan"]) if about.get("plan") else ()),
+    )
+
+
+def foreseen(plan: Mapping[str, Any]) -> tuple[str, str, str]:
+    """The plan, as `aliquot plan --json` prints it, in three lines: memory, time, and what is passed on and written."""
+    cost = f", {plan['cost_usd']:,.2f} USD" if plan["cost_usd"] is not None else ""
+    return (
+        f"plan: {gib(plan['peak_bytes_per_rank'])} of {gib(plan['limit_bytes'])} a rank at most ({plan['peak_phase']})",
+        f"plan: {plan['step_s']:.3g} s a step, {plan['tokens_per_s']:,.0f} real tokens/s, {plan['bottleneck']};"
+        f" {duration(plan['total_s'])} in all{cost}; rates: {plan['rates']}",
+        f"plan: {rate(plan['wire_bytes_per_step'], 'B')} a step between hosts,"
+        f" {rate(plan['local_bytes_per_step'], 'B')} through sockets on them;"
+        f" {rate(plan['checkpoint_bytes'], 'B')} a checkpoint",
     )
 
 

@@ -93,6 +93,8 @@ def read_run(path: Path) -> Run:
     ledger = _json(directory.ledger)
     ledger = ledger if isinstance(ledger, dict) else {}
     rows, plan = ledger.get("rows"), ledger.get("plan")
+    if not isinstance(plan, dict):  # before the first step the start alone tells of it
+        plan = next((event["plan"] for event in reversed(events) if isinstance(event.get("plan"), dict)), {})
     rows = (
         [row for row in rows if isinstance(row, dict) and row.get("phase") in PHASES] if isinstance(rows, list) else []
     )
@@ -112,7 +114,7 @@ def read_run(path: Path) -> Run:
         evaluations=[line for line in lines if "eval_loss" in line],
         events=events,
         rows=rows,
-        plan=plan if isinstance(plan, dict) else {},
+        plan=plan,
         machine=machine if isinstance(machine, dict) else {},
         checkpoints=_checkpoints(directory.checkpoints),
         doctor=_json(path / "doctor.json"),

@@ -1,0 +1,29 @@
+"""The plan in three lines at the head of a run."""
+
+from __future__ import annotations
+
+from aliquot.config.plan import PhaseMemory, Plan
+from aliquot.observe.summary import foreseen
+
+
+def plan(usd_per_hour: float | None) -> Plan:
+    phases = (
+        PhaseMemory("process start", {"process": 1 << 28}, {}),
+        PhaseMemory("steady peak", {"process": 1 << 28, "weights": 1 << 28}, {"weights": 1 << 30}),
+    )
+    return Plan(
+        "llama", 8_000_000, "host", "cpu", 1, 2, 1, None, phases, 0, 8 << 30, 0, 1_500_000, 1, 96_000_000, 160, 2000.0,
+        0.5, "compute-bound", "measured here", usd_per_hour,
+    )  # fmt: skip
+
+
+def test_memory_time_and_traffic() -> None:
+    assert foreseen(plan(None).as_json()) == (
+        "plan: 1.00 GiB of 4.00 GiB a rank at most (steady peak)",
+        "plan: 0.5 s a step, 4,000 real tokens/s, compute-bound; 1 min 20 s in all; rates: measured here",
+        "plan: 0 B a step between hosts, 1.5 MB through sockets on them; 96 MB a checkpoint",
+    )
+
+
+def test_money_where_it_is_known() -> None:
+    assert "1 min 20 s in all, 1.00 USD;" in foreseen(plan(45.0).as_json())[1]
