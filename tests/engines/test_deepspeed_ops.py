@@ -1,4 +1,4 @@
-"""DeepSpeed's compiled ops: a missing tool is one line; a lock that a killed build left is removed, a live one is not."""
+"""DeepSpeed's compiled ops: a missing tool is one line; the lock of a killed build is removed, a live one is not."""
 
 from __future__ import annotations
 
