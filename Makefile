@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install demo seed test test-long crash bench lint clean
+.PHONY: install demo seed test test-long crash bench docs lint clean
 
 install: $(INSTALLED)
 
@@ -52,6 +52,11 @@ ifneq ($(and $(MODEL),$(TEXT)),)
 endif
 	$(BIN)/aliquot plan --calibrate
 	$(BIN)/python benchmarks/foresight.py --json benchmarks/foresight.json
+
+# build/site/index.html: every page, every link checked.
+docs: $(INSTALLED)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	$(BIN)/mkdocs build --strict --quiet --site-dir build/site
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -72,8 +72,8 @@ class DataSection(Section):
         None, description="Files, directories or globs of .txt, .py, .md, .jsonl, .parquet; or `stdlib`, Python's own."
     )
     dataset: str | None = Field(None, description="A name for datasets.load_dataset.")
-    dataset_config: str | None = None
-    split: str = "train"
+    dataset_config: str | None = Field(None, description="Its configuration, for example wikitext-2-raw-v1.")
+    split: str = Field("train", description="Its split.")
     text_field: str = Field("text", description="Field of a record that holds the text, or `messages` of a chat.")
     document: Literal["file", "line", "block", "field"] | None = Field(
         None, description="What one document is. Default: a file of plain text; a field of a record."
@@ -84,10 +84,10 @@ class DataSection(Section):
     tokenizer_vocab_size: PositiveInt | None = Field(
         None, description="Train a byte-level BPE tokenizer of this size on the training text instead."
     )
-    sequence_length: PositiveInt = Field(1024, ge=2)
+    sequence_length: PositiveInt = Field(1024, ge=2, description="Tokens of a sequence, documents packed into it.")
     packing: bool = Field(True, description="Pack documents, exactly isolated. false: pad each to sequence_length.")
-    eval_path: str | list[str] | None = None
-    eval_split: str | None = None
+    eval_path: str | list[str] | None = Field(None, description="Files to evaluate on, as data.path.")
+    eval_split: str | None = Field(None, description="A split of data.dataset to evaluate on.")
     eval_fraction: float = Field(
         0.0, ge=0.0, le=0.5, description="Hold out this part of the training documents where no eval source is given."
     )
@@ -107,30 +107,36 @@ class DataSection(Section):
 
 class TrainSection(Section):
     max_steps: PositiveInt | None = Field(None, description="Optimizer steps; wins over num_train_epochs.")
-    num_train_epochs: PositiveFloat = 1.0
+    num_train_epochs: PositiveFloat = Field(1.0, description="Passes over the training documents.")
     global_batch_size: PositiveInt | None = Field(
         None, description="Sequences per optimizer step over all ranks; uneven spreads are allowed."
     )
-    per_device_train_batch_size: PositiveInt = 1
+    per_device_train_batch_size: PositiveInt = Field(1, description="Sequences of a micro-batch, which is one rank's.")
     gradient_accumulation_steps: PositiveInt | None = Field(None, description="Micro-batches per rank and step.")
-    learning_rate: PositiveFloat = 5e-5
-    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
-    warmup_ratio: float = Field(0.0, ge=0.0, le=1.0)
+    learning_rate: PositiveFloat = Field(5e-5, description="The highest, after warm-up.")
+    lr_scheduler_type: Literal["linear", "cosine", "constant"] = Field(
+        "linear", description="After warm-up: falling to 0, along half a cosine to 0, or staying."
+    )
+    warmup_ratio: float = Field(0.0, ge=0.0, le=1.0, description="Part of all steps over which the rate rises from 0.")
     warmup_steps: NonNegativeInt | None = Field(None, description="Wins over warmup_ratio.")
     weight_decay: NonNegativeFloat = Field(0.0, description="Not applied to norms and biases.")
     adam_beta1: float = Field(0.9, ge=0.0, lt=1.0)
     adam_beta2: float = Field(0.999, ge=0.0, lt=1.0)
     adam_epsilon: PositiveFloat = 1e-8
     max_grad_norm: NonNegativeFloat = Field(1.0, description="Clip to this global norm; 0 = do not clip.")
-    gradient_checkpointing: Literal["none", "selective", "full"] = "none"
-    precision: Literal["bf16", "fp32"] = "bf16"
+    gradient_checkpointing: Literal["none", "selective", "full"] = Field(
+        "none", description="Recompute in the backward pass. selective: what is cheap to; full: whole layers."
+    )
+    precision: Literal["bf16", "fp32"] = Field(
+        "bf16", description="Of computing; master weights and moments are fp32 either way, see optimizer_states."
+    )
     optimizer_states: Literal["fp32", "bf16", "int8"] = Field(
         "fp32", description="bf16, int8: frugal moments, and gradient sums in bf16; engine host only."
     )
     compile: Literal["none", "layers"] = Field(
         "none", description="layers: each decoder layer through torch.compile; a slower first step, then a few percent."
     )
-    logging_steps: PositiveInt = 1
+    logging_steps: PositiveInt = Field(1, description="A line of metrics every so many steps.")
     eval_steps: NonNegativeInt = Field(0, description="Evaluate every so many steps; 0 = only at the end.")
 
 
@@ -166,7 +172,7 @@ class CheckpointSection(Section):
 
 
 class ObserveSection(Section):
-    tensorboard: bool = True
+    tensorboard: bool = Field(True, description="Write tensorboard/ in the run directory.")
     prometheus: int | None = Field(
         None, ge=1, le=65535, description="Rank 0 serves the metrics at this port, under /metrics."
     )
@@ -178,11 +184,11 @@ class ObserveSection(Section):
     sample_prompt: str | None = Field(
         None, min_length=1, description="Generate from this prompt at the end of the run."
     )
-    sample_tokens: PositiveInt = 64
+    sample_tokens: PositiveInt = Field(64, description="Tokens of that sample.")
 
 
 class LaunchSection(Section):
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where torch sees a GPU.")
     ranks: PositiveInt | Literal["auto"] = Field(
         "auto",
         description="Local ranks. auto: one a GPU; on CPU one a core up to 4 a NUMA node, then one every 4 cores, as"
@@ -190,10 +196,10 @@ class LaunchSection(Section):
         " train.global_batch_size and with the engines that gather.",
     )
     threads_per_rank: PositiveInt | None = Field(None, description="Default: physical cores / local ranks.")
-    nodes: PositiveInt = 1
-    node_rank: NonNegativeInt = 0
-    master_address: str = "127.0.0.1"
-    master_port: int = Field(29500, ge=1, le=65535)
+    nodes: PositiveInt = Field(1, description="Machines; `aliquot train` is started on each.")
+    node_rank: NonNegativeInt = Field(0, description="Which of them this one is.")
+    master_address: str = Field("127.0.0.1", description="Where node 0 is reached.")
+    master_port: int = Field(29500, ge=1, le=65535, description="A free port of node 0; one machine takes any itself.")
     join_timeout_s: PositiveFloat = Field(900.0, description="Nodes and ranks wait this long for each other at start.")
     step_timeout_s: PositiveFloat = Field(1800.0, description="A rank that makes no progress this long ends the run.")
 

@@ -1,0 +1,125 @@
+"""Writes docs/reference.md from the schema and from the commands: `python -m tests.docs_reference`.
+
+tests/test_docs.py fails when the page is not what this would write.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import typer
+from typer.models import ArgumentInfo, OptionInfo
+
+from aliquot.cli.main import app
+from aliquot.config.schema import RunConfig
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference.md"
+_HEAD = """# Reference
+
+Every key of a run configuration and every option of every command. This page is made from the code by
+`python -m tests.docs_reference`; a test keeps it so.
+
+## Configuration
+
+YAML, one mapping a section. `section.key=value` on the command line replaces one key and is parsed as YAML; an unknown
+key names the nearest one that exists; an error names file and line. Paths are relative to the working directory.
+`aliquot plan CONFIG --print-config` prints the complete configuration and where each value was written. Where Hugging
+Face's `TrainingArguments` has a name for a thing, `train` has the same.
+"""
+
+
+def page() -> str:
+    return "\n".join([_HEAD, *_sections(), "## Commands", "", *_commands()]).rstrip() + "\n"
+
+
+def _sections() -> Iterator[str]:
+    schema = RunConfig.model_json_schema(by_alias=True)
+    for name, section in schema["properties"].items():
+        yield from [f"### `{name}`", "", "| key | value | default | |", "|--|--|--|--|"]
+        yield from _rows(_resolved(section, schema), schema, f"{name}.")
+        yield ""
+
+
+def _rows(section: dict[str, Any], schema: dict[str, Any], prefix: str) -> Iterator[str]:
+    for name, field in section["properties"].items():
+        inner = _resolved(field, schema)
+        if "properties" in inner:
+            yield from _rows(inner, schema, f"{prefix}{name}.")
+            continue
+        needed = name in section.get("required", ())
+        default = "required" if needed else _default(field.get("default"))
+        yield f"| `{prefix}{name}` | {_kind(field, schema)} | {default} | {_cell(field.get('description', ''))} |"
+
+
+def _resolved(field: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    """The object that `field` refers to, also where it may be null; else the field."""
+    for each in (field, *field.get("anyOf", ()), *field.get("allOf", ())):
+        if "$ref" in each:
+            found: dict[str, Any] = schema["$defs"][each["$ref"].rpartition("/")[2]]
+            return found
+    return field
+
+
+def _kind(field: dict[str, Any], schema: dict[str, Any]) -> str:
+    if "anyOf" in field:
+        return " or ".join(_kind(each, schema) for each in field["anyOf"] if each.get("type") != "null")
+    if "enum" in field or "const" in field:
+        return ", ".join(f"`{value}`" for value in field.get("enum", [field.get("const")]))
+    if field.get("type") == "array":
+        return f"list of {_kind(field['items'], schema)}"
+    if field.get("type") in ("integer", "number"):
+        signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+        limits = [f"{sign} {field[key]:g}" for key, sign in signs.items() if key in field and abs(field[key]) < 2**53]
+        return " ".join([field["type"], ", ".join(limits)]).strip()
+    names = {"string": "text", "boolean": "true, false", "object": "mapping"}
+    return "path" if field.get("format") == "path" else names[field["type"]]
+
+
+def _default(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def _commands() -> Iterator[str]:
+    for name, function in _functions(app, "aliquot"):
+        parameters = inspect.signature(function, eval_str=True).parameters.values()
+        told = [(each, *get_args(each.annotation)[:2]) for each in parameters]  # Annotated[kind, Argument or Option]
+        arguments = [info.metavar or each.name.upper() for each, _, info in told if isinstance(info, ArgumentInfo)]
+        yield from [f"### `{name}`", "", f"`{' '.join([name, *arguments])}`", ""]
+        yield from [" ".join((function.__doc__ or "").split()), "", "| option | default | |", "|--|--|--|"]
+        for each, kind, info in told:
+            if isinstance(info, OptionInfo):
+                # In Annotated the first name lies where a default would.
+                names = [*filter(lambda one: str(one).startswith("-"), [info.default]), *(info.param_decls or ())]
+                option = ", ".join(names or [f"--{each.name.replace('_', '-')}"])
+                default = "required" if each.default is each.empty else f"`{each.default}`"
+                default = "" if each.default in (None, False, "") else default
+                yield f"| `{_cell(f'{option} {_choices(kind)}'.strip())}` | {default} | {_cell(info.help or '')} |"
+        yield ""
+
+
+def _functions(group: typer.Typer, name: str) -> Iterator[tuple[str, Callable[..., Any]]]:
+    for command in group.registered_commands:
+        assert command.callback is not None
+        yield f"{name} {command.name}", command.callback
+    for inner in group.registered_groups:
+        assert inner.typer_instance is not None
+        yield from _functions(inner.typer_instance, f"{name} {inner.name}")
+
+
+def _choices(kind: Any) -> str:
+    """`time|cost` of `Literal["time", "cost"] | None`."""
+    branches = [kind, *get_args(kind)]
+    return next(("|".join(get_args(each)) for each in branches if get_origin(each) is Literal), "")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
