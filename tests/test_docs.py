@@ -1,0 +1,199 @@
+"""The pages say what the code does: commands, configurations, links, reference, findings, translations, examples."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+from aliquot.cli.main import app
+from aliquot.config.read import read_config
+from tests import docs_reference
+from tests.docs_pages import NEEDS, PAGES, ROOT, Block, blocks, header, headings, links
+
+KOREAN = ("quickstart", "how-it-works", "recipes", "troubleshooting", "training-on-cpu")
+EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
+_HASH = re.compile(r"<!-- translation of (\S+) sha256:([0-9a-f]{16}) -->\n")
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_to_files(page: Path) -> None:
+    missing = [target for target in links(page) if not (page.parent / target).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_exist(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place_configs(page, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for block in blocks(page):
+        assert block.needs <= NEEDS, f"{block.needs - NEEDS} is not a need: {block.text}"
+        if block.language == "sh":
+            for words in block.commands():
+                check(words)
+        elif not block.language:  # older blocks, with what is printed or usage: only what must be a command
+            for words in usage(block):
+                check(words)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_that_need_nothing_run(page: Path, tmp_path: Path) -> None:
+    place_configs(page, tmp_path)
+    ran = [block for block in blocks(page) if block.language == "sh" and not block.needs]
+    for block in ran:
+        run(block.text, tmp_path)
+    if not ran:
+        pytest.skip("every command of this page needs something, or there is none")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_configurations_are_valid(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = place_configs(page, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for name in names:
+        read_config(Path(name))
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=name_of)
+def test_examples_are_valid(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    read_config(example)
+    commands = list(header(example).commands())
+    assert commands, "the comment at its head names no command"
+    for words in commands:
+        check(words)
+    assert any(name_of(example) in words for words in commands)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("example", [each for each in EXAMPLES if "plan" in header(each).text], ids=name_of)
+def test_examples_can_be_planned(example: Path, tmp_path: Path) -> None:
+    place_configs(None, tmp_path)
+    for line in header(example).text.splitlines():
+        if line.startswith("aliquot plan"):
+            run(line, tmp_path)
+
+
+def test_reference_is_that_of_the_code() -> None:
+    assert docs_reference.PAGE.read_text() == docs_reference.page(), "run `python -m tests.docs_reference`"
+
+
+def test_every_finding_is_explained() -> None:
+    sources = sorted((ROOT / "src/aliquot/doctor").glob("*.py"))
+    code = {found for source in sources for found in re.findall(r'Finding\(\s*"([a-z-]+)"', source.read_text())}
+    page = {title.strip("`") for level, title in headings(ROOT / "docs/troubleshooting.md") if level == 3}
+    findings = {title for title in page if re.fullmatch("[a-z-]+", title)}
+    assert len(code) > 20, "findings are not written as this test looks for them"
+    assert findings == code
+
+
+def test_messages_are_those_of_the_code() -> None:
+    """A heading in code style, other than a finding, quotes a message; `...` stands for what differs."""
+    said = {text for source in (ROOT / "src").rglob("*.py") for text in literals(source)}
+    titles = [title for level, title in headings(ROOT / "docs/troubleshooting.md") if level == 3]
+    quoted = [each for title in titles for each in re.findall("`([^`]+)`", title) if not re.fullmatch("[a-z-]+", each)]
+    assert len(quoted) > 15
+    for message in quoted:
+        pattern = re.compile(r".*".join(map(re.escape, message.split("..."))), re.DOTALL)
+        assert any(pattern.search(text) for text in said), f"nobody says: {message}"
+
+
+@pytest.mark.parametrize("name", KOREAN)
+def test_korean_is_of_the_english(name: str) -> None:
+    """One of the two carries the hash of the other: the Korean page, or where Korean came first the English one."""
+    pair = (ROOT / "docs" / "ko" / f"{name}.md", ROOT / "docs" / f"{name}.md")
+    carriers = [page for page in pair if _HASH.match(page.read_text())]
+    assert len(carriers) == 1, "just one of the two begins with <!-- translation of PATH sha256:... -->"
+    translation, origin = carriers[0], next(page for page in pair if page not in carriers)
+    found = _HASH.match(translation.read_text())
+    assert found is not None and (translation.parent / found[1]).resolve() == origin
+    digest = hashlib.sha256(origin.read_bytes()).hexdigest()[:16]
+    assert found[2] == digest, f"{name_of(origin)} has changed: translate the change, then write sha256:{digest}"
+    assert [level for level, _ in headings(origin)] == [level for level, _ in headings(translation)]
+    commands = [[list(block.commands()) for block in blocks(page) if block.language == "sh"] for page in pair]
+    assert commands[0] == commands[1]
+
+
+def place_configs(page: Path | None, directory: Path) -> list[str]:
+    """What the page's commands find where they run: the repository's files, and the configurations of the page."""
+    for name in ("examples", "docs", "benchmarks", "tests", "src", "Makefile"):
+        (directory / name).symlink_to(ROOT / name)
+    named = [(block.config_name, block.text) for block in (blocks(page) if page else ()) if block.config_name]
+    for name, text in named:
+        (directory / name).write_text(text)
+    return [name for name, _ in named]
+
+
+def literals(source: Path) -> Iterator[str]:
+    """Texts of a source file, adjoining ones joined as Python joins them; what an f-string inserts is left out."""
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+        elif isinstance(node, ast.JoinedStr):
+            yield "".join(str(part.value) for part in node.values if isinstance(part, ast.Constant))
+
+
+def usage(block: Block) -> list[list[str]]:
+    lines = [line for line in block.text.replace("\\\n", " ").splitlines() if re.match("(aliquot|make) ", line)]
+    return [words for line in lines for words in Block("sh", line).commands()]
+
+
+def check(words: list[str]) -> None:
+    """A command of ours exists with these options and files; those of others are not looked at."""
+    while "=" in words[0] and not words[0].startswith("-"):
+        words = words[1:]  # variables of the environment
+    if words[0] == "aliquot":
+        check_aliquot(words[1:])
+    elif words[0] == "torchrun" and "aliquot" in words:
+        check_aliquot(words[words.index("aliquot") + 1 :])
+    elif words[0] == "make":
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert all(word in targets or "=" in word for word in words[1:]), words
+    elif words[0] in ("python", "torchrun"):
+        for word in words[1:]:
+            if re.fullmatch(r"(benchmarks|tests|examples)/[\w./-]+|tests\.\w+", word):
+                file = ROOT / (word if "/" in word else f"{word.replace('.', '/')}.py")
+                assert file.exists(), words
+
+
+def check_aliquot(words: list[str]) -> None:
+    command: Any = typer.main.get_command(app)
+    if words[0].startswith("-"):
+        assert any(words[0] in option.opts for option in command.params), words
+        return
+    while hasattr(command, "commands"):
+        assert words and words[0] in command.commands, f"no such command: aliquot {' '.join(words)}"
+        command, words = command.commands[words[0]], words[1:]
+    # Raises for options and kinds of values that the command does not have.
+    parameters = command.make_context("aliquot", list(words)).params
+    config = parameters.get("config")
+    if config is not None and config.suffix == ".yaml":
+        read_config(config, parameters.get("overrides") or ())
+
+
+def run(commands: str, directory: Path) -> None:
+    """As a reader's shell would, stopping at the first that fails."""
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", commands],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{commands}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
