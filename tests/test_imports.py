@@ -14,6 +14,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "aliquot"
 # Who may import whom; everyone may import errors, and a package itself.
 ALLOWED = {
     "config": set(),
+    "catalogue": set(),
     "ranges": set(),
     "machine": {"config"},
     "collectives": set(),

@@ -1,0 +1,134 @@
+"""EC2 instance types: what a pod can have of each, whether it has AMX, EFA or GPUs, and its price.
+
+The data ship with the package (ec2-instances.json beside this file, with source and date); nothing is asked of AWS.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from aliquot.errors import UserError
+
+PRICES_DATE = "2026-07-20"
+PRICES_REGION = "us-east-1"
+
+_MIB = 1 << 20
+
+# Intel AMX came with the 4th generation of Xeon Scalable (Sapphire Rapids). On EC2 those and their successors are the
+# Intel types of generation 7 and above (c7i, m7i, r7i, i7i, u7i, c8i, ... and their flex, n, b, d, z variants).
+# Accelerated families count generations by accelerator: these have such a host CPU, too.
+# Source: the processor column of AWS' "Amazon EC2 instance type specifications".
+_AMX_GENERATION = 7
+_AMX_ACCELERATED = frozenset({"p5en", "p6-b200", "p6-b300", "trn2"})
+
+# One thread a core: Arm, AMD from generation 7 on, the hpc families, and the first Intel generations.
+_AMD_WITHOUT_THREADS_GENERATION = 7
+_OLD_WITHOUT_THREADS = frozenset({"c1", "m1", "m2", "t1", "t2"})
+
+
+@dataclass(frozen=True)
+class InstanceType:
+    """One EC2 type. Sizes in bytes, rates in bytes per second; a GPU's memory is that of one GPU."""
+
+    name: str
+    arch: str  # amd64 | arm64
+    cpu_manufacturer: str  # intel | amd | aws
+    generation: int  # the number in the family's name
+    vcpus: int
+    physical_cores: int
+    clock_mhz: int  # 0: not known
+    memory_bytes: int
+    allocatable_memory_bytes: int  # what all pods of a node may request together, on AL2023 with Karpenter's defaults
+    allocatable_cpu_millicores: int
+    max_pods: int
+    network_bytes_per_s: int | None  # sustained; None: AWS names no figure
+    efa_interfaces: int
+    amx: bool
+    gpus: int
+    gpu_name: str | None
+    gpu_memory_bytes: int | None
+    local_nvme_bytes: int
+    usd_per_hour: float | None  # on demand, PRICES_REGION, PRICES_DATE; None: not sold there
+
+    @property
+    def family(self) -> str:
+        return self.name.partition(".")[0]
+
+    @property
+    def size(self) -> str:
+        return self.name.partition(".")[2]
+
+
+def instance(name: str) -> InstanceType:
+    """The type of this name. Raises UserError with the nearest names."""
+    known = _catalogue()
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 3, 0.75)
+        hint = f"; nearest: {', '.join(near)}" if near else "; see `aliquot instances`"
+        raise UserError(f"EC2 instance type {name!r} is not in the catalogue of {PRICES_DATE}{hint}")
+    return known[name]
+
+
+def instances() -> tuple[InstanceType, ...]:
+    """All types, in the order of families and sizes."""
+    return tuple(_catalogue().values())
+
+
+def allocatable_memory_bytes(memory_bytes: int, max_pods: int, arch: str) -> int:
+    """What Karpenter lets pods have of a node with its defaults (vmMemoryOverheadPercent 0.075), in bytes.
+
+    The hypervisor takes 7.5 % (Graviton first 64 MiB more), kubelet 255 MiB + 11 MiB a pod, eviction 100 MiB.
+    Source: Karpenter AWS provider, pkg/providers/instancetype/types.go.
+    """
+    visible = memory_bytes // _MIB - (64 if arch == "arm64" else 0)
+    return (visible - -(-visible * 75 // 1000) - (255 + 11 * max_pods) - 100) * _MIB
+
+
+def has_amx(family: str, cpu_manufacturer: str, generation: int) -> bool:
+    """Whether the processor of these types multiplies by Intel AMX."""
+    return cpu_manufacturer == "intel" and (generation >= _AMX_GENERATION or family in _AMX_ACCELERATED)
+
+
+@cache
+def _catalogue() -> dict[str, InstanceType]:
+    data = json.loads(files("aliquot.catalogue").joinpath("ec2-instances.json").read_text())
+    types = (_instance(dict(zip(data["columns"], row, strict=True))) for row in data["rows"])
+    return {each.name: each for each in types}
+
+
+def _instance(row: dict[str, Any]) -> InstanceType:
+    family = row["name"].partition(".")[0]
+    gpu_memory_mib, network_mbps = row["gpu_memory_mib"], row["network_mbps"]
+    return InstanceType(
+        name=row["name"],
+        arch=row["arch"],
+        cpu_manufacturer=row["cpu_manufacturer"],
+        generation=row["generation"],
+        vcpus=row["vcpus"],
+        physical_cores=_physical_cores(row, family),
+        clock_mhz=row["clock_mhz"],
+        memory_bytes=row["memory_mib"] * _MIB,
+        allocatable_memory_bytes=row["allocatable_memory_mib"] * _MIB,
+        allocatable_cpu_millicores=row["allocatable_cpu_millicores"],
+        max_pods=row["max_pods"],
+        network_bytes_per_s=None if network_mbps is None else network_mbps * 10**6 // 8,
+        efa_interfaces=row["efa_interfaces"],
+        amx=has_amx(family, row["cpu_manufacturer"], row["generation"]),
+        gpus=row["gpus"],
+        gpu_name=row["gpu_name"],
+        gpu_memory_bytes=None if gpu_memory_mib is None else gpu_memory_mib * _MIB,
+        local_nvme_bytes=(row["local_nvme_gb"] or 0) * 10**9,
+        usd_per_hour=row["usd_per_hour"],
+    )
+
+
+def _physical_cores(row: dict[str, Any], family: str) -> int:
+    amd_core = row["cpu_manufacturer"] == "amd" and row["generation"] >= _AMD_WITHOUT_THREADS_GENERATION
+    if row["arch"] == "arm64" or amd_core or family.startswith("hpc") or family in _OLD_WITHOUT_THREADS:
+        return int(row["vcpus"])
+    return max(1, int(row["vcpus"]) // 2)

@@ -1,0 +1,110 @@
+"""The shipped catalogue: complete, dated, and in agreement with Karpenter's formula and what the AWS console shows."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.resources import files
+
+import pytest
+
+from aliquot.catalogue.instances import (
+    PRICES_DATE,
+    PRICES_REGION,
+    allocatable_memory_bytes,
+    instance,
+    instances,
+)
+from aliquot.errors import UserError
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+def test_every_type_has_karpenters_allocatable_memory() -> None:
+    assert len(instances()) == 1336
+    for each in instances():
+        expected = allocatable_memory_bytes(each.memory_bytes, each.max_pods, each.arch)
+        assert each.allocatable_memory_bytes == expected, each.name
+
+
+def test_every_type_has_karpenters_allocatable_cpu() -> None:
+    # kubelet: 6 % of the first core, 1 % of the second, 0.5 % of the next two, 0.25 % of the rest.
+    for each in instances():
+        reserved = sum([60, 10, 5, 5][: each.vcpus]) + 2.5 * max(0, each.vcpus - 4)
+        assert each.allocatable_cpu_millicores == int(each.vcpus * 1000 - reserved), each.name
+
+
+def test_the_seeds_node_cannot_hold_what_the_seed_asks_for() -> None:
+    node = instance("c7i.8xlarge")
+    assert (node.vcpus, node.physical_cores, node.memory_bytes) == (32, 16, 64 * GIB)
+    assert node.allocatable_memory_bytes == 57_691 * MIB < 64 * GIB
+    assert (node.family, node.size, node.amx, node.efa_interfaces) == ("c7i", "8xlarge", True, 0)
+    assert (node.network_bytes_per_s, node.usd_per_hour) == (1_562_500_000, 1.428)
+
+
+def test_gpu_type() -> None:
+    node = instance("g6e.8xlarge")
+    assert (node.gpus, node.gpu_name, node.gpu_memory_bytes) == (1, "l40s", 45_776 * MIB)
+    assert (node.efa_interfaces, node.amx, node.local_nvme_bytes) == (1, False, 900 * 10**9)
+
+
+def test_amx_is_sapphire_rapids_and_later() -> None:
+    families = {each.family for each in instances() if each.amx}
+    assert {"c7i", "m7i", "r7i", "r7iz", "i7i", "i7ie", "u7i-12tb", "c7i-flex", "m7i-flex"} <= families
+    assert {"c8i", "m8i", "r8i", "x8i", "c8i-flex", "c8ib", "m8in", "g7e", "p5en", "p6-b200", "trn2"} <= families
+    assert not families & {"c6i", "m6i", "c7a", "m7g", "i4i", "p5", "g6e", "c7gn", "hpc7a", "hpc6id", "x8g", "m8a"}
+
+
+def test_the_seeds_efa_list() -> None:
+    """`describe-instance-types` for *7i* with EFA, as the Korean guide prints it."""
+    listed = [
+        "u7i-6tb.112xlarge",
+        "r7iz.32xlarge",
+        "r7i.metal-48xl",
+        "i7ie.metal-48xl",
+        "m7i.48xlarge",
+        "i7ie.48xlarge",
+        "c7i.metal-48xl",
+        "i7i.metal-48xl",
+        "r7iz.metal-32xl",
+        "r7i.48xlarge",
+        "i7i.48xlarge",
+        "i7i.24xlarge",
+        "c7i.48xlarge",
+        "m7i.metal-48xl",
+    ]
+    for name in listed:
+        assert instance(name).efa_interfaces > 0
+        assert instance(name).physical_cores * 2 == instance(name).vcpus
+    assert {each.name for each in instances() if each.family in ("c7i", "m7i", "r7i") and each.efa_interfaces} == {
+        name for name in listed if name.startswith(("c7i.", "m7i.", "r7i."))
+    }
+
+
+def test_cores_where_a_vcpu_is_a_core() -> None:
+    for name in ("c7g.4xlarge", "c7a.4xlarge", "m8a.4xlarge", "hpc6id.32xlarge", "t2.large"):
+        assert instance(name).physical_cores == instance(name).vcpus
+    assert instance("c6a.4xlarge").physical_cores == 8
+    assert instance("a1.medium").physical_cores == 1
+
+
+@pytest.mark.parametrize("wrong, near", [("c7i.8xlarg", "c7i.8xlarge"), ("g6e8xlarge", "g6e.8xlarge")])
+def test_unknown_name_gets_the_nearest(wrong: str, near: str) -> None:
+    with pytest.raises(UserError, match=near):
+        instance(wrong)
+
+
+def test_source_and_date_are_in_the_file() -> None:
+    data = json.loads(files("aliquot.catalogue").joinpath("ec2-instances.json").read_text())
+    assert (data["prices_date"], data["region"]) == (PRICES_DATE, PRICES_REGION)
+    assert "Karpenter" in data["source"] and PRICES_DATE in data["source"]
+
+
+def test_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; from aliquot.catalogue.instances import instance; instance('c7i.large');"
+        "sys.exit(bool({'torch', 'numpy', 'pydantic', 'yaml', 'transformers'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
