@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from aliquot.cluster.document import Document, compact
 from aliquot.cluster.job import AMX_TAINT, GPU, Job
 
@@ -88,5 +90,5 @@ def labels(job: Job) -> dict[str, str]:
     return {"app.kubernetes.io/name": job.name, "app.kubernetes.io/managed-by": "aliquot"}
 
 
-def _one_of(key: str, values: list[str] | list[object]) -> Document:
+def _one_of(key: str, values: Sequence[str]) -> Document:
     return {"key": key, "operator": "In", "values": list(values)}

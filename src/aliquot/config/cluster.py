@@ -88,7 +88,7 @@ class ClusterSection(Section):
         description="IAM role of the nodes, by name."
     )
     ami: Annotated[str, Field(pattern=r"^(al2023@v[0-9]{8}|bottlerocket@v[0-9.]+)$")] = Field(
-        description="Pinned alias, e.g. al2023@v20260903; Karpenter takes the standard or NVIDIA image as the type asks."
+        description="Pinned alias, e.g. al2023@v20260903; Karpenter takes the standard or NVIDIA image by the type."
     )
     volume_gib: PositiveInt = Field(100, description="EBS root volume (gp3): image, logs.")
     user_data: str | None = Field(None, description="For the nodes at boot; what pods need belongs in the image.")
