@@ -35,7 +35,7 @@ _TYPES: dict[str, Any] = {
 
 def problems(document: dict[str, Any], trainer: str = "2.3") -> list[str]:
     """What the API server would say about `document`; empty: it would take it."""
-    schema = _schema(document["apiVersion"], document["kind"], trainer)
+    schema = schema_of(document["apiVersion"], document["kind"], trainer)
     return list(_check(_defaulted(document, schema), schema, document["kind"]))
 
 
@@ -44,7 +44,7 @@ def is_custom(document: dict[str, Any]) -> bool:
     return group in _FOLDERS or group == "trainer.kubeflow.org"
 
 
-def _schema(api_version: str, kind: str, trainer: str) -> dict[str, Any]:
+def schema_of(api_version: str, kind: str, trainer: str) -> dict[str, Any]:
     group, _, version = api_version.partition("/")
     folder = CRDS / (f"trainer-v{trainer}.0" if group == "trainer.kubeflow.org" else _FOLDERS[group])
     crd = _crd(folder / f"{group}_{_plural(kind)}.yaml")
@@ -104,7 +104,8 @@ def _scalar(value: Any, schema: dict[str, Any], where: str) -> Iterator[str]:
         if not schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", len(value)):
             yield f"{where}: {value!r} is too short or too long"
     if isinstance(value, int | float) and not isinstance(value, bool):
-        if not schema.get("minimum", value) <= value <= schema.get("maximum", value):
+        out_of_range = not schema.get("minimum", value) <= value <= schema.get("maximum", value)
+        if out_of_range:
             yield f"{where}: {value} is out of range"
 
 

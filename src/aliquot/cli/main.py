@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from aliquot import __version__
-from aliquot.cli import export, generate, train
+from aliquot.cli import cluster, export, generate, instances, train
 
 app = typer.Typer(
     name="aliquot",
@@ -19,6 +19,8 @@ app = typer.Typer(
 app.command("train")(train.command)
 app.command("export")(export.command)
 app.command("generate")(generate.command)
+app.command("instances")(instances.command)
+app.add_typer(cluster.app, name="cluster")
 
 
 def _version(show: bool) -> None:

@@ -85,6 +85,15 @@ def cluster_section(config: RunConfig) -> ClusterSection:
     return config.cluster
 
 
+def placed(config: RunConfig) -> RunConfig:
+    """`config` as it runs on the cluster's nodes: with their number, and the ranks of each where they are given."""
+    section = cluster_section(config)
+    update: dict[str, object] = {"nodes": section.nodes, "node_rank": 0}
+    if section.ranks_per_node != "auto":
+        update["ranks"] = section.ranks_per_node
+    return config.model_copy(update={"launch": config.launch.model_copy(update=update)})
+
+
 def job_name(run_name: str) -> str:
     """A DNS label that begins with a letter, as near to `run_name` as may be; pod names leave it 40 characters."""
     label = re.sub(r"[^a-z0-9]+", "-", run_name.lower()).strip("-")

@@ -67,7 +67,7 @@ class ClusterSection(Section):
     name: Name | None = Field(None, description="Of the TrainJob and all that belongs to it. Default: from run.name.")
     namespace: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63)] = "default"
     create_namespace: bool = Field(False, description="Render the Namespace, too.")
-    trainer: Literal["2.1", "2.2", "2.3"] = Field(
+    trainer: Literal["2.1", "2.3"] = Field(
         "2.3", description="Kubeflow Trainer's version: 2.1 has podTemplateOverrides, later ones runtimePatches."
     )
     image: str = Field(min_length=1, pattern=r"^[^\s]+$", max_length=512, description="With aliquot in it.")
