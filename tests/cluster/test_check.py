@@ -308,15 +308,15 @@ def test_gpus_without_efa_on_several_nodes() -> None:
 
 
 def test_refused_before_rendering() -> None:
-    with pytest.raises(UserError, match="needs 76.0 GiB a node.*can have 55.8 GiB"):
+    with pytest.raises(UserError, match=r"needs 76\.0 GiB a node.*can have 55\.8 GiB"):
         describe(config(cluster_section(instance_types=["c7i.8xlarge"])), plan())
     with pytest.raises(UserError, match="differ in vCPUs"):
         cpu_job(instance_types=["r7i.8xlarge", "r7i.16xlarge"])
     with pytest.raises(UserError, match="is a GPU type"):
         cpu_job(instance_types=["g6e.8xlarge"])
-    with pytest.raises(UserError, match="nearest: r7i.8xlarge"):
+    with pytest.raises(UserError, match=r"nearest: r7i\.8xlarge"):
         cpu_job(instance_types=["r7i.8xlarg"])
-    with pytest.raises(UserError, match="2 ranks a node, g6e.8xlarge has 1 GPUs"):
+    with pytest.raises(UserError, match=r"2 ranks a node, g6e\.8xlarge has 1 GPUs"):
         describe(config(cluster_section(instance_types=["g6e.8xlarge"])), plan(device="cuda"))
 
 
