@@ -176,7 +176,7 @@ def _train(run: _Run) -> Result:
 def _steps(run: _Run, stop: StopSignal, watchdog: Watchdog) -> Result:
     config, ranks, engine, settings = run.config, run.ranks, run.engine, run.config.train
     meter = Meter(ceiling_flops_per_s=sum(ranks.gather(matmul_rate(ranks, settings.precision))))
-    curve = Curve(run.directory.metrics, run.directory.tensorboard, config.observe, run.steps_before, ranks.rank == 0)
+    curve = Curve(run.directory, config.observe, run.steps_before, run.total_steps, enabled=ranks.rank == 0)
     warmup_steps = warmup(settings.warmup_steps, settings.warmup_ratio, run.total_steps)
     attention_width = meta.attention_width(run.source.config)
     matmul_parameters = meta.matmul_parameters(run.built.model)

@@ -1,0 +1,85 @@
+"""The rendered job really runs: four nodes, a slow network, a shared directory, one node lost on the way."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from aliquot.cluster.job import describe
+from aliquot.config.plan import PhaseMemory
+from aliquot.config.read import read_config
+from tests.cluster.cases import cluster_section, plan
+from tests.cluster.nodes import Cluster, kill_node, nodes
+from tests.multinode.namespaces import why_not
+from tests.runs import curve, trained, write_config
+
+STEPS = 24
+SECTIONS: dict[str, dict[str, Any]] = {
+    "shard": {"engine": "host"},
+    "train": {"max_steps": STEPS},
+    "checkpoint": {"every": 4, "export": False},
+}
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
+]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Any:
+    """The test's run, rendered for four nodes and about to run on them."""
+    shared = tmp_path / "shared"
+    file = write_config(shared, "four", **SECTIONS)
+    values = yaml.safe_load(file.read_text())
+    values["run"]["directory"] = "runs/four"
+    values["data"]["path"] = "/mnt/fsx/text.txt"  # where the pods see it
+    values["cluster"] = cluster_section(instance_types=["r7i.large"], huggingface_secret=None)
+    values["cluster"]["storage"]["mount_path"] = "/mnt/fsx"
+    file.write_text(yaml.safe_dump(values))
+    foreseen = plan(
+        ranks_per_node=1, threads_per_rank=1, instance="r7i.large", phases=(PhaseMemory("steady peak", {"all": 1}, {}),)
+    )
+    with nodes(4, rate="4mbit") as hosts:
+        yield Cluster(describe(read_config(file), foreseen), hosts, tmp_path / "pods", shared)
+
+
+def ended(pods: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
+    outputs = [pod.communicate(timeout=400)[0] for pod in pods]
+    return [(pod.returncode, output) for pod, output in zip(pods, outputs, strict=True)]
+
+
+def test_a_lost_node_costs_nothing(cluster: Cluster, tmp_path: Path) -> None:
+    trained(write_config(tmp_path / "one", "one", **SECTIONS))
+    expected = curve(tmp_path / "one" / "one")
+    run = cluster.shared / "runs" / "four"
+
+    pods = cluster.start()
+    deadline = time.monotonic() + 300
+    while not list((run / "checkpoints").glob("step-*")):
+        assert time.monotonic() < deadline and all(pod.poll() is None for pod in pods), [pod.poll() for pod in pods]
+        time.sleep(0.05)
+    kill_node(pods[2])
+    results = ended(pods)
+    codes = [128 - code if code < 0 else code for code, _ in results]
+    assert codes[2] == 137 and all(codes), results
+    assert cluster.decision(codes) == "RestartJobSet"
+    done = max(curve(run))
+    assert done < STEPS, "killed too late to prove anything"
+
+    results = ended(cluster.start())
+    assert [code for code, _ in results] == [0, 0, 0, 0], results
+    assert "resuming from" in results[0][1]
+    assert curve(run) == pytest.approx(expected, rel=1e-5)
+    assert len(curve(run)) == STEPS
+
+
+def test_bad_input_is_not_tried_again(cluster: Cluster) -> None:
+    (cluster.shared / "text.txt").unlink()
+    codes = [code for code, _ in ended(cluster.start())]
+    assert cluster.decision(codes) == "FailJobSet"
