@@ -17,5 +17,6 @@ def plan_on(config: RunConfig, instance: str, nodes: int) -> Plan:
     """Raises UserError where there is no way to run `config` there, or no planner in this version."""
     if find_spec("aliquot.plan") is None:
         raise UserError("this version of aliquot has no planner, which this command needs")
-    planned: Plan = import_module("aliquot.plan").plan(config, instance=instance, nodes=nodes)
+    machine = import_module("aliquot.plan.machine").Machine.of_instance(instance)
+    planned: Plan = import_module("aliquot.plan.planner").plan(config, machine, nodes=nodes)
     return planned
