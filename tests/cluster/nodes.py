@@ -71,6 +71,21 @@ def nodes(count: int, rate: str) -> Iterator[list[Host]]:
 
 
 @dataclass
+class Pod:
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def kill(self) -> None:
+        """As when the machine is gone: every process of the pod at once."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+
+    def ended(self, timeout_s: float) -> tuple[int, str]:
+        """Its exit code, as the kubelet reports it, and its log."""
+        code = self.process.wait(timeout_s)
+        return (128 - code if code < 0 else code), self.log.read_text()
+
+
+@dataclass
 class Cluster:
     """Runs the pods of a rendered job as the controllers would."""
 
@@ -80,6 +95,7 @@ class Cluster:
     shared: Path
 
     def __post_init__(self) -> None:
+        self.pods: list[Pod] = []
         found = documents(self.job)
         self.train_job, self.runtime = found["train-job.yaml"]["spec"], found["training-runtime.yaml"]["spec"]
         (self.files / "config").mkdir(parents=True)
@@ -91,9 +107,15 @@ class Cluster:
         self.mount_path = mount["mountPath"]
         assert CONFIG_DIRECTORY == "/etc/aliquot"
 
-    def start(self) -> list[subprocess.Popen[str]]:
+    def start(self) -> list[Pod]:
         """All pods: each its init containers, then its node container in a process group of its own."""
-        return [self._pod(number, host) for number, host in enumerate(self.hosts)]
+        self.pods = [self._pod(number, host) for number, host in enumerate(self.hosts)]
+        return self.pods
+
+    def stop(self) -> None:
+        for pod in self.pods:
+            if pod.process.poll() is None:
+                pod.kill()
 
     def decision(self, exit_codes: list[int]) -> str:
         """What JobSet does when the pods ended so, by the rules of the runtime: an action of its failure policy."""
@@ -126,7 +148,7 @@ class Cluster:
         spec: dict[str, Any] = replicated["template"]["spec"]["template"]["spec"]
         return spec
 
-    def _pod(self, number: int, host: Host) -> subprocess.Popen[str]:
+    def _pod(self, number: int, host: Host) -> Pod:
         for container in self._job_spec()["template"]["spec"].get("initContainers", []):
             subprocess.run(self._inside(host, container["command"]), env=self._outer({}), check=True)
         trainer = self.train_job["trainer"]
@@ -139,10 +161,13 @@ class Cluster:
             "PET_MASTER_ADDR": f"{self.job.name}-{NODE}-0-0.{self.job.name}",
             "PET_MASTER_PORT": str(PORT),
         }
-        return subprocess.Popen(
-            self._inside(host, trainer["command"]), env=self._outer(given), text=True, start_new_session=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+        log = self.files / f"pod-{number}.log"
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                self._inside(host, trainer["command"]), env=self._outer(given), start_new_session=True,
+                stdout=output, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        return Pod(process, log)
 
     def _inside(self, host: Host, command: list[str]) -> list[str]:
         return host.command("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", _POD,
@@ -158,11 +183,6 @@ class Cluster:
             "POD_FILES": str(self.files),
             "SHARED": str(self.shared),
         }
-
-
-def kill_node(pod: subprocess.Popen[str]) -> None:
-    """As when the machine is gone: every process of the pod at once."""
-    os.killpg(pod.pid, signal.SIGKILL)
 
 
 def _run(*command: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,12 @@ from aliquot.cluster.job import describe
 from aliquot.config.plan import PhaseMemory
 from aliquot.config.read import read_config
 from tests.cluster.cases import cluster_section, plan
-from tests.cluster.nodes import Cluster, kill_node, nodes
+from tests.cluster.nodes import Cluster, nodes
 from tests.multinode.namespaces import why_not
 from tests.runs import curve, trained, write_config
 
 STEPS = 12
+TIMEOUT_S = 600.0
 SECTIONS: dict[str, dict[str, Any]] = {
     "shard": {"engine": "host"},
     "train": {"max_steps": STEPS},
@@ -47,13 +47,12 @@ def cluster(tmp_path: Path) -> Any:
     foreseen = plan(
         ranks_per_node=1, threads_per_rank=1, instance="r7i.large", phases=(PhaseMemory("steady peak", {"all": 1}, {}),)
     )
-    with nodes(4, rate="4mbit") as hosts:
-        yield Cluster(describe(read_config(file), foreseen), hosts, tmp_path / "pods", shared)
-
-
-def ended(pods: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
-    outputs = [pod.communicate(timeout=500)[0] for pod in pods]
-    return [(pod.returncode, output) for pod, output in zip(pods, outputs, strict=True)]
+    with nodes(4, rate="20mbit") as hosts:
+        found = Cluster(describe(read_config(file), foreseen), hosts, tmp_path / "pods", shared)
+        try:
+            yield found
+        finally:
+            found.stop()
 
 
 def test_a_lost_node_costs_nothing(cluster: Cluster, tmp_path: Path) -> None:
@@ -62,19 +61,19 @@ def test_a_lost_node_costs_nothing(cluster: Cluster, tmp_path: Path) -> None:
     run = cluster.shared / "runs" / "four"
 
     pods = cluster.start()
-    deadline = time.monotonic() + 400
+    deadline = time.monotonic() + TIMEOUT_S
     while not list((run / "checkpoints").glob("step-*")):
-        assert time.monotonic() < deadline and all(pod.poll() is None for pod in pods), [pod.poll() for pod in pods]
+        states = [pod.process.poll() for pod in pods]
+        assert time.monotonic() < deadline and states == [None] * 4, [pod.log.read_text() for pod in pods]
         time.sleep(0.05)
-    kill_node(pods[2])
-    results = ended(pods)
-    codes = [128 - code if code < 0 else code for code, _ in results]
+    pods[2].kill()
+    results = [pod.ended(TIMEOUT_S) for pod in pods]
+    codes = [code for code, _ in results]
     assert codes[2] == 137 and all(codes), results
     assert cluster.decision(codes) == "RestartJobSet"
-    done = max(curve(run))
-    assert done < STEPS, "killed too late to prove anything"
+    assert max(curve(run)) < STEPS, "killed too late to prove anything"
 
-    results = ended(cluster.start())
+    results = [pod.ended(TIMEOUT_S) for pod in cluster.start()]
     assert [code for code, _ in results] == [0, 0, 0, 0], results
     assert "resuming from" in results[0][1]
     assert curve(run) == pytest.approx(expected, rel=1e-5)
@@ -83,5 +82,5 @@ def test_a_lost_node_costs_nothing(cluster: Cluster, tmp_path: Path) -> None:
 
 def test_bad_input_is_not_tried_again(cluster: Cluster) -> None:
     (cluster.shared / "text.txt").unlink()
-    codes = [code for code, _ in ended(cluster.start())]
+    codes = [pod.ended(TIMEOUT_S)[0] for pod in cluster.start()]
     assert cluster.decision(codes) == "FailJobSet"

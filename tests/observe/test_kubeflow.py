@@ -1,4 +1,4 @@
-"""The progress protocol against an endpoint on loopback that records what it gets; transformers' own callback agrees."""
+"""The progress protocol against an endpoint on loopback that records what it gets, and against transformers' own."""
 
 from __future__ import annotations
 
