@@ -20,13 +20,13 @@ from tests.conftest import SHARED
 
 CRDS = SHARED / "crds"
 TRAINERS = ("2.1", "2.3")
+_JOBSETS = {"2.1": "jobset-v0.10.1", "2.3": "jobset-v0.12.0"}  # that Trainer brings
 
 needs_crds = pytest.mark.skipif(not CRDS.is_dir(), reason="needs ../shared/crds (not part of the repository)")
 
 _FOLDERS = {
     "karpenter.sh": "karpenter-aws-v1.14.1",
     "karpenter.k8s.aws": "karpenter-aws-v1.14.1",
-    "jobset.x-k8s.io": "jobset-v0.12.0",
 }
 _TYPES: dict[str, Any] = {
     "string": str, "object": dict, "array": list, "boolean": bool, "integer": int, "number": (int, float),
@@ -46,7 +46,8 @@ def is_custom(document: dict[str, Any]) -> bool:
 
 def schema_of(api_version: str, kind: str, trainer: str) -> dict[str, Any]:
     group, _, version = api_version.partition("/")
-    folder = CRDS / (f"trainer-v{trainer}.0" if group == "trainer.kubeflow.org" else _FOLDERS[group])
+    own = {"trainer.kubeflow.org": f"trainer-v{trainer}.0", "jobset.x-k8s.io": _JOBSETS[trainer]}
+    folder = CRDS / {**_FOLDERS, **own}[group]
     crd = _crd(folder / f"{group}_{_plural(kind)}.yaml")
     (found,) = (each for each in crd["spec"]["versions"] if each["name"] == version)
     schema: dict[str, Any] = found["schema"]["openAPIV3Schema"]

@@ -16,9 +16,11 @@ from aliquot.cluster.job import Job, describe
 from aliquot.cluster.manifests import Manifest, parse_manifests
 from aliquot.cluster.render import documents
 from aliquot.config.plan import PhaseMemory
+from aliquot.config.read import read_config
 from aliquot.errors import UserError
 from tests.cluster.cases import cluster_section, config, cpu_job, dynamic_storage, gpu_job, plan
 from tests.cluster.crd import TRAINERS
+from tests.conftest import REPOSITORY
 
 GIB = 1 << 30
 Documents = dict[str, dict[str, Any]]
@@ -105,6 +107,18 @@ def test_nothing_is_found_in_a_render(make: Callable[..., Job], trainer: str, ch
     job = make(trainer=trainer, **changes)
     assert check_job_of_config(job) == []
     assert check_manifests(manifests_of(documents(job))) == []  # nor without the plan
+
+
+@pytest.mark.parametrize("name, ranks, device", [("llama3-8b-cpu", 2, "cpu"), ("llama3-8b-gpu", 1, "cuda")])
+def test_examples(name: str, ranks: int, device: str) -> None:
+    """They need no network, no hub and no account to render."""
+    settings = read_config(REPOSITORY / "examples" / f"{name}.yaml")
+    assert settings.cluster is not None
+    foreseen = plan(
+        device=device, ranks_per_node=ranks, engine="host" if device == "cpu" else "fsdp",
+        instance=settings.cluster.instance_types[0],
+    )  # fmt: skip
+    assert check_job_of_config(describe(settings, foreseen)) == []
 
 
 def test_hand_written() -> None:

@@ -74,6 +74,19 @@ def test_pods_of_the_runtime(case: str, trainer: str) -> None:
     assert merged["terminationGracePeriodSeconds"] == 120
 
 
+@needs_crds
+@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("case", CASES)
+def test_the_job_set_that_comes_of_it(case: str, trainer: str) -> None:
+    """The runtime's template is a JobSet's spec, which the controller sends with the job's number of nodes."""
+    spec = documents(job_of(case, trainer))["training-runtime.yaml"]["spec"]["template"]["spec"]
+    spec["replicatedJobs"][0]["template"]["spec"] |= {"parallelism": 4, "completions": 4}
+    job_set = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"name": "x"}, "spec": spec}
+    assert problems(job_set, trainer) == []
+    spec["failurePolicy"]["rules"][0]["action"] = "Restart"
+    assert problems(job_set, trainer) != []
+
+
 def patched_pod(train_job: dict[str, Any]) -> dict[str, Any]:
     spec = train_job["spec"]
     if "podTemplateOverrides" in spec:

@@ -92,14 +92,16 @@ def _order(each: InstanceType, sort: str) -> tuple[float, str]:
 def _fitting(types: Sequence[InstanceType], file: Path, nodes: int | None) -> Iterator[InstanceType]:
     """Those of `types`, in their order, on which the run of `file` fits; where a plan is not possible it does not."""
     from aliquot.cli.planning import plan_on
+    from aliquot.cluster.job import placed
     from aliquot.config.read import read_config
     from aliquot.errors import UserError
 
     config = read_config(file)
     count = nodes or (config.cluster.nodes if config.cluster is not None else config.launch.nodes)
+    settings = placed(config) if config.cluster is not None else config
     for each in types:
         try:
-            plan = plan_on(config, each.name, count)
+            plan = plan_on(settings, each.name, count)
         except UserError:
             continue
         if plan.fits:

@@ -63,11 +63,12 @@ def plan_line(job: Job) -> str:
     plan = job.plan
     ranks = f"{plan.ranks_per_node} rank{'s' if plan.ranks_per_node > 1 else ''}"
     threads = f"{plan.threads_per_rank} thread{'s' if plan.threads_per_rank > 1 else ''}"
-    cost = "" if plan.cost_usd is None else f", {plan.cost_usd:,.2f} USD on demand"
+    length = f"{plan.steps:,} steps of {plan.step_s:.3g} s" if plan.steps else f"a step takes {plan.step_s:.3g} s"
+    cost = "" if plan.cost_usd is None or not plan.steps else f", {plan.cost_usd:,.2f} USD on demand"
     return (
         f"Plan: {plan.model}, engine {plan.engine}, {plan.nodes} x {job.types[0].name} x {ranks} x"
         f" {threads}; peak {plan.peak_bytes_per_rank / GIB:.1f} GiB of {plan.limit_bytes / GIB:.1f} GiB a rank"
-        f" ({plan.peak.name}); {plan.steps:,} steps of {plan.step_s:.3g} s{cost}."
+        f" ({plan.peak.name}); {length}{cost}."
     )
 
 
