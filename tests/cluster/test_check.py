@@ -292,6 +292,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "data beside the config": ("not-shared", {}, {"data": {"path": "texts/*.txt"}}),
     "data elsewhere": ("not-shared", {}, {"data": {"path": "/home/me/texts"}}),
     "a model elsewhere": ("not-shared", {}, {"model": {"path": "/models/llama"}}),
+    "spot with a long grace": ("grace", {"capacity": ["spot"]}, {"checkpoint": {"every": 10, "grace_s": 300}}),
     "results elsewhere": ("not-shared", {}, {"run": {"name": "x", "directory": "/var/runs/x"}}),
 }
 
@@ -306,6 +307,14 @@ def test_what_only_the_config_shows(case: str) -> None:
 def test_spot_without_checkpoints_is_an_error() -> None:
     job = describe(config(cluster_section(capacity=["spot"]), checkpoint={"every": 0}), plan())
     assert "no-checkpoints" in errors(check_job_of_config(job))
+
+
+def test_a_word_that_only_looks_like_a_secret() -> None:
+    found = documents(cpu_job())
+    trainer(found)["env"].append({"name": "TOKENIZERS_PARALLELISM", "value": "false"})
+    assert check_manifests(manifests_of(found)) == []
+    trainer(found)["env"].append({"name": "WANDB_API_KEY", "value": "0123"})
+    assert errors(check_manifests(manifests_of(found))) == {"secret-value"}
 
 
 def test_shm_that_the_plan_needs() -> None:

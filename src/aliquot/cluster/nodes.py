@@ -18,7 +18,7 @@ def taint(job: Job) -> Document:
 
 
 def node_pool(job: Job) -> Document:
-    """Only these types, tainted and labelled, at most as many as the job has; nodes live until they are empty."""
+    """Only these types, tainted and labelled, one more than the job has at most; nodes live until they are empty."""
     section = job.section
     requirements = [
         _one_of("kubernetes.io/arch", [job.types[0].arch]),
@@ -29,12 +29,13 @@ def node_pool(job: Job) -> Document:
     ]
     if section.zone is not None:
         requirements.append(_one_of("topology.kubernetes.io/zone", [section.zone]))
+    nodes = section.nodes + 1  # a lost node's successor need not wait until the lost one is gone from the books
     limits = {
-        "cpu": str(section.nodes * max(each.vcpus for each in job.types)),
-        "memory": f"{section.nodes * max(each.memory_bytes for each in job.types) >> 20}Mi",
+        "cpu": str(nodes * max(each.vcpus for each in job.types)),
+        "memory": f"{nodes * max(each.memory_bytes for each in job.types) >> 20}Mi",
     }
     if job.gpu_nodes:
-        limits[GPU] = str(section.nodes * job.types[0].gpus)
+        limits[GPU] = str(nodes * job.types[0].gpus)
     return {
         "apiVersion": "karpenter.sh/v1",
         "kind": "NodePool",

@@ -8,6 +8,8 @@ from pathlib import PurePosixPath
 from aliquot.cluster.findings import Finding, finding
 from aliquot.cluster.job import Job
 
+_SPOT_NOTICE_S = 120
+
 
 def check_config(job: Job) -> Iterator[Finding]:
     config, section = job.config, job.section
@@ -18,6 +20,12 @@ def check_config(job: Job) -> Iterator[Finding]:
         yield finding(
             "no-checkpoints", "checkpoint.every", "0: saved only at the end" + (", on spot nodes" if spot else ""),
             "checkpoint.every: as many steps as you can afford to lose", "error" if spot else "warning",
+        )  # fmt: skip
+    if "spot" in section.capacity and job.grace_s > _SPOT_NOTICE_S:
+        yield finding(
+            "grace", "checkpoint.grace_s",
+            f"{config.checkpoint.grace_s:g} s; a spot node is gone {_SPOT_NOTICE_S} s after its notice",
+            "at most 90 on spot nodes", "warning",
         )  # fmt: skip
     mount = PurePosixPath(section.storage.mount_path)
     places = {"run.directory": str(config.run.directory), "model.path": config.model.path or ""}

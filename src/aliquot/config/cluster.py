@@ -77,7 +77,7 @@ class ClusterSection(Section):
     instance_types: list[Annotated[str, Field(pattern=r"^[a-z0-9-]+\.[a-z0-9-]+$")]] = Field(
         min_length=1, description="Types that may serve; alike in cores, memory and GPUs. The plan is for the first."
     )
-    capacity: list[Literal["on-demand", "spot", "reserved"]] = Field(["on-demand"], min_length=1)
+    capacity: list[Literal["on-demand", "spot"]] = Field(["on-demand"], min_length=1)
     zone: Annotated[str, Field(pattern=r"^[a-z0-9-]+$", max_length=63)] | None = Field(
         None, description="All nodes there, as FSx. Default: any one zone."
     )
