@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install demo test test-long test-apiserver crash bench lint clean
+.PHONY: install demo seed test test-long test-apiserver crash bench lint clean
 
 install: $(INSTALLED)
 
@@ -12,7 +12,7 @@ install: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch==2.13.0
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev,deepspeed]"
 	@touch $@
 
 demo: $(INSTALLED)
@@ -33,7 +33,16 @@ KILLS ?= 300
 crash: $(INSTALLED)
 	$(BIN)/python -m tests.crash --kills $(KILLS)
 
-# Tables on the console, JSON beside: an hour or two, 20 GB of disk. Peers that are not installed get a row saying so.
+# A script of HF Trainer and DeepSpeed, then the same job as an aliquot config, on a small model made for them.
+seed: $(INSTALLED)
+	$(BIN)/aliquot train examples/quickstart.yaml run.name=seed-model train.max_steps=5 observe.sample_prompt=null
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/torchrun --nproc-per-node 2 examples/seed/train.py \
+	  --model runs/seed-model/export --data docs/deepspeed.md --steps 3
+	$(BIN)/aliquot train examples/seed/run.yaml model.path=runs/seed-model/export data.path=docs/deepspeed.md \
+	  train.max_steps=3 shard.deepspeed_config=examples/seed/cpu-ds.json
+
+# Tables on the console, JSON beside: two hours or three, 20 GB of disk. Peers that are not installed get a row saying so.
+# What frugal states do to the loss needs a small model and a text: make bench MODEL=DIRECTORY TEXT=FILE
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/load.py --json benchmarks/load.json
 	$(BIN)/python benchmarks/checkpoint.py --json benchmarks/checkpoint.json
@@ -41,6 +50,10 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/wire.py --json benchmarks/wire.json
 	$(BIN)/python benchmarks/memory.py --json benchmarks/memory.json
 	$(BIN)/python benchmarks/step.py --json benchmarks/step.json
+	$(BIN)/python benchmarks/breakdown.py --json benchmarks/breakdown.json
+ifneq ($(and $(MODEL),$(TEXT)),)
+	$(BIN)/python benchmarks/states.py --model $(MODEL) --text $(TEXT) --json benchmarks/states.json
+endif
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

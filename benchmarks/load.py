@@ -29,6 +29,7 @@ METHODS = {
     "plain": "plain parallel read",
     "aliquot": "aliquot.load_sharded",
     "deepspeed": "transformers + DeepSpeed zero.Init",
+    "zero3": "aliquot.load_zero3",
     "dcp": "torch DCP HuggingFaceStorageReader",
     "transformers": "transformers DistributedConfig(fsdp_size)",
 }
@@ -64,6 +65,8 @@ def main() -> None:
         target("load_excess_mib", found["load_excess_mib"], 64, "lower"),
         target("load_bytes_ratio", found["load_bytes_ratio"], 1.001, "lower"),
         target("load_8b_private_gb", eight, 4.5, "lower"),
+        target("zero3_load_speedup", found["zero3_load_speedup"], 8, "higher"),
+        target("zero3_excess_mib", found["zero3_excess_mib"], 64, "lower"),
     ]
     finish("loading", rows, targets, given.json)
 
@@ -110,12 +113,15 @@ def _values(rows: list[Row]) -> dict[str, float | None]:
         one, other = by.get((METHODS.get(above), state)), by.get((METHODS.get(below), state))
         return one[column] / other[column] if one and other else None
 
-    own = [row for row in rows if row["method"] == METHODS["aliquot"] and "seconds" in row]
+    own = [row for row in rows if row["method"] == METHODS.get("aliquot") and "seconds" in row]
+    zero3 = [row for row in rows if row["method"] == METHODS.get("zero3") and "seconds" in row]
     return {
         "load_speedup_warm": ratio("seconds", "deepspeed", "aliquot", "warm"),
         "load_of_plain_read_warm": ratio("GB/s", "aliquot", "plain", "warm"),
         "load_of_plain_read_cold": ratio("GB/s", "aliquot", "plain", "cold"),
         "load_excess_mib": max((row["over own part MiB"] for row in own), default=None),
+        "zero3_load_speedup": ratio("seconds", "deepspeed", "zero3", "warm"),
+        "zero3_excess_mib": max((row["over own part MiB"] for row in zero3), default=None),
         "load_bytes_ratio": max((row["read / stored"] for row in own), default=None),
     }
 
@@ -155,7 +161,7 @@ def rank(method: str, directory: Path) -> None:
     transformers.utils.logging.disable_progress_bar()
     files = sorted(directory.glob("*.safetensors"))
     stored_bytes = sum(file.stat().st_size for file in files)
-    if method == "deepspeed":
+    if method in ("deepspeed", "zero3"):
         import deepspeed
 
         deepspeed.init_distributed(dist_backend="gloo")
@@ -165,6 +171,7 @@ def rank(method: str, directory: Path) -> None:
         "plain": _plain,
         "aliquot": _aliquot,
         "deepspeed": _deepspeed,
+        "zero3": _zero3,
         "dcp": _dcp,
         "transformers": _transformers,
     }[method]
@@ -272,6 +279,12 @@ def _deepspeed(directory: Path, settings: Any, measured: Measured) -> Any:
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
 
 
+def _zero3(directory: Path, settings: Any, measured: Measured) -> Any:
+    from aliquot.models.zero3 import load_zero3
+
+    return load_zero3(directory)
+
+
 def _dcp(directory: Path, mesh: Any, measured: Measured) -> Any:
     import torch
     import torch.distributed.checkpoint as dcp
@@ -317,7 +330,7 @@ def _fsdp_settings() -> Any:
     return DistributedConfig(fsdp_size=int(os.environ["WORLD_SIZE"]))
 
 
-PREPARE = {"aliquot": _mesh, "dcp": _mesh, "deepspeed": _zero_3, "transformers": _fsdp_settings}
+PREPARE = {"aliquot": _mesh, "dcp": _mesh, "deepspeed": _zero_3, "zero3": _zero_3, "transformers": _fsdp_settings}
 
 
 if __name__ == "__main__":

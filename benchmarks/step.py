@@ -17,7 +17,7 @@ import time
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -33,6 +33,9 @@ from benchmarks.contestants import (
 from benchmarks.layouts import LLAMA_125M, LLAMA_500M, llama_config
 from benchmarks.report import Row, finish, target
 from benchmarks.worlds import Measured, run_world, tell
+
+if TYPE_CHECKING:
+    from aliquot.machine.topology import Topology
 
 RANKS = 2
 SHAPES = {"125m": LLAMA_125M, "500m": LLAMA_500M}
@@ -135,20 +138,12 @@ def rank() -> None:
     numbers, work = SHAPES[shape], WORKS[work_name]
     config = llama_config(numbers)
     quiet()
-    import torch
     import torch.distributed as dist
 
     from aliquot.machine.memory import peak_rss
-    from aliquot.machine.topology import Topology
 
-    number = int(os.environ["RANK"])
-    cores = sorted(os.sched_getaffinity(0))
-    own = tuple(cores[number::RANKS]) if tuned else ()
-    if own:
-        os.sched_setaffinity(0, own)
-    torch.set_num_threads(max(1, len(cores) // RANKS))
-    dist.init_process_group("gloo")
-    topology = Topology(number, RANKS, number, RANKS, 0, 1, "cpu", torch.get_num_threads(), own)
+    topology = tuned_topology(tuned)
+    number = topology.rank
     hidden, mlp = numbers["hidden_size"], numbers["intermediate_size"]
     shapes = [(1536, 1536, 1536), (work.tokens, hidden, mlp), (work.tokens, mlp, hidden)]
 
@@ -190,6 +185,23 @@ def rank() -> None:
         }
     )
     os._exit(0)  # peers leave threads behind that abort at exit
+
+
+def tuned_topology(tuned: bool) -> Topology:
+    """Join the other rank; `tuned`: on cores of its own."""
+    import torch
+    import torch.distributed as dist
+
+    from aliquot.machine.topology import Topology
+
+    number = int(os.environ["RANK"])
+    cores = sorted(os.sched_getaffinity(0))
+    own = tuple(cores[number::RANKS]) if tuned else ()
+    if own:
+        os.sched_setaffinity(0, own)
+    torch.set_num_threads(max(1, len(cores) // RANKS))
+    dist.init_process_group("gloo")
+    return Topology(number, RANKS, number, RANKS, 0, 1, "cpu", torch.get_num_threads(), own)
 
 
 def step_flops(numbers: dict[str, Any], work: Work, rank_number: int, step: int) -> int:

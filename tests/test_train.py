@@ -19,9 +19,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import aliquot
 from aliquot.config.batch_size import batch_size
+from aliquot.config.read import read_config
 from aliquot.data.batches import Batches
 from aliquot.data.prepare import prepare
 from aliquot.errors import UserError
+from aliquot.machine.auto_ranks import with_automatic_ranks
 from aliquot.observe.run_directory import RunDirectory
 from tests import plain
 from tests.runs import command, curve, refused, trained, write_config
@@ -84,6 +86,8 @@ def test_the_curve_is_that_of_a_plain_loop(folder: Path, alone: Path) -> None:
 def two_ranks(folder: Path) -> Path:
     output = trained(write_config(folder, "two-ranks", launch={"ranks": 2}, checkpoint={"every": 2}))
     assert "2 ranks x" in output
+    assert "2 ranks connected by gloo over TCP: ranks 0-1 on " in output
+    assert "weights and gradients: shared memory\n" in output
     return folder / "two-ranks"
 
 
@@ -91,6 +95,33 @@ def test_local_ranks_give_the_curve_of_one_process(alone: Path, two_ranks: Path)
     # Sums in another order, in fp32: see tests/engines/test_fsdp.py for the bound.
     assert curve(two_ranks) == pytest.approx(curve(alone), rel=1e-5)
     assert curve(two_ranks, "tokens") == curve(alone, "tokens")
+
+
+@pytest.mark.parametrize(("asked", "used"), [("auto", "shared memory"), ("gloo", "gloo")])
+def test_a_run_says_what_carries_its_collectives(folder: Path, asked: str, used: str) -> None:
+    shard = {"engine": "fsdp", "collectives": asked}
+    output = trained(write_config(folder, asked, shard=shard, launch={"ranks": 2}, train={"max_steps": 1}))
+    assert f"weights and gradients: {used}\n" in output
+    line = json.loads((folder / asked / "metrics.jsonl").read_text().splitlines()[0])
+    assert (line["staged_bytes"] > 0, line["wire_bytes"] > 0) == (asked == "auto", asked == "gloo")
+
+
+def test_traffic_is_in_the_metrics(two_ranks: Path) -> None:
+    moved = curve(two_ranks, "interface_bytes")
+    assert list(moved) == list(curve(two_ranks))
+    sent = [interfaces["lo"]["sent"] for interfaces in moved.values()]  # type: ignore[index]
+    assert sent == sorted(sent) and sent[0] > 0  # the ranks tell each other their losses
+    assert curve(two_ranks, "staged_bytes")[6] > 0
+
+
+def test_ranks_that_nobody_counted_give_the_same_curve(folder: Path, alone: Path) -> None:
+    config = write_config(folder, "automatic", launch={"ranks": "auto"})
+    result = command("train", config)
+    assert result.returncode == 0, result.stderr
+    assert curve(folder / "automatic") == pytest.approx(curve(alone), rel=1e-5)
+    settings = read_config(config, [])
+    ranks = with_automatic_ranks(settings.launch, settings)[0].ranks
+    assert f"{ranks} rank{'s' if ranks != 1 else ''} x " in result.stdout
 
 
 @pytest.mark.long

@@ -15,10 +15,22 @@ if TYPE_CHECKING:
     from aliquot.errors import TrainingError, UserError
     from aliquot.models.export import export_checkpoint
     from aliquot.models.sharded import load_sharded
+    from aliquot.models.zero3 import load_zero3
+    from aliquot.plan.planner import plan
     from aliquot.train import train
 
 __version__ = "0.1.0"
-__all__ = ["RunConfig", "TrainingError", "UserError", "export_checkpoint", "load_sharded", "read_config", "train"]
+__all__ = [
+    "RunConfig",
+    "TrainingError",
+    "UserError",
+    "export_checkpoint",
+    "load_sharded",
+    "load_zero3",
+    "plan",
+    "read_config",
+    "train",
+]
 
 _HOME = {
     "RunConfig": "aliquot.config.schema",
@@ -26,6 +38,8 @@ _HOME = {
     "UserError": "aliquot.errors",
     "export_checkpoint": "aliquot.models.export",
     "load_sharded": "aliquot.models.sharded",
+    "load_zero3": "aliquot.models.zero3",
+    "plan": "aliquot.plan.planner",
     "read_config": "aliquot.config.read",
     "train": "aliquot.train",
 }
@@ -38,7 +52,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _Package(ModuleType):
-    """Keeps `aliquot.train` the function: importing the module of that name would otherwise replace it."""
+    """Keeps `aliquot.train` and `aliquot.plan` functions: importing what has their name would replace them."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if not (name in _HOME and isinstance(value, ModuleType)):

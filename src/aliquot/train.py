@@ -6,6 +6,7 @@ import math
 import os
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,18 @@ from aliquot.checkpoint.resume import changes, check_continuity, resume
 from aliquot.checkpoint.saver import Saver
 from aliquot.config.batch_size import BatchSize, batch_size
 from aliquot.config.schema import RunConfig
-from aliquot.data.batches import Batches, EvalBatches
+from aliquot.data.batches import Batches
 from aliquot.data.prepare import Prepared, prepare_together
 from aliquot.engines.base import Engine, EngineSpec
+from aliquot.engines.groups import group_lines
 from aliquot.engines.select import engine_class
 from aliquot.errors import TrainingError
+from aliquot.evaluate import evaluate
 from aliquot.machine.cpu import read_cpu
 from aliquot.machine.device import choose_device
 from aliquot.machine.facts import machine_facts
 from aliquot.machine.launch import torchrun_advice
 from aliquot.machine.matmul import matmul_rate
-from aliquot.machine.memory import memory_use
 from aliquot.machine.placement import place
 from aliquot.machine.ranks import Ranks
 from aliquot.machine.stop import StopSignal, Terminated
@@ -38,13 +40,15 @@ from aliquot.models.generate import continuation
 from aliquot.models.load import load_weights
 from aliquot.models.source import ModelSource, resolve
 from aliquot.observe import summary
+from aliquot.observe.clock import StepClock
 from aliquot.observe.console import Display
 from aliquot.observe.flops import model_flops
 from aliquot.observe.ledger import STEADY_PEAK, Ledger
-from aliquot.observe.meter import Meter
-from aliquot.observe.metrics import Curve
+from aliquot.observe.prometheus import Exporter
+from aliquot.observe.recorder import Recorder
 from aliquot.observe.run_directory import RunDirectory
 from aliquot.optim.schedule import learning_rate, warmup
+from aliquot.plan.before import plan_before
 from aliquot.ranges.publish import remove_directory
 from aliquot.ranges.together import on_first
 
@@ -73,7 +77,7 @@ class _Run:
     directory: RunDirectory
     display: Display
     ledger: Ledger
-    machine: dict[str, Any]
+    about: dict[str, Any]  # model, engine, machine, placement: what this attempt is made of
     source: ModelSource
     files: dict[str, bytes]  # config and tokenizer, to lie beside saved weights
     data: Prepared
@@ -83,33 +87,41 @@ class _Run:
     built: meta.MetaModel
     engine: Engine
     saver: Saver
-    steps_before: int  # optimizer steps and real tokens of the runs that this one continues
-    tokens_before: int
+    record: Recorder
+    tokens_before: int  # real tokens and optimizer steps of the runs that this one continues
+    steps_before: int
 
 
-def train(config: RunConfig) -> Result:
+def train(config: RunConfig, force: bool = False) -> Result:
     """Train as this process's rank: alone, or one of many where torchrun's variables are set.
 
-    Every rank calls it with the same config. Raises UserError for bad input, TrainingError for a run that must stop.
+    Every rank calls it with the same config. `force`: even if the plan says that it does not fit. Raises UserError for
+    bad input, TrainingError for a run that must stop.
     """
     topology, placement = place(config.launch, os.environ, read_cpu(), choose_device(config.launch.device))
-    machine = machine_facts()
-    ranks = Ranks.join(topology, _PREPARATION_TIMEOUT_S)
+    machine = machine_facts() if topology.is_first else None
+    ranks = Ranks.join(topology, _PREPARATION_TIMEOUT_S, config.launch.join_timeout_s)
     display = Display(config.observe.console, enabled=topology.is_first)
+    exporter = Exporter(config.observe, config.run.name)
     try:
         with RunDirectory(config.run.directory).locked() if topology.is_first else nullcontext():
-            result = _train(_prepare(config, ranks, display, machine, placement))
+            on_first(ranks, exporter.listen)
+            about = {"placement": placement, "machine": ranks.broadcast(machine)}
+            result = _train(_prepare(config, ranks, display, exporter, about, force))
     except BaseException:
         if ranks.world_size == 1:
             ranks.close()  # with peers, what ended this rank must be told before they see the connection go
         raise
     finally:
         display.finish()
+        exporter.close()
     ranks.close()
     return result
 
 
-def _prepare(config: RunConfig, ranks: Ranks, display: Display, machine: dict[str, Any], placement: str) -> _Run:
+def _prepare(
+    config: RunConfig, ranks: Ranks, display: Display, exporter: Exporter, about: dict[str, Any], force: bool
+) -> _Run:
     ledger = Ledger(ranks.rank)
     ledger.mark("process start", {})
     directory = RunDirectory(config.run.directory)
@@ -125,10 +137,17 @@ def _prepare(config: RunConfig, ranks: Ranks, display: Display, machine: dict[st
     batches = Batches.of(data, config.data, config.run.seed, size, epochs)
     total_steps = config.train.max_steps or batches.steps_in(config.train.num_train_epochs)
 
+    plan = partial(plan_before, config, ranks.topology, batches.workload(), source.config.vocab_size, force)
+    ledger.plan = on_first(ranks, partial(plan, display.warning))
     built = meta.build(source.config)
     engine_name, engine_type = engine_class(config, ranks.topology, built.numel)
-    phase = lambda name: ledger.mark(f"first {name}", engine.counters().memory())  # noqa: E731
-    spec = EngineSpec.of(config, ranks.topology, built.plain_head, phase)
+    clock = StepClock(lambda: engine.counters().inside_s())
+
+    def phase(name: str) -> None:
+        ledger.mark(f"first {name}", engine.counters().memory())
+        clock.ended(name)
+
+    spec = EngineSpec.of(config, ranks.topology, engine_name, built, phase, lambda name: ledger.mark(name, {}))
     engine: Engine = engine_type.build(built.model, spec, ranks.topology)
     ledger.mark("model built", engine.counters().memory())
 
@@ -149,84 +168,81 @@ def _prepare(config: RunConfig, ranks: Ranks, display: Display, machine: dict[st
     engine.ready()
     ledger.mark("optimizer state", engine.counters().memory())
 
-    packed = "packed" if config.data.packing else "padded"
-    display.header(
-        f"{built.name}, {built.numel:,} parameters, {config.train.precision}, engine {engine_name}",
-        f"{placement}; {machine['matmul_kernels'][config.train.precision]}, {machine['allocator']}",
-        f"{batches.store.documents:,} documents, {len(batches.store.tokens):,} tokens; {total_steps} steps of"
-        f" {size.total} sequences of {config.data.sequence_length}, {packed}",
-    )
-    if advice := torchrun_advice(os.environ, config.checkpoint.grace_s):
-        display.line(advice)
-    before = (state["step"], state["tokens"]) if resumed is not None else (0, 0)
+    ceiling = sum(ranks.gather(matmul_rate(ranks, config.train.precision)))
+    about |= {
+        "resumed_from": str(where) if resumed is not None else None, "model": built.name, "parameters": built.numel,
+        "engine": engine_name, "ceiling_flops_per_s": ceiling,
+    }  # fmt: skip
+    notes = (*spec.notes, *torchrun_advice(os.environ, config.checkpoint.grace_s))
+    summary.begin(display, config, about, batches.described(total_steps), *group_lines(ranks, engine.transport), *notes)
+    tokens_before, steps_before = (state["tokens"], state["step"]) if resumed is not None else (0, 0)
+    record = Recorder(config, directory, ranks, display, clock, exporter, about, steps_before, total_steps)
     files = model_files(source.config, tokenizer, source.directory)
-    saver = Saver(directory.checkpoints, engine, built.tensors, files, ranks, config.checkpoint, display.warning)
+    saving = (config.checkpoint, record.warn, record.saved)
+    saver = Saver(directory.checkpoints, engine, built.tensors, files, ranks, *saving)
     return _Run(
-        config, ranks, directory, display, ledger, machine, source, files, data, size, batches, total_steps, built,
-        engine, saver, *before,
+        config, ranks, directory, display, ledger, about, source, files, data, size, batches, total_steps, built,
+        engine, saver, record, tokens_before, steps_before,
     )  # fmt: skip
 
 
 def _train(run: _Run) -> Result:
-    timeout_s, stacks = run.config.launch.step_timeout_s, run.directory.logs / f"stacks-rank-{run.ranks.rank}.txt"
-    with StopSignal(run.config.checkpoint.grace_s) as stop, Watchdog(timeout_s, stacks, run.ranks.rank) as watchdog:
+    config, directory, done = run.config, run.directory, run.steps_before
+    if done >= run.total_steps:
+        run.display.line(f"this run is complete at step {done}: raise train.max_steps, or choose another run.name")
+        if directory.export.exists() or not config.checkpoint.export:
+            return Result(directory.path, done, None, None, directory.export)
+    timeout_s, stacks = config.launch.step_timeout_s, directory.logs / f"stacks-rank-{run.ranks.rank}.txt"
+    watchdog = Watchdog(timeout_s, stacks, run.ranks.rank)
+    with run.record, StopSignal(config.checkpoint.grace_s) as stop, watchdog:
         return _steps(run, stop, watchdog)
 
 
 def _steps(run: _Run, stop: StopSignal, watchdog: Watchdog) -> Result:
-    config, ranks, engine, settings = run.config, run.ranks, run.engine, run.config.train
-    meter = Meter(ceiling_flops_per_s=sum(ranks.gather(matmul_rate(ranks, settings.precision))))
-    curve = Curve(run.directory, config.observe, run.steps_before, run.total_steps, enabled=ranks.rank == 0)
+    config, ranks, engine, record, settings = run.config, run.ranks, run.engine, run.record, run.config.train
     warmup_steps = warmup(settings.warmup_steps, settings.warmup_ratio, run.total_steps)
     attention_width = meta.attention_width(run.source.config)
     matmul_parameters = meta.matmul_parameters(run.built.model)
     tokens, loss, perplexity, done = run.tokens_before, None, None, run.steps_before
-    if done >= run.total_steps:
-        run.display.line(f"this run is complete at step {done}: raise train.max_steps, or choose another run.name")
-        if run.directory.export.exists() or not config.checkpoint.export:
-            return Result(run.directory.path, done, None, None, run.directory.export)
 
     for step in range(run.steps_before, run.total_steps):
-        meter.begin()
+        record.begin()
         batch = run.batches.step_batch(step, ranks.rank, ranks.world_size)
         summed = torch.zeros((), dtype=torch.float64)
+        record.enter("forward")
         for index, micro_batch in enumerate(batch.micro_batches):
             last = index == len(batch.micro_batches) - 1
             summed += engine.backward(micro_batch, 1 / max(1, batch.predicted), last).cpu()
         done = step + 1
-        reports = ranks.gather({"loss": float(summed), "stop": stop.requested, "save": run.saver.report()})
+        own = {"loss": float(summed), "stop": stop.requested, "save": run.saver.report()}
+        reports = record.gather(own, batch.own_tokens)
+        record.enter("checkpoint")
         loss = _mean_loss(run, [report["loss"] for report in reports], batch.predicted, done)
         stopping = any(report["stop"] for report in reports)
         run.saver.poll([report["save"] for report in reports])
         run.saver.before_update()
+        record.enter("optimizer")
         rate = learning_rate(step, run.total_steps, warmup_steps, settings.learning_rate, settings.lr_scheduler_type)
         grad_norm = engine.step(rate, settings.max_grad_norm or None).grad_norm
         if not math.isfinite(grad_norm):
             raise _stopped(run, done, f"the gradient norm is {grad_norm}")
         tokens += batch.tokens
-        meter.end(batch.tokens, model_flops(matmul_parameters, batch.tokens, batch.attention_pairs, attention_width))
-        run.ledger.mark("first step", engine.counters().memory())
+        flops = model_flops(matmul_parameters, batch.tokens, batch.attention_pairs, attention_width)
+        record.end(batch.tokens, flops, run.saver.under_way)
         watchdog.beat()
 
-        if done % settings.logging_steps == 0 or done in (run.steps_before + 1, run.total_steps):
-            metrics = {
-                "step": done,
-                "loss": loss,
-                "learning_rate": rate,
-                "grad_norm": grad_norm,
-                "tokens": tokens,
-                "epoch": batch.epoch,
-                **engine.counters().traffic(),
-                **meter.readings(steps_left=run.total_steps - done),
-                "memory_bytes": ranks.gather(memory_use().private_bytes),
-            }
-            curve.write(metrics)
-            run.display.step(metrics, run.total_steps)
+        if run.ledger.mark("first step", engine.counters().memory()):
+            run.ledger.publish(run.directory.ledger, ranks, run.about)
+        if record.due(done):
+            metrics = {"loss": loss, "learning_rate": rate, "grad_norm": grad_norm, "tokens": tokens}
+            record.log({**metrics, "epoch": batch.epoch, **engine.counters().traffic()})
         if done == run.total_steps or (settings.eval_steps and done % settings.eval_steps == 0):
-            perplexity = _evaluate(run, done, curve, watchdog)
+            found = evaluate(engine, run.data, config.data, run.size, ranks, watchdog.beat)
+            perplexity = record.evaluated(*found) if found is not None else None
         due = config.checkpoint.every and done % config.checkpoint.every == 0
         if due or stopping or done == run.total_steps:
-            run.saver.start(done, _state(run, done, tokens))
+            with record.between_steps("checkpoint"):
+                run.saver.start(done, _state(run, done, tokens))
         if stopping and done < run.total_steps:
             run.saver.finish()
             raise Terminated(f"stopped by SIGTERM after step {done}, which is saved: start again to continue")
@@ -234,14 +250,14 @@ def _steps(run: _Run, stop: StopSignal, watchdog: Watchdog) -> Result:
     watchdog.stop()
     run.saver.finish()
     run.ledger.mark(STEADY_PEAK, engine.counters().memory())
-    curve.close()
+    record.finish()
     exported = _export(run) if config.checkpoint.export else None
-    sample = None
+    said = None
     if (prompt := config.observe.sample_prompt) is not None:
-        sample = continuation(engine.generate, run.data.load_tokenizer(), prompt, config.observe.sample_tokens)
-    rows = [row for of_rank in ranks.gather(run.ledger.rows()) for row in of_rank]
+        said = continuation(engine.generate, run.data.load_tokenizer(), prompt, config.observe.sample_tokens)
+    rows = run.ledger.publish(run.directory.ledger, ranks, run.about)
     if ranks.rank == 0:
-        summary.finish(run.display, run.directory, rows, run.machine, meter.overall(), sample, exported)
+        summary.finish(run.display, run.directory, rows, record.meter.overall(), said, exported, run.ledger.plan)
     engine.close()
     return Result(run.directory.path, done, loss, perplexity, exported)
 
@@ -260,22 +276,6 @@ def _stopped(run: _Run, step: int, reason: str) -> TrainingError:
     kept = newest(run.directory.checkpoints)
     where = f"the last checkpoint is {kept}" if kept else "there is no checkpoint yet"
     return TrainingError(f"step {step}: {reason}; {where}. Try a lower train.learning_rate or more warm-up")
-
-
-def _evaluate(run: _Run, step: int, curve: Curve, watchdog: Watchdog) -> float | None:
-    """Perplexity per predicted token over all evaluation documents; None where there are none."""
-    batches = EvalBatches.of(run.data, run.config.data, run.size)
-    if batches is None:
-        return None
-    summed = torch.zeros((), dtype=torch.float64)
-    for micro_batch in batches.micro_batches(run.ranks.rank, run.ranks.world_size):
-        summed += run.engine.evaluate(micro_batch).cpu()
-        watchdog.beat()
-    loss = math.fsum(run.ranks.gather(float(summed))) / batches.predicted
-    perplexity = math.exp(loss) if loss < 700 else math.inf
-    curve.write({"step": step, "eval_loss": loss, "eval_perplexity": perplexity})
-    run.display.line(f"step {step}: evaluation loss {loss:.4f}, perplexity {perplexity:.2f}")
-    return perplexity
 
 
 def _state(run: _Run, step: int, tokens: int) -> dict[str, Any]:

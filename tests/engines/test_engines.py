@@ -190,3 +190,10 @@ def test_all_ranks_agree(runs: dict[int, Path]) -> None:
     assert ranks[0]["losses"] == ranks[1]["losses"] == ranks[2]["losses"]
     assert ranks[0]["norms"] == ranks[1]["norms"] == ranks[2]["norms"]
     assert ranks[0]["evaluated"] > 0 and ranks[1]["evaluated"] == 0
+
+
+def test_offloaded_shards_give_the_same_bits(tmp_path: Path) -> None:
+    (tmp_path / "resident").mkdir()
+    run_ranks(WORKER, 2, tmp_path, "fsdp-offload", "llama-full")
+    run_ranks(WORKER, 2, tmp_path / "resident", "fsdp", "llama-full")
+    assert result(tmp_path, "llama-full") == result(tmp_path / "resident", "llama-full")

@@ -13,6 +13,7 @@ from transformers import AutoConfig
 from aliquot.collectives.hosts import Hosts
 from aliquot.engines import checkpointing
 from aliquot.engines.base import Engine, EngineSpec
+from aliquot.engines.deepspeed import DeepspeedEngine
 from aliquot.engines.fsdp import FsdpEngine
 from aliquot.engines.host import HostEngine
 from aliquot.machine.ranks import gather
@@ -21,7 +22,14 @@ from aliquot.models import initialize, meta
 from tests.engines import cases
 from tests.processes import as_ranks
 
-ENGINES: dict[str, type[Engine]] = {"fsdp": FsdpEngine, "fsdp-shared": FsdpEngine, "host": HostEngine}
+ENGINES: dict[str, type[Engine]] = {
+    "fsdp": FsdpEngine,
+    "fsdp-shared": FsdpEngine,
+    "host": HostEngine,
+    "fsdp-offload": FsdpEngine,
+    "deepspeed": DeepspeedEngine,
+    "deepspeed-offload": DeepspeedEngine,
+}
 
 
 def train(kind: str, case: cases.Case, rank: int, world_size: int, folder: Path) -> None:
@@ -39,6 +47,8 @@ def train(kind: str, case: cases.Case, rank: int, world_size: int, folder: Path)
         optimizer_states=case.states,
         compile=case.compile,
         collectives="shared_memory" if kind == "fsdp-shared" else "gloo",
+        deepspeed=deepspeed_settings(kind, case),
+        offload=kind == "fsdp-offload",
     )
     topology = Topology(rank, world_size, rank, world_size, 0, 1, "cpu", 1, ())
     if kind == "hosts":  # one rank each
@@ -68,6 +78,18 @@ def train(kind: str, case: cases.Case, rank: int, world_size: int, folder: Path)
         json.dumps({"losses": losses, "norms": norms, "evaluated": float(evaluated)})
     )
     engine.close()
+
+
+def deepspeed_settings(kind: str, case: cases.Case) -> dict[str, object]:
+    offload = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}, "overlap_comm": True}
+    zero = {"stage": 3, "sub_group_size": 4000, **(offload if kind == "deepspeed-offload" else {})}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": case.precision == "bf16"},
+        "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": None,
+    }
 
 
 def write_parts(engine: Engine, file: Path) -> None:

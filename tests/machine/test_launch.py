@@ -55,6 +55,18 @@ def test_train_job_variables_win() -> None:
         assert with_environment(LaunchSection(ranks=8), TRAIN_JOB | {"PET_NPROC_PER_NODE": automatic}).ranks == 8
 
 
+def test_what_people_export_for_torchrun_counts_where_nothing_is_configured() -> None:
+    exported = {"WORLD_SIZE": "4", "MASTER_ADDR": "first", "MASTER_PORT": "29555"}
+    launch = with_environment(LaunchSection(), exported)
+    assert (launch.ranks, launch.master_address, launch.master_port) == (4, "first", 29555)
+    assert mode(LaunchSection(device="cpu"), exported) == "launcher"
+    assert with_environment(LaunchSection(nodes=2), exported).ranks == 2
+    own = LaunchSection(ranks=3, master_address="other", master_port=1234)
+    assert with_environment(own, exported) == own
+    with pytest.raises(UserError, match="WORLD_SIZE is 4, which 3 nodes cannot share"):
+        with_environment(LaunchSection(nodes=3), exported)
+
+
 def test_senseless_environment_is_a_user_error() -> None:
     with pytest.raises(UserError, match="PET_NNODES"):
         mode(LaunchSection(), TRAIN_JOB | {"PET_NNODES": "1:2"})

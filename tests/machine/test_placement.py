@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from aliquot.config.schema import LaunchSection
 from aliquot.errors import UserError
 from aliquot.machine.cpu import CpuFacts
-from aliquot.machine.placement import core_sets, place
+from aliquot.machine.numa_memory import bind_memory, has_policy, prefer_node
+from aliquot.machine.placement import core_sets, place, threads_per_rank
 
 
 def cpu(cores: int, quota: float | None = None) -> CpuFacts:
@@ -55,6 +57,8 @@ SETTING, VARIABLE = "launch.threads_per_rank", "OMP_NUM_THREADS"
         (None, rank(0, 2, OMP_NUM_THREADS="1"), cpu(4), 2, (0, 1), CORES),
         (None, rank(0, 2, OMP_NUM_THREADS="2,1"), cpu(4), 2, (0, 1), VARIABLE),
         (None, rank(0, 2, OMP_NUM_THREADS="1", **OURS), cpu(4), 1, (0, 1), VARIABLE),
+        (None, rank(0, 2, MKL_NUM_THREADS="1"), cpu(4), 1, (0, 1), "MKL_NUM_THREADS"),
+        (None, rank(0, 2, OMP_NUM_THREADS="2", MKL_NUM_THREADS="1"), cpu(4), 2, (0, 1), VARIABLE),
     ],
 )
 def test_threads_and_cores(
@@ -121,9 +125,52 @@ def test_core_sets_are_disjoint_and_allowed(
 
 
 def test_no_rank_straddles_nodes_of_equal_size() -> None:
-    facts = CpuFacts("model", tuple((core,) for core in range(10)), None, 2, ())  # cores 0-4 and 5-9
+    facts = numa((0, 1, 2, 3, 4), (5, 6, 7, 8, 9))
     for own in core_sets(facts, 4, 2):
         assert {core // 5 for core in own} in ({0}, {1})
+
+
+def numa(*nodes: tuple[int, ...], quota: float | None = None) -> CpuFacts:
+    """NUMA nodes of these cores, one thread each."""
+    owners = tuple(number for number, cores in enumerate(nodes) for _ in cores)
+    return CpuFacts("model", tuple((core,) for cores in nodes for core in cores), quota, len(nodes), (), owners)
+
+
+def test_ranks_of_unequal_nodes() -> None:
+    facts = numa((0, 1, 2, 3, 4, 5), (6, 7))
+    assert core_sets(facts, 4, 2) == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert core_sets(facts, 2, 2) == [(0, 1, 2, 3, 4, 5), (6, 7)]
+    assert threads_per_rank(LaunchSection(), {}, facts, 2) == (2, CORES)  # the slowest rank sets the pace
+
+
+def test_without_cores_of_their_own_ranks_keep_to_a_node() -> None:
+    nodes = (0, 1, 2, 3), (4, 5, 6, 7)
+    for facts, threads in ((numa(*nodes, quota=4), 2), (numa(*nodes), 8)):
+        assert core_sets(facts, 2, threads) == list(nodes)
+    assert core_sets(numa(*nodes), 1, 8) == [()]
+
+
+def test_what_people_export_for_torchrun_is_not_taken_for_a_rank() -> None:
+    topology, _ = place(LaunchSection(), {"WORLD_SIZE": "4", "MASTER_ADDR": "localhost"}, cpu(2), "cpu")
+    assert (topology.rank, topology.world_size, topology.local_world_size) == (0, 1, 1)
+
+
+def test_memory_is_preferred_from_the_own_node(tmp_path: Path) -> None:
+    for node, cpus in enumerate(("0-3", "4-7")):
+        folder = tmp_path / f"sys/devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(cpus)
+    if not prefer_node(None):
+        pytest.skip("this kernel does not permit set_mempolicy")
+    try:
+        assert not bind_memory((3, 4), tmp_path) and not has_policy()  # on both nodes
+        assert bind_memory((1, 2), tmp_path) and has_policy()
+        assert "prefer:0" in Path("/proc/self/numa_maps").read_text().splitlines()[0]
+        assert not bind_memory((1, 2), tmp_path)  # what is chosen already stands
+    finally:
+        prefer_node(None)
+    assert "default" in Path("/proc/self/numa_maps").read_text().splitlines()[0] and not has_policy()
+    assert not bind_memory((0,), tmp_path / "one node")
 
 
 def test_pinning_reaches_threads_that_run_already() -> None:

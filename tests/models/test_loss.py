@@ -31,8 +31,8 @@ def plain(hidden: Tensor, weight: Tensor, labels: Tensor, scale: float) -> tuple
 @pytest.mark.parametrize("by_rows", [False, True])
 def test_equals_autograd(monkeypatch: pytest.MonkeyPatch, chunked: bool, by_rows: bool) -> None:
     if chunked:
-        monkeypatch.setattr(loss, "_LOGITS_BYTES", 8 * VOCABULARY * 9)
-    monkeypatch.setattr(loss, "_SCRATCH_BYTES", 4 * VOCABULARY * 5)
+        monkeypatch.setattr(loss, "LOGITS_BYTES", 8 * VOCABULARY * 9)
+    monkeypatch.setattr(loss, "SCRATCH_BYTES", 4 * VOCABULARY * 5)
     hidden, weight, labels = case()
     expected = plain(hidden, weight, labels, 0.25)
     rows: dict[int, Tensor] = {}

@@ -71,4 +71,5 @@ def _run(*command: str) -> None:
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    root = Path(__file__).resolve().parents[2]
+    return {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "PYTHONPATH": f"{root}{os.pathsep}{root / 'src'}"}

@@ -19,6 +19,23 @@ def start(host: Host, config: Path, *overrides: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+def on_both(hosts: tuple[Host, Host], config: Path, *overrides: str) -> list[tuple[int, str]]:
+    """Exit code and output of each host's launcher."""
+    nodes = [
+        start(
+            host,
+            config,
+            f"launch.node_rank={number}",
+            f"launch.master_address={hosts[0].address}",
+            "launch.master_port=29511",
+            *overrides,
+        )
+        for number, host in enumerate(hosts)
+    ]
+    outputs = [node.communicate(timeout=200)[0] for node in nodes]
+    return [(node.returncode, output) for node, output in zip(nodes, outputs, strict=True)]
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_two_hosts_train_what_one_does(tmp_path: Path, ranks: int) -> None:
     shard = {"engine": "host"}
@@ -26,19 +43,22 @@ def test_two_hosts_train_what_one_does(tmp_path: Path, ranks: int) -> None:
     trained(one)
     two = write_config(tmp_path, "two", shard=shard, launch={"ranks": ranks, "nodes": 2, "device": "cpu"})
     with two_hosts() as hosts:
-        nodes = [
-            start(
-                host,
-                two,
-                f"launch.node_rank={number}",
-                f"launch.master_address={hosts[0].address}",
-                "launch.master_port=29511",
-            )
-            for number, host in enumerate(hosts)
-        ]
-        outputs = [node.communicate(timeout=200)[0] for node in nodes]
-        assert [node.returncode for node in nodes] == [0, 0], "\n".join(outputs)
+        (code, output), (other_code, other_output) = on_both(hosts, two)
+    assert (code, other_code) == (0, 0), output + other_output
+    assert "gloo between hosts" in output
     # Sums over hosts are made in another order than sums over ranks.
     expected, found = curve(tmp_path / "one"), curve(tmp_path / "two")
     assert found == pytest.approx(expected, rel=1e-5)
     assert len(found) == 6
+
+
+def test_fsdp_says_what_it_uses_between_hosts(tmp_path: Path) -> None:
+    launch = {"ranks": 1, "nodes": 2, "device": "cpu"}
+    config = write_config(tmp_path, shard={"engine": "fsdp"}, launch=launch, train={"max_steps": 1})
+    with two_hosts() as hosts:
+        (code, output), (other_code, other_output) = on_both(hosts, config, "shard.collectives=shared_memory")
+        assert (code, other_code) == (2, 2), output + other_output
+        assert "shard.collectives: shared_memory is for CPU ranks of one host" in output
+        (code, output), (other_code, other_output) = on_both(hosts, config)
+    assert (code, other_code) == (0, 0), output + other_output
+    assert "engine fsdp, gloo\n" in output

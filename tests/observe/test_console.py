@@ -62,12 +62,22 @@ def test_plain_lines(kind: Literal["auto", "live", "plain"]) -> None:
 @pytest.mark.parametrize("kind", ["auto", "live"])
 def test_live_on_a_terminal(kind: Literal["auto", "live"]) -> None:
     out, _ = shown(kind, terminal=True)
-    assert "\x1b[" in out and "loss 2.5000" in out and "half way" in out
+    assert "\x1b[" in out and "2.5000" in out and "12,346 real tokens/s" in out and "half way" in out
     assert out.rstrip("\n\r").endswith("\x1b[?25h")  # the cursor is back
 
 
 def test_plain_on_a_terminal_stays_plain() -> None:
     assert "\x1b[2K" not in shown("plain", terminal=True)[0]
+
+
+def test_traffic_is_part_of_the_line_once_there_is_some() -> None:
+    moved = {name: {"received": 0, "sent": sent} for name, sent in (("lo", 2 * 10**9), ("eth0", 10**7), ("a", 5))}
+    console = Console(file=io.StringIO(), width=200)
+    display = Display("plain", console=console)
+    display.step({"step": 1, "staged_bytes": 3_456_000_000, "interface_bytes": moved}, 2)
+    display.step({"step": 2, "staged_bytes": 0, "interface_bytes": {}}, 2)
+    text: Any = console.file
+    assert text.getvalue() == "step 1/2  shared memory 3.46 GB  lo 2.00 GB  eth0 0.01 GB\nstep 2/2\n"
 
 
 def test_quiet_says_only_warnings() -> None:

@@ -6,12 +6,14 @@ import io
 import json
 import mmap
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from aliquot.machine.memory import reset_peak_rss
-from aliquot.observe.ledger import Ledger, table, write
+from aliquot.observe.ledger import Ledger, table
+from aliquot.ranges.together import Alone
 
 MIB = 1 << 20
 
@@ -58,11 +60,17 @@ def test_file_and_table_show_the_largest_over_the_ranks(tmp_path: Path) -> None:
     rows = []
     for rank in range(2):
         ledger = Ledger(rank)
-        ledger.mark("first step", {"weights": (rank + 1) << 30, "gradients": 0})
+        ledger.mark("first step", {"weights": (rank + 1) << 30, "gradients": 1 << 20})
         rows += ledger.rows()
     rows[0]["private_bytes"] = 7 << 30
-    write(tmp_path / "ledger.json", rows, {"cpu": "some"})
-    assert json.loads((tmp_path / "ledger.json").read_text()) == {"machine": {"cpu": "some"}, "rows": rows}
+    told: Any = Ledger(0)
+    told.plan = {"fits": True}
+    told.mark("first step", {})
+    told.publish(tmp_path / "ledger.json", Alone(), {"engine": "host", "machine": {"cpu": "some"}})
+    written = json.loads((tmp_path / "ledger.json").read_text())
+    assert written == {
+        "engine": "host", "machine": {"cpu": "some"}, "plan": {"fits": True}, "rows": told.rows(),
+    }  # fmt: skip
     console = Console(file=io.StringIO(), width=200)
     console.print(table(rows))
     text = console.file.getvalue()  # type: ignore[attr-defined]

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from aliquot.config.schema import ObserveSection
 from aliquot.observe.metrics import Curve, MetricsFile, TensorBoard
-from aliquot.observe.run_directory import RunDirectory
 
 
 def steps(path: Path) -> list[int]:
@@ -70,7 +69,7 @@ def test_tensorboard_curve_is_clean_after_resume(tmp_path: Path) -> None:
 )
 def test_curve_writes_what_is_asked_for(tmp_path: Path, enabled: bool, tensorboard: bool, expected: set[str]) -> None:
     observe = ObserveSection(tensorboard=tensorboard)
-    curve = Curve(RunDirectory(tmp_path), observe, 0, 1, enabled)
+    curve = Curve(tmp_path / "metrics.jsonl", tmp_path / "tensorboard", observe, 0, enabled)
     curve.write({"step": 1, "loss": 2.0})
     curve.close()
     assert {file.name for file in tmp_path.iterdir()} == expected

@@ -9,7 +9,10 @@ start -> (drain on every rank) -> poll: all drained, pieces gathered -> (publish
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +28,20 @@ from aliquot.ranges.together import Ranks
 Report = dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that is complete: how long it took to come about, and how long training stood still for it here."""
+
+    step: int
+    seconds: float
+    stall_s: float
+
+
 class Saver:
-    """Saves one checkpoint at a time. `warn` is told of one that failed where `checkpoint.on_error` is warn."""
+    """Saves one checkpoint at a time. `warn` is told of one that failed where `checkpoint.on_error` is warn.
+
+    `saved` is told of each one that is published, on every rank.
+    """
 
     def __init__(
         self,
@@ -37,6 +52,7 @@ class Saver:
         ranks: Ranks,
         settings: CheckpointSection,
         warn: Callable[[str], None],
+        saved: Callable[[Saved], None] = lambda _: None,
     ) -> None:
         self._root = root
         self._store = store
@@ -45,6 +61,10 @@ class Saver:
         self._ranks = ranks
         self._settings = settings
         self._warn = warn
+        self._saved = saved
+        self._step = 0
+        self._begun_at = 0.0
+        self._stall_s = 0.0
         self._draft: Draft | None = None
         self._live: LiveParts | None = None  # None: drained, rank 0 publishes
         self._work: _Work | None = None
@@ -52,16 +72,23 @@ class Saver:
     def start(self, step: int, state: Mapping[str, Any]) -> None:
         """Begin to save; without `checkpoint.async` also end. Collective. Raises UserError as `poll` does."""
         self.finish()
-        try:
-            self._draft = Draft.begin(self._root, step, self._tensors, state, self._config_files, self._ranks)
-        except UserError as error:
-            self._give_up(error)
-            return
-        draft, live = self._draft, LiveParts(self._store, self._settings.buffer_bytes)
-        self._live = live
-        self._work = _Work(lambda: draft.write(live), on_error=live.stop)
+        self._step, self._begun_at, self._stall_s = step, time.perf_counter(), 0.0
+        with self._standing_still():
+            try:
+                self._draft = Draft.begin(self._root, step, self._tensors, state, self._config_files, self._ranks)
+            except UserError as error:
+                self._give_up(error)
+                return
+            draft, live = self._draft, LiveParts(self._store, self._settings.buffer_bytes)
+            self._live = live
+            self._work = _Work(lambda: draft.write(live), on_error=live.stop)
         if not self._settings.asynchronous:
             self.finish()
+
+    @property
+    def under_way(self) -> int | None:
+        """The step whose checkpoint is being saved."""
+        return self._step if self._work is not None else None
 
     def report(self) -> Report | None:
         """Where this rank stands, for the reports that `poll` takes; None: nothing is being saved."""
@@ -85,17 +112,21 @@ class Saver:
     def before_update(self) -> None:
         """Return when the live weights and moments may change."""
         if self._live is not None:
-            self._live.release()
+            with self._standing_still():
+                self._live.release()
 
     def finish(self) -> None:
         """Wait for the save that is under way. Collective."""
         while self._work is not None:
-            self._work.join()
-            self.poll(self._ranks.gather(self.report()))
+            with self._standing_still():
+                self._work.join()
+                reports = self._ranks.gather(self.report())
+            self.poll(reports)
 
     def _advance(self, draft: Draft, work: _Work) -> None:
         if self._live is None:
             self._draft = self._work = None
+            self._saved(Saved(self._step, time.perf_counter() - self._begun_at, self._stall_s))
             return
         self._live = None
         pieces: list[list[Piece]] = self._ranks.gather(work.result)
@@ -112,6 +143,14 @@ class Saver:
         if self._ranks.rank == 0:
             self._draft.abandon()
         self._draft = self._live = self._work = None
+
+    @contextmanager
+    def _standing_still(self) -> Iterator[None]:
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._stall_s += time.perf_counter() - begun
 
     def _give_up(self, error: UserError) -> None:
         if self._settings.on_error == "stop":

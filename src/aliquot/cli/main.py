@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from aliquot import __version__
-from aliquot.cli import cluster, export, generate, instances, train
+from aliquot.cli import cluster, doctor, export, generate, instances, plan, report, train
 
 app = typer.Typer(
     name="aliquot",
@@ -17,8 +17,11 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command("train")(train.command)
+app.command("plan")(plan.command)
+app.command("doctor")(doctor.command)
 app.command("export")(export.command)
 app.command("generate")(generate.command)
+app.command("report")(report.command)
 app.command("instances")(instances.command)
 app.add_typer(cluster.app, name="cluster")
 

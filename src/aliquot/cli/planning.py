@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
-
-from aliquot.errors import UserError
 
 if TYPE_CHECKING:
     from aliquot.config.plan import Plan
@@ -14,9 +10,8 @@ if TYPE_CHECKING:
 
 
 def plan_on(config: RunConfig, instance: str, nodes: int) -> Plan:
-    """Raises UserError where there is no way to run `config` there, or no planner in this version."""
-    if find_spec("aliquot.plan") is None:
-        raise UserError("this version of aliquot has no planner, which this command needs")
-    machine = import_module("aliquot.plan.machine").Machine.of_instance(instance)
-    planned: Plan = import_module("aliquot.plan.planner").plan(config, machine, nodes=nodes)
-    return planned
+    """Raises UserError where there is no way to run `config` there."""
+    from aliquot.plan.machine import Machine
+    from aliquot.plan.planner import plan
+
+    return plan(config, Machine.of_instance(instance), nodes=nodes)

@@ -17,31 +17,34 @@ def command(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="Replace single keys of it.")
     ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Only warnings and errors: observe.console=quiet.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Start even if the plan says that it does not fit.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """Train a model: one process, N local ranks that it starts itself, or a rank under torchrun or a TrainJob."""
     from aliquot.config.read import read_config
     from aliquot.machine import launch
     from aliquot.machine.allocator import restart_with_allocator
+    from aliquot.machine.auto_ranks import with_automatic_ranks
     from aliquot.observe.run_directory import RunDirectory
 
     with one_line_errors(debug):
-        settings = read_config(config, overrides or [])
-        placed = launch.with_environment(settings.launch, os.environ)
+        settings = read_config(config, [*(overrides or []), *(["observe.console=quiet"] if quiet else [])])
+        placed, reason = with_automatic_ranks(launch.with_environment(settings.launch, os.environ), settings)
         if launch.mode(placed, os.environ) == "launcher":
             directory = RunDirectory(settings.run.directory)
             directory.check(settings)  # before anything is made in it
-            logs = directory.logs
-            raise typer.Exit(
-                launch.start_ranks(placed, ["-m", "aliquot", *sys.argv[1:]], logs, settings.checkpoint.grace_s)
-            )
+            if reason is not None:
+                print(f"aliquot: launch.ranks: auto is {placed.ranks} here, by {reason}", file=sys.stderr)
+            command, grace_s = ["-m", "aliquot", *sys.argv[1:]], settings.checkpoint.grace_s
+            raise typer.Exit(launch.start_ranks(placed, command, directory.logs, grace_s, automatic=reason is not None))
 
     restart_with_allocator()
     from aliquot.machine.rank_errors import report_error
     from aliquot.train import train
 
     try:
-        train(settings)
+        train(settings, force)
     # The boundary of a rank: whatever ended it is reported once, in the way that suits who started it.
     except Exception as error:
         raise typer.Exit(report_error(error, debug=debug)) from None

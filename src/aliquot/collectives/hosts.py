@@ -39,6 +39,14 @@ class Hosts:
         wire = Wire(counterparts, own) if len(table) > 1 else None
         return cls(peers, table, own, tuple(told[member][1] for member in peers.ranks), wire)
 
+    @property
+    def transport(self) -> str:
+        """What ranks talk through, for people."""
+        found = ["shared memory"] if self.peers.size > 1 else []
+        if self.wire is not None:
+            found.append("gloo between hosts")
+        return ", ".join(found) or "one rank"
+
     def share_per_numa_node(self, size_bytes: int) -> tuple[Memory, list[Memory]]:
         """Zeroed memory that all ranks of a NUMA node share: this rank's, and those of the other nodes. Collective."""
         keeper = {node: self.numa.index(node) for node in self.numa}  # the first rank of a node makes its memory

@@ -44,6 +44,7 @@ class Peers:
         self._received: dict[int, Counter[int]] = {peer: Counter() for peer in sockets}
         self._descriptors: dict[int, deque[int]] = {peer: deque() for peer in sockets}
         self.sent: Counter[int] = Counter()  # tokens of each kind, to every other member
+        self.waited_s = 0.0  # for other members, since the group was made
         for connection in sockets.values():
             connection.setblocking(True)
 
@@ -127,13 +128,15 @@ class Peers:
     def wait(self, kind: int, count: int) -> None:
         """Until every other member has sent `count` tokens of `kind`. Raises PeerLost."""
         for peer, counts in self._received.items():
-            spin_until = None
+            begun = None
             while counts[kind] < count:
-                if spin_until is None:
+                if begun is None:
+                    begun = time.perf_counter()
                     self._receive(peer, wait=False)
-                    spin_until = time.perf_counter() + _SPIN_S
                 else:
-                    self._receive(peer, wait=time.perf_counter() > spin_until)
+                    self._receive(peer, wait=time.perf_counter() > begun + _SPIN_S)
+            if begun is not None:
+                self.waited_s += time.perf_counter() - begun
 
     def barrier(self) -> None:
         """Nobody leaves before everybody has come; what was written before is seen by all after."""

@@ -6,6 +6,7 @@ published it, and its room is used again when all have read it, so that ranks ma
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ class Ring:
         self._head = 0  # where the next piece begins
         self._unread: deque[tuple[Piece, Callable[[Piece], None]]] = deque()  # published by this rank
         self._held: deque[Piece] = deque()  # read here, perhaps not yet by all
+        self.reading_s = 0.0  # in readers, since the ring was made
 
     @property
     def size_bytes(self) -> int:
@@ -100,6 +102,8 @@ class Ring:
 
     def _read_oldest(self) -> None:
         piece, reader = self._unread.popleft()
+        begun = time.perf_counter()
         reader(piece)
+        self.reading_s += time.perf_counter() - begun
         self._peers.send(READ)
         self._held.append(piece)

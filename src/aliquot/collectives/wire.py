@@ -6,6 +6,7 @@ other host: it sends what the other owns and receives what it owns itself.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -28,9 +29,11 @@ class Wire:
         self._own = own
         self._others = [host for host in range(len(ranks)) if host != own]
         self.sent_bytes = 0
+        self.busy_s = 0.0  # in the two collectives, waiting for other hosts included
 
     def reduce_scatter(self, gradients: Sequence[Sequence[Tensor]]) -> None:
         """`gradients[h]`: flat tensors for host h. `gradients[own]` becomes the sum over all hosts, in their order."""
+        begun = time.perf_counter()
         pieces = [
             (index, start, min(start + step, tensor.numel()))
             for index, tensor in enumerate(gradients[self._own])
@@ -55,9 +58,11 @@ class Wire:
             self._add(*arriving.popleft())
         for work in outgoing:
             work.wait()
+        self.busy_s += time.perf_counter() - begun
 
     def all_gather(self, own: Sequence[Tensor], others: Sequence[Sequence[Tensor]]) -> None:
         """Every host gets `own`, flat tensors; what host h has is received into `others[h]`."""
+        begun = time.perf_counter()
         works = [self._send(tensor, host) for host in self._others for tensor in own if tensor.numel()]
         for host in self._others:
             for tensor in others[host]:
@@ -67,6 +72,7 @@ class Wire:
                     works.append(work)
         for work in works:
             work.wait()
+        self.busy_s += time.perf_counter() - begun
 
     def _send(self, tensor: Tensor, host: int) -> dist.Work:
         self.sent_bytes += tensor.nbytes

@@ -39,7 +39,7 @@ class Plan:
     local_bytes_per_step: int  # sent among ranks of one host through sockets, all hosts
     disk_read_bytes: int  # by all ranks at start
     checkpoint_bytes: int  # written by all ranks per checkpoint
-    steps: int
+    steps: int  # 0: not known before the data are read
     tokens_per_step: float  # real ones
     step_s: float
     bottleneck: str  # e.g. "compute-bound", "network-bound 4.1x"
@@ -73,8 +73,10 @@ class Plan:
 
     @property
     def cost_usd(self) -> float | None:
-        """On demand, for the whole run."""
-        return None if self.usd_per_hour is None else self.usd_per_hour * self.total_s / 3600
+        """On demand, for the whole run; None where price or length is not known."""
+        if self.usd_per_hour is None or not self.steps:
+            return None
+        return self.usd_per_hour * self.total_s / 3600
 
     def as_json(self) -> dict[str, Any]:
         """Every field, and what follows from them, under the names that `aliquot plan --json` prints."""

@@ -11,6 +11,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from aliquot.config import deepspeed
 from aliquot.config.schema import RunConfig
 from aliquot.errors import UserError
 
@@ -24,6 +25,11 @@ def read_config(file: Path, overrides: Sequence[str] = ()) -> RunConfig:
     An override replaces one key and is parsed as YAML: `train.max_steps=10`, `model.config.hidden_size=64`,
     `data.path=[a.txt, b.txt]`. Raises UserError naming file:line (or the override) and the key.
     """
+    return read_with_places(file, overrides)[0]
+
+
+def read_with_places(file: Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, dict[Keys, Location]]:
+    """As `read_config`, and where each key that is not a default was written: `run.yaml:7`, `cpu-ds.json:3`."""
     try:
         text = file.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -33,7 +39,8 @@ def read_config(file: Path, overrides: Sequence[str] = ()) -> RunConfig:
     values = _load(text, str(file), locations)
     for override in overrides:
         _apply(values, override, locations)
-    return validate(values, locations, str(file))
+    deepspeed.fill(values, locations)
+    return validate(values, locations, str(file)), locations
 
 
 def validate(values: Mapping[str, Any], locations: Mapping[Keys, Location], where: str) -> RunConfig:

@@ -5,6 +5,7 @@ Where Hugging Face `TrainingArguments` has a name for a thing, `train` uses that
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -17,8 +18,10 @@ from pydantic import (
     model_validator,
 )
 
+from aliquot.config import deepspeed
 from aliquot.config.cluster import ClusterSection
 from aliquot.config.section import Section
+from aliquot.errors import UserError
 
 
 class RunSection(Section):
@@ -114,11 +117,20 @@ class TrainSection(Section):
 
 
 class ShardSection(Section):
-    engine: Literal["auto", "host", "fsdp"] = Field(
-        "auto", description="host: CPU, weights once per NUMA node in shared memory; fsdp: gathered layer by layer."
+    engine: Literal["auto", "host", "fsdp", "deepspeed"] = Field(
+        "auto",
+        description="host: CPU, weights once per NUMA node in shared memory; fsdp: gathered layer by layer;"
+        " deepspeed: ZeRO-3, what auto takes where deepspeed_config is set.",
     )
     collectives: Literal["auto", "shared_memory", "gloo"] = Field(
-        "auto", description="Among the CPU ranks of one host. auto: shared_memory; engine host knows nothing else."
+        "auto", description="Among CPU ranks. auto: shared_memory where it can be; in fsdp that is one host."
+    )
+
+    offload: Literal["none", "cpu"] = Field(
+        "none", description="cpu: weights, gradients and moments of a GPU run in host memory; engines fsdp, deepspeed."
+    )
+    deepspeed_config: dict[str, Any] | None = Field(
+        None, description="A DeepSpeed JSON (its path, or its content): fills the keys above that are silent."
     )
 
 
@@ -137,6 +149,13 @@ class CheckpointSection(Section):
 
 class ObserveSection(Section):
     tensorboard: bool = True
+    prometheus: int | None = Field(
+        None, ge=1, le=65535, description="Rank 0 serves the metrics at this port, under /metrics."
+    )
+    prometheus_host: str = Field("127.0.0.1", description="Where the port is open; 0.0.0.0: to everybody.")
+    profile: NonNegativeInt = Field(
+        0, description="Trace so many steps of every rank, after the first two, into <run>/profile/."
+    )
     console: Literal["auto", "live", "plain", "quiet"] = Field("auto", description="auto: live on a terminal.")
     sample_prompt: str | None = Field(
         None, min_length=1, description="Generate from this prompt at the end of the run."
@@ -146,12 +165,18 @@ class ObserveSection(Section):
 
 class LaunchSection(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    ranks: PositiveInt | Literal["auto"] = Field("auto", description="Local ranks. auto: one a GPU; on CPU one.")
+    ranks: PositiveInt | Literal["auto"] = Field(
+        "auto",
+        description="Local ranks. auto: one a GPU; on CPU one a core up to 4 a NUMA node, then one every 4 cores, as"
+        " memory (2 GiB a rank) and the micro-batches of train.global_batch_size allow; one a NUMA node without"
+        " train.global_batch_size and with the engines that gather.",
+    )
     threads_per_rank: PositiveInt | None = Field(None, description="Default: physical cores / local ranks.")
     nodes: PositiveInt = 1
     node_rank: NonNegativeInt = 0
     master_address: str = "127.0.0.1"
     master_port: int = Field(29500, ge=1, le=65535)
+    join_timeout_s: PositiveFloat = Field(900.0, description="Nodes and ranks wait this long for each other at start.")
     step_timeout_s: PositiveFloat = Field(1800.0, description="A rank that makes no progress this long ends the run.")
 
 
@@ -176,6 +201,19 @@ class RunConfig(Section):
             return values
         sections = {key for key in cls.model_fields if key != "cluster"}  # that one has keys without a default
         return {key: {} if value is None and key in sections else value for key, value in values.items()}
+
+    @model_validator(mode="before")
+    @classmethod
+    def deepspeed_fills(cls, values: Any) -> Any:
+        """What the file's reader has done already, with lines to name, is done here for a config made in Python."""
+        if not isinstance(values, dict) or not isinstance(values.get("shard"), dict):
+            return values
+        values = deepcopy(values)
+        try:
+            deepspeed.fill(values, {})
+        except UserError as error:
+            raise ValueError(str(error)) from None
+        return values
 
     @model_validator(mode="after")
     def fill(self) -> Self:

@@ -12,10 +12,13 @@ import torch
 
 from aliquot.config.batch_size import BatchSize
 from aliquot.config.schema import DataSection
+from aliquot.config.workload import Workload
 from aliquot.data.packing import Epoch, Packing
 from aliquot.data.prepare import Prepared
 from aliquot.data.store import TokenStore
 from aliquot.models.batch import IGNORE, MicroBatch
+
+_PLANNED_SEQUENCES = 64  # that a plan looks at
 
 Sequence = list[tuple[int, int]]  # (start, length) in the store of each piece
 
@@ -38,6 +41,11 @@ class StepBatch:
     attention_pairs: int  # (query, key) pairs of causal attention within documents: what attention costs
     sequences: int
     epoch: float  # epochs done after this step
+
+    @property
+    def own_tokens(self) -> int:
+        """What this rank computes, padding too."""
+        return sum(len(micro_batch.input_ids) for micro_batch in self.micro_batches if micro_batch is not None)
 
 
 class Batches:
@@ -83,6 +91,30 @@ class Batches:
             micro_batch_size=size.micro,
             pad_id=data.pad_id,
             epochs=epochs,
+        )
+
+    def workload(self) -> Workload:
+        """What a plan needs to know of these data."""
+        epoch, size = self._epoch(0), self.packing.sequences
+        edges = []
+        for index in range(min(size, _PLANNED_SEQUENCES)):
+            ends = np.cumsum([length for _, length in epoch.sequence(index)]).tolist()
+            edges.append((0, *ends, *([self.sequence_length] if ends[-1] < self.sequence_length else [])))
+        return Workload(
+            samples=tuple(edges),
+            tokens=float(epoch.tokens.mean()),
+            predicted=float(epoch.predicted.mean()),
+            sequences=size,
+            pieces=len(self.packing.pieces.start),
+            source="as the data are",
+        )
+
+    def described(self, total_steps: int) -> str:
+        """The data and what is made of them, in one line."""
+        packed = "packed" if self.packed else "padded"
+        return (
+            f"{self.store.documents:,} documents, {len(self.store.tokens):,} tokens; {total_steps} steps of"
+            f" {self.global_batch_size} sequences of {self.sequence_length}, {packed}"
         )
 
     def determinants(self) -> dict[str, str | int]:

@@ -5,10 +5,11 @@ No process group, DTensor, scheduler or JSON crosses it. `train.py` knows nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
+from aliquot.config import deepspeed
 from aliquot.config.schema import RunConfig
 from aliquot.machine.topology import Topology
 from aliquot.models.batch import MicroBatch
@@ -16,6 +17,8 @@ from aliquot.ranges.parts import Part
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from aliquot.models.meta import MetaModel
 
 
 @dataclass(frozen=True)
@@ -32,13 +35,31 @@ class EngineSpec:
     adam_epsilon: float = 1e-8
     optimizer_states: Literal["fp32", "bf16", "int8"] = "fp32"
     compile: Literal["none", "layers"] = "none"
-    collectives: Literal["shared_memory", "gloo"] = "gloo"  # among the CPU ranks of one host, where there is a choice
+    collectives: Literal["auto", "shared_memory", "gloo"] = "gloo"  # of fsdp; auto: the first that can be
     phase: Callable[[str], None] = lambda _: None  # told "forward" and "backward" as each ends, for the memory ledger
+    building: Callable[[str], object] = lambda _: None  # told the phases of building, by an engine that has some
+    deepspeed: Mapping[str, Any] | None = None  # DeepSpeed's own settings, complete; only for that engine
+    notes: tuple[str, ...] = ()  # lines for the person: how settings are followed
+    offload: bool = False  # of a GPU's weights, gradients and moments to host memory
 
     @classmethod
-    def of(cls, config: RunConfig, topology: Topology, fused_loss: bool, phase: Callable[[str], None]) -> Self:
+    def of(
+        cls,
+        config: RunConfig,
+        topology: Topology,
+        engine: str,
+        model: MetaModel,
+        phase: Callable[[str], None],
+        building: Callable[[str], object],
+    ) -> Self:
         train = config.train
-        shared = topology.device == "cpu" and topology.local_world_size > 1 and config.shard.collectives != "gloo"
+        settings: dict[str, Any] | None = None
+        notes: list[str] = []
+        if engine == "deepspeed":
+            hidden_size = int(model.model.config.hidden_size)
+            settings, notes = deepspeed.settings(config, topology.world_size, hidden_size)
+        elif config.shard.deepspeed_config is not None:
+            notes = [f"shard.deepspeed_config fills the config; engine {engine} has no use for the rest of it"]
         return cls(
             precision=train.precision,
             gradient_checkpointing=train.gradient_checkpointing,
@@ -49,9 +70,13 @@ class EngineSpec:
             optimizer_states=train.optimizer_states,
             micro_batch_tokens=train.per_device_train_batch_size * config.data.sequence_length,
             compile=train.compile,
-            collectives="shared_memory" if shared else "gloo",
-            fused_loss=fused_loss,
+            collectives=config.shard.collectives,
+            fused_loss=model.plain_head,
             phase=phase,
+            building=building,
+            deepspeed=settings,
+            offload=config.shard.offload == "cpu",
+            notes=tuple(notes),
         )
 
 
@@ -78,6 +103,9 @@ class Counters:
         0  # read and written in memory for gradients, their sums and the update: what faster cores wait for
     )
 
+    reduce_s: float | None = None  # seconds since build in sums and collectives; None: not told apart from computing
+    wait_s: float = 0.0  # seconds since build that this rank waited for others inside them
+
     def memory(self) -> dict[str, int]:
         """Bytes by category, for the ledger."""
         return {
@@ -97,13 +125,25 @@ class Counters:
             "moved_bytes": self.moved_bytes,
         }
 
+    def inside_s(self) -> tuple[float | None, float]:
+        """Seconds of reducing and of waiting that lie inside forward, backward and step."""
+        return self.reduce_s, self.wait_s
+
 
 class Engine(Protocol):
     """One model, its gradients and its optimizer state, 1/N of each on this rank."""
 
     @classmethod
     def build(cls, meta: nn.Module, spec: EngineSpec, topology: Topology) -> Self:
-        """Shard `meta`, a model on the meta device, and allocate this rank's own parts, not yet filled."""
+        """Shard `meta`, a model on the meta device, and allocate this rank's own parts, not yet filled.
+
+        Raises UserError for what `spec` asks for and this engine cannot do where its ranks are.
+        """
+        ...
+
+    @property
+    def transport(self) -> str:
+        """What carries its collectives, for people: `shared memory`, `gloo`, `nccl`, or how they are combined."""
         ...
 
     def parts(self) -> Sequence[Part]:
@@ -134,6 +174,7 @@ class Engine(Protocol):
         """Add `scale` times the gradient of the summed loss; None only joins the collectives.
 
         Returns the unscaled summed loss, a detached fp32 scalar. `last`: no micro-batch follows before `step`.
+        (DeepSpeed wants to know it beforehand.)
         """
         ...
 

@@ -1,46 +1,21 @@
-"""Activation checkpointing through transformers' own switch, and a measure of what the forward pass keeps."""
+"""A measure of what the forward pass keeps for the backward pass, whatever is recomputed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from aliquot.models.recompute import KEPT, enable
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
-# `selective` keeps the results that are dear to compute and recomputes the cheap ones: norms, rotary, activations.
-_KEPT = frozenset(
-    {
-        torch.ops.aten.mm.default,
-        torch.ops.aten.addmm.default,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-        torch.ops.aten._scaled_dot_product_flash_attention.default,
-        torch.ops.aten._scaled_dot_product_efficient_attention.default,
-        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    }
-)
-
-
-def enable(model: nn.Module, mode: Literal["none", "selective", "full"]) -> None:
-    """Recompute each decoder layer in the backward pass: all of it (full), or all but products and attention."""
-    if mode == "none":
-        return
-    # No dropout anywhere: recomputation draws no random numbers.
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    if mode == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]
-
-
-def _policy(_context: object, operation: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+__all__ = ["SavedBytes", "enable"]
 
 
 class SavedBytes:
@@ -85,6 +60,6 @@ class _KeptBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in _KEPT:
+        if func in KEPT:
             self.total_bytes += sum(t.nbytes for t in tree_leaves(result) if isinstance(t, torch.Tensor))
         return result

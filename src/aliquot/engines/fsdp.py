@@ -11,18 +11,25 @@ from types import MethodType
 from typing import TYPE_CHECKING, Self, cast
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 
 from aliquot.collectives.peers import Peers
 from aliquot.engines import checkpointing
 from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.compiling import compile_layers
+from aliquot.engines.fsdp_check import check_collectives
 from aliquot.engines.fsdp_comm import SharedAllGather, SharedReduceScatter, Stage
 from aliquot.engines.norm import global_norm
-from aliquot.errors import TrainingError
+from aliquot.errors import UserError
 from aliquot.machine.ranks import gather
 from aliquot.machine.topology import Topology
 from aliquot.models import meta as meta_models
@@ -69,6 +76,10 @@ class FsdpEngine:
         self._fused = spec.fused_loss
         self._wire_bytes = 0
         self._stage = stage  # None: gloo or nccl carries the collectives
+        compute_bytes = 2 if spec.precision == "bf16" else 4
+        groups = [_numel(module) for module in model.modules() if isinstance(module, FSDPModule)]
+        # The root's group stays gathered while the largest layer is; a single rank gathers a copy all the same.
+        self._gathered_bytes = compute_bytes * (groups[0] + max(groups[1:], default=0))
 
     @classmethod
     def build(cls, meta: nn.Module, spec: EngineSpec, topology: Topology) -> Self:
@@ -79,21 +90,32 @@ class FsdpEngine:
         checkpointing.enable(meta, spec.gradient_checkpointing)
         if spec.compile == "layers":
             compile_layers(meta, topology.threads)
+        # FSDP2 would exchange unpinned shards for pinned ones at the first forward, under the optimizer's hands.
+        offload = CPUOffloadPolicy(pin_memory=False) if spec.offload else OffloadPolicy()
         for group in _groups(meta):
-            fully_shard(group, mesh=mesh, mp_policy=policy)
-        stage = _share_memory(meta, topology) if spec.collectives == "shared_memory" else None
+            fully_shard(group, mesh=mesh, mp_policy=policy, offload_policy=offload)
+        stage = _share_memory(meta, spec, topology)
         _add_fused_loss(meta)
         for module in meta.modules():
             if isinstance(module, FSDPModule):
                 # Gradients are summed; the division by the global number of tokens is in the loss's scale.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-        # to_empty would replace the buffers' values too.
-        buffers = {name: buffer.clone() for name, buffer in meta.named_buffers()}
-        meta.to_empty(device=device)
+        # to_empty would replace the buffers' values too; they are where computing is, also where weights are not.
+        buffers = {name: buffer.to(device, copy=True) for name, buffer in meta.named_buffers()}
+        meta.to_empty(device="cpu" if spec.offload else device)
         for name, buffer in buffers.items():
-            meta.get_buffer(name).copy_(buffer)
+            owner, _, attribute = name.rpartition(".")
+            setattr(meta.get_submodule(owner), attribute, buffer)
         return cls(meta, _own_shards(meta, topology), spec, topology, stage)
+
+    @property
+    def transport(self) -> str:
+        if self._world_size == 1:
+            return "one rank"
+        if self._stage is not None:
+            return "shared memory"
+        return "gloo" if self._device.type == "cpu" else "nccl"
 
     def parts(self) -> Sequence[Part]:
         return [
@@ -110,7 +132,8 @@ class FsdpEngine:
         self._flat(part)[start - part.start : start - part.start + values.numel()].copy_(values)
 
     def view(self, part: Part) -> Tensor | None:
-        return self._flat(part) if self._device.type == "cpu" else None
+        flat = self._flat(part)
+        return flat if flat.device.type == "cpu" else None
 
     def _flat(self, part: Part) -> Tensor:
         index = self._index[part.name]
@@ -118,14 +141,7 @@ class FsdpEngine:
         return tensor.view(-1)
 
     def ready(self) -> None:
-        """A start-up check that this build of torch sums where it should (torch <= 2.8 on gloo did not)."""
-        ones = torch.full((self._world_size,), 1.0, device=self._device)
-        own = torch.empty(1, device=self._device)
-        dist.reduce_scatter_single(own, ones)
-        if own.item() != self._world_size:
-            raise TrainingError(
-                f"reduce-scatter of ones over {self._world_size} ranks gave {own.item()}: broken torch?"
-            )
+        check_collectives(self._device, self._stage)
         self._fused = self._spec.fused_loss and meta_models.losses_agree(self._model, self._loss)
 
     def restored(self, steps: int) -> None:
@@ -172,17 +188,16 @@ class FsdpEngine:
     def counters(self) -> Counters:
         own = sum(shard.local.numel() for shard in self._shards)
         gradients = [shard.parameter.grad for shard in self._shards if shard.parameter.grad is not None]
-        compute_bytes = 2 if self._spec.precision == "bf16" else 4
-        groups = [_numel(module) for module in self._model.modules() if isinstance(module, FSDPModule)]
         return Counters(
             weights_bytes=4 * own,
             gradients_bytes=sum(4 * cast(DTensor, g).to_local().numel() for g in gradients),
             moments_bytes=8 * own,
-            # The root's group stays gathered while the largest layer is; a single rank gathers a copy all the same.
-            gathered_bytes=compute_bytes * (groups[0] + max(groups[1:], default=0)),
+            gathered_bytes=self._gathered_bytes,
             activations_bytes=self._activations.peak_bytes,
             wire_bytes=self._wire_bytes if self._stage is None else 0,
             staged_bytes=self._stage.staged_bytes if self._stage is not None else 0,
+            reduce_s=self._stage.busy_s if self._stage is not None else None,
+            wait_s=self._stage.peers.waited_s if self._stage is not None else 0.0,
         )
 
     def _count_wire(self, gathers: int, reduces: int) -> None:
@@ -214,11 +229,24 @@ def _groups(model: nn.Module) -> list[nn.Module]:
     return [*groups, model]
 
 
-def _share_memory(model: nn.Module, topology: Topology) -> Stage | None:
-    """Let the ranks of one host pass weights and gradients through its memory; None if there are several hosts."""
+def _share_memory(model: nn.Module, spec: EngineSpec, topology: Topology) -> Stage | None:
+    """Let CPU ranks of one host pass weights and gradients through its memory; None: gloo or nccl does.
+
+    Raises UserError where shared memory is asked for and the ranks have none in common.
+    """
+    if spec.collectives == "gloo" or topology.world_size == 1:
+        return None
+    asked = "shard.collectives: shared_memory is for CPU ranks of one host with engine fsdp"
+    if topology.device != "cpu":
+        if spec.collectives == "shared_memory":
+            raise UserError(f"{asked}, and launch.device is {topology.device}: use auto")
+        return None
     peers = Peers.join(topology.rank, gather)
-    if len({tuple(ranks) for ranks in gather(list(peers.ranks))}) > 1:
+    hosts = len({tuple(ranks) for ranks in gather(list(peers.ranks))})
+    if hosts > 1:
         peers.close()
+        if spec.collectives == "shared_memory":
+            raise UserError(f"{asked}, and there are {hosts} hosts: use auto or gloo, or engine host")
         return None
     stage = Stage(peers)
     for module in model.modules():

@@ -7,6 +7,9 @@ reaches after it has read it.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,6 +33,7 @@ class Stage:
         self.staged_bytes = 0
         self._memories = peers.share(2 * _HALF_BYTES)
         self._turn = 0
+        self.busy_s = 0.0  # in collectives, since the stage was made, waiting left out
 
     def exchange(self, own: Tensor) -> list[Tensor]:
         """Flat `own` of every rank, in the order of ranks; good until the exchange after the next. Collective."""
@@ -40,6 +44,12 @@ class Stage:
         self.staged_bytes += own.nbytes
         self.peers.barrier()
         return views
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        begun, waited_s = time.perf_counter(), self.peers.waited_s
+        yield
+        self.busy_s += time.perf_counter() - begun - (self.peers.waited_s - waited_s)
 
 
 class _Fresh:
@@ -59,10 +69,11 @@ class SharedAllGather(_Fresh):
         own, count = input_tensor.view(-1), input_tensor.numel()
         whole = output_tensor.view(-1)
         step = _HALF_BYTES // own.element_size()
-        for start in range(0, count, step):
-            piece = own[start : start + step]
-            for rank, values in enumerate(self._stage.exchange(piece)):
-                whole[rank * count + start : rank * count + start + values.numel()].copy_(values)
+        with self._stage.timed():
+            for start in range(0, count, step):
+                piece = own[start : start + step]
+                for rank, values in enumerate(self._stage.exchange(piece)):
+                    whole[rank * count + start : rank * count + start + values.numel()].copy_(values)
 
 
 class SharedReduceScatter(_Fresh):
@@ -84,8 +95,9 @@ class SharedReduceScatter(_Fresh):
         peers, own = self._stage.peers, output_tensor.view(-1)
         slices = input_tensor.view(peers.size, -1)
         step = _HALF_BYTES // (peers.size * own.element_size())
-        for start in range(0, own.numel(), step):
-            stop = min(start + step, own.numel())
-            views = self._stage.exchange(slices[:, start:stop].reshape(-1))
-            at = peers.index * (stop - start)
-            add_sum(own[start:stop], [view[at : at + stop - start] for view in views], first=True)
+        with self._stage.timed():
+            for start in range(0, own.numel(), step):
+                stop = min(start + step, own.numel())
+                views = self._stage.exchange(slices[:, start:stop].reshape(-1))
+                at = peers.index * (stop - start)
+                add_sum(own[start:stop], [view[at : at + stop - start] for view in views], first=True)

@@ -131,6 +131,10 @@ class HostEngine:
 
             parameter.register_post_accumulate_grad_hook(leave)  # type: ignore[no-untyped-call]
 
+    @property
+    def transport(self) -> str:
+        return self._hosts.transport
+
     def parts(self) -> Sequence[Part]:
         return [
             Part(weight.name, weight.shape, kind, *weight.ranges[self._rank])
@@ -260,7 +264,7 @@ class HostEngine:
         self._hosts.peers.barrier()
 
     def counters(self) -> Counters:
-        shards = self._optimizer.shards
+        shards, wire = self._optimizer.shards, self._hosts.wire
         own = sum(shard.weights.numel for shard in shards)
         low_bytes = 2 * own if self._compute == torch.bfloat16 else 0
         return Counters(
@@ -269,11 +273,13 @@ class HostEngine:
             moments_bytes=sum(shard.exp_avg.size_bytes + shard.exp_avg_sq.size_bytes for shard in shards),
             gathered_bytes=0,
             activations_bytes=self._activations.peak_bytes,
-            wire_bytes=self._hosts.wire.sent_bytes if self._hosts.wire is not None else 0,
+            wire_bytes=wire.sent_bytes if wire is not None else 0,
             shared_bytes=(self._memory.size_bytes + self._gradients.ring.size_bytes * self._hosts.peers.size)
             // self._hosts.peers.size,
             staged_bytes=self._gradients.staged_bytes,
             moved_bytes=self._gradients.moved_bytes + self._updates * self._update_bytes(),
+            reduce_s=self._gradients.ring.reading_s + (wire.busy_s if wire is not None else 0.0),
+            wait_s=self._hosts.peers.waited_s,
         )
 
     def _update_bytes(self) -> int:

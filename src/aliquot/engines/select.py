@@ -17,8 +17,12 @@ def engine_class(config: RunConfig, topology: Topology, numel: int) -> tuple[str
     Imports only the one that is used. Raises UserError for settings that the engine cannot follow.
     """
     name = config.shard.engine
-    if name == "auto":
+    if name == "auto" and config.shard.deepspeed_config is not None:
+        name = "deepspeed"
+    elif name == "auto":
         name = "host" if _fits_host(config, topology, numel) else "fsdp"
+    if config.shard.offload == "cpu" and topology.device == "cpu":
+        raise UserError("shard.offload: cpu is for GPUs: on CPU everything is in host memory already")
     if name == "host":
         if topology.device != "cpu":
             raise UserError("shard.engine: host is for CPUs; with launch.device cuda use fsdp")
@@ -28,7 +32,11 @@ def engine_class(config: RunConfig, topology: Topology, numel: int) -> tuple[str
 
         return "host", HostEngine
     if config.train.optimizer_states != "fp32":
-        raise UserError(f"train.optimizer_states: {config.train.optimizer_states} needs shard.engine: host, not fsdp")
+        raise UserError(f"train.optimizer_states: {config.train.optimizer_states} needs shard.engine: host, not {name}")
+    if name == "deepspeed":
+        from aliquot.engines.deepspeed import DeepspeedEngine
+
+        return "deepspeed", DeepspeedEngine
     from aliquot.engines.fsdp import FsdpEngine
 
     return "fsdp", FsdpEngine

@@ -19,6 +19,7 @@ _NAMES = ("libtcmalloc.so.4", "libtcmalloc_minimal.so.4", "libjemalloc.so.2")
 _FOLDERS = ("usr/lib64", "usr/lib", "usr/local/lib", "usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES = 512 << 20
+_BY_RESTART = " (restarted)"
 
 
 def with_allocator(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, str]:
@@ -37,6 +38,7 @@ def restart_with_allocator() -> None:
     """Replace this process by itself with an allocator preloaded; returns if there is nothing to gain."""
     environ = with_allocator(os.environ)
     if environ.get("LD_PRELOAD") != os.environ.get("LD_PRELOAD"):
+        environ[VARIABLE] += _BY_RESTART
         sys.stdout.flush()
         sys.stderr.flush()
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environ)
@@ -45,6 +47,11 @@ def restart_with_allocator() -> None:
 def name() -> str:
     """The allocator of this process."""
     return _loaded(Path("/proc/self/maps").read_text()) or "glibc"
+
+
+def described() -> str:
+    """`name`, and how it came to be loaded if this process had to replace itself for it."""
+    return f"{name()}, preloaded by one restart" if os.environ.get(VARIABLE, "").endswith(_BY_RESTART) else name()
 
 
 def tune() -> None:

@@ -21,6 +21,16 @@ class CpuFacts:
     quota: float | None  # CPUs' worth of time that the control group grants, None: no limit
     numa_nodes: int  # that have an allowed CPU
     isa: tuple[str, ...]  # of ISA, those this CPU has
+    node_of_core: tuple[int, ...] = ()  # NUMA node of each of `cores`; empty: all on one
+
+    @property
+    def cores_by_node(self) -> list[list[tuple[int, ...]]]:
+        """`cores`, a list a NUMA node."""
+        node_of_core = self.node_of_core or (0,) * len(self.cores)
+        return [
+            [core for core, own in zip(self.cores, node_of_core, strict=True) if own == node]
+            for node in dict.fromkeys(node_of_core)
+        ]
 
     @property
     def usable_cores(self) -> int:
@@ -49,6 +59,7 @@ def read_cpu(root: Path = Path("/"), allowed: Collection[int] | None = None) -> 
         quota=cpu_quota(root),
         numa_nodes=len({node_of.get(cpu, 0) for cpu in allowed}),
         isa=tuple(name for name in ISA if name in flags),
+        node_of_core=tuple(node_of.get(core[0], 0) for core in ordered),
     )
 
 

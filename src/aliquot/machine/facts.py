@@ -27,7 +27,7 @@ def machine_facts() -> dict[str, Any]:
         "numa_nodes": cpu.numa_nodes,
         "isa": list(cpu.isa),
         "matmul_kernels": {"bf16": matmul_kernel("bf16"), "fp32": matmul_kernel("fp32")},
-        "allocator": allocator.name(),
+        "allocator": allocator.described(),
         "memory_limit_bytes": memory_limit(),
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "python": platform.python_version(),

@@ -22,27 +22,33 @@ from aliquot.machine.rank_failures import explain
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
 _TORCHRUN_SHUTDOWN_S = 30  # torchrun's default
-_JOIN_TIMEOUT_S = 900  # nodes of a cluster do not start at the same time
 
 
 def mode(launch: LaunchSection, environ: Mapping[str, str]) -> Literal["rank", "launcher", "alone"]:
-    """What this process is to do: be a rank of many, start ranks, or train alone."""
+    """What this process is to do: be a rank of many, start ranks, or train alone.
+
+    `launch` as `with_environment` and `with_automatic_ranks` have left it.
+    """
     missing = [name for name in RANK_VARIABLES if name not in environ]
     if not missing:
         return "rank"
     if "RANK" in environ and environ.get("WORLD_SIZE", "1") != "1":
         raise UserError(f"RANK is set, so this is one rank of many, but {', '.join(missing)} is not: use torchrun")
     launch = with_environment(launch, environ)
-    return "launcher" if launch.nodes > 1 or local_ranks(launch) > 1 else "alone"
+    return "launcher" if launch.nodes > 1 or launch.ranks not in (1, "auto") else "alone"
 
 
 def with_environment(launch: LaunchSection, environ: Mapping[str, str]) -> LaunchSection:
-    """`launch` with what the PET_* variables of a TrainJob say about nodes, ranks and the master; they win.
+    """`launch` with what the environment says about nodes, ranks and the master.
 
-    In a rank they have done their work already, and `launch` is returned as it is.
+    The PET_* variables of a TrainJob win over the configuration. WORLD_SIZE, MASTER_ADDR and MASTER_PORT without RANK,
+    as people export them for torchrun, count where the configuration says nothing. In a rank they have done their work
+    already, and `launch` is returned as it is.
     """
-    if all(name in environ for name in RANK_VARIABLES) or "PET_NNODES" not in environ:
+    if all(name in environ for name in RANK_VARIABLES):
         return launch
+    if "PET_NNODES" not in environ:
+        return _with_exported(launch, environ)
     update: dict[str, object] = {"nodes": _integer(environ, "PET_NNODES", 1)}
     if environ.get("PET_NPROC_PER_NODE", "auto") not in ("auto", "cpu", "gpu"):
         update["ranks"] = _integer(environ, "PET_NPROC_PER_NODE", 1)
@@ -58,23 +64,28 @@ def with_environment(launch: LaunchSection, environ: Mapping[str, str]) -> Launc
     return placed
 
 
-def local_ranks(launch: LaunchSection) -> int:
-    """Ranks of this machine: as given; else one a GPU; on CPU one."""
-    if launch.ranks != "auto":
-        return launch.ranks
-    # torch is slow to import: it is asked only where there is a GPU to ask about.
-    if launch.device == "cpu" or not any(Path("/dev").glob("nvidia[0-9]*")):
-        return 1
-    import torch
+def _with_exported(launch: LaunchSection, environ: Mapping[str, str]) -> LaunchSection:
+    update: dict[str, object] = {}
+    if "WORLD_SIZE" in environ and "RANK" not in environ and launch.ranks == "auto":
+        world_size = _integer(environ, "WORLD_SIZE", 1)
+        if world_size % launch.nodes:
+            raise UserError(f"WORLD_SIZE is {world_size}, which {launch.nodes} nodes cannot share: set launch.ranks")
+        update["ranks"] = world_size // launch.nodes
+    if "MASTER_ADDR" in environ and "master_address" not in launch.model_fields_set:
+        update["master_address"] = environ["MASTER_ADDR"]
+    if "MASTER_PORT" in environ and "master_port" not in launch.model_fields_set:
+        update["master_port"] = _integer(environ, "MASTER_PORT", 1)
+    return launch.model_copy(update=update)
 
-    return max(1, torch.cuda.device_count())
 
-
-def start_ranks(launch: LaunchSection, argv: list[str], log_directory: Path, grace_s: float) -> int:
+def start_ranks(
+    launch: LaunchSection, argv: list[str], log_directory: Path, grace_s: float, automatic: bool = False
+) -> int:
     """Run `python ARGV` as every local rank and wait for them; the exit code of this process.
 
     Rank 0 talks on this console, rank N into rank-N.log of `log_directory`. When a rank dies, all end and the one
-    that failed first is named in a line or two. 2: bad input; 128 + signal: this process was told to stop.
+    that failed first is named in a line or two. `automatic`: nobody asked for just so many ranks; several nodes then
+    agree on the smallest number among them. 2: bad input; 128 + signal: this process was told to stop.
     """
     # Read when torch is imported, here and in the ranks: a lost peer is reported once, by the lines below.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -99,16 +110,19 @@ def start_ranks(launch: LaunchSection, argv: list[str], log_directory: Path, gra
         backend, endpoint, address = "c10d", "127.0.0.1:0", "127.0.0.1"
     else:
         backend, endpoint, address = "static", f"{launch.master_address}:{launch.master_port}", None
-        print(f"aliquot: node {launch.node_rank} of {launch.nodes} meets the others at {endpoint}", file=sys.stderr)
+        from aliquot.machine.rendezvous import meet_nodes
+
+        _store, ranks = meet_nodes(launch, automatic)  # kept until this returns: on node 0 the ranks meet in it
+        launch = launch.model_copy(update={"ranks": ranks})
     config = LaunchConfig(
         min_nodes=launch.nodes,
         max_nodes=launch.nodes,
-        nproc_per_node=local_ranks(launch),
+        nproc_per_node=int(launch.ranks),
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # rank_start redirects; the elastic launcher writes nothing
         run_id="aliquot",
         rdzv_backend=backend,
         rdzv_endpoint=endpoint,
-        rdzv_configs={"rank": launch.node_rank, "timeout": _JOIN_TIMEOUT_S},
+        rdzv_configs={"rank": launch.node_rank, "timeout": math.ceil(launch.join_timeout_s)},
         local_addr=address,
         max_restarts=0,
         monitor_interval=0.05,
@@ -132,14 +146,14 @@ def start_ranks(launch: LaunchSection, argv: list[str], log_directory: Path, gra
     return 0
 
 
-def torchrun_advice(environ: Mapping[str, str], grace_s: float) -> str | None:
-    """What to tell a person whose torchrun would kill the ranks before they have saved; None elsewhere."""
+def torchrun_advice(environ: Mapping[str, str], grace_s: float) -> list[str]:
+    """What to tell a person whose torchrun would kill the ranks before they have saved; nothing elsewhere."""
     if "TORCHELASTIC_RUN_ID" not in environ or LOG_DIRECTORY in environ or grace_s + 10 <= _TORCHRUN_SHUTDOWN_S:
-        return None
+        return []
     wanted = math.ceil(grace_s) + 10
-    return (
+    return [
         f"on SIGTERM torchrun kills its ranks after {_TORCHRUN_SHUTDOWN_S} s: start it with --shutdown-timeout {wanted}"
-    )
+    ]
 
 
 def _integer(environ: Mapping[str, str], name: str, smallest: int) -> int:

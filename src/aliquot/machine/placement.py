@@ -1,4 +1,9 @@
-"""From the launch settings, the environment and the CPU: which rank this is, how many threads it has, which cores."""
+"""From the launch settings, the environment and the CPU: which rank this is, how many threads it has, which cores.
+
+How many ranks a machine has is decided before they start: see auto_ranks.py. Once they run, the rules are the same
+alone, under our launcher, under torchrun and in a TrainJob. A rank computes on physical cores only, one thread each,
+and never on two NUMA nodes where there are at least as many ranks as nodes.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,8 @@ from aliquot.machine.cpu import CpuFacts, format_cpu_list
 from aliquot.machine.rank_errors import LOG_DIRECTORY
 from aliquot.machine.topology import Topology
 
+_CORES = "physical cores"
+
 
 def place(
     launch: LaunchSection, environ: Mapping[str, str], cpu: CpuFacts, device: Literal["cpu", "cuda"]
@@ -19,8 +26,11 @@ def place(
 
     `cpu` must be read before any pinning. Without RANK in `environ` the process is alone: rank 0 of 1.
     """
-    rank, world_size = _number(environ, "RANK", 0), _number(environ, "WORLD_SIZE", 1)
-    local_rank, local_ranks = _number(environ, "LOCAL_RANK", 0), _number(environ, "LOCAL_WORLD_SIZE", world_size)
+    # WORLD_SIZE without RANK is what a person exports for torchrun: it says how many ranks to start, see launch.py.
+    alone = "RANK" not in environ
+    rank, world_size = _number(environ, "RANK", 0), 1 if alone else _number(environ, "WORLD_SIZE", 1)
+    local_rank = 0 if alone else _number(environ, "LOCAL_RANK", 0)
+    local_ranks = 1 if alone else _number(environ, "LOCAL_WORLD_SIZE", world_size)
     if rank >= world_size or local_rank >= local_ranks:
         raise UserError(
             f"the environment says rank {rank} of {world_size}, local rank {local_rank} of {local_ranks}: not possible"
@@ -49,28 +59,60 @@ def threads_per_rank(
     """Intra-op threads of each local rank, and where the number comes from."""
     if launch.threads_per_rank is not None:
         return launch.threads_per_rank, "launch.threads_per_rank"
-    if "OMP_NUM_THREADS" in environ and not _set_by_torchrun(environ, local_ranks):
+    # The same order as OpenMP and MKL have among themselves: MKL looks at OMP_NUM_THREADS where it has none of its own.
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        if name not in environ or (name == "OMP_NUM_THREADS" and _set_by_torchrun(environ, local_ranks)):
+            continue
         # OpenMP allows a list, one number a nesting level: the first is ours.
-        text = environ["OMP_NUM_THREADS"].split(",")[0].strip()
+        text = environ[name].split(",")[0].strip()
         if not text.isdecimal() or int(text) == 0:
-            raise UserError(f"the environment variable OMP_NUM_THREADS is {text!r}, a positive number is needed")
-        return int(text), "OMP_NUM_THREADS"
-    source = "cgroup CPU quota" if cpu.throttled else "physical cores"
-    return max(1, cpu.usable_cores // local_ranks), f"{source} / ranks"
+            raise UserError(f"the environment variable {name} is {text!r}, a positive number is needed")
+        return int(text), name
+    if cpu.throttled or len(cpu.cores) < local_ranks:
+        return max(1, cpu.usable_cores // local_ranks), f"{'cgroup CPU quota' if cpu.throttled else _CORES} / ranks"
+    return min(map(len, _divided(cpu, local_ranks))), f"{_CORES} / ranks"
 
 
 def core_sets(cpu: CpuFacts, local_ranks: int, threads: int) -> list[tuple[int, ...]]:
-    """Disjoint sets of logical CPUs, one a local rank and one CPU a physical core; all empty: do not pin.
+    """Sets of logical CPUs, one a local rank, as a rule disjoint and one CPU a physical core; all empty: do not pin.
 
     A rank alone needs no fence; more ranks or threads than cores must share them; and under a quota the cores are
-    also other containers', which would all crowd onto the first ones.
+    also other containers', which would all crowd onto the first ones. Where they are not pinned to cores of their
+    own, the ranks of a machine with several NUMA nodes are still kept to a node each, all CPUs of it.
     """
-    count = len(cpu.cores)
-    if local_ranks == 1 or count < local_ranks or threads > count // local_ranks or cpu.throttled:
+    if local_ranks == 1:
+        return [()]
+    shares = _ranks_of_nodes(cpu, local_ranks)
+    if not cpu.throttled and len(cpu.cores) >= local_ranks:
+        own = _divided(cpu, local_ranks)
+        if threads <= min(map(len, own)):
+            return own
+    if len(shares) == 1:
         return [()] * local_ranks
-    # Edges at i * count // ranks: with ranks a multiple of equal NUMA nodes no rank straddles two.
-    edges = [i * count // local_ranks for i in range(local_ranks + 1)]
-    return [tuple(core[0] for core in cpu.cores[edges[i] : edges[i + 1]]) for i in range(local_ranks)]
+    whole = [tuple(sorted(number for core in cores for number in core)) for cores in cpu.cores_by_node]
+    return [cpus for cpus, share in zip(whole, shares, strict=True) for _ in range(share)]
+
+
+def _divided(cpu: CpuFacts, local_ranks: int) -> list[tuple[int, ...]]:
+    """The first CPU of every physical core, divided among at most as many ranks as there are cores."""
+    shares = _ranks_of_nodes(cpu, local_ranks)
+    nodes = cpu.cores_by_node if len(shares) > 1 else [list(cpu.cores)]
+    sets = []
+    for cores, share in zip(nodes, shares, strict=True):
+        edges = [i * len(cores) // share for i in range(share + 1)]
+        sets += [tuple(core[0] for core in cores[edges[i] : edges[i + 1]]) for i in range(share)]
+    return sets
+
+
+def _ranks_of_nodes(cpu: CpuFacts, local_ranks: int) -> list[int]:
+    """How many ranks each NUMA node has, by its cores and at least one; a single number: too few ranks to divide."""
+    sizes = [len(cores) for cores in cpu.cores_by_node]
+    if local_ranks < len(sizes):
+        return [local_ranks]
+    shares = [1] * len(sizes)
+    for _ in range(local_ranks - len(sizes)):  # each further one to the node with the most cores for it
+        shares[max(range(len(sizes)), key=lambda node: sizes[node] / (shares[node] + 1))] += 1
+    return shares
 
 
 def _set_by_torchrun(environ: Mapping[str, str], local_ranks: int) -> bool:

@@ -14,9 +14,12 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not re-exported
 
 from aliquot.machine.allocator import tune
-from aliquot.machine.network import interface_towards
+from aliquot.machine.network import check_interface, interface_towards
+from aliquot.machine.numa_memory import bind_memory, prefer_node
+from aliquot.machine.rendezvous import meet_ranks
 from aliquot.machine.topology import Topology
 
 # Any value that json writes and reads back equal.
@@ -26,22 +29,26 @@ JSON = Any
 class Ranks:
     """This rank's membership in the default process group. Every method is a collective: all ranks call it."""
 
-    def __init__(self, topology: Topology, allowed_cores: frozenset[int]) -> None:
+    def __init__(self, topology: Topology, allowed_cores: frozenset[int], memory_bound: bool = False) -> None:
         self.topology = topology
         self.rank = topology.rank
         self.world_size = topology.world_size
+        self.memory_bound = memory_bound  # to the NUMA node of this rank's cores
         self.allowed_cores = allowed_cores  # before pinning: for helper processes that should use the whole machine
 
     @classmethod
-    def join(cls, topology: Topology, timeout_s: float) -> Self:
-        """Pin this process, size its thread pool and join the group; a world of one needs no environment.
+    def join(cls, topology: Topology, timeout_s: float, join_timeout_s: float = 900.0) -> Self:
+        """Pin this process and its memory, size its thread pool, join the group; a world of one needs no environment.
 
-        A collective that waits longer than `timeout_s` for a peer fails.
+        A collective that waits longer than `timeout_s` for a peer fails. Raises UserError, naming it, if another rank
+        has not come `join_timeout_s` from now.
         """
         tune()
         allowed_cores = frozenset(os.sched_getaffinity(0))
+        memory_bound = False
         if topology.cores:
             pin(topology.cores)
+            memory_bound = bind_memory(topology.cores)
         torch.set_num_threads(topology.threads)
         backend = "gloo"
         if topology.device == "cuda":
@@ -49,12 +56,15 @@ class Ranks:
             backend = "cpu:gloo,cuda:nccl"
         timeout = timedelta(seconds=timeout_s)
         if topology.world_size == 1:
-            store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not re-exported for type checkers
-            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         else:
             choose_interface(topology)
-            dist.init_process_group(backend, init_method="env://", timeout=timeout)
-        return cls(topology, allowed_cores)
+            check_interface()
+            store = meet_ranks(topology, os.environ, join_timeout_s)
+            dist.init_process_group(
+                backend, store=store, rank=topology.rank, world_size=topology.world_size, timeout=timeout
+            )
+        return cls(topology, allowed_cores, memory_bound)
 
     def barrier(self) -> None:
         # A gather, because nccl's barrier would occupy the GPU and this one has a CPU tensor whatever the device.
@@ -78,11 +88,15 @@ class Ranks:
     def unpinned(self) -> Iterator[None]:
         """For work that one rank does while the others wait: it and the processes it starts may use all cores."""
         pin(tuple(self.allowed_cores))
+        if self.memory_bound:
+            prefer_node(None)
         try:
             yield
         finally:
             if self.topology.cores:
                 pin(self.topology.cores)
+            if self.memory_bound:
+                bind_memory(self.topology.cores)
 
     def close(self) -> None:
         """Leave the group. Whatever was sharded over it must be out of use."""

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     RowBuffer = Callable[[int, int], Tensor]  # room for the gradient of rows [a, b)
     Publish = Callable[[], None]
 
-_LOGITS_BYTES = 256 << 20  # at most this much of them at once
-_SCRATCH_BYTES = 2 << 20  # fp32 rows that one pass over the logits works on: they stay in the cache
+LOGITS_BYTES = 256 << 20  # at most this much of them at once
+SCRATCH_BYTES = 2 << 20  # fp32 rows that one pass over the logits works on: they stay in the cache
 
 
 def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ def to_gradient_(logits: Tensor, labels: Tensor, scale: float, normalizers: Tens
     `normalizers` [N] is set to the log of the sum of the exponentials.
     """
     summed = torch.zeros((), device=logits.device)
-    count = max(1, _SCRATCH_BYTES // (4 * logits.shape[1])) if logits.device.type == "cpu" else len(logits)
+    count = max(1, SCRATCH_BYTES // (4 * logits.shape[1])) if logits.device.type == "cpu" else len(logits)
     for start in range(0, len(logits), max(1, count)):
         rows, wanted = logits[start : start + count], labels[start : start + count, None]
         values = rows.float()
@@ -136,14 +136,19 @@ def _columns(
     return values.to(hidden.dtype)
 
 
+def rows_at_once(vocabulary: int, itemsize: int) -> int:
+    """How many rows of logits live at once at most."""
+    return max(16, LOGITS_BYTES // (vocabulary * itemsize))
+
+
 def _row_chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[int, int]]:
     """At least one chunk, of no rows if there are none."""
-    count = max(16, _LOGITS_BYTES // (weight.shape[0] * weight.element_size()))
+    count = rows_at_once(weight.shape[0], weight.element_size())
     for start in range(0, max(1, len(hidden)), count):
         yield start, min(start + count, len(hidden))
 
 
 def _column_chunks(hidden: Tensor, weight: Tensor, whole: Tensor | None) -> Iterator[tuple[int, int]]:
-    count = weight.shape[0] if whole is not None else max(16, _LOGITS_BYTES // (4 * max(1, len(hidden))))
+    count = weight.shape[0] if whole is not None else max(16, LOGITS_BYTES // (4 * max(1, len(hidden))))
     for start in range(0, weight.shape[0], count):
         yield start, min(start + count, weight.shape[0])

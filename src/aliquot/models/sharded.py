@@ -50,10 +50,10 @@ def load_sharded(
     the model (all names listed), other placements, buffers that cannot be computed.
     """
     built = model if isinstance(model, nn.Module) else _build(model, mesh, dtype)
-    tied = _tied(built)
+    tied = tied_weights(built)
     device = _device(built, mesh)
     _materialise(built, device, dtype, tied)
-    ranks: Ranks = _Members(device) if dist.is_available() and dist.is_initialized() else Alone()
+    ranks: Ranks = Members(device) if dist.is_available() and dist.is_initialized() else Alone()
     aliases = {_plain(alias): _plain(name) for alias, name in tied.items()}
     load_weights(ShardedWeights(built), Path(directory), tensors_of(built), aliases, ranks, watch)
     return built
@@ -85,7 +85,7 @@ def tensors_of(model: nn.Module) -> list[tuple[str, Shape]]:
     return [(_plain(name), tuple(weight.shape)) for name, weight in model.named_parameters()]
 
 
-class _Members:
+class Members:
     """The ranks of the default process group, whatever its backend."""
 
     def __init__(self, device: torch.device) -> None:
@@ -117,7 +117,7 @@ def _build(config: PretrainedConfig, mesh: DeviceMesh | None, dtype: torch.dtype
     return model
 
 
-def _tied(model: nn.Module) -> dict[str, str]:
+def tied_weights(model: nn.Module) -> dict[str, str]:
     """Further name of a weight -> the first one."""
     first: dict[Tensor, str] = {}
     names = [(name, first.setdefault(weight, name)) for name, weight in model.named_parameters(remove_duplicate=False)]
@@ -133,7 +133,7 @@ def _device(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
 
 def _materialise(model: nn.Module, device: torch.device, dtype: torch.dtype | None, tied: dict[str, str]) -> None:
     """Give every meta tensor memory: parameters not yet filled, buffers with their values."""
-    _compute_buffers(model)
+    compute_buffers(model)
     buffers = {name: buffer.to(device, copy=True) for name, buffer in model.named_buffers()}
     model.to(dtype).to_empty(device=device)
     # Both changed the buffers too, and made a parameter of its own for every name.
@@ -142,7 +142,7 @@ def _materialise(model: nn.Module, device: torch.device, dtype: torch.dtype | No
         setattr(model.get_submodule(owner), attribute, tensor)
 
 
-def _compute_buffers(model: nn.Module) -> None:
+def compute_buffers(model: nn.Module) -> None:
     """Real values for buffers on the meta device, by the initialisation that transformers' models bring."""
     saved = model.state_dict().keys()
     owners = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 # What a run needs of a hub repository; never code, pickles or other frameworks' weights.
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+CONFIG_FILES = ["config.json"]
 
 
 @dataclass(frozen=True)
@@ -61,14 +63,14 @@ class ModelSource:
             )
 
 
-def resolve(section: ModelSection) -> ModelSource:
-    """Read the configuration that `model.path` or `model.config` names.
+def resolve(section: ModelSection, hub_files: Sequence[str] = HUB_FILES) -> ModelSource:
+    """Read the configuration that `model.path` or `model.config` names; `hub_files` are fetched for a hub id.
 
     Raises UserError when nothing is there, when it is not a causal language model of transformers, or when it is
     of a kind that aliquot does not train.
     """
     if section.path is not None:
-        directory = local_directory(section.path)
+        directory = local_directory(section.path, hub_files)
         file = directory / "config.json"
         config = _parse_config(_read_json(file, "model.path"), str(file))
         return ModelSource(config, directory, config.dtype)
@@ -79,7 +81,7 @@ def resolve(section: ModelSection) -> ModelSource:
     return ModelSource(_parse_config(section.config, "model.config"), None, None, frozenset(section.config))
 
 
-def local_directory(path: str) -> Path:
+def local_directory(path: str, hub_files: Sequence[str] = HUB_FILES) -> Path:
     """The directory at `path`, or the local snapshot of the hub repository of that name, downloaded if need be."""
     directory = Path(path).expanduser()
     if directory.is_dir():
@@ -90,7 +92,7 @@ def local_directory(path: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(path, allow_patterns=HUB_FILES))
+        return Path(snapshot_download(path, allow_patterns=list(hub_files)))
     # The hub client raises OSError for the network, its own HTTP errors (an OSError too) and ValueError for bad names.
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]

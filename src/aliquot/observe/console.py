@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
-from rich.text import Text
 
+from aliquot.observe.live import LiveView
 from aliquot.observe.text import duration, gib, rate
+
+_WORTH_BYTES = 10_000_000  # of traffic, to be shown
 
 
 class Display:
@@ -32,10 +34,14 @@ class Display:
         capable = self._console.is_terminal and not self._console.is_dumb_terminal
         self._is_live = kind in ("auto", "live") and capable and enabled
         self._bars = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), console=self._console
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[eta]}"),
+            console=self._console,
         )
         self._tasks: dict[str, TaskID] = {}
-        self._status = Text()
+        self._view = LiveView()
         self._live: Live | None = None
         self._shown: dict[str, int] = {}
 
@@ -53,15 +59,35 @@ class Display:
             self._console.print(renderable)
 
     def warning(self, text: str) -> None:
-        self._errors.print(f"warning: {text}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+        # A line beside a live view on the same terminal would tear it: it goes through the view's own console.
+        where = self._console if self._live is not None and self._errors.is_terminal else self._errors
+        where.print(f"warning: {text}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+    def training(self, limit_bytes: int | None) -> None:
+        """Steps begin; a rank may have so much memory, where that is known."""
+        self._view.limit_bytes = limit_bytes
+
+    def tick(self, done: int, total: int, eta_s: float | None, saving: int | None, slow: Sequence[int]) -> None:
+        """A step is done: `saving` the checkpoint of which step is under way, `slow` the ranks that hold others up."""
+        if self._is_live:
+            self._view.saving, self._view.slow = saving, slow
+            self._bar("training", done, total, f"ETA {duration(eta_s)}" if eta_s is not None else "")
+
+    def saved(self, step: int, seconds: float, stall_s: float) -> None:
+        """A checkpoint is complete."""
+        text = f"step {step} saved in {seconds:.1f} s, training stood still for {stall_s:.2f} s"
+        self._view.saved, self._view.saving = text, None
+        if not self._is_live:
+            self.line(f"checkpoint: {text}")
 
     def step(self, metrics: Mapping[str, Any], total_steps: int) -> None:
         """A logged step: `metrics` as written to metrics.jsonl; those that are missing are not shown."""
         if not self._is_live:
             self.line("  ".join([f"step {metrics['step']}/{total_steps}", *_readings(metrics)]))
             return
-        self._bar("training", metrics["step"], total_steps)
-        self._status.plain = "  ".join(_readings(metrics))
+        self._view.update(metrics)
+        eta_s = metrics.get("eta_s")
+        self._bar("training", metrics["step"], total_steps, f"ETA {duration(eta_s)}" if eta_s is not None else "")
 
     def progress(self, description: str, done: int, total: int) -> None:
         """Work other than training; plain output has a line a quarter."""
@@ -80,18 +106,18 @@ class Display:
             self._live.stop()
             self._live = None
 
-    def _bar(self, description: str, done: int, total: int) -> None:
+    def _bar(self, description: str, done: int, total: int, eta: str = "") -> None:
         if self._live is None:
-            self._live = Live(Group(self._bars, self._status), console=self._console, refresh_per_second=4)
+            self._live = Live(Group(self._bars, self._view), console=self._console, refresh_per_second=4)
             self._live.start()
         if description not in self._tasks:
-            self._tasks[description] = self._bars.add_task(description)
-        self._bars.update(self._tasks[description], completed=done, total=total)
+            self._tasks[description] = self._bars.add_task(description, eta="")
+        self._bars.update(self._tasks[description], completed=done, total=total, eta=eta)
 
 
 def _readings(metrics: Mapping[str, Any]) -> list[str]:
     """`loss 3.2100`, `MFU 45 %`, ...: those of the known metrics that are there."""
-    formats: dict[str, Callable[[Any], str]] = {
+    formats: dict[str, Callable[[Any], str | None]] = {
         "loss": lambda value: f"loss {value:.4f}",
         "learning_rate": lambda value: f"lr {value:.2e}",
         "grad_norm": lambda value: f"grad norm {value:.3f}",
@@ -99,6 +125,15 @@ def _readings(metrics: Mapping[str, Any]) -> list[str]:
         "flops_per_s": lambda value: rate(value, "FLOP/s"),
         "mfu": lambda value: f"MFU {100 * value:.0f} %",
         "memory_bytes": lambda value: f"memory {' | '.join(gib(size) for size in value)}",
+        "staged_bytes": lambda value: f"shared memory {value / 1e9:.2f} GB" if value >= _WORTH_BYTES else None,
+        "interface_bytes": _interfaces,
         "eta_s": lambda value: f"ETA {duration(value)}",
     }
-    return [show(metrics[name]) for name, show in formats.items() if metrics.get(name) is not None]
+    shown = (show(metrics[name]) for name, show in formats.items() if metrics.get(name) is not None)
+    return [text for text in shown if text is not None]
+
+
+def _interfaces(moved: Mapping[str, Mapping[str, int]]) -> str | None:
+    """`eth0 1.20 GB`: sent since the start, by the two interfaces that sent most."""
+    sent = sorted(((counts["sent"], name) for name, counts in moved.items()), reverse=True)
+    return "  ".join(f"{name} {count / 1e9:.2f} GB" for count, name in sent[:2] if count >= _WORTH_BYTES) or None

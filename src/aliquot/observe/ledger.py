@@ -11,10 +11,17 @@ from rich.table import Table
 
 from aliquot.machine.files import publish_text
 from aliquot.machine.memory import memory_use, peak_rss, reset_peak_rss
+from aliquot.machine.ranks import Ranks
 
 STEADY_PEAK = "steady peak"
 PHASES = (
     "process start",
+    # Only DeepSpeed tells what it builds.
+    "after load",
+    "after bf16 partitions",
+    "after fp32 master",
+    "after optimizer state",
+    "after ZeRO init",
     "model built",
     "weights loaded",
     "optimizer state",
@@ -24,7 +31,7 @@ PHASES = (
     STEADY_PEAK,
 )
 
-_SHORT = {"gradients": "grads", "activations": "activ."}  # the table fits 80 columns
+_SHORT = {"gradients": "grads", "activations": "activ.", "gathered": "gath."}  # the table fits 80 columns
 
 Row = dict[str, Any]
 
@@ -34,17 +41,19 @@ class Ledger:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
+        self.plan: Mapping[str, Any] = {}  # `peak_bytes`: phase -> the most that a rank was foreseen to hold
         self._rows: dict[str, Row] = {}
 
-    def mark(self, phase: str, accounted: Mapping[str, int]) -> None:
+    def mark(self, phase: str, accounted: Mapping[str, int]) -> bool:
         """`phase` ends now, with `accounted` bytes by category live. The peak is the one since the mark before.
 
-        The steady peak does not restart the peak, so that its last mark covers every step after the first.
+        The steady peak does not restart the peak, so that its last mark covers every step after the first. False: the
+        first mark stays.
         """
         if phase not in PHASES:
             raise ValueError(f"{phase!r} is not a phase of the ledger")
         if phase in self._rows and phase != STEADY_PEAK:
-            return
+            return False
         use = memory_use()
         self._rows[phase] = {
             "rank": self._rank,
@@ -58,29 +67,41 @@ class Ledger:
         }
         if phase != STEADY_PEAK:
             reset_peak_rss()  # where that is not permitted the peaks are those since the process began
+        return True
 
     def rows(self) -> list[Row]:
-        return list(self._rows.values())
+        planned = self.plan.get("peak_bytes", {})
+        return [row | {"planned_bytes": planned.get(phase)} for phase, row in self._rows.items()]
 
-
-def write(path: Path, rows: Sequence[Row], machine: Mapping[str, Any]) -> None:
-    """All ranks' rows as ledger.json."""
-    publish_text(path, json.dumps({"machine": dict(machine), "rows": list(rows)}, indent=1) + "\n")
+    def publish(self, path: Path, ranks: Ranks, about: Mapping[str, Any]) -> list[Row]:
+        """Write what all ranks have marked so far, the plan and what the run is made of; returns it. Collective."""
+        rows = [row for of_rank in ranks.gather(self.rows()) for row in of_rank]
+        if ranks.rank == 0:
+            publish_text(path, json.dumps({**about, "plan": self.plan, "rows": rows}, indent=1) + "\n")
+        return rows
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """A line a phase, each number the largest over the ranks; the peak is that of RSS, private and shared."""
-    categories = list(dict.fromkeys(category for row in rows for category in row["accounted_bytes"]))
+    """A line a phase, each number the largest over the ranks; the peak is that of RSS, private and shared.
+
+    The plan is of that peak, and its error is signed: positive where less was needed than planned.
+    """
+    found = (category for row in rows for category, size in row["accounted_bytes"].items() if size)
+    categories = list(dict.fromkeys(found))
     # No frame: with one, a terminal of 80 columns cuts the words.
     result = Table(title="memory in MiB, the largest over the ranks", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     result.add_column("phase", no_wrap=True)
-    for column in ("private", "shared", "peak", *categories):
+    for column in ("plan", "peak", "err. %", "private", "shared", *categories):
         result.add_column(_SHORT.get(column, column), justify="right", overflow="fold")
     for phase in PHASES:
         of_phase = [row for row in rows if row["phase"] == phase]
         if not of_phase:
             continue
-        measured = [max(row[f"{name}_bytes"] for row in of_phase) for name in ("private", "shared", "peak_rss")]
+        measured = [max(row[f"{name}_bytes"] for row in of_phase) for name in ("private", "shared")]
+        peak, planned = max(row["peak_rss_bytes"] for row in of_phase), of_phase[0].get("planned_bytes")
+        foreseen = ("", f"{peak / 2**20:,.0f}", "")
+        if planned:
+            foreseen = (f"{planned / 2**20:,.0f}", foreseen[1], f"{100 * (planned / peak - 1):+.1f}")
         accounted = [max(row["accounted_bytes"].get(category, 0) for row in of_phase) for category in categories]
-        result.add_row(phase, *(f"{size / 2**20:,.0f}" for size in (*measured, *accounted)))
+        result.add_row(phase, *foreseen, *(f"{size / 2**20:,.0f}" for size in (*measured, *accounted)))
     return result

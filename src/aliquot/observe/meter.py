@@ -6,6 +6,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Any
+
+from aliquot.machine.network import Traffic
 
 
 @dataclass(frozen=True)
@@ -30,10 +33,12 @@ class Meter:
         warmup_steps: int = 1,
         window_steps: int = 10,
         clock: Callable[[], float] = time.perf_counter,
+        traffic: Traffic | None = None,
     ) -> None:
         self._ceiling = ceiling_flops_per_s
         self._warmup_steps = warmup_steps
         self._clock = clock
+        self._traffic = traffic or Traffic()
         self._window: deque[tuple[float, int, int]] = deque(maxlen=window_steps)  # seconds, tokens, FLOP of a step
         self._total = (0.0, 0, 0)
         self._steps = 0
@@ -68,9 +73,9 @@ class Meter:
             return None
         return steps_left * sum(seconds for seconds, _, _ in self._window) / len(self._window)
 
-    def readings(self, steps_left: int) -> dict[str, float | None]:
-        """The recent pace as metrics."""
-        return {**asdict(self.recent()), "eta_s": self.eta_s(steps_left)}
+    def readings(self, steps_left: int) -> dict[str, Any]:
+        """The recent pace as metrics, and what has gone through this machine's network interfaces since the start."""
+        return {**asdict(self.recent()), "eta_s": self.eta_s(steps_left), **self._traffic.readings()}
 
     def _speed(self, total: tuple[float, int, int]) -> Speed:
         seconds, tokens, flops = total

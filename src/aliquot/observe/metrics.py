@@ -11,8 +11,8 @@ from typing import Any
 
 from aliquot.config.schema import ObserveSection
 from aliquot.machine.files import publish_text
-from aliquot.observe.kubeflow import KubeflowStatus, kubeflow_status
-from aliquot.observe.run_directory import RunDirectory
+from aliquot.observe.kubeflow import KubeflowStatus
+from aliquot.observe.prometheus import Exporter
 
 
 class MetricsFile:
@@ -57,14 +57,23 @@ class Curve:
     """All writers that the configuration asks for, on the rank that writes; elsewhere nothing."""
 
     def __init__(
-        self, directory: RunDirectory, observe: ObserveSection, resumed_step: int, total_steps: int, enabled: bool
+        self,
+        metrics: Path,
+        tensorboard: Path,
+        observe: ObserveSection,
+        resumed_step: int,
+        enabled: bool,
+        exporter: Exporter | None = None,
+        status: KubeflowStatus | None = None,
     ) -> None:
-        self._writers: list[MetricsFile | TensorBoard | KubeflowStatus] = []
+        self._writers: list[MetricsFile | TensorBoard | Exporter | KubeflowStatus] = []
         if enabled:
-            self._writers.append(MetricsFile(directory.metrics, resumed_step))
+            self._writers.append(MetricsFile(metrics, resumed_step))
         if enabled and observe.tensorboard:
-            self._writers.append(TensorBoard(directory.tensorboard, resumed_step))
-        if enabled and (status := kubeflow_status(total_steps)) is not None:
+            self._writers.append(TensorBoard(tensorboard, resumed_step))
+        if enabled and exporter is not None:
+            self._writers.append(exporter)
+        if enabled and status is not None:
             self._writers.append(status)
 
     def write(self, metrics: Mapping[str, Any]) -> None:

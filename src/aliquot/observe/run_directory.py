@@ -19,7 +19,7 @@ LOCK = ".lock"
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """runs/<name>: config.yaml, metrics.jsonl, ledger.json, tensorboard/, checkpoints/, export/, logs/."""
+    """runs/<name>: config.yaml, metrics.jsonl, events.jsonl, ledger.json, report.html, and directories."""
 
     path: Path
 
@@ -30,6 +30,18 @@ class RunDirectory:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def profile(self) -> Path:
+        return self.path / "profile"
 
     @property
     def ledger(self) -> Path:

@@ -10,7 +10,7 @@ def gib(size_bytes: float) -> str:
 
 def rate(per_second: float, unit: str) -> str:
     """`1.23 TFLOP/s` from FLOP/s and `FLOP/s`: three digits and a decimal prefix."""
-    for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
+    for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(per_second) >= size:
             return f"{per_second / size:.3g} {prefix}{unit}"
     return f"{per_second:.3g} {unit}"

@@ -42,7 +42,12 @@ class Pipeline:
         self._end_down_to(DEPTH - 1)
         index = self._pieces % DEPTH  # pieces end in order, so this one's last user has
         if not self._buffers[index].numel():
-            self._buffers[index] = torch.empty(PIECE_BYTES, dtype=torch.uint8)
+            # To and from a GPU only pinned memory goes at the full speed of the bus.
+            self._buffers[index] = torch.empty(
+                PIECE_BYTES,
+                dtype=torch.uint8,
+                pin_memory=torch.cuda.is_initialized(),  # type: ignore[no-untyped-call]
+            )
         return self._buffers[index]
 
     def add(self, work: Callable[[], None], end: Callable[[], None]) -> None:

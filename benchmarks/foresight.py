@@ -1,0 +1,214 @@
+"""What `aliquot plan` says before a run beside what the run then takes: memory, bytes on the wire, seconds a step.
+
+python benchmarks/foresight.py --json foresight.json [--only NAME,...] [--steps N] [--no-wire]
+
+Runs of 40 to 100 M parameters, a few steps each, in processes of their own: four families, one to four ranks, packed
+and padded, with and without activation checkpointing, exact and frugal states, both engines. Shapes marked `held out`
+were not looked at while the planner was written. Step times mean something after `aliquot plan --calibrate`, on a
+machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import yaml
+from benchmarks.report import Row, finish, target
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 12,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 32000,
+}  # fmt: skip
+QWEN3 = {
+    "model_type": "qwen3", "hidden_size": 640, "intermediate_size": 1920, "num_hidden_layers": 10, "head_dim": 64,
+    "num_attention_heads": 10, "num_key_value_heads": 5, "vocab_size": 16384, "tie_word_embeddings": True,
+}  # fmt: skip
+MISTRAL = {
+    "model_type": "mistral", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 14,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 24576, "sliding_window": 192,
+}  # fmt: skip
+QWEN2 = {
+    "model_type": "qwen2", "hidden_size": 384, "intermediate_size": 2048, "num_hidden_layers": 16,
+    "num_attention_heads": 6, "num_key_value_heads": 6, "vocab_size": 49152, "tie_word_embeddings": True,
+}  # fmt: skip
+WIDE = {
+    "model_type": "llama", "hidden_size": 1024, "intermediate_size": 2752, "num_hidden_layers": 5,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 20480,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    model: dict[str, Any]
+    ranks: int
+    engine: str
+    sequence_length: int = 512
+    micro: int = 2
+    train: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    held_out: bool = False
+
+
+LINES = {"document": "line"}
+CASES = (
+    Case("llama host 2", LLAMA, 2, "host"),
+    Case("llama fsdp 2", LLAMA, 2, "fsdp"),
+    Case("llama host 1 selective", LLAMA, 1, "host", train={"gradient_checkpointing": "selective"}),
+    Case("llama host 4 full", LLAMA, 4, "host", micro=4, train={"gradient_checkpointing": "full"}),
+    Case("qwen3 host 2 int8", QWEN3, 2, "host", train={"optimizer_states": "int8"}),
+    Case("qwen3 fsdp 2 full", QWEN3, 2, "fsdp", micro=4, train={"gradient_checkpointing": "full"}),
+    Case("qwen3 host 2 lines", QWEN3, 2, "host", data=LINES),
+    Case("qwen3 fsdp 1", QWEN3, 1, "fsdp", micro=1),
+    Case("mistral host 2 window", MISTRAL, 2, "host", 1024, 1, held_out=True),
+    Case("mistral fsdp 4 padded lines", MISTRAL, 4, "fsdp", data={**LINES, "packing": False}, held_out=True),
+    Case("qwen2 host 2 bf16 states", QWEN2, 2, "host", train={"optimizer_states": "bf16"}, held_out=True),
+    Case("qwen2 fsdp 2 selective", QWEN2, 2, "fsdp", train={"gradient_checkpointing": "selective"}, held_out=True),
+    Case("wide host 1 fp32", WIDE, 1, "host", micro=1, train={"precision": "fp32"}, held_out=True),
+    Case("wide fsdp 2", WIDE, 2, "fsdp", 1024, 2, held_out=True),
+)
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--json", type=Path)
+    arguments.add_argument("--only", help="names of cases, separated by commas")
+    arguments.add_argument("--steps", type=int, default=4)
+    arguments.add_argument("--no-wire", action="store_true")
+    given = arguments.parse_args()
+    chosen = [case for case in CASES if not given.only or case.name in given.only.split(",")]
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for case in chosen:
+            rows.append(measured(case, Path(scratch), given.steps))
+            print(rows[-1], flush=True)
+    wire_rows = [] if given.no_wire else wire()
+    finish("plan and measurement", [*rows, *wire_rows], targets(rows, wire_rows), given.json)
+
+
+def measured(case: Case, scratch: Path, steps: int) -> Row:
+    directory = scratch / case.name.replace(" ", "-")
+    file = directory.with_suffix(".yaml")
+    file.write_text(yaml.safe_dump(config(case, directory, steps)))
+    ran = subprocess.run(
+        [sys.executable, "-m", "aliquot", "train", str(file)], capture_output=True, text=True, check=False
+    )
+    if ran.returncode != 0:
+        return {"case": case.name, "held_out": case.held_out, "failed": ran.stderr.strip().splitlines()[-1]}
+    ledger = json.loads((directory / "ledger.json").read_text())
+    plan, found = ledger["plan"], [row["peak_rss_bytes"] for row in ledger["rows"]]
+    planned = max(plan["peak_bytes"].values())
+    speeds = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    tokens_per_s = statistics.median(line["tokens_per_s"] for line in speeds[1:] if "tokens_per_s" in line)
+    shutil.rmtree(directory)
+    return {
+        "case": case.name,
+        "held_out": case.held_out,
+        "plan_mib": planned / 2**20,
+        "peak_mib": max(found) / 2**20,
+        "memory_error": planned / max(found) - 1,
+        "plan_tokens_per_s": plan["tokens_per_s"],
+        "tokens_per_s": tokens_per_s,
+        "time_error": tokens_per_s / plan["tokens_per_s"] - 1,
+        "rates": plan["rates"][:30],
+    }
+
+
+def config(case: Case, directory: Path, steps: int) -> dict[str, Any]:
+    model = {**case.model, "max_position_embeddings": 2048}
+    return {
+        "run": {"name": "foresight", "directory": str(directory)},
+        "model": {"config": model},
+        "data": {
+            "path": "stdlib",
+            "tokenizer_vocab_size": 8192,
+            "sequence_length": case.sequence_length,
+            "eval_fraction": 0.002,
+            **case.data,
+        },
+        "train": {
+            "max_steps": steps,
+            "gradient_accumulation_steps": 2,
+            "per_device_train_batch_size": case.micro,
+            **case.train,
+        },
+        "shard": {"engine": case.engine},
+        "launch": {"ranks": case.ranks, "device": "cpu", "threads_per_rank": max(1, _cores() // case.ranks)},
+        "observe": {"tensorboard": False, "console": "quiet"},
+        "checkpoint": {"export": False},
+    }
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def wire() -> list[Row]:
+    """Two hosts, one rank each, in network namespaces: benchmarks/wire.py counts, the planner says."""
+    from benchmarks import wire as counted
+    from benchmarks.layouts import LLAMA_125M, llama_config
+    from benchmarks.worlds import run_world
+    from tests.multinode.namespaces import INTERFACE, two_hosts, why_not
+
+    from aliquot.config.read import validate
+    from aliquot.plan.layout import Layout
+    from aliquot.plan.shapes import model_shape
+    from aliquot.plan.traffic import traffic
+
+    if why_not() is not None:
+        return [{"case": "wire", "failed": why_not()}]
+    rows: list[Row] = []
+    values = llama_config(LLAMA_125M).to_dict()
+    run = validate(
+        {
+            "model": {"config": values},
+            "data": {"path": "stdlib", "sequence_length": counted.WORK.tokens},
+            "train": {"gradient_accumulation_steps": counted.WORK.rows},
+        },
+        {},
+        "wire",
+    )
+    shape = model_shape(run)
+    for engine in ("host", "fsdp"):
+        with two_hosts() as hosts:
+            environ = {"MASTER_ADDR": hosts[0].address, "GLOO_SOCKET_IFNAME": INTERFACE}
+            prefixes = [host.command() for host in hosts]
+            script = str(Path(counted.__file__))
+            sent = run_world(script, 2, engine, INTERFACE, environ=environ, prefixes=prefixes)
+        planned = traffic(run, engine, shape, Layout(2, 1, 1, "cpu"), counted.WORK.rows).wire_bytes / 1e6
+        found = counted.mb(sent, on_one=False)
+        error = None if found is None else planned / found - 1
+        rows.append({"case": f"wire {engine}, 2 hosts", "plan_mb": planned, "wire_mb": found, "wire_error": error})
+        print(rows[-1], flush=True)
+    return rows
+
+
+def targets(rows: list[Row], wire_rows: list[Row]) -> list[dict[str, Any]]:
+    def errors(key: str, of: list[Row]) -> list[float]:
+        return [abs(row[key]) for row in of if row.get(key) is not None]
+
+    memory, held = errors("memory_error", rows), errors("memory_error", [row for row in rows if row["held_out"]])
+    time, traffic_ = errors("time_error", rows), errors("wire_error", wire_rows)
+    return [
+        target("memory_median_error", statistics.median(memory) if memory else None, 0.05, "lower"),
+        target("memory_worst_error", max(memory, default=None), 0.08, "lower"),
+        target("memory_worst_error_held_out", max(held, default=None), 0.08, "lower"),
+        target("wire_worst_error", max(traffic_, default=None), 0.02, "lower"),
+        target("time_median_error", statistics.median(time) if time else None, 0.10, "lower"),
+    ]
+
+
+if __name__ == "__main__":
+    main()

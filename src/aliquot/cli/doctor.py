@@ -1,0 +1,36 @@
+"""aliquot doctor: is this machine fit for training, and what to change."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from aliquot.cli.errors import one_line_errors
+
+
+def command(
+    peers: Annotated[str, typer.Option(help="Other nodes, HOST or HOST:PORT, separated by commas.")] = "",
+    run_directory: Annotated[Path, typer.Option(help="Where runs will be written.")] = Path("runs"),
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Where nodes meet: launch.master_port.")] = 29500,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    """Examine this machine: each finding with what it means for training and its fix. Exit code 1 on a problem."""
+    with one_line_errors(debug):
+        from aliquot.doctor.examine import examine
+        from aliquot.doctor.finding import Subject
+
+        subject = Subject(run_directory=run_directory, peers=tuple(filter(None, peers.split(","))), port=port)
+        findings = []
+        for finding in examine(subject):
+            findings.append(finding)
+            if not as_json:
+                print(finding.text(), flush=True)
+        if as_json:
+            print(json.dumps([asdict(finding) for finding in findings], indent=1))
+    if any(finding.level == "problem" for finding in findings):
+        raise typer.Exit(1)

@@ -1,0 +1,83 @@
+"""aliquot plan: what a run needs, how long it takes and what it costs, before it starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from aliquot.cli.errors import one_line_errors
+
+
+def command(
+    config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="A YAML run configuration.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="Replace single keys of it.")
+    ] = None,
+    instance: Annotated[str | None, typer.Option(help="An EC2 type, for example c7i.8xlarge.")] = None,
+    memory: Annotated[float | None, typer.Option(help="GiB of a machine that is not this one.")] = None,
+    cores: Annotated[int | None, typer.Option(min=1, help="Physical cores of it.")] = None,
+    network: Annotated[float | None, typer.Option(help="Gbit/s between machines.")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Machines; default: launch.nodes.")] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Default: launch.ranks.")] = None,
+    document_tokens: Annotated[
+        int | None, typer.Option(min=2, help="Mean length of a document. Default: as long as a sequence.")
+    ] = None,
+    optimize: Annotated[Literal["time", "cost"] | None, typer.Option(help="Other settings, the best first.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    picture: Annotated[Path | None, typer.Option(help="Write memory over the phases as SVG.")] = None,
+    calibrate: Annotated[bool, typer.Option("--calibrate", help="Measure this machine for later plans.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    """Say whether a run fits, where each byte goes, how long it takes and what it costs; loads no weights.
+
+    Exit code 0: it fits; 1: it does not.
+    """
+    import json
+    import sys
+
+    with one_line_errors(debug):
+        from rich.console import Console
+
+        from aliquot.config.read import read_config
+        from aliquot.config.workload import Workload
+        from aliquot.errors import UserError
+        from aliquot.plan import fit, report, search
+        from aliquot.plan.machine import chosen
+        from aliquot.plan.picture import svg
+        from aliquot.plan.planner import Planner
+        from aliquot.plan.shapes import model_shape
+
+        if calibrate:
+            from aliquot.plan.calibrate import calibrate as measure
+
+            print(f"measured this machine: {measure()}", file=sys.stderr)
+            if config is None:
+                raise typer.Exit(0)
+        if config is None:
+            raise UserError("give a run configuration to plan, or --calibrate")
+        settings = read_config(config, overrides or [])
+        machine = chosen(instance, memory, cores, network)
+        workload = Workload.assumed(settings, document_tokens)
+        planner = Planner(model_shape(settings), machine)
+        layout = machine.layout(settings, nodes, ranks_per_node)
+        plan = planner.plan(settings, layout, workload)
+        problems = fit.problems(plan, machine)
+        advice = search.remedies(planner, settings, layout, workload) if problems else None
+        better = search.best(planner, settings, layout, workload, optimize) if optimize is not None else []
+        if as_json:
+            alternatives = [{"set": each.lines, **each.plan.as_json()} for each in better]
+            told = {"problems": problems, "advice": advice, "alternatives": alternatives}
+            print(json.dumps({**plan.as_json(), **told}, indent=1))
+        else:
+            console = Console(soft_wrap=True, highlight=False)
+            console.print(report.summary(plan, problems, workload.source))
+            if advice is not None:
+                console.print(advice, markup=False)
+            if better:
+                console.print(report.alternatives(better, plan))
+        if picture is not None:
+            picture.write_text(svg(plan))
+            print(f"picture         {picture}", file=sys.stderr)
+    raise typer.Exit(1 if problems else 0)

@@ -1,0 +1,27 @@
+"""aliquot report: a page of one run, or of several side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from aliquot.cli.errors import one_line_errors
+
+
+def command(
+    run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Run directories, runs/NAME.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Where to write. Default: RUN_DIR/report.html; of several runs, ./comparison.html."),
+    ] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    """Make one self-contained HTML page of a run, be it complete, still going or killed, or of several side by side."""
+    with one_line_errors(debug):
+        from aliquot.observe.report.page import write_report
+
+        page = out or (run_dirs[0] / "report.html" if len(run_dirs) == 1 else Path("comparison.html"))
+        write_report(run_dirs, page)
+    print(page)

@@ -1,0 +1,248 @@
+"""A DeepSpeed JSON as part of the run config: its values fill the keys that are silent, contradictions are errors."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from aliquot.config.deepspeed_keys import RULES, Rule, rule_of
+from aliquot.errors import UserError
+
+if TYPE_CHECKING:
+    from aliquot.config.schema import RunConfig
+
+AUTO = "auto"
+_SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+_SIZES = ("global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
+_HERE = ("shard", "deepspeed_config")
+
+Locations = dict[tuple[str, ...], str]
+
+
+def fill(values: dict[str, Any], locations: Locations) -> None:
+    """Put the JSON that `shard.deepspeed_config` names (or is) in place of its name and its values where they belong.
+
+    `locations` tells of each key where it was written, and is told of the new ones. Raises UserError for a file that
+    cannot be read, unknown and rejected keys, and values that contradict the run config, naming both places.
+    """
+    given = (values.get("shard") or {}).get("deepspeed_config")
+    if given is None:
+        return
+    if isinstance(given, str):
+        found = _read(Path(given), locations)
+        values["shard"]["deepspeed_config"] = found
+    elif isinstance(given, dict):
+        found = given
+    else:
+        raise UserError(f"{locations.get(_HERE, '')}: shard.deepspeed_config is the path of a DeepSpeed JSON")
+    _check(found, locations)
+    train = values.get("train")
+    if train is None:
+        train = values["train"] = {}
+    filled = {}
+    for path, value in _meant(found):
+        section, _, key = path[1].partition(".")
+        where = _place(path[0], locations)
+        earlier = locations.get((section, key)) if key in train else None
+        if earlier is None and key in train:
+            earlier = "the run config"
+        if earlier is not None and train[key] != value:
+            raise UserError(
+                f"{where}: {path[0]} is {value!r}, but {section}.{key} is {train[key]!r} at {earlier}: leave one out"
+            )
+        if earlier is None:
+            train[key] = value
+            locations[section, key] = where
+            filled[key] = path[0]
+    _two_of_three(train, filled, found, locations)
+
+
+def settings(config: RunConfig, world_size: int, hidden_size: int) -> tuple[dict[str, Any], list[str]]:
+    """What DeepSpeed is given, complete, and lines that say what became of the user's keys.
+
+    Raises UserError where the batch of the JSON does not multiply out at `world_size`.
+    """
+    given = deepcopy(config.shard.deepspeed_config) or {}
+    _check_batch(given, config, world_size)
+    zero = {**given.get("zero_optimization", {}), "stage": 3}
+    automatic = {
+        "reduce_bucket_size": hidden_size * hidden_size,
+        "stage3_prefetch_bucket_size": int(0.9 * hidden_size * hidden_size),
+        "stage3_param_persistence_threshold": 10 * hidden_size,
+    }
+    for key, value in automatic.items():
+        if zero.get(key) == AUTO:
+            zero[key] = value
+    result = {key: value for key, value in given.items() if _kind(key) == "honoured"}
+    for key in ("optimizer", "scheduler"):
+        result.pop(key, None)
+    for section in ("offload_optimizer", "offload_param"):
+        if section in zero:
+            zero[section] = {key: value for key, value in zero[section].items() if key != "nvme_path"}
+    if config.shard.offload == "cpu":
+        zero.setdefault("offload_optimizer", {"device": "cpu"})
+        zero.setdefault("offload_param", {"device": "cpu"})
+    result["zero_optimization"] = {k: v for k, v in zero.items() if _kind(f"zero_optimization.{k}") != "overridden"}
+    # One micro-batch of DeepSpeed is one of aliquot, whatever its size; the engine says which is the last of a step.
+    result |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "train_batch_size": world_size}
+    result["gradient_clipping"] = config.train.max_grad_norm
+    bf16 = {key: value for key, value in given.get("bf16", {}).items() if key != "immediate_grad_update"}
+    result["bf16"] = {**bf16, "enabled": config.train.precision == "bf16"}
+    result["steps_per_print"] = None
+    return result, _lines(given)
+
+
+def _lines(given: Mapping[str, Any]) -> list[str]:
+    leaves = [path for path, _ in _leaves(given)]
+    overridden = [(path, rule) for path in leaves if (rule := rule_of(path)) is not None and rule.kind == "overridden"]
+    if not leaves:
+        return []
+    lines = [f"DeepSpeed: {len(leaves) - len(overridden)} keys of its JSON honoured, {len(overridden)} overridden"]
+    return lines + [f"DeepSpeed: {path} is overridden: {rule.note}" for path, rule in overridden]
+
+
+def _kind(path: str) -> str:
+    rule = rule_of(path)
+    below = [RULES[key].kind for key in RULES if key.startswith(f"{path}.")]
+    return rule.kind if rule is not None else ("honoured" if "honoured" in below else "overridden")
+
+
+def _read(path: Path, locations: Locations) -> dict[str, Any]:
+    where = locations.get(_HERE, "shard.deepspeed_config")
+    try:
+        text = path.read_text()
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"not valid JSON: {error.msg}", f"{path}:{error.lineno}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise UserError(f"{where}: cannot read {path}: {reason}") from None
+    if not isinstance(found, dict):
+        raise UserError("a DeepSpeed config is an object of settings", str(path))
+    try:
+        _locate(yaml.compose(text), _HERE, str(path), locations)
+    except yaml.YAMLError:  # tabs: errors then name the file without a line
+        locations[_HERE] = str(path)
+    return found
+
+
+def _locate(node: Any, keys: tuple[str, ...], name: str, locations: Locations) -> None:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            path = (*keys, str(key.value))
+            locations[path] = f"{name}:{key.start_mark.line + 1}"
+            _locate(value, path, name, locations)
+
+
+def _place(path: str, locations: Locations) -> str:
+    return locations.get((*_HERE, *path.split(".")), locations.get(_HERE, "shard.deepspeed_config"))
+
+
+def _leaves(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        path = f"{above}{key}"
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{path}.")
+        else:
+            yield path, value
+
+
+def _check(found: Mapping[str, Any], locations: Locations) -> None:
+    for path, value in _leaves(found):
+        rule = rule_of(path)
+        section = path.rpartition(".")[0]
+        if rule is None and not any(key.startswith(f"{path}.") for key in RULES):
+            near = difflib.get_close_matches(path, sorted(RULES), 1, 0.6)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UserError(f"{_place(path, locations)}: {path} is no key of DeepSpeed that aliquot knows{hint}")
+        if rule is not None and rule.kind == "rejected" and not _harmless(rule, path, value, found):
+            raise UserError(f"{_place(path, locations)}: {path} is {value!r}: {rule.note}")
+        if section.endswith(("offload_optimizer", "offload_param")) and path.endswith(".device") and value == "nvme":
+            _reject_nvme(found, section, _place(path, locations))
+    kind = found.get("optimizer", {}).get("type", "AdamW")
+    if str(kind).lower() not in ("adam", "adamw"):
+        raise UserError(f"{_place('optimizer.type', locations)}: optimizer.type is {kind!r}: only Adam and AdamW")
+    _check_scheduler(found.get("scheduler", {}), locations)
+
+
+def _harmless(rule: Rule, path: str, value: object, found: Mapping[str, Any]) -> bool:
+    if path.count(".") == 1 and rule_of(path.partition(".")[0]) is rule:
+        section = found[path.partition(".")[0]]
+        return section.get("enabled") is False
+    return any(
+        value == harmless and isinstance(value, bool) == isinstance(harmless, bool) for harmless in rule.harmless
+    )
+
+
+def _reject_nvme(found: Mapping[str, Any], section: str, where: str) -> None:
+    path = found["zero_optimization"][section.rpartition(".")[2]].get("nvme_path")
+    if path is None or not Path(path).is_dir():
+        raise UserError(f"{where}: {section} is to NVMe, but its nvme_path {path!r} is no directory")
+    raise UserError(f"{where}: {section} to NVMe is not supported, since checkpoints read parts in memory: use cpu")
+
+
+def _check_scheduler(scheduler: Mapping[str, Any], locations: Locations) -> None:
+    if not scheduler:
+        return
+    kind, options = scheduler.get("type"), scheduler.get("params", {})
+    if kind not in _SCHEDULERS:
+        raise UserError(
+            f"{_place('scheduler.type', locations)}: scheduler.type is {kind!r}: one of {', '.join(_SCHEDULERS)}"
+        )
+    place = _place("scheduler", locations)
+    if options.get("warmup_num_steps", 1) != 0 and "warmup_type" not in options:
+        raise UserError(f'{place}: scheduler warms up along a logarithm by default: set "warmup_type": "linear"')
+    if kind == "WarmupCosineLR" and "cos_min_ratio" not in options:
+        raise UserError(f'{place}: scheduler ends above 0 by default: set "cos_min_ratio": 0')
+
+
+def _meant(found: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], Any]]:
+    """((key of the JSON, key of the run config), value) for everything that fills the run config; not "auto"."""
+    for path, value in _leaves(found):
+        rule = rule_of(path)
+        if value == AUTO or rule is None:
+            continue
+        if path == "optimizer.params.betas":
+            for index, key in enumerate(("train.adam_beta1", "train.adam_beta2")):
+                if value[index] != AUTO:
+                    yield (path, key), value[index]
+        elif path == "bf16.enabled":
+            yield (path, "train.precision"), "bf16" if value else "fp32"
+        elif path == "scheduler.type":
+            yield (path, "train.lr_scheduler_type"), _SCHEDULERS[value]
+        elif rule.fills is not None:
+            yield (path, rule.fills), value
+
+
+def _two_of_three(
+    train: dict[str, Any], filled: Mapping[str, str], found: Mapping[str, Any], locations: Locations
+) -> None:
+    """Two batch numbers fix the third. Where the JSON has all three its total is checked when the ranks are known."""
+    if not all(train.get(key) is not None for key in _SIZES):
+        return
+    if "global_batch_size" in filled and "train_batch_size" in found:
+        del train["global_batch_size"]
+        del locations["train", "global_batch_size"]
+        return
+    places = ", ".join(
+        f"train.{key} {train[key]} at {locations.get(('train', key), 'the run config')}" for key in _SIZES
+    )
+    raise UserError(f"{places}: two of them fix the third, leave one out")
+
+
+def _check_batch(given: Mapping[str, Any], config: RunConfig, world_size: int) -> None:
+    """DeepSpeed's own rule: train_batch_size = micro-batch x accumulation x ranks."""
+    total = given.get("train_batch_size", AUTO)
+    micro, steps = config.train.per_device_train_batch_size, config.train.gradient_accumulation_steps
+    if total == AUTO or steps is None or total == micro * steps * world_size:
+        return
+    raise UserError(
+        f"shard.deepspeed_config: train_batch_size is {total}, but train_micro_batch_size_per_gpu {micro} x"
+        f" gradient_accumulation_steps {steps} x {world_size} ranks is {micro * steps * world_size}"
+    )

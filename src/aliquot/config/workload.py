@@ -1,0 +1,56 @@
+"""What the data feed a model with: known once they are tokenised, assumed before. Plain numbers, without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Self
+
+from aliquot.config.schema import RunConfig
+
+Edges = tuple[int, ...]  # 0 = e0 < e1 < ... = the length of a sequence
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Counts are means over the data, per sequence."""
+
+    samples: tuple[Edges, ...]  # document edges of some sequences that follow each other, padded tails included
+    tokens: float  # real ones
+    predicted: float  # that have a label
+    sequences: int | None  # of one epoch; None: not known before the data are read
+    pieces: int  # of documents, of which the data's index is made; 0: not known
+    source: str  # where this comes from, for the reader
+
+    @classmethod
+    def assumed(cls, config: RunConfig, document_tokens: int | None = None) -> Self:
+        """Documents of `document_tokens`, or each as long as a sequence."""
+        length = config.data.sequence_length
+        each = min(document_tokens or length, length)
+        count = length // each if config.data.packing else 1
+        edges = tuple(each * number for number in range(count + 1))
+        said = f"documents of {each:,} tokens" + ("" if document_tokens else ", assumed: one a sequence")
+        return cls(
+            ((edges if edges[-1] == length else (*edges, length)),), count * each, count * (each - 1), None, 0, said
+        )
+
+    def heaviest(self, sequences: int) -> Edges:
+        """Edges of the row of so many sequences that costs most memory among the samples."""
+        samples = self.samples * -(-sequences // len(self.samples))
+        weights = [_weight(edges) for edges in samples]
+        starts = range(len(samples) - sequences + 1)
+        first = max(starts, key=lambda start: sum(weights[start : start + sequences]))
+        row, at = [0], 0
+        for edges in samples[first : first + sequences]:
+            row.extend(at + edge for edge in edges[1:])
+            at += edges[-1]
+        return tuple(row)
+
+
+def _weight(edges: Edges) -> int:
+    """How many attention probabilities are kept, about: models/tiles.py and tiled_attention.py."""
+    total = 0
+    for start, stop in pairwise(edges):
+        length = stop - start
+        total += length * max(64, length) if length <= 256 else 128 * sum(range(128, min(length, 512) + 1, 128))
+    return total

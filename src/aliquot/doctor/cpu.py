@@ -1,0 +1,173 @@
+"""The CPU: instructions, the kernels that really run, cores, threads, NUMA."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+
+from aliquot.config.schema import LaunchSection
+from aliquot.doctor.finding import Finding, Level, Subject
+from aliquot.errors import UserError
+from aliquot.machine.auto_ranks import most_cpu_ranks
+from aliquot.machine.cgroup import read
+from aliquot.machine.cpu import format_cpu_list, numa_nodes, parse_cpu_list, siblings
+from aliquot.machine.memory import memory_limit
+from aliquot.machine.numa_memory import has_policy, prefer_node
+from aliquot.machine.placement import core_sets, threads_per_rank
+
+_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
+
+
+def check_isa(subject: Subject) -> Finding:
+    """Which of the instructions that matter the CPU has."""
+    cpu, fp32 = subject.cpu, "set train.precision=fp32, or take a CPU with AVX-512 or AMX"
+    found = f"{cpu.model}: {', '.join(cpu.isa) or 'none of AMX, AVX-512, AVX2'}"
+    if "amx_bf16" in cpu.isa or "avx512_bf16" in cpu.isa:
+        return Finding("isa", "instructions", "ok", found, "bf16 products have instructions of their own")
+    if "avx512f" in cpu.isa or "avx2" in cpu.isa:
+        meaning = "no bf16 instructions: bf16 products are converted to fp32 and are slower than fp32"
+        return Finding("isa", "instructions", "warning", found, meaning, fp32)
+    if platform.machine() == "aarch64":
+        return Finding("isa", "instructions", "ok", cpu.model, "an ARM CPU: see `kernels` for what really runs")
+    return Finding("isa", "instructions", "problem", found, "torch has no fast kernels for this CPU", fp32)
+
+
+def check_amx(subject: Subject) -> Finding:
+    """Whether the kernel lets this process use AMX's tiles, which a CPU flag alone does not say."""
+    if "amx_bf16" not in subject.cpu.isa:
+        return Finding("amx", "AMX permission", "ok", "no AMX on this CPU", "nothing to permit")
+    refused = request_amx()
+    if refused is None:
+        return Finding(
+            "amx", "AMX permission", "ok", "granted", "bf16 products run in AMX tiles, several times AVX-512"
+        )
+    return Finding(
+        "amx",
+        "AMX permission",
+        "problem",
+        f"the CPU has AMX, the kernel refuses it: {refused}",
+        "oneDNN falls back to AVX-512, several times slower",
+        "Linux 5.16 or newer, and no sandbox (gVisor, old seccomp profiles) that hides arch_prctl",
+    )
+
+
+def request_amx() -> str | None:
+    """Ask for AMX tile data as oneDNN does; None: granted, else the kernel's answer."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, ctypes.c_ulong(_XFEATURE_XTILEDATA)) == 0:
+        return None
+    return os.strerror(ctypes.get_errno())
+
+
+def check_kernels(subject: Subject) -> Finding:
+    """What oneDNN reports of a bf16 product, against what the CPU could do."""
+    from aliquot.machine.kernels import matmul_kernel
+
+    kernel, isa = matmul_kernel("bf16"), subject.cpu.isa
+    found = f"bf16 {kernel}, fp32 {matmul_kernel('fp32')}"
+    wanted = "amx" if "amx_bf16" in isa else "avx512_core_bf16" if "avx512_bf16" in isa else None
+    if wanted is None or wanted in kernel or "amx" in kernel:
+        meaning = "products run on the best kernel that this CPU has" if wanted else "products run on what there is"
+        return Finding("kernels", "matmul kernels", "ok", found, meaning)
+    limit = subject.environ.get("ONEDNN_MAX_CPU_ISA")
+    fix = (
+        "unset ONEDNN_MAX_CPU_ISA"
+        if limit
+        else "install the torch of `pip install torch`; see `amx` for its permission"
+    )
+    found += f" (ONEDNN_MAX_CPU_ISA={limit})" if limit else ""
+    return Finding("kernels", "matmul kernels", "warning", found, f"the CPU has {wanted}, and it is not used", fix)
+
+
+def check_cores(subject: Subject) -> Finding:
+    """Cores after affinity (taskset, a cpuset) and the control group's quota."""
+    cpu = subject.cpu
+    online = len(parse_cpu_list(read(subject.root / "sys/devices/system/cpu/online") or "")) or (os.cpu_count() or 1)
+    allowed = sum(map(len, cpu.cores))
+    quota = "no CPU quota" if cpu.quota is None else f"a quota of {cpu.quota:g} CPUs"
+    found = f"{len(cpu.cores)} physical cores, {allowed} of {online} logical CPUs allowed, {quota}"
+    level: Level = "ok"
+    meaning, fix = f"{cpu.usable_cores} threads can compute at once", ""
+    if cpu.quota is not None and cpu.quota < 1:
+        level, meaning = "problem", "less than one CPU: training stalls most of the time"
+        fix = "raise the container's CPU limit"
+    elif allowed < online:
+        level, meaning = "warning", f"{online - allowed} CPUs are kept from this process; {meaning}"
+        fix = "start it without taskset, or widen the cpuset, unless that is meant"
+    elif cpu.throttled and cpu.quota is not None:
+        level, meaning = "warning", f"{meaning}, and ranks are not pinned: the cores are also other containers'"
+        fix = "a whole number of CPUs, request = limit, and the kubelet's static CPU manager; or a node of its own"
+    return Finding("cores", "cores", level, found, meaning, fix)
+
+
+def check_smt(subject: Subject) -> Finding:
+    """Whether two logical CPUs share a core."""
+    cores = {siblings(cpu, subject.root) for cpu in subject.allowed}
+    threads = max(len(core) for core in cores)
+    found = f"{threads} hardware thread{'s' if threads > 1 else ''} a core"
+    if threads == 1:
+        return Finding("smt", "SMT", "ok", found, "every logical CPU is a core of its own")
+    halves = sum(1 for core in cores if not core <= subject.allowed)
+    if halves:
+        meaning = f"{halves} of {len(cores)} cores are shared: the other half may be somebody else's, at half the speed"
+        fix = "give whole cores (the kubelet's full-pcpus-only), or an even number of CPUs with their siblings"
+        return Finding("smt", "SMT", "warning", found, meaning, fix)
+    return Finding("smt", "SMT", "ok", found, "a matmul fills a core: ranks take one thread of each")
+
+
+def check_numa(subject: Subject) -> Finding:
+    """NUMA nodes, and whether memory can be kept on one."""
+    nodes = sorted(set(numa_nodes(subject.root).get(cpu, 0) for cpu in subject.allowed))
+    if len(nodes) == 1:
+        return Finding("numa", "NUMA", "ok", "one NUMA node", "all memory is equally near")
+    found = f"{len(nodes)} NUMA nodes with {', '.join(str(len(cores)) for cores in subject.cpu.cores_by_node)} cores"
+    meaning = "a rank stays on one node, with one copy of the weights on each; ranks: auto starts at least one a node"
+    if has_policy():
+        found += ", a memory policy is set (numactl?)"
+        return Finding("numa", "NUMA", "ok", found, "it stands: ranks do not choose where their memory lies")
+    if not prefer_node(nodes[0]):
+        fix = "allow set_mempolicy (CAP_SYS_NICE, or a seccomp profile with it)"
+        meaning = "memory is near only as long as a node has any: the kernel does not let a process keep to one"
+        return Finding("numa", "NUMA", "warning", found, meaning, fix)
+    prefer_node(None)
+    return Finding("numa", "NUMA", "ok", found, meaning)
+
+
+def check_threads(subject: Subject) -> Finding:
+    """Threads of a rank by the environment, against the cores."""
+    cpu = subject.cpu
+    ranks, _ = most_cpu_ranks(cpu, memory_limit(subject.root))
+    try:
+        threads, source = threads_per_rank(LaunchSection(), subject.environ, cpu, ranks)
+    except UserError as error:
+        return Finding("threads", "threads", "problem", str(error), "no run starts", "correct or unset it")
+    found = f"{ranks} x {threads} threads for {cpu.usable_cores} cores, from {source}"
+    used, fix = ranks * threads, f"unset {source}: threads are chosen to fill the cores"
+    if source.endswith("_THREADS") and threads < cpu.usable_cores and (threads == 1 or used < cpu.usable_cores):
+        meaning = f"{source}={threads}: a rank computes on {threads} of {cpu.usable_cores} cores, however few ranks"
+        return Finding("threads", "threads", "warning", found, meaning, fix)
+    if used > cpu.usable_cores:
+        meaning = "threads take turns on a core, and wait for each other at the end of every operation"
+        return Finding("threads", "threads", "warning", found, meaning, fix)
+    return Finding("threads", "threads", "ok", found, "what `launch.ranks: auto` starts where there is work for all")
+
+
+def check_pinning(subject: Subject) -> Finding:
+    """Whether ranks can have cores of their own."""
+    cpu = subject.cpu
+    ranks, _ = most_cpu_ranks(cpu, memory_limit(subject.root))
+    try:
+        os.sched_setaffinity(0, os.sched_getaffinity(0))
+    except OSError as error:
+        fix = "allow sched_setaffinity in the sandbox"
+        return Finding("pinning", "pinning", "warning", f"refused: {error.strerror}", "ranks wander over cores", fix)
+    sets = core_sets(cpu, ranks, max(1, cpu.usable_cores // ranks))
+    if ranks == 1:
+        return Finding("pinning", "pinning", "ok", "one rank: no fence needed", "it may use every core")
+    if not sets[0]:
+        found, meaning = "not possible under a CPU quota", "ranks may meet on a core: a few percent, and uneven steps"
+        fix = "a whole number of CPUs, request = limit, and the kubelet's static CPU manager"
+        return Finding("pinning", "pinning", "warning", found, meaning, fix)
+    found = " | ".join(format_cpu_list(own) for own in sets)
+    return Finding("pinning", "pinning", "ok", f"cores {found}", "each rank keeps its cores and their caches")

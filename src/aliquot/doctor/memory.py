@@ -1,0 +1,135 @@
+"""Memory and limits: what the container may have, huge pages, the allocator, /dev/shm, descriptors, locked memory."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+
+from aliquot.doctor.finding import Finding, Subject
+from aliquot.machine import allocator
+from aliquot.machine.cgroup import groups, read
+from aliquot.machine.memory import memory_limit
+
+_LEAST_BYTES, _GOOD_BYTES = 2 << 30, 6 << 30
+_SHM_BYTES = 1 << 30
+
+
+def check_memory(subject: Subject) -> Finding:
+    """The limit that ends the process, and what is left of it."""
+    limit, left = memory_limit(subject.root), _available(subject)
+    by = "RAM" if limit == _total(subject) else "a control group"
+    found = f"{_gib(limit)} by {by}, {_gib(left)} of it free"
+    fix = "raise the container's memory limit, or end what holds memory"
+    if left < _LEAST_BYTES:
+        meaning = "too little for one rank: Python, torch and a small model take about 2 GiB"
+        return Finding("memory", "memory", "problem", found, meaning, fix)
+    if left < _GOOD_BYTES:
+        return Finding("memory", "memory", "warning", found, "enough for small models with few ranks only", fix)
+    return Finding("memory", "memory", "ok", found, "16 bytes a parameter over all ranks, and activations, must fit")
+
+
+def _available(subject: Subject) -> int:
+    """Bytes that can still be taken: of RAM, and of each control group's limit."""
+    free = [_meminfo(subject, "MemAvailable")]
+    for group in groups("memory", subject.root):
+        for limit_name, use_name in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            limit, use = read(group / limit_name), read(group / use_name)
+            if limit not in (None, "max") and use is not None:
+                # What the page cache holds is given back when it is needed.
+                cache = re.search(r"^(?:total_)?inactive_file (\d+)", read(group / "memory.stat") or "", re.MULTILINE)
+                free.append(int(limit or 0) - int(use) + (int(cache[1]) if cache else 0))
+    return max(0, min(free))
+
+
+def _total(subject: Subject) -> int:
+    return _meminfo(subject, "MemTotal")
+
+
+def _meminfo(subject: Subject, name: str) -> int:
+    found = re.search(rf"^{name}:\s+(\d+) kB", read(subject.root / "proc/meminfo") or "", re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0
+
+
+def check_huge_pages(subject: Subject) -> Finding:
+    """Transparent huge pages, which spare page faults where tensors are fresh."""
+    text = read(subject.root / "sys/kernel/mm/transparent_hugepage/enabled")
+    setting = re.search(r"\[(\w+)\]", text or "")
+    found = setting[1] if setting else "not told by this kernel"
+    if found == "never":
+        fix = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled, on the node"
+        meaning = "large tensors are faulted in 4 KiB at a time: the first steps are slower, the others hardly"
+        return Finding("huge-pages", "transparent huge pages", "warning", found, meaning, fix)
+    return Finding("huge-pages", "transparent huge pages", "ok", found, "at most a few percent of a step either way")
+
+
+def check_allocator(subject: Subject) -> Finding:
+    """Whether an allocator that keeps freed memory is installed."""
+    environ = allocator.with_allocator(
+        {name: value for name, value in subject.environ.items() if name != allocator.VARIABLE}, subject.root
+    )
+    preloaded = environ.get("LD_PRELOAD", "")
+    fix = "apt-get install libtcmalloc-minimal4, or dnf install gperftools-libs"
+    meaning = (
+        "fresh pages cost a training step up to a fifth of its time; glibc is told to keep more, which helps partly"
+    )
+    if subject.environ.get(allocator.VARIABLE) == "none":
+        found = f"{allocator.VARIABLE}=none: left alone"
+        return Finding("allocator", "allocator", "warning", found, meaning, f"unset {allocator.VARIABLE}")
+    if not re.search("tcmalloc|jemalloc|mimalloc", preloaded):
+        return Finding("allocator", "allocator", "warning", "neither tcmalloc nor jemalloc is installed", meaning, fix)
+    return Finding(
+        "allocator", "allocator", "ok", f"ranks start with {preloaded}", "freed memory is kept for the next step"
+    )
+
+
+def check_shm(subject: Subject) -> Finding:
+    """/dev/shm, which in a pod is 64 MiB unless somebody mounted more."""
+    place = subject.root / "dev/shm"
+    needs = "aliquot's own ranks use anonymous shared memory and need none; DeepSpeed's and NCCL's do"
+    fix = "mount an emptyDir with medium: Memory at /dev/shm (it counts against the memory limit); docker: --shm-size"
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        return Finding("shm", "/dev/shm", "warning", "missing or not writable", needs, fix)
+    stat = os.statvfs(place)
+    total, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
+    found = f"{_gib(total)}, {_gib(free)} free"
+    if free < _SHM_BYTES:
+        return Finding("shm", "/dev/shm", "warning", found, needs, fix)
+    return Finding("shm", "/dev/shm", "ok", found, "enough for DeepSpeed and NCCL; aliquot's own ranks need none")
+
+
+def check_open_files(subject: Subject) -> Finding:
+    """File descriptors: sockets to every rank, checkpoint files, shared memory."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found, fix = f"{soft} open files (up to {hard})", "ulimit -n 65536; in a service: LimitNOFILE=65536"
+    if soft < 256:
+        meaning = (
+            "a rank holds a socket to every other and a file a checkpoint shard: it fails while it starts or saves"
+        )
+        return Finding("open-files", "open files", "problem", found, meaning, fix)
+    if soft < 1024:
+        meaning = "enough for one machine; every rank of other nodes and every shard of a checkpoint takes more"
+        return Finding("open-files", "open files", "warning", found, meaning, fix)
+    return Finding("open-files", "open files", "ok", found, "enough for sockets and checkpoint files")
+
+
+def check_locked_memory(subject: Subject) -> Finding:
+    """Memory that may be locked, which network cards with RDMA need."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    unlimited = soft == resource.RLIM_INFINITY
+    found = "unlimited" if unlimited else f"{soft / 2**20:g} MiB"
+    rdma = any((subject.root / "sys/class/infiniband").glob("*"))
+    if rdma and not unlimited:
+        meaning, fix = (
+            "EFA and InfiniBand register memory and fail without",
+            "ulimit -l unlimited; LimitMEMLOCK=infinity",
+        )
+        return Finding("locked-memory", "locked memory", "problem", found, meaning, fix)
+    return Finding("locked-memory", "locked memory", "ok", found, "used by RDMA" if rdma else "only RDMA needs any")
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.2f} GiB"

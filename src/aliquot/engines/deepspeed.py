@@ -1,0 +1,268 @@
+"""The deepspeed engine: DeepSpeed ZeRO-3 with the user's own JSON, for people who have one and to compare with.
+
+DeepSpeed holds bf16 partitions, fp32 masters, moments and gradients, gathers and reduces as its settings say; data,
+batches, schedule, checkpoints and export are aliquot's. Its partition of a tensor is a flat range: a part.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Self, cast
+
+import torch
+from torch import nn
+
+from aliquot.engines import checkpointing
+from aliquot.engines.base import Counters, EngineSpec, StepResult
+from aliquot.engines.compiling import compile_layers
+from aliquot.engines.deepspeed_adam import adamw, prepare_states, set_steps
+from aliquot.errors import TrainingError
+from aliquot.machine.ranks import gather
+from aliquot.machine.topology import Topology
+from aliquot.models import meta as meta_models
+from aliquot.models.attention import Documents
+from aliquot.models.batch import MicroBatch
+from aliquot.models.loss import head_loss
+from aliquot.models.zero3 import import_deepspeed, partition, partition_range
+from aliquot.ranges.parts import KINDS, Part
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# DeepSpeed's own words while it builds, and the phases of the ledger that they end: those of the seeds' table.
+_PHASES = {
+    "Before creating fp16 partitions": "after load",
+    "After creating fp16 partitions": "after bf16 partitions",
+    "After creating fp32 partitions": "after fp32 master",
+    "After initializing optimizer states": "after optimizer state",
+}
+
+
+@dataclass(frozen=True)
+class _Partition:
+    """This rank's range of one weight: `start` .. `stop` without the padding."""
+
+    name: str
+    parameter: Any
+    start: int
+    stop: int
+
+    def values(self, kind: str) -> Tensor:
+        """fp32, flat, where they lie: on the GPU, or in host memory where DeepSpeed offloads them."""
+        optimizer = self.parameter._z3_optimizer  # set on every parameter by DeepSpeed
+        group, offset, _ = optimizer.grad_position[optimizer.get_param_id(self.parameter)]
+        flat = optimizer.fp32_partitioned_groups_flat[group]
+        whole = flat if kind == "weight" else optimizer.optimizer.state[flat][kind]
+        values: Tensor = whole.detach()[offset : offset + self.stop - self.start]
+        return values
+
+
+class DeepspeedEngine:
+    """See engines/base.py for the contract of each method."""
+
+    def __init__(self, model: _Training, engine: Any, spec: EngineSpec, topology: Topology) -> None:
+        self._model = model
+        self._engine = engine
+        self._spec = spec
+        self._world_size = topology.world_size
+        self._device = torch.device(engine.device)
+        self._partitions = {
+            name: _Partition(name, weight, *partition_range(weight.ds_numel, topology.rank, topology.world_size))
+            for name, weight in cast("Any", model.model.named_parameters())
+        }
+        self._activations = checkpointing.SavedBytes(spec.gradient_checkpointing)
+        self._wire_bytes = 0
+
+    @classmethod
+    def build(cls, meta: nn.Module, spec: EngineSpec, topology: Topology) -> Self:
+        os.environ.setdefault("LOCAL_RANK", str(topology.local_rank))  # zero.Init wants it, alone too
+        os.environ.setdefault("DS_ACCELERATOR", topology.device)
+        deepspeed = import_deepspeed()
+        deepspeed.init_distributed("nccl" if topology.device == "cuda" else "gloo", verbose=False)
+        settings = dict(spec.deepspeed or {})
+        checkpointing.enable(meta, spec.gradient_checkpointing)
+        if spec.compile == "layers":
+            compile_layers(meta, topology.threads)
+        buffers = {name: buffer.clone() for name, buffer in meta.named_buffers()}
+        meta.to(torch.bfloat16 if spec.precision == "bf16" else torch.float32)
+        device = partition(meta, settings)
+        for name, buffer in buffers.items():  # their own dtype: `to` changed it
+            owner, _, attribute = name.rpartition(".")
+            setattr(meta.get_submodule(owner), attribute, buffer.to(device))
+        for weight in cast("Any", meta.parameters()):
+            weight.ds_tensor.zero_()  # there, as loaded weights would be, for the ledger's sake
+        training = _Training(meta, spec.fused_loss)
+        if spec.fused_loss:
+            deepspeed.zero.register_external_parameter(training, training.head.weight)
+        optimizer = adamw(list(meta.named_parameters()), spec, settings)
+        with _told(spec.building):
+            engine, *_ = deepspeed.initialize(model=training, optimizer=optimizer, config=settings)
+        spec.building("after ZeRO init")
+        prepare_states(engine.optimizer)
+        return cls(training, engine, spec, topology)
+
+    @property
+    def transport(self) -> str:
+        if self._world_size == 1:
+            return "one rank"
+        return "gloo" if self._device.type == "cpu" else "nccl"
+
+    def parts(self) -> Sequence[Part]:
+        return [
+            Part(own.name, tuple(own.parameter.ds_shape), kind, own.start, own.stop)
+            for kind in KINDS
+            for own in self._partitions.values()
+            if own.stop > own.start
+        ]
+
+    def read(self, part: Part, start: int, out: Tensor) -> None:
+        out.copy_(self._partitions[part.name].values(part.kind)[start - part.start :][: out.numel()])
+
+    def write(self, part: Part, start: int, values: Tensor) -> None:
+        own = self._partitions[part.name].values(part.kind)
+        own[start - part.start :][: values.numel()].copy_(values)
+
+    def view(self, part: Part) -> Tensor | None:
+        values = self._partitions[part.name].values(part.kind)
+        return values if values.device.type == "cpu" else None
+
+    def ready(self) -> None:
+        """The compute copy made from the masters; a check that gradients are averaged and the partitions gathered."""
+        for own in self._partitions.values():
+            own.parameter.ds_tensor[: own.stop - own.start].copy_(own.values("weight"))
+        first = next(iter(self._partitions.values()))
+        first.parameter.all_gather()
+        sums = gather(float(first.parameter.data.double().sum()))
+        first.parameter.partition()
+        if len(set(sums)) > 1:
+            raise TrainingError(f"{first.name} gathered by DeepSpeed differs among the ranks: {sums}")
+        self._model.eval()
+        if self._model.fused and not meta_models.losses_agree(self._model.model, self._loss):
+            self._model.fused = False
+
+    def restored(self, steps: int) -> None:
+        set_steps(self._engine.optimizer, steps)
+
+    def backward(self, batch: MicroBatch | None, scale: float, last: bool) -> Tensor:
+        self._engine.train()
+        self._engine.set_gradient_accumulation_boundary(last)
+        with self._activations.measure():
+            # DeepSpeed averages over the ranks; `scale` already divides by what the whole batch holds.
+            summed, scaled = self._loss(batch, scale * self._world_size)
+        self._spec.phase("forward")
+        self._engine.backward(scaled, scale_wrt_gas=False)
+        self._spec.phase("backward")
+        self._count_wire(gathers=2, reduces=1)
+        return summed
+
+    def evaluate(self, batch: MicroBatch | None) -> Tensor:
+        self._engine.eval()
+        self._count_wire(gathers=1, reduces=0)
+        with torch.no_grad():
+            return self._loss(batch, 1.0)[0]
+
+    def _loss(self, batch: MicroBatch | None, scale: float) -> tuple[Tensor, Tensor]:
+        """The summed loss, detached, and what backward() starts from."""
+        batch = MicroBatch.empty() if batch is None else batch
+        ids, positions, labels = (t.to(self._device) for t in (batch.input_ids, batch.position_ids, batch.labels))
+        result: tuple[Tensor, Tensor] = self._engine(ids, positions, labels, Documents(batch.edges), scale)
+        return result
+
+    def step(self, learning_rate: float, max_grad_norm: float | None) -> StepResult:
+        optimizer = self._engine.optimizer
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        optimizer.clip_grad = max_grad_norm or 0.0
+        self._engine.step()
+        return StepResult(float(self._engine.get_global_grad_norm()))
+
+    def counters(self) -> Counters:
+        optimizer = self._engine.optimizer
+        compute = sum(own.parameter.ds_tensor.nbytes for own in self._partitions.values())
+        masters = sum(flat.nbytes for flat in optimizer.fp32_partitioned_groups_flat)
+        aliased = self._spec.precision == "fp32" and not optimizer.offload_optimizer
+        gradients = optimizer.grad_partitions_flat_buffer.nbytes + sum(
+            flat.grad.nbytes for flat in optimizer.fp32_partitioned_groups_flat if flat.grad is not None
+        )
+        return Counters(
+            weights_bytes=masters if aliased else compute + masters,
+            gradients_bytes=gradients,
+            moments_bytes=2 * masters,
+            gathered_bytes=max((own.parameter.ds_numel for own in self._partitions.values()), default=0)
+            * self._compute_bytes,
+            activations_bytes=self._activations.peak_bytes,
+            wire_bytes=self._wire_bytes,
+        )
+
+    @property
+    def _compute_bytes(self) -> int:
+        return 2 if self._spec.precision == "bf16" else 4
+
+    def _count_wire(self, gathers: int, reduces: int) -> None:
+        """Bytes that this rank sends for whole-model collectives: (N - 1) / N of the model each."""
+        numel = sum(own.parameter.ds_numel for own in self._partitions.values())
+        share = (self._world_size - 1) / self._world_size
+        reduced_bytes = self._engine.communication_data_type.itemsize
+        self._wire_bytes += int(share * numel * (gathers * self._compute_bytes + reduces * reduced_bytes))
+
+    def generate(self, ids: Tensor, **options: object) -> Tensor:
+        self._engine.eval()
+        with torch.no_grad():
+            # All ranks must run the same number of forward passes: each gathers the layers with the others.
+            result: Tensor = self._model.model.generate(  # type: ignore[operator]
+                ids.to(self._device), synced_gpus=self._world_size > 1, **options
+            )
+        return result
+
+    def close(self) -> None:
+        self._partitions.clear()
+        self._engine.destroy()
+
+
+class _Training(nn.Module):
+    """The model and its loss as one module, whose forward DeepSpeed's hooks surround."""
+
+    def __init__(self, model: nn.Module, fused: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.fused = fused
+
+    @property
+    def head(self) -> nn.Module:
+        return cast(nn.Module, self.model.get_output_embeddings())  # type: ignore[operator]
+
+    def forward(
+        self, ids: Tensor, positions: Tensor, labels: Tensor, documents: Documents, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        if not self.fused:
+            loss = meta_models.whole_logits_loss(self.model, ids, positions, labels, documents)
+            return loss.detach(), loss * scale
+        hidden = meta_models.hidden_states(self.model, ids, positions, documents)
+        return head_loss(hidden, cast(nn.Parameter, self.head.weight), labels, scale)
+
+
+@contextmanager
+def _told(building: Any) -> Iterator[None]:
+    """Tell `building` of each phase in which DeepSpeed would print its memory: it has no other way to be asked."""
+    from deepspeed.runtime.utils import see_memory_usage
+
+    code = see_memory_usage.__code__
+
+    def listen(frame: FrameType, event: str, _argument: object) -> None:
+        if event == "call" and frame.f_code is code:
+            message = str(frame.f_locals.get("message", ""))
+            phase = next((name for words, name in _PHASES.items() if message.startswith(words)), None)
+            if phase is not None:
+                building(phase)
+
+    before = sys.getprofile()
+    sys.setprofile(listen)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)

@@ -1,0 +1,72 @@
+"""AdamW for DeepSpeed's flat groups: its own C++ one for states that are offloaded, else torch's."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from aliquot.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from aliquot.engines.base import EngineSpec
+
+
+def adamw(
+    weights: Sequence[tuple[str, nn.Parameter]], spec: EngineSpec, settings: Mapping[str, Any]
+) -> torch.optim.Optimizer:
+    """AdamW over two groups, matrices with weight decay and the rest without, as all engines have it.
+
+    Raises UserError where DeepSpeed's C++ optimizer is wanted and there is no compiler for it.
+    """
+    groups = [
+        {"params": [w for _, w in weights if len(_shape(w)) >= 2], "weight_decay": spec.weight_decay},
+        {"params": [w for _, w in weights if len(_shape(w)) < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    options: dict[str, Any] = {
+        "lr": 0.0,
+        "betas": (spec.adam_beta1, spec.adam_beta2),
+        "eps": spec.adam_epsilon,
+    }
+    offload = settings["zero_optimization"].get("offload_optimizer", {}).get("device", "none")
+    if offload == "none" or not settings.get("zero_force_ds_cpu_optimizer", True):
+        return torch.optim.AdamW(groups, **options)
+    missing = [tool for tool in ("g++", "ninja") if shutil.which(tool) is None]
+    if missing:
+        raise UserError(
+            f"offload_optimizer uses DeepSpeed's C++ Adam, compiled at first use: {', '.join(missing)} not found:"
+            ' install it, or set "zero_force_ds_cpu_optimizer": false for torch\'s AdamW'
+        )
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
+    return optimizer
+
+
+def prepare_states(optimizer: Any) -> None:
+    """Moments of zero for every flat group, which Adam would make in its first step: parts exist from the start."""
+    for flat in optimizer.fp32_partitioned_groups_flat:
+        optimizer.optimizer.state[flat] = {
+            "step": _step(optimizer.optimizer, 0),
+            "exp_avg": torch.zeros_like(flat, requires_grad=False),
+            "exp_avg_sq": torch.zeros_like(flat, requires_grad=False),
+        }
+
+
+def set_steps(optimizer: Any, steps: int) -> None:
+    """What Adam's bias correction counts from."""
+    for flat in optimizer.fp32_partitioned_groups_flat:
+        optimizer.optimizer.state[flat]["step"] = _step(optimizer.optimizer, steps)
+
+
+def _step(optimizer: torch.optim.Optimizer, steps: int) -> Any:
+    return torch.tensor(float(steps)) if type(optimizer) is torch.optim.AdamW else steps
+
+
+def _shape(weight: Any) -> tuple[int, ...]:
+    return tuple(weight.ds_shape)

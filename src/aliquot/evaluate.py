@@ -1,0 +1,33 @@
+"""Perplexity on the evaluation documents, over all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from aliquot.config.batch_size import BatchSize
+from aliquot.config.schema import DataSection
+from aliquot.data.batches import EvalBatches
+from aliquot.data.prepare import Prepared
+from aliquot.engines.base import Engine
+from aliquot.machine.ranks import Ranks
+
+
+def evaluate(
+    engine: Engine, data: Prepared, settings: DataSection, size: BatchSize, ranks: Ranks, beat: Callable[[], None]
+) -> tuple[float, float] | None:
+    """Loss and perplexity per predicted token; None where there are no evaluation documents. Collective.
+
+    `beat` is called after each micro-batch.
+    """
+    batches = EvalBatches.of(data, settings, size)
+    if batches is None:
+        return None
+    summed = torch.zeros((), dtype=torch.float64)
+    for micro_batch in batches.micro_batches(ranks.rank, ranks.world_size):
+        summed += engine.evaluate(micro_batch).cpu()
+        beat()
+    loss = math.fsum(ranks.gather(float(summed))) / batches.predicted
+    return loss, math.exp(loss) if loss < 700 else math.inf

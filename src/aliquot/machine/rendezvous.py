@@ -1,0 +1,279 @@
+"""How nodes and ranks find each other, and who is named when one does not come.
+
+Everybody writes down in a store of the first one that it has come, and waits until all have. Whoever waits in vain for
+`launch.join_timeout_s` says in one line who is missing; so do all others that have come.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import platform
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, Self
+
+import psutil
+
+# Public, but not re-exported for type checkers.
+from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from aliquot.config.schema import LaunchSection
+from aliquot.errors import UserError
+from aliquot.machine.network import address_of, gloo_interface
+from aliquot.machine.topology import Topology
+
+_POLL_S = 0.1
+_CONNECT_S = 5.0
+_SAY_EVERY_S = 30.0
+_STORE_TIMEOUT_S = 30.0
+_GRACE_S = 2.0  # of the first one, so that the others can read what it has found
+
+
+@dataclass(frozen=True)
+class _Deadline:
+    limit_s: float
+    until: float
+
+    @classmethod
+    def in_(cls, limit_s: float) -> Self:
+        return cls(limit_s, time.monotonic() + limit_s)
+
+    @property
+    def passed(self) -> bool:
+        return time.monotonic() > self.until
+
+    @property
+    def waited_s(self) -> float:
+        return self.limit_s - (self.until - time.monotonic())
+
+
+def meet_nodes(launch: LaunchSection, automatic: bool) -> tuple[Store, int]:
+    """As the launcher of one of several nodes: wait for those of the others.
+
+    Returns the store, to be kept for as long as the ranks run, and the local ranks: where `automatic` the smallest
+    number that any node has chosen for itself. Raises UserError, which names who is missing.
+    """
+    where = f"{launch.master_address}:{launch.master_port}"
+    print(f"aliquot: node {launch.node_rank} of {launch.nodes} meets the others at {where}", file=sys.stderr)
+    deadline = _Deadline.in_(launch.join_timeout_s)
+    store = _open(launch.master_address, launch.master_port, launch.node_rank == 0, deadline, "node 0")
+    if launch.node_rank == 0:
+        _check_own_address(launch, deadline)
+    own, facts = PrefixStore("aliquot/nodes", store), {"ranks": launch.ranks}
+    told = _arrive(own, "node", launch.node_rank, launch.nodes, facts, deadline)
+    _leave(own, launch.node_rank, launch.nodes)
+    return store, min(entry["ranks"] for entry in told) if automatic else int(launch.ranks)
+
+
+def _check_own_address(launch: LaunchSection, deadline: _Deadline) -> None:
+    """Node 0 can reach the store, which it has opened, where the others look for it. A name may take time to appear."""
+    while trouble := _reach(launch.master_address, launch.master_port):
+        if "resolve" not in trouble or deadline.passed:
+            raise UserError(
+                f"launch.master_address {launch.master_address} does not lead to {platform.node()}, which is node 0:"
+                f" {trouble}"
+            )
+        time.sleep(_POLL_S)
+
+
+def meet_ranks(topology: Topology, environ: Mapping[str, str], timeout_s: float) -> Store:
+    """As a rank, by torchrun's variables: wait for the others; the store for process groups.
+
+    Raises UserError, which names who is missing, or which two hosts cannot reach each other.
+    """
+    rank, world_size = topology.rank, topology.world_size
+    address, port = environ["MASTER_ADDR"], int(environ.get("MASTER_PORT", "29500"))
+    deadline = _Deadline.in_(timeout_s)
+    # Under an elastic launcher the store is the launcher's; else rank 0 opens it.
+    opens = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = _open(address, port, opens, deadline, "rank 0")
+    own = PrefixStore(f"aliquot/ranks/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    listener = _listen() if topology.nodes > 1 and topology.local_rank == 0 else None
+    with listener or nullcontext():
+        facts: dict[str, Any] = {} if listener is None else {"at": listener.getsockname()[:2]}
+        told = _arrive(own, "rank", rank, world_size, facts, deadline)
+        _check_paths(own, rank, told)
+    _leave(own, rank, world_size)
+    return PrefixStore("group", own)
+
+
+def _listen() -> socket.socket:
+    """Where gloo will listen, too: other hosts try to reach it before gloo does, which would not say who cannot."""
+    address = address_of(gloo_interface())
+    try:
+        return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    except OSError:
+        raise UserError(
+            f"other nodes cannot reach {platform.node()} at {address}: set GLOO_SOCKET_IFNAME to the interface that"
+            f" leads to them, one of {', '.join(sorted(psutil.net_if_addrs()))}"
+        ) from None
+
+
+def _check_paths(store: Store, rank: int, told: Sequence[Mapping[str, Any]]) -> None:
+    """One rank of each host connects to each other host. Raises UserError on every rank if one cannot."""
+    places = {other: entry["at"] for other, entry in enumerate(told) if "at" in entry}
+    if rank in places:
+        troubles = (
+            (told[other]["host"], address, _reach(address, port))
+            for other, (address, port) in places.items()
+            if other != rank
+        )
+        found = [f"{told[rank]['host']} cannot reach {host} at {at}: {why}" for host, at, why in troubles if why]
+        store.set(f"paths/{rank}", found[0] if found else "")
+    keys = [f"paths/{other}" for other in places]
+    until = time.monotonic() + _STORE_TIMEOUT_S + _CONNECT_S * len(places)
+    try:
+        while keys and not store.check(keys) and time.monotonic() < until:
+            time.sleep(_POLL_S)
+        texts = [store.get(key).decode() for key in keys]
+        if trouble := next(filter(None, texts), None):
+            _leave(store, rank, len(told))
+            raise UserError(
+                f"{trouble}; nodes must reach each other on all ports, by the interface in GLOO_SOCKET_IFNAME if set"
+            )
+    except DistError:
+        raise UserError("rank 0 has ended before all hosts had reached each other") from None
+
+
+def _open(address: str, port: int, first: bool, deadline: _Deadline, who: str) -> Store:
+    """The store at `address`, opened here if this is the `first` of all."""
+    if first:
+        try:
+            # Shared with whoever opens the same port in this process later: the elastic launcher.
+            return TCPStore("127.0.0.1", port, None, True, timedelta(seconds=_STORE_TIMEOUT_S), False, True)
+        except DistError as error:
+            raise UserError(f"port {port} cannot be opened here: {_port_trouble(port, error)}") from None
+    said = time.monotonic()
+    while trouble := _reach(address, port):
+        if deadline.passed:
+            raise UserError(
+                f"{who} was not found at {address}:{port} within {deadline.limit_s:g} s (launch.join_timeout_s):"
+                f" {trouble}; is it started, and are address and port the same everywhere?"
+            )
+        if time.monotonic() > said + _SAY_EVERY_S and os.environ.get("LOCAL_RANK", "0") == "0":
+            said = time.monotonic()
+            text = f"aliquot: waiting for {who} at {address}:{port} since {deadline.waited_s:.0f} s: {trouble}"
+            print(text, file=sys.stderr, flush=True)
+        time.sleep(_POLL_S)
+    found: list[Store] = []
+
+    def connect() -> None:
+        with suppress(DistError):
+            found.append(TCPStore(address, port, None, False, timedelta(seconds=_STORE_TIMEOUT_S), False))
+
+    # Aside, because the timeout is not for a server that takes the connection and says nothing.
+    aside = threading.Thread(target=connect, daemon=True)
+    aside.start()
+    aside.join(_STORE_TIMEOUT_S)
+    if not found:
+        raise UserError(f"what answers at {address}:{port} is not {who} of this run: is the port another's?")
+    return found[0]
+
+
+def _reach(address: str, port: int) -> str | None:
+    """What keeps a connection from `address`:`port`, in words; None: nothing."""
+    try:
+        socket.create_connection((address, port), timeout=_CONNECT_S).close()
+    except socket.gaierror:
+        return f"the name {address} does not resolve"
+    except ConnectionRefusedError:
+        return "nobody listens there"
+    except TimeoutError:
+        return "no answer (a firewall, a security group?)"
+    except OSError as error:
+        return str(error.strerror)
+    return None
+
+
+def _port_trouble(port: int, error: DistError) -> str:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as refused:
+            if refused.errno == errno.EADDRINUSE:
+                return f"it is taken{_holder(port)}; choose another launch.master_port (MASTER_PORT) on all nodes"
+            return str(refused.strerror)
+    return str(error).partition("\n")[0]
+
+
+def _holder(port: int) -> str:
+    """Which process listens at `port`, as far as this user may know."""
+    try:
+        for connection in psutil.net_connections("tcp"):
+            if connection.laddr and connection.laddr.port == port and connection.pid is not None:
+                return f" by {psutil.Process(connection.pid).name()} (process {connection.pid})"
+    except psutil.Error:
+        pass
+    return ""
+
+
+def _arrive(
+    store: Store,
+    kind: Literal["node", "rank"],
+    own: int,
+    count: int,
+    facts: dict[str, Any],
+    deadline: _Deadline,
+) -> list[dict[str, Any]]:
+    """Say that this one has come, wait for all; what each has said of itself, by number."""
+    entry = json.dumps({"host": platform.node(), **facts})
+    try:
+        if store.add(f"{own}/times", 1) > 1:
+            other = json.loads(store.get(str(own)))["host"] if store.check([str(own)]) else "another machine"
+            raise UserError(f"{kind} {own} has come twice, from {other} and {platform.node()}: give each its own")
+        store.set(str(own), entry)
+        _wait(store, kind, own, count, deadline)
+        return [json.loads(store.get(str(other))) for other in range(count)]
+    except DistError:
+        raise UserError(f"{kind} 0 has ended before all {count} {kind}s had come; its own last line says why") from None
+
+
+def _leave(store: Store, own: int, count: int) -> None:
+    """The first one may hold the store: it leaves last, or soon after."""
+    until = time.monotonic() + _GRACE_S
+    store.add("left", 1)
+    while own == 0 and store.add("left", 0) < count and time.monotonic() < until:
+        time.sleep(_POLL_S)
+
+
+def _wait(store: Store, kind: str, own: int, count: int, deadline: _Deadline) -> None:
+    said = time.monotonic()
+    missing = [other for other in range(count) if other != own]
+    while missing := [other for other in missing if not store.check([str(other)])]:
+        if store.check(["missing"]):
+            raise UserError(store.get("missing").decode())
+        if deadline.passed:
+            here = [other for other in range(count) if other not in missing]
+            hosts = {other: json.loads(store.get(str(other)))["host"] for other in here}
+            text = _in_vain(kind, missing, hosts, deadline.limit_s)
+            store.set("missing", text)
+            if own == 0:
+                time.sleep(_GRACE_S)
+            raise UserError(text)
+        if own == 0 and time.monotonic() > said + _SAY_EVERY_S:
+            said = time.monotonic()
+            text = f"aliquot: waiting for {_numbers(kind, missing)} since {deadline.waited_s:.0f} s"
+            print(text, file=sys.stderr, flush=True)
+        time.sleep(_POLL_S)
+
+
+def _in_vain(kind: str, missing: Sequence[int], hosts: Mapping[int, str], limit_s: float) -> str:
+    come = ", ".join(f"{number} ({host})" for number, host in hosts.items())
+    return (
+        f"{_numbers(kind, missing)} did not come within {limit_s:g} s (launch.join_timeout_s);"
+        f" {len(hosts)} of {len(hosts) + len(missing)} {kind}s are here: {come}"
+    )
+
+
+def _numbers(kind: str, numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
+    return f"{kind}{'' if len(numbers) == 1 else 's'} {shown}"

@@ -1,0 +1,282 @@
+"""A model under DeepSpeed ZeRO-3 without full-size parameters: meta parameters become partitions, filled from files.
+
+Stock `deepspeed.zero.Init` gives every parameter its full size on each rank, broadcasts it from rank 0 and keeps
+1/N. DeepSpeed has no extension point for anything else, so `MetaInit` overrides one private method. It is used only
+with versions it was tested with and after it has proved itself on two small parameters; otherwise stock Init runs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from aliquot.errors import UserError
+from aliquot.models.load import load_weights
+from aliquot.models.sharded import Members, compute_buffers, tied_weights
+from aliquot.ranges.parts import Part
+from aliquot.ranges.transfer import Watch
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+_TESTED = ("0.19.8",)
+_log = logging.getLogger(__name__)
+
+
+def load_zero3(
+    model: PretrainedConfig | Path | str,
+    directory: Path | str | None = None,
+    *,
+    config: dict[str, Any] | Path | str | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    watch: Watch | None = None,
+    **options: object,
+) -> PreTrainedModel:
+    """A causal language model partitioned for ZeRO-3, each rank having read its own bytes only. Collective.
+
+    In place of `AutoModelForCausalLM.from_pretrained(directory)` in a script of DeepSpeed or HF Trainer; what is
+    returned goes to `deepspeed.initialize` or `Trainer` as it is. `model`: a directory of safetensors, or a
+    configuration and the `directory` apart. `config`: DeepSpeed's JSON or its path, which says where partitions lie;
+    by default that of HF Trainer (`TrainingArguments(deepspeed=...)` or `HfDeepSpeedConfig`), if there is one.
+    `dtype` must be the one that DeepSpeed trains in. `options` are transformers' (`attn_implementation`).
+
+    deepspeed.init_distributed() must have been called. Peak private memory: the own partitions + 64 MiB; with a
+    DeepSpeed that MetaInit was not tested with, the largest tensor more (a warning says so). Raises UserError: files
+    missing or malformed, tensors that do not fit the model, no deepspeed.
+    """
+    from transformers import AutoConfig, GenerationConfig
+
+    if isinstance(model, str | Path):
+        model, directory = AutoConfig.from_pretrained(model), model
+    if directory is None:
+        raise UserError("load_zero3 of a configuration needs the directory of the weights")
+    settings = _settings(config)
+    with torch.device("meta"):
+        built = _construct(model, dtype, options)
+    tied = tied_weights(built)
+    tensors = [(name, tuple(weight.shape)) for name, weight in built.named_parameters()]
+    compute_buffers(built)
+    device = partition(built, settings)
+    for name, buffer in built.named_buffers():
+        owner, _, attribute = name.rpartition(".")
+        setattr(built.get_submodule(owner), attribute, buffer.to(device))
+    load_weights(ZeroWeights(built), Path(directory), tensors, tied, Members(device), watch)
+    if (Path(directory) / "generation_config.json").exists():
+        built.generation_config = GenerationConfig.from_pretrained(directory)
+    return built.eval()
+
+
+class ZeroWeights:
+    """This rank's partitions of a model under ZeRO-3, as a store that can be filled and exported.
+
+    DeepSpeed's partition is elements [rank x P, (rank + 1) x P) of the flat tensor, P = ceil(numel / ranks).
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        held = dict(_held(name, weight) for name, weight in model.named_parameters())
+        self._partitions = {part: values for part, values in held.items() if part.numel}
+
+    def parts(self) -> Sequence[Part]:
+        return list(self._partitions)
+
+    def view(self, part: Part) -> Tensor | None:
+        values = self._partitions[part]
+        return values if values.device.type == "cpu" else None
+
+    def read(self, part: Part, start: int, out: Tensor) -> None:
+        out.copy_(self._partitions[part][start - part.start :][: out.numel()])
+
+    def write(self, part: Part, start: int, values: Tensor) -> None:
+        self._partitions[part][start - part.start :][: values.numel()].copy_(values)
+
+
+def partition(model: nn.Module, settings: Mapping[str, Any] | None) -> torch.device:
+    """Put the meta parameters of `model` under ZeRO-3, not yet filled; the device on which they are gathered.
+
+    `settings`: DeepSpeed's JSON; None: partitions on the device that gathers them.
+    """
+    deepspeed = import_deepspeed()
+    if deepspeed.__version__ not in _TESTED:
+        _log.warning(
+            "DeepSpeed %s was not tested with partitions made from meta parameters: stock zero.Init runs instead,"
+            " and a rank's memory peaks at its partitions and the largest tensor",
+            deepspeed.__version__,
+        )
+        return _partition_whole(model, settings)
+    init = _meta_init_class()
+    _prove(init)
+    return cast(
+        torch.device,
+        init(
+            module=model, config_dict_or_path=None if settings is None else dict(settings), mem_efficient_linear=False
+        ).local_device,
+    )
+
+
+def import_deepspeed() -> Any:
+    """The package, quiet below warnings. Raises UserError where it is not installed."""
+    try:
+        import deepspeed
+    except ModuleNotFoundError as error:
+        if error.name != "deepspeed":
+            raise
+        raise UserError("DeepSpeed is not installed: pip install 'aliquot[deepspeed]'") from None
+    from deepspeed.utils import logger
+
+    logger.setLevel(logging.WARNING)
+    # torch 2.13 says it at each of DeepSpeed's collectives.
+    warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
+    return deepspeed
+
+
+def partition_range(numel: int, rank: int, world_size: int) -> tuple[int, int]:
+    """The flat range of a tensor that DeepSpeed gives to `rank`, without its padding: the last may be empty."""
+    share = -(-numel // world_size)
+    return min(rank * share, numel), min((rank + 1) * share, numel)
+
+
+def _meta_init_class() -> Any:
+    from deepspeed.runtime.zero.partition_parameters import Init, PartitionedParamStatus, ZeroParamStatus
+
+    class MetaInit(Init):  # type: ignore[misc]
+        """zero.Init for a module on the meta device: each parameter becomes its partition without ever being whole."""
+
+        def _convert_to_zero_parameters(self, param_list: Any) -> None:
+            for param in param_list:
+                if not hasattr(param, "ds_id"):
+                    self._zero_init_param(param)
+
+        def _zero_init_param(self, param: Any) -> None:
+            self._convert_to_deepspeed_param(param)
+            aligned = self._aligned_size(param)
+            share = aligned // self._partition_world_size(param)
+            device = self.local_device if param.ds_persist else self.remote_device
+            own: Any = torch.empty(share, dtype=param.dtype, device=device)
+            if self.pin_memory and own.device.type == "cpu":
+                from deepspeed.accelerator import get_accelerator
+
+                own = get_accelerator().pin_memory(own)
+            start, stop = partition_range(
+                param.ds_numel, self._partition_rank(param), self._partition_world_size(param)
+            )
+            own[stop - start :].zero_()  # the padding, which stock Init leaves as it comes
+            own.requires_grad = False
+            own.ds_numel, own.status, own.final_location = share, PartitionedParamStatus.AVAILABLE, None
+            param.ds_tensor, param.ds_numel_aligned = own, aligned
+            # A meta tensor cannot be exchanged for one with memory through `.data`; swapping keeps the object, which
+            # modules and tied names refer to.
+            attributes = dict(param.__dict__)
+            torch.utils.swap_tensors(  # type: ignore[no-untyped-call]
+                param, nn.Parameter(torch.empty(0, dtype=param.dtype, device=self.local_device), param.requires_grad)
+            )
+            param.__dict__.update(attributes)
+            param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+
+    return MetaInit
+
+
+def _prove(init: Any) -> None:
+    """Make a small module by `init` and by stock Init: the same partitions and attributes, and gathering works.
+
+    Raises UserError where DeepSpeed has changed underneath.
+    """
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    with _same_ids(Init):
+        shapes = {"weight": (3, 5), "bias": (3,)}
+        stock, meta = nn.Module(), nn.Module()
+        for name, shape in shapes.items():
+            stock.register_parameter(name, nn.Parameter(torch.arange(float(math.prod(shape))).view(shape)))
+            meta.register_parameter(name, nn.Parameter(torch.empty(shape, device="meta")))
+        Init(module=stock, dtype=torch.float32, mem_efficient_linear=False)
+        init(module=meta, dtype=torch.float32, mem_efficient_linear=False)
+        for name, shape in shapes.items():
+            theirs, ours = cast(Any, stock.get_parameter(name)), cast(Any, meta.get_parameter(name))
+            if set(vars(theirs)) != set(vars(ours)) or set(vars(theirs.ds_tensor)) != set(vars(ours.ds_tensor)):
+                raise UserError("this DeepSpeed keeps other notes on a parameter than load_zero3 knows: use 0.19.8")
+            ours.ds_tensor.copy_(theirs.ds_tensor)
+            ours.all_gather()
+            if not torch.equal(ours.data.cpu(), torch.arange(float(math.prod(shape))).view(shape)):
+                raise UserError("this DeepSpeed gathers other partitions than load_zero3 makes: use 0.19.8")
+            ours.partition()
+
+
+@contextmanager
+def _same_ids(init: Any) -> Iterator[None]:
+    """The proof's parameters take no ids away: those of the model begin where they would have."""
+    before = init.param_id
+    try:
+        yield
+    finally:
+        init.param_id = before
+
+
+def _partition_whole(model: nn.Module, settings: Mapping[str, Any] | None) -> torch.device:
+    """Stock zero.Init, one parameter at full size after another."""
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    init = Init(config_dict_or_path=None if settings is None else dict(settings), mem_efficient_linear=False)
+    for module in model.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            if weight.is_meta:
+                whole = nn.Parameter(torch.zeros_like(weight, device=init.local_device), weight.requires_grad)
+                torch.utils.swap_tensors(weight, whole)  # type: ignore[no-untyped-call]
+            init._post_init_method(_only(name, weight))
+    return cast(torch.device, init.local_device)
+
+
+def _only(name: str, weight: nn.Parameter) -> nn.Module:
+    holder = nn.Module()
+    holder.register_parameter(name, weight)
+    return holder
+
+
+def _construct(config: PretrainedConfig, dtype: torch.dtype, options: dict[str, object]) -> PreTrainedModel:
+    """The model by its own class: from_config would enter stock zero.Init where HF's DeepSpeed settings are active."""
+    from transformers import AutoModelForCausalLM
+
+    if "attn_implementation" in options:
+        config._attn_implementation = options.pop("attn_implementation")
+    if options:
+        raise UserError(f"load_zero3 does not know {', '.join(sorted(options))}: only attn_implementation")
+    kind = AutoModelForCausalLM._model_mapping[type(config)]
+    config.dtype = dtype
+    built: PreTrainedModel = kind(config)
+    for weight in built.parameters():
+        weight.data = weight.data.to(dtype)  # `built.to` would round the rotary frequencies too
+    return built
+
+
+def _settings(config: dict[str, Any] | Path | str | None) -> dict[str, Any] | None:
+    """Of DeepSpeed's JSON what zero.Init needs, where partitions lie; the batch may still be "auto". None: no JSON."""
+    from transformers.integrations.deepspeed import deepspeed_config
+
+    whole: dict[str, Any] | None = config if isinstance(config, dict) else deepspeed_config()
+    if isinstance(config, str | Path):
+        try:
+            whole = json.loads(Path(config).read_text())
+        except (OSError, ValueError) as error:
+            raise UserError(f"cannot read this DeepSpeed config: {error}", Path(config)) from None
+    if whole is None:
+        return None
+    zero = whole.get("zero_optimization", {})
+    if zero.get("zero_hpz_partition_size", 1) > 1:
+        raise UserError("zero_hpz_partition_size keeps a second copy that load_zero3 does not make: leave it out")
+    kept = {key: zero[key] for key in ("offload_param", "memory_efficient_linear") if key in zero}
+    return {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, **kept}}
+
+
+def _held(name: str, weight: Any) -> tuple[Part, Tensor]:
+    group = weight.ds_process_group
+    start, stop = partition_range(weight.ds_numel, dist.get_rank(group), dist.get_world_size(group))
+    return Part(name, tuple(weight.ds_shape), "weight", start, stop), weight.ds_tensor[: stop - start]

@@ -1,0 +1,109 @@
+"""The live view of a training run on a terminal: what changes while a person watches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from aliquot.observe.clock import PARTS
+from aliquot.observe.text import gib, rate
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_SPARKS = 40
+_BAR = 10
+_SHOWN_RANKS = 8
+
+
+class LiveView:
+    """Rows that appear as soon as there is something to show in them. Redrawn by rich; set and forget."""
+
+    def __init__(self) -> None:
+        self.metrics: Mapping[str, Any] = {}
+        self.losses: list[float] = []
+        self.limit_bytes: int | None = None  # what one rank may have
+        self.saving: int | None = None
+        self.saved: str | None = None
+        self.slow: Sequence[int] = ()
+
+    def update(self, metrics: Mapping[str, Any]) -> None:
+        """A logged step."""
+        self.metrics = metrics
+        if metrics.get("loss") is not None:
+            self.losses.append(metrics["loss"])
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        grid = Table.grid(padding=(0, 2, 0, 0))
+        grid.add_column(style="dim", no_wrap=True)
+        grid.add_column(overflow="fold")
+        for label, row in self._rows(plain=options.ascii_only):
+            grid.add_row(label, row)
+        yield grid
+
+    def _rows(self, plain: bool) -> list[tuple[str, Text]]:
+        told, rows = self.metrics, []
+        if self.losses:
+            line = Text(f"{self.losses[-1]:.4f}", style="bold")
+            if len(self.losses) > 1 and not plain:
+                line.append("  ").append(sparkline(self.losses, _SPARKS), style="cyan")
+                line.append(f"  from {self.losses[0]:.4f}", style="dim")
+            rows.append(("loss", line))
+        if told.get("tokens_per_s") is not None:
+            speed = [f"{told['tokens_per_s']:,.0f} real tokens/s", rate(told.get("flops_per_s") or 0.0, "FLOP/s")]
+            if told.get("mfu") is not None:
+                speed.append(f"MFU {100 * told['mfu']:.0f} %")
+            rows.append(("speed", Text("  ".join(speed))))
+        if told.get("forward_s") is not None:
+            rows.append(("time", Text(_shares(told))))
+        if told.get("learning_rate") is not None and told.get("grad_norm") is not None:
+            rows.append(("step", Text(f"lr {told['learning_rate']:.2e}  grad norm {told['grad_norm']:.3f}")))
+        if told.get("memory_bytes"):
+            rows.append(("memory", self._memory(told["memory_bytes"], plain)))
+        if self.saving is not None:
+            rows.append(("checkpoint", Text(f"saving step {self.saving} ...", style="cyan")))
+        elif self.saved is not None:
+            rows.append(("checkpoint", Text(self.saved)))
+        if self.slow:
+            ranks = ", ".join(str(rank) for rank in self.slow)
+            rows.append(("warning", Text(f"rank {ranks} is slow, the others wait for it", style="bold yellow")))
+        return rows
+
+    def _memory(self, sizes: Sequence[int], plain: bool) -> Text:
+        """A bar a rank against what it may have."""
+        text = Text()
+        for rank, size in enumerate(sizes[:_SHOWN_RANKS]):
+            text.append(f"{rank}: ", style="dim")
+            if self.limit_bytes:
+                share = size / self.limit_bytes
+                filled = min(_BAR, round(_BAR * share))
+                style = "green" if share < 0.8 else "yellow" if share < 0.95 else "bold red"
+                full, empty = ("#", ".") if plain else ("█", "░")
+                text.append(full * filled + empty * (_BAR - filled), style=style).append(" ")
+            text.append(f"{gib(size)}  ")
+        if len(sizes) > _SHOWN_RANKS:
+            text.append(f"... the largest of {len(sizes)} ranks {gib(max(sizes))}  ")
+        if self.limit_bytes:
+            text.append(f"of {gib(self.limit_bytes)} each", style="dim")
+        return text
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """One character for each of at most `width` equal stretches of `values`, by the mean of each."""
+    width = min(width, len(values))
+    edges = [len(values) * i // width for i in range(width + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(means), max(means)
+    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BLOCKS[round((mean - low) * scale)] for mean in means)
+
+
+def _shares(metrics: Mapping[str, Any]) -> str:
+    """`forward 31 %  backward 52 %  ...`: the parts of a step that take 1 % of it or more, the largest first."""
+    spent = {part: metrics.get(f"{part}_s") or 0.0 for part in PARTS}
+    total = sum(spent.values())
+    shares = sorted(((100 * seconds / total, part) for part, seconds in spent.items()), reverse=True) if total else []
+    return "  ".join(f"{part} {share:.0f} %" for share, part in shares if share >= 1)

@@ -1,0 +1,83 @@
+"""A profile on request: `observe.profile: STEPS` traces that many steps of every rank after the first two.
+
+RUN_DIR/profile/rank-N.json.gz opens in https://ui.perfetto.dev or chrome://tracing; rank-N.txt is a table of the parts
+of a step and one of the operators.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aliquot.observe.clock import PARTS, StepClock
+
+if TYPE_CHECKING:
+    import torch.profiler
+
+_SKIPPED_STEPS = 2  # they compile and fault pages in
+_OPERATORS = 40
+
+
+class Profile:
+    """Call `step` before each step and `finish` after the last one. `steps` 0: nothing is traced."""
+
+    def __init__(self, directory: Path, rank: int, steps: int, clock: StepClock) -> None:
+        self._directory = directory
+        self._rank = rank
+        self._clock = clock
+        self._wanted = steps
+        self._begun = 0
+        self._profiler: torch.profiler.profile | None = None
+        self._before: dict[str, float] = {}
+
+    def step(self) -> None:
+        """A step begins."""
+        if not self._wanted:
+            return
+        if self._begun == _SKIPPED_STEPS:
+            self._start()
+        elif self._begun == _SKIPPED_STEPS + self._wanted:
+            self.finish()
+        self._begun += 1
+
+    @property
+    def missed(self) -> bool:
+        """Steps were to be traced and have not begun."""
+        return self._wanted > 0 and self._begun <= _SKIPPED_STEPS
+
+    def finish(self) -> None:
+        """Write what has been traced."""
+        if self._profiler is None:
+            return
+        self._clock.annotate = None
+        self._profiler.stop()
+        self._directory.mkdir(exist_ok=True)
+        self._profiler.export_chrome_trace(str(self._directory / f"rank-{self._rank}.json.gz"))
+        operators = self._profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=_OPERATORS)
+        text = f"{self._parts_table()}\n\noperators\n{operators}"
+        (self._directory / f"rank-{self._rank}.txt").write_text(text, encoding="utf-8")
+        self._profiler = None
+        self._wanted = 0
+
+    def _start(self) -> None:
+        import torch
+        from torch.profiler import ProfilerActivity, profile, record_function
+
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        self._before = self._clock.seconds()
+        self._profiler = profile(activities=activities)
+        self._profiler.start()
+        self._clock.annotate = lambda part: record_function(f"aliquot: {part}")
+
+    def _parts_table(self) -> str:
+        steps = self._begun - _SKIPPED_STEPS
+        after = self._clock.seconds()
+        spent = {part: (after[part] - self._before[part]) / steps for part in PARTS}
+        total = sum(spent.values()) or 1.0
+        lines = [f"parts of a step, rank {self._rank}, mean of {steps} profiled steps (tracing slows them down)"]
+        lines += [
+            f"{part:12} {1e3 * seconds:10.2f} ms {100 * seconds / total:5.1f} %" for part, seconds in spent.items()
+        ]
+        return "\n".join([*lines, f"{'sum':12} {1e3 * total:10.2f} ms"])

@@ -1,0 +1,70 @@
+"""The numbers of metrics.jsonl for a Prometheus server to collect: `observe.prometheus: PORT`, on rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+from wsgiref.simple_server import WSGIServer
+
+from aliquot.config.schema import ObserveSection
+from aliquot.errors import UserError
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry, Gauge
+
+
+class Exporter:
+    """http://HOST:PORT/metrics with a gauge `aliquot_<name>` for each number, labelled with the run's name.
+
+    A list with a number a rank (`memory_bytes`) has the label `rank`, too. Nothing listens before `listen`.
+    """
+
+    def __init__(self, observe: ObserveSection, run: str) -> None:
+        self._port = observe.prometheus
+        self._host = observe.prometheus_host
+        self._run = run
+        self._gauges: dict[str, Gauge] = {}
+        self._registry: CollectorRegistry | None = None
+        self._server: tuple[WSGIServer, Thread] | None = None
+
+    def listen(self) -> None:
+        """Does nothing without a port. Raises UserError where it cannot be had."""
+        if self._port is None:
+            return
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        self._registry = CollectorRegistry()
+        try:
+            self._server = start_http_server(self._port, self._host, self._registry)
+        except OSError as error:
+            raise UserError(
+                f"observe.prometheus: cannot listen on {self._host}:{self._port}: {error.strerror}; choose another"
+                " port, or null for none"
+            ) from None
+
+    def write(self, metrics: Mapping[str, Any]) -> None:
+        if self._registry is None:
+            return
+        for name, value in metrics.items():
+            if isinstance(value, int | float):
+                self._gauge(name, "run").labels(self._run).set(value)
+            elif isinstance(value, list) and all(isinstance(item, int | float) for item in value):
+                for rank, item in enumerate(value):
+                    self._gauge(name, "run", "rank").labels(self._run, str(rank)).set(item)
+
+    def close(self) -> None:
+        if self._server is not None:
+            server, thread = self._server
+            server.shutdown()
+            server.server_close()
+            thread.join()
+            self._server = self._registry = None
+
+    def _gauge(self, name: str, *labels: str) -> Gauge:
+        from prometheus_client import Gauge
+
+        if name not in self._gauges:
+            text = f"`{name}` of the last line of metrics.jsonl that has it"
+            self._gauges[name] = Gauge(f"aliquot_{name}", text, labels, registry=self._registry)
+        return self._gauges[name]

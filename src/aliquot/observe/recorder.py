@@ -1,0 +1,195 @@
+"""What is recorded of the training loop: its pace, its parts, its curve, what happened, and the report at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import version
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from aliquot.config.schema import RunConfig
+from aliquot.errors import UserError
+from aliquot.machine.memory import memory_use
+from aliquot.machine.ranks import Ranks
+from aliquot.machine.stop import Terminated
+from aliquot.observe.clock import OWN_WORK, PARTS, StepClock
+from aliquot.observe.console import Display
+from aliquot.observe.events import Events, command_line
+from aliquot.observe.kubeflow import kubeflow_status
+from aliquot.observe.meter import Meter
+from aliquot.observe.metrics import Curve
+from aliquot.observe.profile import Profile
+from aliquot.observe.prometheus import Exporter
+from aliquot.observe.report.page import write_report
+from aliquot.observe.run_directory import RunDirectory
+from aliquot.observe.slow import SlowRanks
+
+
+class Saved(Protocol):
+    """A checkpoint that is complete: after how long, and how long training stood still for it."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+    @property
+    def stall_s(self) -> float: ...
+
+
+class Recorder:
+    """A context around the steps of a run; every rank has one, and what is written is written by rank 0.
+
+    In each step, in this order: `begin`, `enter` of parts as they come with one `gather` among them, `end`; then, where
+    `due`, `log`. `gather` and `log` are collective.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        directory: RunDirectory,
+        ranks: Ranks,
+        display: Display,
+        clock: StepClock,
+        exporter: Exporter,
+        about: Mapping[str, Any],
+        steps_before: int,
+        total_steps: int,
+    ) -> None:
+        """`about`: what this attempt is made of, JSON; `steps_before`: those of the runs that this one continues."""
+        self.meter = Meter(about["ceiling_flops_per_s"])
+        self._config = config
+        self._directory = directory
+        self._ranks = ranks
+        self._display = display
+        self._clock = clock
+        self._exporter = exporter
+        self._about = about
+        self._before, self._done, self._total = steps_before, steps_before, total_steps
+        self._events = Events(directory.events, ranks.rank == 0)
+        self._profile = Profile(directory.profile, ranks.rank, config.observe.profile, clock)
+        self._slow = SlowRanks()
+        self._slow_ranks: Mapping[int, float] = {}
+        self._logged = (steps_before, clock.seconds())  # the last step that was logged, and the seconds until then
+        self._step_began = clock.seconds()
+
+    def __enter__(self) -> Self:
+        directory, first = self._directory, self._ranks.rank == 0
+        status = kubeflow_status(self._total) if first else None
+        self._curve = Curve(
+            directory.metrics, directory.tensorboard, self._config.observe, self._before, first, self._exporter, status
+        )
+        self._display.training(self._about["machine"]["memory_limit_bytes"] // self._ranks.topology.local_world_size)
+        kind = "start" if self._about["resumed_from"] is None else "resume"
+        facts = {**self._about, "world_size": self._ranks.world_size, "nodes": self._ranks.topology.nodes}
+        started = {"aliquot": version("aliquot"), "command": command_line(), "total_steps": self._total}
+        self._events.write(kind, self._before, **facts, **started)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._curve.close()
+        if error is None:
+            self._events.write("end", self._done)
+        elif isinstance(error, Terminated):
+            self._events.write("stopped", self._done, text=str(error))
+        else:
+            text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            self._events.write("failed", self._done, text=text)
+        if self._ranks.rank == 0:
+            self._write_report()
+
+    def begin(self) -> None:
+        self._profile.step()
+        self.meter.begin()
+        self._step_began = self._clock.seconds()
+        self._clock.enter("data")
+
+    def enter(self, part: str) -> None:
+        self._clock.enter(part)
+
+    @contextmanager
+    def between_steps(self, part: str) -> Iterator[None]:
+        self._clock.enter(part)
+        yield
+        self._clock.leave()
+
+    def gather(self, report: dict[str, Any], tokens: int) -> list[dict[str, Any]]:
+        """The reports of all ranks, and how long each has worked for its `tokens` (padding too) in this step."""
+        self._clock.enter("wait")
+        now = self._clock.seconds()
+        worked_s = sum(now[part] - self._step_began[part] for part in OWN_WORK)
+        reports = self._ranks.gather({**report, "worked": [worked_s, tokens]})
+        if self._done > self._before:  # the first step compiles and faults pages in, on some ranks more than on others
+            self._slow.add([told["worked"] for told in reports])
+        return reports
+
+    def end(self, tokens: int, flops: int, saving: int | None) -> None:
+        """A step is done, over `tokens` real tokens; `saving`: the step whose checkpoint is under way."""
+        self._clock.leave()
+        self.meter.end(tokens, flops)
+        self._done += 1
+        found = self._slow.found()
+        if found.keys() - self._slow_ranks.keys():
+            names = ", ".join(f"rank {rank} ({ratio:.1f} x the median)" for rank, ratio in found.items())
+            self.warn(f"slow for {self._slow.window_steps} steps, the others wait: {names}", "slow_ranks")
+        self._slow_ranks = found
+        self._display.tick(self._done, self._total, self.meter.eta_s(self._total - self._done), saving, list(found))
+
+    def due(self, step: int) -> bool:
+        return step % self._config.train.logging_steps == 0 or step in (self._before + 1, self._total)
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        """`metrics` of the step that ended, to which pace, parts and memory are added. Collective."""
+        step, before = self._logged
+        now = self._clock.seconds()
+        self._logged = (self._done, now)
+        steps = self._done - step
+        own = {part: (now[part] - before[part]) / steps for part in PARTS}
+        told = self._ranks.gather({"parts": own, "memory": memory_use().private_bytes})
+        parts: dict[str, float | None] = {
+            f"{part}_s": sum(rank["parts"][part] for rank in told) / len(told) for part in PARTS
+        }
+        if not self._clock.reduce_known:
+            parts["reduce_s"] = None
+        line = {
+            "step": self._done,
+            "engine": self._about["engine"],
+            **metrics,
+            **self.meter.readings(steps_left=self._total - self._done),
+            **parts,
+            "own_work_s": [sum(rank["parts"][part] for part in OWN_WORK) for rank in told],
+            "memory_bytes": [rank["memory"] for rank in told],
+        }
+        self._curve.write(line)
+        self._display.step(line, self._total)
+
+    def evaluated(self, loss: float, perplexity: float) -> float:
+        """Record an evaluation after the steps done so far; returns the perplexity."""
+        self._curve.write({"step": self._done, "eval_loss": loss, "eval_perplexity": perplexity})
+        self._display.line(f"step {self._done}: evaluation loss {loss:.4f}, perplexity {perplexity:.2f}")
+        return perplexity
+
+    def saved(self, saved: Saved) -> None:
+        self._events.write("checkpoint", saved.step, seconds=saved.seconds, stall_s=saved.stall_s)
+        self._display.saved(saved.step, saved.seconds, saved.stall_s)
+
+    def warn(self, text: str, event: str = "warning") -> None:
+        self._display.warning(text)
+        self._events.write(event, self._done, text=text)
+
+    def finish(self) -> None:
+        """All steps are done."""
+        self._profile.finish()
+        if self._profile.missed:
+            self.warn("observe.profile: the run ended before the steps to trace began; tracing begins with the third")
+
+    def _write_report(self) -> None:
+        try:
+            write_report([self._directory.path], self._directory.report)
+        # Whatever is wrong with a page must not be what ends a run that is done, nor hide what ended one.
+        except Exception as error:
+            self._display.warning(f"no report: {type(error).__name__}: {error}; `aliquot report --debug` tells more")

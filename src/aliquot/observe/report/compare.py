@@ -1,0 +1,157 @@
+"""Several runs side by side: one table, what differs in their settings, and pictures with a line a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from aliquot.observe.clock import PARTS
+from aliquot.observe.report.facts import NOT_RECORDED, steps_done
+from aliquot.observe.report.figure import Figure, Key, Table
+from aliquot.observe.report.memory import limit_bytes, top_bytes
+from aliquot.observe.report.read import Points, Run, number
+from aliquot.observe.report.series import mean_parts, median, per_step, smoothed, steady
+from aliquot.observe.report.svg import Level, Line, bars, bars_height, line_chart
+from aliquot.observe.report.words import compact, percent, seconds, significant
+from aliquot.observe.text import gib, rate
+
+_STYLES = ("", "dashed", "dotted")  # seven colours, then the same with another stroke
+_COLOURS = 7
+_NONE = "none"
+
+
+def table(runs: Sequence[Run]) -> Table:
+    """A column a run."""
+    head = ("state", "engine", "ranks", "steps", "loss", "perplexity", "real tokens/s", "MFU", "a step", "peak memory",
+            "network a step")  # fmt: skip
+    columns = []
+    for run in runs:
+        losses, evaluated = run.points("loss"), run.points("eval_perplexity", run.evaluations)
+        speed, mfu = steady(run, "tokens_per_s"), steady(run, "mfu")
+        step_s, wire = sum(mean_parts(run).values()), per_step(run, "wire_bytes")
+        ranks = number(run.about.get("world_size"))
+        columns.append([
+            run.status.word, str(run.about.get("engine") or NOT_RECORDED), f"{ranks:.0f}" if ranks else NOT_RECORDED,
+            f"{steps_done(run):,.0f}", f"{losses[-1][1]:.4f}" if losses else _NONE,
+            significant(evaluated[-1][1]) if evaluated else _NONE, compact(median(speed)) if speed else _NONE,
+            percent(median(mfu)) if mfu else _NONE, seconds(step_s) if step_s else _NONE,
+            gib(max(top_bytes(row) for row in run.rows)) if run.rows else NOT_RECORDED,
+            rate(wire[-1][1], "B") if wire else NOT_RECORDED,
+        ])  # fmt: skip
+    return Table(("", *labels(runs)), [[name, *values] for name, *values in zip(head, *columns, strict=True)])
+
+
+def differences(runs: Sequence[Run]) -> Table:
+    """The settings in which the runs differ, names and directories left out."""
+    flat = [_flat(run.config) for run in runs]
+    keys = sorted({key for values in flat for key in values} - {"run.name", "run.directory"})
+    differing = [key for key in keys if len({repr(values.get(key)) for values in flat}) > 1]
+    return Table(("key", *labels(runs)), [[key, *(_text(values.get(key)) for values in flat)] for key in differing])
+
+
+def labels(runs: Sequence[Run]) -> list[str]:
+    """The names of the runs; their directories where two have the same name."""
+    names = [run.name for run in runs]
+    return names if len(set(names)) == len(names) else [str(run.path) for run in runs]
+
+
+def figures(runs: Sequence[Run]) -> list[Figure]:
+    return [
+        _lines(
+            runs, "loss", "Training loss over tokens", "nats per token", lambda run: _over_tokens(run, "loss"),
+            lambda v: f"{v:.3g}", from_zero=False,
+        ),
+        _lines(
+            runs, "perplexity", "Perplexity on held-out text", "perplexity, by step",
+            lambda run: run.points("eval_perplexity", run.evaluations), significant, from_zero=False,
+        ),
+        _lines(runs, "speed", "Real tokens per second", "real tokens/s, by step",
+               lambda run: steady(run, "tokens_per_s"), compact, from_zero=True),
+        _lines(runs, "mfu", "MFU", "share of a plain matmul, by step",
+               lambda run: steady(run, "mfu"), percent, from_zero=True),
+        _parts(runs),
+        _memory(runs),
+    ]  # fmt: skip
+
+
+def _lines(
+    runs: Sequence[Run], name: str, title: str, unit: str, points_of: Callable[[Run], Points],
+    format_y: Callable[[float], str], from_zero: bool,
+) -> Figure:  # fmt: skip
+    drawn = [(i, label, points_of(run)) for i, (run, label) in enumerate(zip(runs, labels(runs), strict=True))]
+    missing = [label for _, label, points in drawn if not points]
+    drawn = [(i, label, points) for i, label, points in drawn if points]
+    if not drawn:
+        return Figure(name, title, "", missing="no run has logged it")
+    smooth = name == "loss" and all(len(points) > 60 for _, _, points in drawn)
+    style = [_STYLES[i // _COLOURS % len(_STYLES)] for i, _, _ in drawn]
+    lines = [
+        Line(label, smoothed(points) if smooth else points, i % _COLOURS, f"{look} {'dots' if len(points) < 9 else ''}")
+        for (i, label, points), look in zip(drawn, style, strict=True)
+    ]
+    says = "The last values: " + ", ".join(f"{label} {format_y(points[-1][1])}" for _, label, points in drawn) + "."
+    says += f" Not logged by {', '.join(missing)}." if missing else ""
+    rows = [
+        [label, f"{points[0][0]:,.0f} to {points[-1][0]:,.0f}", format_y(points[0][1]), format_y(points[-1][1])]
+        for _, label, points in drawn
+    ]
+    keys = [Key(label, i % _COLOURS, look or "line") for (i, label, _), look in zip(drawn, style, strict=True)]
+    return Figure(
+        name, title, says, line_chart(lines, format_y, format_x=compact, from_zero=from_zero), unit=unit, keys=keys,
+        table=Table(("run", "from, to", "first", "last"), rows),
+    )  # fmt: skip
+
+
+def _parts(runs: Sequence[Run]) -> Figure:
+    name, title = "parts", "Where the time of a step goes"
+    spent = [(label, mean_parts(run)) for run, label in zip(runs, labels(runs), strict=True)]
+    drawn = [(label, parts) for label, parts in spent if sum(parts.values())]
+    if not drawn:
+        return Figure(name, title, "", missing="no run has logged the time of its parts")
+    svg = bars([(label, [(parts[part], i) for i, part in enumerate(PARTS)]) for label, parts in drawn], seconds)
+    says = "A step takes " + ", ".join(f"{seconds(sum(parts.values()))} in {label}" for label, parts in drawn) + "."
+    rows = [[label, *(seconds(parts[part]) for part in PARTS)] for label, parts in drawn]
+    return Figure(
+        name, title, says, svg, unit="seconds a step, mean over ranks and steps", height=bars_height(len(drawn)),
+        keys=[Key(part, i, "area") for i, part in enumerate(PARTS)], table=Table(("run", *PARTS), rows),
+    )  # fmt: skip
+
+
+def _memory(runs: Sequence[Run]) -> Figure:
+    name, title = "memory", "Peak memory of the largest rank"
+    drawn = [
+        (label, max(top_bytes(row) for row in run.rows), limit_bytes(run))
+        for run, label in zip(runs, labels(runs), strict=True)
+        if run.rows
+    ]
+    if not drawn:
+        return Figure(name, title, "", missing="no run has a ledger.json, which is written after the first step")
+    limits = {limit for _, _, limit in drawn if limit is not None}
+    highest = max(peak for _, peak, _ in drawn)
+    levels = [Level(f"limit {gib(limit)}", limit) for limit in limits if limit <= 2.5 * highest]
+    says = ", ".join(f"{label} {gib(peak)}" for label, peak, _ in drawn) + "."
+    rows = [[label, gib(peak), gib(limit) if limit is not None else NOT_RECORDED] for label, peak, limit in drawn]
+    return Figure(
+        name, title, says, bars([(label, [(peak, 0)]) for label, peak, _ in drawn], gib, levels), unit="GiB",
+        height=bars_height(len(drawn)),
+        table=Table(("run", "peak of the largest rank", "a rank may have"), rows),
+    )  # fmt: skip
+
+
+def _over_tokens(run: Run, key: str) -> Points:
+    found = [(number(line.get("tokens")), number(line.get(key))) for line in run.steps]
+    return [(tokens, value) for tokens, value in found if tokens is not None and value is not None]
+
+
+def _flat(values: Any, name: str = "") -> dict[str, Any]:
+    if not isinstance(values, dict):
+        return {name: values}
+    return {
+        key: value
+        for inner, held in values.items()
+        for key, value in _flat(held, f"{name}.{inner}" if name else str(inner)).items()
+    }
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value)

@@ -1,0 +1,212 @@
+"""What the report says of one run in words and numbers, beside its pictures."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+from aliquot.observe.report.figure import Table
+from aliquot.observe.report.memory import limit_bytes, top_bytes
+from aliquot.observe.report.read import Object, Run, number
+from aliquot.observe.report.series import ceiling_of, mean_parts, median, per_step, steady
+from aliquot.observe.report.words import compact, percent, seconds, significant
+from aliquot.observe.text import duration, gib, rate
+
+NOT_RECORDED = "not recorded"
+_LEVELS = {"problem": 0, "warning": 1, "ok": 2}
+
+
+def summary(run: Run) -> str:
+    """The run in a line."""
+    about = run.about
+    parameters, ranks, nodes = (number(about.get(key)) for key in ("parameters", "world_size", "nodes"))
+    words = [
+        str(about.get("model") or "model not recorded"),
+        f"{compact(parameters)} parameters" if parameters else "",
+        str(run.setting("train", "precision") or ""),
+        f"engine {about.get('engine')}" if about.get("engine") else "",
+        f"{ranks:.0f} rank{'s' if ranks > 1 else ''}" if ranks else "",
+        f"{nodes:.0f} nodes" if nodes and nodes > 1 else "",
+    ]
+    return " · ".join(word for word in words if word)
+
+
+def when(run: Run) -> str:
+    """Where the run lies, when it began and how long it has taken, pauses between attempts included."""
+    times = [at for event in run.events if (at := number(event.get("time"))) is not None]
+    if not times:
+        return f"{run.path}; when it began was not recorded"
+    took = f", {duration(times[-1] - times[0])} until the last event" if len(times) > 1 else ""
+    return f"{run.path}, begun {_moment(times[0])}{took}"
+
+
+def tiles(run: Run) -> list[tuple[str, str, str]]:
+    """The key figures: (label, value, note)."""
+    done, total = steps_done(run), total_steps(run)
+    found = [("steps", f"{done:,.0f}", f"of {total:,.0f}" if total else "how many were planned was not recorded")]
+    losses = run.points("loss")
+    found.append(("training loss", f"{losses[-1][1]:.4f}", "at the last logged step") if losses else
+                 ("training loss", "none", "no step was logged"))  # fmt: skip
+    evaluated = run.points("eval_perplexity", run.evaluations)
+    found.append(("perplexity", significant(evaluated[-1][1]), "on held-out text") if evaluated else
+                 ("perplexity", "none", "nothing was evaluated"))  # fmt: skip
+    speed, mfu, ceiling = steady(run, "tokens_per_s"), steady(run, "mfu"), ceiling_of(run)
+    if speed:
+        found.append(("real tokens/s", compact(median(speed)), "median of the logged steps"))
+    if mfu:
+        of = f"of {rate(ceiling, 'FLOP/s')}, a plain matmul here" if ceiling else "of a plain matmul here"
+        found.append(("MFU", percent(median(mfu)), of))
+    elif speed:
+        found.append(("MFU", "unknown", "the matmul ceiling was not measured"))
+    if run.rows:
+        limit = limit_bytes(run)
+        note = f"the largest rank, of {gib(limit)}" if limit is not None else "the largest rank"
+        found.append(("peak memory", gib(max(top_bytes(row) for row in run.rows)), note))
+    spent = mean_parts(run)
+    if sum(spent.values()):
+        found.append(
+            ("a step", seconds(sum(spent.values())), f"{percent(spent['wait'] / sum(spent.values()))} waiting")
+        )
+    return found
+
+
+def foresight(run: Run) -> Table:
+    """The plan beside what was measured; no rows where there is no plan."""
+    plan, spent = run.plan, sum(mean_parts(run).values())
+    speed, wire = steady(run, "tokens_per_s"), per_step(run, "wire_bytes")
+    ranks = number(run.about.get("world_size")) or 1.0
+    measured: list[tuple[str, str, float | None, Callable[[float], str]]] = [
+        ("peak memory of a rank", "peak_bytes_per_rank", max(map(top_bytes, run.rows)) if run.rows else None, gib),
+        ("real tokens/s", "tokens_per_s", median(speed) if speed else None, compact),
+        ("a step", "step_s", spent or None, seconds),
+        ("network, all ranks, a step", "wire_bytes_per_step", ranks * wire[-1][1] if wire else None, _bytes),
+    ]
+    rows = []
+    for name, key, value, words in measured:
+        planned = number(plan.get(key))
+        if planned is not None:
+            off = f"{100 * (planned / value - 1):+.0f} %" if value else ""
+            rows.append([name, words(planned), words(value) if value is not None else NOT_RECORDED, off])
+    return Table(("", "planned", "measured", "the plan is off by"), rows)
+
+
+def checkpoints(run: Run) -> Table:
+    """Saved while the events were written, and those that lie there now."""
+    there = {checkpoint.step: checkpoint for checkpoint in run.checkpoints}
+    rows, told = [], set()
+    for event in run.events:
+        step = number(event.get("step"))
+        if event.get("event") != "checkpoint" or step is None:
+            continue
+        told.add(int(step))
+        took, stall = number(event.get("seconds")), number(event.get("stall_s"))
+        kept = there.get(int(step))
+        rows.append([
+            f"{step:,.0f}", seconds(took) if took is not None else NOT_RECORDED,
+            seconds(stall) if stall is not None else NOT_RECORDED, gib(kept.size_bytes) if kept else "removed since",
+        ])  # fmt: skip
+    rows += [
+        [f"{step:,}", NOT_RECORDED, NOT_RECORDED, gib(kept.size_bytes)]
+        for step, kept in there.items()
+        if step not in told
+    ]
+    return Table(("step", "took", "stood still", "on disk"), rows)
+
+
+def history(run: Run) -> list[tuple[str, str, str]]:
+    """(when, what, more) of each event but the checkpoints; what a warning says is shown as it was written."""
+    began = next((at for event in run.events if (at := number(event.get("time"))) is not None), None)
+    words = {"start": "started", "resume": "resumed", "end": "complete", "slow_ranks": "slow ranks"}
+    found = []
+    for event in run.events:
+        kind = str(event.get("event"))
+        if kind == "checkpoint":
+            continue
+        at, step = number(event.get("time")), number(event.get("step"))
+        when = f"+ {duration(at - began)}" if at is not None and began is not None else ""
+        if kind == "resume":
+            more = f"from {event.get('resumed_from')}, {_rank_count(event)}"
+        elif kind == "start":
+            more = (_moment(at) + ", " if at is not None else "") + _rank_count(event)
+        else:
+            more = str(event.get("text", ""))
+        found.append((when, f"{words.get(kind, kind)} at step {step:,.0f}" if step is not None else kind, more))
+    if run.status.word in ("killed", "running", "failed") and (not found or found[-1][1].split()[0] != run.status.word):
+        found.append(("", run.status.word, run.status.detail))
+    return found
+
+
+def machine(run: Run) -> list[tuple[str, str]]:
+    """Facts of rank 0's machine, with the kernel that matrix products really took."""
+    told, about = run.machine, run.about
+    precision = str(run.setting("train", "precision") or "bf16")
+    kernels = told.get("matmul_kernels")
+    limit = number(told.get("memory_limit_bytes"))
+    known = {
+        "CPU": told.get("cpu"),
+        "physical cores": told.get("physical_cores"),
+        "CPU quota": told.get("cpu_quota") or "none",
+        "NUMA nodes": told.get("numa_nodes"),
+        "instruction sets": ", ".join(map(str, told["isa"])) if isinstance(told.get("isa"), list) else None,
+        f"dispatched for {precision} matmul": kernels.get(precision) if isinstance(kernels, dict) else None,
+        "matmul ceiling, all ranks": rate(ceiling, "FLOP/s") if (ceiling := ceiling_of(run)) else None,
+        "GPUs": (", ".join(map(str, told["gpus"])) or "none") if isinstance(told.get("gpus"), list) else None,
+        "memory": gib(limit) if limit else None,
+        "allocator": told.get("allocator"),
+        "placement": about.get("placement"),
+        "host": told.get("host"),
+        "kernel": told.get("kernel"),
+        "Python": told.get("python"),
+        "torch": told.get("torch"),
+        "transformers": told.get("transformers"),
+        "aliquot": about.get("aliquot"),
+    }
+    return [(name, str(value) if value not in (None, "") else NOT_RECORDED) for name, value in known.items()]
+
+
+def doctor(run: Run) -> tuple[list[Object], str]:
+    """The findings of doctor.json, the worst first, and why there are none.
+
+    They are what `aliquot doctor --json` prints: a list of objects with `id`, `level`, `found`, `meaning` and `fix`.
+    """
+    if run.doctor is None:
+        return [], "the run directory has no doctor.json; `aliquot doctor --json` prints what belongs there"
+    found = [item for item in run.doctor if isinstance(item, dict)] if isinstance(run.doctor, list) else []
+    found.sort(key=lambda item: _LEVELS.get(str(item.get("level")), len(_LEVELS)))
+    return found, "" if found else "doctor.json holds no findings"
+
+
+def commands(run: Run) -> list[tuple[str, str]]:
+    """(what it does, what to type): as it was started, and how to repeat it under another name."""
+    again = shlex.join([
+        "aliquot", "train", str(run.path / "config.yaml"), f"run.name={run.name}-again",
+        f"run.directory={run.path.with_name(run.path.name + '-again')}",
+    ])  # fmt: skip
+    started = run.about.get("command")
+    return [("as it was started", str(started) if started else NOT_RECORDED), ("to repeat it beside this one", again)]
+
+
+def steps_done(run: Run) -> float:
+    ends = [number(event.get("step")) for event in run.events]
+    return max([step for step, _ in run.points("loss")] + [step for step in ends if step is not None], default=0.0)
+
+
+def total_steps(run: Run) -> float | None:
+    return number(run.about.get("total_steps")) or number(run.setting("train", "max_steps"))
+
+
+def _rank_count(event: Object) -> str:
+    ranks = number(event.get("world_size"))
+    return f"{ranks:.0f} rank{'s' if ranks != 1 else ''}" if ranks is not None else "ranks not recorded"
+
+
+def _bytes(size: float) -> str:
+    return rate(size, "B")
+
+
+def _moment(at: float) -> str:
+    try:
+        return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    except (OverflowError, OSError, ValueError):
+        return "at an unknown time"

@@ -1,0 +1,191 @@
+"""The pictures of one run, but for its memory."""
+
+from __future__ import annotations
+
+from aliquot.observe.clock import PARTS
+from aliquot.observe.report.figure import Figure, Key, Table
+from aliquot.observe.report.read import Run, number
+from aliquot.observe.report.series import (
+    hints_of,
+    mean_parts,
+    median,
+    per_step,
+    resumes,
+    smoothed,
+    steady,
+    timed,
+    without_steps,
+)
+from aliquot.observe.report.svg import Frame, Line, area_chart, line_chart
+from aliquot.observe.report.words import compact, percent, seconds, significant
+from aliquot.observe.text import rate
+
+_MOST_STRETCHES = 60  # of steps, of which a stacked area shows the means
+_SMOOTH_FROM = 60  # logged steps: fewer need no smoothing
+
+
+def loss(run: Run) -> Figure:
+    name, title = "loss", "Loss"
+    trained, evaluated = run.points("loss"), run.points("eval_loss", run.evaluations)
+    if not trained:
+        return Figure(name, title, "", missing=without_steps(run))
+    smooth = len(trained) >= _SMOOTH_FROM
+    lines = [Line("training", trained, 0, "faint" if smooth else "")]
+    keys = [Key("training", 0)]
+    if smooth:
+        lines.append(Line("training, smoothed", smoothed(trained), 0))
+        keys = [Key("training, smoothed (thin: as logged)", 0)]
+    if evaluated:
+        lines.append(Line("evaluation", evaluated, 1, "dots dashed"))
+        keys.append(Key("evaluation", 1, "dots"))
+    marks = resumes(run)
+    says = f"Training loss went from {trained[0][1]:.4f} to {trained[-1][1]:.4f} over {compact(trained[-1][0])} steps"
+    says += f"; evaluation loss ended at {evaluated[-1][1]:.4f}." if evaluated else "; nothing was evaluated."
+    if marks:
+        says += f" The run was resumed {len(marks)} time{'s' if len(marks) > 1 else ''}."
+    at = dict(evaluated)
+    rows = [[f"{step:,.0f}", f"{value:.4f}", f"{at[step]:.4f}" if step in at else ""] for step, value in trained]
+    svg = line_chart(lines, lambda v: f"{v:.3g}", format_x=compact, marks=marks)
+    return Figure(
+        name, title, says, svg, unit="nats per token", keys=keys, table=Table(("step", "training", "evaluation"), rows),
+        hints=hints_of(trained, lambda step, value: f"step {step:,.0f}\nloss {value:.4f}"),
+    )  # fmt: skip
+
+
+def perplexity(run: Run) -> Figure:
+    name, title = "perplexity", "Perplexity on held-out text"
+    points = run.points("eval_perplexity", run.evaluations)
+    if not points:
+        configured = any(run.setting("data", key) for key in ("eval_path", "eval_split", "eval_fraction"))
+        why = (
+            "no evaluation was made yet: set train.eval_steps for more than the one at the end"
+            if configured
+            else "there is no evaluation text: set data.eval_fraction, eval_path or eval_split"
+        )
+        return Figure(name, title, "", missing=why)
+    best = min(points, key=lambda point: point[1])
+    svg = line_chart([Line("perplexity", points, 1, "dots")], significant, format_x=compact, marks=resumes(run))
+    return Figure(
+        name, title,
+        f"{len(points)} evaluation{'s' if len(points) > 1 else ''}; the last gave {significant(points[-1][1])},"
+        f" the best {significant(best[1])} at step {best[0]:,.0f}.",
+        svg, unit="perplexity per predicted token", keys=[Key("perplexity", 1, "dots")],
+        table=Table(("step", "perplexity"), [[f"{step:,.0f}", f"{value:,.2f}"] for step, value in points]),
+        hints=hints_of(points, lambda step, value: f"step {step:,.0f}\nperplexity {significant(value)}"),
+    )  # fmt: skip
+
+
+def speed(run: Run) -> Figure:
+    name, title = "tokens", "Real tokens per second"
+    points = steady(run, "tokens_per_s")
+    if not points:
+        return Figure(name, title, "", missing=without_steps(run))
+    svg = line_chart([Line("tokens/s", points, 0)], compact, format_x=compact, from_zero=True, marks=resumes(run))
+    return Figure(
+        name, title,
+        f"{compact(median(points))} real tokens a second in the middle of the run; padding is not counted, nor is the"
+        " first step of each attempt.",
+        svg, unit="real tokens/s over all ranks", keys=[Key("mean of the last ten steps", 0)],
+        table=Table(("step", "tokens/s"), [[f"{step:,.0f}", f"{value:,.0f}"] for step, value in points]),
+        hints=hints_of(points, lambda step, value: f"step {step:,.0f}\n{value:,.0f} tokens/s"),
+    )  # fmt: skip
+
+
+def utilisation(run: Run) -> Figure:
+    name, title = "mfu", "Model FLOP/s against the matmul ceiling"
+    points = steady(run, "flops_per_s")
+    if not points:
+        return Figure(name, title, "", missing=without_steps(run))
+    shares = dict(run.points("mfu"))
+    # Measured when an attempt began: another attempt, perhaps on other machines, has another ceiling.
+    ceiling = [(step, value / shares[step]) for step, value in points if shares.get(step, 0) > 0]
+    lines, keys = [Line("model FLOP/s", points, 2)], [Key("model FLOP/s", 2)]
+    says = f"The model needed {rate(median(points), 'FLOP/s')}"
+    if ceiling:
+        lines.append(Line("plain matmul", ceiling, 1, "dashed"))
+        keys.append(Key("what a plain matmul reached here", 1, "dashed", rate(ceiling[-1][1], "FLOP/s")))
+        says += f", {percent(median(steady(run, 'mfu')))} of what a plain matmul reached on the same cores"
+    else:
+        says += "; the matmul ceiling was not measured"
+    svg = line_chart(lines, lambda v: rate(v, ""), format_x=compact, from_zero=True, marks=resumes(run))
+    rows = [
+        [f"{step:,.0f}", rate(value, "FLOP/s"), percent(shares[step]) if step in shares else "unknown"]
+        for step, value in points
+    ]
+    return Figure(
+        name, title, f"{says}. Recomputation is not counted.", svg, unit="FLOP/s over all ranks", keys=keys,
+        table=Table(("step", "model FLOP/s", "MFU"), rows),
+        hints=hints_of(points, lambda step, value: f"step {step:,.0f}\n{rate(value, 'FLOP/s')}"
+                     + (f"\nMFU {percent(shares[step])}" if step in shares else "")),
+    )  # fmt: skip
+
+
+def parts(run: Run) -> Figure:
+    name, title = "parts", "Where the time of a step goes"
+    lines = timed(run)
+    shares = mean_parts(run)
+    total = sum(shares.values())
+    if not total:
+        return Figure(name, title, "", missing="the metrics hold no time by part: " + without_steps(run))
+    count = min(len(lines), _MOST_STRETCHES)
+    stretches = [lines[len(lines) * i // count : len(lines) * (i + 1) // count] for i in range(count)]
+    xs = [number(stretch[-1].get("step")) or 0.0 for stretch in stretches]
+    layers = [
+        (
+            part,
+            [sum(number(line.get(f"{part}_s")) or 0.0 for line in stretch) / len(stretch) for stretch in stretches],
+            i,
+        )
+        for i, part in enumerate(PARTS)
+    ]
+    largest = sorted(shares, key=lambda part: -shares[part])[:2]
+    says = f"A step takes {seconds(total)}, the mean over ranks and steps: " + ", ".join(
+        f"{part} {percent(shares[part] / total)}" for part in largest
+    )
+    says += f", waiting for slower ranks {percent(shares['wait'] / total)}."
+    if all(line.get("reduce_s") is None for line in lines):
+        says += " Reducing is not told apart here: the collectives run inside forward and backward."
+    keys = [
+        Key(part, i, "area", f"{seconds(shares[part])}, {percent(shares[part] / total)}")
+        for i, part in enumerate(PARTS)
+    ]
+    svg = area_chart(xs, layers, seconds, format_x=compact, marks=resumes(run, xs))
+    frame = Frame((xs[0], xs[-1]), (0, 1))
+    hints = [
+        (
+            frame.x(x),
+            "\n".join([f"until step {x:,.0f}", *(f"{part} {seconds(values[i])}" for part, values, _ in layers[::-1])]),
+        )
+        for i, x in enumerate(xs)
+    ]
+    rows = [[f"{x:,.0f}", *(seconds(values[i]) for _, values, _ in layers)] for i, x in enumerate(xs)]
+    return Figure(
+        name, title, says, svg, unit="seconds a step, mean over ranks",
+        keys=keys, table=Table(("step", *PARTS), rows), hints=hints,
+    )  # fmt: skip
+
+
+def traffic(run: Run) -> Figure:
+    name, title = "bytes", "Bytes that rank 0 passed on, per step"
+    wire, staged = per_step(run, "wire_bytes"), per_step(run, "staged_bytes")
+    if not wire and not staged:
+        return Figure(name, title, "", missing="two logged steps of one attempt are needed, and there are fewer")
+    lines = [Line("network, loopback included", wire, 1, "dashed"), Line("shared memory", staged, 2)]
+    last = [points[-1][1] if points else 0.0 for points in (wire, staged)]
+    says = f"In a step {rate(last[0], 'B')} went over the network and {rate(last[1], 'B')} through shared memory."
+    svg = line_chart(
+        [line for line in lines if line.points], lambda v: rate(v, "B"), format_x=compact, from_zero=True,
+        marks=resumes(run),
+    )  # fmt: skip
+    moved = dict(per_step(run, "moved_bytes"))
+    at = dict(staged)
+    rows = [
+        [f"{step:,.0f}", rate(value, "B"), rate(at.get(step, 0.0), "B"), rate(moved.get(step, 0.0), "B")]
+        for step, value in wire
+    ]
+    return Figure(
+        name, title, says, svg, unit="bytes a step",
+        keys=[Key("network, loopback included", 1, "dashed"), Key("shared memory", 2)],
+        table=Table(("step", "network", "shared memory", "moved in memory"), rows),
+        hints=hints_of(staged or wire, lambda step, value: f"step {step:,.0f}\n{rate(value, 'B')}"),
+    )  # fmt: skip

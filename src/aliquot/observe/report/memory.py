@@ -1,0 +1,155 @@
+"""The pictures of a run's memory: by rank over the phases, and over the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from aliquot.observe.ledger import PHASES
+from aliquot.observe.report.figure import Figure, Key, Table
+from aliquot.observe.report.read import Object, Points, Run, number
+from aliquot.observe.report.series import hints_of, resumes, without_steps
+from aliquot.observe.report.svg import PHASES_HEIGHT, Frame, Level, Line, area_chart, line_chart
+from aliquot.observe.report.words import compact, significant
+from aliquot.observe.text import gib
+
+GIB = 2**30
+REST = "process, libraries, allocator"
+_MOST_RANKS = 4
+_LAYERS = ("weights", "gradients", "moments", "gathered", "activations", "shared")
+
+
+def memory(run: Run) -> list[Figure]:
+    """A picture a rank, of the ranks that held most."""
+    if not run.rows:
+        why = "ledger.json is not there: it is written after the first step, and this run has not come so far"
+        return [Figure("memory", "Memory over the phases", "", missing=why)]
+    ranks = sorted({int(number(row.get("rank")) or 0) for row in run.rows})
+    by_rank = {rank: [row for row in run.rows if int(number(row.get("rank")) or 0) == rank] for rank in ranks}
+    largest = sorted(ranks, key=lambda rank: -max(top_bytes(row) for row in by_rank[rank]))[:_MOST_RANKS]
+    return [_memory_of(run, rank, by_rank[rank]) for rank in sorted(largest)]
+
+
+def _memory_of(run: Run, rank: int, rows: Sequence[Object]) -> Figure:
+    rows = sorted(rows, key=lambda row: PHASES.index(str(row["phase"])))
+    names = [str(row["phase"]) for row in rows]
+    tops = [top_bytes(row) for row in rows]
+    layers = []
+    for i, category in enumerate(_LAYERS):
+        values = [_accounted(row, category) for row in rows]
+        if any(values):
+            layers.append((category, values, i))
+    rest = [max(0.0, top - sum(values[i] for _, values, _ in layers)) for i, top in enumerate(tops)]
+    layers.insert(0, (REST, rest, 7))
+    planned = [(float(i), value) for i, row in enumerate(rows) if (value := planned_bytes(run, row)) is not None]
+    lines = [Line("plan", scaled(planned), 6, "dashed plan")] if planned else []
+    limit, highest = limit_bytes(run), max([*tops, *(y for _, y in planned)])
+    near = limit is not None and limit <= 2.5 * highest
+    levels = [Level(f"limit {gib(limit)}", limit / GIB)] if near and limit is not None else []
+    at = tops.index(max(tops))
+    says = f"Rank {rank} held at most {gib(tops[at])}, in the phase “{names[at]}”, of which the legend tells the parts"
+    says += f"; a rank may have {gib(limit)}" if limit is not None else ""
+    says += ", far above this picture." if limit is not None and not near else "."
+    says += "" if planned else " No plan was recorded, so its line is missing."
+    drawn = [(layer, [value / GIB for value in values], colour) for layer, values, colour in layers]
+    svg = area_chart([float(i) for i in range(len(rows))], drawn, significant, names=names, levels=levels, lines=lines)
+    frame = Frame((0.0, float(len(rows) - 1)), (0, 1))
+    head = ("phase", *(layer for layer, _, _ in layers), "sum", "plan", "RSS", "PSS", "peak RSS")
+    body = [
+        [
+            names[i], *(gib(values[i]) for _, values, _ in layers), gib(tops[i]),
+            gib(planned_bytes(run, row) or 0.0) if planned_bytes(run, row) is not None else "none",
+            *(gib(number(row.get(f"{kind}_bytes")) or 0.0) for kind in ("rss", "pss", "peak_rss")),
+        ]
+        for i, row in enumerate(rows)
+    ]  # fmt: skip
+    hints = [
+        (frame.x(float(i)), "\n".join([phase, *(f"{layer} {gib(values[i])}" for layer, values, _ in layers[::-1])]))
+        for i, phase in enumerate(names)
+    ]
+    keys = [Key(layer, colour, "area", gib(values[at])) for layer, values, colour in layers]
+    keys += [Key("plan", 6, "dashed")] if planned else []
+    return Figure(
+        f"memory-{rank}", f"Memory of rank {rank}", says, svg, unit="GiB, the most during each phase", keys=keys,
+        height=PHASES_HEIGHT, table=Table(head, body), hints=hints,
+    )  # fmt: skip
+
+
+def memory_over_steps(run: Run) -> Figure:
+    name, title = "memory-steps", "Private memory while training"
+    rows = [
+        (step, [float(value) for value in line["memory_bytes"]])
+        for line in run.steps
+        if (step := number(line.get("step"))) is not None
+        and isinstance(line.get("memory_bytes"), list)
+        and line["memory_bytes"]
+        and all(number(value) is not None for value in line["memory_bytes"])
+    ]
+    if not rows:
+        return Figure(name, title, "", missing=without_steps(run))
+    highest = [(step, max(values)) for step, values in rows]
+    lowest = [(step, min(values)) for step, values in rows]
+    limit = limit_bytes(run)
+    near = limit is not None and limit <= 2.5 * max(y for _, y in highest)
+    lines = [Line("largest rank", scaled(highest), 0)]
+    keys = [Key("largest rank", 0)]
+    if any(len(values) > 1 for _, values in rows):
+        lines.append(Line("smallest rank", scaled(lowest), 4, "dashed"))
+        keys.append(Key("smallest rank", 4, "dashed"))
+    svg = line_chart(
+        lines, significant, format_x=compact, from_zero=True, marks=resumes(run),
+        levels=[Level(f"limit {gib(limit)}", limit / GIB)] if near and limit is not None else [],
+    )  # fmt: skip
+    grown = highest[-1][1] - highest[len(highest) // 2][1]
+    says = f"The largest rank had {gib(highest[-1][1])} private at step {highest[-1][0]:,.0f}"
+    says += f"; {gib(grown)} more than half way." if grown > 0.02 * highest[-1][1] else ", no more than half way."
+    return Figure(
+        name, title, says, svg, unit="GiB private to a rank", keys=keys,
+        table=Table(("step", "smallest", "largest"),
+                    [[f"{step:,.0f}", gib(min(values)), gib(max(values))] for step, values in rows]),
+        hints=hints_of(highest, lambda step, value: f"step {step:,.0f}\nlargest rank {gib(value)}"),
+    )  # fmt: skip
+
+
+def top_bytes(row: Object) -> float:
+    """The most that the rank held in the phase, shared pages divided among those who share them.
+
+    The peak of RSS counts shared pages in full; what it counts too much is taken as at the end of the phase.
+    """
+    rss, pss = number(row.get("rss_bytes")) or 0.0, number(row.get("pss_bytes")) or 0.0
+    return max(pss, (number(row.get("peak_rss_bytes")) or 0.0) - (rss - pss))
+
+
+def limit_bytes(run: Run) -> float | None:
+    """What one rank may have: its machine's limit, divided by the ranks of a machine."""
+    limit = number(run.machine.get("memory_limit_bytes"))
+    world, nodes = number(run.about.get("world_size")), number(run.about.get("nodes"))
+    if limit is None or not world or not nodes:
+        return None
+    return limit / (world / nodes)
+
+
+def scaled(points: Points) -> Points:
+    """Bytes as GiB."""
+    return [(x, value / GIB) for x, value in points]
+
+
+def _accounted(row: Object, category: str) -> float:
+    accounted = row.get("accounted_bytes")
+    return (number(accounted.get(category)) or 0.0) if isinstance(accounted, dict) else 0.0
+
+
+def planned_bytes(run: Run, row: Object) -> float | None:
+    """What the plan foresaw for the row's phase, shared pages divided as in `top_bytes`; None: it foresaw nothing.
+
+    A row's own `planned_bytes` counts shared pages in full: it serves where the plan itself is not recorded.
+    """
+    ranks = number(run.plan.get("ranks_per_node")) or 1.0
+    phases = run.plan.get("phases")
+    for phase in phases if isinstance(phases, list) else ():
+        if isinstance(phase, dict) and phase.get("name") == row.get("phase"):
+            return _sum(phase.get("private_bytes")) + _sum(phase.get("shared_bytes")) / ranks
+    return number(row.get("planned_bytes"))
+
+
+def _sum(sizes: object) -> float:
+    return sum(number(size) or 0.0 for size in sizes.values()) if isinstance(sizes, dict) else 0.0

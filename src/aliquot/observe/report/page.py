@@ -1,0 +1,80 @@
+"""The report: one HTML file that needs nothing else, of one run or of several side by side."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader
+from markupsafe import Markup
+
+from aliquot.errors import UserError
+from aliquot.machine.files import publish_text
+from aliquot.observe.report import compare, facts, figures, memory
+from aliquot.observe.report.figure import Figure
+from aliquot.observe.report.read import Run, read_run
+
+MARKER = "<!-- aliquot report -->"
+
+
+def write_report(directories: Sequence[Path], out: Path) -> None:
+    """Write the page of these run directories to `out`, in one piece. Raises UserError for what is no run."""
+    if out.exists() and not _is_a_report(out):
+        raise UserError("exists and is not a report of aliquot; choose another --out", out)
+    publish_text(out, render([read_run(directory) for directory in directories]))
+
+
+def render(runs: Sequence[Run]) -> str:
+    """The page as text."""
+    style, script = _source("style.css"), _source("hints.js")
+    page = {
+        "marker": Markup(MARKER),
+        "style": Markup(style),
+        "script": Markup(script),
+        "script_hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "version": version("aliquot"),
+    }
+    environment = Environment(
+        loader=PackageLoader("aliquot.observe.report", "templates"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    if len(runs) > 1:
+        return environment.get_template("compare.html").render(
+            page=page, runs=[(run, facts.summary(run)) for run in runs], table=compare.table(runs),
+            differences=compare.differences(runs), figures=compare.figures(runs),
+        )  # fmt: skip
+    (run,) = runs
+    return environment.get_template("run.html").render(
+        page=page, run=run, summary=facts.summary(run), when=facts.when(run), tiles=facts.tiles(run),
+        foresight=facts.foresight(run), sections=_sections(run), checkpoints=facts.checkpoints(run),
+        history=facts.history(run), machine=facts.machine(run), doctor=facts.doctor(run), commands=facts.commands(run),
+    )  # fmt: skip
+
+
+def _sections(run: Run) -> list[tuple[str, str, list[Figure]]]:
+    return [
+        ("learning", "Learning", [figures.loss(run), figures.perplexity(run)]),
+        ("speed", "Speed", [figures.speed(run), figures.utilisation(run)]),
+        ("time", "Time of a step", [figures.parts(run)]),
+        ("memory", "Memory", [*memory.memory(run), memory.memory_over_steps(run)]),
+        ("traffic", "Traffic", [figures.traffic(run)]),
+    ]
+
+
+def _source(name: str) -> str:
+    return (Path(__file__).parent / "templates" / name).read_text(encoding="utf-8")
+
+
+def _is_a_report(path: Path) -> bool:
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return MARKER in file.read(1000)
+    except OSError:
+        return False

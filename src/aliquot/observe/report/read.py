@@ -1,0 +1,210 @@
+"""A run directory as the report sees it: whatever is there, of a run that ended, goes on or was killed.
+
+Nothing in the files is trusted: lines that were cut short are left out, and numbers that are none count as missing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from aliquot.errors import UserError
+from aliquot.observe.events import ENDS
+from aliquot.observe.ledger import PHASES
+from aliquot.observe.run_directory import HEADER, LOCK, RunDirectory
+
+_ABSURD = 1e24
+
+Object = dict[str, Any]
+Points = list[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Status:
+    """`word`: complete, running, stopped, failed, killed or empty; `detail` says more."""
+
+    word: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One that lies in the run directory now."""
+
+    step: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Run:
+    path: Path
+    name: str
+    config: Object
+    config_text: str | None
+    steps: list[Object]  # logged steps, by step
+    evaluations: list[Object]
+    events: list[Object]
+    rows: list[Object]  # of the ledger
+    plan: Object  # as `aliquot plan --json` prints it, made when the run began; empty: none was recorded
+    machine: Object
+    checkpoints: list[Checkpoint]
+    doctor: Any  # doctor.json as it is; None: there is none
+    status: Status
+
+    @property
+    def attempts(self) -> list[Object]:
+        """What was written at each start and resume."""
+        return [event for event in self.events if event.get("event") in ("start", "resume")]
+
+    @property
+    def about(self) -> Object:
+        """The newest attempt's facts."""
+        return self.attempts[-1] if self.attempts else {}
+
+    def points(self, key: str, lines: list[Object] | None = None) -> Points:
+        """(step, value) of the logged steps (or of `lines`) where `key` is a number."""
+        found = [(number(line.get("step")), number(line.get(key))) for line in (self.steps if lines is None else lines)]
+        return [(step, value) for step, value in found if step is not None and value is not None]
+
+    def setting(self, section: str, key: str) -> Any:
+        values = self.config.get(section)
+        return values.get(key) if isinstance(values, dict) else None
+
+    @property
+    def first_steps(self) -> set[float]:
+        """The first step of each attempt: it compiles and faults pages in."""
+        return {step + 1 for attempt in self.attempts if (step := number(attempt.get("step"))) is not None}
+
+
+def read_run(path: Path) -> Run:
+    """Raises UserError where `path` is not the directory of a run."""
+    directory = RunDirectory(path)
+    text = _text(path / "config.yaml")
+    if text is None or not text.startswith(HEADER):
+        raise UserError("this is not a run directory: a run has a config.yaml that aliquot wrote", path)
+    config = _yaml(text)
+    lines = _lines(directory.metrics)
+    events = _lines(directory.events)
+    ledger = _json(directory.ledger)
+    ledger = ledger if isinstance(ledger, dict) else {}
+    rows, plan = ledger.get("rows"), ledger.get("plan")
+    rows = (
+        [row for row in rows if isinstance(row, dict) and row.get("phase") in PHASES] if isinstance(rows, list) else []
+    )
+    machine = next(
+        (event["machine"] for event in reversed(events) if isinstance(event.get("machine"), dict)),
+        ledger.get("machine"),
+    )
+    run_section = config.get("run")
+    name = run_section.get("name") if isinstance(run_section, dict) else None
+    steps = [line for line in lines if "loss" in line]
+    return Run(
+        path=path,
+        name=str(name) if name else path.name,
+        config=config,
+        config_text=text,
+        steps=steps,
+        evaluations=[line for line in lines if "eval_loss" in line],
+        events=events,
+        rows=rows,
+        plan=plan if isinstance(plan, dict) else {},
+        machine=machine if isinstance(machine, dict) else {},
+        checkpoints=_checkpoints(directory.checkpoints),
+        doctor=_json(path / "doctor.json"),
+        status=_status(path, events, steps, config),
+    )
+
+
+def number(value: Any) -> float | None:
+    """A number that can be one of a run, or None."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _ABSURD:
+        return None
+    return float(value)
+
+
+def _status(path: Path, events: list[Object], steps: list[Object], config: Object) -> Status:
+    last = next((event for event in reversed(events) if event.get("event") in (*ENDS, "start", "resume")), None)
+    text = str(last.get("text", "")) if last is not None else ""
+    if last is not None and last["event"] == "end":
+        return Status("complete", "all steps are done")
+    if last is not None and last["event"] == "stopped":
+        return Status("stopped", text or "told to stop by SIGTERM")
+    if last is not None and last["event"] == "failed":
+        return Status("failed", text or "it ended with an error")
+    if _is_locked(path / LOCK):
+        return Status("running", "a process is training into this directory now")
+    if last is None and not steps:
+        return Status("empty", "no step has been logged")
+    errors = sorted((path / "logs").glob("rank-*.error.json"))
+    told = [error for error in (_json(file) for file in errors) if isinstance(error, dict)]
+    causes = [error for error in told if error.get("kind") != "peer_lost"]
+    if causes:
+        return Status("failed", f"rank {causes[0].get('rank')}: {causes[0].get('message')}")
+    return Status("killed", "it ended without a last word: killed, out of memory, or a lost machine")
+
+
+def _is_locked(lock: Path) -> bool:
+    """Whether a living process holds the run's lock."""
+    try:
+        with lock.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # closing gives it back at once
+            except BlockingIOError:
+                return True
+    except OSError:
+        pass
+    return False
+
+
+def _checkpoints(directory: Path) -> list[Checkpoint]:
+    found = []
+    for path in directory.glob("step-*") if directory.is_dir() else ():
+        step = path.name.removeprefix("step-")
+        if step.isdecimal() and path.is_dir():
+            try:
+                found.append(Checkpoint(int(step), sum(file.stat().st_size for file in path.iterdir())))
+            except OSError:  # retention removed it meanwhile
+                continue
+    return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def _lines(path: Path) -> list[Object]:
+    """The objects of a file of JSON lines, without what is not one: the last line of a killed run may be half."""
+    found = []
+    for line in (_text(path) or "").split("\n"):
+        value = _parsed(line)
+        if isinstance(value, dict):
+            found.append(value)
+    return found
+
+
+def _json(path: Path) -> Any:
+    text = _text(path)
+    return _parsed(text) if text is not None else None
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _yaml(text: str) -> Object:
+    try:
+        value = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None

@@ -1,0 +1,93 @@
+"""Numbers of a run that pictures, tiles and tables agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+
+from aliquot.observe.clock import PARTS
+from aliquot.observe.report.read import Object, Points, Run, number
+from aliquot.observe.report.svg import Frame, Mark, thinned
+
+NO_STEP = "no step has been logged yet"
+
+
+def steady(run: Run, key: str) -> Points:
+    """Without the first step of each attempt, unless there are no others."""
+    points = run.points(key)
+    return [point for point in points if point[0] not in run.first_steps] or points
+
+
+def timed(run: Run) -> list[Object]:
+    """The logged steps that have times by part, without the first of each attempt unless there are no others."""
+    lines = [line for line in run.steps if number(line.get("forward_s")) is not None]
+    return [line for line in lines if number(line.get("step")) not in run.first_steps] or lines
+
+
+def mean_parts(run: Run) -> dict[str, float]:
+    """Seconds of a step by part: the mean over the steps of `timed`; all 0 where there are none."""
+    weights: list[tuple[float, Object]] = []
+    before = 0.0
+    for line in timed(run):
+        step = number(line.get("step")) or 0.0
+        weights.append((max(1.0, step - before), line))  # a line stands for the steps since the one before
+        before = step
+    steps = sum(weight for weight, _ in weights) or 1.0
+    return {
+        part: sum(weight * (number(line.get(f"{part}_s")) or 0.0) for weight, line in weights) / steps for part in PARTS
+    }
+
+
+def per_step(run: Run, key: str) -> Points:
+    """What a counter that begins at zero in each attempt counted up per step."""
+    found = []
+    for (before, low), (step, high) in pairwise(run.points(key)):
+        if step > before and high >= low and step not in run.first_steps:
+            found.append((step, (high - low) / (step - before)))
+    return found
+
+
+def ceiling_of(run: Run) -> float | None:
+    """FLOP/s that a plain matmul reached on all ranks, measured when the run (or its newest attempt) began."""
+    told = number(run.about.get("ceiling_flops_per_s"))
+    if told:
+        return told
+    for line in reversed(run.steps):
+        flops, mfu = number(line.get("flops_per_s")), number(line.get("mfu"))
+        if flops and mfu:
+            return flops / mfu
+    return None
+
+
+def smoothed(points: Points) -> Points:
+    """At each point the mean of the thirtieth of all points around it, of fewer at both ends."""
+    reach = max(1, len(points) // 60)
+    sums = [0.0, *accumulate(value for _, value in points)]
+    found = []
+    for i, (step, _) in enumerate(points):
+        near = min(reach, i, len(points) - 1 - i)  # as far to the left as to the right: a slope stays where it is
+        found.append((step, (sums[i + near + 1] - sums[i - near]) / (2 * near + 1)))
+    return found
+
+
+def median(points: Points) -> float:
+    values = sorted(value for _, value in points)
+    return values[len(values) // 2]
+
+
+def resumes(run: Run, xs: Sequence[float] = ()) -> list[Mark]:
+    """Where the run was resumed, as far as a picture reaches."""
+    shown = list(xs) or [step for step, _ in run.points("loss")]
+    steps = [number(event.get("step")) for event in run.attempts if event.get("event") == "resume"]
+    inside = dict.fromkeys(step for step in steps if step is not None and shown and shown[0] <= step <= shown[-1])
+    return [Mark(step, f"resumed at {step:,.0f}") for step in inside]
+
+
+def without_steps(run: Run) -> str:
+    return f"{NO_STEP} ({run.status.word}: {run.status.detail})"
+
+
+def hints_of(points: Points, text: Callable[[float, float], str]) -> list[tuple[float, str]]:
+    kept = thinned(points, 200)
+    frame = Frame((points[0][0], points[-1][0]), (0, 1))
+    return [(frame.x(step), text(step, value)) for step, value in kept]

@@ -1,0 +1,45 @@
+"""The plan that a training run makes of itself before it allocates anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from aliquot.config.schema import RunConfig
+from aliquot.config.workload import Workload
+from aliquot.errors import UserError
+from aliquot.machine.topology import Topology
+from aliquot.plan import fit
+from aliquot.plan.layout import Layout
+from aliquot.plan.machine import Machine
+from aliquot.plan.planner import Planner
+from aliquot.plan.search import remedies
+from aliquot.plan.shapes import model_shape
+
+
+def plan_before(
+    config: RunConfig,
+    topology: Topology,
+    workload: Workload,
+    vocabulary: int,
+    force: bool,
+    warn: Callable[[str], None],
+) -> dict[str, Any]:
+    """The plan as JSON, and in `peak_bytes` what a rank will hold at most in each phase, with all that its host shares.
+
+    Raises UserError where they are too many even if the plan is as far off as plans have been, unless `force`; warns
+    where that is not sure.
+    """
+    machine = Machine.this()
+    nodes, ranks = topology.nodes, topology.local_world_size
+    layout = Layout(nodes, ranks, topology.threads, topology.device, machine.numa_nodes)
+    planner = Planner(model_shape(config, vocabulary), machine)
+    plan = planner.plan(config, layout, workload)
+    if found := fit.problems(plan, machine):
+        said = "; ".join(found)
+        if fit.hopeless(plan) and not force:
+            advice = remedies(planner, config, layout, workload)
+            raise UserError(f"this run would not fit: {said}. {advice} (--force starts it all the same)")
+        warn(f"this run may not fit: {said}")
+    peaks = {p.name: sum(p.private_bytes.values()) + sum(p.shared_bytes.values()) for p in plan.phases}
+    return plan.as_json() | {"peak_bytes": peaks}

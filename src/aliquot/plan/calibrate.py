@@ -1,0 +1,262 @@
+"""Measure this machine once: matrix products by size, memory, calls, staging, sockets and disk, all cores busy at once.
+
+As many processes as there are physical cores measure side by side, one thread each, as ranks of one thread would; one
+process with a thread a core then tells what a product loses by sharing. The profile is kept in the cache directory,
+under the machine's own name: processor, number of cores and version of torch.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import multiprocessing
+import os
+import socket
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aliquot.machine.cpu import read_cpu
+from aliquot.machine.files import publish_text
+from aliquot.plan.layout import Layout
+from aliquot.plan.machine import Machine
+from aliquot.plan.rates import Rates, estimated, interpolated
+
+if TYPE_CHECKING:
+    from multiprocessing.synchronize import Barrier
+
+FORMAT = 1
+# Products as training has them: tokens x width x width, and the small ones of attention, [batch, m, k, n].
+_PRODUCTS = [(1, m, m, m) for m in (128, 256, 512, 1024, 2048)] + [(64, 256, 64, 64), (64, 64, 64, 64)]
+_TENSOR_BYTES = (64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
+_EACH_S = 0.15
+
+
+def calibrate() -> Path:
+    """Measure and keep the profile; where it is. About half a minute."""
+    cores = read_cpu().usable_cores
+    single = _together(cores, threads=1)
+    whole = _together(1, threads=cores) if cores > 1 else single
+    profile = {
+        "format": FORMAT,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "machine": _identity(),
+        "core": single,
+        "all_cores_bf16_flops": whole["products"]["2"][-3][1],
+        "cores": cores,
+    }
+    path = _path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    publish_text(path, json.dumps(profile, indent=1) + "\n")
+    return path
+
+
+def profile_of(machine: Machine, layout: Layout) -> Rates | None:
+    """What was measured of this machine; None for another one, for GPUs, or where nothing was."""
+    if not machine.here or layout.device != "cpu" or not _path().is_file():
+        return None
+    profile = json.loads(_path().read_text())
+    if profile.get("format") != FORMAT:
+        return None
+    return Measured.of(profile, machine, layout)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Rates of one rank, from a profile of single cores."""
+
+    source: str
+    products: dict[int, list[tuple[float, float]]]  # itemsize -> (size of the product, FLOP/s)
+    small: dict[int, float]  # itemsize -> FLOP/s of attention's batched products
+    memory: dict[str, list[tuple[float, float]]]  # kind of operation -> (bytes of a tensor, bytes/s)
+    call_s: float
+    socket_bytes_per_s: float
+    threads: float  # how many times a core's rate the rank reaches
+    network: Rates  # what cannot be measured on one machine
+
+    @classmethod
+    def of(cls, profile: dict[str, Any], machine: Machine, layout: Layout) -> Measured:
+        core, cores = profile["core"], profile["cores"]
+        alone = core["products"]["2"][-3][1]
+        efficiency = min(1.0, profile["all_cores_bf16_flops"] / (alone * cores))
+        share = (layout.threads_per_rank - 1) / max(1, cores - 1)
+        return cls(
+            source=f"measured on this machine on {profile['date']}",
+            products={int(size): [(m, rate) for m, rate in table[:-2]] for size, table in core["products"].items()},
+            small={int(size): table[-2][1] for size, table in core["products"].items()},
+            memory={kind: [(size, rate) for size, rate in table] for kind, table in core["memory"].items()},
+            call_s=core["call_s"],
+            socket_bytes_per_s=core["socket_bytes_per_s"],
+            threads=layout.threads_per_rank * (1 - (1 - efficiency) * share),
+            network=estimated(machine, layout),
+        )
+
+    def matmul_s(self, batch: int, m: int, k: int, n: int, itemsize: int) -> float:
+        smallest = min(m, k, n)
+        # A product is as fast as a cube of its geometric mean, unless one side is very short.
+        size = min((m * k * n) ** (1 / 3), 4.0 * smallest)
+        rate = self.small[itemsize] if batch > 1 and size < 128 else interpolated(self.products[itemsize], size)
+        return 2.0 * batch * m * k * n / (rate * self.threads)
+
+    def memory_s(self, operation: str, tensor_bytes: int, moved_bytes: float) -> float:
+        table = self.memory[_kind(operation)]
+        return moved_bytes / (interpolated(table, max(1, tensor_bytes)) * self.threads)
+
+    def overhead_s(self, calls: float) -> float:
+        return calls * self.call_s
+
+    def stage_s(self, moved_bytes: float) -> float:
+        return moved_bytes / (self.memory["copy"][-1][1] * self.threads)
+
+    def wire_s(self, sent_bytes: float) -> float:
+        return self.network.wire_s(sent_bytes)
+
+    def local_s(self, sent_bytes: float) -> float:
+        return sent_bytes / self.socket_bytes_per_s
+
+
+def _kind(operation: str) -> str:
+    if "softmax" in operation:
+        return "softmax"
+    if operation in ("silu", "silu_backward", "gelu", "gelu_backward", "exp", "sigmoid", "tanh", "pow", "rsqrt"):
+        return "silu"
+    if operation in ("mean", "sum", "amax"):
+        return "sum"
+    return "copy" if operation in ("copy_", "_to_copy", "clone", "cat", "zero_", "fill_") else "add"
+
+
+def _identity() -> str:
+    cpu = read_cpu()
+    return f"{cpu.model}, {cpu.usable_cores} cores, torch {version('torch')}"
+
+
+def _path() -> Path:
+    root = Path(os.environ.get("ALIQUOT_CACHE") or Path.home() / ".cache" / "aliquot")
+    name = hashlib.sha256(_identity().encode()).hexdigest()[:16]
+    return root / "machines" / f"{name}.json"
+
+
+def _together(count: int, threads: int) -> dict[str, Any]:
+    """The median of what `count` processes measure at once."""
+    context = multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(count), context.SimpleQueue()
+    workers = [context.Process(target=_measure, args=(barrier, results, threads)) for _ in range(count)]
+    for worker in workers:
+        worker.start()
+    found = [results.get() for _ in workers]
+    for worker in workers:
+        worker.join()
+    medians: dict[str, Any] = _medians(found)
+    return medians
+
+
+def _medians(found: list[Any]) -> Any:
+    """Of numbers that stand at the same place of equal structures."""
+    first = found[0]
+    if isinstance(first, dict):
+        return {key: _medians([each[key] for each in found]) for key in first}
+    if isinstance(first, list):
+        return [_medians([each[at] for each in found]) for at in range(len(first))]
+    return statistics.median(found)
+
+
+def _measure(barrier: Barrier, results: Any, threads: int) -> None:
+    """In a process of its own; every part begins together."""
+    import torch
+    import torch.nn.functional as F
+
+    torch.set_num_threads(threads)
+    products: dict[str, list[list[float]]] = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        table = []
+        for batch, m, k, n in _PRODUCTS:
+            left, right = torch.randn(batch, m, k).to(dtype), torch.randn(batch, k, n).to(dtype)
+            out = torch.empty(batch, m, n, dtype=dtype)
+            if batch == 1:
+                seconds = _seconds(barrier, partial(torch.mm, left[0], right[0], out=out[0]))
+            else:
+                seconds = _seconds(barrier, partial(torch.bmm, left, right, out=out))
+            table.append([float(m), 2.0 * batch * m * k * n / seconds])
+        products[str(dtype.itemsize)] = table
+    memory: dict[str, list[list[float]]] = {}
+    operations: dict[str, tuple[Callable[[Any], Any], int]] = {
+        "copy": (lambda x: x.clone(), 2),
+        "add": (lambda x: x + x, 2),
+        "silu": (F.silu, 2),
+        "softmax": (lambda x: torch.softmax(x, -1), 2),
+        "sum": (lambda x: x.sum(-1), 1),
+    }
+    for kind, (operation, moves) in operations.items():
+        memory[kind] = []
+        for size in _TENSOR_BYTES:
+            x = torch.randn(size // 1024, 512).to(torch.bfloat16)
+            seconds = _seconds(barrier, partial(operation, x))
+            memory[kind].append([float(size), moves * size / seconds])
+    tiny = torch.ones(8, requires_grad=True)
+    call_s = _seconds(barrier, lambda: tiny + tiny)
+    results.put(
+        {
+            "products": products,
+            "memory": memory,
+            "call_s": call_s,
+            "socket_bytes_per_s": _socket_rate(),
+            "disk_bytes_per_s": _disk_rate(),
+        }
+    )
+
+
+def _seconds(barrier: Barrier, work: Callable[[], Any]) -> float:
+    """The median time of one, after a first that chooses kernels and touches pages."""
+    work()
+    barrier.wait()
+    times: list[float] = []
+    until = time.perf_counter() + _EACH_S
+    while time.perf_counter() < until or len(times) < 3:
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _socket_rate(size_bytes: int = 64 << 20) -> float:
+    """Bytes/s over loopback TCP, sender and receiver in one process, as gloo has them in each rank."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        sender = socket.create_connection(listener.getsockname())
+        receiver, _ = listener.accept()
+    start = time.perf_counter()
+    thread = threading.Thread(target=_send, args=(sender, size_bytes))
+    thread.start()
+    room, left = bytearray(1 << 20), size_bytes
+    while left:
+        left -= receiver.recv_into(room)
+    thread.join()
+    elapsed = time.perf_counter() - start
+    sender.close()
+    receiver.close()
+    return size_bytes / elapsed
+
+
+def _send(sender: socket.socket, size_bytes: int) -> None:
+    data = bytes(1 << 20)
+    for _ in range(size_bytes >> 20):
+        sender.sendall(data)
+
+
+def _disk_rate(size_bytes: int = 128 << 20) -> float:
+    """Bytes/s written to the working directory's disk and forced out."""
+    with tempfile.TemporaryFile(dir=Path.cwd()) as file:
+        data = bytes(1 << 20)
+        start = time.perf_counter()
+        for _ in range(size_bytes >> 20):
+            file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+        return size_bytes / (time.perf_counter() - start)

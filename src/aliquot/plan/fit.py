@@ -1,0 +1,33 @@
+"""Whether a plan fits what its machines have, and by how much not."""
+
+from __future__ import annotations
+
+from aliquot.config.plan import Plan
+from aliquot.plan.machine import Machine
+
+# Plans of peak memory have been off by up to this much: benchmarks/foresight.py.
+UNCERTAINTY = 0.08
+
+
+def hopeless(plan: Plan) -> bool:
+    """It does not fit even if the plan is as much too high as plans have been."""
+    return plan.peak_bytes_per_rank * (1 - UNCERTAINTY) > plan.limit_bytes
+
+
+def problems(plan: Plan, machine: Machine) -> list[str]:
+    """Each thing that is short, in words; none: it fits."""
+    found = []
+    if not plan.fits:
+        peak, limit = plan.peak_bytes_per_rank, plan.limit_bytes
+        where = "of GPU memory" if plan.device == "cuda" else "of memory"
+        found.append(
+            f"a rank needs {_gib(peak)} {where} in the phase `{plan.peak.name}` and can have {_gib(limit)}"
+            f" ({plan.ranks_per_node} a node of {_gib(plan.limit_bytes_per_node)}): {peak / limit - 1:.0%} too much"
+        )
+    if machine.shm_bytes is not None and plan.shm_bytes_per_node > machine.shm_bytes:
+        found.append(f"/dev/shm has {_gib(machine.shm_bytes)} and {_gib(plan.shm_bytes_per_node)} are needed there")
+    return found
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.2f} GiB"

@@ -1,0 +1,98 @@
+"""Which storages are alive while operations run on meta tensors, and how much work the operations are."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# ("matmul", batch, m, k, n, itemsize) -> how often; ("memory", operation, bytes of its largest tensor) -> bytes moved;
+# ("calls",) -> operations of any kind.
+Work = defaultdict[tuple[Any, ...], float]
+
+_PRODUCTS = {
+    torch.ops.aten.mm.default: (0, 1),
+    torch.ops.aten.mm.out: (0, 1),
+    torch.ops.aten.bmm.default: (0, 1),
+    torch.ops.aten.addmm.default: (1, 2),
+}
+
+
+class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Bytes of meta storages alive now and at most, without those of `weights`. `take_work` empties the tally."""
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.largest_bytes = 0
+        self._alive: dict[int, weakref.ref[Any]] = {}
+        self._ignored = {_storage(weight): weight for weight in weights}
+        self._work: Work = defaultdict(float)
+
+    def ignore(self, weight: Tensor) -> None:
+        """It is counted elsewhere."""
+        self._free(_storage(weight), weight.untyped_storage().nbytes())
+        self._ignored[_storage(weight)] = weight
+
+    def take_work(self) -> Work:
+        work, self._work = self._work, defaultdict(float)
+        return work
+
+    def note_matmul(self, m: int, k: int, n: int, dtype: torch.dtype) -> None:
+        self._work["matmul", 1, m, k, n, dtype.itemsize] += 1
+
+    def note_memory(self, operation: str, tensor_bytes: int, moved_bytes: float, calls: float) -> None:
+        self._work["memory", operation, tensor_bytes] += moved_bytes
+        self._work["calls",] += calls
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.is_meta]
+        self._count(func, args, kwargs or {}, outputs)
+        for output in outputs:
+            self._see(output)
+        return result
+
+    def _see(self, tensor: Tensor) -> None:
+        key = _storage(tensor)
+        if key in self._alive or key in self._ignored:
+            return
+        storage = tensor.untyped_storage()
+        size = storage.nbytes()
+        self._alive[key] = weakref.ref(storage, lambda _: self._free(key, size))
+        self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self.largest_bytes = max(self.largest_bytes, size)
+
+    def _free(self, key: int, size: int) -> None:
+        if self._alive.pop(key, None) is not None:
+            self.live_bytes -= size
+
+    def _count(self, func: Any, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
+        self._work["calls",] += 1
+        if func in _PRODUCTS:
+            left, right = (args[at] for at in _PRODUCTS[func])
+            batch = left.shape[0] if left.ndim == 3 else 1
+            m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
+            self._work["matmul", batch, m, k, n, left.element_size()] += 1
+            return
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.is_meta]
+        aliases = not func._schema.is_mutable and all(_storage(t) in map(_storage, inputs) for t in outputs)
+        if not outputs or aliases or func._schema.name.startswith("aten::empty"):
+            return
+        moved = [*{id(t): t for t in (*inputs, *outputs)}.values()]
+        sizes = [tensor.numel() * tensor.element_size() for tensor in moved]
+        self._work["memory", func._schema.name.removeprefix("aten::"), max(sizes)] += sum(sizes)
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

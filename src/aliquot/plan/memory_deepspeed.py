@@ -1,0 +1,101 @@
+"""Memory of engine deepspeed: what ZeRO-3 of DeepSpeed 0.19.8 allocates, by its source.
+
+The five phases in which it tells its memory while it builds (see_memory_usage) are those of the ledger. With `own`
+elements of a rank, ceil(numel / ranks) of each weight:
+
+after load               the partitions that zero.Init made, 2 bytes an element of `own` (partition_parameters.py).
+after bf16 partitions    stage3.py, _create_fp16_partitions_with_defragmentation: all of them copied into one flat
+                         buffer, and freed one by one. The large ones go back to the system; what comes from the heap
+                         stays with the allocator: partitions below 16 MiB, on Llama-3-8B with 4 ranks those of the
+                         attention products, 640 MiB: + 0.63 GiB.
+after fp32 master        _create_fp32_partitions: a clone in fp32, 4 bytes: + 7.48 GiB.
+after optimizer state    initialize_optimizer_states: no moments, which Adam makes in its first step, but with
+                         offload_optimizer an fp32 gradient of every sub-group, 4 bytes: + 7.48 GiB. Without it one
+                         buffer of the largest sub-group, which is dropped again.
+after ZeRO init          _setup_for_real_optimizer: grad_partitions_flat_buffer in bf16, 2 bytes, + 3.74 GiB, and what
+                         the first collectives leave: create_reduce_and_remove_grad_hooks gathers every weight once.
+                         + 0.33 GiB is one layer's three MLP weights whole (336 MiB); + 4.07 GiB together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aliquot.config import deepspeed
+from aliquot.config.plan import PhaseMemory
+from aliquot.config.schema import RunConfig
+from aliquot.plan.layout import Layout
+from aliquot.plan.memory import MIB, PROCESS_PRIVATE_BYTES, PROCESS_SHARED_BYTES, Held
+from aliquot.plan.shapes import ModelShape, Shape, numel
+
+_HEAP_BYTES = 16 * MIB  # partitions below come from the allocator's heap and stay there when they are freed
+_MAX_REUSE = 10**9  # stage3_max_reuse_distance, in elements
+_MAX_LIVE = 10**9  # stage3_max_live_parameters
+
+
+def deepspeed_memory(config: RunConfig, shape: ModelShape, layout: Layout) -> Held:
+    """What a rank holds while it trains."""
+    zero = _settings(config, shape, layout)
+    compute = 2 if config.train.precision == "bf16" else 4
+    weights = [weight for _, weight in shape.built.tensors]
+    own = sum(_partition(weight, layout.world_size) for weight in weights)
+    largest = max(numel(weight) for weight in weights)
+    offloaded = _offloads(zero, "offload_optimizer")
+    group = min(own, int(zero.get("sub_group_size", 10**9)) // layout.world_size + largest // layout.world_size)
+    # A weight stays whole if it is wanted again within the reuse distance: on the way up that is twice what is above.
+    reuse = int(zero.get("stage3_max_reuse_distance", _MAX_REUSE))
+    live = min(shape.numel, reuse // 2, int(zero.get("stage3_max_live_parameters", _MAX_LIVE)))
+    gathered = compute * (max(live, largest) + int(zero.get("stage3_prefetch_bucket_size", 5 * 10**7)))
+    bucket = max(int(zero.get("reduce_bucket_size", 5 * 10**8)), largest)
+    return Held(
+        weights=(compute + 4) * own if compute == 2 or offloaded else 4 * own,
+        gradients=(compute + (4 if offloaded else 0)) * own,
+        gradients_from_start=True,
+        moments=8 * own,
+        # The sub-group's gradients flat and in fp32, and the square root of its second moments.
+        update=(compute + 4 + 4) * group,
+        forward=gathered,
+        backward=gathered + 2 * compute * bucket,
+        evaluation=gathered,
+        shared_weights=0,
+        buffers=0,
+    )
+
+
+def building(config: RunConfig, shape: ModelShape, layout: Layout) -> tuple[PhaseMemory, ...]:
+    """The phases of the ledger in which DeepSpeed builds its optimizer."""
+    zero = _settings(config, shape, layout)
+    weights = [weight for _, weight in shape.built.tensors]
+    compute = 2 if config.train.precision == "bf16" else 4
+    parts = [_partition(weight, layout.world_size) for weight in weights]
+    own = sum(parts)
+    left = sum(compute * part for part in parts if compute * part < _HEAP_BYTES)
+    offloaded = _offloads(zero, "offload_optimizer")
+    layer = [numel(weight) for kind in shape.kinds[:1] for weight in kind.weights]
+    widest = sorted(layer)[-3:]
+    held: dict[str, int] = {"process": PROCESS_PRIVATE_BYTES, "weights": compute * own}
+    told = [("after load", dict(held))]
+    held["allocator"] = left
+    told.append(("after bf16 partitions", dict(held)))
+    held["weights"] += 4 * own if compute == 2 or offloaded else 0
+    told.append(("after fp32 master", dict(held)))
+    held["gradients"] = 4 * own if offloaded else 0
+    told.append(("after optimizer state", dict(held)))
+    held["gradients"] += compute * own
+    held["gathered"] = compute * sum(widest)
+    told.append(("after ZeRO init", dict(held)))
+    return tuple(PhaseMemory(name, private, {"process": PROCESS_SHARED_BYTES}) for name, private in told)
+
+
+def _settings(config: RunConfig, shape: ModelShape, layout: Layout) -> dict[str, Any]:
+    settings, _ = deepspeed.settings(config, layout.world_size, shape.width)
+    zero: dict[str, Any] = settings["zero_optimization"]
+    return zero
+
+
+def _offloads(zero: dict[str, Any], section: str) -> bool:
+    return bool(zero.get(section, {}).get("device", "none") == "cpu")
+
+
+def _partition(weight: Shape, ranks: int) -> int:
+    return -(-numel(weight) // ranks)

@@ -1,0 +1,145 @@
+"""The plan of a run: from its configuration alone, for this machine or any other, without one byte of weights."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from aliquot.config.batch_size import batch_size
+from aliquot.config.plan import Plan
+from aliquot.config.schema import RunConfig
+from aliquot.config.workload import Workload
+from aliquot.errors import UserError
+from aliquot.plan.activations import MicroBatchCost, Step, micro_batch_cost
+from aliquot.plan.calibrate import profile_of
+from aliquot.plan.layout import Layout
+from aliquot.plan.machine import Machine
+from aliquot.plan.memory import Held, fsdp_memory, host_memory, phases
+from aliquot.plan.memory_deepspeed import building, deepspeed_memory
+from aliquot.plan.rates import Rates, estimated
+from aliquot.plan.shapes import ModelShape, model_shape
+from aliquot.plan.timing import step_time
+from aliquot.plan.traffic import traffic
+
+_SHARED_FRACTION = 0.5  # as engines/select.py: of a machine's memory that one copy of the weights may take
+_NCCL_SHM_BYTES = 64 << 20  # a rank; NCCL's own buffers where GPUs of a host have no direct link
+
+
+def plan(
+    config: RunConfig,
+    machine: Machine | None = None,
+    nodes: int | None = None,
+    ranks_per_node: int | None = None,
+    workload: Workload | None = None,
+) -> Plan:
+    """What `config` needs and how long it takes on `nodes` machines like `machine`, by default this one.
+
+    Raises UserError as training would.
+    """
+    machine = machine or Machine.this()
+    layout = machine.layout(config, nodes, ranks_per_node)
+    return Planner(model_shape(config), machine).plan(config, layout, workload or Workload.assumed(config))
+
+
+@dataclass
+class Planner:
+    """Plans of one model on one kind of machine; what a micro-batch costs is worked out once for each way to run it."""
+
+    shape: ModelShape
+    machine: Machine
+
+    def __post_init__(self) -> None:
+        self._costs: dict[tuple[Step, tuple[int, ...], int], MicroBatchCost] = {}
+
+    def plan(self, config: RunConfig, layout: Layout, workload: Workload, approximate: bool = False) -> Plan:
+        """`approximate`: micro-batches of more than two sequences are extrapolated, for many plans in short time."""
+        engine = self.engine(config, layout)
+        size = batch_size(config.train, layout.world_size)
+        micro_batches = -(-size.total // (size.micro * layout.world_size))
+        cost = self._cost(config, engine, layout, workload, size.micro, approximate)
+        held = self._held(config, engine, layout, cost)
+        moved = traffic(config, engine, self.shape, layout, micro_batches)
+        rates = self.rates(layout)
+        took = step_time(engine, cost, held, moved, layout, micro_batches, rates)
+        steps = _steps(config, workload, size.total)
+        found = phases(config, held, cost, workload.pieces, steps)
+        if engine == "deepspeed":
+            found = (found[0], *building(config, self.shape, layout), *found[1:])
+        limit = self.machine.memory_for(layout.device)
+        hourly = self.machine.instance.usd_per_hour if self.machine.instance is not None else None
+        return Plan(
+            model=self.shape.name,
+            parameters=self.shape.numel,
+            engine=engine,
+            device=layout.device,
+            nodes=layout.nodes,
+            ranks_per_node=layout.ranks_per_node,
+            threads_per_rank=layout.threads_per_rank,
+            instance=self.machine.instance.name if self.machine.instance is not None else None,
+            phases=found,
+            shm_bytes_per_node=_NCCL_SHM_BYTES * layout.ranks_per_node if layout.device == "cuda" else 0,
+            limit_bytes_per_node=limit,
+            wire_bytes_per_step=moved.wire_bytes,
+            local_bytes_per_step=moved.local_bytes,
+            disk_read_bytes=moved.disk_read_bytes,
+            checkpoint_bytes=moved.checkpoint_bytes,
+            steps=steps or 0,
+            tokens_per_step=size.total * workload.tokens,
+            step_s=took.total_s,
+            bottleneck=took.bottleneck,
+            rates=rates.source,
+            usd_per_hour=None if hourly is None else hourly * layout.nodes,
+        )
+
+    def engine(self, config: RunConfig, layout: Layout) -> str:
+        """As engines/select.py. Raises UserError for settings that the engine cannot follow."""
+        name = config.shard.engine
+        if name == "auto" and config.shard.deepspeed_config is not None:
+            return "deepspeed"
+        if name == "auto":
+            copy_bytes = self.shape.numel * (2 if config.train.precision == "bf16" else 4)
+            suits = layout.device == "cpu" and config.shard.collectives != "gloo"
+            return "host" if suits and copy_bytes <= _SHARED_FRACTION * self.machine.memory_bytes else "fsdp"
+        if name == "host" and layout.device != "cpu":
+            raise UserError("shard.engine: host is for CPUs; with launch.device cuda use fsdp")
+        return name
+
+    def rates(self, layout: Layout) -> Rates:
+        measured = profile_of(self.machine, layout)
+        return measured if measured is not None else estimated(self.machine, layout)
+
+    def _cost(
+        self, config: RunConfig, engine: str, layout: Layout, workload: Workload, sequences: int, approximate: bool
+    ) -> MicroBatchCost:
+        if approximate and sequences > 2:
+            one, two = (self._cost(config, engine, layout, workload, count, False) for count in (1, 2))
+            return one.plus(two, one, sequences - 1)
+        step = Step(
+            precision=config.train.precision,
+            checkpointing=config.train.gradient_checkpointing,
+            device=layout.device,
+            looks_up=engine == "host",
+            head_gradient=engine != "host",
+        )
+        edges = workload.heaviest(sequences)
+        predicted = round(workload.predicted * sequences)
+        key = (step, edges, predicted)
+        if key not in self._costs:
+            self._costs[key] = micro_batch_cost(self.shape, step, edges, predicted)
+        return self._costs[key]
+
+    def _held(self, config: RunConfig, engine: str, layout: Layout, cost: MicroBatchCost) -> Held:
+        if engine == "host":
+            return host_memory(config, self.shape, layout)
+        if engine == "deepspeed":
+            return deepspeed_memory(config, self.shape, layout)
+        return fsdp_memory(config, self.shape, layout, cost)
+
+
+def _steps(config: RunConfig, workload: Workload, total: int) -> int | None:
+    """Optimizer steps of the run; None where neither max_steps nor the size of the data tells."""
+    if config.train.max_steps is not None:
+        return config.train.max_steps
+    if workload.sequences is None:
+        return None
+    return -(-math.ceil(config.train.num_train_epochs * workload.sequences) // total)

@@ -1,0 +1,160 @@
+"""How fast a rank computes and moves bytes: measured on this machine (calibrate.py), or estimated for any other.
+
+An estimate is a peak from the maker's documents times a fraction that plain matmuls of training reach. It is an
+assumption, is always shown as one, and is replaced by a measurement where there is one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+from aliquot.plan.layout import Layout
+from aliquot.plan.machine import Machine
+
+
+class Rates(Protocol):
+    """Of one rank while all ranks of its node are busy."""
+
+    @property
+    def source(self) -> str:
+        """For the reader: measured when, or estimated from what."""
+        ...
+
+    def matmul_s(self, batch: int, m: int, k: int, n: int, itemsize: int) -> float:
+        """Seconds of `batch` products [m, k] x [k, n]."""
+        ...
+
+    def memory_s(self, operation: str, tensor_bytes: int, moved_bytes: float) -> float:
+        """Seconds of an elementwise operation or reduction that moves so many bytes in tensors of that size."""
+        ...
+
+    def overhead_s(self, calls: float) -> float: ...
+
+    def stage_s(self, moved_bytes: float) -> float:
+        """Seconds to read and write so many bytes in memory for gradients, their sums and the update."""
+        ...
+
+    def wire_s(self, sent_bytes: float) -> float:
+        """Seconds to send so many bytes between hosts from one node."""
+        ...
+
+    def local_s(self, sent_bytes: float) -> float:
+        """Seconds to send so many bytes among the ranks of a host through sockets."""
+        ...
+
+
+# bf16 and fp32 FLOP a cycle and core, a multiply-add counted as two, from the makers' optimisation manuals:
+# AMX: TDPBF16PS is 16 x 16 x 32 multiply-adds in 16 cycles (Intel 64 and IA-32 Optimization Reference Manual, 20.2).
+# AVX-512 with bf16: two VDPBF16PS of 32 multiply-adds (AMD Zen 5; Zen 4 has half). fp32: two FMA of 16 lanes.
+# SVE bf16: Neoverse V1 and V2, four 128-bit BFMMLA of 16 multiply-adds (Arm Neoverse V1 Software Optimization Guide).
+_FLOP_PER_CYCLE = {
+    "amx_bf16": (2048, 64),
+    "avx512_bf16": (128, 64),
+    "sve_bf16": (128, 32),
+    "avx512f": (64, 64),
+    "avx2": (32, 32),
+    "neon": (16, 16),
+}
+# What plain products of training shapes reach of that. AMX: 2 TB/s of tiles to feed from caches; published oneDNN
+# figures for bf16 matmul on Sapphire Rapids lie at 40 to 60 % of peak. AVX: 80 % (85 % measured on Zen 5).
+_REACHED = {"amx_bf16": 0.4, "avx512_bf16": 0.8, "sve_bf16": 0.7, "avx512f": 0.8, "avx2": 0.8, "neon": 0.8}
+_CLOCK_HZ = 2.6e9  # where it is not known: an all-core clock of servers
+_CORE_MEMORY_BYTES_PER_S = 5e9  # DDR5 of a server, 8 channels of 38 GB/s for 48 cores, at 80 %
+_CACHED_FACTOR = 4.0  # tensors that stay in a core's cache move so much faster
+_CACHE_BYTES = 2 << 20
+_CALL_S = 6e-6  # an operation with autograd around it, whatever its size
+_SOCKET_BYTES_PER_S = 1.5e9  # loopback TCP through gloo, a rank
+_NETWORK_REACHED = 0.8  # of the nominal rate, by gloo
+
+# Dense bf16 FLOP/s and memory bytes/s, from NVIDIA's data sheets; T4 and V100 have no bf16: fp16.
+_GPUS = {
+    "t4": (65e12, 320e9),
+    "v100": (125e12, 900e9),
+    "a10g": (70e12, 600e9),
+    "l4": (121e12, 300e9),
+    "l40s": (362e12, 864e9),
+    "a100": (312e12, 2039e9),
+    "h100": (989e12, 3350e9),
+    "h200": (989e12, 4800e9),
+    "b200": (2250e12, 8000e9),
+}
+_GPU_REACHED = 0.45
+_GPU_LINK_BYTES_PER_S = 20e9  # among the GPUs of a host without NVLink: PCIe 4
+
+
+@dataclass(frozen=True)
+class Estimated:
+    """From the instruction set, the clock and the number of threads."""
+
+    source: str
+    bf16_flops: float
+    fp32_flops: float
+    memory_bytes_per_s: float
+    network_bytes_per_s: float
+    local_bytes_per_s: float
+    call_s: float
+
+    def matmul_s(self, batch: int, m: int, k: int, n: int, itemsize: int) -> float:
+        flops = self.bf16_flops if itemsize == 2 else self.fp32_flops
+        return 2.0 * batch * m * k * n / flops
+
+    def memory_s(self, operation: str, tensor_bytes: int, moved_bytes: float) -> float:
+        factor = _CACHED_FACTOR if tensor_bytes <= _CACHE_BYTES else 1.0
+        return moved_bytes / (self.memory_bytes_per_s * factor)
+
+    def overhead_s(self, calls: float) -> float:
+        return calls * self.call_s
+
+    def stage_s(self, moved_bytes: float) -> float:
+        return moved_bytes / self.memory_bytes_per_s
+
+    def wire_s(self, sent_bytes: float) -> float:
+        return sent_bytes / self.network_bytes_per_s if sent_bytes else 0.0
+
+    def local_s(self, sent_bytes: float) -> float:
+        return sent_bytes / self.local_bytes_per_s
+
+
+def estimated(machine: Machine, layout: Layout) -> Estimated:
+    """Rates of a rank on a machine that has not been measured."""
+    network = (machine.network_bytes_per_s or 1.25e9) * _NETWORK_REACHED
+    assumed = "" if machine.network_bytes_per_s else ", 10 Gbit/s between hosts assumed"
+    if layout.device == "cuda":
+        name = next((name for name in sorted(_GPUS, key=len, reverse=True) if name in _plain(machine.gpu_name)), "l4")
+        flops, memory = _GPUS[name]
+        said = f"estimate: {_GPU_REACHED:.0%} of {flops / 1e12:.0f} TFLOP/s ({name.upper()}'s data sheet){assumed}"
+        return Estimated(
+            said, flops * _GPU_REACHED, flops / 8, memory * 0.7, network, _GPU_LINK_BYTES_PER_S, _CALL_S / 2
+        )
+    isa = next((name for name in _FLOP_PER_CYCLE if name in machine.isa), "avx2")
+    clock = machine.clock_hz or _CLOCK_HZ
+    bf16, fp32 = (per_cycle * clock * layout.threads_per_rank for per_cycle in _FLOP_PER_CYCLE[isa])
+    reached = _REACHED[isa]
+    peak = f"{_FLOP_PER_CYCLE[isa][0]} bf16 FLOP a cycle ({isa}) at {clock / 1e9:.2f} GHz"
+    return Estimated(
+        source=f"estimate, not measured: {reached:.0%} of {peak} a core{assumed}",
+        bf16_flops=bf16 * reached,
+        fp32_flops=fp32 * 0.8,
+        memory_bytes_per_s=_CORE_MEMORY_BYTES_PER_S * layout.threads_per_rank,
+        network_bytes_per_s=network,
+        local_bytes_per_s=_SOCKET_BYTES_PER_S,
+        call_s=_CALL_S,
+    )
+
+
+def _plain(name: str | None) -> str:
+    return (name or "").lower().replace("-", "").replace(" ", "")
+
+
+def interpolated(table: Sequence[tuple[float, float]], at: float) -> float:
+    """Value at `at` of points (x, y) in ascending order, linear in the logarithm of x, flat beyond the ends."""
+    if at <= table[0][0]:
+        return table[0][1]
+    for (x0, y0), (x1, y1) in pairwise(table):
+        if at <= x1:
+            return y0 + (y1 - y0) * math.log(at / x0) / math.log(x1 / x0)
+    return table[-1][1]

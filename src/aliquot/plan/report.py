@@ -1,0 +1,117 @@
+"""A plan for people: tables on the console."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from aliquot.catalogue.instances import PRICES_DATE, PRICES_REGION
+from aliquot.config.plan import Plan
+from aliquot.plan.search import Candidate
+
+# EC2's spot price changes by the hour; over the last years it has been 30 to 50 % of on demand for these families.
+SPOT_FACTOR = 0.4
+
+# The table fits 80 columns.
+_SHORT = {
+    "process": "proc.",
+    "weights": "weig.",
+    "gradients": "grad.",
+    "moments": "mom.",
+    "gathered": "gath.",
+    "activations": "activ.",
+    "buffers": "buff.",
+    "allocator": "alloc.",
+    "snapshot": "snap.",
+}
+
+
+def summary(plan: Plan, problems: Sequence[str], assumed: str) -> RenderableType:
+    """What it is, whether it fits, memory by phase, and a line each for traffic, time and cost."""
+    where = plan.instance or "this machine"
+    ranks = f"{plan.nodes} x {plan.ranks_per_node} ranks x {plan.threads_per_rank} threads"
+    head = f"{plan.model}, {plan.parameters:,} parameters, engine {plan.engine}, {ranks} on {where} ({plan.device})"
+    lines = [
+        f"between hosts   {_size(plan.wire_bytes_per_step)} a step; on a host through sockets"
+        f" {_size(plan.local_bytes_per_step)}",
+        f"disk            {_size(plan.disk_read_bytes)} read at start, {_size(plan.checkpoint_bytes)} a checkpoint",
+        f"step            {_seconds(plan.step_s)}, {plan.bottleneck}; {plan.tokens_per_s:,.0f} tokens/s ({assumed})",
+        _whole(plan),
+        f"rates           {plan.rates}",
+    ]
+    if plan.fits:
+        verdict = Text(f"fits: {_gib(plan.peak_bytes_per_rank)} of {_gib(plan.limit_bytes)} a rank", style="green")
+    else:
+        verdict = Text("does not fit: " + "; ".join(problems), style="red")
+    return Group(Text(head), verdict, Text(), phases(plan), Text(), Text("\n".join(lines)))
+
+
+def phases(plan: Plan) -> Table:
+    """Bytes by category, a line a phase; shared memory as this rank's share."""
+    large = plan.peak_bytes_per_rank >= 8 << 30
+    unit, divisor, form = ("GiB", 2**30, ",.2f") if large else ("MiB", 2**20, ",.0f")
+    categories = list(
+        dict.fromkeys(name for phase in plan.phases for name, size in phase.private_bytes.items() if size)
+    )
+    table = Table(title=f"memory of a rank in {unit}, foreseen", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("phase", no_wrap=True)
+    for column in ("all", *categories, "shared"):
+        table.add_column(_SHORT.get(column, column), justify="right", overflow="fold")
+    for phase in plan.phases:
+        shared = sum(phase.shared_bytes.values()) / plan.ranks_per_node
+        sizes = (
+            phase.per_rank(plan.ranks_per_node),
+            *(phase.private_bytes.get(name, 0) for name in categories),
+            shared,
+        )
+        row = [f"{size / divisor:{form}}" if size else "" for size in sizes]
+        table.add_row(phase.name, *row, style="bold" if phase is plan.peak else None)
+    return table
+
+
+def alternatives(candidates: Sequence[Candidate], now: Plan) -> Table:
+    """A line each, with what to set for it."""
+    table = Table(title="other settings", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in ("step", "time", "memory", "USD", "set"):
+        table.add_column(column, no_wrap=column != "set")
+    for each in candidates:
+        plan = each.plan
+        cost = "" if plan.cost_usd is None else f"{plan.cost_usd:,.2f}"
+        change = f"{100 * (plan.step_s / now.step_s - 1):+.0f} %"
+        table.add_row(_seconds(plan.step_s), change, _gib(plan.peak_bytes_per_rank), cost, each.lines)
+    return table
+
+
+def _whole(plan: Plan) -> str:
+    if not plan.steps:
+        return "whole run       not known before the data are read: set train.max_steps"
+    text = f"whole run       {plan.steps:,} steps, {_seconds(plan.total_s)}"
+    if plan.cost_usd is not None:
+        text += (
+            f", {plan.cost_usd:,.2f} USD on demand ({PRICES_REGION}, {PRICES_DATE}),"
+            f" about {plan.cost_usd * SPOT_FACTOR:,.2f} on spot (factor {SPOT_FACTOR}, assumed)"
+        )
+    return text
+
+
+def _gib(size_bytes: float) -> str:
+    return f"{size_bytes / 2**30:.2f} GiB"
+
+
+def _size(size_bytes: float) -> str:
+    """Traffic in powers of ten, as networks and disks are sold."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6)):
+        if size_bytes >= factor:
+            return f"{size_bytes / factor:,.1f} {unit}"
+    return "0" if not size_bytes else f"{size_bytes / 1e3:,.1f} kB"
+
+
+def _seconds(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.2f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:,.1f} h"

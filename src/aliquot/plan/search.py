@@ -1,0 +1,171 @@
+"""Other ways to run the same training: the nearest that fit, and the fastest or cheapest.
+
+The wanted global batch stays; what may change is the engine, the micro-batch, activation checkpointing, optimizer
+states, ranks per node and nodes. Every candidate is planned as a run would be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from aliquot.config.batch_size import batch_size
+from aliquot.config.plan import Plan
+from aliquot.config.schema import RunConfig
+from aliquot.config.workload import Workload
+from aliquot.errors import UserError
+from aliquot.plan.layout import Layout
+from aliquot.plan.planner import Planner
+
+_MOST_RANKS = 16
+_REMEDIES = 3
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan and what must be set for it: `section.key` -> value; `options` of the command for nodes and ranks."""
+
+    plan: Plan
+    changes: dict[str, object]
+
+    @property
+    def lines(self) -> str:
+        """To paste after the config on the command line."""
+        return " ".join(f"{key}={value}" for key, value in self.changes.items()) or "(as it is)"
+
+
+def candidates(planner: Planner, config: RunConfig, layout: Layout, workload: Workload) -> Iterator[Candidate]:
+    """All that can run, whether it fits or not, the given settings first."""
+    total = batch_size(config.train, layout.world_size).total
+    seen = set()
+    for nodes in dict.fromkeys((layout.nodes, 2 * layout.nodes, max(1, layout.nodes // 2), 1)):
+        for ranks in _ranks(planner, layout):
+            threads = max(1, planner.machine.cores // ranks) if layout.device == "cpu" else layout.threads_per_rank
+            if ranks == layout.ranks_per_node:
+                threads = layout.threads_per_rank
+            spread = replace(layout, nodes=nodes, ranks_per_node=ranks, threads_per_rank=threads)
+            for changed, changes in _settings(config, spread, total):
+                told = changes | _told(layout, spread)
+                if (key := tuple(told.items())) not in seen:
+                    seen.add(key)
+                    try:
+                        yield Candidate(planner.plan(changed, spread, workload, approximate=True), told)
+                    except UserError:  # settings that exclude each other
+                        continue
+
+
+def remedies(planner: Planner, config: RunConfig, layout: Layout, workload: Workload) -> str:
+    """The nearest settings that fit, each with its price in time, in one sentence."""
+    now = planner.plan(config, layout, workload)
+    fitting = [each for each in candidates(planner, config, layout, workload) if each.plan.fits]
+    if not fitting:
+        return "Nothing that was tried fits: more memory, or a smaller model"
+    # Few changes first, then those that cost least time; one remedy of each kind.
+    fitting.sort(key=lambda each: (_distance(each.changes), each.plan.step_s * each.plan.nodes))
+    kinds: dict[tuple[str, ...], Candidate] = {}
+    for each in fitting:
+        kinds.setdefault(tuple(each.changes), each)
+    told = [f"{each.lines} ({_price(each.plan, now)})" for each in list(kinds.values())[:_REMEDIES]]
+    return "What fits: " + "; ".join(told)
+
+
+def best(
+    planner: Planner,
+    config: RunConfig,
+    layout: Layout,
+    workload: Workload,
+    goal: Literal["time", "cost"],
+    count: int = 6,
+) -> list[Candidate]:
+    """Those that fit, the fastest or the cheapest first; nodes count as money where no price is known."""
+    measure: Callable[[Plan], float] = _seconds if goal == "time" else _money
+    fitting = [each for each in candidates(planner, config, layout, workload) if each.plan.fits]
+    return sorted(fitting, key=lambda each: (measure(each.plan), _distance(each.changes)))[:count]
+
+
+def _settings(config: RunConfig, layout: Layout, total: int) -> Iterator[tuple[RunConfig, dict[str, object]]]:
+    train = config.train
+    engines = ("fsdp",) if layout.device == "cuda" else ("host", "fsdp")
+    share = -(-total // layout.world_size)
+    micros = [size for size in (1, 2, 4, 8, 16, 32) if size <= share]
+    own = min(train.per_device_train_batch_size, share)
+    for engine in engines:
+        states = ("fp32", "bf16", "int8") if engine == "host" else ("fp32",)
+        for micro in dict.fromkeys((own, *micros)):
+            for checkpointing in dict.fromkeys((train.gradient_checkpointing, "none", "selective", "full")):
+                for kept in dict.fromkeys((train.optimizer_states, *states)):
+                    wanted: dict[str, object] = {
+                        "shard.engine": engine,
+                        "train.global_batch_size": total,
+                        "train.per_device_train_batch_size": micro,
+                        "train.gradient_checkpointing": checkpointing,
+                        "train.optimizer_states": kept,
+                    }
+                    changed = _with(config, wanted)
+                    changes = {key: value for key, value in wanted.items() if _get(config, key) != value}
+                    if config.shard.engine == "auto":
+                        changes.pop("shard.engine", None)
+                        if engine != _auto(config, layout):
+                            changes["shard.engine"] = engine
+                    if "train.per_device_train_batch_size" not in changes:
+                        changes.pop("train.global_batch_size", None)
+                    yield changed, changes
+
+
+def _auto(config: RunConfig, layout: Layout) -> str:
+    return "host" if layout.device == "cpu" else "fsdp"
+
+
+def _with(config: RunConfig, wanted: dict[str, object]) -> RunConfig:
+    sections: dict[str, dict[str, object]] = {}
+    for key, value in wanted.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
+    sections["train"]["gradient_accumulation_steps"] = None
+    changed = {name: getattr(config, name).model_copy(update=update) for name, update in sections.items()}
+    return config.model_copy(update=changed)
+
+
+def _get(config: RunConfig, key: str) -> object:
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
+
+
+def _ranks(planner: Planner, layout: Layout) -> list[int]:
+    if layout.device == "cuda":
+        return [layout.ranks_per_node]
+    cores = planner.machine.cores
+    powers = [count for count in (1, 2, 4, 8, 16) if count <= min(cores, _MOST_RANKS)]
+    return list(dict.fromkeys((layout.ranks_per_node, *powers)))
+
+
+def _told(before: Layout, after: Layout) -> dict[str, object]:
+    told: dict[str, object] = {}
+    if before.nodes != after.nodes:
+        told["launch.nodes"] = after.nodes
+    if before.ranks_per_node != after.ranks_per_node:
+        told["launch.ranks"] = after.ranks_per_node
+    return told
+
+
+# How much a change alters beside speed: frugal states change the numbers, nodes cost money.
+_WEIGHTS = {"train.global_batch_size": 0, "train.optimizer_states": 3, "launch.nodes": 2}
+
+
+def _distance(changes: dict[str, object]) -> int:
+    return sum(_WEIGHTS.get(key, 1) for key in changes)
+
+
+def _seconds(plan: Plan) -> float:
+    return plan.step_s
+
+
+def _money(plan: Plan) -> float:
+    return plan.step_s * (plan.usd_per_hour if plan.usd_per_hour is not None else plan.nodes)
+
+
+def _price(plan: Plan, now: Plan) -> str:
+    ratio = plan.step_s / now.step_s
+    nodes = f", {plan.nodes} nodes" if plan.nodes != now.nodes else ""
+    return f"{100 * (ratio - 1):+.0f} % time{nodes}"

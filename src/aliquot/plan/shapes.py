@@ -1,0 +1,114 @@
+"""What a model is, for the planner: its weights by group, and its kinds of decoder layers. No bytes of it exist."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from aliquot.config.schema import RunConfig
+from aliquot.models import meta
+from aliquot.models.source import CONFIG_FILES, resolve
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PretrainedConfig
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """Decoder layers, at `positions`, that have weights of the same shapes and attend as far back."""
+
+    weights: tuple[Shape, ...]
+    window: int | None
+    positions: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """`layers`, `embedding` and `head` together with `rest` are all weights, each once; a tied head has none."""
+
+    name: str
+    config: PretrainedConfig
+    built: meta.MetaModel
+    kinds: tuple[LayerKind, ...]
+    embedding: Shape
+    head: Shape | None  # None: tied to the embedding
+    rest: tuple[Shape, ...]  # final norm and the like
+    dtype_bytes: int  # an element of the weights as they are stored
+
+    @property
+    def numel(self) -> int:
+        return self.built.numel
+
+    @property
+    def vocabulary(self) -> int:
+        return self.embedding[0]
+
+    @property
+    def width(self) -> int:
+        return self.embedding[1]
+
+    @property
+    def layers(self) -> int:
+        return sum(len(kind.positions) for kind in self.kinds)
+
+    @property
+    def matmul_parameters(self) -> int:
+        return meta.matmul_parameters(self.built.model)
+
+    def groups(self) -> list[list[Shape]]:
+        """What engine fsdp gathers together, in the order of the forward pass after the root: root, layers, head."""
+        of_layer = {position: list(kind.weights) for kind in self.kinds for position in kind.positions}
+        layers = [of_layer[position] for position in sorted(of_layer)]
+        head = [] if self.head is None else [[self.head]]
+        return [[self.embedding, *self.rest], *layers, *head]
+
+
+def model_shape(config: RunConfig, vocabulary: int | None = None) -> ModelShape:
+    """The model of `config`, built on the meta device. Raises UserError as training it would.
+
+    `vocabulary`: rows of its embedding, where the tokenizer has told them.
+    """
+    source = resolve(config.model, CONFIG_FILES)
+    if source.from_scratch and "vocab_size" not in source.given:
+        # What adopt_tokenizer will do with a tokenizer of that size; another one is not opened here.
+        vocabulary = vocabulary or config.data.tokenizer_vocab_size or source.config.vocab_size
+        source.config.vocab_size = -(-vocabulary // 64) * 64
+    source.check_length(config.data.sequence_length)
+    built = meta.build(source.config)
+    model = built.model
+    layers = meta.decoder_layers(model)
+    found: dict[tuple[tuple[Shape, ...], int | None], list[int]] = {}
+    for position, layer in enumerate(layers):
+        weights = tuple(tuple(parameter.shape) for parameter in layer.parameters())
+        found.setdefault((weights, _window(layer)), []).append(position)
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    rest = [p for p in model.parameters() if id(p) not in inside and p is not embedding and p is not head]
+    return ModelShape(
+        name=built.name,
+        config=source.config,
+        built=built,
+        kinds=tuple(LayerKind(weights, window, tuple(at)) for (weights, window), at in found.items()),
+        embedding=tuple(embedding.shape),
+        head=None if head is embedding else tuple(head.shape),
+        rest=tuple(tuple(parameter.shape) for parameter in rest),
+        dtype_bytes=source.dtype.itemsize if source.dtype is not None else 2,
+    )
+
+
+def numel(shape: Shape) -> int:
+    return math.prod(shape)
+
+
+def padded_share(shape: Shape, ranks: int) -> int:
+    """Elements of the largest part of a weight by the dim-0 rule: ceil(rows / ranks) rows."""
+    return -(-shape[0] // ranks) * math.prod(shape[1:])
+
+
+def _window(layer: nn.Module) -> int | None:
+    """How many tokens back the attention of a layer sees, as transformers' modules name it."""
+    return next((w for m in layer.modules() if (w := getattr(m, "sliding_window", None)) is not None), None)

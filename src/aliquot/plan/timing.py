@@ -1,0 +1,79 @@
+"""Seconds of an optimizer step, by what they are spent on, and which of it the step waits for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aliquot.plan.activations import MicroBatchCost
+from aliquot.plan.layout import Layout
+from aliquot.plan.live import Work
+from aliquot.plan.memory import Held
+from aliquot.plan.rates import Rates
+from aliquot.plan.traffic import Traffic
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of the slowest rank; nothing overlaps, as on CPU."""
+
+    matmul_s: float
+    memory_s: float  # elementwise operations, gradients and their sums, the update
+    local_s: float  # sockets of one host
+    wire_s: float  # between hosts
+
+    @property
+    def total_s(self) -> float:
+        return self.matmul_s + self.memory_s + self.local_s + self.wire_s
+
+    @property
+    def bottleneck(self) -> str:
+        """What takes longest, and how many times as long as the products: `network-bound 4.1x`."""
+        network = self.wire_s + self.local_s
+        if network > max(self.matmul_s, self.memory_s):
+            return f"network-bound {network / self.matmul_s:.1f}x"
+        if self.memory_s > self.matmul_s:
+            return f"memory-bound {self.memory_s / self.matmul_s:.1f}x"
+        return "compute-bound"
+
+
+def step_time(
+    engine: str, cost: MicroBatchCost, held: Held, moved: Traffic, layout: Layout, micro_batches: int, rates: Rates
+) -> StepTime:
+    """`micro_batches`: of a rank and optimizer step."""
+    matmul_s = memory_s = 0.0
+    for work in (cost.forward, cost.backward):
+        of_products, of_rest = work_s(work, rates)
+        matmul_s += micro_batches * of_products
+        memory_s += micro_batches * of_rest
+    staged = moved.shared_bytes / layout.world_size
+    if engine == "host":
+        # Staged once (read and written, but for the head), then read by its owner and added to its sums.
+        own = held.gradients / layout.nodes
+        memory_s += rates.stage_s(3 * staged + 2 * own * micro_batches)
+        update = 2 * own + 2 * held.moments + 2 * 4 * own / 4 * 2
+        memory_s += rates.stage_s(update)
+    else:
+        # Cast and copied into flat buffers, out of them, gradients to fp32, staged and read where memory is shared.
+        memory_s += rates.stage_s(3 * staged + 2 * held.gradients * micro_batches)
+        memory_s += rates.stage_s(2 * (held.weights + held.moments + held.gradients))
+    return StepTime(
+        matmul_s,
+        memory_s,
+        rates.local_s(moved.local_bytes / layout.world_size),
+        rates.wire_s(moved.wire_bytes / layout.nodes),
+    )
+
+
+def work_s(work: Work, rates: Rates) -> tuple[float, float]:
+    """Seconds of matrix products, and of everything else."""
+    products = rest = 0.0
+    for key, amount in work.items():
+        if key[0] == "matmul":
+            _, batch, m, k, n, itemsize = key
+            products += amount * rates.matmul_s(batch, m, k, n, itemsize)
+        elif key[0] == "memory":
+            _, operation, tensor_bytes = key
+            rest += rates.memory_s(operation, tensor_bytes, amount)
+        else:
+            rest += rates.overhead_s(amount)
+    return products, rest

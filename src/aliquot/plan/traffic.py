@@ -1,0 +1,68 @@
+"""Bytes that a run moves: between hosts, through sockets of one host, through shared memory, from and to disks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aliquot.config.schema import RunConfig
+from aliquot.plan.layout import Layout
+from aliquot.plan.shapes import ModelShape, numel, padded_share
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Of all ranks together. `wire` and `local` are payload; headers add less than 1 %."""
+
+    wire_bytes: int  # per optimizer step, sent between hosts
+    local_bytes: int  # per optimizer step, sent among ranks of a host through sockets
+    shared_bytes: int  # per optimizer step, staged in shared memory
+    disk_read_bytes: int  # at start
+    checkpoint_bytes: int  # per checkpoint
+
+
+def traffic(config: RunConfig, engine: str, shape: ModelShape, layout: Layout, micro_batches: int) -> Traffic:
+    """`micro_batches`: of a rank and optimizer step."""
+    compute = 2 if config.train.precision == "bf16" else 4
+    read = shape.numel * shape.dtype_bytes if config.model.path is not None else 0
+    wire = local = shared = 0
+    if engine == "host":
+        # collectives/wire.py: every host sends each other one that one's gradient sums, and gets its weights back.
+        kept = 4 if config.train.optimizer_states == "fp32" else 2
+        wire = (layout.nodes - 1) * shape.numel * (kept + compute)
+        shared = micro_batches * layout.world_size * _staged(config, shape, compute)
+    elif engine == "fsdp":
+        wire, local, shared = _fsdp(config, shape, layout, micro_batches, compute)
+    return Traffic(wire, local, shared, read, 12 * shape.numel)
+
+
+def _staged(config: RunConfig, shape: ModelShape, compute: int) -> int:
+    """A rank's gradients of one micro-batch; of the input embedding a row a token (engines/host_gradients.py)."""
+    tokens = config.train.per_device_train_batch_size * config.data.sequence_length
+    rows = tokens * (8 + shape.width * compute)
+    tied = shape.head is None
+    dense = shape.numel - (0 if tied else numel(shape.embedding))
+    return dense * compute + rows
+
+
+def _fsdp(
+    config: RunConfig, shape: ModelShape, layout: Layout, micro_batches: int, compute: int
+) -> tuple[int, int, int]:
+    """Weights are gathered in the forward and the backward pass, the root's once; gradients reduced in fp32.
+
+    Over gloo and nccl a collective is a ring: each rank sends (N - 1) / N of it, and of N edges as many as there are
+    hosts lead to another one. gloo's reduce-scatter is an all-reduce, twice the bytes; nccl's is not.
+    """
+    ranks = layout.world_size
+    if ranks == 1:
+        return 0, 0, 0
+    groups = [sum(padded_share(weight, ranks) * ranks for weight in group) for group in shape.groups()]
+    root, others = groups[0], sum(groups[1:])
+    gathered = compute * (root + 2 * others)
+    on_one_host = layout.device == "cpu" and layout.nodes == 1 and config.shard.collectives != "gloo"
+    if on_one_host:
+        # engines/fsdp_comm.py: each rank stages its shard, and all of its gradients.
+        return 0, 0, micro_batches * (gathered + ranks * 4 * (root + others))
+    reduced = 4 * (root + others) * (2 if layout.device == "cpu" else 1)
+    sent = micro_batches * (ranks - 1) * (gathered + reduced)
+    wire = sent * layout.nodes // ranks if layout.nodes > 1 else 0
+    return wire, sent - wire, 0

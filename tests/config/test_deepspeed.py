@@ -1,0 +1,195 @@
+"""A DeepSpeed JSON in a run config: what it fills, what contradicts it, what of it is refused and by which line."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aliquot.config import deepspeed
+from aliquot.config.deepspeed_keys import RULES
+from aliquot.config.read import dump_config, read_config, read_with_places
+from aliquot.config.schema import RunConfig
+from aliquot.errors import UserError
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "deepspeed.md"
+RUN = "model: {path: some/model}\ndata: {path: text.txt}\n"
+# The keys and values of a ZeRO-3 job for CPU nodes as people have them.
+JOB: dict[str, Any] = {
+    "bf16": {"enabled": True},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu"},
+        "offload_param": {"device": "cpu"},
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "stage3_max_live_parameters": 1e9,
+        "stage3_prefetch_bucket_size": 5e8,
+        "stage3_param_persistence_threshold": 1e6,
+    },
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "steps_per_print": 10,
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+}
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Any:
+    def files(settings: Any, train: str = "", text: str | None = None) -> Path:
+        found = tmp_path / "ds.json"
+        found.write_text(json.dumps(settings, indent=2) if text is None else text)
+        run = tmp_path / "run.yaml"
+        run.write_text(f"{RUN}train: {{{train}}}\nshard: {{deepspeed_config: {found}}}\n")
+        return run
+
+    return files
+
+
+def failure(run: Path) -> str:
+    with pytest.raises(UserError) as caught:
+        read_config(run)
+    assert caught.value.exit_code == 2
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def changed(path: str, value: object) -> dict[str, Any]:
+    settings = json.loads(json.dumps(JOB))
+    inner = settings
+    *above, last = path.split(".")
+    for key in above:
+        inner = inner.setdefault(key, {})
+    inner[last] = value
+    return settings
+
+
+def test_values_fill_what_is_silent_and_say_where_they_come_from(write: Any) -> None:
+    settings = {
+        **JOB,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 2e-5, "betas": [0.9, 0.95], "eps": 1e-7, "weight_decay": 0.1}},
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {"warmup_num_steps": 10, "warmup_type": "linear", "warmup_max_lr": 2e-5, "total_num_steps": 100},
+        },
+    }
+    config, places = read_with_places(write(settings, "logging_steps: 7"))
+    train = config.train
+    assert (train.per_device_train_batch_size, train.gradient_accumulation_steps) == (2, 4)
+    assert (train.max_grad_norm, train.learning_rate, train.weight_decay) == (0.5, 2e-5, 0.1)
+    assert (train.adam_beta1, train.adam_beta2, train.adam_epsilon) == (0.9, 0.95, 1e-7)
+    assert (train.lr_scheduler_type, train.warmup_steps, train.max_steps) == ("linear", 10, 100)
+    assert train.precision == "bf16" and train.logging_steps == 7
+    assert re.search(r"ds\.json:\d+$", places["train", "learning_rate"])
+    assert places["train", "logging_steps"].endswith("run.yaml:3")
+
+
+def test_the_complete_config_is_read_again_as_it_is(write: Any, tmp_path: Path) -> None:
+    config = read_config(write(changed("gradient_clipping", 0.5)))
+    again = tmp_path / "again.yaml"
+    again.write_text(dump_config(config))
+    assert read_config(again) == config
+
+
+def test_a_config_made_in_python_is_filled_too() -> None:
+    values = {"model": {"path": "m"}, "data": {"path": "t"}, "shard": {"deepspeed_config": {"gradient_clipping": 0.25}}}
+    assert RunConfig.model_validate(values).train.max_grad_norm == 0.25
+    with pytest.raises(ValueError, match=r"gradient_clipping is 0\.25, but train\.max_grad_norm is 1"):
+        RunConfig.model_validate({**values, "train": {"max_grad_norm": 1}})
+
+
+def test_a_contradiction_names_both_places(write: Any) -> None:
+    message = failure(write(changed("gradient_clipping", 0.5), "max_grad_norm: 1.0"))
+    assert re.search(
+        r"ds\.json:\d+: gradient_clipping is 0\.5, but train\.max_grad_norm is 1\.0 at .*run\.yaml:3", message
+    )
+
+
+def test_the_same_value_twice_is_no_contradiction(write: Any) -> None:
+    assert read_config(write(changed("gradient_clipping", 0.5), "max_grad_norm: 0.5")).train.max_grad_norm == 0.5
+
+
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        (
+            changed("zero_optimisation.stage", 3),
+            "zero_optimisation.stage is no key .* did you mean zero_optimization.stage",
+        ),
+        (changed("zero_optimization.stage", 2), "zero_optimization.stage is 2: only stage 3"),
+        (changed("zero_optimization.stage", True), "zero_optimization.stage is True"),
+        (changed("fp16.enabled", True), "fp16.enabled is True: loss scaling is not supported: use bf16"),
+        (changed("optimizer.type", "Lamb"), "optimizer.type is 'Lamb': only Adam and AdamW"),
+        (changed("scheduler.type", "OneCycle"), "scheduler.type is 'OneCycle': one of"),
+        (changed("scheduler.type", "WarmupLR"), "along a logarithm by default"),
+        (changed("zero_optimization.offload_param.device", "nvme"), "its nvme_path None is no directory"),
+        (changed("elasticity.enabled", True), "elasticity.enabled is True: changes the data"),
+        (changed("zero_optimization.zero_hpz_partition_size", 2), "keeps a second copy"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_with_its_line(write: Any, settings: Any, expected: str) -> None:
+    message = failure(write(settings))
+    assert re.search(expected, message), message
+    assert re.search(r"ds\.json:\d+", message), message
+
+
+def test_rejected_keys_that_are_off_are_harmless(write: Any) -> None:
+    for path, value in [("fp16.enabled", False), ("elasticity.enabled", False), ("prescale_gradients", False)]:
+        read_config(write(changed(path, value)))
+
+
+def test_a_broken_file_is_one_line(write: Any, tmp_path: Path) -> None:
+    assert re.search(r"ds\.json:2: not valid JSON", failure(write(None, text='{\n  "bf16": }\n')))
+    assert "an object of settings" in failure(write([1]))
+    run = write(JOB)
+    (tmp_path / "ds.json").unlink()
+    assert re.search(r"run\.yaml:4: cannot read .*ds\.json: No such file", failure(run))
+
+
+def test_three_batch_numbers_must_multiply_out(write: Any) -> None:
+    settings = {
+        **JOB,
+        "train_batch_size": 64,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 4,
+    }
+    config = read_config(write(settings))
+    with pytest.raises(UserError, match=r"train_batch_size is 64, .* 1 x .* 4 x 2 ranks is 8"):
+        deepspeed.settings(config, world_size=2, hidden_size=64)
+    deepspeed.settings(config, world_size=16, hidden_size=64)
+    message = failure(write({**settings, "train_batch_size": "auto"}, "global_batch_size: 8"))
+    assert "two of them fix the third" in message and "run.yaml:3" in message and "ds.json" in message
+
+
+def test_what_deepspeed_gets(write: Any) -> None:
+    settings = changed("zero_optimization.reduce_bucket_size", "auto")
+    settings["activation_checkpointing"] = {"partition_activations": True}
+    config = read_config(write(settings, "max_grad_norm: 0.7"))
+    given, lines = deepspeed.settings(config, world_size=2, hidden_size=64)
+    assert given["zero_optimization"] == {**JOB["zero_optimization"], "reduce_bucket_size": 64 * 64}
+    assert given["bf16"] == {"enabled": True} and given["gradient_clipping"] == 0.7
+    assert (given["train_batch_size"], given["gradient_accumulation_steps"]) == (2, 1)
+    assert given["steps_per_print"] is None and "activation_checkpointing" not in given
+    assert any("steps_per_print is overridden: train.logging_steps" in line for line in lines)
+    assert "auto" not in json.dumps(given)
+
+
+def test_every_key_of_deepspeeds_own_schema_has_a_rule() -> None:
+    zero = pytest.importorskip("deepspeed.runtime.zero.config", reason="the extra `deepspeed` is not installed")
+    for name, field in zero.DeepSpeedZeroConfig.model_fields.items():
+        path = f"zero_optimization.{field.alias or name}"
+        assert path in RULES or any(key.startswith(f"{path}.") for key in RULES), path
+
+
+def test_the_docs_hold_the_table() -> None:
+    text = DOCS.read_text()
+    for key, rule in RULES.items():
+        assert f"| `{key}` | {rule.kind} | {rule.note} |" in text, key

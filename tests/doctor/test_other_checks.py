@@ -1,0 +1,194 @@
+"""Each finding about the network, the software and the two ranks is provoked; and the command as a person runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from aliquot.doctor import measure, network, software
+from aliquot.doctor.examine import CHECKS
+from aliquot.doctor.finding import Subject
+from tests.doctor.machines import lay_out, machine, said, subject
+from tests.machine.launcher import environment
+from tests.runs import command
+
+HERE = Subject(environ={"PATH": os.environ["PATH"]})
+
+
+def test_interfaces() -> None:
+    assert "lo 127.0.0.1" in network.check_interface(HERE).found
+    missing = network.check_interface(replace(HERE, environ={"GLOO_SOCKET_IFNAME": "eth77"}))
+    assert missing.level == "problem" and "eth77" in missing.meaning
+    assert network.check_interface(replace(HERE, environ={"GLOO_SOCKET_IFNAME": "lo"})).level == "warning"
+
+
+@pytest.mark.parametrize(
+    ("resolves_to", "level"), [(None, "warning"), ("127.0.1.1", "warning"), ("203.0.113.9", "ok or warning")]
+)
+def test_own_name(resolves_to: str | None, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolve(name: str) -> str:
+        if resolves_to is None:
+            raise socket.gaierror(-2, "Name or service not known")
+        return resolves_to
+
+    monkeypatch.setattr(network.socket, "gethostbyname", resolve)
+    finding = network.check_names(HERE)
+    assert finding.level in level and socket.gethostname() in finding.found, said(finding)
+
+
+def test_a_taken_port_is_found() -> None:
+    with socket.create_server(("", 0)) as server:
+        here = replace(HERE, port=server.getsockname()[1])
+        assert network.check_port(here).level == "warning"
+    assert network.check_port(here).level == "ok"
+
+
+def test_peers() -> None:
+    assert network.check_peers(HERE).level == "ok"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        open_port = server.getsockname()[1]
+        found = network.check_peers(replace(HERE, peers=(f"127.0.0.1:{open_port}", "localhost")))
+    assert found.level == "ok" and found.found == "reached 127.0.0.1 by lo; reached localhost by lo"
+    found = network.check_peers(replace(HERE, peers=("no-such-host.invalid", "127.0.0.1")))
+    assert found.level == "problem" and found.found.startswith(
+        "no-such-host.invalid does not resolve; reached 127.0.0.1"
+    )
+
+
+def test_efa(tmp_path: Path) -> None:
+    assert network.check_efa(subject(tmp_path)).found == "no EFA device"
+    device = "sys/bus/pci/devices/0000:00:1d.0"
+    lay_out(tmp_path, {f"{device}/vendor": "0x1d0f\n", f"{device}/device": "0xefa2\n"})
+    lay_out(tmp_path, {"sys/bus/pci/devices/0000:00:05.0/vendor": "0x1d0f\n"})  # an ENA network card
+    finding = network.check_efa(subject(tmp_path))
+    assert finding.level == "warning" and finding.found == "1 EFA device (0000:00:1d.0)"
+    lay_out(tmp_path, {"dev/infiniband/uverbs0": ""})
+    assert network.check_efa(subject(tmp_path)).level == "ok"
+
+
+def test_gpus_that_torch_does_not_see(tmp_path: Path) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("torch sees a GPU here")
+    assert network.check_nccl(subject(tmp_path)).found == "no GPU"
+    lay_out(tmp_path, {"dev/nvidia0": "", "dev/nvidiactl": ""})
+    finding = network.check_nccl(subject(tmp_path))
+    assert finding.level == "problem" and finding.found.startswith("1 GPUs, torch ")
+
+
+def test_compilers(tmp_path: Path) -> None:
+    none = replace(HERE, environ={"PATH": str(tmp_path)})
+    assert software.check_compiler(none).found == "none"
+    broken = tmp_path / "g++"
+    broken.write_text("#!/bin/sh\necho 'no assembler' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    finding = software.check_compiler(replace(HERE, environ={"PATH": str(tmp_path), "CXX": str(broken)}))
+    assert finding.level == "warning" and finding.found.endswith("fails: no assembler")
+    if software.compiler(HERE.environ) is not None:
+        assert software.check_compiler(HERE).level == "ok"
+
+
+def test_python_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(software.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert "no Python.h" in software.check_python_headers(HERE).found
+    if software.compiler(HERE.environ) is None:
+        pytest.skip("no compiler here")
+    (tmp_path / "Python.h").write_text("#error of another version\n")
+    assert "of another version" in software.check_python_headers(HERE).found
+
+
+@pytest.mark.parametrize(
+    ("versions", "level", "words"),
+    [
+        ({"torch": "2.13.0+cpu", "transformers": "5.23.0"}, "ok", "no known trap"),
+        ({"torch": "2.8.0", "transformers": "5.23.0"}, "problem", "pytorch#162338"),
+        ({"torch": "2.9.1"}, "warning", "tested with torch 2.13"),
+        ({"torch": "2.13.0", "transformers": "4.57.1"}, "warning", "transformers 5.23"),
+        ({"torch": "2.13.0", "intel_extension_for_pytorch": "2.8.0"}, "warning", "pip uninstall"),
+    ],
+)
+def test_versions(versions: dict[str, str], level: str, words: str) -> None:
+    finding = software.judge_versions(versions)
+    assert finding.level == level and words in said(finding)
+
+
+def test_what_two_ranks_may_find() -> None:
+    right = {"wrong": [[], []], "rates": {"bf16": [2e11, 1e11], "fp32": [5e10, 5e10]}, "threads": 1}
+    assert measure.judge_self_test(right).level == "ok"
+    wrong = measure.judge_self_test({**right, "wrong": [[], ["average by FSDP2 on gloo"]]})
+    assert wrong.level == "problem" and wrong.found == "wrong: average by FSDP2 on gloo"
+
+
+@pytest.mark.parametrize(
+    ("flags", "bf16", "fp32", "level"),
+    [
+        # At 2 GHz: 128 GFLOP/s a core for AVX512_BF16, 2048 for AMX, 32 for AVX2 in fp32.
+        ("avx512f avx512_bf16", 100e9, 60e9, "ok"),
+        ("avx512f avx512_bf16", 30e9, 20e9, "warning"),
+        ("avx512f avx512_bf16", 60e9, 100e9, "warning"),
+        ("avx512f avx512_bf16 amx_bf16", 1200e9, 60e9, "ok"),
+        ("avx512f avx512_bf16 amx_bf16", 100e9, 60e9, "warning"),
+        ("avx2", 5e9, 25e9, "ok"),
+        ("avx2", 5e9, 5e9, "warning"),
+        ("", 5e9, 5e9, "ok"),
+    ],
+)
+def test_matmul_rates(tmp_path: Path, flags: str, bf16: float, fp32: float, level: str) -> None:
+    told = {"rates": {"bf16": [bf16, 9e15], "fp32": [fp32, 9e15]}, "threads": 1}
+    finding = measure.judge_matmul(told, subject(machine(tmp_path, flags=flags)))
+    assert finding.level == level, said(finding)
+
+
+def test_an_average_that_is_none_is_found() -> None:
+    """With one rank the "average" of two is the plain gradient: as if a backend had not divided, it is not taken."""
+    program = """
+import os
+from types import SimpleNamespace
+from aliquot.config.schema import LaunchSection
+from aliquot.doctor import two_ranks
+from aliquot.machine.cpu import read_cpu
+from aliquot.machine.placement import place
+from aliquot.machine.ranks import Ranks
+ranks = Ranks.join(place(LaunchSection(), os.environ, read_cpu(), "cpu")[0], 60)
+print(two_ranks._average(ranks), two_ranks._average(SimpleNamespace(rank=0, world_size=2)))
+print(all(two_ranks.examine(ranks).values()))
+ranks.close()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout.split() == ["True", "False", "True"]
+
+
+def test_two_ranks_that_cannot_be_joined() -> None:
+    told = measure.run_two_ranks(Subject(environ=environment(GLOO_SOCKET_IFNAME="eth77")))
+    finding = measure.judge_self_test(told)
+    assert finding.level == "problem" and "GLOO_SOCKET_IFNAME is eth77" in finding.found, said(finding)
+    assert measure.judge_matmul(told, HERE).level == "warning"
+
+
+def test_the_command(tmp_path: Path) -> None:
+    """Two runs of all checks on this machine; no test of what a particular machine has."""
+    arguments = ("doctor", "--json", "--run-directory", tmp_path, "--port", "29533")
+    good = command(*arguments)
+    findings = {finding["id"]: finding for finding in json.loads(good.stdout)}
+    assert len(findings) == len(json.loads(good.stdout)) == len(CHECKS) + 2
+    assert findings["self-test"]["level"] == "ok", findings["self-test"]
+    assert all(finding["meaning"] and (finding["level"] == "ok" or finding["fix"]) for finding in findings.values())
+    assert good.returncode == any(finding["level"] == "problem" for finding in findings.values())
+
+    bad = command(
+        *arguments[:1], *arguments[2:], "--peers", "no-such-host.invalid", environment={"OMP_NUM_THREADS": "1"}
+    )
+    assert bad.returncode == 1 and "Traceback" not in bad.stderr
+    assert "problem  peers: no-such-host.invalid does not resolve\n" in bad.stdout
+    if len(os.sched_getaffinity(0)) > 1:
+        assert "warning  threads: " in bad.stdout and "fix: unset OMP_NUM_THREADS" in bad.stdout

@@ -1,0 +1,37 @@
+"""One rank that checks fsdp's collectives, its shared memory sound or deaf: nothing of the others arrives in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from aliquot.collectives.peers import Peers
+from aliquot.engines.fsdp_check import check_collectives
+from aliquot.engines.fsdp_comm import Stage
+from aliquot.errors import TrainingError
+from aliquot.machine.ranks import gather
+from tests.processes import as_ranks
+
+
+class Deaf(Stage):
+    def exchange(self, own: Tensor) -> list[Tensor]:
+        views = super().exchange(own)
+        return [view if member == self.peers.index else torch.zeros_like(own) for member, view in enumerate(views)]
+
+
+def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None:
+    stages = {"sound": Stage, "deaf": Deaf}
+    kind = stages.get(arguments[0])
+    stage = None if kind is None else kind(Peers.join(rank, gather))
+    try:
+        check_collectives(torch.device("cpu"), stage)
+        found = "passed"
+    except TrainingError as error:
+        found = str(error)
+    (folder / f"{rank}.txt").write_text(found)
+
+
+if __name__ == "__main__":
+    as_ranks(work)

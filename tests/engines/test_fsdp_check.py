@@ -1,0 +1,23 @@
+"""The start-up check of fsdp looks at the path that carries its collectives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.processes import run_ranks
+
+WORKER = Path(__file__).parent / "check_worker.py"
+
+
+@pytest.mark.parametrize("kind", ["gloo", "sound"])
+def test_what_works_passes(tmp_path: Path, kind: str) -> None:
+    run_ranks(WORKER, 2, tmp_path, kind)
+    assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == ["passed", "passed"]
+
+
+def test_shared_memory_in_which_nothing_arrives_is_found_out(tmp_path: Path) -> None:
+    run_ranks(WORKER, 2, tmp_path, "deaf")
+    for rank in range(2):
+        assert "a reduce-scatter of known numbers gave" in (tmp_path / f"{rank}.txt").read_text()

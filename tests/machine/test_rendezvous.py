@@ -1,0 +1,172 @@
+"""Nodes and ranks that do not find each other: real processes, and the one line that each of them ends with."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.machine.launcher import JOIN, environment
+from tests.multinode.namespaces import two_hosts, why_not
+
+NODE = """
+import sys
+from pathlib import Path
+from aliquot.config.schema import LaunchSection
+from aliquot.errors import UserError
+from aliquot.machine.launch import start_ranks
+own, nodes, address, port, limit, ranks, script = sys.argv[1:8]
+launch = LaunchSection(device="cpu", ranks=int(ranks), nodes=int(nodes), node_rank=int(own), master_address=address,
+                       master_port=int(port), join_timeout_s=float(limit))
+try:
+    logs = Path(script).parent / f"logs-{own}"
+    sys.exit(start_ranks(launch, [script], logs, grace_s=5, automatic="automatic" in sys.argv))
+except UserError as error:
+    sys.exit(str(error))
+"""
+RANK = """
+import os, sys
+from aliquot.config.schema import LaunchSection
+from aliquot.errors import UserError
+from aliquot.machine.cpu import read_cpu
+from aliquot.machine.placement import place
+from aliquot.machine.ranks import Ranks
+try:
+    Ranks.join(place(LaunchSection(), os.environ, read_cpu(), "cpu")[0], 60, float(sys.argv[1])).close()
+except UserError as error:
+    sys.exit(str(error))
+"""
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+@contextmanager
+def started(commands: Sequence[tuple[list[str], dict[str, str]]]) -> Iterator[list[subprocess.Popen[str]]]:
+    processes = [
+        subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for command, environ in commands
+    ]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def last_lines(commands: Sequence[tuple[list[str], dict[str, str]]]) -> list[str]:
+    """The last line of stderr of each, all of which must fail without a traceback."""
+    with started(commands) as processes:
+        texts = [process.communicate(timeout=120)[1] for process in processes]
+    assert all(process.returncode not in (0, None) for process in processes), texts
+    assert not any("Traceback" in text for text in texts), texts
+    return [text.splitlines()[-1] for text in texts]
+
+
+def node(own: int, nodes: int, port: str, limit_s: float, folder: Path, address: str = "127.0.0.1", *more: str,
+         ranks: int = 1) -> tuple[list[str], dict[str, str]]:  # fmt: skip
+    script = folder / "rank.py"
+    script.write_text(JOIN + "print(ranks.gather(topology.local_world_size), flush=True)\nranks.close()\n")
+    command = [sys.executable, "-c", NODE, str(own), str(nodes), address, port, str(limit_s), str(ranks), str(script)]
+    return [*command, *more], environment()
+
+
+def rank(own: int, count: int, port: str, limit_s: float, **more: str) -> tuple[list[str], dict[str, str]]:
+    variables = {"RANK": str(own), "WORLD_SIZE": str(count), "LOCAL_RANK": str(own), "LOCAL_WORLD_SIZE": str(count)}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [sys.executable, "-c", RANK, str(limit_s)], environment(**variables, **more)
+
+
+def test_a_missing_node_is_named_by_all_that_came(tmp_path: Path) -> None:
+    port = free_port()
+    lines = last_lines([node(0, 3, port, 12, tmp_path), node(2, 3, port, 20, tmp_path)])
+    assert lines[0].startswith("node 1 did not come within 12 s (launch.join_timeout_s); 2 of 3 nodes are here: 0 (")
+    assert lines[1] == lines[0]
+
+
+def test_a_missing_rank_is_named(tmp_path: Path) -> None:
+    port = free_port()
+    lines = last_lines([rank(0, 4, port, 12), rank(3, 4, port, 20)])
+    host = platform.node()
+    assert lines[0].startswith("ranks 1, 2 did not come within 12 s")
+    assert lines[0].endswith(f"2 of 4 ranks are here: 0 ({host}), 3 ({host})")
+    assert lines[1] == lines[0]
+
+
+def test_nobody_at_the_address(tmp_path: Path) -> None:
+    port = free_port()
+    (line,) = last_lines([node(1, 2, port, 2, tmp_path)])
+    assert line.startswith(
+        f"node 0 was not found at 127.0.0.1:{port} within 2 s (launch.join_timeout_s): nobody listens"
+    )
+    (line,) = last_lines([node(1, 2, port, 2, tmp_path, "no-such-host.invalid")])
+    assert "the name no-such-host.invalid does not resolve" in line
+
+
+def test_an_address_that_is_not_node_0(tmp_path: Path) -> None:
+    (line,) = last_lines([node(0, 2, free_port(), 60, tmp_path, "203.0.113.1")])  # for documentation: leads nowhere
+    assert line.startswith(f"launch.master_address 203.0.113.1 does not lead to {platform.node()}, which is node 0: ")
+
+
+def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        first, second = last_lines([node(0, 2, port, 30, tmp_path), node(1, 2, port, 30, tmp_path)])
+    assert first.startswith(f"port {port} cannot be opened here: it is taken by python")
+    assert f"(process {os.getpid()})" in first and "launch.master_port" in first
+    assert second.startswith(f"what answers at 127.0.0.1:{port} is not node 0 of this run")
+
+
+def test_two_nodes_of_one_number(tmp_path: Path) -> None:
+    port = free_port()
+    # Node 2 never comes, so that none of the twins ends well.
+    nodes = [node(1, 3, port, 60, tmp_path), node(1, 3, port, 60, tmp_path), node(0, 3, port, 60, tmp_path)]
+    with started(nodes) as (*twins, _):
+        while all(twin.poll() is None for twin in twins):
+            time.sleep(0.05)
+        (refused,) = [twin for twin in twins if twin.poll() is not None]
+        text = refused.communicate(timeout=60)[1]
+    assert text.splitlines()[-1].startswith(f"node 1 has come twice, from {platform.node()}"), text
+
+
+def test_an_interface_that_does_not_exist(tmp_path: Path) -> None:
+    (line,) = last_lines([rank(0, 2, free_port(), 60, GLOO_SOCKET_IFNAME="eth77")])
+    assert line.startswith("GLOO_SOCKET_IFNAME is eth77, but the interfaces of this machine are ") and "lo" in line
+
+
+def test_automatic_ranks_are_the_fewest_of_all_nodes(tmp_path: Path) -> None:
+    port = free_port()
+    nodes = [node(0, 2, port, 60, tmp_path, "127.0.0.1", "automatic", ranks=2),
+             node(1, 2, port, 60, tmp_path, "127.0.0.1", "automatic", ranks=1)]  # fmt: skip
+    with started(nodes) as processes:
+        outputs = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert outputs[0][0] == "[1, 1]\n"
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_hosts_that_meet_but_cannot_pass_gradients(tmp_path: Path) -> None:
+    """The store is reached by one interface, and gloo is told to use another, which leads nowhere."""
+    port = free_port()
+    with two_hosts() as hosts:
+        commands = []
+        for number, host in enumerate(hosts):
+            command, environ = node(number, 2, port, 60, tmp_path, hosts[0].address)
+            commands.append((host.command(*command), environ | {"GLOO_SOCKET_IFNAME": "lo"}))
+        with started(commands) as processes:
+            texts = [process.communicate(timeout=150) for process in processes]
+    assert all(process.returncode for process in processes), texts
+    told = " ".join(file.read_text() for file in tmp_path.glob("logs-*/*"))
+    assert f"{platform.node()} cannot reach {platform.node()} at 127.0.0.1: nobody listens there; nodes must" in told

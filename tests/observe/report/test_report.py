@@ -1,0 +1,301 @@
+"""The page of a run in whatever state it is: all numbers there, all gaps explained, nothing of the files believed."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aliquot.errors import UserError
+from aliquot.observe.report.page import MARKER, render, write_report
+from aliquot.observe.report.read import read_run
+from aliquot.observe.report.svg import thinned, ticks
+from tests.observe.report.directories import MIB, plan, rows, start, step, whole_run, write_run
+
+VOID = {"meta", "link", "br"}
+
+
+class Page(HTMLParser):
+    """Checks that tags nest, and keeps what a test asks about."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] not in ("style", "script"):
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return re.sub(r"\s+", " ", " ".join(self.words))
+
+    def count(self, tag: str) -> int:
+        return sum(found == tag for found, _ in self.tags)
+
+
+def page_of(*directories: Path) -> Page:
+    return Page(render([read_run(directory) for directory in directories]))
+
+
+def test_a_whole_run_has_every_picture(tmp_path: Path) -> None:
+    page = page_of(whole_run(tmp_path / "run"))
+    text = page.text
+    assert "complete" in text and "8M parameters" in text and "of 100" in text
+    assert "resumed at 40" in text and "from checkpoints/step-00000040" in text
+    assert "50 % of what a plain matmul reached" in text and "a plain matmul reached here 1 TFLOP/s" in text
+    assert "a step takes 1 s" in text.lower() and "0.3 s, 30 %" in text.replace("300 ms", "0.3 s")
+    assert "brg_matmul:avx512_core_bf16" in text and "aliquot train run.yaml" in text
+    assert "slow for 20 steps: rank 1" in text
+    assert "limit 2.00 GiB" in text and "plan" in text
+    assert text.count("Not shown") == 1 and "has no doctor.json" in text
+    assert page.count("svg") == 9  # loss, perplexity, tokens, FLOP/s, parts, memory of 2 ranks and over steps, traffic
+
+
+def test_every_picture_has_a_text_and_a_table(tmp_path: Path) -> None:
+    text = render([read_run(whole_run(tmp_path / "run"))])
+    pictures = re.findall(r"<svg.*?</svg>", text, re.S)
+    for picture in pictures:
+        assert 'role="img"' in picture
+        title, described = re.search(r'aria-labelledby="(\S+) (\S+)"', picture).groups()  # type: ignore[union-attr]
+        assert re.search(rf'<title id="{title}">[^<]+</title>', picture)
+        assert re.search(rf'<desc id="{described}">[^<]+</desc>', picture)
+    assert text.count("<details>") == len(pictures)
+    ids = re.findall(r' id="([^"]+)"', text)
+    assert len(ids) == len(set(ids))
+
+
+def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
+    page = page_of(whole_run(tmp_path / "run"))
+    for tag, attributes in page.tags:
+        for name in ("src", "href"):
+            assert (attributes.get(name) or "#").startswith(("#", "data:")), (tag, attributes)
+    policy = next(
+        a["content"] for t, a in page.tags if t == "meta" and a.get("http-equiv") == "Content-Security-Policy"
+    )
+    assert policy is not None and policy.startswith("default-src 'none'")
+
+
+def test_a_killed_run_with_half_a_line(tmp_path: Path) -> None:
+    directory = write_run(
+        tmp_path / "run", steps=[step(n) for n in (1, 2, 3)], events=[start()], tail='{"step": 4, "loss": 1.'
+    )
+    run = read_run(directory)
+    assert run.status.word == "killed" and [line["step"] for line in run.steps] == [1, 2, 3]
+    text = page_of(directory).text
+    assert "3 of 100" in text and "without a last word" in text
+    assert "ledger.json is not there" in text and "there is no evaluation text" in text and "no checkpoint" in text
+
+
+@pytest.mark.parametrize("changes", [{}, {"tokens_per_s": None, "flops_per_s": None, "mfu": None}])
+def test_a_run_of_a_single_step(tmp_path: Path, changes: dict[str, Any]) -> None:
+    directory = write_run(tmp_path / "run", steps=[step(1, **changes)], events=[start(total_steps=1)], ledger=rows(1))
+    text = page_of(directory).text
+    assert "1 of 1" in text and "A step takes 1 s" in text
+
+
+def test_a_run_that_has_not_logged_a_step(tmp_path: Path) -> None:
+    text = page_of(write_run(tmp_path / "run")).text
+    assert "empty" in text and "no step has been logged yet" in text and "not recorded" in text
+    assert "there is no events.jsonl" in text
+
+
+def test_a_run_that_is_going_on_is_told_by_its_lock(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run", steps=[step(1)], events=[start()])
+    with (directory / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert read_run(directory).status.word == "running"
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        assert read_run(directory).status.word == "killed"
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # reading kept nothing
+
+
+@pytest.mark.parametrize(
+    ("event", "word", "detail"),
+    [
+        ({"event": "stopped", "step": 2, "text": "stopped by SIGTERM"}, "stopped", "stopped by SIGTERM"),
+        ({"event": "failed", "step": 2, "text": "the loss is not finite"}, "failed", "the loss is not finite"),
+    ],
+)
+def test_how_a_run_ended(tmp_path: Path, event: dict[str, Any], word: str, detail: str) -> None:
+    directory = write_run(tmp_path / "run", steps=[step(1), step(2)], events=[start(), event])
+    assert read_run(directory).status.word == word
+    assert detail in page_of(directory).text
+
+
+def test_a_dead_rank_is_quoted(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run", steps=[step(1)], events=[start()])
+    (directory / "logs").mkdir()
+    for rank, kind in ((0, "peer_lost"), (1, "crash")):
+        error = {"rank": rank, "kind": kind, "message": f"of {rank}", "traceback": "", "time": 0}
+        (directory / "logs" / f"rank-{rank}.error.json").write_text(json.dumps(error))
+    status = read_run(directory).status
+    assert (status.word, status.detail) == ("failed", "rank 1: of 1")
+
+
+def test_without_a_plan_or_a_ceiling_the_page_says_so(tmp_path: Path) -> None:
+    lines = [step(n, mfu=None) for n in range(1, 9)]
+    events = [start(ceiling_flops_per_s=None)]
+    text = page_of(write_run(tmp_path / "run", steps=lines, events=events, ledger=rows(planned=False))).text
+    assert (
+        "No plan was recorded" in text
+        and "no plan was recorded in ledger.json" in text
+        and "the matmul ceiling was not measured" in text
+    )
+
+
+def test_collectives_that_cannot_be_told_apart(tmp_path: Path) -> None:
+    lines = [step(n, reduce_s=None) for n in range(1, 9)]
+    assert "Reducing is not told apart" in page_of(write_run(tmp_path / "run", steps=lines, events=[start()])).text
+
+
+def test_findings_of_the_doctor(tmp_path: Path) -> None:
+    directory = whole_run(tmp_path / "run")
+    good = {"id": "isa", "level": "ok", "found": "avx512", "meaning": "fast", "fix": ""}
+    bad = {"id": "shm", "level": "problem", "found": "64 MiB", "meaning": "too small", "fix": "mount an emptyDir"}
+    (directory / "doctor.json").write_text(json.dumps([good, bad]))
+    text = page_of(directory).text
+    assert "problem shm: 64 MiB too small fix: mount an emptyDir ok isa: avx512 fast" in text
+    assert "Not shown" not in text
+    (directory / "doctor.json").write_text("{}")
+    assert "holds no findings" in page_of(directory).text
+
+
+def test_the_plan_beside_the_measurement(tmp_path: Path) -> None:
+    text = page_of(whole_run(tmp_path / "run")).text
+    assert "real tokens/s 5,000 4,000 +25 %" in text
+    assert "a step 800 ms 1 s -20 %" in text
+    assert re.search(r"peak memory of a rank 1.45 GiB [\d.]+ GiB [+-]\d+ %", text)
+    assert "compute-bound; rates: measured here" in text
+
+
+HOSTILE = "</title><script>alert(1)</script><img src=x onerror=alert(1)>\"'&{{7*7}}"
+
+
+def test_hostile_names_are_only_text(tmp_path: Path) -> None:
+    machine = {"cpu": HOSTILE, "isa": [HOSTILE], "matmul_kernels": {"bf16": HOSTILE}, "memory_limit_bytes": HOSTILE}
+    events = [
+        start(model=HOSTILE, engine=HOSTILE, placement=HOSTILE, command=HOSTILE, machine=machine, world_size=HOSTILE),
+        {"event": HOSTILE, "step": 1, "text": HOSTILE},
+        {"event": "resume", "step": 2, "resumed_from": HOSTILE, "time": 1e300},
+        {"event": "failed", "step": 3, "text": HOSTILE},
+    ]
+    rows_ = [{**row, "accounted_bytes": {HOSTILE: 1, "weights": HOSTILE}, "rank": HOSTILE} for row in rows(1)]
+    doctor = [dict.fromkeys(("id", "level", "found", "meaning", "fix"), HOSTILE)]
+    directories = [
+        write_run(tmp_path / place, name=HOSTILE, steps=[step(1), step(2, loss=HOSTILE), step(3)], events=events,
+                  ledger=rows_, plan=dict.fromkeys(plan(), HOSTILE), data={"path": HOSTILE},
+                  train={"precision": HOSTILE})
+        for place in ("a", "b")
+    ]  # fmt: skip
+    (directories[0] / "doctor.json").write_text(json.dumps(doctor))
+    for shown in (directories[:1], directories):
+        text = render([read_run(directory) for directory in shown])
+        page = Page(text)
+        assert page.count("script") == 1 and page.count("img") == 0
+        assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
+        assert "{{7*7}}" in text and "alert(1)" in page.text
+
+
+@pytest.mark.parametrize("value", [None, "x", [], {}, True, 10**400, -5, 1e308, [None, "x"]])
+def test_values_of_any_type_are_survived(tmp_path: Path, value: object) -> None:
+    lines = [dict.fromkeys(step(1), value), {**step(2), "memory_bytes": value}, {**step(3), "tokens_per_s": value}]
+    event = {**dict.fromkeys(start(), value), "event": "start"}
+    ledger = [{**dict.fromkeys(row, value), "phase": row["phase"]} for row in rows(1)]
+    foreseen = dict.fromkeys(plan(), value)
+    directory = write_run(
+        tmp_path / "run", steps=lines, events=[event], ledger=ledger, plan=foreseen, train=value, data=value
+    )
+    page_of(directory)
+    page_of(directory, directory)
+
+
+@given(text=st.text(max_size=200))
+def test_any_text_in_the_files_is_survived(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+    directory = write_run(tmp_path_factory.mktemp("runs") / "run")
+    for name in ("metrics.jsonl", "events.jsonl", "ledger.json", "doctor.json"):
+        (directory / name).write_text(text, encoding="utf-8", errors="surrogatepass")
+    page_of(directory)
+
+
+def test_a_long_run_of_many_ranks_stays_small(tmp_path: Path) -> None:
+    lines = [step(n, loss=5 + (n % 7) / 7, memory_bytes=[500 * MIB] * 64) for n in range(1, 50_001)]
+    directory = write_run(tmp_path / "run", steps=lines, events=[start(world_size=64)], ledger=rows(64))
+    text = render([read_run(directory)])
+    assert len(text.encode()) < 2_000_000
+    assert Page(text).count("svg") == 4 + 4 + 2
+
+
+def test_several_runs_side_by_side(tmp_path: Path) -> None:
+    one = whole_run(tmp_path / "one", name="one", shard={"engine": "host"})
+    two = whole_run(
+        tmp_path / "two", name="two", shard={"engine": "fsdp"}, events=[start(engine="fsdp")],
+        steps=[step(n, tokens_per_s=2000) for n in range(1, 51)],
+    )  # fmt: skip
+    page = page_of(one, two)
+    text = page.text
+    assert "2 runs side by side" in text and "killed" in text
+    assert "shard.engine host fsdp" in text
+    assert "4,000" in text and "2,000" in text
+    assert page.count("svg") == 6
+    assert "Not logged by two" in text  # nothing was evaluated there
+
+
+def test_runs_of_the_same_name_are_told_apart_by_their_directories(tmp_path: Path) -> None:
+    text = page_of(whole_run(tmp_path / "a"), whole_run(tmp_path / "b")).text
+    assert str(tmp_path / "a") in text and "the configs are the same" in text
+
+
+def test_only_run_directories_are_reported_and_only_reports_replaced(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not a run directory"):
+        write_report([tmp_path], tmp_path / "report.html")
+    directory = whole_run(tmp_path / "run")
+    other = tmp_path / "thesis.html"
+    other.write_text("<p>mine</p>")
+    with pytest.raises(UserError, match="not a report of aliquot"):
+        write_report([directory], other)
+    assert other.read_text() == "<p>mine</p>"
+    write_report([directory], directory / "report.html")
+    write_report([directory], directory / "report.html")
+    assert MARKER in (directory / "report.html").read_text()
+    assert not list(directory.glob(".report*"))
+
+
+@given(st.floats(-1e12, 1e12), st.floats(1e-9, 1e12))
+def test_ticks_are_few_and_inside(low: float, span: float) -> None:
+    high = low + span
+    found = ticks(low, high)
+    assert len(found) <= 11
+    assert all(low - 1e-6 * abs(high - low) <= tick <= high + 1e-6 * abs(high - low) for tick in found)
+
+
+@given(st.lists(st.floats(-10, 10), min_size=1, max_size=1000))
+def test_thinning_keeps_the_extremes(values: list[float]) -> None:
+    points = [(float(i), value) for i, value in enumerate(values)]
+    kept = thinned(points, 100)
+    assert len(kept) <= max(100, len(points) if len(points) <= 100 else 0)
+    assert {min(values), max(values)} <= {value for _, value in kept}
+    assert kept == sorted(kept) and set(kept) <= set(points)

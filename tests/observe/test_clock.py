@@ -1,0 +1,113 @@
+"""Every moment of a step belongs to one part, and a rank that holds the others up is named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from aliquot.observe.clock import PARTS, StepClock
+from aliquot.observe.slow import SlowRanks
+
+
+class Machine:
+    """A clock, and an engine that says how much of the time went into reducing and waiting."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.reduced: float | None = 0.0
+        self.waited = 0.0
+
+    def work(self, seconds: float, reducing: float = 0.0, waiting: float = 0.0) -> None:
+        self.now += seconds + reducing + waiting
+        self.waited += waiting
+        if self.reduced is not None:
+            self.reduced += reducing
+
+
+def one_step(clock: StepClock, machine: Machine) -> None:
+    clock.enter("data")
+    machine.work(1)
+    clock.enter("forward")
+    for _ in range(2):  # micro-batches
+        machine.work(2)
+        clock.ended("forward")
+        machine.work(3, reducing=0.5, waiting=0.25)
+        clock.ended("backward")
+    clock.enter("wait")
+    machine.work(0.125)
+    clock.enter("optimizer")
+    machine.work(4, waiting=1)
+    clock.leave()
+
+
+def test_the_parts_of_a_step_add_up_to_it() -> None:
+    machine = Machine()
+    clock = StepClock(lambda: (machine.reduced, machine.waited), lambda: machine.now)
+    one_step(clock, machine)
+    machine.work(100)  # between steps
+    assert clock.seconds() == {
+        "data": 1, "forward": 4, "backward": 6, "reduce": 1, "optimizer": 4, "checkpoint": 0, "wait": 1.625,
+    }  # fmt: skip
+    assert sum(clock.seconds().values()) == machine.now - 100
+    assert clock.reduce_known
+
+
+def test_an_engine_that_cannot_tell_reducing_apart() -> None:
+    machine = Machine()
+    machine.reduced = None
+    clock = StepClock(lambda: (machine.reduced, machine.waited), lambda: machine.now)
+    one_step(clock, machine)
+    assert clock.seconds()["reduce"] == 0 and clock.seconds()["backward"] == 7
+    assert not clock.reduce_known
+
+
+def test_phases_outside_of_a_step_are_not_counted() -> None:
+    machine = Machine()
+    clock = StepClock(lambda: (machine.reduced, machine.waited), lambda: machine.now)
+    clock.ended("forward")  # a self-test of the engine
+    machine.work(5)
+    assert clock.seconds() == dict.fromkeys(PARTS, 0.0)
+
+
+def test_each_part_is_a_range_of_a_profile() -> None:
+    machine, open_ranges, seen = Machine(), [], []
+    clock = StepClock(lambda: (machine.reduced, machine.waited), lambda: machine.now)
+
+    @contextmanager
+    def annotate(part: str) -> Iterator[None]:
+        open_ranges.append(part)
+        seen.append(part)
+        yield
+        assert open_ranges.pop() == part
+
+    clock.annotate = annotate
+    one_step(clock, machine)
+    assert open_ranges == []
+    assert seen[:4] == ["data", "forward", "backward", "forward"] and seen[-2:] == ["wait", "optimizer"]
+
+
+def test_the_slow_rank_is_named_when_the_window_is_full() -> None:
+    slow = SlowRanks(window_steps=20)
+    for step in range(20):
+        assert slow.found() == {}
+        slow.add([(1.0, 100), (1.0, 100), (1.0, 100), (1.5 if step % 2 else 1.3, 100)])
+    assert slow.found() == {3: pytest.approx(1.4)}
+    for _ in range(20):
+        slow.add([(1.0, 100)] * 4)
+    assert slow.found() == {}
+
+
+def test_of_two_ranks_the_faster_is_the_measure() -> None:
+    slow = SlowRanks(window_steps=1)
+    slow.add([(1.0, 10), (1.25, 10)])
+    assert list(slow.found()) == [1]
+    slow.add([(1.0, 10), (1.15, 10)])
+    assert slow.found() == {}
+
+
+def test_a_rank_with_more_to_do_is_not_slow() -> None:
+    slow = SlowRanks(window_steps=1)
+    slow.add([(3.0, 300), (2.0, 200), (0.1, 0)])
+    assert slow.found() == {}

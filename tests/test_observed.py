@@ -1,0 +1,147 @@
+"""What a real run leaves to look at: the parts of its steps, events, a profile, metrics to collect, reports."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+
+from aliquot.observe.clock import PARTS
+from tests.runs import command, curve, refused, trained, write_config
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("observed")
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> Path:
+    """Two ranks; six steps, then two more."""
+    config = write_config(folder, "run", launch={"ranks": 2}, checkpoint={"every": 3}, observe={"profile": 2})
+    trained(config)
+    trained(config, "train.max_steps=8", "observe.profile=0")
+    return folder / "run"
+
+
+def is_served(port: int) -> bool:
+    try:
+        with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30):
+            return True
+    except OSError:
+        return False
+
+
+def events(directory: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
+
+
+def test_the_parts_of_each_step_are_in_the_metrics(run: Path) -> None:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    assert len(steps) == 8
+    for line in steps:
+        parts = {part: line[f"{part}_s"] for part in PARTS}
+        assert all(seconds >= 0 for seconds in parts.values()), parts
+        assert parts["forward"] > 0 and parts["backward"] > 0 and parts["reduce"] > 0 and parts["optimizer"] > 0
+        assert len(line["own_work_s"]) == 2
+
+
+def test_events_tell_of_both_attempts(run: Path) -> None:
+    told = events(run)
+    kinds = [event["event"] for event in told if event["event"] not in ("slow_ranks", "warning")]
+    assert kinds == ["start", "checkpoint", "checkpoint", "end", "resume", "checkpoint", "end"]
+    start, resume = (event for event in told if event["event"] in ("start", "resume"))
+    assert start["world_size"] == 2 and start["engine"] == "host" and start["total_steps"] == 6
+    assert str(start["command"]).startswith("aliquot train ") and str(start["command"]).endswith("run.yaml")
+    assert resume["step"] == 6 and str(resume["resumed_from"]).endswith("step-00000006")
+    saved = [event for event in told if event["event"] == "checkpoint"]
+    assert [event["step"] for event in saved] == [3, 6, 8]
+    assert all(0 <= float(str(event["stall_s"])) <= float(str(event["seconds"])) for event in saved)
+
+
+def test_a_report_is_made_at_the_end(run: Path) -> None:
+    page = (run / "report.html").read_text()
+    assert "resumed at 6" in page and '<span class="state complete">' in page
+    assert len(page) < 2_000_000
+    shown = re.sub(r"<pre.*?</pre>", "", page, flags=re.S)
+    assert shown.count("Not shown") == 1  # the doctor's findings
+
+
+def test_the_profile_of_each_rank(run: Path) -> None:
+    for rank in range(2):
+        with gzip.open(run / "profile" / f"rank-{rank}.json.gz", "rt") as file:
+            trace = json.load(file)
+        ranges = [event["name"] for event in trace["traceEvents"] if str(event.get("name", "")).startswith("aliquot:")]
+        assert {f"aliquot: {part}" for part in ("data", "forward", "backward", "wait", "optimizer")} <= set(ranges)
+        assert ranges.count("aliquot: optimizer") == 2
+        assert any(event.get("name") == "aten::mm" for event in trace["traceEvents"])
+        table = (run / "profile" / f"rank-{rank}.txt").read_text()
+        assert "mean of 2 profiled steps" in table and "aten::mm" in table
+        assert all(re.search(rf"^{part}\s+[\d.]+ ms", table, re.M) for part in PARTS)
+
+
+def test_a_run_too_short_to_trace_says_so(folder: Path) -> None:
+    result = command("train", write_config(folder, "short", train={"max_steps": 2}, observe={"profile": 1}))
+    assert result.returncode == 0 and "before the steps to trace began" in result.stderr
+    assert not (folder / "short" / "profile").exists()
+
+
+def test_metrics_are_served_while_it_trains_and_a_killed_run_is_reported(folder: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    config = write_config(folder, "served", launch={"ranks": 2}, observe={"prometheus": port})
+    directory = folder / "served"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "aliquot", "train", str(config), "train.max_steps=100000"],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    try:
+        while not (directory / "metrics.jsonl").exists() or len(curve(directory)) < 3:
+            assert process.poll() is None
+            time.sleep(0.05)
+        with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+            text = answer.read().decode()
+        assert re.search(r'^aliquot_loss\{run="served"\} [\d.]+', text, re.M)
+        assert re.search(r'^aliquot_memory_bytes\{rank="1",run="served"\} ', text, re.M)
+        assert command("report", directory, "--out", folder / "going.html").returncode == 0
+        assert '<span class="state running">' in (folder / "going.html").read_text()
+        other = write_config(folder, "other", observe={"prometheus": port})
+        assert f"cannot listen on 127.0.0.1:{port}" in refused(other)
+        assert not (folder / "other").exists()
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    while is_served(port):  # the ranks end when they miss their launcher
+        time.sleep(0.05)
+    with (directory / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 12, "lo')
+    result = command("report", directory)
+    assert result.returncode == 0 and result.stdout.strip() == str(directory / "report.html")
+    page = (directory / "report.html").read_text()
+    assert '<span class="state killed">' in page and "Memory of rank 1" in page
+
+
+def test_several_runs_on_one_page(folder: Path, run: Path) -> None:
+    result = command("report", run, folder / "served", "--out", folder / "both.html")
+    assert result.returncode == 0, result.stderr
+    assert "2 runs side by side" in (folder / "both.html").read_text()
+    result = command("report", folder)
+    assert result.returncode == 2 and "not a run directory" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_quiet_says_nothing(folder: Path) -> None:
+    config = write_config(folder, "quiet", train={"max_steps": 1})
+    result = command("train", config, "--quiet")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
