@@ -64,7 +64,9 @@ class SecretSection(Section):
 class ClusterSection(Section):
     """Where the run's manifests are to work. `aliquot cluster render` writes them, `check` checks them."""
 
-    name: Name | None = Field(None, description="Of the TrainJob and all that belongs to it. Default: from run.name.")
+    name: Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$", max_length=50)] | None = Field(
+        None, description="Of the TrainJob and all that belongs to it; pods add to it. Default: from run.name."
+    )
     namespace: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63)] = "default"
     create_namespace: bool = Field(False, description="Render the Namespace, too.")
     trainer: Literal["2.1", "2.3"] = Field(
