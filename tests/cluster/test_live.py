@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from aliquot.cluster import live
-from aliquot.cluster.live import Kubectl, ask_cluster
+from aliquot.cluster.live import Kubectl, Refused, ask_cluster
 from aliquot.cluster.manifests import Manifest
 from aliquot.cluster.render import parsed
 from aliquot.cluster.versions import Versions, check_versions
@@ -129,6 +129,22 @@ def test_operators_that_are_not_installed() -> None:
     )
     found = list(live._operators(kubectl, parsed(cpu_job())))
     assert {each.where for each in found} == {"karpenter.k8s.aws", "trainer.kubeflow.org"}
+
+
+class WithoutNamespace(Kubectl):
+    """A server's recorded answer to a dry run in a namespace that does not exist."""
+
+    def run(self, *arguments: str, text: str | None = None) -> str:
+        if "namespace: training" in str(text):
+            raise Refused('Error from server (NotFound): namespaces "training" not found')
+        return ""
+
+
+def test_a_namespace_that_is_yet_to_be_made() -> None:
+    made = parsed(cpu_job(namespace="training", create_namespace=True))
+    assert list(live._dry_run(WithoutNamespace(), made)) == []
+    found = list(live._dry_run(WithoutNamespace(), parsed(cpu_job(namespace="training"))))
+    assert {each.rule for each in found} == {"refused-by-server"}
 
 
 def test_quota() -> None:

@@ -20,6 +20,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         cpu_job,
         {"storage": {"kind": "claim", "claim": "mine"}, "capacity": ["spot", "on-demand"]},
     ),
+    "cpu, Graviton": (cpu_job, {"instance_types": ["r8g.8xlarge"]}),
     "gpu": (gpu_job, {}),
     "gpu, user data, queue, account": (
         gpu_job,

@@ -143,6 +143,7 @@ def _quota(view: JobView, quota: dict[str, Any]) -> Iterator[Finding]:
 
 def _dry_run(kubectl: Kubectl, manifests: Sequence[Manifest]) -> Iterator[Finding]:
     """Every object by itself, so that each refusal has its place."""
+    to_be_made = {each.name for each in manifests if each.kind == "Namespace"}
     for manifest in manifests:
         try:
             kubectl.run(
@@ -152,6 +153,8 @@ def _dry_run(kubectl: Kubectl, manifests: Sequence[Manifest]) -> Iterator[Findin
         except Refused as refused:
             if _FORBIDDEN.search(str(refused)):
                 yield _permission("patch", manifest.kind, refused)
+            elif manifest.namespace in to_be_made and f'namespaces "{manifest.namespace}" not found' in str(refused):
+                continue  # a dry run makes no namespace, so what is to lie in it cannot be tried
             else:
                 yield finding("refused-by-server", manifest, _last_line(refused), "correct what it names")
 
