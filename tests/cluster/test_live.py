@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from aliquot.cluster import live
 from aliquot.cluster.live import Kubectl, Refused, ask_cluster
@@ -135,7 +136,7 @@ class WithoutNamespace(Kubectl):
     """A server's recorded answer to a dry run in a namespace that does not exist."""
 
     def run(self, *arguments: str, text: str | None = None) -> str:
-        if "namespace: training" in str(text):
+        if yaml.safe_load(str(text))["metadata"].get("namespace") == "training":
             raise Refused('Error from server (NotFound): namespaces "training" not found')
         return ""
 
