@@ -170,7 +170,7 @@ def wire() -> list[Row]:
     if why_not() is not None:
         return [{"case": "wire", "failed": why_not()}]
     rows: list[Row] = []
-    values = llama_config(LLAMA_125M).to_dict()
+    values = dict(llama_config(LLAMA_125M))
     run = validate(
         {
             "model": {"config": values},
