@@ -50,6 +50,8 @@ bench: $(INSTALLED)
 ifneq ($(and $(MODEL),$(TEXT)),)
 	$(BIN)/python benchmarks/states.py --model $(MODEL) --text $(TEXT) --json benchmarks/states.json
 endif
+	$(BIN)/aliquot plan --calibrate
+	$(BIN)/python benchmarks/foresight.py --json benchmarks/foresight.json
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -11,7 +11,7 @@ import pytest
 
 from aliquot.config import deepspeed
 from aliquot.config.deepspeed_keys import RULES
-from aliquot.config.read import dump_config, read_config, read_with_places
+from aliquot.config.read import dump_config, dump_with_places, read_config, read_with_places
 from aliquot.config.schema import RunConfig
 from aliquot.errors import UserError
 
@@ -96,6 +96,19 @@ def test_the_complete_config_is_read_again_as_it_is(write: Any, tmp_path: Path) 
     config = read_config(write(changed("gradient_clipping", 0.5)))
     again = tmp_path / "again.yaml"
     again.write_text(dump_config(config))
+    assert read_config(again) == config
+
+
+def test_the_complete_config_is_printed_with_where_each_value_was_written(write: Any, tmp_path: Path) -> None:
+    config, places = read_with_places(write(changed("gradient_clipping", 0.5), "logging_steps: 7"), ["run.name=mine"])
+    printed = dump_with_places(config, places)
+    lines = {line.strip().partition(":")[0]: line for line in printed.splitlines() if line.startswith("  ")}
+    assert re.search(r"max_grad_norm: 0\.5  # .*ds\.json:\d+$", lines["max_grad_norm"])
+    assert re.search(r"logging_steps: 7  # .*run\.yaml:3$", lines["logging_steps"])
+    assert lines["name"].endswith("name: mine  # override 'run.name=mine'")
+    assert "#" not in lines["weight_decay"]  # a default
+    again = tmp_path / "printed.yaml"
+    again.write_text(printed)
     assert read_config(again) == config
 
 

@@ -28,6 +28,9 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     picture: Annotated[Path | None, typer.Option(help="Write memory over the phases as SVG.")] = None,
     calibrate: Annotated[bool, typer.Option("--calibrate", help="Measure this machine for later plans.")] = False,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print the complete config, with where each value was written.")
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """Say whether a run fits, where each byte goes, how long it takes and what it costs; loads no weights.
@@ -40,7 +43,7 @@ def command(
     with one_line_errors(debug):
         from rich.console import Console
 
-        from aliquot.config.read import read_config
+        from aliquot.config.read import dump_with_places, read_with_places
         from aliquot.config.workload import Workload
         from aliquot.errors import UserError
         from aliquot.plan import fit, report, search
@@ -57,7 +60,10 @@ def command(
                 raise typer.Exit(0)
         if config is None:
             raise UserError("give a run configuration to plan, or --calibrate")
-        settings = read_config(config, overrides or [])
+        settings, places = read_with_places(config, overrides or [])
+        if print_config:
+            print(dump_with_places(settings, places), end="")
+            return
         machine = chosen(instance, memory, cores, network)
         workload = Workload.assumed(settings, document_tokens)
         planner = Planner(model_shape(settings), machine)
@@ -72,7 +78,7 @@ def command(
             print(json.dumps({**plan.as_json(), **told}, indent=1))
         else:
             console = Console(soft_wrap=True, highlight=False)
-            console.print(report.summary(plan, problems, workload.source))
+            console.print(report.summary(plan, problems, machine.name, workload.source))
             if advice is not None:
                 console.print(advice, markup=False)
             if better:

@@ -62,6 +62,19 @@ def dump_config(config: RunConfig) -> str:
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
+def dump_with_places(config: RunConfig, places: Mapping[Keys, Location]) -> str:
+    """`dump_config`, each line with the place where its value was written, where it is not a default."""
+    lines, section, written = [], "", {keys: place for keys, place in places.items() if len(keys) <= 2}
+    for line in dump_config(config).splitlines():
+        key = line.strip().partition(":")[0]
+        indent = len(line) - len(line.lstrip())
+        keys = (section, key) if indent == 2 else (key,)
+        section = key if indent == 0 else section
+        place = written.get(keys) if indent == 2 else None
+        lines.append(f"{line}  # {place}" if place is not None else line)
+    return "\n".join(lines) + "\n"
+
+
 def _load(text: str, name: str, locations: dict[Keys, Location]) -> dict[str, Any]:
     try:
         root = yaml.compose(text, Loader=_Loader)

@@ -21,6 +21,7 @@ from aliquot.engines import checkpointing
 from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.compiling import compile_layers
 from aliquot.engines.deepspeed_adam import adamw, prepare_states, set_steps
+from aliquot.engines.deepspeed_ops import prepare_ops
 from aliquot.errors import TrainingError
 from aliquot.machine.ranks import gather
 from aliquot.machine.topology import Topology
@@ -83,6 +84,8 @@ class DeepspeedEngine:
         os.environ.setdefault("LOCAL_RANK", str(topology.local_rank))  # zero.Init wants it, alone too
         os.environ.setdefault("DS_ACCELERATOR", topology.device)
         deepspeed = import_deepspeed()
+        if topology.device == "cpu":
+            prepare_ops()
         deepspeed.init_distributed("nccl" if topology.device == "cuda" else "gloo", verbose=False)
         settings = dict(spec.deepspeed or {})
         checkpointing.enable(meta, spec.gradient_checkpointing)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-
-from aliquot.errors import UserError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,10 +16,7 @@ if TYPE_CHECKING:
 def adamw(
     weights: Sequence[tuple[str, nn.Parameter]], spec: EngineSpec, settings: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
-    """AdamW over two groups, matrices with weight decay and the rest without, as all engines have it.
-
-    Raises UserError where DeepSpeed's C++ optimizer is wanted and there is no compiler for it.
-    """
+    """AdamW over two groups, matrices with weight decay and the rest without, as all engines have it."""
     groups = [
         {"params": [w for _, w in weights if len(_shape(w)) >= 2], "weight_decay": spec.weight_decay},
         {"params": [w for _, w in weights if len(_shape(w)) < 2], "weight_decay": 0.0},
@@ -36,12 +30,6 @@ def adamw(
     offload = settings["zero_optimization"].get("offload_optimizer", {}).get("device", "none")
     if offload == "none" or not settings.get("zero_force_ds_cpu_optimizer", True):
         return torch.optim.AdamW(groups, **options)
-    missing = [tool for tool in ("g++", "ninja") if shutil.which(tool) is None]
-    if missing:
-        raise UserError(
-            f"offload_optimizer uses DeepSpeed's C++ Adam, compiled at first use: {', '.join(missing)} not found:"
-            ' install it, or set "zero_force_ds_cpu_optimizer": false for torch\'s AdamW'
-        )
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **options)

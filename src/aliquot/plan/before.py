@@ -28,8 +28,25 @@ def plan_before(
     """The plan as JSON, and in `peak_bytes` what a rank will hold at most in each phase, with all that its host shares.
 
     Raises UserError where they are too many even if the plan is as far off as plans have been, unless `force`; warns
-    where that is not sure.
+    where that is not sure. A plan that cannot be made keeps no run from starting: it warns, and returns nothing.
     """
+    try:
+        return _planned(config, topology, workload, vocabulary, force, warn)
+    except UserError:
+        raise
+    except Exception as error:
+        warn(f"no plan could be made of this run: {type(error).__name__}: {error}")
+        return {}
+
+
+def _planned(
+    config: RunConfig,
+    topology: Topology,
+    workload: Workload,
+    vocabulary: int,
+    force: bool,
+    warn: Callable[[str], None],
+) -> dict[str, Any]:
     machine = Machine.this()
     nodes, ranks = topology.nodes, topology.local_world_size
     layout = Layout(nodes, ranks, topology.threads, topology.device, machine.numa_nodes)

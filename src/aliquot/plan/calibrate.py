@@ -24,6 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from aliquot.machine.allocator import tune
 from aliquot.machine.cpu import read_cpu
 from aliquot.machine.files import publish_text
 from aliquot.plan.layout import Layout
@@ -173,6 +174,7 @@ def _measure(barrier: Barrier, results: Any, threads: int) -> None:
     import torch
     import torch.nn.functional as F
 
+    tune()
     torch.set_num_threads(threads)
     products: dict[str, list[list[float]]] = {}
     for dtype in (torch.bfloat16, torch.float32):
@@ -214,8 +216,8 @@ def _measure(barrier: Barrier, results: Any, threads: int) -> None:
 
 
 def _seconds(barrier: Barrier, work: Callable[[], Any]) -> float:
-    """The median time of one, after a first that chooses kernels and touches pages."""
-    work()
+    """The time of one at its fastest quarter: what else the machine does now is not what it can do."""
+    work()  # chooses kernels and touches pages
     barrier.wait()
     times: list[float] = []
     until = time.perf_counter() + _EACH_S
@@ -223,7 +225,7 @@ def _seconds(barrier: Barrier, work: Callable[[], Any]) -> float:
         start = time.perf_counter()
         work()
         times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    return sorted(times)[len(times) // 4]
 
 
 def _socket_rate(size_bytes: int = 64 << 20) -> float:

@@ -29,8 +29,10 @@ from aliquot.plan.memory import MIB, PROCESS_PRIVATE_BYTES, PROCESS_SHARED_BYTES
 from aliquot.plan.shapes import ModelShape, Shape, numel
 
 _HEAP_BYTES = 16 * MIB  # partitions below come from the allocator's heap and stay there when they are freed
-_MAX_REUSE = 10**9  # stage3_max_reuse_distance, in elements
-_MAX_LIVE = 10**9  # stage3_max_live_parameters
+# stage3_max_reuse_distance: a weight stays whole if it is wanted again within so many elements, and on the way up from
+# the loss that is twice what lies above it. stage3_max_live_parameters.
+_MAX_REUSE, _MAX_LIVE = 10**9, 10**9
+KEPT_NUMEL = _MAX_REUSE // 2
 
 
 def deepspeed_memory(config: RunConfig, shape: ModelShape, layout: Layout) -> Held:
@@ -42,7 +44,6 @@ def deepspeed_memory(config: RunConfig, shape: ModelShape, layout: Layout) -> He
     largest = max(numel(weight) for weight in weights)
     offloaded = _offloads(zero, "offload_optimizer")
     group = min(own, int(zero.get("sub_group_size", 10**9)) // layout.world_size + largest // layout.world_size)
-    # A weight stays whole if it is wanted again within the reuse distance: on the way up that is twice what is above.
     reuse = int(zero.get("stage3_max_reuse_distance", _MAX_REUSE))
     live = min(shape.numel, reuse // 2, int(zero.get("stage3_max_live_parameters", _MAX_LIVE)))
     gathered = compute * (max(live, largest) + int(zero.get("stage3_prefetch_bucket_size", 5 * 10**7)))

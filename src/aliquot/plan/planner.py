@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aliquot.config.batch_size import batch_size
 from aliquot.config.plan import Plan
@@ -22,6 +22,7 @@ from aliquot.plan.timing import step_time
 from aliquot.plan.traffic import traffic
 
 _SHARED_FRACTION = 0.5  # as engines/select.py: of a machine's memory that one copy of the weights may take
+_MOST_SEQUENCES = 64  # of a micro-batch that is run through on meta tensors as it is; larger ones are extrapolated
 _NCCL_SHM_BYTES = 64 << 20  # a rank; NCCL's own buffers where GPUs of a host have no direct link
 
 
@@ -58,6 +59,8 @@ class Planner:
         micro_batches = -(-size.total // (size.micro * layout.world_size))
         cost = self._cost(config, engine, layout, workload, size.micro, approximate)
         held = self._held(config, engine, layout, cost)
+        if layout.device == "cuda" and config.shard.offload == "cpu":
+            held = replace(held, weights=0, gradients=0, moments=0, update=0)  # the phases are of the GPU's memory
         moved = traffic(config, engine, self.shape, layout, micro_batches)
         rates = self.rates(layout)
         took = step_time(engine, cost, held, moved, layout, micro_batches, rates)
@@ -111,7 +114,7 @@ class Planner:
     def _cost(
         self, config: RunConfig, engine: str, layout: Layout, workload: Workload, sequences: int, approximate: bool
     ) -> MicroBatchCost:
-        if approximate and sequences > 2:
+        if sequences > (2 if approximate else _MOST_SEQUENCES):
             one, two = (self._cost(config, engine, layout, workload, count, False) for count in (1, 2))
             return one.plus(two, one, sequences - 1)
         step = Step(

@@ -29,11 +29,10 @@ _SHORT = {
 }
 
 
-def summary(plan: Plan, problems: Sequence[str], assumed: str) -> RenderableType:
+def summary(plan: Plan, problems: Sequence[str], machine: str, assumed: str) -> RenderableType:
     """What it is, whether it fits, memory by phase, and a line each for traffic, time and cost."""
-    where = plan.instance or "this machine"
     ranks = f"{plan.nodes} x {plan.ranks_per_node} ranks x {plan.threads_per_rank} threads"
-    head = f"{plan.model}, {plan.parameters:,} parameters, engine {plan.engine}, {ranks} on {where} ({plan.device})"
+    head = f"{plan.model}, {plan.parameters:,} parameters, engine {plan.engine}, {ranks} on {machine} ({plan.device})"
     lines = [
         f"between hosts   {_size(plan.wire_bytes_per_step)} a step; on a host through sockets"
         f" {_size(plan.local_bytes_per_step)}",

@@ -6,6 +6,7 @@ states, ranks per node and nodes. Every candidate is planned as a run would be.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -20,6 +21,7 @@ from aliquot.plan.planner import Planner
 
 _MOST_RANKS = 16
 _REMEDIES = 3
+_ALIKE = 0.03  # relative difference of times or prices that are taken for the same
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,9 @@ def best(
     """Those that fit, the fastest or the cheapest first; nodes count as money where no price is known."""
     measure: Callable[[Plan], float] = _seconds if goal == "time" else _money
     fitting = [each for each in candidates(planner, config, layout, workload) if each.plan.fits]
-    return sorted(fitting, key=lambda each: (measure(each.plan), _distance(each.changes)))[:count]
+    # What is gained by less than a plan can tell apart is not worth a change.
+    steps = {id(each): round(math.log(measure(each.plan)) / _ALIKE) for each in fitting}
+    return sorted(fitting, key=lambda each: (steps[id(each)], _distance(each.changes)))[:count]
 
 
 def _settings(config: RunConfig, layout: Layout, total: int) -> Iterator[tuple[RunConfig, dict[str, object]]]:

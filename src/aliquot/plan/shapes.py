@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from aliquot.config.schema import RunConfig
 from aliquot.models import meta
@@ -84,7 +84,7 @@ def model_shape(config: RunConfig, vocabulary: int | None = None) -> ModelShape:
     found: dict[tuple[tuple[Shape, ...], int | None], list[int]] = {}
     for position, layer in enumerate(layers):
         weights = tuple(tuple(parameter.shape) for parameter in layer.parameters())
-        found.setdefault((weights, _window(layer)), []).append(position)
+        found.setdefault((weights, _window(layer, source.config)), []).append(position)
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
     rest = [p for p in model.parameters() if id(p) not in inside and p is not embedding and p is not head]
@@ -109,6 +109,8 @@ def padded_share(shape: Shape, ranks: int) -> int:
     return -(-shape[0] // ranks) * math.prod(shape[1:])
 
 
-def _window(layer: nn.Module) -> int | None:
-    """How many tokens back the attention of a layer sees, as transformers' modules name it."""
-    return next((w for m in layer.modules() if (w := getattr(m, "sliding_window", None)) is not None), None)
+def _window(layer: nn.Module, config: PretrainedConfig) -> int | None:
+    """How many tokens back the attention of a layer sees: by its module, where that says so, else by the config."""
+    told = [module.sliding_window for module in layer.modules() if hasattr(module, "sliding_window")]
+    window = told[0] if told else getattr(config, "sliding_window", None)
+    return cast("int | None", window)

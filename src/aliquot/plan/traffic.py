@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from aliquot.config.schema import RunConfig
 from aliquot.plan.layout import Layout
+from aliquot.plan.memory_deepspeed import KEPT_NUMEL
 from aliquot.plan.shapes import ModelShape, numel, padded_share
 
 
@@ -32,6 +33,11 @@ def traffic(config: RunConfig, engine: str, shape: ModelShape, layout: Layout, m
         shared = micro_batches * layout.world_size * _staged(config, shape, compute)
     elif engine == "fsdp":
         wire, local, shared = _fsdp(config, shape, layout, micro_batches, compute)
+    elif engine == "deepspeed":
+        # What is wanted again soon stays gathered (memory_deepspeed.py); gradients are reduced in the compute dtype.
+        twice = shape.numel - min(shape.numel, KEPT_NUMEL)
+        reduced = compute * shape.numel * (2 if layout.device == "cpu" else 1)
+        wire, local = _ring(layout, micro_batches * (compute * (shape.numel + twice) + reduced))
     return Traffic(wire, local, shared, read, 12 * shape.numel)
 
 
@@ -63,6 +69,11 @@ def _fsdp(
         # engines/fsdp_comm.py: each rank stages its shard, and all of its gradients.
         return 0, 0, micro_batches * (gathered + ranks * 4 * (root + others))
     reduced = 4 * (root + others) * (2 if layout.device == "cpu" else 1)
-    sent = micro_batches * (ranks - 1) * (gathered + reduced)
-    wire = sent * layout.nodes // ranks if layout.nodes > 1 else 0
-    return wire, sent - wire, 0
+    return *_ring(layout, micro_batches * (gathered + reduced)), 0
+
+
+def _ring(layout: Layout, size_bytes: int) -> tuple[int, int]:
+    """(between hosts, among ranks of a host) that collectives over `size_bytes` send, all ranks together."""
+    sent = (layout.world_size - 1) * size_bytes
+    wire = sent * layout.nodes // layout.world_size if layout.nodes > 1 else 0
+    return wire, sent - wire

@@ -1,0 +1,87 @@
+"""What is foreseen of a micro-batch against what torch really saves and allocates on CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from aliquot.engines.checkpointing import SavedBytes
+from aliquot.models import meta
+from aliquot.models.attention import Documents
+from aliquot.models.loss import head_loss
+from aliquot.models.recompute import enable
+from aliquot.plan.activations import Step, micro_batch_cost
+from aliquot.plan.shapes import model_shape
+from tests.plan.shapes import GEMMA2, LLAMA, MISTRAL, QWEN3, planned_config
+
+EDGES = (0, 300, 340, 400, 512)
+MODELS = {"llama": LLAMA, "qwen3": QWEN3, "mistral": MISTRAL}
+
+
+def step(mode: str, precision: str = "bf16") -> Step:
+    return Step(precision, mode, "cpu", looks_up=True, head_gradient=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("name", MODELS)
+def test_saved_bytes_are_those_of_a_real_forward_pass(name: str, mode: str) -> None:
+    config = planned_config(MODELS[name])
+    foreseen = micro_batch_cost(model_shape(config), step(mode), EDGES, 500).saved_bytes
+
+    model = meta.build(model_shape(config).config).model
+    model.to_empty(device="cpu").to(torch.bfloat16)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    enable(model, mode)  # type: ignore[arg-type]
+    model.train()
+    ids = torch.zeros(EDGES[-1], dtype=torch.int64)
+    rows = model.get_input_embeddings()(ids).detach().requires_grad_()
+    saved = SavedBytes(mode)  # type: ignore[arg-type]
+    with saved.measure():
+        meta.hidden_states(model, rows, ids, Documents(EDGES))
+    # Alive, but not saved by autograd: the masks of the tiles and a few tensors [tokens, width], in and out.
+    beside = 180_000 + 3 * rows.nbytes
+    assert 0.99 * saved.peak_bytes <= foreseen <= 1.02 * saved.peak_bytes + beside
+
+
+@pytest.mark.parametrize("model", [LLAMA, QWEN3, MISTRAL, GEMMA2], ids=lambda model: model["model_type"])
+def test_layers_add_up(model: dict[str, object]) -> None:
+    """Few layers are run; twice as many must cost what running them all would."""
+    few = micro_batch_cost(model_shape(planned_config(model)), step("none"), EDGES, 500)
+    more = micro_batch_cost(model_shape(planned_config({**model, "num_hidden_layers": 8})), step("none"), EDGES, 500)
+    whole = micro_batch_cost(model_shape(planned_config({**model, "num_hidden_layers": 2})), step("none"), EDGES, 500)
+    assert more.saved_bytes - few.saved_bytes == 2 * (few.saved_bytes - whole.saved_bytes)
+    assert more.saved_bytes > few.saved_bytes > whole.saved_bytes
+
+
+def test_checkpointing_saves_memory_and_costs_products() -> None:
+    shape = model_shape(planned_config(LLAMA))
+    costs = [micro_batch_cost(shape, step(mode), EDGES, 500) for mode in ("none", "selective", "full")]
+    saved = [cost.saved_bytes for cost in costs]
+    assert saved[0] > saved[1] > saved[2]
+    products = [sum(v * k[1] * k[2] * k[3] * k[4] for k, v in c.backward.items() if k[0] == "matmul") for c in costs]
+    assert products[2] > products[1] >= products[0]
+
+
+def test_products_are_those_of_the_formula() -> None:
+    """6 x matmul parameters x tokens, attention apart: the dispatch mode misses no product."""
+    shape = model_shape(planned_config(LLAMA))
+    cost = micro_batch_cost(shape, step("none"), (0, 512), 512)
+    flops = sum(
+        2 * v * k[1] * k[2] * k[3] * k[4]
+        for work in (cost.forward, cost.backward)
+        for k, v in work.items()
+        if k[0] == "matmul" and k[1] == 1
+    )
+    assert flops == pytest.approx(6 * shape.matmul_parameters * 512, rel=0.01)
+
+
+def test_the_loss_is_what_head_loss_allocates() -> None:
+    """Its logits exist once, in the compute dtype: measured as what the plan's forward pass holds beyond saved."""
+    shape = model_shape(planned_config(LLAMA))
+    cost = micro_batch_cost(shape, step("none"), (0, 512), 512)
+    logits = 512 * shape.vocabulary * 2
+    assert logits <= cost.forward_bytes - cost.saved_bytes <= logits + (6 << 20)
+    hidden = torch.randn(512, shape.width, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(shape.vocabulary, shape.width, dtype=torch.bfloat16)
+    head_loss(hidden, weight, torch.zeros(512, dtype=torch.int64), 1.0)  # the call that is foreseen, runs as it is

@@ -1,0 +1,87 @@
+"""The command, and training that plans first."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.runs import command, refused, trained, write_config
+
+KEYS = {
+    "fits", "peak_bytes_per_rank", "limit_bytes", "phases", "wire_bytes_per_step", "step_s", "tokens_per_s",
+    "bottleneck", "cost_usd", "engine",
+}  # fmt: skip
+
+
+def test_json_has_the_fixed_keys(tmp_path: Path) -> None:
+    result = command(
+        "plan", write_config(tmp_path), "--instance", "c7i.4xlarge", "--nodes", "2", "--ranks-per-node", "2", "--json",
+        "--picture", tmp_path / "memory.svg",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    told = json.loads(result.stdout)
+    assert set(told) >= KEYS and told["fits"] is True and told["nodes"] == 2
+    assert (tmp_path / "memory.svg").read_text().startswith("<svg")
+    assert not (tmp_path / "run").exists()  # planning leaves nothing behind
+
+
+def test_a_plan_that_does_not_fit_exits_1_and_says_what_would(tmp_path: Path) -> None:
+    result = command("plan", write_config(tmp_path), "--memory", "0.3", "--cores", "4")
+    assert result.returncode == 1
+    assert "does not fit" in result.stdout and "Nothing that was tried fits" in result.stdout
+
+
+def test_errors_are_one_line(tmp_path: Path) -> None:
+    result = command("plan", write_config(tmp_path), "--instance", "c7i.8xlrge")
+    assert result.returncode == 2 and "c7i.8xlarge" in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def test_training_ends_with_plan_and_measurement_side_by_side(tmp_path: Path) -> None:
+    output = trained(write_config(tmp_path, launch={"ranks": 2}))
+    assert "plan" in output and "err. %" in output and "planned were" in output
+    ledger = json.loads((tmp_path / "run" / "ledger.json").read_text())
+    assert ledger["plan"]["engine"] == "host"
+    planned = {row["phase"]: row["planned_bytes"] for row in ledger["rows"]}
+    assert planned == ledger["plan"]["peak_bytes"]
+
+
+@pytest.mark.parametrize("engine", ["host", "fsdp"])
+def test_memory_beyond_the_process_is_foreseen(tmp_path: Path, engine: str) -> None:
+    """What a model adds to a rank over what a tiny one takes: the base cannot hide an error."""
+    model = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6, "vocab_size": 16384}
+    found = {}
+    for name, update in (("tiny", {}), ("large", model)):
+        file = write_config(tmp_path / name, launch={"ranks": 2}, shard={"engine": engine})
+        changes = [f"model.config.{key}={value}" for key, value in update.items()]
+        trained(file, "train.precision=bf16", "train.max_steps=3", "train.global_batch_size=4", *changes)
+        ledger = json.loads((tmp_path / name / "run" / "ledger.json").read_text())
+        planned = max(ledger["plan"]["peak_bytes"].values())
+        found[name] = (planned, max(row["peak_rss_bytes"] for row in ledger["rows"]))
+    planned, measured = (large - tiny for tiny, large in zip(found["tiny"], found["large"], strict=True))
+    assert planned == pytest.approx(measured, rel=0.12)
+    assert found["large"][0] == pytest.approx(found["large"][1], rel=0.08)
+
+
+def test_a_run_that_cannot_fit_is_refused_before_it_allocates(tmp_path: Path) -> None:
+    """A hundred billion parameters fit no machine that runs tests. With --force it would start."""
+    line = refused(
+        write_config(tmp_path, launch={"ranks": 2}),
+        "model.config.hidden_size=32768",
+        "model.config.intermediate_size=131072",
+        "model.config.num_hidden_layers=8",
+    )
+    assert "would not fit" in line and "--force" in line
+    assert not (tmp_path / "run" / "ledger.json").exists()
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_planning_imports_no_distributed_engine() -> None:
+    """A laptop plans: neither engines nor data nor DeepSpeed are loaded."""
+    code = "import sys, aliquot.plan.planner; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    unwanted = ("aliquot.engines", "aliquot.data", "aliquot.collectives", "deepspeed", "datasets")
+    assert not [name for name in loaded if name.startswith(unwanted)]

@@ -1,0 +1,146 @@
+"""Plans as a whole: what they must obey whatever the numbers."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from aliquot.config.plan import Plan
+from aliquot.config.workload import Workload
+from aliquot.errors import UserError
+from aliquot.observe.ledger import PHASES
+from aliquot.plan.layout import Layout
+from aliquot.plan.machine import Machine
+from aliquot.plan.picture import svg
+from aliquot.plan.planner import Planner, plan
+from aliquot.plan.search import best, remedies
+from aliquot.plan.shapes import model_shape
+from aliquot.plan.traffic import traffic
+from tests.plan.shapes import LLAMA, QWEN3, planned_config
+
+SERVER = Machine.of_numbers(64, 16, 10)
+
+
+def planned(model: dict[str, Any] = LLAMA, nodes: int = 1, ranks: int = 2, **sections: dict[str, Any]) -> Plan:
+    return plan(planned_config(model, **sections), SERVER, nodes, ranks)
+
+
+@pytest.mark.parametrize("engine", ["host", "fsdp", "deepspeed"])
+def test_phases_are_those_of_the_ledger(engine: str) -> None:
+    made = planned(shard={"engine": engine})
+    names = [phase.name for phase in made.phases]
+    assert names == [name for name in PHASES if name in names]
+    assert ("after fp32 master" in names) == (engine == "deepspeed")
+    for phase in made.phases:
+        private, shared = phase.private_bytes, phase.shared_bytes
+        assert min([*private.values(), *shared.values()]) >= 0
+        assert phase.per_rank(2) == sum(private.values()) + math.ceil(sum(shared.values()) / 2)
+    assert made.peak_bytes_per_rank == max(phase.per_rank(2) for phase in made.phases)
+
+
+@pytest.mark.parametrize("engine", ["host", "fsdp"])
+def test_more_ranks_hold_less_each_and_larger_micro_batches_more(engine: str) -> None:
+    def steady(ranks: int, micro: int) -> Plan:
+        train = {"per_device_train_batch_size": micro, "global_batch_size": 32}
+        return planned(LLAMA | {"vocab_size": 8192}, 1, ranks, shard={"engine": engine}, train=train)
+
+    def states(made: Plan) -> int:
+        last = made.phases[-1].private_bytes
+        return last["weights"] + last["moments"]
+
+    by_ranks = [states(steady(ranks, 2)) for ranks in (1, 2, 4)]
+    assert by_ranks[0] > by_ranks[1] > by_ranks[2]
+    by_micro = [steady(2, micro).peak_bytes_per_rank for micro in (1, 2, 4, 8)]
+    assert by_micro == sorted(set(by_micro))
+
+
+def test_frugal_states_and_precision() -> None:
+    def moments(states: str) -> int:
+        made = planned(shard={"engine": "host"}, train={"optimizer_states": states})
+        return made.phases[-1].private_bytes["moments"]
+
+    exact, half, quarter = (moments(states) for states in ("fp32", "bf16", "int8"))
+    assert half == pytest.approx(exact / 2, rel=0.01) and quarter == pytest.approx(exact / 4, rel=0.06)
+
+
+def test_wire_of_the_host_engine_is_once_per_step() -> None:
+    config = planned_config(LLAMA)
+    shape = model_shape(config)
+    for micro_batches in (1, 8):
+        sent = traffic(config, "host", shape, Layout(3, 2, 1, "cpu"), micro_batches)
+        assert sent.wire_bytes == 2 * shape.numel * (4 + 2)
+        assert sent.local_bytes == 0
+    assert traffic(config, "host", shape, Layout(1, 4, 1, "cpu"), 8).wire_bytes == 0
+
+
+def test_wire_of_fsdp_grows_with_micro_batches_and_splits_by_hosts() -> None:
+    config = planned_config(LLAMA)
+    shape = model_shape(config)
+    one, four = (traffic(config, "fsdp", shape, Layout(2, 2, 1, "cpu"), count) for count in (1, 4))
+    assert four.wire_bytes == 4 * one.wire_bytes
+    assert four.wire_bytes == four.local_bytes  # of the four edges of the ring two lead to the other host
+    assert traffic(config, "fsdp", shape, Layout(1, 2, 1, "cpu"), 4).wire_bytes == 0
+
+
+def test_slow_wires_favour_one_exchange_a_step() -> None:
+    slow = Machine.of_numbers(64, 16, 1)
+    config = planned_config(LLAMA, train={"global_batch_size": 64, "per_device_train_batch_size": 1})
+    planner = Planner(model_shape(config), slow)
+    found = best(planner, config, Layout(2, 2, 8, "cpu"), Workload.assumed(config), "time")
+    assert all(each.plan.engine == "host" for each in found)
+    fsdp = plan(planned_config(LLAMA, shard={"engine": "fsdp"}), slow, 2, 2)
+    assert fsdp.bottleneck.startswith("network-bound")
+
+
+def test_a_foreign_machine_has_the_same_numbers_here_and_there() -> None:
+    config = planned_config(QWEN3)
+    first, again = (plan(config, Machine.of_instance("c7i.8xlarge"), 2, 4) for _ in range(2))
+    assert first == again
+    assert first.limit_bytes_per_node == 57_691 << 20  # Karpenter's allocatable memory, not the type's 64 GiB
+    assert first.usd_per_hour == 2 * Machine.of_instance("c7i.8xlarge").instance.usd_per_hour  # type: ignore[union-attr]
+    assert "estimate" in first.rates
+
+
+def test_a_run_that_does_not_fit_names_settings_that_do() -> None:
+    tight = Machine.of_numbers(1.2, 4, 10)
+    config = planned_config(LLAMA | {"vocab_size": 16384}, train={"per_device_train_batch_size": 16})
+    planner = Planner(model_shape(config), tight)
+    layout = Layout(1, 2, 2, "cpu")
+    made = planner.plan(config, layout, Workload.assumed(config))
+    assert not made.fits
+    advice = remedies(planner, config, layout, Workload.assumed(config))
+    assert "train.per_device_train_batch_size=" in advice and "% time" in advice
+    for each in best(planner, config, layout, Workload.assumed(config), "cost"):
+        assert each.plan.fits
+
+
+def test_the_picture_is_svg_with_every_phase() -> None:
+    from xml.etree import ElementTree
+
+    made = planned()
+    root = ElementTree.fromstring(svg(made))
+    words = " ".join(root.itertext())
+    assert all(word in words for phase in made.phases for word in phase.name.split())
+
+
+def test_settings_that_no_engine_follows_are_refused() -> None:
+    with pytest.raises(UserError, match="no GPU"):
+        planned(launch={"device": "cuda"})
+
+
+def test_the_seeds_table_of_llama_3_8b() -> None:
+    """GiB that DeepSpeed printed on 4 ranks with both offloads: 4.81, 5.44, 12.92, 20.4, 24.47."""
+    model = {
+        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
+    }  # fmt: skip
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    shard = {"engine": "deepspeed", "deepspeed_config": {"bf16": {"enabled": True}, "zero_optimization": zero}}
+    made = planned(model, 1, 4, shard=shard)
+    told = {phase.name: sum(phase.private_bytes.values()) for phase in made.phases}
+    names = [name for name in told if name.startswith("after")]
+    increments = [round((told[b] - told[a]) / 2**30, 2) for a, b in pairwise(names)]
+    assert increments == [0.63, 7.48, 7.48, 4.07]
