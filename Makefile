@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install demo seed test test-long crash bench docs lint clean
+.PHONY: install demo seed test test-long test-apiserver crash bench docs lint clean
 
 install: $(INSTALLED)
 
@@ -22,7 +22,11 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not long"
 
 test-long: $(INSTALLED)
-	$(BIN)/python -m pytest -m long
+	$(BIN)/python -m pytest -m "long and not apiserver"
+
+# Everything rendered, against a real Kubernetes API server on loopback; skipped where no tool starts one.
+test-apiserver: $(INSTALLED)
+	$(BIN)/python -m pytest -m apiserver
 
 # Kills a real two-rank run that often, at random moments, and checks that nothing is lost.
 KILLS ?= 300

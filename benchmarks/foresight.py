@@ -3,7 +3,7 @@
 python benchmarks/foresight.py --json foresight.json [--only NAME,...] [--steps N] [--no-wire]
 
 Runs of 40 to 100 M parameters, a few steps each, in processes of their own: four families, one to four ranks, packed
-and padded, with and without activation checkpointing, exact and frugal states, both engines. Shapes marked `held out`
+and padded, with and without activation checkpointing, exact and frugal states, all engines. Shapes marked `held out`
 were not looked at while the planner was written. Step times mean something after `aliquot plan --calibrate`, on a
 machine that does nothing else.
 """
@@ -59,10 +59,15 @@ class Case:
     micro: int = 2
     train: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
+    shard: dict[str, Any] = field(default_factory=dict)
     held_out: bool = False
 
 
 LINES = {"document": "line"}
+OFFLOAD = {
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+    "zero_force_ds_cpu_optimizer": False,
+}
 CASES = (
     Case("llama host 2", LLAMA, 2, "host"),
     Case("llama fsdp 2", LLAMA, 2, "fsdp"),
@@ -78,6 +83,8 @@ CASES = (
     Case("qwen2 fsdp 2 selective", QWEN2, 2, "fsdp", train={"gradient_checkpointing": "selective"}, held_out=True),
     Case("wide host 1 fp32", WIDE, 1, "host", micro=1, train={"precision": "fp32"}, held_out=True),
     Case("wide fsdp 2", WIDE, 2, "fsdp", 1024, 2, held_out=True),
+    Case("llama deepspeed 2", LLAMA, 2, "deepspeed", held_out=True),
+    Case("qwen3 deepspeed 2 offload", QWEN3, 2, "deepspeed", shard={"deepspeed_config": OFFLOAD}, held_out=True),
 )
 
 
@@ -144,7 +151,7 @@ def config(case: Case, directory: Path, steps: int) -> dict[str, Any]:
             "per_device_train_batch_size": case.micro,
             **case.train,
         },
-        "shard": {"engine": case.engine},
+        "shard": {"engine": case.engine, **case.shard},
         "launch": {"ranks": case.ranks, "device": "cpu", "threads_per_rank": max(1, _cores() // case.ranks)},
         "observe": {"tensorboard": False, "console": "quiet"},
         "checkpoint": {"export": False},
@@ -170,7 +177,7 @@ def wire() -> list[Row]:
     if why_not() is not None:
         return [{"case": "wire", "failed": why_not()}]
     rows: list[Row] = []
-    values = llama_config(LLAMA_125M).to_dict()
+    values = dict(llama_config(LLAMA_125M))
     run = validate(
         {
             "model": {"config": values},

@@ -30,11 +30,11 @@ def main() -> None:
     arguments.add_argument("--model", type=Path, required=True)
     arguments.add_argument("--text", type=Path, required=True)
     arguments.add_argument("--steps", type=int, default=500)
-    arguments.add_argument("--seeds", type=int, default=3)
+    arguments.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     arguments.add_argument("--json", type=Path)
     given = arguments.parse_args()
     losses: dict[str, list[float]] = {states: [] for states in STATES}
-    for seed in range(given.seeds):
+    for seed in given.seeds:
         for states in STATES:
             losses[states].append(run(given, states, seed))
             print(seed, states, losses[states][-1], flush=True)

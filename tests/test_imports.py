@@ -15,6 +15,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "aliquot"
 ALLOWED = {
     "config": set(),
     "catalogue": set(),
+    "cluster": {"config", "catalogue"},
     "ranges": set(),
     "machine": {"config"},
     "collectives": set(),

@@ -12,6 +12,7 @@ import pytest
 from aliquot.catalogue.instances import (
     PRICES_DATE,
     PRICES_REGION,
+    allocatable_cpu_millicores,
     allocatable_memory_bytes,
     instance,
     instances,
@@ -30,10 +31,8 @@ def test_every_type_has_karpenters_allocatable_memory() -> None:
 
 
 def test_every_type_has_karpenters_allocatable_cpu() -> None:
-    # kubelet: 6 % of the first core, 1 % of the second, 0.5 % of the next two, 0.25 % of the rest.
     for each in instances():
-        reserved = sum([60, 10, 5, 5][: each.vcpus]) + 2.5 * max(0, each.vcpus - 4)
-        assert each.allocatable_cpu_millicores == int(each.vcpus * 1000 - reserved), each.name
+        assert each.allocatable_cpu_millicores == allocatable_cpu_millicores(each.vcpus), each.name
 
 
 def test_the_seeds_node_cannot_hold_what_the_seed_asks_for() -> None:

@@ -89,6 +89,12 @@ def allocatable_memory_bytes(memory_bytes: int, max_pods: int, arch: str) -> int
     return (visible - -(-visible * 75 // 1000) - (255 + 11 * max_pods) - 100) * _MIB
 
 
+def allocatable_cpu_millicores(vcpus: int) -> int:
+    """What kubelet leaves pods: it keeps 6 % of a core, 1 % of a second, 0.5 % of two more, 0.25 % of the rest."""
+    kept = sum((60, 10, 5, 5)[:vcpus]) + 2.5 * max(0, vcpus - 4)
+    return int(vcpus * 1000 - kept)
+
+
 def has_amx(family: str, cpu_manufacturer: str, generation: int) -> bool:
     """Whether the processor of these types multiplies by Intel AMX."""
     return cpu_manufacturer == "intel" and (generation >= _AMX_GENERATION or family in _AMX_ACCELERATED)

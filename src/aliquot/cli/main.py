@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from aliquot import __version__
-from aliquot.cli import doctor, export, generate, plan, report, train
+from aliquot.cli import cluster, doctor, export, generate, instances, plan, report, train
 
 app = typer.Typer(
     name="aliquot",
@@ -22,6 +22,8 @@ app.command("doctor")(doctor.command)
 app.command("export")(export.command)
 app.command("generate")(generate.command)
 app.command("report")(report.command)
+app.command("instances")(instances.command)
+app.add_typer(cluster.app, name="cluster")
 
 
 def _version(show: bool) -> None:

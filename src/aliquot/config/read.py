@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -156,14 +156,17 @@ def _suggestion(keys: Keys) -> str:
 
 
 def known_keys() -> list[Keys]:
-    """Every key of the schema: sections and `section.key`."""
-    found: list[Keys] = []
-    for section, field in RunConfig.model_fields.items():
-        found.append((section,))
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            found.extend((section, inner.alias or key) for key, inner in kind.model_fields.items())
-    return found
+    """Every key of the schema: sections, `section.key`, and those of sections inside a section."""
+    return list(_keys_of(RunConfig, ()))
+
+
+def _keys_of(model: type[BaseModel], prefix: Keys) -> Iterator[Keys]:
+    for name, field in model.model_fields.items():
+        path = (*prefix, field.alias or name)
+        yield path
+        for kind in (field.annotation, *get_args(field.annotation)):  # a section, or `section | None`
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from _keys_of(kind, path)
 
 
 class _Loader(yaml.SafeLoader):

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -21,25 +19,9 @@ from pydantic import (
 )
 
 from aliquot.config import deepspeed
+from aliquot.config.cluster import ClusterSection
+from aliquot.config.section import Section
 from aliquot.errors import UserError
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", validate_default=True, protected_namespaces=(), allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def no_true_for_a_number(cls, values: Any) -> Any:
-        """Python takes true for 1; a person who writes `max_steps: true` means something else."""
-        for key, value in values.items() if isinstance(values, dict) else ():
-            field = cls.model_fields.get(key)
-            if (
-                isinstance(value, bool)
-                and field is not None
-                and bool not in (field.annotation, *get_args(field.annotation))
-            ):
-                raise ValueError(f"{key} is {str(value).lower()}, which is not a value for it")
-        return values
 
 
 class RunSection(Section):
@@ -215,6 +197,7 @@ class RunConfig(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     observe: ObserveSection = ObserveSection()
     launch: LaunchSection = LaunchSection()
+    cluster: ClusterSection | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -222,7 +205,8 @@ class RunConfig(Section):
         """A section whose keys are all commented out is null in YAML and means its defaults."""
         if not isinstance(values, dict):
             return values
-        return {key: {} if value is None and key in cls.model_fields else value for key, value in values.items()}
+        sections = {key for key in cls.model_fields if key != "cluster"}  # that one has keys without a default
+        return {key: {} if value is None and key in sections else value for key, value in values.items()}
 
     @model_validator(mode="before")
     @classmethod

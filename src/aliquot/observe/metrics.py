@@ -11,6 +11,7 @@ from typing import Any
 
 from aliquot.config.schema import ObserveSection
 from aliquot.machine.files import publish_text
+from aliquot.observe.kubeflow import KubeflowStatus
 from aliquot.observe.prometheus import Exporter
 
 
@@ -63,14 +64,17 @@ class Curve:
         resumed_step: int,
         enabled: bool,
         exporter: Exporter | None = None,
+        status: KubeflowStatus | None = None,
     ) -> None:
-        self._writers: list[MetricsFile | TensorBoard | Exporter] = []
+        self._writers: list[MetricsFile | TensorBoard | Exporter | KubeflowStatus] = []
         if enabled:
             self._writers.append(MetricsFile(metrics, resumed_step))
         if enabled and observe.tensorboard:
             self._writers.append(TensorBoard(tensorboard, resumed_step))
         if enabled and exporter is not None:
             self._writers.append(exporter)
+        if enabled and status is not None:
+            self._writers.append(status)
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         for writer in self._writers:

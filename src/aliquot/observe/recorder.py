@@ -16,6 +16,7 @@ from aliquot.machine.stop import Terminated
 from aliquot.observe.clock import OWN_WORK, PARTS, StepClock
 from aliquot.observe.console import Display
 from aliquot.observe.events import Events, command_line
+from aliquot.observe.kubeflow import kubeflow_status
 from aliquot.observe.meter import Meter
 from aliquot.observe.metrics import Curve
 from aliquot.observe.profile import Profile
@@ -76,8 +77,9 @@ class Recorder:
 
     def __enter__(self) -> Self:
         directory, first = self._directory, self._ranks.rank == 0
+        status = kubeflow_status(self._total) if first else None
         self._curve = Curve(
-            directory.metrics, directory.tensorboard, self._config.observe, self._before, first, self._exporter
+            directory.metrics, directory.tensorboard, self._config.observe, self._before, first, self._exporter, status
         )
         self._display.training(self._about["machine"]["memory_limit_bytes"] // self._ranks.topology.local_world_size)
         kind = "start" if self._about["resumed_from"] is None else "resume"

@@ -88,7 +88,8 @@ class Measured:
         core, cores = profile["core"], profile["cores"]
         alone = core["products"]["2"][-3][1]
         efficiency = min(1.0, profile["all_cores_bf16_flops"] / (alone * cores))
-        share = (layout.threads_per_rank - 1) / max(1, cores - 1)
+        threads = min(layout.threads_per_rank, cores / layout.ranks_per_node)  # more share cores
+        share = max(0.0, threads - 1) / max(1, cores - 1)
         return cls(
             source=f"measured on this machine on {profile['date']}",
             products={int(size): [(m, rate) for m, rate in table[:-2]] for size, table in core["products"].items()},
@@ -96,7 +97,7 @@ class Measured:
             memory={kind: [(size, rate) for size, rate in table] for kind, table in core["memory"].items()},
             call_s=core["call_s"],
             socket_bytes_per_s=core["socket_bytes_per_s"],
-            threads=layout.threads_per_rank * (1 - (1 - efficiency) * share),
+            threads=threads * (1 - (1 - efficiency) * share),
             network=estimated(machine, layout),
         )
 

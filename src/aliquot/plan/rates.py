@@ -132,14 +132,15 @@ def estimated(machine: Machine, layout: Layout) -> Estimated:
         )
     isa = next((name for name in _FLOP_PER_CYCLE if name in machine.isa), "avx2")
     clock = machine.clock_hz or _CLOCK_HZ
-    bf16, fp32 = (per_cycle * clock * layout.threads_per_rank for per_cycle in _FLOP_PER_CYCLE[isa])
+    threads = min(layout.threads_per_rank, machine.cores / layout.ranks_per_node)  # more share cores
+    bf16, fp32 = (per_cycle * clock * threads for per_cycle in _FLOP_PER_CYCLE[isa])
     reached = _REACHED[isa]
     peak = f"{_FLOP_PER_CYCLE[isa][0]} bf16 FLOP a cycle ({isa}) at {clock / 1e9:.2f} GHz"
     return Estimated(
         source=f"estimate, not measured: {reached:.0%} of {peak} a core{assumed}",
         bf16_flops=bf16 * reached,
         fp32_flops=fp32 * 0.8,
-        memory_bytes_per_s=_CORE_MEMORY_BYTES_PER_S * layout.threads_per_rank,
+        memory_bytes_per_s=_CORE_MEMORY_BYTES_PER_S * threads,
         network_bytes_per_s=network,
         local_bytes_per_s=_SOCKET_BYTES_PER_S,
         call_s=_CALL_S,

@@ -1,0 +1,107 @@
+"""aliquot cluster: the manifests of a run on EKS, and what is wrong with manifests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from aliquot import __version__
+from aliquot.cli.errors import one_line_errors
+
+if TYPE_CHECKING:
+    from aliquot.cluster.findings import Finding
+    from aliquot.cluster.job import Job
+
+app = typer.Typer(
+    help="The manifests of a run on EKS with Karpenter and Kubeflow Trainer.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+_Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="Replace single keys of the config.")
+]
+_Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+
+
+@app.command("render")
+def render(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML run configuration with a cluster section.")],
+    overrides: _Overrides = None,
+    out_dir: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Where to write; default: manifests/<name>.")
+    ] = None,
+    debug: _Debug = False,
+) -> None:
+    """Write what `kubectl apply --server-side -k DIR` makes of a run: nodes, storage, config, job."""
+    with one_line_errors(debug):
+        from aliquot.cluster import render as rendering
+        from aliquot.cluster.check import check_job_of_config
+
+        job = _job(config, overrides)
+        directory = out_dir or Path("manifests") / job.name
+        rendering.write(rendering.render(job, __version__), directory)
+        print(rendering.plan_line(job))
+        print(f"wrote {directory}")
+        _print(check_job_of_config(job))
+        print()
+        for what, line in rendering.commands(job, directory):
+            print(f"# {what}\n{line}")
+
+
+@app.command("check")
+def check(
+    path: Annotated[
+        Path, typer.Argument(metavar="CONFIG|DIR", help="A run configuration, a manifest, or a directory of manifests.")
+    ],
+    overrides: _Overrides = None,
+    live: Annotated[
+        bool, typer.Option("--live", help="Also ask the cluster (kubectl) and the account (boto3); changes nothing.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    debug: _Debug = False,
+) -> None:
+    """Say what keeps a job from running before it is sent. Exit code 1: there is an error."""
+    with one_line_errors(debug):
+        from aliquot.cluster.check import check_job_of_config, check_manifests, in_order
+        from aliquot.cluster.live import ask_cluster
+        from aliquot.cluster.manifests import is_manifest, read_manifests
+        from aliquot.cluster.render import parsed
+
+        if is_manifest(path):
+            manifests, job = read_manifests(path), None
+            findings = check_manifests(manifests)
+        else:
+            job = _job(path, overrides)
+            manifests, findings = parsed(job), check_job_of_config(job)
+        if live:
+            findings = in_order([*findings, *ask_cluster(manifests, job)])
+        if as_json:
+            print(json.dumps([each.as_json() for each in findings], indent=1))
+        else:
+            _print(findings)
+            if not findings:
+                print(f"{len(manifests)} objects, nothing found")
+    if any(each.level == "error" for each in findings):
+        raise typer.Exit(1)
+
+
+def _job(config: Path, overrides: list[str] | None) -> Job:
+    from aliquot.cli.planning import plan_on
+    from aliquot.cluster.job import cluster_section, describe, placed
+    from aliquot.config.read import read_config
+
+    settings = read_config(config, overrides or [])
+    section = cluster_section(settings)
+    return describe(settings, plan_on(placed(settings), section.instance_types[0], section.nodes))
+
+
+def _print(findings: list[Finding]) -> None:
+    from aliquot.cluster.findings import RULES
+
+    for each in findings:
+        print(f"{each.level}: {each.where}: {each.message} [{each.rule}]")
+        print(f"  why: {RULES[each.rule].reason}\n  fix: {each.fix}")

@@ -1,0 +1,144 @@
+"""aliquot instances: EC2 types with what matters for training, from the shipped catalogue or from AWS."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from aliquot.cli.errors import one_line_errors
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from aliquot.catalogue.instances import InstanceType
+
+_GIB = 1 << 30
+
+
+def command(
+    name: Annotated[str | None, typer.Argument(metavar="[PATTERN]", help="Like c7i.* or '*7i*'; several by comma.")] = (
+        None
+    ),
+    amx: Annotated[bool, typer.Option("--amx", help="Only with Intel AMX.")] = False,
+    efa: Annotated[bool, typer.Option("--efa", help="Only with EFA.")] = False,
+    gpu: Annotated[bool, typer.Option("--gpu", help="Only with GPUs.")] = False,
+    arch: Annotated[Literal["amd64", "arm64"] | None, typer.Option(help="Processor architecture.")] = None,
+    min_vcpus: Annotated[int, typer.Option(min=0)] = 0,
+    max_vcpus: Annotated[int | None, typer.Option(min=1)] = None,
+    min_memory: Annotated[float, typer.Option(min=0, help="GiB that a pod can have.")] = 0.0,
+    max_price: Annotated[float | None, typer.Option(min=0, help="USD per hour, on demand.")] = None,
+    sort: Annotated[Literal["price", "price-per-gib", "memory", "vcpus", "name"], typer.Option()] = "price",
+    fits: Annotated[
+        Path | None, typer.Option("--fits", metavar="CONFIG", help="Only those on which this run fits, cheapest first.")
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="With --fits; default: cluster.nodes.")] = None,
+    live: Annotated[bool, typer.Option("--live", help="Ask AWS for the types of your region (boto3).")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all columns as JSON.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    """List EC2 types: vCPU, the memory that a pod can really have, EFA, AMX, network, price."""
+    with one_line_errors(debug):
+        from aliquot.catalogue.instances import PRICES_DATE, PRICES_REGION, instances
+        from aliquot.catalogue.live import live_instances
+        from aliquot.errors import UserError
+
+        types = [
+            each for each in (live_instances() if live else instances())
+            if _named(each, name)
+            and (each.amx or not amx)
+            and (each.efa_interfaces > 0 or not efa)
+            and (each.gpus > 0 or not gpu)
+            and arch in (None, each.arch)
+            and min_vcpus <= each.vcpus <= (max_vcpus or each.vcpus)
+            and each.allocatable_memory_bytes >= min_memory * _GIB
+            and (max_price is None or (each.usd_per_hour is not None and each.usd_per_hour <= max_price))
+        ]  # fmt: skip
+        types.sort(key=lambda each: _order(each, sort))
+        if fits is not None:
+            types = list(_fitting(types, fits, nodes))
+        if not types:
+            raise UserError("no EC2 type meets all of this")
+        if as_json:
+            print(json.dumps([asdict(each) for each in types], indent=1))
+            return
+        _show(_table(types))
+        source = "types from AWS, this region" if live else f"catalogue of {PRICES_DATE}"
+        print(f"{len(types)} types; {source}; prices on demand, {PRICES_REGION}, {PRICES_DATE}")
+
+
+def _named(each: InstanceType, patterns: str | None) -> bool:
+    from fnmatch import fnmatchcase
+
+    return patterns is None or any(fnmatchcase(each.name, one.strip()) for one in patterns.split(","))
+
+
+def _order(each: InstanceType, sort: str) -> tuple[float, str]:
+    price = each.usd_per_hour if each.usd_per_hour is not None else float("inf")
+    value = {
+        "price": price,
+        "price-per-gib": price / each.allocatable_memory_bytes,
+        "memory": -each.allocatable_memory_bytes,
+        "vcpus": -each.vcpus,
+        "name": 0.0,
+    }[sort]
+    return value, each.name
+
+
+def _fitting(types: Sequence[InstanceType], file: Path, nodes: int | None) -> Iterator[InstanceType]:
+    """Those of `types`, in their order, on which the run of `file` fits; where a plan is not possible it does not."""
+    from aliquot.cli.planning import plan_on
+    from aliquot.cluster.job import placed
+    from aliquot.config.read import read_config
+    from aliquot.errors import UserError
+
+    config = read_config(file)
+    count = nodes or (config.cluster.nodes if config.cluster is not None else config.launch.nodes)
+    settings = placed(config) if config.cluster is not None else config
+    for each in types:
+        try:
+            plan = plan_on(settings, each.name, count)
+        except UserError:
+            continue
+        if plan.fits:
+            yield each
+
+
+def _table(types: Sequence[InstanceType]) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("type", no_wrap=True)
+    for column in ("vCPU", "cores", "GiB", "for a pod", "Gbit/s", "EFA", "AMX", "GPU", "USD/h", "USD/h GiB"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for each in types:
+        price = each.usd_per_hour
+        network = each.network_bytes_per_s
+        table.add_row(
+            each.name,
+            str(each.vcpus),
+            str(each.physical_cores),
+            f"{each.memory_bytes / _GIB:,.0f}",
+            f"{each.allocatable_memory_bytes / _GIB:,.1f}",
+            "?" if network is None else f"{network * 8 / 1e9:,.3g}",
+            str(each.efa_interfaces or ""),
+            "yes" if each.amx else "",
+            f"{each.gpus} {each.gpu_name}" if each.gpus else "",
+            "?" if price is None else f"{price:,.3f}",
+            "?" if price is None else f"{price / (each.allocatable_memory_bytes / _GIB):.4f}",
+        )
+    return table
+
+
+def _show(table: Table) -> None:
+    """Into a pipe every column is written out: a cut one is no data."""
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=200)
+    console.print(table)

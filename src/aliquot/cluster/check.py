@@ -1,0 +1,51 @@
+"""`aliquot cluster check`: all rules over manifests, with the config and the plan where they are known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from aliquot.cluster.findings import Finding
+from aliquot.cluster.job import Job
+from aliquot.cluster.manifests import Manifest, of_kind
+from aliquot.cluster.pools import pool_view
+from aliquot.cluster.render import parsed
+from aliquot.cluster.rules_config import check_config
+from aliquot.cluster.rules_fields import check_fields
+from aliquot.cluster.rules_job import check_job
+from aliquot.cluster.rules_nodes import check_node_class, check_pool, check_references
+from aliquot.cluster.rules_storage import check_storage
+from aliquot.cluster.rules_together import check_together
+from aliquot.cluster.view import job_views
+
+
+def check_manifests(manifests: Sequence[Manifest], job: Job | None = None) -> list[Finding]:
+    """Errors first. `job`: what the manifests were rendered from."""
+    found: list[Finding] = []
+    pools = [pool_view(pool) for pool in of_kind(manifests, "NodePool")]
+    for manifest in manifests:
+        found.extend(check_fields(manifest))
+    for pool in pools:
+        found.extend(check_pool(pool))
+    for node_class in of_kind(manifests, "EC2NodeClass"):
+        found.extend(check_node_class(node_class, pools))
+    found.extend(check_references(manifests))
+    found.extend(check_storage(manifests))
+    trainer, plan, grace_s = (
+        (job.section.trainer, job.plan, job.config.checkpoint.grace_s) if job is not None else (None, None, None)
+    )
+    for view in job_views(list(manifests)):
+        found.extend(check_job(view, trainer, plan, grace_s))
+        found.extend(check_together(view, pools))
+    if job is not None:
+        found.extend(check_config(job))
+    return in_order(found)
+
+
+def check_job_of_config(job: Job) -> list[Finding]:
+    """What a render of `job` would hold, checked without writing it."""
+    return check_manifests(parsed(job), job)
+
+
+def in_order(findings: Sequence[Finding]) -> list[Finding]:
+    unique = list(dict.fromkeys(findings))
+    return sorted(unique, key=lambda each: each.level != "error")

@@ -1,0 +1,98 @@
+"""What `cluster check` may find: every rule with its reason, and one finding with its place and its fix."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+Level = Literal["error", "warning"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    level: Level
+    reason: str
+
+
+RULES: dict[str, Rule] = {
+    # manifests
+    "unknown-field": Rule("error", "the API server refuses or drops it, and what it was to say does not hold"),
+    "not-read": Rule("warning", "this kind is not checked"),
+    # nodes
+    "label-value": Rule("error", "Karpenter finds it at run time and ignores the whole NodePool"),
+    "instance-type": Rule("error", "no such EC2 type: a requirement that nothing meets"),
+    "no-type-left": Rule("error", "no EC2 type meets all requirements: the pool never makes a node"),
+    "unequal-nodes": Rule("warning", "the ranks of a job wait for the slowest node, and a pod must fit the smallest"),
+    "no-amx": Rule("warning", "without AMX a bf16 matmul is many times slower"),
+    "node-class": Rule("warning", "the NodePool refers to an EC2NodeClass that is not among the manifests"),
+    "node-image-kind": Rule("error", "GPU images and CPU nodes do not go together, nor the other way round"),
+    "node-image-eks": Rule("error", "an image without the EKS bootstrap never joins the cluster"),
+    "node-image-drift": Rule("warning", "the image changes under the pool, and Karpenter replaces nodes as drifted"),
+    "user-data-packages": Rule("warning", "what is installed on a node is not in the containers"),
+    "discontinued": Rule("warning", "it is no longer maintained, or part of PyTorch itself"),
+    "node-expiry": Rule("warning", "Karpenter replaces a node at that age, whatever runs on it"),
+    "consolidation": Rule("warning", "Karpenter may move pods to save money, and a moved rank ends the run"),
+    "spot": Rule("warning", "a reclaimed node costs everything since the last checkpoint"),
+    # job and nodes together
+    "node-selector": Rule("error", "no NodePool makes nodes with the labels that the pods select"),
+    "taint": Rule("error", "the pods do not tolerate the taints of the nodes that were made for them"),
+    "request-too-large": Rule("error", "no node of the pool can hold the pod beside its daemonsets: it stays Pending"),
+    "pool-limit": Rule("error", "the NodePool may not make as many nodes as the job has"),
+    "zone-spread": Rule("warning", "traffic between zones is slow and costs money"),
+    "efa": Rule("error", "a pod that asks for more EFA interfaces than a node has never schedules"),
+    "efa-unused": Rule("warning", "NCCL falls back to TCP over the same network"),
+    # job
+    "processes": Rule("error", "`auto` starts one process a CPU; a plan is for an integer"),
+    "threads": Rule("error", "more threads than CPUs: each waits for the others"),
+    "no-trainer": Rule("error", "without spec.trainer the controller sets no PET_* variables: every node trains alone"),
+    "trainer-dialect": Rule("error", "2.1 knows podTemplateOverrides only, 2.2 and later runtimePatches only"),
+    "container-name": Rule("error", "Trainer only knows the container `node` of the job `node`"),
+    "node-env": Rule("error", "the webhook refuses variables of the container `node` outside spec.trainer.env"),
+    "reserved-env": Rule("error", "the controller sets these itself, and the webhook refuses them"),
+    "runtime": Rule("warning", "the runtime that the TrainJob refers to is not among the manifests"),
+    "memory-limit": Rule("error", "the plan needs more than the pod may have: it is killed for memory"),
+    "requests-and-limits": Rule("warning", "a pod with unequal requests and limits is evicted and throttled first"),
+    "shm": Rule("error", "a container's own /dev/shm is 64 MiB; DeepSpeed and NCCL die on it without a word"),
+    "shm-limit": Rule("error", "/dev/shm in memory counts against the pod's limit"),
+    "grace": Rule("error", "the kubelet kills before the checkpoint is written"),
+    "do-not-disrupt": Rule("warning", "Karpenter may disrupt the node under a running rank"),
+    "restarts": Rule("warning", "a lost node ends the job, although it could go on from its checkpoint"),
+    "image-kind": Rule("error", "a CUDA image on CPU nodes is gigabytes for nothing; a CPU image leaves GPUs idle"),
+    "secret-value": Rule("error", "whoever may read the manifest has the token"),
+    # config
+    "resume": Rule("error", "a restarted job refuses a run directory that exists"),
+    "not-shared": Rule("error", "only what lies on the shared file system outlives a pod and is seen by all"),
+    "no-checkpoints": Rule("error", "a lost node costs the whole run"),
+    # storage
+    "storage-address": Rule("error", "the driver mounts by dnsname and mountname; a missing mountname becomes `fsx`"),
+    "storage-access": Rule("error", "several nodes can only mount a ReadWriteMany volume"),
+    "storage-binding": Rule("error", "claim and volume do not find each other"),
+    "storage-lock": Rule("warning", "without flock nothing keeps a second run out of the run directory"),
+    "storage-size": Rule("warning", "FSx for Lustre comes in multiples of 1200 GiB"),
+    # the account and the cluster, asked only with --live
+    "security-group": Rule("error", "gloo, NCCL and EFA need all traffic, Lustre TCP 988, among the nodes"),
+    "subnet": Rule("error", "Karpenter needs a subnet of the zone with the discovery tag"),
+    "secret": Rule("error", "a pod whose Secret is missing never starts"),
+    "operator": Rule("error", "a manifest of a kind that is not installed is refused"),
+    "versions": Rule("error", "these versions are not made for each other"),
+    "refused-by-server": Rule("error", "the API server would not take it"),
+    "quota": Rule("error", "the namespace's quota is smaller than the job"),
+    "permission": Rule("warning", "not allowed to look: this was not checked"),
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    rule: str
+    where: str  # file:line kind/name, or a key of the config
+    message: str
+    fix: str
+    level: Level
+
+    def as_json(self) -> dict[str, str]:
+        return {**asdict(self), "reason": RULES[self.rule].reason}
+
+
+def finding(rule: str, where: object, message: str, fix: str, level: Level | None = None) -> Finding:
+    """`level`: where a case is milder or worse than its rule."""
+    return Finding(rule, str(where), message, fix, level or RULES[rule].level)

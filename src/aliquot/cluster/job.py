@@ -1,0 +1,124 @@
+"""What a config and its plan decide together about a job on a cluster, before any of it is a manifest."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from aliquot.catalogue.instances import InstanceType, instance
+from aliquot.cluster.quantity import GIB, MIB
+from aliquot.config.cluster import ClusterSection
+from aliquot.config.plan import Plan
+from aliquot.config.schema import RunConfig
+from aliquot.errors import UserError
+
+EFA = "vpc.amazonaws.com/efa"
+GPU = "nvidia.com/gpu"
+AMX_TAINT = "intel.com/amx"
+
+_GRACE_MARGIN_S = 30  # between the trainer's own deadline and the kubelet's kill
+
+
+@dataclass(frozen=True)
+class Job:
+    """One TrainJob: a pod takes a node, and each node is of one of `types`, which are alike."""
+
+    name: str
+    config: RunConfig
+    section: ClusterSection
+    plan: Plan
+    types: tuple[InstanceType, ...]
+    cpus: int  # whole ones, requested and limited
+    memory_bytes: int  # requested and limited; /dev/shm counts against it
+    shm_bytes: int  # size limit of /dev/shm; 0: the container's own 64 MiB do
+    gpus: int
+    efa_interfaces: int
+    grace_s: int
+
+    @property
+    def gpu_nodes(self) -> bool:
+        return self.gpus > 0
+
+
+def describe(config: RunConfig, plan: Plan) -> Job:
+    """Raises UserError where the plan cannot run on the given types."""
+    section = cluster_section(config)
+    types = tuple(instance(name) for name in section.instance_types)
+    _alike(types)
+    gpus = _gpus(types[0], plan)
+    if plan.nodes != section.nodes:
+        raise UserError(f"the plan is for {plan.nodes} nodes, cluster.nodes is {section.nodes}")
+    cpus = min(each.allocatable_cpu_millicores - section.daemonset_cpu_millicores for each in types) // 1000
+    memory = min(each.allocatable_memory_bytes for each in types) - section.daemonset_memory_mib * MIB
+    shm = -(-plan.shm_bytes_per_node // MIB) * MIB
+    if cpus < 1 or memory < MIB:
+        raise UserError(f"{types[0].name} has nothing left for a pod beside the node's daemonsets")
+    if plan.device == "cpu":
+        needed = plan.peak_bytes_per_rank * plan.ranks_per_node + shm
+        if needed > memory:
+            raise UserError(
+                f"the plan needs {needed / GIB:.1f} GiB a node ({plan.peak.name}); a pod on {types[0].name} can have"
+                f" {memory / GIB:.1f} GiB: take more nodes or a larger type (aliquot instances --fits CONFIG)"
+            )
+    elif not plan.fits:
+        raise UserError(f"the plan does not fit {types[0].name}: {plan.peak_bytes_per_rank / GIB:.1f} GiB a GPU")
+    return Job(
+        name=section.name or job_name(config.run.name),
+        config=config,
+        section=section,
+        plan=plan,
+        types=types,
+        cpus=cpus,
+        memory_bytes=memory // MIB * MIB,
+        shm_bytes=shm,
+        gpus=gpus,
+        # gloo knows only TCP: EFA serves NCCL alone.
+        efa_interfaces=types[0].efa_interfaces if gpus and section.efa == "auto" and plan.nodes > 1 else 0,
+        grace_s=-int(-config.checkpoint.grace_s // 1) + _GRACE_MARGIN_S,
+    )
+
+
+def cluster_section(config: RunConfig) -> ClusterSection:
+    if config.cluster is None:
+        raise UserError("this config has no `cluster:` section; see docs/eks.md")
+    return config.cluster
+
+
+def placed(config: RunConfig) -> RunConfig:
+    """`config` as it runs on the cluster's nodes: with their number, and the ranks of each where they are given."""
+    section = cluster_section(config)
+    update: dict[str, object] = {"nodes": section.nodes, "node_rank": 0}
+    if section.ranks_per_node != "auto":
+        update["ranks"] = section.ranks_per_node
+    return config.model_copy(update={"launch": config.launch.model_copy(update=update)})
+
+
+def job_name(run_name: str) -> str:
+    """A DNS label that begins with a letter, as near to `run_name` as may be; pod names leave it 40 characters."""
+    label = re.sub(r"[^a-z0-9]+", "-", run_name.lower()).strip("-")
+    label = label if label[:1].isalpha() else f"run-{label}"
+    return label[:40].strip("-")
+
+
+def _alike(types: Sequence[InstanceType]) -> None:
+    first = types[0]
+    for other in types[1:]:
+        for name, what in (("arch", "architecture"), ("vcpus", "vCPUs"), ("gpus", "GPUs"), ("gpu_name", "GPU"),
+                           ("efa_interfaces", "EFA interfaces"), ("amx", "AMX")):  # fmt: skip
+            if getattr(first, name) != getattr(other, name):
+                raise UserError(
+                    f"cluster.instance_types: {first.name} and {other.name} differ in {what} ({getattr(first, name)}"
+                    f" and {getattr(other, name)}); the ranks of one job need equal nodes"
+                )
+
+
+def _gpus(node: InstanceType, plan: Plan) -> int:
+    """GPUs to request of a node."""
+    if plan.device == "cpu":
+        if node.gpus:
+            raise UserError(f"the plan computes on CPUs, and {node.name} is a GPU type: set launch.device: cuda")
+        return 0
+    if plan.ranks_per_node > node.gpus:
+        raise UserError(f"the plan has {plan.ranks_per_node} ranks a node, {node.name} has {node.gpus} GPUs")
+    return plan.ranks_per_node

@@ -1,0 +1,175 @@
+"""`cluster check --live`: what the cluster and the account say. Reads only, except a server-side dry run.
+
+The cluster is asked through kubectl with its own configuration; a refusal is one finding with verb and resource.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from aliquot.cluster.aws import ask_account
+from aliquot.cluster.document import to_yaml
+from aliquot.cluster.findings import Finding, finding
+from aliquot.cluster.job import Job
+from aliquot.cluster.manifests import Manifest, dig, listed, mapping
+from aliquot.cluster.quantity import parse
+from aliquot.cluster.versions import Versions, check_versions
+from aliquot.cluster.view import JobView, job_views
+from aliquot.errors import UserError
+
+_TIMEOUT_S = 60
+_OPERATORS = {
+    "karpenter.sh": ("Karpenter", "docs/eks.md, node pools"),
+    "karpenter.k8s.aws": ("Karpenter's AWS provider", "docs/eks.md, node pools"),
+    "trainer.kubeflow.org": ("Kubeflow Trainer", "docs/eks.md, Trainer"),
+}
+_FORBIDDEN = re.compile(r'cannot (?P<verb>\w+) resource "(?P<resource>[^"]+)"(?: in API group "(?P<group>[^"]*)")?')
+
+
+class Refused(Exception):
+    """kubectl said no: its last line."""
+
+
+@dataclass(frozen=True)
+class Kubectl:
+    """kubectl, with the context and credentials that it has by itself."""
+
+    program: str = "kubectl"
+
+    def run(self, *arguments: str, text: str | None = None) -> str:
+        """Standard output. Raises Refused."""
+        try:
+            result = subprocess.run(
+                [self.program, *arguments, f"--request-timeout={_TIMEOUT_S}s"],
+                input=text, capture_output=True, text=True, timeout=2 * _TIMEOUT_S, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise Refused("the cluster does not answer") from None
+        if result.returncode != 0:
+            raise Refused(result.stderr.strip() or f"exit code {result.returncode}")
+        return result.stdout
+
+    def get(self, *arguments: str) -> list[dict[str, Any]]:
+        loaded = json.loads(self.run("get", *arguments, "-o", "json"))
+        return listed(loaded["items"]) if "items" in loaded else [loaded]
+
+
+def ask_cluster(manifests: Sequence[Manifest], job: Job | None) -> list[Finding]:
+    """Raises UserError where there is no kubectl."""
+    if shutil.which("kubectl") is None:
+        raise UserError("--live needs kubectl, configured for the cluster (aws eks update-kubeconfig)")
+    kubectl = Kubectl()
+    found = [*_operators(kubectl, manifests), *_secrets(kubectl, manifests), *_quotas(kubectl, manifests)]
+    found += [*_dry_run(kubectl, manifests), *ask_account(manifests, job.section if job is not None else None)]
+    return found
+
+
+def _operators(kubectl: Kubectl, manifests: Sequence[Manifest]) -> Iterator[Finding]:
+    try:
+        crds = {mapping(each.get("metadata")).get("name"): each for each in kubectl.get("customresourcedefinitions")}
+    except Refused as refused:
+        yield _permission("list", "customresourcedefinitions", refused)
+        return
+    groups = {str(dig(each, "spec", "group")) for each in crds.values()}
+    needed = {str(each.document.get("apiVersion")).partition("/")[0] for each in manifests}
+    for group, (name, where) in _OPERATORS.items():
+        if group in needed and group not in groups:
+            yield finding("operator", group, f"{name} is not installed", f"install it: {where}")
+    try:
+        deployments = kubectl.get("deployments", "--all-namespaces")
+    except Refused as refused:
+        yield _permission("list", "deployments", refused)
+        return
+    yield from check_versions(Versions.of(deployments), manifests)
+
+
+def _secrets(kubectl: Kubectl, manifests: Sequence[Manifest]) -> Iterator[Finding]:
+    own = {(each.namespace, each.name) for each in manifests if each.kind == "Secret"}
+    for view in job_views(list(manifests)):
+        space = view.manifest.namespace
+        for variable in view.env:
+            reference = mapping(dig(variable, "valueFrom", "secretKeyRef"))
+            name, key = reference.get("name"), reference.get("key")
+            if not name or (space, name) in own:
+                continue
+            fix = f"kubectl create secret generic {name} -n {space} --from-file={key}=FILE"
+            try:
+                # Only the names of its keys leave the cluster.
+                template = "-o", "go-template={{range $key, $value := .data}}{{$key}}\n{{end}}"
+                keys = kubectl.run("get", "secret", str(name), "-n", space, *template).split()
+            except Refused as refused:
+                if "NotFound" in str(refused):
+                    yield finding("secret", view.manifest, f"Secret {space}/{name} does not exist", fix)
+                else:
+                    yield _permission("get", "secrets", refused)
+                continue
+            if key not in keys:
+                yield finding("secret", view.manifest, f"Secret {space}/{name} has no key {key!r}", fix)
+
+
+def _quotas(kubectl: Kubectl, manifests: Sequence[Manifest]) -> Iterator[Finding]:
+    for view in job_views(list(manifests)):
+        try:
+            quotas = kubectl.get("resourcequotas", "-n", view.manifest.namespace)
+        except Refused as refused:
+            yield _permission("list", "resourcequotas", refused)
+            return
+        for quota in quotas:
+            yield from _quota(view, quota)
+
+
+def _quota(view: JobView, quota: dict[str, Any]) -> Iterator[Finding]:
+    hard, used = mapping(dig(quota, "status", "hard")), mapping(dig(quota, "status", "used"))
+    for kind, own in (("requests", view.requests), ("limits", view.limits)):
+        for resource, value in own.items():
+            name = f"{kind}.{resource}"
+            bound = hard.get(name, hard.get(resource) if kind == "requests" else None)
+            each, allowed = parse(value), parse(bound)
+            taken = parse(used.get(name, used.get(resource, 0))) or 0
+            if each is not None and allowed is not None and taken + each * view.nodes > allowed:
+                yield finding(
+                    "quota", view.manifest,
+                    f"{view.nodes} x {value} of {name}; ResourceQuota {dig(quota, 'metadata', 'name')} has {bound},"
+                    f" {float(taken):g} in use",
+                    "a larger quota, or fewer nodes",
+                )  # fmt: skip
+
+
+def _dry_run(kubectl: Kubectl, manifests: Sequence[Manifest]) -> Iterator[Finding]:
+    """Every object by itself, so that each refusal has its place."""
+    to_be_made = {each.name for each in manifests if each.kind == "Namespace"}
+    for manifest in manifests:
+        try:
+            kubectl.run(
+                "apply", "--server-side", "--dry-run=server", "--field-manager=aliquot", "-f", "-",
+                text=to_yaml(manifest.document),
+            )  # fmt: skip
+        except Refused as refused:
+            if _FORBIDDEN.search(str(refused)):
+                yield _permission("patch", manifest.kind, refused)
+            elif manifest.namespace in to_be_made and f'namespaces "{manifest.namespace}" not found' in str(refused):
+                continue  # a dry run makes no namespace, so what is to lie in it cannot be tried
+            else:
+                yield finding("refused-by-server", manifest, _last_line(refused), "correct what it names")
+
+
+def _permission(verb: str, resource: str, refused: Refused) -> Finding:
+    """One line that says which verb on which resource was refused."""
+    match = _FORBIDDEN.search(str(refused))
+    if match is None:
+        return finding("permission", resource, _last_line(refused), f"kubectl {verb} {resource} by hand")
+    group = f".{match['group']}" if match["group"] else ""
+    name = f"{match['resource']}{group}"
+    return finding(
+        "permission", name, f"{match['verb']} {name} was refused", f"a role that allows {match['verb']} on {name}"
+    )
+
+
+def _last_line(refused: Refused) -> str:
+    return str(refused).splitlines()[-1]

@@ -1,0 +1,117 @@
+"""Manifests as they lie in files: each object with where it begins, and every kind that the rules ask about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from aliquot.errors import UserError
+
+_SUFFIXES = (".yaml", ".yml", ".json")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    document: dict[str, Any]
+    place: str  # file:line
+
+    @property
+    def kind(self) -> str:
+        return str(self.document.get("kind"))
+
+    @property
+    def name(self) -> str:
+        return str(self.get("metadata", "name"))
+
+    @property
+    def namespace(self) -> str:
+        return str(self.get("metadata", "namespace") or "default")
+
+    def get(self, *path: str | int) -> Any:
+        """The value at a path of keys and indices, None where anything on the way is missing."""
+        return dig(self.document, *path)
+
+    def items(self, *path: str | int) -> list[Any]:
+        """The mappings of a list at `path`; empty where there is none."""
+        found = self.get(*path)
+        return [item for item in found if isinstance(item, dict)] if isinstance(found, list) else []
+
+    def __str__(self) -> str:
+        return f"{self.place} {self.kind}/{self.name}"
+
+
+def dig(value: Any, *path: str | int) -> Any:
+    for key in path:
+        if isinstance(value, dict):
+            value = value.get(key)
+        elif isinstance(value, list) and isinstance(key, int) and key < len(value):
+            value = value[key]
+        else:
+            return None
+    return value
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def of_kind(manifests: Sequence[Manifest], *kinds: str) -> list[Manifest]:
+    return [manifest for manifest in manifests if manifest.kind in kinds]
+
+
+def read_manifests(path: Path) -> list[Manifest]:
+    """Of a file, or of all YAML and JSON files of a directory. Raises UserError where one is not YAML."""
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
+    else:
+        files = [path]
+    if not files:
+        raise UserError("no .yaml, .yml or .json file here", path)
+    return [manifest for file in files for manifest in _read(file)]
+
+
+def is_manifest(path: Path) -> bool:
+    """Whether `path` holds Kubernetes objects rather than a run's configuration."""
+    if path.is_dir():
+        return True
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return False  # whoever reads it as a configuration says what is wrong
+    return any(line.startswith(("apiVersion:", "kind:")) for line in lines) or path.suffix == ".json"
+
+
+def parse_manifests(text: str, name: str) -> Iterator[Manifest]:
+    try:
+        for node in yaml.compose_all(text, Loader=yaml.SafeLoader):
+            value = yaml.SafeLoader("").construct_document(node)
+            if value is None:  # nothing but comments between two `---`
+                continue
+            if not isinstance(value, dict) or "kind" not in value:
+                raise UserError("not a Kubernetes object: `kind` is missing", f"{name}:{node.start_mark.line + 1}")
+            if value["kind"] == "List":
+                for item in listed(value.get("items")):
+                    yield Manifest(item, f"{name}:{node.start_mark.line + 1}")
+            elif value["kind"] != "Kustomization":
+                yield Manifest(value, f"{name}:{node.start_mark.line + 1}")
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise UserError(f"not valid YAML: {error.problem or error.context}", f"{name}:{line}") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"not valid YAML: {' '.join(str(error).split())}", name) from None
+
+
+def _read(file: Path) -> Iterator[Manifest]:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read this manifest: {error}", file) from None
+    return parse_manifests(text, str(file))

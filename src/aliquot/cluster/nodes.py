@@ -1,0 +1,95 @@
+"""The nodes of a job: Karpenter's NodePool and EC2NodeClass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from aliquot.cluster.document import Document, compact
+from aliquot.cluster.job import AMX_TAINT, GPU, Job
+
+POOL_LABEL = "aliquot.io/pool"
+_DISCOVERY = "karpenter.sh/discovery"
+
+
+def taint(job: Job) -> Document:
+    """Keeps all pods away that were not made for these nodes."""
+    key = GPU if job.gpu_nodes else AMX_TAINT if job.types[0].amx else POOL_LABEL
+    return {"key": key, "value": "present", "effect": "NoSchedule"}
+
+
+def node_pool(job: Job) -> Document:
+    """Only these types, tainted and labelled, one more than the job has at most; nodes live until they are empty."""
+    section = job.section
+    requirements = [
+        _one_of("kubernetes.io/arch", [job.types[0].arch]),
+        _one_of("kubernetes.io/os", ["linux"]),
+        _one_of("karpenter.sh/capacity-type", section.capacity),
+        # By whole type: family and size as two lists would also allow the pairs that nobody chose.
+        _one_of("node.kubernetes.io/instance-type", [each.name for each in job.types]),
+    ]
+    if section.zone is not None:
+        requirements.append(_one_of("topology.kubernetes.io/zone", [section.zone]))
+    nodes = section.nodes + 1  # a lost node's successor need not wait until the lost one is gone from the books
+    limits = {
+        "cpu": str(nodes * max(each.vcpus for each in job.types)),
+        "memory": f"{nodes * max(each.memory_bytes for each in job.types) >> 20}Mi",
+    }
+    if job.gpu_nodes:
+        limits[GPU] = str(nodes * job.types[0].gpus)
+    return {
+        "apiVersion": "karpenter.sh/v1",
+        "kind": "NodePool",
+        "metadata": {"name": job.name, "labels": labels(job)},
+        "spec": {
+            "template": {
+                "metadata": {"labels": {POOL_LABEL: job.name}},
+                "spec": {
+                    "nodeClassRef": {"group": "karpenter.k8s.aws", "kind": "EC2NodeClass", "name": job.name},
+                    "requirements": requirements,
+                    "taints": [taint(job)],
+                    "expireAfter": "Never",
+                },
+            },
+            "limits": limits,
+            "disruption": {"consolidationPolicy": "WhenEmpty", "consolidateAfter": "10m"},
+        },
+    }
+
+
+def node_class(job: Job) -> Document:
+    section = job.section
+    discovered = [{"tags": {_DISCOVERY: section.discovery}}]
+    bottlerocket = section.ami.startswith("bottlerocket@")
+    return {
+        "apiVersion": "karpenter.k8s.aws/v1",
+        "kind": "EC2NodeClass",
+        "metadata": {"name": job.name, "labels": labels(job)},
+        "spec": compact(
+            role=section.node_role,
+            # An alias picks the standard or the NVIDIA image by the type; a version does not drift under a run.
+            amiSelectorTerms=[{"alias": section.ami}],
+            subnetSelectorTerms=discovered,
+            securityGroupSelectorTerms=discovered,
+            blockDeviceMappings=[
+                {
+                    "deviceName": "/dev/xvdb" if bottlerocket else "/dev/xvda",
+                    "ebs": {
+                        "volumeSize": f"{section.volume_gib}Gi",
+                        "volumeType": "gp3",
+                        "encrypted": True,
+                        "deleteOnTermination": True,
+                    },
+                }
+            ],
+            metadataOptions={"httpEndpoint": "enabled", "httpPutResponseHopLimit": 1, "httpTokens": "required"},
+            userData=section.user_data,
+        ),
+    }
+
+
+def labels(job: Job) -> dict[str, str]:
+    return {"app.kubernetes.io/name": job.name, "app.kubernetes.io/managed-by": "aliquot"}
+
+
+def _one_of(key: str, values: Sequence[str]) -> Document:
+    return {"key": key, "operator": "In", "values": list(values)}

@@ -1,0 +1,115 @@
+"""What the pods of a job need beyond their resources: variables, volumes, placement, security."""
+
+from __future__ import annotations
+
+from aliquot.cluster.document import Document, literal
+from aliquot.cluster.job import Job
+from aliquot.cluster.nodes import POOL_LABEL, taint
+from aliquot.cluster.quantity import mebibytes
+from aliquot.cluster.shipped import CONFIG_DIRECTORY, CONFIG_FILE, config_map_name, directories, hub_cache, uses_hub
+from aliquot.cluster.storage import claim_name
+
+USER = 1000  # of the image
+ANNOTATIONS = {"karpenter.sh/do-not-disrupt": "true"}
+
+_ZONE = "topology.kubernetes.io/zone"
+_SHARED, _CONFIG, _SHM = "shared", "config", "shm"
+
+
+def command() -> list[str]:
+    return ["aliquot", "train", f"{CONFIG_DIRECTORY}/{CONFIG_FILE}"]
+
+
+def environment(job: Job) -> list[Document]:
+    """Without the PET_* variables, which the controller sets."""
+    variables = {"PYTHONUNBUFFERED": "1", "HOME": "/tmp"}  # the only place that any user may write to
+    if uses_hub(job):
+        variables["HF_HOME"] = hub_cache(job)
+    if job.gpu_nodes:
+        variables["NCCL_SOCKET_IFNAME"] = "^lo,docker"
+    if job.efa_interfaces:
+        # Huge pages would have to be requested and are lost to everything else.
+        variables |= {"FI_PROVIDER": "efa", "FI_EFA_USE_HUGE_PAGE": "0", "NCCL_DEBUG": "WARN"}
+    found: list[Document] = [{"name": name, "value": literal(value)} for name, value in variables.items()]
+    if (secret := job.section.huggingface_secret) is not None:
+        found.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": secret.name, "key": secret.key}}})
+    return found
+
+
+def volumes(job: Job) -> list[Document]:
+    found: list[Document] = [
+        {"name": _CONFIG, "configMap": {"name": config_map_name(job)}},
+        {"name": _SHARED, "persistentVolumeClaim": {"claimName": claim_name(job)}},
+    ]
+    if job.shm_bytes:
+        found.append({"name": _SHM, "emptyDir": {"medium": "Memory", "sizeLimit": mebibytes(job.shm_bytes)}})
+    return found
+
+
+def volume_mounts(job: Job) -> list[Document]:
+    found: list[Document] = [
+        {"name": _CONFIG, "mountPath": CONFIG_DIRECTORY, "readOnly": True},
+        shared_mount(job),
+    ]
+    if job.shm_bytes:
+        found.append({"name": _SHM, "mountPath": "/dev/shm"})
+    return found
+
+
+def shared_mount(job: Job) -> Document:
+    return {"name": _SHARED, "mountPath": job.section.storage.mount_path}
+
+
+def shared_volume(job: Job) -> Document:
+    return {"name": _SHARED, "persistentVolumeClaim": {"claimName": claim_name(job)}}
+
+
+def node_selector(job: Job) -> dict[str, str]:
+    selector = {POOL_LABEL: job.name}
+    if job.section.zone is not None:
+        selector[_ZONE] = job.section.zone
+    return selector
+
+
+def tolerations(job: Job) -> list[Document]:
+    own = taint(job)
+    return [{"key": own["key"], "operator": "Equal", "value": own["value"], "effect": own["effect"]}]
+
+
+def affinity(job: Job) -> Document | None:
+    """All nodes in one zone, whichever: a step waits for the slowest link. None where the zone is given."""
+    if job.section.zone is not None or job.plan.nodes == 1:
+        return None
+    own = {"labelSelector": {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": job.name}}, "topologyKey": _ZONE}
+    return {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [own]}}
+
+
+def pod_security() -> Document:
+    return {
+        "runAsUser": USER,
+        "runAsGroup": USER,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def container_security() -> Document:
+    return {"runAsNonRoot": True, "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
+def directory_maker(job: Job) -> Document:
+    """A container that runs first, as root: a new Lustre file system belongs to root, and the trainer is not root."""
+    wanted = [literal(path) for path in directories(job)]
+    return {
+        "name": "directories",
+        "image": job.section.image,
+        "imagePullPolicy": job.section.image_pull_policy,
+        "command": ["install", "--directory", "--owner", str(USER), "--group", str(USER), "--", *wanted],
+        "resources": {name: {"cpu": "1", "memory": "256Mi"} for name in ("requests", "limits")},
+        "securityContext": {
+            "runAsUser": 0,
+            "runAsNonRoot": False,
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"], "add": ["CHOWN", "DAC_OVERRIDE", "FOWNER"]},
+        },
+        "volumeMounts": [shared_mount(job)],
+    }

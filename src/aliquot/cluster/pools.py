@@ -1,0 +1,97 @@
+"""A NodePool as Karpenter sees it: which EC2 types and zones its requirements leave, which labels its nodes have."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from aliquot.catalogue.instances import InstanceType, instances
+from aliquot.cluster.manifests import Manifest, listed, mapping
+
+LABEL_VALUE = re.compile(r"^(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?$")  # at most 63 characters
+
+TYPE = "node.kubernetes.io/instance-type"
+ZONE = "topology.kubernetes.io/zone"
+CAPACITY = "karpenter.sh/capacity-type"
+_PREFIX = "karpenter.k8s.aws/instance-"
+
+
+@dataclass(frozen=True)
+class PoolView:
+    manifest: Manifest
+    requirements: list[dict[str, Any]]
+    labels: dict[str, str]
+    taints: list[dict[str, Any]]
+    types: list[InstanceType]  # that its requirements leave
+
+    @property
+    def gpu(self) -> bool:
+        return bool(self.types) and all(each.gpus > 0 for each in self.types)
+
+    @property
+    def capacities(self) -> list[str]:
+        return self.values(CAPACITY) or ["on-demand"]
+
+    def values(self, key: str) -> list[str]:
+        """What a requirement `key In [...]` lists; empty where there is none."""
+        found = [each for each in self.requirements if each.get("key") == key and each.get("operator") == "In"]
+        return [str(value) for each in found for value in listed(each.get("values"))]
+
+
+def pool_view(pool: Manifest) -> PoolView:
+    requirements = pool.items("spec", "template", "spec", "requirements")
+    return PoolView(
+        manifest=pool,
+        requirements=requirements,
+        labels=mapping(pool.get("spec", "template", "metadata", "labels")),
+        taints=pool.items("spec", "template", "spec", "taints"),
+        types=[each for each in instances() if all(_meets(each, one) for one in requirements)],
+    )
+
+
+def type_labels(each: InstanceType) -> dict[str, str]:
+    """The labels that Karpenter gives nodes of a type, as far as the catalogue knows them."""
+    labels = {
+        TYPE: each.name,
+        "kubernetes.io/arch": each.arch,
+        "kubernetes.io/os": "linux",
+        f"{_PREFIX}family": each.family,
+        f"{_PREFIX}size": each.size,
+        f"{_PREFIX}category": re.match(r"[a-z]+", each.family).group(),  # type: ignore[union-attr]
+        f"{_PREFIX}generation": str(each.generation),
+        f"{_PREFIX}cpu": str(each.vcpus),
+        f"{_PREFIX}cpu-manufacturer": each.cpu_manufacturer,
+        f"{_PREFIX}memory": str(each.memory_bytes >> 20),
+    }
+    if each.gpus:
+        labels |= {
+            f"{_PREFIX}gpu-count": str(each.gpus),
+            f"{_PREFIX}gpu-name": str(each.gpu_name),
+            f"{_PREFIX}gpu-memory": str((each.gpu_memory_bytes or 0) >> 20),
+        }
+    return labels
+
+
+# Labels of a node that its type decides; others (capacity, zone, a person's own) are open.
+_KNOWN = {key for each in instances() if each.gpus for key in type_labels(each)}
+
+
+def _meets(each: InstanceType, requirement: dict[str, Any]) -> bool:
+    key, operator = requirement.get("key"), requirement.get("operator")
+    if key not in _KNOWN:
+        return True
+    own = type_labels(each).get(str(key))
+    values = [str(value) for value in listed(requirement.get("values"))]
+    if operator in ("Gt", "Lt", "Gte", "Lte"):
+        if own is None or len(values) != 1 or not values[0].isdecimal():
+            return False
+        number, bound = int(own), int(values[0])
+        return {"Gt": number > bound, "Lt": number < bound, "Gte": number >= bound, "Lte": number <= bound}[operator]
+    known: dict[object, bool] = {
+        "In": own in values,
+        "NotIn": own not in values,
+        "Exists": own is not None,
+        "DoesNotExist": own is None,
+    }
+    return known.get(operator, True)

@@ -1,0 +1,42 @@
+"""Kubernetes quantities ("31", "500m", "57179Mi") to integers and back."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+from fractions import Fraction
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+_SCALE = {
+    "": Fraction(1), "n": Fraction(1, 10**9), "u": Fraction(1, 10**6), "m": Fraction(1, 1000),
+    "k": Fraction(10**3), "M": Fraction(10**6), "G": Fraction(10**9), "T": Fraction(10**12), "P": Fraction(10**15),
+    "Ki": Fraction(2**10), "Mi": Fraction(2**20), "Gi": Fraction(2**30), "Ti": Fraction(2**40), "Pi": Fraction(2**50),
+}  # fmt: skip
+_QUANTITY = re.compile(r"^([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:([eE][+-]?[0-9]{1,3})|([numkMGTP]|[KMGTP]i))?$")
+
+
+def parse(value: object) -> Fraction | None:
+    """The number that a quantity stands for; None where it is none."""
+    match = _QUANTITY.match(str(value))
+    if match is None or isinstance(value, bool):
+        return None
+    number, exponent, suffix = match.groups()
+    return Fraction(Decimal(number + (exponent or ""))) * _SCALE[suffix or ""]
+
+
+def parse_bytes(value: object) -> int | None:
+    """Whole bytes, rounded up; None where `value` is no quantity."""
+    number = parse(value)
+    return None if number is None else -int(-number // 1)
+
+
+def parse_millicores(value: object) -> int | None:
+    number = parse(value)
+    return None if number is None else -int(-number * 1000 // 1)
+
+
+def mebibytes(size_bytes: int) -> str:
+    """Rounded down: a limit must not exceed what there is."""
+    return f"{size_bytes // MIB}Mi"

@@ -1,0 +1,98 @@
+"""From a config and its plan to a directory of manifests, and the commands that use it; always the same bytes."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from aliquot.cluster.document import Document, to_yaml
+from aliquot.cluster.job import Job
+from aliquot.cluster.manifests import Manifest, parse_manifests
+from aliquot.cluster.nodes import node_class, node_pool
+from aliquot.cluster.quantity import GIB
+from aliquot.cluster.shipped import config_map
+from aliquot.cluster.storage import storage
+from aliquot.cluster.trainjob import NODE, train_job, training_runtime
+from aliquot.errors import UserError
+
+KUSTOMIZATION = "kustomization.yaml"
+
+
+def documents(job: Job) -> dict[str, Document]:
+    """Every object by the name of its file, in the order in which a person would make them."""
+    found: dict[str, Document] = {}
+    if job.section.create_namespace:
+        found["namespace.yaml"] = {
+            "apiVersion": "v1",
+            "kind": "Namespace",
+            "metadata": {"name": job.section.namespace},
+        }
+    return {
+        **found,
+        "node-class.yaml": node_class(job),
+        "node-pool.yaml": node_pool(job),
+        **storage(job),
+        "config-map.yaml": config_map(job),
+        "training-runtime.yaml": training_runtime(job),
+        "train-job.yaml": train_job(job),
+    }
+
+
+def render(job: Job, version: str) -> dict[str, str]:
+    """File name -> text; `version` is aliquot's."""
+    header = [f"Rendered by aliquot {version}; change the run's config and render again.", plan_line(job)]
+    found = documents(job)
+    files = {name: to_yaml(document, header) for name, document in found.items()}
+    kustomization = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": list(found),
+    }
+    files[KUSTOMIZATION] = to_yaml(kustomization, header)
+    return files
+
+
+def parsed(job: Job) -> list[Manifest]:
+    """The objects of a render as `cluster check` reads them from files."""
+    return [
+        manifest for name, document in documents(job).items() for manifest in parse_manifests(to_yaml(document), name)
+    ]
+
+
+def plan_line(job: Job) -> str:
+    plan = job.plan
+    ranks = f"{plan.ranks_per_node} rank{'s' if plan.ranks_per_node > 1 else ''}"
+    threads = f"{plan.threads_per_rank} thread{'s' if plan.threads_per_rank > 1 else ''}"
+    length = f"{plan.steps:,} steps of {plan.step_s:.3g} s" if plan.steps else f"a step takes {plan.step_s:.3g} s"
+    cost = "" if plan.cost_usd is None or not plan.steps else f", {plan.cost_usd:,.2f} USD on demand"
+    return (
+        f"Plan: {plan.model}, engine {plan.engine}, {plan.nodes} x {job.types[0].name} x {ranks} x"
+        f" {threads}; peak {plan.peak_bytes_per_rank / GIB:.1f} GiB of {plan.limit_bytes / GIB:.1f} GiB a rank"
+        f" ({plan.peak.name}); {length}{cost}."
+    )
+
+
+def write(files: dict[str, str], directory: Path) -> None:
+    """Replaces files of the same names; another manifest there would be applied, too, only if it were listed."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (directory / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write the manifests: {error.strerror}", directory) from None
+
+
+def commands(job: Job, directory: Path) -> list[tuple[str, str]]:
+    """(what it does, the command): apply, watch, rank 0's log, delete."""
+    where = shlex.quote(str(directory))
+    space = f"-n {job.section.namespace}"
+    pods = f"jobset.sigs.k8s.io/jobset-name={job.name}"
+    first = f"{pods},batch.kubernetes.io/job-completion-index=0"
+    return [
+        ("apply", f"kubectl apply --server-side -k {where}"),
+        ("watch", f"kubectl get pods {space} -l {shlex.quote(pods)} -w"),
+        ("status", f"kubectl get trainjob {job.name} {space} -o yaml"),
+        ("log of rank 0", f"kubectl logs {space} -l {shlex.quote(first)} -c {NODE} -f --tail=-1"),
+        ("delete", f"kubectl delete {space} trainjob/{job.name}   # keeps nodes until they are empty, and all data"),
+        ("delete all", f"kubectl delete -k {where}"),
+    ]

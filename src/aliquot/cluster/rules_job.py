@@ -1,0 +1,169 @@
+"""Rules about a TrainJob with its runtime, by itself and against its plan where there is one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from aliquot.cluster.findings import Finding, finding
+from aliquot.cluster.job import EFA, GPU
+from aliquot.cluster.manifests import mapping
+from aliquot.cluster.quantity import GIB, MIB, parse_bytes
+from aliquot.cluster.view import NODE, JobView
+from aliquot.config.plan import Plan
+
+RESERVED_ENV = frozenset({"PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"})
+
+_SHM_DEFAULT_BYTES = 64 * MIB
+_GRACE_MARGIN_S = 30
+_TOKEN_NAME = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|API_KEY|ACCESS_KEY)(_|$)", re.IGNORECASE)
+_TOKEN_VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|AKIA[A-Z0-9]{16}|gh[pousr]_[A-Za-z0-9]{20,})\b")
+
+
+def check_job(job: JobView, trainer: str | None, plan: Plan | None, grace_s: float | None) -> Iterator[Finding]:
+    """`trainer`: the installed version, e.g. "2.3", if known; `grace_s`: checkpoint.grace_s of the config, if known."""
+    yield from _trainer(job, trainer)
+    yield from _processes(job, plan)
+    yield from _resources(job, plan)
+    yield from _shm(job, plan)
+    yield from _lifetime(job, grace_s)
+    yield from _secrets(job)
+
+
+def _trainer(job: JobView, trainer: str | None) -> Iterator[Finding]:
+    spec = mapping(job.manifest.document.get("spec"))
+    if "trainer" not in spec:
+        yield finding("no-trainer", job.manifest, "spec.trainer is missing", "spec.trainer with numNodes and command")
+    both = "podTemplateOverrides" in spec and "runtimePatches" in spec
+    for field, versions in (("podTemplateOverrides", ("2.0", "2.1")), ("runtimePatches", ("2.2", "2.3"))):
+        if field in spec and (both or (trainer is not None and trainer not in versions)):
+            yield finding(
+                "trainer-dialect", job.manifest, f"spec.{field}" + (f" with Trainer {trainer}" if trainer else ""),
+                "one of the two: cluster.trainer of a config, or the version that is installed",
+            )  # fmt: skip
+    if job.runtime is None:
+        name = job.manifest.get("spec", "runtimeRef", "name")
+        yield finding("runtime", job.manifest, f"runtimeRef names {name!r}: what it holds is not known here",
+                      "check its manifest, too")  # fmt: skip
+    for patch in job.patches:
+        for container in patch.get("containers") or []:
+            name = mapping(container).get("name")
+            if name != NODE:
+                yield finding("container-name", job.manifest, f"patches a container {name!r}", f"name it {NODE!r}")
+            elif mapping(container).get("env"):
+                yield finding("node-env", job.manifest, "a patch has env for the container `node`", "spec.trainer.env")
+    for variable in job.env:
+        if variable.get("name") in RESERVED_ENV:
+            yield finding("reserved-env", job.manifest, f"env has {variable['name']}", "leave it to the controller")
+
+
+def _processes(job: JobView, plan: Plan | None) -> Iterator[Finding]:
+    processes = job.processes
+    if not isinstance(processes, int) or isinstance(processes, bool):
+        # Trainer 2.3 takes 1 where nothing is said, 2.1 "auto": one process a CPU.
+        shown = "not set" if processes is None else repr(processes)
+        yield finding("processes", job.manifest, f"numProcPerNode is {shown}", "numProcPerNode: an integer")
+        return
+    cpus = (job.cpu_millicores or 0) // 1000
+    if plan is not None:
+        if processes != plan.ranks_per_node or job.nodes != plan.nodes:
+            yield finding(
+                "processes", job.manifest,
+                f"{job.nodes} nodes x {processes} processes; the plan has {plan.nodes} x {plan.ranks_per_node}",
+                "render again, or plan for these",
+            )  # fmt: skip
+        if cpus and processes * plan.threads_per_rank > cpus:
+            yield finding(
+                "threads", job.manifest,
+                f"{processes} processes x {plan.threads_per_rank} threads on {cpus} CPUs",
+                "fewer processes, launch.threads_per_rank, or a larger type",
+            )  # fmt: skip
+    elif cpus and processes > cpus:
+        yield finding("threads", job.manifest, f"{processes} processes on {cpus} CPUs", "one process for many CPUs")
+
+
+def _resources(job: JobView, plan: Plan | None) -> Iterator[Finding]:
+    for name in ("cpu", "memory"):
+        request, limit = job.requests.get(name), job.limits.get(name)
+        if request is None and limit is None:
+            yield finding(
+                "requests-and-limits", job.manifest, f"no {name} is requested", f"requests and limits for {name}"
+            )
+        elif request is not None and parse_bytes(request) != parse_bytes(limit):
+            yield finding(
+                "requests-and-limits", job.manifest, f"{name}: {request} requested, limit {limit}", "the same in both"
+            )
+    limit_bytes = job.memory_limit_bytes
+    if plan is not None and plan.device == "cpu" and limit_bytes is not None:
+        needed = plan.peak_bytes_per_rank * plan.ranks_per_node + plan.shm_bytes_per_node
+        if needed > limit_bytes:
+            yield finding(
+                "memory-limit", job.manifest,
+                f"the limit is {limit_bytes / GIB:.1f} GiB, the plan needs {needed / GIB:.1f} ({plan.peak.name})",
+                "a larger type, more nodes, or the settings that `aliquot plan` names",
+            )  # fmt: skip
+    image = job.image.lower()
+    if job.count(GPU) == 0 and re.search(r"cuda|nvidia|-gpu\b", image):
+        yield finding("image-kind", job.manifest, f"{job.image} without a GPU", "the image with CPU torch")
+    if job.count(GPU) > 0 and re.search(r"[-_:.]cpu\b", image):
+        yield finding("image-kind", job.manifest, f"{job.image} on GPU nodes", "the image with CUDA")
+
+
+def _shm(job: JobView, plan: Plan | None) -> Iterator[Finding]:
+    needed = plan.shm_bytes_per_node if plan is not None else 0
+    local_gpus = job.count(GPU) > 1
+    volume = job.shm
+    fix = "an emptyDir {medium: Memory, sizeLimit: ...} at /dev/shm"
+    if volume is None:
+        if needed > _SHM_DEFAULT_BYTES:
+            yield finding("shm", job.manifest, f"the plan needs {needed / GIB:.2f} GiB of /dev/shm", fix)
+        elif local_gpus and plan is None:
+            yield finding("shm", job.manifest, "several GPUs a pod, and /dev/shm is not mounted", fix, "warning")
+        return
+    size = parse_bytes(volume.get("sizeLimit"))
+    if volume.get("medium") != "Memory":
+        yield finding("shm", job.manifest, "/dev/shm is not in memory", "medium: Memory")
+    if size is not None and size < needed:
+        yield finding("shm", job.manifest, f"/dev/shm has {size / GIB:.2f} GiB, the plan needs {needed / GIB:.2f}", fix)
+    limit = job.memory_limit_bytes
+    if size is not None and limit is not None and size >= limit:
+        yield finding(
+            "shm-limit", job.manifest, f"/dev/shm of {size / GIB:.1f} GiB in a pod of {limit / GIB:.1f} GiB",
+            "a smaller sizeLimit: the engine host needs none at all",
+        )  # fmt: skip
+
+
+def _lifetime(job: JobView, grace_s: float | None) -> Iterator[Finding]:
+    wanted = (grace_s if grace_s is not None else 90.0) + _GRACE_MARGIN_S
+    # Without its config and its runtime at hand, only a job of aliquot is known to need so long.
+    known = job.runtime is not None or grace_s is not None
+    if known and job.grace_s < wanted:
+        yield finding(
+            "grace", job.manifest, f"terminationGracePeriodSeconds is {job.grace_s}",
+            f"at least {wanted:g}: checkpoint.grace_s + {_GRACE_MARGIN_S}",
+        )  # fmt: skip
+    if job.runtime is not None:
+        if job.annotations.get("karpenter.sh/do-not-disrupt") != "true":
+            yield finding(
+                "do-not-disrupt", job.manifest, "the pods have no karpenter.sh/do-not-disrupt",
+                'annotation karpenter.sh/do-not-disrupt: "true" in the pod template',
+            )  # fmt: skip
+        if not job.runtime.get("spec", "template", "spec", "failurePolicy", "maxRestarts"):
+            yield finding(
+                "restarts", job.runtime, "no failurePolicy.maxRestarts", "spec.template.spec.failurePolicy.maxRestarts"
+            )
+    if job.count(EFA) == 0 and job.count(GPU) > 0 and job.nodes > 1:
+        yield finding(
+            "efa-unused", job.manifest, "GPUs on several nodes without EFA",
+            f"{EFA} in requests and limits, on types that have it (aliquot instances --efa --gpu)",
+        )  # fmt: skip
+
+
+def _secrets(job: JobView) -> Iterator[Finding]:
+    for variable in job.env:
+        name, value = str(variable.get("name")), variable.get("value")
+        if isinstance(value, str) and value and (_TOKEN_VALUE.search(value) or _TOKEN_NAME.search(name)):
+            yield finding(
+                "secret-value", job.manifest, f"env {name} has its value in the manifest",
+                "valueFrom: {secretKeyRef: {name: ..., key: ...}}",
+            )  # fmt: skip

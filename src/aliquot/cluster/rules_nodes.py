@@ -1,0 +1,157 @@
+"""Rules about a NodePool and its EC2NodeClass, each by itself."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterator, Sequence
+
+from aliquot.catalogue.instances import instances
+from aliquot.cluster.findings import Finding, finding
+from aliquot.cluster.job import AMX_TAINT
+from aliquot.cluster.manifests import Manifest, listed, of_kind
+from aliquot.cluster.pools import LABEL_VALUE, TYPE, PoolView
+
+_FAMILY, _SIZE = "karpenter.k8s.aws/instance-family", "karpenter.k8s.aws/instance-size"
+_PACKAGES = re.compile(r"^.*\b(?:pip3?|yum|dnf|apt(?:-get)?|conda)\s+(?:-\S+\s+)*install\b.*$", re.MULTILINE)
+_DISCONTINUED = {
+    "intel-extension-for-pytorch": "Intel's optimisations are in PyTorch itself",
+    "intel_extension_for_pytorch": "Intel's optimisations are in PyTorch itself",
+    "oneccl": "the oneCCL bindings for PyTorch are discontinued",
+    "torchtune": "torchtune is discontinued",
+}
+_GPU_IMAGE = re.compile(r"nvidia|gpu|cuda|neuron", re.IGNORECASE)
+_EKS_IMAGE = re.compile(r"eks|bottlerocket", re.IGNORECASE)
+_PINNED_ALIAS = re.compile(r"@v[0-9]")
+
+
+def check_pool(pool: PoolView) -> Iterator[Finding]:
+    yield from _labels(pool)
+    yield from _names(pool)
+    yield from _types(pool)
+    yield from _disruption(pool)
+    if "spot" in pool.capacities:
+        yield finding(
+            "spot", pool.manifest, "capacity type spot is allowed",
+            "save often (checkpoint.every) and leave checkpoint.resume: auto, or use on-demand only",
+        )  # fmt: skip
+
+
+def check_node_class(node_class: Manifest, pools: Sequence[PoolView]) -> Iterator[Finding]:
+    own = [pool for pool in pools if pool.manifest.get("spec", "template", "spec", "nodeClassRef", "name")
+           == node_class.name]  # fmt: skip
+    yield from _images(node_class, own)
+    user_data = str(node_class.get("spec", "userData") or "")
+    for match in _PACKAGES.finditer(user_data):
+        yield finding(
+            "user-data-packages", node_class, f"userData runs `{match.group().strip()}`",
+            "put it into the container image (deploy/Dockerfile has tcmalloc and CPU torch)",
+        )  # fmt: skip
+    for name, why in _DISCONTINUED.items():
+        if name in user_data:
+            yield finding("discontinued", node_class, f"userData installs {name}: {why}", "leave it out")
+
+
+def check_references(manifests: Sequence[Manifest]) -> Iterator[Finding]:
+    classes = {each.name for each in of_kind(manifests, "EC2NodeClass")}
+    for pool in of_kind(manifests, "NodePool"):
+        name = pool.get("spec", "template", "spec", "nodeClassRef", "name")
+        if name not in classes:
+            yield finding("node-class", pool, f"nodeClassRef names {name!r}", "check that one too, or correct the name")
+
+
+def _labels(pool: PoolView) -> Iterator[Finding]:
+    for requirement in pool.requirements:
+        for value in listed(requirement.get("values")):
+            if isinstance(value, str) and LABEL_VALUE.match(value) and len(value) <= 63:
+                continue
+            parts = [part for part in re.split(r"[,\s]+", str(value)) if part]
+            split = len(parts) > 1 and all(LABEL_VALUE.match(part) for part in parts)
+            quoted = ", ".join(json.dumps(part) for part in parts)
+            yield finding(
+                "label-value", pool.manifest, f"{requirement.get('key')} has the value {value!r}",
+                f"write {len(parts)} values: [{quoted}]" if split
+                else "a label value is a string of letters, digits, '-', '_' and '.', at most 63 of them",
+            )  # fmt: skip
+
+
+def _names(pool: PoolView) -> Iterator[Finding]:
+    """Types, families and sizes that EC2 does not have."""
+    known = {
+        TYPE: {each.name for each in instances()},
+        _FAMILY: {each.family for each in instances()},
+        _SIZE: {each.size for each in instances()},
+    }
+    for key, names in known.items():
+        for value in pool.values(key):
+            if value not in names and LABEL_VALUE.match(value):
+                near = difflib.get_close_matches(value, sorted(names), 2, 0.6)
+                yield finding(
+                    "instance-type", pool.manifest, f"{key}: {value!r} is not in the catalogue",
+                    f"did you mean {' or '.join(near)}?" if near else "see `aliquot instances`",
+                )  # fmt: skip
+
+
+def _types(pool: PoolView) -> Iterator[Finding]:
+    types = pool.types
+    if not types:
+        yield finding("no-type-left", pool.manifest, "the requirements exclude each other", "loosen one of them")
+        return
+    sizes = {(each.vcpus, each.memory_bytes, each.gpus) for each in types}
+    if len(sizes) > 1:
+        small = min(types, key=lambda each: each.memory_bytes)
+        large = max(types, key=lambda each: each.memory_bytes)
+        yield finding(
+            "unequal-nodes", pool.manifest,
+            f"{len(types)} types from {small.name} ({small.vcpus} vCPU, {small.memory_bytes >> 30} GiB) to {large.name}"
+            f" ({large.vcpus} vCPU, {large.memory_bytes >> 30} GiB)",
+            f"one size a pool: `{TYPE} In [...]` with types that are alike",
+        )  # fmt: skip
+    amx_wanted = any(taint.get("key") == AMX_TAINT for taint in pool.taints) or "amx" in pool.manifest.name
+    without = [each.name for each in types if not each.amx]
+    if amx_wanted and without:
+        yield finding(
+            "no-amx", pool.manifest, f"{len(without)} of its types have no AMX, e.g. {without[0]}",
+            "families of Sapphire Rapids and later: c7i, m7i, r7i, i7i, c8i, m8i, r8i; see `aliquot instances --amx`",
+            "error",
+        )  # fmt: skip
+
+
+def _disruption(pool: PoolView) -> Iterator[Finding]:
+    policy = pool.manifest.get("spec", "disruption", "consolidationPolicy") or "WhenEmptyOrUnderutilized"
+    if policy != "WhenEmpty":
+        yield finding(
+            "consolidation", pool.manifest, f"consolidationPolicy is {policy}",
+            "consolidationPolicy: WhenEmpty, and karpenter.sh/do-not-disrupt on the pods",
+        )  # fmt: skip
+    expiry = pool.manifest.get("spec", "template", "spec", "expireAfter") or "720h"
+    if expiry != "Never":
+        yield finding(
+            "node-expiry", pool.manifest, f"expireAfter is {expiry}", "expireAfter: Never; nodes leave when empty"
+        )
+
+
+def _images(node_class: Manifest, pools: Sequence[PoolView]) -> Iterator[Finding]:
+    gpu_pools, cpu_pools = [p for p in pools if p.gpu], [p for p in pools if p.types and not p.gpu]
+    for term in node_class.items("spec", "amiSelectorTerms"):
+        alias, name = str(term.get("alias") or ""), str(term.get("name") or "")
+        fix = "amiSelectorTerms: [{alias: al2023@vYYYYMMDD}], which takes the standard or NVIDIA image by the type"
+        if alias and not _PINNED_ALIAS.search(alias):
+            yield finding("node-image-drift", node_class, f"alias {alias}", "pin a release: al2023@vYYYYMMDD")
+        if name and ("*" in name or "?" in name):
+            yield finding("node-image-drift", node_class, f"any image named {name!r}", fix)
+        if term.get("tags"):
+            yield finding("node-image-drift", node_class, f"any image with the tags {term['tags']}", fix)
+        if name and not _EKS_IMAGE.search(name):
+            yield finding("node-image-eks", node_class, f"{name!r} is not an image for EKS nodes", fix)
+        if name and _GPU_IMAGE.search(name) and cpu_pools:
+            yield finding(
+                "node-image-kind", node_class,
+                f"the GPU image {name!r} for the CPU nodes of NodePool {cpu_pools[0].manifest.name}", fix,
+            )  # fmt: skip
+        if name and not _GPU_IMAGE.search(name) and gpu_pools:
+            yield finding(
+                "node-image-kind", node_class,
+                f"{name!r} has no GPU driver for the nodes of NodePool {gpu_pools[0].manifest.name}", fix,
+            )  # fmt: skip

@@ -1,0 +1,89 @@
+"""Rules about volumes, claims and storage classes of FSx for Lustre."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from aliquot.cluster.findings import Finding, finding
+from aliquot.cluster.manifests import Manifest, listed, mapping, of_kind
+from aliquot.cluster.quantity import GIB, parse_bytes
+
+_DRIVER = "fsx.csi.aws.com"
+_MULTIPLE_BYTES = 1200 * GIB
+
+
+def check_storage(manifests: Sequence[Manifest]) -> Iterator[Finding]:
+    volumes = of_kind(manifests, "PersistentVolume")
+    claims = of_kind(manifests, "PersistentVolumeClaim")
+    for volume in volumes:
+        if volume.get("spec", "csi", "driver") == _DRIVER:
+            yield from _volume(volume)
+    for storage_class in of_kind(manifests, "StorageClass"):
+        if storage_class.document.get("provisioner") == _DRIVER:
+            yield from _storage_class(storage_class)
+    for claim in claims:
+        yield from _claim(claim, volumes)
+
+
+def _volume(volume: Manifest) -> Iterator[Finding]:
+    attributes = mapping(volume.get("spec", "csi", "volumeAttributes"))
+    identity = str(volume.get("spec", "csi", "volumeHandle") or "")
+    for key in ("dnsname", "mountname"):
+        if not attributes.get(key):
+            yield finding(
+                "storage-address", volume, f"spec.csi.volumeAttributes.{key} is missing",
+                "take it from `aws fsx describe-file-systems`",
+            )  # fmt: skip
+    if (dnsname := attributes.get("dnsname")) and identity and not str(dnsname).startswith(f"{identity}."):
+        yield finding(
+            "storage-address", volume, f"dnsname {dnsname} does not belong to {identity}",
+            "take both from one file system", "warning",
+        )  # fmt: skip
+    yield from _access(volume)
+    if "flock" not in listed(volume.get("spec", "mountOptions")):
+        yield finding("storage-lock", volume, "mountOptions lack flock", "mountOptions: [flock]")
+
+
+def _storage_class(storage_class: Manifest) -> Iterator[Finding]:
+    parameters = mapping(storage_class.document.get("parameters"))
+    for key in ("subnetId", "securityGroupIds"):
+        if not parameters.get(key):
+            yield finding(
+                "storage-address", storage_class, f"parameters.{key} is missing", "the nodes' own, of one zone"
+            )
+    if "flock" not in listed(storage_class.document.get("mountOptions")):
+        yield finding("storage-lock", storage_class, "mountOptions lack flock", "mountOptions: [flock]")
+
+
+def _claim(claim: Manifest, volumes: Sequence[Manifest]) -> Iterator[Finding]:
+    yield from _access(claim)
+    size = parse_bytes(claim.get("spec", "resources", "requests", "storage"))
+    if size is not None and size % _MULTIPLE_BYTES:
+        yield finding("storage-size", claim, f"{size / GIB:g} GiB", "1200Gi, 2400Gi, ...")
+    name = claim.get("spec", "volumeName")
+    if name is None:
+        return
+    volume = next((each for each in volumes if each.name == name), None)
+    if volume is None:
+        yield finding(
+            "storage-binding", claim, f"volumeName {name!r} is not among the manifests", "check it, too", "warning"
+        )
+        return
+    if (volume.get("spec", "storageClassName") or "") != (claim.get("spec", "storageClassName") or ""):
+        yield finding(
+            "storage-binding", claim, "storageClassName differs from the volume's", 'storageClassName: "" in both'
+        )
+    elif claim.get("spec", "storageClassName") is None:
+        yield finding(
+            "storage-binding", claim, "storageClassName is missing, so the cluster's default class is taken",
+            'storageClassName: ""',
+        )  # fmt: skip
+    capacity = parse_bytes(volume.get("spec", "capacity", "storage"))
+    if size is not None and capacity is not None and size > capacity:
+        yield finding("storage-binding", claim, "asks for more than the volume's capacity", "the same size in both")
+
+
+def _access(manifest: Manifest) -> Iterator[Finding]:
+    modes = listed(manifest.get("spec", "accessModes"))
+    if "ReadWriteMany" not in modes:
+        yield finding("storage-access", manifest, f"accessModes are {modes}", "accessModes: [ReadWriteMany]")

@@ -1,0 +1,181 @@
+"""The job: Kubeflow Trainer's TrainJob, and the TrainingRuntime that it refers to.
+
+What a TrainJob cannot say in either dialect is in the runtime: restarts, exit codes, the container that makes the
+directories. The runtime is the job's own and lies in its namespace.
+"""
+
+from __future__ import annotations
+
+from aliquot.cluster import pod
+from aliquot.cluster.document import Document, compact
+from aliquot.cluster.job import EFA, GPU, Job
+from aliquot.cluster.nodes import labels
+from aliquot.cluster.quantity import mebibytes
+
+NODE = "node"  # the job's and the container's name: Trainer knows no other
+_API = "trainer.kubeflow.org/v1alpha1"
+_MANAGER = "aliquot.io/render"
+_ANCESTOR = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+
+# What the trainer exits with: aliquot.errors and aliquot.machine.stop.
+_BAD_INPUT, _STOPPED = 2, 143
+
+
+def train_job(job: Job) -> Document:
+    queue = {"kueue.x-k8s.io/queue-name": job.section.queue} if job.section.queue else {}
+    return {
+        "apiVersion": _API,
+        "kind": "TrainJob",
+        "metadata": {"name": job.name, "namespace": job.section.namespace, "labels": {**labels(job), **queue}},
+        "spec": {
+            "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": job.name},
+            "trainer": {
+                "image": job.section.image,
+                "command": pod.command(),
+                "numNodes": job.plan.nodes,
+                # Never "auto": on a CPU node that is one process a CPU.
+                "numProcPerNode": job.plan.ranks_per_node,
+                "env": pod.environment(job),
+                "resourcesPerNode": {"requests": resources(job), "limits": resources(job)},
+            },
+            **(_overrides(job) if old_dialect(job) else _patches(job)),
+        },
+    }
+
+
+def training_runtime(job: Job) -> Document:
+    pod_spec = compact(
+        restartPolicy="Never",  # JobSet starts all nodes anew: a rank alone cannot join its peers again
+        terminationGracePeriodSeconds=job.grace_s if old_dialect(job) else None,
+        securityContext=pod.pod_security() if old_dialect(job) else None,
+        initContainers=_init_containers(job),
+        containers=[
+            {
+                "name": NODE,
+                "image": job.section.image,
+                "imagePullPolicy": job.section.image_pull_policy,
+                "securityContext": pod.container_security(),
+            }
+        ],
+        volumes=[pod.shared_volume(job)] if _init_containers(job) else None,
+    )
+    return {
+        "apiVersion": _API,
+        "kind": "TrainingRuntime",
+        "metadata": {
+            "name": job.name,
+            "namespace": job.section.namespace,
+            "labels": {**labels(job), "trainer.kubeflow.org/framework": "torch"},
+        },
+        "spec": {
+            "mlPolicy": {"numNodes": job.plan.nodes, "torch": {}},
+            "template": {
+                "spec": {
+                    "failurePolicy": _failure_policy(job),
+                    "replicatedJobs": [
+                        {
+                            "name": NODE,
+                            "template": {
+                                "metadata": {"labels": _ANCESTOR},
+                                "spec": {
+                                    "backoffLimit": 0,
+                                    "podFailurePolicy": _pod_failure_policy(),
+                                    "template": {
+                                        "metadata": {"annotations": pod.ANNOTATIONS},
+                                        "spec": pod_spec,
+                                    },
+                                },
+                            },
+                        }
+                    ],
+                }
+            },
+        },
+    }
+
+
+def resources(job: Job) -> dict[str, str]:
+    """Requests and limits alike: a pod that has what it was planned with, and is the last to be evicted."""
+    found = {"cpu": str(job.cpus), "memory": mebibytes(job.memory_bytes)}
+    if job.gpus:
+        found[GPU] = str(job.gpus)
+    if job.efa_interfaces:
+        found[EFA] = str(job.efa_interfaces)
+    return found
+
+
+def old_dialect(job: Job) -> bool:
+    return job.section.trainer == "2.1"
+
+
+def _patches(job: Job) -> Document:
+    """Trainer 2.2 and later."""
+    spec = compact(
+        nodeSelector=pod.node_selector(job),
+        tolerations=pod.tolerations(job),
+        affinity=pod.affinity(job),
+        serviceAccountName=job.section.service_account,
+        terminationGracePeriodSeconds=job.grace_s,
+        securityContext=pod.pod_security(),
+        volumes=pod.volumes(job),
+        containers=[{"name": NODE, "volumeMounts": pod.volume_mounts(job)}],
+    )
+    replicated = {"name": NODE, "template": {"spec": {"template": {"spec": spec}}}}
+    return {
+        "runtimePatches": [
+            {
+                "manager": _MANAGER,
+                "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [replicated]}}},
+            }
+        ]
+    }
+
+
+def _overrides(job: Job) -> Document:
+    """Trainer 2.1, which knows neither a grace period nor a security context here."""
+    spec = compact(
+        nodeSelector=pod.node_selector(job),
+        tolerations=pod.tolerations(job),
+        affinity=pod.affinity(job),
+        serviceAccountName=job.section.service_account,
+        volumes=pod.volumes(job),
+        containers=[{"name": NODE, "volumeMounts": pod.volume_mounts(job)}],
+    )
+    return {"podTemplateOverrides": [{"targetJobs": [{"name": NODE}], "spec": spec}]}
+
+
+def _init_containers(job: Job) -> list[Document]:
+    """None for a claim that the person made: its directories are theirs."""
+    return [] if job.section.storage.kind == "claim" else [pod.directory_maker(job)]
+
+
+def _pod_failure_policy() -> Document:
+    """The first failed pod ends the Job, with a reason that tells the three cases of `_failure_policy` apart."""
+    return {
+        "rules": [
+            {"action": "FailJob", "onExitCodes": {"containerName": NODE, "operator": "In", "values": [_STOPPED]}},
+            {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+            {"action": "FailJob", "onExitCodes": {"containerName": NODE, "operator": "In", "values": [_BAD_INPUT]}},
+        ]
+    }
+
+
+def _failure_policy(job: Job) -> Document:
+    """All nodes restart together from the newest checkpoint; bad input fails at once.
+
+    A node that was told to stop (a spot reclaim, a drain) has saved, so that restart is not counted. The patterns are
+    those of the Job controller's message, e.g. "... failed with exit code 143 matching FailJob rule at index 0".
+    """
+    reason = {"onJobFailureReasons": ["PodFailurePolicy"]}
+    return {
+        "maxRestarts": job.section.max_restarts,
+        "rules": [
+            {
+                "name": "stopped",
+                "action": "RestartJobSetAndIgnoreMaxRestarts",
+                **reason,
+                "onJobFailureMessagePatterns": [f"exit code {_STOPPED} ", "condition DisruptionTarget "],
+            },
+            {"name": "badInput", "action": "FailJobSet", **reason},
+        ],
+    }

@@ -1,0 +1,129 @@
+"""A TrainJob as the controller will run it: its own words, and below them those of its runtime."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from aliquot.cluster.manifests import Manifest, dig, listed, mapping, of_kind
+from aliquot.cluster.quantity import parse_bytes, parse_millicores
+
+NODE = "node"
+DEFAULT_GRACE_S = 30  # of Kubernetes
+
+
+@dataclass(frozen=True)
+class JobView:
+    """What one pod of the job is. Unknown values (of a runtime that is not at hand) are None or empty."""
+
+    manifest: Manifest
+    runtime: Manifest | None
+    nodes: int
+    processes: object  # an integer, or a word
+    image: str
+    env: list[dict[str, Any]]
+    patches: list[dict[str, Any]]  # pod specs laid over the runtime's
+    node_selector: dict[str, str]
+    tolerations: list[dict[str, Any]]
+    volumes: list[dict[str, Any]]
+    mounts: list[dict[str, Any]]
+    annotations: dict[str, str]
+    affinity: dict[str, Any]
+    grace_s: int
+    requests: dict[str, Any]
+    limits: dict[str, Any]
+
+    @property
+    def cpu_millicores(self) -> int | None:
+        return parse_millicores(self.requests.get("cpu", self.limits.get("cpu")))
+
+    @property
+    def memory_bytes(self) -> int | None:
+        return parse_bytes(self.requests.get("memory", self.limits.get("memory")))
+
+    @property
+    def memory_limit_bytes(self) -> int | None:
+        return parse_bytes(self.limits.get("memory"))
+
+    def count(self, resource: str) -> int:
+        return parse_bytes(self.limits.get(resource, self.requests.get(resource, 0))) or 0
+
+    @property
+    def shm(self) -> dict[str, Any] | None:
+        """The emptyDir that is mounted at /dev/shm; None where none is."""
+        names = [mount.get("name") for mount in self.mounts if mount.get("mountPath") == "/dev/shm"]
+        found = [volume for volume in self.volumes if volume.get("name") in names]
+        return mapping(found[0].get("emptyDir")) if found else None
+
+
+def job_views(manifests: list[Manifest]) -> list[JobView]:
+    runtimes = of_kind(manifests, "TrainingRuntime", "ClusterTrainingRuntime")
+    return [_view(job, runtimes) for job in of_kind(manifests, "TrainJob")]
+
+
+def pod_patches(job: Manifest) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """(pod metadata, pod spec) of every patch, in either dialect."""
+    found = [(mapping(each.get("metadata")), mapping(each.get("spec"))) for each in
+             job.items("spec", "podTemplateOverrides")]  # fmt: skip
+    for patch in job.items("spec", "runtimePatches"):
+        for replicated in listed(dig(patch, "trainingRuntimeSpec", "template", "spec", "replicatedJobs")):
+            template = mapping(dig(replicated, "template", "spec", "template"))
+            found.append((mapping(template.get("metadata")), mapping(template.get("spec"))))
+    return found
+
+
+def _view(job: Manifest, runtimes: list[Manifest]) -> JobView:
+    kind = job.get("spec", "runtimeRef", "kind") or "ClusterTrainingRuntime"
+    wanted = (kind, job.get("spec", "runtimeRef", "name"))
+    runtime = next((each for each in runtimes if (each.kind, each.name) == wanted), None)
+    base = _runtime_pod(runtime)
+    base_spec, base_container = mapping(base.get("spec")), _node_container(mapping(base.get("spec")))
+    patches = pod_patches(job)
+    specs = [base_spec, *(spec for _, spec in patches)]
+    trainer = mapping(job.get("spec", "trainer"))
+    resources = [mapping(base_container.get("resources")), mapping(trainer.get("resourcesPerNode"))]
+    grace = [spec["terminationGracePeriodSeconds"] for spec in specs if "terminationGracePeriodSeconds" in spec]
+    nodes = trainer.get("numNodes") or dig(runtime.document if runtime else {}, "spec", "mlPolicy", "numNodes") or 1
+    return JobView(
+        manifest=job,
+        runtime=runtime,
+        nodes=nodes if isinstance(nodes, int) else 1,
+        processes=trainer.get("numProcPerNode", _runtime_processes(runtime)),
+        image=str(trainer.get("image") or base_container.get("image") or ""),
+        env=[*listed(base_container.get("env")), *listed(trainer.get("env"))],
+        patches=[spec for _, spec in patches],
+        node_selector=_merged([mapping(spec.get("nodeSelector")) for spec in specs]),
+        tolerations=[item for spec in specs for item in listed(spec.get("tolerations"))],
+        volumes=[item for spec in specs for item in listed(spec.get("volumes"))],
+        mounts=[item for spec in specs for item in listed(_node_container(spec).get("volumeMounts"))],
+        annotations=_merged(
+            [
+                mapping(mapping(base.get("metadata")).get("annotations")),
+                *(mapping(metadata.get("annotations")) for metadata, _ in patches),
+            ]
+        ),
+        affinity=_merged([mapping(spec.get("affinity")) for spec in specs]),
+        grace_s=grace[-1] if grace and isinstance(grace[-1], int) else DEFAULT_GRACE_S,
+        requests=_merged([mapping(each.get("requests")) for each in resources]),
+        limits=_merged([mapping(each.get("limits")) for each in resources]),
+    )
+
+
+def _runtime_pod(runtime: Manifest | None) -> dict[str, Any]:
+    if runtime is None:
+        return {}
+    jobs = [each for each in runtime.items("spec", "template", "spec", "replicatedJobs") if each.get("name") == NODE]
+    return mapping(dig(jobs, 0, "template", "spec", "template"))
+
+
+def _runtime_processes(runtime: Manifest | None) -> object:
+    return None if runtime is None else runtime.get("spec", "mlPolicy", "torch", "numProcPerNode")
+
+
+def _node_container(spec: dict[str, Any]) -> dict[str, Any]:
+    found = [mapping(each) for each in listed(spec.get("containers"))]
+    return mapping(dig([each for each in found if each.get("name") == NODE], 0))
+
+
+def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    return {key: value for part in parts for key, value in part.items()}

@@ -1,0 +1,104 @@
+"""The `cluster` section: what cannot be planned about a run on EKS, with Karpenter and Kubeflow Trainer.
+
+Sizes, requests, processes and threads are not here: they follow from the plan and from the instance types.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+
+from aliquot.config.section import Section
+
+# RFC 1123 labels and subdomains; a TrainJob's name begins with a letter and becomes part of pod names and DNS names.
+Name = Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$", max_length=63)]
+Subdomain = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$")]
+AbsolutePath = Annotated[str, Field(pattern=r"^/[^\x00-\x1f\x7f:]+$", max_length=1024)]
+
+
+class StorageSection(Section):
+    """A shared file system for data, cache and checkpoints: an existing claim, an existing FSx, or a new one."""
+
+    kind: Literal["fsx-static", "fsx-dynamic", "claim"] = Field(
+        "fsx-static",
+        description="fsx-static: an FSx for Lustre that exists; fsx-dynamic: made with the claim; claim: one you made.",
+    )
+    mount_path: AbsolutePath = "/fsx"
+    size_gib: PositiveInt = Field(1200, description="Capacity; FSx for Lustre comes in multiples of 1200 GiB.")
+    claim: Name | None = Field(None, description="kind claim: the PersistentVolumeClaim's name.")
+    file_system_id: Annotated[str, Field(pattern=r"^fs-[0-9a-f]+$")] | None = None
+    dnsname: Subdomain | None = Field(None, description="fsx-static: as `aws fsx describe-file-systems` says.")
+    mountname: Annotated[str, Field(pattern=r"^[a-z0-9]{1,16}$")] | None = Field(
+        None, description="fsx-static: LustreConfiguration.MountName; a missing one would silently become `fsx`."
+    )
+    subnet_id: Annotated[str, Field(pattern=r"^subnet-[0-9a-f]+$")] | None = Field(None, description="fsx-dynamic.")
+    security_group_ids: list[Annotated[str, Field(pattern=r"^sg-[0-9a-f]+$")]] = Field(
+        [], description="fsx-dynamic: groups that allow TCP 988 and 1018-1023 among themselves."
+    )
+    deployment_type: Literal["SCRATCH_2", "PERSISTENT_2"] = "SCRATCH_2"
+    throughput_mb_per_tib: Literal[125, 250, 500, 1000] = Field(125, description="PERSISTENT_2 only.")
+
+    @model_validator(mode="after")
+    def complete(self) -> Self:
+        needed = {
+            "claim": ("claim",),
+            "fsx-static": ("file_system_id", "dnsname", "mountname"),
+            "fsx-dynamic": ("subnet_id", "security_group_ids"),
+        }[self.kind]
+        missing = [name for name in needed if not getattr(self, name)]
+        if missing:
+            raise ValueError(f"storage of kind {self.kind} needs {', '.join(missing)}")
+        if self.kind == "fsx-dynamic" and self.size_gib % 1200:
+            raise ValueError(f"storage.size_gib is {self.size_gib}; FSx for Lustre comes in multiples of 1200")
+        return self
+
+
+class SecretSection(Section):
+    """A key of a Secret that exists in the namespace; its value never comes near a manifest."""
+
+    name: Subdomain
+    key: Annotated[str, Field(pattern=r"^[-._a-zA-Z0-9]+$")] = "token"
+
+
+class ClusterSection(Section):
+    """Where the run's manifests are to work. `aliquot cluster render` writes them, `check` checks them."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$", max_length=50)] | None = Field(
+        None, description="Of the TrainJob and all that belongs to it; pods add to it. Default: from run.name."
+    )
+    namespace: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63)] = "default"
+    create_namespace: bool = Field(False, description="Render the Namespace, too.")
+    trainer: Literal["2.1", "2.3"] = Field(
+        "2.3", description="Kubeflow Trainer's version: 2.1 has podTemplateOverrides, later ones runtimePatches."
+    )
+    image: str = Field(min_length=1, pattern=r"^[^\s]+$", max_length=512, description="With aliquot in it.")
+    image_pull_policy: Literal["Always", "IfNotPresent"] = "IfNotPresent"
+    nodes: PositiveInt = 1
+    ranks_per_node: PositiveInt | Literal["auto"] = Field("auto", description="auto: as planned.")
+    instance_types: list[Annotated[str, Field(pattern=r"^[a-z0-9-]+\.[a-z0-9-]+$")]] = Field(
+        min_length=1, description="Types that may serve; alike in cores, memory and GPUs. The plan is for the first."
+    )
+    capacity: list[Literal["on-demand", "spot"]] = Field(["on-demand"], min_length=1)
+    zone: Annotated[str, Field(pattern=r"^[a-z0-9-]+$", max_length=63)] | None = Field(
+        None, description="All nodes there, as FSx. Default: any one zone."
+    )
+    discovery: Annotated[str, Field(min_length=1, max_length=256)] = Field(
+        description="The tag karpenter.sh/discovery of subnets and security groups; usually the cluster's name."
+    )
+    node_role: Annotated[str, Field(pattern=r"^[A-Za-z0-9_+=,.@-]+$", max_length=64)] = Field(
+        description="IAM role of the nodes, by name."
+    )
+    ami: Annotated[str, Field(pattern=r"^(al2023@v[0-9]{8}|bottlerocket@v[0-9.]+)$")] = Field(
+        description="Pinned alias, e.g. al2023@v20260903; Karpenter takes the standard or NVIDIA image by the type."
+    )
+    volume_gib: PositiveInt = Field(100, description="EBS root volume (gp3): image, logs.")
+    user_data: str | None = Field(None, description="For the nodes at boot; what pods need belongs in the image.")
+    efa: Literal["auto", "none"] = Field("auto", description="auto: NCCL over EFA where the types have it.")
+    daemonset_cpu_millicores: NonNegativeInt = Field(500, description="Left to the daemonsets of each node.")
+    daemonset_memory_mib: NonNegativeInt = Field(512, description="Left to the daemonsets of each node.")
+    max_restarts: NonNegativeInt = Field(5, description="After a crash; stops with everything saved are not counted.")
+    service_account: Subdomain | None = None
+    huggingface_secret: SecretSection | None = Field(None, description="Holds the token for gated models and data.")
+    queue: Subdomain | None = Field(None, description="A Kueue LocalQueue.")
+    storage: StorageSection

@@ -1,0 +1,125 @@
+"""The commands as a person runs them: exit codes, lines, files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from aliquot.cli import planning
+from aliquot.cli.main import app
+from aliquot.config.plan import Plan
+from aliquot.config.schema import RunConfig
+from tests.cluster.cases import cluster_section, plan
+from tests.cluster.test_check import HAND_WRITTEN
+
+
+def aliquot(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(each) for each in arguments])
+
+
+@pytest.fixture
+def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A config whose plan is made directly: what the planner says is not the matter here."""
+
+    def plan_on(config: RunConfig, instance: str, nodes: int) -> Plan:
+        ranks = config.launch.ranks if config.launch.ranks != "auto" else 2
+        return plan(instance=instance, nodes=nodes, ranks_per_node=ranks, threads_per_rank=16 // ranks)
+
+    monkeypatch.setattr(planning, "plan_on", plan_on)
+    values = {
+        "run": {"name": "my_run.3"},
+        "model": {"path": "meta-llama/Meta-Llama-3-8B"},
+        "data": {"dataset": "wikitext"},
+        "checkpoint": {"every": 100},
+        "cluster": cluster_section(),
+    }
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(values))
+    return file
+
+
+def test_render(run_file: Path, tmp_path: Path) -> None:
+    result = aliquot(
+        "cluster", "render", run_file, "-o", tmp_path / "out", "cluster.nodes=2", "cluster.ranks_per_node=4"
+    )
+    assert result.exit_code == 0, result.output
+    for wanted in ("kubectl apply --server-side -k", "kubectl logs", "kubectl delete", "2 x r7i.8xlarge x 4 ranks"):
+        assert wanted in result.output
+    job = yaml.safe_load((tmp_path / "out" / "train-job.yaml").read_text())
+    assert job["metadata"]["name"] == "my-run-3"
+    assert (job["spec"]["trainer"]["numNodes"], job["spec"]["trainer"]["numProcPerNode"]) == (2, 4)
+    assert aliquot("cluster", "check", tmp_path / "out").exit_code == 0
+
+
+def test_check_a_config(run_file: Path) -> None:
+    result = aliquot("cluster", "check", run_file)
+    assert (result.exit_code, result.output.strip()) == (0, "7 objects, nothing found")
+    result = aliquot("cluster", "check", run_file, "checkpoint.resume=never")
+    assert result.exit_code == 1
+    assert "error: checkpoint.resume" in result.output and "fix: checkpoint.resume: auto" in result.output
+
+
+def test_check_manifests_as_json(tmp_path: Path) -> None:
+    (tmp_path / "hand.yaml").write_text(HAND_WRITTEN)
+    result = aliquot("cluster", "check", tmp_path, "--json")
+    assert result.exit_code == 1
+    found = json.loads(result.output)
+    assert {"rule", "level", "where", "message", "fix", "reason"} == set(found[0])
+    assert "processes" in {each["rule"] for each in found}
+    assert aliquot("cluster", "check", tmp_path / "hand.yaml").exit_code == 1  # a single file, too
+
+
+def test_bad_input_is_one_line(run_file: Path, tmp_path: Path) -> None:
+    result = aliquot("cluster", "render", run_file, "cluster.nods=2")
+    assert result.exit_code == 2
+    assert "unknown key cluster.nods; did you mean cluster.nodes?" in result.stderr
+    result = aliquot("cluster", "render", run_file, "cluster.storage.mountname=")
+    assert result.exit_code == 2 and "mountname" in result.stderr
+    (tmp_path / "plain.yaml").write_text("model: {path: x}\ndata: {path: stdlib}\n")
+    result = aliquot("cluster", "check", tmp_path / "plain.yaml")
+    assert result.exit_code == 2 and "no `cluster:` section" in result.stderr
+    assert aliquot("cluster", "check", tmp_path / "missing.yaml").exit_code == 2
+
+
+def test_instances() -> None:
+    result = aliquot("instances", "c7i.*,r7i.*", "--min-memory", "100", "--max-price", "3", "--sort", "price-per-gib")
+    assert result.exit_code == 0
+    lines = result.output.splitlines()
+    assert lines[0].split()[:3] == ["type", "vCPU", "cores"]
+    assert lines[1].startswith("r7i.") and "catalogue of 2026-07-20" in lines[-1]
+    found = json.loads(aliquot("instances", "--efa", "--gpu", "--max-price", "5", "--json").output)
+    assert "g6e.8xlarge" in {each["name"] for each in found}
+    assert all(each["gpus"] and each["efa_interfaces"] for each in found)
+    prices = [each["usd_per_hour"] for each in found]
+    assert prices == sorted(prices)
+    assert aliquot("instances", "nothing.*").exit_code == 2
+
+
+def test_the_seeds_query() -> None:
+    """`describe-instance-types` with efa-supported for *7i*."""
+    found = json.loads(aliquot("instances", "*7i*", "--efa", "--json").output)
+    names = {each["name"] for each in found}
+    assert {"c7i.48xlarge", "m7i.metal-48xl", "r7i.48xlarge", "u7i-6tb.112xlarge", "i7i.24xlarge"} <= names
+    assert "c7i.24xlarge" not in names
+
+
+def test_fits(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cheapest first, by the plan of each type; a type that the plan refuses does not appear."""
+    from aliquot.catalogue.instances import instance
+    from aliquot.errors import UserError
+
+    def plan_on(config: RunConfig, name: str, nodes: int) -> Plan:
+        if name.startswith("m7i"):
+            raise UserError("no")
+        return plan(instance=name, nodes=nodes, limit_bytes_per_node=instance(name).allocatable_memory_bytes)
+
+    monkeypatch.setattr(planning, "plan_on", plan_on)
+    result = aliquot("instances", "c7i.*,m7i.*,r7i.*", "--max-vcpus", "96", "--fits", run_file, "--json")
+    found = json.loads(result.output)
+    assert found[0]["name"] == "r7i.4xlarge"  # 76 GiB of its 128; c7i.8xlarge has 56
+    assert not any(each["name"].startswith("m7i") for each in found)
+    assert all(each["allocatable_memory_bytes"] >= 76 << 30 for each in found)

@@ -1,0 +1,127 @@
+"""What the account says, on moto's EC2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import boto3
+import pytest
+from moto import mock_aws
+
+from aliquot.catalogue.instances import instance
+from aliquot.catalogue.live import live_instances
+from aliquot.cluster.aws import ask_account
+from aliquot.cluster.render import parsed
+from tests.cluster.cases import cpu_job, dynamic_storage
+
+
+@pytest.fixture
+def ec2(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "testing")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    with mock_aws():
+        yield boto3.client("ec2")
+
+
+def network(ec2: Any, zone: str = "us-east-1a") -> str:
+    """A VPC with one tagged subnet in `zone` and one tagged security group; the group's id."""
+    vpc = ec2.create_vpc(CidrBlock="10.0.0.0/16")["Vpc"]["VpcId"]
+    subnet = ec2.create_subnet(VpcId=vpc, CidrBlock="10.0.1.0/24", AvailabilityZone=zone)["Subnet"]["SubnetId"]
+    group: str = ec2.create_security_group(VpcId=vpc, GroupName="nodes", Description="nodes")["GroupId"]
+    tags = [{"Key": "karpenter.sh/discovery", "Value": "training-on-eks"}]
+    ec2.create_tags(Resources=[subnet, group], Tags=tags)
+    return group
+
+
+def allow(ec2: Any, group: str, protocol: str, source: str, first: int = -1, last: int = -1) -> None:
+    rule = {"IpProtocol": protocol, "FromPort": first, "ToPort": last, "UserIdGroupPairs": [{"GroupId": source}]}
+    ec2.authorize_security_group_ingress(GroupId=group, IpPermissions=[rule])
+
+
+def found(**changes: Any) -> dict[str, str]:
+    job = cpu_job(**changes)
+    return {each.rule: each.message for each in ask_account(parsed(job), job.section)}
+
+
+def test_all_in_order(ec2: Any) -> None:
+    group = network(ec2)
+    allow(ec2, group, "-1", group)
+    assert found() == {}
+
+
+def test_the_group_does_not_trust_itself(ec2: Any) -> None:
+    group = network(ec2)
+    allow(ec2, group, "tcp", group, 988, 988)
+    assert group in found()["security-group"]
+
+
+def test_another_group_is_not_itself(ec2: Any) -> None:
+    group = network(ec2)
+    vpc = ec2.describe_security_groups(GroupIds=[group])["SecurityGroups"][0]["VpcId"]
+    other = ec2.create_security_group(VpcId=vpc, GroupName="other", Description="other")["GroupId"]
+    allow(ec2, group, "-1", other)
+    assert "security-group" in found()
+
+
+def test_nothing_is_tagged(ec2: Any) -> None:
+    assert set(found()) == {"security-group", "subnet"}
+
+
+def test_no_subnet_in_the_zone(ec2: Any) -> None:
+    group = network(ec2, zone="us-east-1b")
+    allow(ec2, group, "-1", group)
+    assert "us-east-1a" in found()["subnet"]
+
+
+@pytest.mark.parametrize("port, complete", [(988, True), (22, False)])
+def test_lustre_port(ec2: Any, port: int, complete: bool) -> None:
+    group = network(ec2)
+    allow(ec2, group, "-1", group)
+    vpc = ec2.describe_security_groups(GroupIds=[group])["SecurityGroups"][0]["VpcId"]
+    lustre = ec2.create_security_group(VpcId=vpc, GroupName="lustre", Description="lustre")["GroupId"]
+    allow(ec2, lustre, "tcp", lustre, port, port)
+    storage = {**dynamic_storage(), "security_group_ids": [lustre]}
+    assert (found(storage=storage) == {}) is complete
+
+
+def test_a_group_that_does_not_exist(ec2: Any) -> None:
+    group = network(ec2)
+    allow(ec2, group, "-1", group)
+    message = found(storage=dynamic_storage())["permission"]
+    assert "DescribeSecurityGroups was refused: InvalidGroup.NotFound" in message
+
+
+def test_no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    assert "no answer" in found()["permission"]
+
+
+def test_live_types_agree_with_the_catalogue(ec2: Any) -> None:
+    """moto's types are AWS' own answers of some day."""
+    live = {each.name: each for each in live_instances()}
+    assert len(live) > 500
+    compared = 0
+    for name in (
+        "c7i.8xlarge",
+        "m7i.large",
+        "r7i.48xlarge",
+        "c7g.4xlarge",
+        "m7a.4xlarge",
+        "g6e.8xlarge",
+        "p5.48xlarge",
+    ):
+        if name not in live:
+            continue
+        ours, theirs = instance(name), live[name]
+        compared += 1
+        for field in ("arch", "vcpus", "physical_cores", "memory_bytes", "allocatable_memory_bytes", "efa_interfaces",
+                      "allocatable_cpu_millicores", "amx", "gpus", "max_pods", "cpu_manufacturer"):  # fmt: skip
+            assert getattr(ours, field) == getattr(theirs, field), (name, field)
+    assert compared >= 5

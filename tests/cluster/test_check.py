@@ -1,0 +1,359 @@
+"""The rules: nothing is found in what is rendered, and each mistake is found where it is made."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aliquot.cluster.check import check_job_of_config, check_manifests
+from aliquot.cluster.document import to_yaml
+from aliquot.cluster.findings import RULES, Finding
+from aliquot.cluster.job import Job, describe
+from aliquot.cluster.manifests import Manifest, parse_manifests
+from aliquot.cluster.render import documents
+from aliquot.config.plan import PhaseMemory
+from aliquot.config.read import read_config
+from aliquot.errors import UserError
+from tests.cluster.cases import cluster_section, config, cpu_job, dynamic_storage, gpu_job, plan
+from tests.cluster.crd import TRAINERS
+from tests.conftest import REPOSITORY
+
+GIB = 1 << 30
+Documents = dict[str, dict[str, Any]]
+
+# The hand-written NodePool that most guides begin with, and a job for it.
+HAND_WRITTEN = """
+apiVersion: karpenter.sh/v1
+kind: NodePool
+metadata:
+  name: cpu-amx
+spec:
+  template:
+    spec:
+      requirements:
+        - key: karpenter.sh/capacity-type
+          operator: In
+          values: ["spot", "on-demand"]
+        - key: karpenter.k8s.aws/instance-family
+          operator: In
+          values: ["c7i", "m7i"]
+        - key: karpenter.k8s.aws/instance-size
+          operator: In
+          values: ["8xlarge"]
+      nodeClassRef:
+        group: karpenter.k8s.aws
+        kind: EC2NodeClass
+        name: cpu-amx
+      expireAfter: 720h
+      taints:
+        - key: intel.com/amx
+          value: present
+          effect: NoSchedule
+  limits:
+    cpu: 100
+  disruption:
+    consolidationPolicy: WhenEmpty
+    consolidateAfter: 20m
+---
+apiVersion: trainer.kubeflow.org/v1alpha1
+kind: TrainJob
+metadata:
+  name: hand-written
+spec:
+  runtimeRef:
+    name: torch-distributed
+  trainer:
+    numNodes: 4
+    numProcPerNode: auto
+    image: example.com/train:cuda13.0
+    command: [torchrun, train.py]
+    env:
+      - name: HF_TOKEN
+        value: hf_abcdefghijklmnopqrstuvwxyz
+      - name: PET_NNODES
+        value: "4"
+    resourcesPerNode:
+      requests: {cpu: 32, memory: 64Gi}
+      limits: {cpu: 32, memory: 64Gi}
+  podTemplateOverrides:
+    - targetJobs: [{name: node}]
+      spec:
+        tolerations: [{key: intel.com/amx, operator: Exists}]
+        containers:
+          - name: trainer
+"""
+
+
+def rules(findings: list[Finding]) -> set[str]:
+    return {each.rule for each in findings}
+
+
+def errors(findings: list[Finding]) -> set[str]:
+    return {each.rule for each in findings if each.level == "error"}
+
+
+def manifests_of(found: Documents) -> list[Manifest]:
+    return [manifest for name, document in found.items() for manifest in parse_manifests(to_yaml(document), name)]
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("make", [cpu_job, gpu_job])
+@pytest.mark.parametrize("changes", [{}, {"storage": dynamic_storage(), "zone": None}])
+def test_nothing_is_found_in_a_render(make: Callable[..., Job], trainer: str, changes: dict[str, Any]) -> None:
+    job = make(trainer=trainer, **changes)
+    assert check_job_of_config(job) == []
+    assert check_manifests(manifests_of(documents(job))) == []  # nor without the plan
+
+
+@pytest.mark.parametrize("name, ranks, device", [("llama3-8b-cpu", 2, "cpu"), ("llama3-8b-gpu", 1, "cuda")])
+def test_examples(name: str, ranks: int, device: str) -> None:
+    """They need no network, no hub and no account to render."""
+    settings = read_config(REPOSITORY / "examples" / f"{name}.yaml")
+    assert settings.cluster is not None
+    foreseen = plan(
+        device=device, ranks_per_node=ranks, engine="host" if device == "cpu" else "fsdp",
+        instance=settings.cluster.instance_types[0],
+    )  # fmt: skip
+    assert check_job_of_config(describe(settings, foreseen)) == []
+
+
+def test_hand_written() -> None:
+    found = check_manifests(list(parse_manifests(HAND_WRITTEN, "hand.yaml")))
+    assert errors(found) == {
+        "request-too-large", "processes", "secret-value", "reserved-env", "container-name", "image-kind"
+    }  # fmt: skip
+    assert {"spot", "node-expiry", "unequal-nodes", "zone-spread", "runtime", "node-class"} <= rules(found)
+    assert all(each.where.startswith("hand.yaml:") for each in found)
+
+
+def test_the_seeds_own_nodes(shared: Path) -> None:
+    text = (shared / "seeds" / "cpu-amx-on-eks.md").read_text()
+    match = re.search(r"kubectl apply -f -\s*\n(.*?)\nEOF", text, re.DOTALL)
+    assert match is not None
+    found = check_manifests(list(parse_manifests(match.group(1), "seed.yaml")))
+    assert errors(found) == {"label-value", "node-image-kind", "node-image-eks"}
+    assert rules(found) - errors(found) == {
+        "unequal-nodes", "spot", "node-expiry", "node-image-drift", "user-data-packages", "discontinued"
+    }  # fmt: skip
+    two_in_one = next(each for each in found if each.rule == "label-value")
+    assert two_in_one.fix == 'write 2 values: ["24xlarge", "48xlarge"]'
+
+
+def test_64_gib_on_a_node_of_64_gib() -> None:
+    """Requests that equal the node's size: nothing that Kubernetes refuses, and the pod stays Pending for ever."""
+    found = documents(smaller())
+    trainer = found["train-job.yaml"]["spec"]["trainer"]
+    for part in ("requests", "limits"):
+        trainer["resourcesPerNode"][part] = {"cpu": "32", "memory": "64Gi"}
+    (finding,) = check_manifests(manifests_of(found))
+    assert finding.rule == "request-too-large"
+    assert "64.0 GiB requested, a pod can have 56.0 of its 64 GiB" in finding.message
+    assert "32 CPUs requested" in finding.message
+
+
+def smaller() -> Job:
+    return describe(
+        config(cluster_section(instance_types=["c7i.8xlarge"])),
+        plan(instance="c7i.8xlarge", phases=(PhaseMemory("steady peak", {"moments": 20 * GIB}, {}),)),
+    )
+
+
+def pool(found: Documents) -> dict[str, Any]:
+    spec: dict[str, Any] = found["node-pool.yaml"]["spec"]
+    return spec
+
+
+def pod(found: Documents) -> dict[str, Any]:
+    patch = found["train-job.yaml"]["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]
+    spec: dict[str, Any] = patch["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    return spec
+
+
+def trainer(found: Documents) -> dict[str, Any]:
+    spec: dict[str, Any] = found["train-job.yaml"]["spec"]["trainer"]
+    return spec
+
+
+def both(found: Documents, resource: str, value: str) -> None:
+    for part in ("requests", "limits"):
+        trainer(found)["resourcesPerNode"][part][resource] = value
+
+
+def shm(found: Documents, **empty_dir: Any) -> None:
+    pod(found)["volumes"].append({"name": "shm", "emptyDir": empty_dir})
+    pod(found)["containers"][0]["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})
+
+
+def requirement(found: Documents, key: str) -> dict[str, Any]:
+    requirements: list[dict[str, Any]] = pool(found)["template"]["spec"]["requirements"]
+    return next(each for each in requirements if each["key"] == key)
+
+
+def node_spec(found: Documents) -> dict[str, Any]:
+    spec: dict[str, Any] = pool(found)["template"]["spec"]
+    return spec
+
+
+def job_set(found: Documents) -> dict[str, Any]:
+    spec: dict[str, Any] = found["training-runtime.yaml"]["spec"]["template"]["spec"]
+    return spec
+
+
+TYPE = "node.kubernetes.io/instance-type"
+MISTAKES: dict[str, tuple[str, Callable[[Documents], Any]]] = {
+    "a misspelt field": ("unknown-field", lambda d: pool(d).update(limit={})),
+    "a field deep in a patch": ("unknown-field", lambda d: pod(d).update(nodeSelectors={})),
+    "an unknown kind": ("not-read", lambda d: d.update(x={"apiVersion": "v1", "kind": "Pod", "metadata": {}})),
+    "two types in one string": ("label-value", lambda d: requirement(d, TYPE).update(values=["r7i.8xlarge, x"])),
+    "a type that does not exist": ("instance-type", lambda d: requirement(d, TYPE).update(values=["r7i.9xlarge"])),
+    "requirements that exclude": ("no-type-left", lambda d: requirement(d, "kubernetes.io/arch").update(
+        values=["arm64"])),
+    "unequal types": ("unequal-nodes", lambda d: requirement(d, TYPE).update(values=["r7i.8xlarge", "r7i.16xlarge"])),
+    "a type without AMX": ("no-amx", lambda d: requirement(d, TYPE).update(values=["r6i.8xlarge"])),
+    "another node class": ("node-class", lambda d: node_spec(d)["nodeClassRef"].update(name="other")),
+    "latest image": ("node-image-drift", lambda d: d["node-class.yaml"]["spec"].update(
+        amiSelectorTerms=[{"alias": "al2023@latest"}])),
+    "a GPU image": ("node-image-kind", lambda d: d["node-class.yaml"]["spec"].update(
+        amiSelectorTerms=[{"name": "amazon-eks-node-al2023-x86_64-nvidia-1.34-v20260903"}])),
+    "no EKS image": ("node-image-eks", lambda d: d["node-class.yaml"]["spec"].update(
+        amiSelectorTerms=[{"name": "ubuntu-24.04"}])),
+    "packages on the node": ("user-data-packages", lambda d: d["node-class.yaml"]["spec"].update(
+        userData="#!/bin/bash\ndnf install -y gperftools\n")),
+    "nodes that expire": ("node-expiry", lambda d: node_spec(d).update(expireAfter="24h")),
+    "no expiry said": ("node-expiry", lambda d: node_spec(d).pop("expireAfter")),
+    "consolidation": ("consolidation", lambda d: pool(d)["disruption"].update(
+        consolidationPolicy="WhenEmptyOrUnderutilized")),
+    "spot": ("spot", lambda d: requirement(d, "karpenter.sh/capacity-type").update(values=["spot"])),
+    "a label that no node has": ("node-selector", lambda d: pod(d)["nodeSelector"].update({"aliquot.io/pool": "x"})),
+    "a taint": ("taint", lambda d: pod(d).update(tolerations=[])),
+    "another value of the taint": ("taint", lambda d: pod(d)["tolerations"][0].update(value="absent")),
+    "too much memory": ("request-too-large", lambda d: both(d, "memory", "256Gi")),
+    "EFA on a small type": ("efa", lambda d: both(d, "vpc.amazonaws.com/efa", "1")),
+    "limits for three nodes": ("pool-limit", lambda d: pool(d)["limits"].update(cpu="96")),
+    "memory for three nodes": ("pool-limit", lambda d: pool(d)["limits"].update(memory="768Gi")),
+    "another zone": ("node-selector", lambda d: pod(d)["nodeSelector"].update({"topology.kubernetes.io/zone": "x"})),
+    "any zone": ("zone-spread", lambda d: (pod(d)["nodeSelector"].pop("topology.kubernetes.io/zone"),
+                                           requirement(d, "topology.kubernetes.io/zone").update(values=["a", "b"]))),
+    "auto processes": ("processes", lambda d: trainer(d).update(numProcPerNode="auto")),
+    "no processes": ("processes", lambda d: trainer(d).pop("numProcPerNode")),
+    "other processes than planned": ("processes", lambda d: trainer(d).update(numProcPerNode=4)),
+    "more threads than CPUs": ("threads", lambda d: both(d, "cpu", "8")),
+    "no trainer": ("no-trainer", lambda d: d["train-job.yaml"]["spec"].pop("trainer")),
+    "both dialects": ("trainer-dialect", lambda d: d["train-job.yaml"]["spec"].update(podTemplateOverrides=[])),
+    "another container": ("container-name", lambda d: pod(d)["containers"][0].update(name="trainer")),
+    "env in a patch": ("node-env", lambda d: pod(d)["containers"][0].update(env=[{"name": "A", "value": "b"}])),
+    "reserved env": ("reserved-env", lambda d: trainer(d)["env"].append({"name": "PET_NODE_RANK", "value": "0"})),
+    "a runtime elsewhere": ("runtime", lambda d: d["train-job.yaml"]["spec"]["runtimeRef"].update(name="torch")),
+    "a memory limit below the plan": ("memory-limit", lambda d: both(d, "memory", "64Gi")),
+    "limits above requests": ("requests-and-limits", lambda d: trainer(d)["resourcesPerNode"]["limits"].update(
+        cpu="32")),
+    "no resources": ("requests-and-limits", lambda d: trainer(d).pop("resourcesPerNode")),
+    "/dev/shm on disk": ("shm", lambda d: shm(d, sizeLimit="1Gi")),
+    "/dev/shm as large as the pod": ("shm-limit", lambda d: shm(d, medium="Memory", sizeLimit="500Gi")),
+    "a short grace period": ("grace", lambda d: pod(d).update(terminationGracePeriodSeconds=60)),
+    "the default grace period": ("grace", lambda d: pod(d).pop("terminationGracePeriodSeconds")),
+    "no annotation": ("do-not-disrupt", lambda d: job_set(d)["replicatedJobs"][0]["template"]["spec"]["template"].pop(
+        "metadata")),
+    "no restarts": ("restarts", lambda d: job_set(d).pop("failurePolicy")),
+    "a CUDA image": ("image-kind", lambda d: trainer(d).update(image="pytorch/pytorch:2.13.0-cuda13.0-runtime")),
+    "a token": ("secret-value", lambda d: trainer(d)["env"].append({"name": "X", "value": "hf_" + 24 * "a"})),
+    "no mountname": ("storage-address", lambda d: d["persistent-volume.yaml"]["spec"]["csi"]["volumeAttributes"].pop(
+        "mountname")),
+    "another file system's name": ("storage-address", lambda d: d["persistent-volume.yaml"]["spec"]["csi"].update(
+        volumeHandle="fs-1")),
+    "one writer": ("storage-access", lambda d: d["persistent-volume-claim.yaml"]["spec"].update(
+        accessModes=["ReadWriteOnce"])),
+    "a volume that is not there": ("storage-binding", lambda d: d["persistent-volume-claim.yaml"]["spec"].update(
+        volumeName="x")),
+    "another class": ("storage-binding", lambda d: d["persistent-volume-claim.yaml"]["spec"].update(
+        storageClassName="gp3")),
+    "no lock": ("storage-lock", lambda d: d["persistent-volume.yaml"]["spec"].pop("mountOptions")),
+    "an odd size": ("storage-size", lambda d: d["persistent-volume-claim.yaml"]["spec"]["resources"]["requests"].update(
+        storage="1000Gi")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_each_mistake_is_found(mistake: str) -> None:
+    rule, make = MISTAKES[mistake]
+    job = cpu_job()
+    found = documents(job)
+    make(found)
+    assert rule in rules(check_manifests(manifests_of(found), job))
+
+
+CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "never resumes": ("resume", {}, {"checkpoint": {"resume": "never", "every": 10}}),
+    "never saves": ("no-checkpoints", {}, {"checkpoint": {"every": 0}}),
+    "data beside the config": ("not-shared", {}, {"data": {"path": "texts/*.txt"}}),
+    "data elsewhere": ("not-shared", {}, {"data": {"path": "/home/me/texts"}}),
+    "a model elsewhere": ("not-shared", {}, {"model": {"path": "/models/llama"}}),
+    "spot with a long grace": ("grace", {"capacity": ["spot"]}, {"checkpoint": {"every": 10, "grace_s": 300}}),
+    "results elsewhere": ("not-shared", {}, {"run": {"name": "x", "directory": "/var/runs/x"}}),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_what_only_the_config_shows(case: str) -> None:
+    rule, cluster, sections = CONFIGS[case]
+    job = describe(config(cluster_section(**cluster), **sections), plan())
+    assert rule in rules(check_job_of_config(job))
+
+
+def test_spot_without_checkpoints_is_an_error() -> None:
+    job = describe(config(cluster_section(capacity=["spot"]), checkpoint={"every": 0}), plan())
+    assert "no-checkpoints" in errors(check_job_of_config(job))
+
+
+def test_a_word_that_only_looks_like_a_secret() -> None:
+    found = documents(cpu_job())
+    trainer(found)["env"].append({"name": "TOKENIZERS_PARALLELISM", "value": "false"})
+    assert check_manifests(manifests_of(found)) == []
+    trainer(found)["env"].append({"name": "WANDB_API_KEY", "value": "0123"})
+    assert errors(check_manifests(manifests_of(found))) == {"secret-value"}
+
+
+def test_shm_that_the_plan_needs() -> None:
+    job = describe(config(), plan(shm_bytes_per_node=8 * GIB))
+    assert check_job_of_config(job) == []
+    found = documents(job)
+    pod(found)["volumes"].pop()
+    pod(found)["containers"][0]["volumeMounts"].pop()
+    assert "shm" in errors(check_manifests(manifests_of(found), job))
+
+
+def test_gpus_without_efa_on_several_nodes() -> None:
+    assert rules(check_job_of_config(gpu_job(efa="none"))) == {"efa-unused"}
+
+
+def test_refused_before_rendering() -> None:
+    with pytest.raises(UserError, match=r"needs 76\.0 GiB a node.*can have 55\.8 GiB"):
+        describe(config(cluster_section(instance_types=["c7i.8xlarge"])), plan())
+    with pytest.raises(UserError, match="differ in vCPUs"):
+        cpu_job(instance_types=["r7i.8xlarge", "r7i.16xlarge"])
+    with pytest.raises(UserError, match="is a GPU type"):
+        cpu_job(instance_types=["g6e.8xlarge"])
+    with pytest.raises(UserError, match=r"nearest: r7i\.8xlarge"):
+        cpu_job(instance_types=["r7i.8xlarg"])
+    with pytest.raises(UserError, match=r"2 ranks a node, g6e\.8xlarge has 1 GPUs"):
+        describe(config(cluster_section(instance_types=["g6e.8xlarge"])), plan(device="cuda"))
+
+
+def test_every_rule_has_a_test_or_asks_live() -> None:
+    live = {"security-group", "subnet", "secret", "operator", "versions", "refused-by-server", "quota", "permission"}
+    tested = {rule for rule, _ in MISTAKES.values()} | {rule for rule, _, _ in CONFIGS.values()}
+    assert set(RULES) - live - tested == {"discontinued", "efa-unused"}
+
+
+def test_places_are_lines() -> None:
+    text = "# a comment\n---\n" + to_yaml(documents(cpu_job())["node-pool.yaml"]) + "---\n# nothing\n"
+    (manifest,) = parse_manifests(text, "x.yaml")
+    assert str(manifest) == "x.yaml:3 NodePool/llama3-8b"
+    with pytest.raises(UserError, match=r"x\.yaml:3: not valid YAML"):
+        list(parse_manifests("a: 1\nb: [\n", "x.yaml"))
+    with pytest.raises(UserError, match="`kind` is missing"):
+        list(parse_manifests("a: 1\n", "x.yaml"))
