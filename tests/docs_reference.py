@@ -27,7 +27,8 @@ Every key of a run configuration and every option of every command. This page is
 YAML, one mapping a section. `section.key=value` on the command line replaces one key and is parsed as YAML; an unknown
 key names the nearest one that exists; an error names file and line. Paths are relative to the working directory.
 `aliquot plan CONFIG --print-config` prints the complete configuration and where each value was written. Where Hugging
-Face's `TrainingArguments` has a name for a thing, `train` has the same.
+Face's `TrainingArguments` has a name for a thing, `train` has the same. The section `cluster` may be missing; what is
+required in it is required where it stands.
 """
 
 

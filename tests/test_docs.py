@@ -132,6 +132,7 @@ def place_configs(page: Path | None, directory: Path) -> list[str]:
     """What the page's commands find where they run: the repository's files, and the configurations of the page."""
     for name in ("examples", "docs", "benchmarks", "tests", "src", "Makefile"):
         (directory / name).symlink_to(ROOT / name)
+    (directory / "cpu-ds.json").symlink_to(ROOT / "examples/seed/cpu-ds.json")  # the reader's own JSON
     named = [(block.config_name, block.text) for block in (blocks(page) if page else ()) if block.config_name]
     for name, text in named:
         (directory / name).write_text(text)
