@@ -60,7 +60,7 @@ endif
 # build/site/index.html: every page, every link checked.
 docs: $(INSTALLED)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[docs]"
-	$(BIN)/mkdocs build --strict --quiet --site-dir build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir build/site
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
