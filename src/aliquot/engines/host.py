@@ -265,8 +265,7 @@ class HostEngine:
         self._hosts.peers.barrier()
 
     def counters(self) -> Counters:
-        wire = self._hosts.wire
-        own, moments_bytes = self._owned
+        wire, (own, moments_bytes) = self._hosts.wire, self._owned
         # An update reads and writes gradients twice, for the norm and the step, the rest once each way.
         update_bytes = 2 * self._gradients.size_bytes + 2 * moments_bytes + 2 * 4 * own
         return Counters(
