@@ -144,7 +144,7 @@ def _prepare(
     clock = StepClock(lambda: engine.counters().inside_s())
 
     def phase(name: str) -> None:
-        ledger.mark(f"first {name}", engine.counters().memory())
+        ledger.mark(f"first {name}", lambda: engine.counters().memory())
         clock.ended(name)
 
     spec = EngineSpec.of(config, ranks.topology, engine_name, built, phase, lambda name: ledger.mark(name, {}))
@@ -231,7 +231,7 @@ def _steps(run: _Run, stop: StopSignal, watchdog: Watchdog) -> Result:
         record.end(batch.tokens, flops, run.saver.under_way)
         watchdog.beat()
 
-        if run.ledger.mark("first step", engine.counters().memory()):
+        if run.ledger.mark("first step", lambda: engine.counters().memory()):
             run.ledger.publish(run.directory.ledger, ranks, run.about)
         if record.due(done):
             metrics = {"loss": loss, "learning_rate": rate, "grad_norm": grad_norm, "tokens": tokens}

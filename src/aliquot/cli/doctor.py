@@ -14,7 +14,9 @@ from aliquot.cli.errors import one_line_errors
 
 def command(
     peers: Annotated[str, typer.Option(help="Other nodes, HOST or HOST:PORT, separated by commas.")] = "",
-    run_directory: Annotated[Path, typer.Option(help="Where runs will be written.")] = Path("runs"),
+    run_directory: Annotated[
+        Path, typer.Option(help="Where runs will be written; of a run: its report takes the findings.")
+    ] = (Path("runs")),
     port: Annotated[int, typer.Option(min=1, max=65535, help="Where nodes meet: launch.master_port.")] = 29500,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
@@ -23,6 +25,7 @@ def command(
     with one_line_errors(debug):
         from aliquot.doctor.examine import examine
         from aliquot.doctor.finding import Subject
+        from aliquot.machine.files import publish_text
 
         subject = Subject(run_directory=run_directory, peers=tuple(filter(None, peers.split(","))), port=port)
         findings = []
@@ -30,7 +33,10 @@ def command(
             findings.append(finding)
             if not as_json:
                 print(finding.text(), flush=True)
+        told = json.dumps([asdict(finding) for finding in findings], indent=1)
         if as_json:
-            print(json.dumps([asdict(finding) for finding in findings], indent=1))
+            print(told)
+        if (run_directory / "config.yaml").exists():  # a run's
+            publish_text(run_directory / "doctor.json", told + "\n")
     if any(finding.level == "problem" for finding in findings):
         raise typer.Exit(1)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, cast
 
@@ -264,30 +265,30 @@ class HostEngine:
         self._hosts.peers.barrier()
 
     def counters(self) -> Counters:
-        shards, wire = self._optimizer.shards, self._hosts.wire
-        own = sum(shard.weights.numel for shard in shards)
-        low_bytes = 2 * own if self._compute == torch.bfloat16 else 0
+        wire, (own, moments_bytes) = self._hosts.wire, self._owned
+        # An update reads and writes gradients twice, for the norm and the step, the rest once each way.
+        update_bytes = 2 * self._gradients.size_bytes + 2 * moments_bytes + 2 * 4 * own
         return Counters(
-            weights_bytes=low_bytes,
+            weights_bytes=2 * own if self._compute == torch.bfloat16 else 0,
             gradients_bytes=self._gradients.size_bytes,
-            moments_bytes=sum(shard.exp_avg.size_bytes + shard.exp_avg_sq.size_bytes for shard in shards),
+            moments_bytes=moments_bytes,
             gathered_bytes=0,
             activations_bytes=self._activations.peak_bytes,
             wire_bytes=wire.sent_bytes if wire is not None else 0,
             shared_bytes=(self._memory.size_bytes + self._gradients.ring.size_bytes * self._hosts.peers.size)
             // self._hosts.peers.size,
             staged_bytes=self._gradients.staged_bytes,
-            moved_bytes=self._gradients.moved_bytes + self._updates * self._update_bytes(),
+            moved_bytes=self._gradients.moved_bytes + self._updates * update_bytes,
             reduce_s=self._gradients.ring.reading_s + (wire.busy_s if wire is not None else 0.0),
             wait_s=self._hosts.peers.waited_s,
         )
 
-    def _update_bytes(self) -> int:
-        """What one update reads and writes: gradients twice, for the norm and the step, the rest once each way."""
+    @cached_property
+    def _owned(self) -> tuple[int, int]:
+        """Elements of the weights that this rank owns, and bytes of their moments: `counters` is called often."""
         shards = self._optimizer.shards
-        moments = sum(shard.exp_avg.size_bytes + shard.exp_avg_sq.size_bytes for shard in shards)
-        own = sum(shard.weights.numel for shard in shards)
-        return 2 * self._gradients.size_bytes + 2 * moments + 2 * 4 * own
+        moments_bytes = sum(shard.exp_avg.size_bytes + shard.exp_avg_sq.size_bytes for shard in shards)
+        return sum(shard.weights.numel for shard in shards), moments_bytes
 
     def generate(self, ids: Tensor, **options: object) -> Tensor:
         self._model.eval()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -71,7 +72,7 @@ class HostGradients:
         """The sums of the part that this rank owns."""
         return self.sums[self._hosts.own]
 
-    @property
+    @cached_property
     def size_bytes(self) -> int:
         return sum(tensor.nbytes for tensors in self.sums for tensor in tensors)
 

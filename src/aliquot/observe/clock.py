@@ -30,21 +30,24 @@ class StepClock:
         self._range: AbstractContextManager[object] | None = None
 
     def enter(self, part: str) -> None:
-        self.leave()
-        self._part = part
-        self._since = self._now()
+        now = self._now()
+        self._close(now)
+        self._part, self._since = part, now
         if self.annotate is not None:
             self._range = self.annotate(part)
             self._range.__enter__()
 
     def leave(self) -> None:
         """What follows belongs to no part until the next `enter`."""
+        self._close(self._now())
+
+    def _close(self, now: tuple[float, float, float]) -> None:
         if self._part is None:
             return
         if self._range is not None:
             self._range.__exit__(None, None, None)
             self._range = None
-        passed, reduced, waited = (now - since for now, since in zip(self._now(), self._since, strict=True))
+        passed, reduced, waited = (at - since for at, since in zip(now, self._since, strict=True))
         self._seconds["reduce"] += reduced
         self._seconds["wait"] += waited
         self._seconds[self._part] += passed - reduced - waited

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,9 @@ class Ledger:
         self.plan: Mapping[str, Any] = {}  # `peak_bytes`: phase -> the most that a rank was foreseen to hold
         self._rows: dict[str, Row] = {}
 
-    def mark(self, phase: str, accounted: Mapping[str, int]) -> bool:
-        """`phase` ends now, with `accounted` bytes by category live. The peak is the one since the mark before.
+    def mark(self, phase: str, accounted: Mapping[str, int] | Callable[[], Mapping[str, int]]) -> bool:
+        """`phase` ends now, with `accounted` bytes by category live, asked for only where they are kept. The peak is
+        the one since the mark before.
 
         The steady peak does not restart the peak, so that its last mark covers every step after the first. False: the
         first mark stays.
@@ -63,7 +64,7 @@ class Ledger:
             "shared_bytes": use.shared_bytes,
             "pss_bytes": use.pss_bytes,
             "peak_rss_bytes": peak_rss(),
-            "accounted_bytes": dict(accounted),
+            "accounted_bytes": dict(accounted() if callable(accounted) else accounted),
         }
         if phase != STEADY_PEAK:
             reset_peak_rss()  # where that is not permitted the peaks are those since the process began

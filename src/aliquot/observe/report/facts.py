@@ -171,7 +171,7 @@ def doctor(run: Run) -> tuple[list[Object], str]:
     They are what `aliquot doctor --json` prints: a list of objects with `id`, `level`, `found`, `meaning` and `fix`.
     """
     if run.doctor is None:
-        return [], "the run directory has no doctor.json; `aliquot doctor --json` prints what belongs there"
+        return [], f"nobody asked the doctor: aliquot doctor --run-directory {run.path}"
     found = [item for item in run.doctor if isinstance(item, dict)] if isinstance(run.doctor, list) else []
     found.sort(key=lambda item: _LEVELS.get(str(item.get("level")), len(_LEVELS)))
     return found, "" if found else "doctor.json holds no findings"
