@@ -92,6 +92,14 @@ def test_reference_is_that_of_the_code() -> None:
     assert docs_reference.PAGE.read_text() == docs_reference.page(), "run `python -m tests.docs_reference`"
 
 
+def test_the_site_builds(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="make docs installs it")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "../src/" not in (tmp_path / "how-it-works/index.html").read_text()
+
+
 def test_every_finding_is_explained() -> None:
     sources = sorted((ROOT / "src/aliquot/doctor").glob("*.py"))
     code = {found for source in sources for found in re.findall(r'Finding\(\s*"([a-z-]+)"', source.read_text())}
