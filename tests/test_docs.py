@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import typer.main
 
+import aliquot
 from aliquot.cli.main import app
 from aliquot.config.read import read_config
 from tests import docs_reference
@@ -66,6 +67,14 @@ def test_configurations_are_valid(page: Path, tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     for name in names:
         read_config(Path(name))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_python_names_what_exists(page: Path) -> None:
+    for block in blocks(page):
+        if block.language == "python":
+            used = set(re.findall(r"\baliquot\.(\w+)", block.text))
+            assert used <= set(aliquot.__all__)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=name_of)
