@@ -30,6 +30,10 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+def runs(block: Block) -> bool:
+    return block.language == "sh" and not block.needs
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_to_files(page: Path) -> None:
     missing = [target for target in links(page) if not (page.parent / target).exists()]
@@ -51,14 +55,11 @@ def test_commands_exist(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.parametrize("page", [page for page in PAGES if any(map(runs, blocks(page)))], ids=name_of)
 def test_commands_that_need_nothing_run(page: Path, tmp_path: Path) -> None:
     place_configs(page, tmp_path)
-    ran = [block for block in blocks(page) if block.language == "sh" and not block.needs]
-    for block in ran:
+    for block in filter(runs, blocks(page)):
         run(block.text, tmp_path)
-    if not ran:
-        pytest.skip("every command of this page needs something, or there is none")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
