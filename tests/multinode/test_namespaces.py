@@ -61,4 +61,4 @@ def test_fsdp_says_what_it_uses_between_hosts(tmp_path: Path) -> None:
         assert "shard.collectives: shared_memory is for CPU ranks of one host" in output
         (code, output), (other_code, other_output) = on_both(hosts, config)
     assert (code, other_code) == (0, 0), output + other_output
-    assert "engine fsdp, gloo\n" in output
+    assert "weights and gradients: gloo\n" in output

@@ -75,6 +75,7 @@ def most_cpu_ranks(cpu: CpuFacts, limit_bytes: int) -> tuple[int, str]:
     if cpu.throttled:  # the quota is for all of them together
         sizes = [max(1, size * cpu.usable_cores // len(cpu.cores)) for size in sizes]
     by_cores = sum(min(size, max(_MOST_RANKS_OF_ONE_CORE, size // _CORES_PER_RANK)) for size in sizes)
+    by_cores = min(by_cores, cpu.usable_cores)  # a quota may be less than a core for each node
     by_memory = limit_bytes // _RANK_BYTES
     reason = "physical cores" if by_cores <= by_memory else f"memory, {_RANK_BYTES >> 30} GiB a rank"
     return max(_fewest(cpu), min(by_cores, by_memory)), reason
