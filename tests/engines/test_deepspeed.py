@@ -14,8 +14,8 @@ from tests.processes import run_ranks
 pytest.importorskip("deepspeed", reason="the extra `deepspeed` is not installed")
 
 RUNS = {
-    ("deepspeed", 2): ["llama", "llama-bf16", "llama-full", "qwen2-tied"],
-    ("deepspeed-offload", 3): ["llama", "llama-bf16"],
+    ("deepspeed", 2): ["llama", "llama-bf16", "qwen2-tied"],
+    ("deepspeed-offload", 3): ["llama"],
 }
 
 
@@ -42,12 +42,11 @@ def test_fp32_equals_the_plain_loop(runs: dict[tuple[str, int], Path], kind: str
             torch.testing.assert_close(values, weights[tensor].flatten(), rtol=2e-3, atol=2e-3, msg=f"{name} {tensor}")
 
 
-@pytest.mark.parametrize("kind, world_size", RUNS)
-def test_bf16_follows_the_plain_bf16_loop(runs: dict[tuple[str, int], Path], kind: str, world_size: int) -> None:
+def test_bf16_follows_the_plain_bf16_loop(runs: dict[tuple[str, int], Path]) -> None:
     losses, _, _ = plain_loop("llama-bf16", bf16=True)
     # DeepSpeed reduces and accumulates gradients in bf16, eight bits: each may be off by 2^-8, and Adam's first steps
     # have the size of the learning rate whatever the gradient's.
-    assert result(runs[kind, world_size], "llama-bf16")["losses"] == pytest.approx(losses, rel=2e-2)
+    assert result(runs["deepspeed", 2], "llama-bf16")["losses"] == pytest.approx(losses, rel=2e-2)
 
 
 @pytest.mark.parametrize("kind, world_size", RUNS)
