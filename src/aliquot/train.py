@@ -137,8 +137,8 @@ def _prepare(
     batches = Batches.of(data, config.data, config.run.seed, size, epochs)
     total_steps = config.train.max_steps or batches.steps_in(config.train.num_train_epochs)
 
-    plan = partial(plan_before, config, ranks.topology, batches.workload(), source.config.vocab_size, force)
-    ledger.plan = on_first(ranks, partial(plan, display.warning))
+    plan = partial(plan_before, config, ranks.topology, ranks.allowed_cores, batches.workload())
+    ledger.plan = on_first(ranks, lambda: plan(source.config.vocab_size, force, display.warning))
     built = meta.build(source.config)
     engine_name, engine_type = engine_class(config, ranks.topology, built.numel)
     clock = StepClock(lambda: engine.counters().inside_s())

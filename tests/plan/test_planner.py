@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from aliquot.config.plan import Plan
 from aliquot.config.workload import Workload
 from aliquot.errors import UserError
+from aliquot.machine.cpu import read_cpu
 from aliquot.observe.ledger import PHASES
 from aliquot.plan.layout import Layout
 from aliquot.plan.machine import Machine
@@ -144,3 +146,15 @@ def test_the_seeds_table_of_llama_3_8b() -> None:
     names = [name for name in told if name.startswith("after")]
     increments = [round((told[b] - told[a]) / 2**30, 2) for a, b in pairwise(names)]
     assert increments == [0.63, 7.48, 7.48, 4.07]
+
+
+def test_a_pinned_rank_plans_for_the_whole_machine() -> None:
+    allowed = frozenset(os.sched_getaffinity(0))
+    whole = Machine.this()
+    try:
+        os.sched_setaffinity(0, {min(allowed)})
+        pinned = Machine.this(read_cpu(allowed=allowed))
+        assert (pinned.cores, pinned.cpu) == (whole.cores, whole.cpu)
+        assert Machine.this().cores == 1
+    finally:
+        os.sched_setaffinity(0, allowed)

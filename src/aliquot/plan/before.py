@@ -8,6 +8,7 @@ from typing import Any
 from aliquot.config.schema import RunConfig
 from aliquot.config.workload import Workload
 from aliquot.errors import UserError
+from aliquot.machine.cpu import read_cpu
 from aliquot.machine.topology import Topology
 from aliquot.plan import fit
 from aliquot.plan.layout import Layout
@@ -20,6 +21,7 @@ from aliquot.plan.shapes import model_shape
 def plan_before(
     config: RunConfig,
     topology: Topology,
+    allowed_cores: frozenset[int],
     workload: Workload,
     vocabulary: int,
     force: bool,
@@ -31,7 +33,7 @@ def plan_before(
     where that is not sure. A plan that cannot be made keeps no run from starting: it warns, and returns nothing.
     """
     try:
-        return _planned(config, topology, workload, vocabulary, force, warn)
+        return _planned(config, topology, allowed_cores, workload, vocabulary, force, warn)
     except UserError:
         raise
     except Exception as error:
@@ -42,12 +44,13 @@ def plan_before(
 def _planned(
     config: RunConfig,
     topology: Topology,
+    allowed_cores: frozenset[int],
     workload: Workload,
     vocabulary: int,
     force: bool,
     warn: Callable[[str], None],
 ) -> dict[str, Any]:
-    machine = Machine.this()
+    machine = Machine.this(read_cpu(allowed=allowed_cores))  # the rank itself is pinned to a few of them
     nodes, ranks = topology.nodes, topology.local_world_size
     layout = Layout(nodes, ranks, topology.threads, topology.device, machine.numa_nodes)
     planner = Planner(model_shape(config, vocabulary), machine)

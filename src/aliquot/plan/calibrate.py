@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aliquot.machine.allocator import tune
-from aliquot.machine.cpu import read_cpu
+from aliquot.machine.cpu import CpuFacts, read_cpu
 from aliquot.machine.files import publish_text
 from aliquot.plan.layout import Layout
 from aliquot.plan.machine import Machine
@@ -43,18 +43,19 @@ _EACH_S = 0.15
 
 def calibrate() -> Path:
     """Measure and keep the profile; where it is. About half a minute."""
-    cores = read_cpu().usable_cores
+    cpu = read_cpu()
+    cores = cpu.usable_cores
     single = _together(cores, threads=1)
     whole = _together(1, threads=cores) if cores > 1 else single
     profile = {
         "format": FORMAT,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "machine": _identity(),
+        "machine": _identity(cpu),
         "core": single,
         "all_cores_bf16_flops": whole["products"]["2"][-3][1],
         "cores": cores,
     }
-    path = _path()
+    path = _path(cpu)
     path.parent.mkdir(parents=True, exist_ok=True)
     publish_text(path, json.dumps(profile, indent=1) + "\n")
     return path
@@ -62,9 +63,9 @@ def calibrate() -> Path:
 
 def profile_of(machine: Machine, layout: Layout) -> Rates | None:
     """What was measured of this machine; None for another one, for GPUs, or where nothing was."""
-    if not machine.here or layout.device != "cpu" or not _path().is_file():
+    if machine.cpu is None or layout.device != "cpu" or not (path := _path(machine.cpu)).is_file():
         return None
-    profile = json.loads(_path().read_text())
+    profile = json.loads(path.read_text())
     if profile.get("format") != FORMAT:
         return None
     return Measured.of(profile, machine, layout)
@@ -135,14 +136,13 @@ def _kind(operation: str) -> str:
     return "copy" if operation in ("copy_", "_to_copy", "clone", "cat", "zero_", "fill_") else "add"
 
 
-def _identity() -> str:
-    cpu = read_cpu()
+def _identity(cpu: CpuFacts) -> str:
     return f"{cpu.model}, {cpu.usable_cores} cores, torch {version('torch')}"
 
 
-def _path() -> Path:
+def _path(cpu: CpuFacts) -> Path:
     root = Path(os.environ.get("ALIQUOT_CACHE") or Path.home() / ".cache" / "aliquot")
-    name = hashlib.sha256(_identity().encode()).hexdigest()[:16]
+    name = hashlib.sha256(_identity(cpu).encode()).hexdigest()[:16]
     return root / "machines" / f"{name}.json"
 
 

@@ -40,11 +40,16 @@ class Machine:
     gpus: int = 0
     gpu_name: str | None = None
     gpu_memory_bytes: int | None = None
-    here: bool = False
+    cpu: CpuFacts | None = None  # of this machine; None: another one
+
+    @property
+    def here(self) -> bool:
+        return self.cpu is not None
 
     @classmethod
-    def this(cls) -> Self:
-        cpu = read_cpu()
+    def this(cls, cpu: CpuFacts | None = None) -> Self:
+        """`cpu`: as it was read before this process was pinned; by default it is read now."""
+        cpu = cpu or read_cpu()
         gpus, gpu_name, gpu_memory_bytes = _gpus()
         return cls(
             name=cpu.model,
@@ -59,7 +64,7 @@ class Machine:
             gpus=gpus,
             gpu_name=gpu_name,
             gpu_memory_bytes=gpu_memory_bytes,
-            here=True,
+            cpu=cpu,
         )
 
     @classmethod
@@ -119,8 +124,8 @@ class Machine:
         return Layout(nodes or launch.nodes, ranks, threads, device, self.numa_nodes)
 
     def _cpu(self) -> CpuFacts:
-        if self.here:
-            return read_cpu()
+        if self.cpu is not None:
+            return self.cpu
         cores = tuple((core,) for core in range(self.cores))
         node_of_core = tuple(core * self.numa_nodes // self.cores for core in range(self.cores))
         return CpuFacts(self.name, cores, None, self.numa_nodes, self.isa, node_of_core)
