@@ -9,9 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from aliquot.engines.deepspeed_ops import missing_tools
 from tests.runs import curve, refused, trained, write_config
 
 pytest.importorskip("deepspeed", reason="the extra `deepspeed` is not installed")
+if missing_tools():
+    pytest.skip(f"DeepSpeed on CPUs needs {' and '.join(missing_tools())}", allow_module_level=True)
 
 SETTINGS = {
     "bf16": {"enabled": False},

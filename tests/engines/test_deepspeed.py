@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from aliquot.engines.deepspeed_ops import missing_tools
 from tests.engines.cases import CASES
 from tests.engines.test_engines import WORKER, assembled, initial_weights, plain_loop, result
 from tests.processes import run_ranks
 
 pytest.importorskip("deepspeed", reason="the extra `deepspeed` is not installed")
+if missing_tools():
+    pytest.skip(f"DeepSpeed on CPUs needs {' and '.join(missing_tools())}", allow_module_level=True)
 
 RUNS = {
     ("deepspeed", 2): ["llama", "llama-bf16", "qwen2-tied"],

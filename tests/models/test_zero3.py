@@ -10,12 +10,15 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from aliquot.engines.deepspeed_ops import missing_tools
 from aliquot.errors import UserError
 from aliquot.models.zero3 import load_zero3, partition_range
 from tests.engines.cases import SMALL
 from tests.processes import run_ranks
 
 pytest.importorskip("deepspeed", reason="the extra `deepspeed` is not installed")
+if missing_tools():
+    pytest.skip(f"DeepSpeed on CPUs needs {' and '.join(missing_tools())}", allow_module_level=True)
 WORKER = Path(__file__).parent / "zero3_worker.py"
 
 

@@ -23,10 +23,7 @@ def prepare_ops() -> None:
 
     Raises UserError where a tool is missing.
     """
-    # pip puts ninja beside Python, which need not be on the PATH of whoever starts that Python.
-    os.environ["PATH"] = os.pathsep.join((os.environ.get("PATH", ""), str(Path(sys.executable).parent)))
-    missing = [advice for tool, advice in _TOOLS.items() if shutil.which(tool) is None]
-    if missing:
+    if missing := missing_tools():
         raise UserError(
             f"DeepSpeed compiles C++ ops when it starts on CPUs and needs {' and '.join(missing)};"
             " the engines host and fsdp need no compiler"
@@ -35,6 +32,15 @@ def prepare_ops() -> None:
         if _is_abandoned(lock):
             lock.unlink(missing_ok=True)
             _log.warning("removed %s, which a killed build had left: all later ones would wait for it forever", lock)
+
+
+def missing_tools() -> list[str]:
+    """How to get each tool that is not there."""
+    # pip puts ninja beside Python, which need not be on the PATH of whoever starts that Python.
+    beside = str(Path(sys.executable).parent)
+    if beside not in os.environ.get("PATH", "").split(os.pathsep):
+        os.environ["PATH"] = os.pathsep.join((os.environ.get("PATH", ""), beside))
+    return [advice for tool, advice in _TOOLS.items() if shutil.which(tool) is None]
 
 
 def locks() -> list[Path]:
