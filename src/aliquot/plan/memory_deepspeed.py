@@ -46,8 +46,12 @@ def deepspeed_memory(config: RunConfig, shape: ModelShape, layout: Layout) -> He
     group = min(own, int(zero.get("sub_group_size", 10**9)) // layout.world_size + largest // layout.world_size)
     reuse = int(zero.get("stage3_max_reuse_distance", _MAX_REUSE))
     live = min(shape.numel, reuse // 2, int(zero.get("stage3_max_live_parameters", _MAX_LIVE)))
-    gathered = compute * (max(live, largest) + int(zero.get("stage3_prefetch_bucket_size", 5 * 10**7)))
-    bucket = max(int(zero.get("reduce_bucket_size", 5 * 10**8)), largest)
+    prefetched = min(int(zero.get("stage3_prefetch_bucket_size", 5 * 10**7)), shape.numel)
+    gathered = compute * (max(live, largest) + prefetched)
+    # Of the bucket only what gradients fill is ever touched. Its content exists again as the input of the
+    # reduce-scatter (reduce_scatter_coalesced), and on CPU once more: gloo's is an all-reduce of a clone of it.
+    bucket = min(max(int(zero.get("reduce_bucket_size", 5 * 10**8)), largest), shape.numel)
+    copies = 3 if layout.device == "cpu" else 2
     return Held(
         weights=(compute + 4) * own if compute == 2 or offloaded else 4 * own,
         gradients=(compute + (4 if offloaded else 0)) * own,
@@ -56,7 +60,7 @@ def deepspeed_memory(config: RunConfig, shape: ModelShape, layout: Layout) -> He
         # The sub-group's gradients flat and in fp32, and the square root of its second moments.
         update=(compute + 4 + 4) * group,
         forward=gathered,
-        backward=gathered + 2 * compute * bucket,
+        backward=gathered + copies * compute * bucket,
         evaluation=gathered,
         shared_weights=0,
         buffers=0,
