@@ -8,17 +8,20 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig
 
 from aliquot.collectives.hosts import Hosts
 from aliquot.engines import checkpointing
 from aliquot.engines.base import Engine, EngineSpec
 from aliquot.engines.deepspeed import DeepspeedEngine
+from aliquot.engines.dtensors import dtensor
 from aliquot.engines.fsdp import FsdpEngine
 from aliquot.engines.host import HostEngine
 from aliquot.machine.ranks import gather
 from aliquot.machine.topology import Topology
 from aliquot.models import initialize, meta
+from aliquot.ranges.parts import KINDS
 from tests.engines import cases
 from tests.processes import as_ranks
 
@@ -73,11 +76,30 @@ def train(kind: str, case: cases.Case, rank: int, world_size: int, folder: Path)
         losses.append(float(total) / cases.predicted(step))
         norms.append(engine.step(cases.LEARNING_RATE, cases.MAX_GRAD_NORM).grad_norm)
     write_parts(engine, folder / f"{case.name}-final-{rank}.safetensors")
+    if kind in ("fsdp", "host"):
+        check_dtensors(engine, built, world_size)
     evaluated = engine.evaluate(cases.micro_batch(cases.documents(99)[0]) if rank == 0 else None)
     (folder / f"{case.name}-{rank}.json").write_text(
         json.dumps({"losses": losses, "norms": norms, "evaluated": float(evaluated)})
     )
     engine.close()
+
+
+def check_dtensors(engine: Engine, built: meta.MetaModel, world_size: int) -> None:
+    """The DTensors' whole values are the ranks' parts put together; moments are views where they are plain."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    for name, shape in built.tensors:
+        for kind in KINDS:
+            found = dtensor(engine, name, shape, kind, mesh)
+            own = torch.zeros(found.shape).view(-1)
+            for part in engine.parts():
+                if (part.name, part.kind) == (name, kind):
+                    engine.read(part, part.start, own[part.start : part.stop])
+                    view = engine.view(part)
+                    plain = view is not None and view.dtype == torch.float32
+                    assert (view is not None and found.to_local().data_ptr() == view.data_ptr()) == plain
+            dist.all_reduce(own)
+            assert torch.equal(found.full_tensor().view(-1), own), (name, kind)
 
 
 def deepspeed_settings(kind: str, case: cases.Case) -> dict[str, object]:
