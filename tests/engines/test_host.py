@@ -104,8 +104,9 @@ def test_a_rank_holds_its_share_and_nothing_else(tmp_path: Path, states: str, by
         accounted = sum(found["accounted"][name] for name in ("weights", "gradients", "moments"))
         activations = found["accounted"]["activations"]
         assert accounted == pytest.approx(bytes_per_parameter * found["numel"] / 2, rel=0.02)
-        # Beside it: one gradient on its way and the update's scratch, a few MiB each.
-        assert abs(found["private"] - accounted - activations) < 0.1 * accounted + (16 << 20)
+        # 8 layers' gradients, masters or moments too many would be 25 MiB at least (2 bytes of 3.1 M parameters each,
+        # the half that is another rank's); an allocator's pages are a few MiB.
+        assert abs(found["private"] - accounted - activations) < 12 << 20
 
 
 @pytest.mark.long

@@ -11,8 +11,7 @@ clip, AdamW, owners write the shared weights -> between hosts: all-gather -> bar
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, cast
 
@@ -42,6 +41,7 @@ from aliquot.ranges.parts import Part, row_ranges
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.utils.hooks import RemovableHandle
 
 
 class HostEngine:
@@ -73,7 +73,10 @@ class HostEngine:
             weight_decay=spec.weight_decay,
             compiled=spec.compile == "layers",
         )
-        self._listen()
+        shards = self._optimizer.shards
+        self._owned = sum(shard.weights.numel for shard in shards)  # elements of the weights
+        self._moments_bytes = sum(shard.exp_avg.size_bytes + shard.exp_avg_sq.size_bytes for shard in shards)
+        self._hooks = list(self._listen())
         self._fused = spec.fused_loss
         self._micro_batches = 0
         self._updates = 0
@@ -121,7 +124,7 @@ class HostEngine:
             start=start,
         )
 
-    def _listen(self) -> None:
+    def _listen(self) -> Iterator[RemovableHandle]:
         """Each gradient leaves when autograd has it complete, a tied weight's once."""
         for index, (_, parameter) in enumerate(self._model.named_parameters()):
 
@@ -130,7 +133,7 @@ class HostEngine:
                 self._gradients.add(index, parameter.grad)
                 parameter.grad = None
 
-            parameter.register_post_accumulate_grad_hook(leave)  # type: ignore[no-untyped-call]
+            yield parameter.register_post_accumulate_grad_hook(leave)  # type: ignore[no-untyped-call]
 
     @property
     def transport(self) -> str:
@@ -265,7 +268,7 @@ class HostEngine:
         self._hosts.peers.barrier()
 
     def counters(self) -> Counters:
-        wire, (own, moments_bytes) = self._hosts.wire, self._owned
+        wire, own, moments_bytes = self._hosts.wire, self._owned, self._moments_bytes
         # An update reads and writes gradients twice, for the norm and the step, the rest once each way.
         update_bytes = 2 * self._gradients.size_bytes + 2 * moments_bytes + 2 * 4 * own
         return Counters(
@@ -283,13 +286,6 @@ class HostEngine:
             wait_s=self._hosts.peers.waited_s,
         )
 
-    @cached_property
-    def _owned(self) -> tuple[int, int]:
-        """Elements of the weights that this rank owns, and bytes of their moments: `counters` is called often."""
-        shards = self._optimizer.shards
-        moments_bytes = sum(shard.exp_avg.size_bytes + shard.exp_avg_sq.size_bytes for shard in shards)
-        return sum(shard.weights.numel for shard in shards), moments_bytes
-
     def generate(self, ids: Tensor, **options: object) -> Tensor:
         self._model.eval()
         with torch.no_grad():
@@ -297,4 +293,7 @@ class HostEngine:
         return result
 
     def close(self) -> None:
+        # A cycle through autograd's own memory, where Python's collector does not look: engine, weight, hook, engine.
+        for hook in self._hooks:
+            hook.remove()
         self._hosts.peers.close()

@@ -13,6 +13,10 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+
+# Its functions have the default group as it is at import as a default argument. Imported later, by a model's code, they
+# would hold the group for good: destroying it would then not end gloo's threads (see `Ranks.close`).
+import torch.distributed.nn
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not re-exported
 
@@ -101,7 +105,9 @@ class Ranks:
     def close(self) -> None:
         """Leave the group. Whatever was sharded over it must be out of use."""
         # gloo's threads drop their last tensors after the collective has returned. If the interpreter ends first the
-        # process aborts; destroying the group joins them, once no model in a reference cycle holds it any more.
+        # process aborts; destroying the group joins them, once nothing holds it any more: no engine in a reference
+        # cycle, no default argument. (Specs that torch caches for DTensors keep it for fsdp, DeepSpeed's modules for
+        # theirs; then the collection is the time in which gloo's threads come to rest.)
         gc.collect()
         dist.destroy_process_group()
 

@@ -1,0 +1,34 @@
+"""A rank that has finished has no thread of gloo's left: one that drops a tensor as the interpreter ends aborts it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.runs import write_config
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from aliquot.config.read import read_config
+from aliquot.train import train
+
+def gloo_threads():
+    names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    return [name for name in names if "gloo" in name]
+
+import torch.distributed as dist
+destroy = dist.destroy_process_group
+before = []
+dist.destroy_process_group = lambda: (before.extend(gloo_threads()), destroy())
+train(read_config(Path(sys.argv[1])))
+assert before, "gloo's threads have other names now"
+assert not gloo_threads(), gloo_threads()
+"""
+
+
+def test_the_host_engine_leaves_no_thread_of_gloos(tmp_path: Path) -> None:
+    config = write_config(tmp_path, shard={"engine": "host"}, train={"max_steps": 2})
+    run = subprocess.run([sys.executable, "-c", SCRIPT, str(config)], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
