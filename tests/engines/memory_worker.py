@@ -1,4 +1,4 @@
-"""A rank trains a model of one layer, then one of many: by how much did what it accounts for grow, and what it holds?"""
+"""A rank trains a model of one layer, then one of many: how much more does it account for, and how much more hold?"""
 
 from __future__ import annotations
 
