@@ -18,24 +18,7 @@ from aliquot.errors import UserError
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "deepspeed.md"
 RUN = "model: {path: some/model}\ndata: {path: text.txt}\n"
 # The keys and values of a ZeRO-3 job for CPU nodes as people have them.
-JOB: dict[str, Any] = {
-    "bf16": {"enabled": True},
-    "zero_optimization": {
-        "stage": 3,
-        "offload_optimizer": {"device": "cpu"},
-        "offload_param": {"device": "cpu"},
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-        "stage3_max_live_parameters": 1e9,
-        "stage3_prefetch_bucket_size": 5e8,
-        "stage3_param_persistence_threshold": 1e6,
-    },
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "steps_per_print": 10,
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-}
+JOB: dict[str, Any] = json.loads((DOCS.parents[1] / "examples" / "seed" / "cpu-ds.json").read_text())
 
 
 @pytest.fixture

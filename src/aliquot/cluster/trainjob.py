@@ -110,16 +110,7 @@ def old_dialect(job: Job) -> bool:
 
 def _patches(job: Job) -> Document:
     """Trainer 2.2 and later."""
-    spec = compact(
-        nodeSelector=pod.node_selector(job),
-        tolerations=pod.tolerations(job),
-        affinity=pod.affinity(job),
-        serviceAccountName=job.section.service_account,
-        terminationGracePeriodSeconds=job.grace_s,
-        securityContext=pod.pod_security(),
-        volumes=pod.volumes(job),
-        containers=[{"name": NODE, "volumeMounts": pod.volume_mounts(job)}],
-    )
+    spec = _pod(job, terminationGracePeriodSeconds=job.grace_s, securityContext=pod.pod_security())
     replicated = {"name": NODE, "template": {"spec": {"template": {"spec": spec}}}}
     return {
         "runtimePatches": [
@@ -133,15 +124,20 @@ def _patches(job: Job) -> Document:
 
 def _overrides(job: Job) -> Document:
     """Trainer 2.1, which knows neither a grace period nor a security context here."""
-    spec = compact(
+    return {"podTemplateOverrides": [{"targetJobs": [{"name": NODE}], "spec": _pod(job)}]}
+
+
+def _pod(job: Job, **beside: object) -> Document:
+    """What both dialects say of a pod; `beside` goes before its volumes."""
+    return compact(
         nodeSelector=pod.node_selector(job),
         tolerations=pod.tolerations(job),
         affinity=pod.affinity(job),
         serviceAccountName=job.section.service_account,
+        **beside,
         volumes=pod.volumes(job),
         containers=[{"name": NODE, "volumeMounts": pod.volume_mounts(job)}],
     )
-    return {"podTemplateOverrides": [{"targetJobs": [{"name": NODE}], "spec": spec}]}
 
 
 def _init_containers(job: Job) -> list[Document]:

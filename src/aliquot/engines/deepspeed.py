@@ -171,9 +171,10 @@ class DeepspeedEngine:
 
     def _loss(self, batch: MicroBatch | None, scale: float) -> tuple[Tensor, Tensor]:
         """The summed loss, detached, and what backward() starts from."""
-        batch = MicroBatch.empty() if batch is None else batch
-        ids, positions, labels = (t.to(self._device) for t in (batch.input_ids, batch.position_ids, batch.labels))
-        result: tuple[Tensor, Tensor] = self._engine(ids, positions, labels, Documents(batch.edges), scale)
+        fed = (batch or MicroBatch.empty()).to(self._device)
+        result: tuple[Tensor, Tensor] = self._engine(
+            fed.input_ids, fed.position_ids, fed.labels, Documents(fed.edges), scale
+        )
         return result
 
     def step(self, learning_rate: float, max_grad_norm: float | None) -> StepResult:

@@ -166,13 +166,12 @@ class FsdpEngine:
 
     def _loss(self, batch: MicroBatch | None, scale: float) -> tuple[Tensor, Tensor]:
         """The summed loss, detached, and what backward() starts from."""
-        batch = MicroBatch.empty() if batch is None else batch
-        ids, positions, labels = (t.to(self._device) for t in (batch.input_ids, batch.position_ids, batch.labels))
-        documents = Documents(batch.edges)
+        fed = (batch or MicroBatch.empty()).to(self._device)
+        inputs = fed.input_ids, fed.position_ids, fed.labels, Documents(fed.edges)
         if not self._fused:
-            loss = meta_models.whole_logits_loss(self._model, ids, positions, labels, documents)
+            loss = meta_models.whole_logits_loss(self._model, *inputs)
             return loss.detach(), loss * scale
-        result: tuple[Tensor, Tensor] = self._model.fused_loss(ids, positions, labels, documents, scale)  # type: ignore[operator]
+        result: tuple[Tensor, Tensor] = self._model.fused_loss(*inputs, scale)  # type: ignore[operator]
         return result
 
     def step(self, learning_rate: float, max_grad_norm: float | None) -> StepResult:

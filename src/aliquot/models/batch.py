@@ -33,6 +33,10 @@ class MicroBatch:
         """Tokens that have a label: what the loss is summed over."""
         return int((self.labels != IGNORE).sum())
 
+    def to(self, device: torch.device) -> MicroBatch:
+        ids, labels, positions = (t.to(device) for t in (self.input_ids, self.labels, self.position_ids))
+        return MicroBatch(ids, labels, positions, self.edges)
+
     @classmethod
     def empty(cls) -> Self:
         """One token that predicts nothing: it joins every collective and adds a gradient of exactly zero."""

@@ -33,33 +33,22 @@ def plan_before(
     where that is not sure. A plan that cannot be made keeps no run from starting: it warns, and returns nothing.
     """
     try:
-        return _planned(config, topology, allowed_cores, workload, vocabulary, force, warn)
+        machine = Machine.this(read_cpu(allowed=allowed_cores))  # the rank itself is pinned to a few of them
+        layout = Layout(
+            topology.nodes, topology.local_world_size, topology.threads, topology.device, machine.numa_nodes
+        )
+        planner = Planner(model_shape(config, vocabulary), machine)
+        plan = planner.plan(config, layout, workload)
+        found = "; ".join(fit.problems(plan, machine))
+        advice = remedies(planner, config, layout, workload) if found and fit.hopeless(plan) and not force else None
     except UserError:
         raise
     except Exception as error:
         warn(f"no plan could be made of this run: {type(error).__name__}: {error}")
         return {}
-
-
-def _planned(
-    config: RunConfig,
-    topology: Topology,
-    allowed_cores: frozenset[int],
-    workload: Workload,
-    vocabulary: int,
-    force: bool,
-    warn: Callable[[str], None],
-) -> dict[str, Any]:
-    machine = Machine.this(read_cpu(allowed=allowed_cores))  # the rank itself is pinned to a few of them
-    nodes, ranks = topology.nodes, topology.local_world_size
-    layout = Layout(nodes, ranks, topology.threads, topology.device, machine.numa_nodes)
-    planner = Planner(model_shape(config, vocabulary), machine)
-    plan = planner.plan(config, layout, workload)
-    if found := fit.problems(plan, machine):
-        said = "; ".join(found)
-        if fit.hopeless(plan) and not force:
-            advice = remedies(planner, config, layout, workload)
-            raise UserError(f"this run would not fit: {said}. {advice} (--force starts it all the same)")
-        warn(f"this run may not fit: {said}")
+    if advice is not None:
+        raise UserError(f"this run would not fit: {found}. {advice} (--force starts it all the same)")
+    if found:
+        warn(f"this run may not fit: {found}")
     peaks = {p.name: sum(p.private_bytes.values()) + sum(p.shared_bytes.values()) for p in plan.phases}
     return plan.as_json() | {"peak_bytes": peaks}
