@@ -18,6 +18,8 @@ import typer.main
 import aliquot
 from aliquot.cli.main import app
 from aliquot.config.read import read_config
+from aliquot.errors import UserError, kinds
+from aliquot.machine.stop import Terminated
 from tests import docs_reference
 from tests.docs_pages import NEEDS, PAGES, ROOT, Block, blocks, header, headings, links
 
@@ -113,21 +115,39 @@ def test_the_site_builds(tmp_path: Path) -> None:
 def test_every_finding_is_explained() -> None:
     sources = sorted((ROOT / "src/aliquot/doctor").glob("*.py"))
     code = {found for source in sources for found in re.findall(r'Finding\(\s*"([a-z-]+)"', source.read_text())}
-    page = {title.strip("`") for level, title in headings(ROOT / "docs/troubleshooting.md") if level == 3}
-    findings = {title for title in page if re.fullmatch("[a-z-]+", title)}
     assert len(code) > 20, "findings are not written as this test looks for them"
-    assert findings == code
+    assert set(re.findall("^### `(.+)`$", _troubleshooting("Findings of `aliquot doctor`"), re.MULTILINE)) == code
+
+
+def test_every_error_id_is_explained() -> None:
+    """Those of the kinds of UserError, and those that are written behind a line by hand."""
+    code = {kind.id for kind in (*kinds(), Terminated)} - {UserError.id}
+    by_hand = {found[1] for text in said("machine") if (found := re.search(r" \[([a-z-]+)\]$", text))}
+    assert by_hand == {"hung", "peer-lost", "killed", "crash"}
+    assert set(re.findall("^### `(.+)`$", _troubleshooting("Errors"), re.MULTILINE)) == code | by_hand
+    raised = re.compile(r"(?<!class )\bUserError\(")
+    plain = [path.name for path in (ROOT / "src").rglob("*.py") if raised.search(path.read_text())]
+    assert not plain, "an error is of a kind that has an id"
 
 
 def test_messages_are_those_of_the_code() -> None:
-    """A heading in code style, other than a finding, quotes a message; `...` stands for what differs."""
-    said = {text for source in (ROOT / "src").rglob("*.py") for text in literals(source)}
-    titles = [title for level, title in headings(ROOT / "docs/troubleshooting.md") if level == 3]
-    quoted = [each for title in titles for each in re.findall("`([^`]+)`", title) if not re.fullmatch("[a-z-]+", each)]
-    assert len(quoted) > 15
+    """An item in italics quotes a message; `...` stands for what differs."""
+    items = re.findall(r"^- (\*.+?\*):", _troubleshooting("Errors"), re.MULTILINE | re.DOTALL)
+    quoted = [" ".join(each.split()) for item in items for each in re.findall(r"\*([^*]+)\*", item)]
+    assert len(quoted) > 12
     for message in quoted:
         pattern = re.compile(r".*".join(map(re.escape, message.split("..."))), re.DOTALL)
-        assert any(pattern.search(text) for text in said), f"nobody says: {message}"
+        assert any(pattern.search(text) for text in said()), f"nobody says: {message}"
+
+
+def said(package: str = "") -> set[str]:
+    sources = (ROOT / "src/aliquot" / package).rglob("*.py")
+    return {text for source in sources for text in literals(source)}
+
+
+def _troubleshooting(section: str) -> str:
+    text = (ROOT / "docs/troubleshooting.md").read_text()
+    return text.split(f"\n## {section}\n")[1].split("\n## ")[0]
 
 
 @pytest.mark.parametrize("name", KOREAN)

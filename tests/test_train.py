@@ -97,7 +97,9 @@ def test_local_ranks_give_the_curve_of_one_process(alone: Path, two_ranks: Path)
     assert curve(two_ranks, "tokens") == curve(alone, "tokens")
 
 
-@pytest.mark.parametrize(("asked", "used"), [("auto", "shared memory"), ("gloo", "gloo")])
+@pytest.mark.parametrize(
+    ("asked", "used"), [("auto", "shared memory"), pytest.param("gloo", "gloo", marks=pytest.mark.long)]
+)
 def test_a_run_says_what_carries_its_collectives(folder: Path, asked: str, used: str) -> None:
     shard = {"engine": "fsdp", "collectives": asked}
     output = trained(write_config(folder, asked, shard=shard, launch={"ranks": 2}, train={"max_steps": 1}))
@@ -114,6 +116,7 @@ def test_traffic_is_in_the_metrics(two_ranks: Path) -> None:
     assert curve(two_ranks, "staged_bytes")[6] > 0
 
 
+@pytest.mark.long
 def test_ranks_that_nobody_counted_give_the_same_curve(folder: Path, alone: Path) -> None:
     config = write_config(folder, "automatic", launch={"ranks": "auto"})
     result = command("train", config)

@@ -22,7 +22,7 @@ from aliquot.data.prepare import Prepared, prepare_together
 from aliquot.engines.base import Engine, EngineSpec
 from aliquot.engines.groups import group_lines
 from aliquot.engines.select import engine_class
-from aliquot.errors import TrainingError
+from aliquot.errors import DivergedError, TrainingError
 from aliquot.evaluate import evaluate
 from aliquot.machine.cpu import read_cpu
 from aliquot.machine.device import choose_device
@@ -275,7 +275,7 @@ def _stopped(run: _Run, step: int, reason: str) -> TrainingError:
     run.saver.finish()
     kept = newest(run.directory.checkpoints)
     where = f"the last checkpoint is {kept}" if kept else "there is no checkpoint yet"
-    return TrainingError(f"step {step}: {reason}; {where}. Try a lower train.learning_rate or more warm-up")
+    return DivergedError(f"step {step}: {reason}; {where}. Try a lower train.learning_rate or more warm-up")
 
 
 def _state(run: _Run, step: int, tokens: int) -> dict[str, Any]:

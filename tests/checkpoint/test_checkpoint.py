@@ -21,11 +21,11 @@ from safetensors.torch import load_file
 from aliquot.checkpoint.directories import complete_directories, newest, retain, step_of
 from aliquot.checkpoint.restore import restore, restore_newest
 from aliquot.checkpoint.save import save
-from aliquot.errors import UserError
+from aliquot.errors import DamagedCheckpoint, StorageError, UserError, WeightsFileError
 from aliquot.ranges.checksums import BLOCK_BYTES
 from aliquot.ranges.manifest import verify
 from aliquot.ranges.parts import Part
-from aliquot.ranges.together import Alone, DamagedCheckpoint
+from aliquot.ranges.together import Alone
 from tests.ranges.world import SMALL, Died, FakeStore, PipedRanks, Tensors, run_world, value_of
 
 STATE = {"step": 100, "data": {"epoch": 1, "position": 12}, "rng": [1, 2, 3], "loss": 0.1 + 0.2}
@@ -176,7 +176,7 @@ def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
     directory = save_small(tmp_path)
     other = [("new", (3,)), *((name, (1,) if name == "model.scale" else shape) for name, shape in SMALL[1:])]
     answers = run_world(2, lambda ranks: restore(directory, FakeStore(other), other, ranks))
-    assert [type(answer) for answer in answers] == [UserError] * 2
+    assert [type(answer) for answer in answers] == [WeightsFileError] * 2
     for part in ("missing: new", "not of this model: model.embed_tokens.weight", "model.scale is [] instead of [1]"):
         assert part in str(answers[0])
 
@@ -300,7 +300,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def error_of(answers: list[Any]) -> str:
     """The one UserError that all ranks got."""
-    assert [type(answer) for answer in answers] == [UserError] * len(answers), answers
+    assert [type(answer) for answer in answers] == [StorageError] * len(answers), answers
     assert len({str(answer) for answer in answers}) == 1
     return str(answers[0])
 

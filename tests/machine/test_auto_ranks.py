@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from aliquot.config.schema import LaunchSection, RunConfig
@@ -62,6 +62,7 @@ def test_ranks(cpu: CpuFacts, gib: int, settings: RunConfig, nodes: int, ranks: 
     assert found == ranks, reason
 
 
+@example(nodes=[1, 1, 8], batch=1, gib=1, quota=9.0)
 @given(
     nodes=st.lists(st.integers(1, 24), min_size=1, max_size=4),
     batch=st.integers(1, 300),

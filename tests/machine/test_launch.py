@@ -104,7 +104,7 @@ except Exception as error:
     code, _, err = run(tmp_path, body)
     assert code == 1
     lines = err.splitlines()
-    assert lines[0] == "aliquot: rank 1 was killed by SIGKILL (out of memory?)"
+    assert lines[0] == "aliquot: rank 1 was killed by SIGKILL (out of memory?) [killed]"
     assert len(lines) == 2 and "rank-1.log" in lines[1]
 
 
@@ -129,7 +129,7 @@ except Exception as error:
     code, _, err = run(tmp_path, body)
     assert code == 1
     lines = err.splitlines()
-    assert lines[0] == "aliquot: rank 1 failed: ValueError: the true cause"
+    assert lines[0] == "aliquot: rank 1 failed: ValueError: the true cause [crash]"
     assert len(lines) == 2 and "rank-1.log" in lines[1]
     assert "Traceback" in (tmp_path / "logs/rank-1.log").read_text()
     echo = json.loads((tmp_path / "logs/rank-0.error.json").read_text())
@@ -144,7 +144,7 @@ def test_user_error_is_one_line_and_code_2(tmp_path: Path) -> None:
         sys.exit(report_error(UserError("no such file; give another", "data.txt")))
     """
     code, out, err = run(tmp_path, body)
-    assert (code, out, err) == (2, "", "aliquot: data.txt: no such file; give another\n")
+    assert (code, out, err) == (2, "", "aliquot: data.txt: no such file; give another [input]\n")
 
 
 def test_hung_rank_leaves_the_stacks_of_all(tmp_path: Path) -> None:

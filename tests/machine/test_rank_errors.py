@@ -66,9 +66,9 @@ def test_cause_comes_before_echo_and_before_the_launchers_own_signal(tmp_path: P
     record(tmp_path, 0, "peer_lost", 100.1)
     record(tmp_path, 2, "crash", 100.4)
     failures = {0: Dead(1), 1: Dead(-signal.SIGTERM), 2: Dead(1), 3: Dead(-signal.SIGABRT)}
-    assert first_line(tmp_path, failures) == "aliquot: rank 2 failed: what happened"
+    assert first_line(tmp_path, failures) == "aliquot: rank 2 failed: what happened [crash]"
     failures[1] = Dead(-signal.SIGSEGV)
-    assert first_line(tmp_path, failures) == "aliquot: rank 1 was killed by SIGSEGV"
+    assert first_line(tmp_path, failures) == "aliquot: rank 1 was killed by SIGSEGV [killed]"
 
 
 def test_of_two_causes_the_earlier_is_shown(tmp_path: Path) -> None:
@@ -80,9 +80,9 @@ def test_of_two_causes_the_earlier_is_shown(tmp_path: Path) -> None:
 
 
 def test_silent_deaths(tmp_path: Path) -> None:
-    assert explain({1: Dead(3)}, tmp_path) == (["aliquot: rank 1 ended with exit code 3"], 1)
-    assert explain({1: Dead(-40)}, tmp_path) == (["aliquot: rank 1 was killed by signal 40"], 1)
-    assert explain({0: Dead(-signal.SIGTERM)}, tmp_path) == (["aliquot: rank 0 was killed by SIGTERM"], 1)
+    assert explain({1: Dead(3)}, tmp_path) == (["aliquot: rank 1 ended with exit code 3 [crash]"], 1)
+    assert explain({1: Dead(-40)}, tmp_path) == (["aliquot: rank 1 was killed by signal 40 [killed]"], 1)
+    assert explain({0: Dead(-signal.SIGTERM)}, tmp_path) == (["aliquot: rank 0 was killed by SIGTERM [killed]"], 1)
 
 
 def test_bad_input_is_code_2_and_one_line(tmp_path: Path) -> None:
@@ -103,9 +103,12 @@ def test_what_is_recorded_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_without_our_launcher_one_line_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     assert report_error(UserError("no such key", "run.yaml:3")) == 2
     assert report_error(TrainingError("loss is nan at step 3")) == 1
-    assert capsys.readouterr().err == "aliquot: run.yaml:3: no such key\naliquot: rank 0: loss is nan at step 3\n"
+    assert (
+        capsys.readouterr().err
+        == "aliquot: run.yaml:3: no such key [input]\naliquot: rank 0: loss is nan at step 3 [training]\n"
+    )
     assert report_error(ValueError("a bug\nof ours")) == 1
     assert "Traceback" not in capsys.readouterr().err
     assert report_error(ValueError("a bug\nof ours"), debug=True) == 1
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "aliquot: rank 0 failed: ValueError: a bug" and "ValueError: a bug" in lines[1:]
+    assert lines[0] == "aliquot: rank 0 failed: ValueError: a bug [crash]" and "ValueError: a bug" in lines[1:]

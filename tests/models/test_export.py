@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from aliquot.checkpoint.save import save
-from aliquot.errors import UserError
+from aliquot.errors import DamagedCheckpoint, RunDirectoryError, UserError
 from aliquot.models.export import export, export_checkpoint
 from aliquot.models.load import load_weights
-from aliquot.ranges.together import Alone, DamagedCheckpoint
+from aliquot.ranges.together import Alone
 from tests.ranges.world import SMALL, FakeStore, PipedRanks, Tensors, run_world, value_of
 
 CONFIG = {"config.json": b'{"model_type": "llama", "torch_dtype": "float32"}', "tokenizer.json": b"{}"}
@@ -82,7 +82,7 @@ def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("mine")
     answers = run_world(2, lambda ranks: export_small(tmp_path / "out", ranks))
-    assert [type(answer) for answer in answers] == [UserError] * 2
+    assert [type(answer) for answer in answers] == [RunDirectoryError] * 2
     assert str(answers[0]) == f"{tmp_path / 'out'}: exists and is not empty: give another directory, or remove it first"
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "thesis.tex"]
     (tmp_path / "out" / "thesis.tex").unlink()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from aliquot.errors import UserError
+from aliquot.errors import UserError, WeightsFileError
 from aliquot.models.load import LoadReport, load_weights
 from aliquot.ranges.together import Alone
 from tests.ranges.world import FakeStore, PipedRanks, Tensors, run_world, value_of
@@ -82,7 +82,7 @@ def test_all_that_does_not_fit_is_named_on_every_rank(tmp_path: Path) -> None:
     tensors |= {f"model.vision.{i}": torch.zeros(1) for i in range(7)}
     save_file(tensors, tmp_path / "model.safetensors")
     answers = run_world(2, lambda ranks: load(tmp_path, ranks))
-    assert [type(answer) for answer in answers] == [UserError] * 2
+    assert [type(answer) for answer in answers] == [WeightsFileError] * 2
     assert str(answers[0]) == (
         f"{tmp_path}: tensors do not fit the model; missing: model.norm.weight; not of this model: model.vision.0, "
         "model.vision.1, model.vision.2, model.vision.3, model.vision.4 and 2 more; of the wrong shape: model.scale is "
@@ -111,5 +111,5 @@ def test_an_error_of_one_rank_reaches_all(tmp_path: Path) -> None:
         return load_weights(FakeStore(MODEL, ranks.rank, 2), directory, MODEL, TIED, ranks)
 
     answers = run_world(2, work)
-    assert [type(answer) for answer in answers] == [UserError] * 2
+    assert [type(answer) for answer in answers] == [WeightsFileError] * 2
     assert {str(a) for a in answers} == {f"rank 1: {tmp_path / 'not mounted here'}: no such directory"}

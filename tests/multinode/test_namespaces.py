@@ -36,7 +36,7 @@ def on_both(hosts: tuple[Host, Host], config: Path, *overrides: str) -> list[tup
     return [(node.returncode, output) for node, output in zip(nodes, outputs, strict=True)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_two_hosts_train_what_one_does(tmp_path: Path, ranks: int) -> None:
     shard = {"engine": "host"}
     one = write_config(tmp_path, "one", shard=shard, launch={"ranks": 2 * ranks})
@@ -52,6 +52,7 @@ def test_two_hosts_train_what_one_does(tmp_path: Path, ranks: int) -> None:
     assert len(found) == 6
 
 
+@pytest.mark.long
 def test_fsdp_says_what_it_uses_between_hosts(tmp_path: Path) -> None:
     launch = {"ranks": 1, "nodes": 2, "device": "cpu"}
     config = write_config(tmp_path, shard={"engine": "fsdp"}, launch=launch, train={"max_steps": 1})

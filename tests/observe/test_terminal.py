@@ -88,6 +88,7 @@ def test_the_live_view(tmp_path: Path, open_terminals: list[Terminal]) -> None:
     assert terminal.cursor_is_shown()
 
 
+@pytest.mark.long
 def test_a_narrow_terminal_without_colours(tmp_path: Path, open_terminals: list[Terminal]) -> None:
     terminal = start(open_terminals, tmp_path, 50, "train.max_steps=60", NO_COLOR="1")
     shown = terminal.wait_for("exit code")
@@ -101,6 +102,7 @@ def test_quiet_leaves_the_terminal_empty(tmp_path: Path, open_terminals: list[Te
     assert terminal.wait_for("exit code").split("\n")[0] == "exit code 0"
 
 
+@pytest.mark.long
 def test_a_dumb_terminal_gets_lines(tmp_path: Path, open_terminals: list[Terminal]) -> None:
     terminal = start(open_terminals, tmp_path, 120, "train.max_steps=3", "observe.console=auto", TERM="dumb")
     shown = terminal.wait_for("exit code")

@@ -15,13 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from aliquot.errors import UserError
+from aliquot.errors import DamagedCheckpoint, UserError
 from aliquot.machine.memory import memory_use, peak_rss, reset_peak_rss
 from aliquot.ranges.bytemap import ByteMap
 from aliquot.ranges.header import read_header
 from aliquot.ranges.layout import Layout
 from aliquot.ranges.manifest import MANIFEST, checksum, manifest_bytes, read_manifest, verify
-from aliquot.ranges.together import DamagedCheckpoint
 from aliquot.ranges.transfer import Progress, drain, fill
 from tests.ranges.world import FakeStore, run_world
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from aliquot.errors import DamagedCheckpoint
 from aliquot.ranges.manifest import MANIFEST, checksum, manifest_bytes, read_manifest, verify
-from aliquot.ranges.together import DamagedCheckpoint
 
 FILES = {"a.safetensors": bytes(range(200)), "state.json": b"{}", "empty": b""}
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from aliquot.errors import TrainingError, UserError
+from aliquot.errors import DamagedCheckpoint, StorageError, TrainingError, UserError
 from aliquot.ranges.publish import check_names, clean_leftovers, publish_together, remove_directory, write_file
-from aliquot.ranges.together import Alone, DamagedCheckpoint, on_first, together
+from aliquot.ranges.together import Alone, on_first, together
 from tests.ranges.world import Died, PipedRanks, run_world
 
 
@@ -41,7 +41,7 @@ def test_appears_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("stage", "rank"), [("prepare", 0), ("write", 0), ("write", 1), ("finish", 0)])
 def test_an_error_reaches_all_and_leaves_nothing(tmp_path: Path, stage: str, rank: int) -> None:
     answers = run_world(2, lambda ranks: publish(tmp_path / "out", ranks, stage, rank))
-    assert [type(answer) for answer in answers] == [UserError, UserError]
+    assert [type(answer) for answer in answers] == [StorageError, StorageError]
     assert str(answers[0]) == str(answers[1])
     assert str(tmp_path / "out") in str(answers[0]) and "No space left" in str(answers[0])
     assert (f"rank {rank}: " in str(answers[0])) == (stage == "write")

@@ -12,7 +12,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from aliquot.errors import UserError
+from aliquot.errors import InstanceError
 
 PRICES_DATE = "2026-07-20"
 PRICES_REGION = "us-east-1"
@@ -70,7 +70,7 @@ def instance(name: str) -> InstanceType:
     if name not in known:
         near = difflib.get_close_matches(name, known, 3, 0.75)
         hint = f"; nearest: {', '.join(near)}" if near else "; see `aliquot instances`"
-        raise UserError(f"EC2 instance type {name!r} is not in the catalogue of {PRICES_DATE}{hint}")
+        raise InstanceError(f"EC2 instance type {name!r} is not in the catalogue of {PRICES_DATE}{hint}")
     return known[name]
 
 

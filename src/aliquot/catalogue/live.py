@@ -13,7 +13,7 @@ from aliquot.catalogue.instances import (
     has_amx,
     instances,
 )
-from aliquot.errors import UserError
+from aliquot.errors import InstanceError, MissingToolError
 
 _MIB = 1 << 20
 _ARCH = {"x86_64": "amd64", "arm64": "arm64"}
@@ -26,14 +26,16 @@ def live_instances() -> list[InstanceType]:
         import boto3
         from botocore.exceptions import BotoCoreError, ClientError
     except ImportError:
-        raise UserError("--live needs boto3: pip install 'aliquot[cluster]'") from None
+        raise MissingToolError("--live needs boto3: pip install 'aliquot[cluster]'") from None
     try:
         pages = boto3.client("ec2").get_paginator("describe_instance_types").paginate()
         described = [each for page in pages for each in page["InstanceTypes"]]
     except ClientError as error:
-        raise UserError(f"AWS refused {error.operation_name}: {error.response.get('Error', {}).get('Code')}") from None
+        raise InstanceError(
+            f"AWS refused {error.operation_name}: {error.response.get('Error', {}).get('Code')}"
+        ) from None
     except BotoCoreError as error:
-        raise UserError(f"AWS could not be asked: {error}") from None
+        raise InstanceError(f"AWS could not be asked: {error}") from None
     return list(_types(described))
 
 

@@ -6,10 +6,10 @@ import logging
 import re
 from pathlib import Path
 
+from aliquot.errors import DamagedCheckpoint
 from aliquot.ranges.manifest import read_manifest
 from aliquot.ranges.parts import Kind
 from aliquot.ranges.publish import clean_leftovers, remove_directory
-from aliquot.ranges.together import DamagedCheckpoint
 
 STEMS: dict[Kind, str] = {"weight": "model", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 STATE = "state.json"

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from aliquot.checkpoint.directories import STATE, STEMS, directories, newest, step_of
-from aliquot.errors import UserError
+from aliquot.errors import DamagedCheckpoint, ResumeError, UserError
 from aliquot.ranges.bytemap import ByteMap, Shape, check_tensors
 from aliquot.ranges.checksums import BlockChecksums, Piece, combine_pieces
 from aliquot.ranges.jsonfile import read_json
 from aliquot.ranges.manifest import check_blocks, read_manifest, verify_file
 from aliquot.ranges.parts import Kind, PartStore
-from aliquot.ranges.together import DamagedCheckpoint, Ranks, on_first, together
+from aliquot.ranges.together import Ranks, on_first, together
 from aliquot.ranges.transfer import fill
 
 _log = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ def _newest(root: Path, below: int | None, ranks: Ranks) -> Path | None:
     def find() -> str | None:
         found = newest(root, below)
         if found is None and directories(root):
-            raise UserError("no checkpoint here is whole: resume from a PATH, or resume: never to start anew", root)
+            raise ResumeError("no checkpoint here is whole: resume from a PATH, or resume: never to start anew", root)
         return str(found) if found is not None else None
 
     found = on_first(ranks, find)

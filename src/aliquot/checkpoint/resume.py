@@ -9,7 +9,7 @@ from typing import Any
 from aliquot.checkpoint.directories import STATE, newest, tidy
 from aliquot.checkpoint.restore import restore, restore_newest
 from aliquot.config.schema import CheckpointSection
-from aliquot.errors import UserError
+from aliquot.errors import ResumeError
 from aliquot.ranges.bytemap import Shape
 from aliquot.ranges.parts import PartStore
 from aliquot.ranges.together import Ranks, on_first
@@ -49,13 +49,13 @@ def check_continuity(
         if before.get(key) != value
     ]
     if changed:
-        raise UserError(
+        raise ResumeError(
             f"cannot continue on the same data: {'; '.join(changed)}. Set it back, or start anew under another run.name"
             " with model.path set to this directory",
             where,
         )
     if state["position"] != position:
-        raise UserError(
+        raise ResumeError(
             "cannot continue: the last batch of this run was cut short by the end of its last epoch. Start anew under"
             " another run.name with model.path set to this directory",
             where,
@@ -75,14 +75,14 @@ def changes(state: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
 def _has_begun(directory: Path, root: Path) -> bool:
     """Whether the run under `root` that starts from `directory` has checkpoints of its own."""
     if not (directory / STATE).is_file():
-        raise UserError(
+        raise ResumeError(
             "checkpoint.resume: no checkpoint here; give a directory like checkpoints/step-00000100", directory
         )
     latest = newest(root)
     if latest is None or latest.resolve() == directory.resolve():
         return False
     if directory.resolve().parent == root.resolve():
-        raise UserError(
+        raise ResumeError(
             f"checkpoint.resume: this run already has the newer {latest.name}; choose another run.name", directory
         )
     return True

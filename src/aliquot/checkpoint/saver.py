@@ -19,7 +19,7 @@ from typing import Any
 from aliquot.checkpoint.live import LiveParts
 from aliquot.checkpoint.save import Draft
 from aliquot.config.schema import CheckpointSection
-from aliquot.errors import UserError
+from aliquot.errors import StorageError, UserError
 from aliquot.ranges.bytemap import Shape
 from aliquot.ranges.checksums import Piece
 from aliquot.ranges.parts import PartStore
@@ -105,7 +105,7 @@ class Saver:
         failed = [(rank, state["error"]) for rank, state in enumerate(states) if state["error"]]
         if failed:
             self._abandon()
-            self._give_up(UserError(f"rank {failed[0][0]}: {failed[0][1]}"))
+            self._give_up(StorageError(f"rank {failed[0][0]}: {failed[0][1]}"))
         elif all(state["done"] for state in states):
             self._advance(self._draft, self._work)
 

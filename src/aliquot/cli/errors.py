@@ -21,5 +21,5 @@ def one_line_errors(debug: bool) -> Iterator[None]:
         if debug:
             raise
         if os.environ.get("LOCAL_RANK", "0") == "0":  # under torchrun one rank a node speaks
-            print(f"aliquot: {error}", file=sys.stderr)
+            print(f"aliquot: {error.line}", file=sys.stderr)
         raise typer.Exit(error.exit_code) from None

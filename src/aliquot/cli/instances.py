@@ -45,7 +45,7 @@ def command(
     with one_line_errors(debug):
         from aliquot.catalogue.instances import PRICES_DATE, PRICES_REGION, instances
         from aliquot.catalogue.live import live_instances
-        from aliquot.errors import UserError
+        from aliquot.errors import InstanceError
 
         types = [
             each for each in (live_instances() if live else instances())
@@ -62,7 +62,7 @@ def command(
         if fits is not None:
             types = list(_fitting(types, fits, nodes))
         if not types:
-            raise UserError("no EC2 type meets all of this")
+            raise InstanceError("no EC2 type meets all of this")
         if as_json:
             print(json.dumps([asdict(each) for each in types], indent=1))
             return

@@ -45,7 +45,7 @@ def command(
 
         from aliquot.config.read import dump_with_places, read_with_places
         from aliquot.config.workload import Workload
-        from aliquot.errors import UserError
+        from aliquot.errors import PlanError
         from aliquot.plan import fit, report, search
         from aliquot.plan.machine import chosen
         from aliquot.plan.picture import svg
@@ -59,7 +59,7 @@ def command(
             if config is None:
                 raise typer.Exit(0)
         if config is None:
-            raise UserError("give a run configuration to plan, or --calibrate")
+            raise PlanError("give a run configuration to plan, or --calibrate")
         settings, places = read_with_places(config, overrides or [])
         if print_config:
             print(dump_with_places(settings, places), end="")

@@ -11,7 +11,7 @@ from aliquot.cluster.quantity import GIB, MIB
 from aliquot.config.cluster import ClusterSection
 from aliquot.config.plan import Plan
 from aliquot.config.schema import RunConfig
-from aliquot.errors import UserError
+from aliquot.errors import ClusterError
 
 EFA = "vpc.amazonaws.com/efa"
 GPU = "nvidia.com/gpu"
@@ -48,21 +48,21 @@ def describe(config: RunConfig, plan: Plan) -> Job:
     _alike(types)
     gpus = _gpus(types[0], plan)
     if plan.nodes != section.nodes:
-        raise UserError(f"the plan is for {plan.nodes} nodes, cluster.nodes is {section.nodes}")
+        raise ClusterError(f"the plan is for {plan.nodes} nodes, cluster.nodes is {section.nodes}")
     cpus = min(each.allocatable_cpu_millicores - section.daemonset_cpu_millicores for each in types) // 1000
     memory = min(each.allocatable_memory_bytes for each in types) - section.daemonset_memory_mib * MIB
     shm = -(-plan.shm_bytes_per_node // MIB) * MIB
     if cpus < 1 or memory < MIB:
-        raise UserError(f"{types[0].name} has nothing left for a pod beside the node's daemonsets")
+        raise ClusterError(f"{types[0].name} has nothing left for a pod beside the node's daemonsets")
     if plan.device == "cpu":
         needed = plan.peak_bytes_per_rank * plan.ranks_per_node + shm
         if needed > memory:
-            raise UserError(
+            raise ClusterError(
                 f"the plan needs {needed / GIB:.1f} GiB a node ({plan.peak.name}); a pod on {types[0].name} can have"
                 f" {memory / GIB:.1f} GiB: take more nodes or a larger type (aliquot instances --fits CONFIG)"
             )
     elif not plan.fits:
-        raise UserError(f"the plan does not fit {types[0].name}: {plan.peak_bytes_per_rank / GIB:.1f} GiB a GPU")
+        raise ClusterError(f"the plan does not fit {types[0].name}: {plan.peak_bytes_per_rank / GIB:.1f} GiB a GPU")
     return Job(
         name=section.name or job_name(config.run.name),
         config=config,
@@ -81,7 +81,7 @@ def describe(config: RunConfig, plan: Plan) -> Job:
 
 def cluster_section(config: RunConfig) -> ClusterSection:
     if config.cluster is None:
-        raise UserError("this config has no `cluster:` section; see docs/eks.md")
+        raise ClusterError("this config has no `cluster:` section; see docs/eks.md")
     return config.cluster
 
 
@@ -107,7 +107,7 @@ def _alike(types: Sequence[InstanceType]) -> None:
         for name, what in (("arch", "architecture"), ("vcpus", "vCPUs"), ("gpus", "GPUs"), ("gpu_name", "GPU"),
                            ("efa_interfaces", "EFA interfaces"), ("amx", "AMX")):  # fmt: skip
             if getattr(first, name) != getattr(other, name):
-                raise UserError(
+                raise ClusterError(
                     f"cluster.instance_types: {first.name} and {other.name} differ in {what} ({getattr(first, name)}"
                     f" and {getattr(other, name)}); the ranks of one job need equal nodes"
                 )
@@ -117,8 +117,8 @@ def _gpus(node: InstanceType, plan: Plan) -> int:
     """GPUs to request of a node."""
     if plan.device == "cpu":
         if node.gpus:
-            raise UserError(f"the plan computes on CPUs, and {node.name} is a GPU type: set launch.device: cuda")
+            raise ClusterError(f"the plan computes on CPUs, and {node.name} is a GPU type: set launch.device: cuda")
         return 0
     if plan.ranks_per_node > node.gpus:
-        raise UserError(f"the plan has {plan.ranks_per_node} ranks a node, {node.name} has {node.gpus} GPUs")
+        raise ClusterError(f"the plan has {plan.ranks_per_node} ranks a node, {node.name} has {node.gpus} GPUs")
     return plan.ranks_per_node

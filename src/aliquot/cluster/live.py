@@ -21,7 +21,7 @@ from aliquot.cluster.manifests import Manifest, dig, listed, mapping
 from aliquot.cluster.quantity import parse
 from aliquot.cluster.versions import Versions, check_versions
 from aliquot.cluster.view import JobView, job_views
-from aliquot.errors import UserError
+from aliquot.errors import MissingToolError
 
 _TIMEOUT_S = 60
 _OPERATORS = {
@@ -63,7 +63,7 @@ class Kubectl:
 def ask_cluster(manifests: Sequence[Manifest], job: Job | None) -> list[Finding]:
     """Raises UserError where there is no kubectl."""
     if shutil.which("kubectl") is None:
-        raise UserError("--live needs kubectl, configured for the cluster (aws eks update-kubeconfig)")
+        raise MissingToolError("--live needs kubectl, configured for the cluster (aws eks update-kubeconfig)")
     kubectl = Kubectl()
     found = [*_operators(kubectl, manifests), *_secrets(kubectl, manifests), *_quotas(kubectl, manifests)]
     found += [*_dry_run(kubectl, manifests), *ask_account(manifests, job.section if job is not None else None)]

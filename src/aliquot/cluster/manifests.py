@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from aliquot.errors import UserError
+from aliquot.errors import ManifestError
 
 _SUFFIXES = (".yaml", ".yml", ".json")
 
@@ -74,7 +74,7 @@ def read_manifests(path: Path) -> list[Manifest]:
     else:
         files = [path]
     if not files:
-        raise UserError("no .yaml, .yml or .json file here", path)
+        raise ManifestError("no .yaml, .yml or .json file here", path)
     return [manifest for file in files for manifest in _read(file)]
 
 
@@ -96,7 +96,7 @@ def parse_manifests(text: str, name: str) -> Iterator[Manifest]:
             if value is None:  # nothing but comments between two `---`
                 continue
             if not isinstance(value, dict) or "kind" not in value:
-                raise UserError("not a Kubernetes object: `kind` is missing", f"{name}:{node.start_mark.line + 1}")
+                raise ManifestError("not a Kubernetes object: `kind` is missing", f"{name}:{node.start_mark.line + 1}")
             if value["kind"] == "List":
                 for item in listed(value.get("items")):
                     yield Manifest(item, f"{name}:{node.start_mark.line + 1}")
@@ -104,14 +104,14 @@ def parse_manifests(text: str, name: str) -> Iterator[Manifest]:
                 yield Manifest(value, f"{name}:{node.start_mark.line + 1}")
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise UserError(f"not valid YAML: {error.problem or error.context}", f"{name}:{line}") from None
+        raise ManifestError(f"not valid YAML: {error.problem or error.context}", f"{name}:{line}") from None
     except yaml.YAMLError as error:
-        raise UserError(f"not valid YAML: {' '.join(str(error).split())}", name) from None
+        raise ManifestError(f"not valid YAML: {' '.join(str(error).split())}", name) from None
 
 
 def _read(file: Path) -> Iterator[Manifest]:
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read this manifest: {error}", file) from None
+        raise ManifestError(f"cannot read this manifest: {error}", file) from None
     return parse_manifests(text, str(file))

@@ -13,7 +13,7 @@ from aliquot.cluster.quantity import GIB
 from aliquot.cluster.shipped import config_map
 from aliquot.cluster.storage import storage
 from aliquot.cluster.trainjob import NODE, train_job, training_runtime
-from aliquot.errors import UserError
+from aliquot.errors import StorageError
 
 KUSTOMIZATION = "kustomization.yaml"
 
@@ -79,7 +79,7 @@ def write(files: dict[str, str], directory: Path) -> None:
         for name, text in files.items():
             (directory / name).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"cannot write the manifests: {error.strerror}", directory) from None
+        raise StorageError(f"cannot write the manifests: {error.strerror}", directory) from None
 
 
 def commands(job: Job, directory: Path) -> list[tuple[str, str]]:

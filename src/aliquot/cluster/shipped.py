@@ -9,7 +9,7 @@ from typing import Any
 from aliquot.cluster.document import Document, to_yaml
 from aliquot.cluster.job import Job
 from aliquot.cluster.nodes import labels
-from aliquot.errors import UserError
+from aliquot.errors import ClusterError
 
 CONFIG_DIRECTORY = "/etc/aliquot"
 CONFIG_FILE = "config.yaml"
@@ -75,4 +75,4 @@ def _shape(file: Path) -> Any:
     try:
         return json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        raise UserError(f"model.config cannot be read: {error}", file) from None
+        raise ClusterError(f"model.config cannot be read: {error}", file) from None

@@ -11,7 +11,7 @@ import torch
 from aliquot.collectives.peers import Peers
 from aliquot.collectives.shared import Memory
 from aliquot.collectives.wire import Wire
-from aliquot.errors import UserError
+from aliquot.errors import LaunchError
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,9 @@ class Hosts:
         table = tuple(sorted({tuple(ranks) for ranks, _ in told}))
         if len({len(ranks) for ranks in table}) > 1:
             counts = ", ".join(str(len(ranks)) for ranks in table)
-            raise UserError(f"the host engine needs equally many ranks on every host, and there are {counts}: use fsdp")
+            raise LaunchError(
+                f"the host engine needs equally many ranks on every host, and there are {counts}: use fsdp"
+            )
         own = table.index(peers.ranks)
         counterparts = [ranks[peers.index] for ranks in table]
         wire = Wire(counterparts, own) if len(table) > 1 else None

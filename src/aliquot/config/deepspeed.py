@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from aliquot.config.deepspeed_keys import RULES, Rule, rule_of
-from aliquot.errors import UserError
+from aliquot.errors import DeepspeedConfigError
 
 if TYPE_CHECKING:
     from aliquot.config.schema import RunConfig
@@ -40,7 +40,9 @@ def fill(values: dict[str, Any], locations: Locations) -> None:
     elif isinstance(given, dict):
         found = given
     else:
-        raise UserError(f"{locations.get(_HERE, '')}: shard.deepspeed_config is the path of a DeepSpeed JSON")
+        raise DeepspeedConfigError(
+            f"{locations.get(_HERE, '')}: shard.deepspeed_config is the path of a DeepSpeed JSON"
+        )
     _check(found, locations)
     train = values.get("train")
     if train is None:
@@ -53,7 +55,7 @@ def fill(values: dict[str, Any], locations: Locations) -> None:
         if earlier is None and key in train:
             earlier = "the run config"
         if earlier is not None and train[key] != value:
-            raise UserError(
+            raise DeepspeedConfigError(
                 f"{where}: {path[0]} is {value!r}, but {section}.{key} is {train[key]!r} at {earlier}: leave one out"
             )
         if earlier is None:
@@ -119,12 +121,12 @@ def _read(path: Path, locations: Locations) -> dict[str, Any]:
         text = path.read_text()
         found = json.loads(text)
     except json.JSONDecodeError as error:
-        raise UserError(f"not valid JSON: {error.msg}", f"{path}:{error.lineno}") from None
+        raise DeepspeedConfigError(f"not valid JSON: {error.msg}", f"{path}:{error.lineno}") from None
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise UserError(f"{where}: cannot read {path}: {reason}") from None
+        raise DeepspeedConfigError(f"{where}: cannot read {path}: {reason}") from None
     if not isinstance(found, dict):
-        raise UserError("a DeepSpeed config is an object of settings", str(path))
+        raise DeepspeedConfigError("a DeepSpeed config is an object of settings", str(path))
     try:
         _locate(yaml.compose(text), _HERE, str(path), locations)
     except yaml.YAMLError:  # tabs: errors then name the file without a line
@@ -160,14 +162,18 @@ def _check(found: Mapping[str, Any], locations: Locations) -> None:
         if rule is None and not any(key.startswith(f"{path}.") for key in RULES):
             near = difflib.get_close_matches(path, sorted(RULES), 1, 0.6)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise UserError(f"{_place(path, locations)}: {path} is no key of DeepSpeed that aliquot knows{hint}")
+            raise DeepspeedConfigError(
+                f"{_place(path, locations)}: {path} is no key of DeepSpeed that aliquot knows{hint}"
+            )
         if rule is not None and rule.kind == "rejected" and not _harmless(rule, path, value, found):
-            raise UserError(f"{_place(path, locations)}: {path} is {value!r}: {rule.note}")
+            raise DeepspeedConfigError(f"{_place(path, locations)}: {path} is {value!r}: {rule.note}")
         if section.endswith(("offload_optimizer", "offload_param")) and path.endswith(".device") and value == "nvme":
             _reject_nvme(found, section, _place(path, locations))
     kind = found.get("optimizer", {}).get("type", "AdamW")
     if str(kind).lower() not in ("adam", "adamw"):
-        raise UserError(f"{_place('optimizer.type', locations)}: optimizer.type is {kind!r}: only Adam and AdamW")
+        raise DeepspeedConfigError(
+            f"{_place('optimizer.type', locations)}: optimizer.type is {kind!r}: only Adam and AdamW"
+        )
     _check_scheduler(found.get("scheduler", {}), locations)
 
 
@@ -183,8 +189,10 @@ def _harmless(rule: Rule, path: str, value: object, found: Mapping[str, Any]) ->
 def _reject_nvme(found: Mapping[str, Any], section: str, where: str) -> None:
     path = found["zero_optimization"][section.rpartition(".")[2]].get("nvme_path")
     if path is None or not Path(path).is_dir():
-        raise UserError(f"{where}: {section} is to NVMe, but its nvme_path {path!r} is no directory")
-    raise UserError(f"{where}: {section} to NVMe is not supported, since checkpoints read parts in memory: use cpu")
+        raise DeepspeedConfigError(f"{where}: {section} is to NVMe, but its nvme_path {path!r} is no directory")
+    raise DeepspeedConfigError(
+        f"{where}: {section} to NVMe is not supported, since checkpoints read parts in memory: use cpu"
+    )
 
 
 def _check_scheduler(scheduler: Mapping[str, Any], locations: Locations) -> None:
@@ -192,14 +200,16 @@ def _check_scheduler(scheduler: Mapping[str, Any], locations: Locations) -> None
         return
     kind, options = scheduler.get("type"), scheduler.get("params", {})
     if kind not in _SCHEDULERS:
-        raise UserError(
+        raise DeepspeedConfigError(
             f"{_place('scheduler.type', locations)}: scheduler.type is {kind!r}: one of {', '.join(_SCHEDULERS)}"
         )
     place = _place("scheduler", locations)
     if options.get("warmup_num_steps", 1) != 0 and "warmup_type" not in options:
-        raise UserError(f'{place}: scheduler warms up along a logarithm by default: set "warmup_type": "linear"')
+        raise DeepspeedConfigError(
+            f'{place}: scheduler warms up along a logarithm by default: set "warmup_type": "linear"'
+        )
     if kind == "WarmupCosineLR" and "cos_min_ratio" not in options:
-        raise UserError(f'{place}: scheduler ends above 0 by default: set "cos_min_ratio": 0')
+        raise DeepspeedConfigError(f'{place}: scheduler ends above 0 by default: set "cos_min_ratio": 0')
 
 
 def _meant(found: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], Any]]:
@@ -233,7 +243,7 @@ def _two_of_three(
     places = ", ".join(
         f"train.{key} {train[key]} at {locations.get(('train', key), 'the run config')}" for key in _SIZES
     )
-    raise UserError(f"{places}: two of them fix the third, leave one out")
+    raise DeepspeedConfigError(f"{places}: two of them fix the third, leave one out")
 
 
 def _check_batch(given: Mapping[str, Any], config: RunConfig, world_size: int) -> None:
@@ -242,7 +252,7 @@ def _check_batch(given: Mapping[str, Any], config: RunConfig, world_size: int) -
     micro, steps = config.train.per_device_train_batch_size, config.train.gradient_accumulation_steps
     if total == AUTO or steps is None or total == micro * steps * world_size:
         return
-    raise UserError(
+    raise DeepspeedConfigError(
         f"shard.deepspeed_config: train_batch_size is {total}, but train_micro_batch_size_per_gpu {micro} x"
         f" gradient_accumulation_steps {steps} x {world_size} ranks is {micro * steps * world_size}"
     )

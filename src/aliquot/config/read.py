@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from aliquot.config import deepspeed
 from aliquot.config.schema import RunConfig
-from aliquot.errors import UserError
+from aliquot.errors import ConfigError
 
 Location = str  # "file:line", or "command line"
 Keys = tuple[str, ...]
@@ -34,7 +34,7 @@ def read_with_places(file: Path, overrides: Sequence[str] = ()) -> tuple[RunConf
         text = file.read_text()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise UserError(f"cannot read this config: {reason}", file) from None
+        raise ConfigError(f"cannot read this config: {reason}", file) from None
     locations: dict[Keys, Location] = {}
     values = _load(text, str(file), locations)
     for override in overrides:
@@ -53,7 +53,7 @@ def validate(values: Mapping[str, Any], locations: Mapping[Keys, Location], wher
             place, message = _explain(dict(problem), locations, where)
             # A union has an error a branch: `2 or auto`.
             problems[place] = f"{problems[place]}, or {message}" if place in problems else message
-        raise UserError("; ".join(f"{place}: {message}" for place, message in problems.items())) from None
+        raise ConfigError("; ".join(f"{place}: {message}" for place, message in problems.items())) from None
 
 
 def dump_config(config: RunConfig) -> str:
@@ -81,11 +81,11 @@ def _load(text: str, name: str, locations: dict[Keys, Location]) -> dict[str, An
         values = yaml.load(text, Loader=_Loader) if root is not None else {}
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise UserError(f"not valid YAML: {error.problem or error.context}", f"{name}:{line}") from None
+        raise ConfigError(f"not valid YAML: {error.problem or error.context}", f"{name}:{line}") from None
     except yaml.YAMLError as error:
-        raise UserError(f"not valid YAML: {' '.join(str(error).split())}", name) from None
+        raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}", name) from None
     if not isinstance(values, dict):
-        raise UserError("a config is a mapping of sections (run, model, data, train, ...)", name)
+        raise ConfigError("a config is a mapping of sections (run, model, data, train, ...)", name)
     if root is not None:
         _locate(root, (), name, locations)
     return values
@@ -98,7 +98,7 @@ def _locate(node: yaml.Node, keys: Keys, name: str, locations: dict[Keys, Locati
         path = (*keys, str(key_node.value))
         line = f"{name}:{key_node.start_mark.line + 1}"
         if path in locations:
-            raise UserError(f"{'.'.join(path)} is set twice, first at {locations[path]}", line)
+            raise ConfigError(f"{'.'.join(path)} is set twice, first at {locations[path]}", line)
         locations[path] = line
         _locate(value_node, path, name, locations)
 
@@ -107,18 +107,18 @@ def _apply(values: dict[str, Any], override: str, locations: dict[Keys, Location
     path, equals, text = override.partition("=")
     keys = tuple(path.strip().split("."))
     if not equals or len(keys) < 2 or not all(keys):
-        raise UserError(f"override {override!r}: expected section.key=value, for example train.max_steps=10")
+        raise ConfigError(f"override {override!r}: expected section.key=value, for example train.max_steps=10")
     try:
         value = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError:
-        raise UserError(f"override {override!r}: the value is not valid YAML") from None
+        raise ConfigError(f"override {override!r}: the value is not valid YAML") from None
     section = values
     for depth, key in enumerate(keys[:-1], 1):
         inner = section.setdefault(key, {})
         if inner is None:
             inner = section[key] = {}
         if not isinstance(inner, dict):
-            raise UserError(f"override {override!r}: {'.'.join(keys[:depth])} is not a section")
+            raise ConfigError(f"override {override!r}: {'.'.join(keys[:depth])} is not a section")
         section = inner
     section[keys[-1]] = value
     locations[keys] = f"override {override!r}"

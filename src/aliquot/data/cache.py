@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from aliquot.errors import UserError
+from aliquot.errors import StorageError
 
 
 def cache_root(configured: Path | None) -> Path:
@@ -35,7 +35,7 @@ def publishing(directory: Path) -> Iterator[Path]:
         _sweep(directory.parent)
         beside = Path(tempfile.mkdtemp(prefix=f".{directory.name[:16]}-", dir=directory.parent))
     except OSError as error:
-        raise UserError(
+        raise StorageError(
             f"cannot write the data cache: {error.strerror}; set data.cache_directory", directory.parent
         ) from (error)
     try:
@@ -50,7 +50,7 @@ def publishing(directory: Path) -> Iterator[Path]:
                 raise
         _fsync(directory.parent)
     except OSError as error:
-        raise UserError(f"cannot write the data cache: {error}; set data.cache_directory", directory) from error
+        raise StorageError(f"cannot write the data cache: {error}; set data.cache_directory", directory) from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 

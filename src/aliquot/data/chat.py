@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from aliquot.errors import UserError
+from aliquot.errors import TokenizerError, UserError
 
 GENERATION_MARKER = re.compile(r"{%-?\s*generation\s*-?%}")
 
@@ -27,12 +27,12 @@ def encode_chat(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
     except UserError:
         raise
     except Exception as error:  # a template is a program of the model's author
-        raise UserError(f"the chat template fails ({error})", _name(messages)) from error
+        raise TokenizerError(f"the chat template fails ({error})", _name(messages)) from error
 
 
 def _encode_by_prefixes(tokenizer: Any, messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
     if not tokenizer.is_fast:
-        raise UserError("chat needs a fast tokenizer, or a chat template with {% generation %} marks")
+        raise TokenizerError("chat needs a fast tokenizer, or a chat template with {% generation %} marks")
     whole = _render(tokenizer, messages)
     spans: list[tuple[int, int]] = []
     for index, message in enumerate(messages):
@@ -42,7 +42,7 @@ def _encode_by_prefixes(tokenizer: Any, messages: list[dict[str, Any]]) -> tuple
             asked = _render(tokenizer, messages[:index], add_generation_prompt=True) if index else ""
             after = _render(tokenizer, messages[: index + 1])
             if not (whole.startswith(after) and after.startswith(before)):
-                raise UserError(
+                raise TokenizerError(
                     "the chat template renders earlier turns differently once later ones are there;"
                     " mark what the assistant says with {% generation %} in the template",
                     _name(messages),

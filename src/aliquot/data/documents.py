@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from aliquot.errors import UserError
+from aliquot.errors import DataError
 
 Unit = Literal["file", "line", "block", "field"]
 
@@ -63,18 +63,18 @@ def jsonl_documents(path: Path, field: str) -> Iterator[Document]:
             try:
                 record = json.loads(line.removeprefix(b"\xef\xbb\xbf"))
             except UnicodeDecodeError as error:
-                raise UserError(f"not UTF-8 text ({error.reason} at byte {error.start} of the line)", where) from error
+                raise DataError(f"not UTF-8 text ({error.reason} at byte {error.start} of the line)", where) from error
             except ValueError as error:
-                raise UserError(f"not a JSON record ({error}); write one record a line", where) from error
+                raise DataError(f"not a JSON record ({error}); write one record a line", where) from error
             if not isinstance(record, dict):
-                raise UserError(f"a record must be a JSON object, not {type(record).__name__}", where)
+                raise DataError(f"a record must be a JSON object, not {type(record).__name__}", where)
             check_field(field, record, where)
             text, chat = value_text(record[field], field, where)
             if b"\\u" in line:
                 try:
                     text.encode()
                 except UnicodeEncodeError as error:
-                    raise UserError(
+                    raise DataError(
                         f"field {field!r} holds half of a surrogate pair, which is no text", where
                     ) from error
             yield Document(text, chat, done_bytes)
@@ -96,7 +96,7 @@ def parquet_documents(path: Path, field: str) -> Iterator[Document]:
                     row += 1
                     yield Document(*value_text(value, field, f"{path}, row {row}"), size_bytes * row // rows)
     except pyarrow.ArrowException as error:
-        raise UserError(f"not a readable parquet file ({error})", path) from error
+        raise DataError(f"not a readable parquet file ({error})", path) from error
 
 
 def value_text(value: object, field: str, where: str) -> tuple[str, bool]:
@@ -106,12 +106,12 @@ def value_text(value: object, field: str, where: str) -> tuple[str, bool]:
     if isinstance(value, str):
         return value, False
     if not isinstance(value, list):
-        raise UserError(f"field {field!r} holds {type(value).__name__}, not text or a list of messages", where)
+        raise DataError(f"field {field!r} holds {type(value).__name__}, not text or a list of messages", where)
     for message in value:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise UserError(f"field {field!r} is a list, but not one of messages with `role` and `content`", where)
+            raise DataError(f"field {field!r} is a list, but not one of messages with `role` and `content`", where)
         if not isinstance(message.get("content"), str | None):
-            raise UserError("a message's `content` must be text", where)
+            raise DataError("a message's `content` must be text", where)
     messages = [{key: part for key, part in message.items() if part is not None} for message in value]
     return (json.dumps(messages, ensure_ascii=False) if messages else ""), True
 
@@ -119,11 +119,11 @@ def value_text(value: object, field: str, where: str) -> tuple[str, bool]:
 def check_field(field: str, fields: Iterable[str], where: str | Path) -> None:
     names = list(fields)
     if field not in names:
-        raise UserError(f"no field {field!r}; there are {', '.join(map(str, names))}: set data.text_field", where)
+        raise DataError(f"no field {field!r}; there are {', '.join(map(str, names))}: set data.text_field", where)
 
 
 def _decode(data: bytes, where: str) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(f"not UTF-8 text ({error.reason} at byte {error.start})", where) from error
+        raise DataError(f"not UTF-8 text ({error.reason} at byte {error.start})", where) from error

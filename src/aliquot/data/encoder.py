@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from aliquot.errors import TrainingError, UserError
+from aliquot.errors import TrainingError, UserError, kinds
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,8 @@ class EncoderProcess:
         try:
             failure = self.connection.recv_bytes()
             if failure:
-                raise UserError(failure.decode())
+                kind, _, text = failure.decode().partition(" ")
+                raise next(known for known in kinds() if known.__name__ == kind)(text)
             counts, ids, mask = (self.connection.recv_bytes() for _ in range(3))
         except (EOFError, ConnectionError) as error:
             raise self._lost() from error
@@ -176,7 +177,7 @@ def serve(connection: Connection) -> None:
         try:
             encoded = encoder.encode(Texts(texts, first.astype(bool), last.astype(bool)))
         except UserError as error:
-            connection.send_bytes(str(error).encode())
+            connection.send_bytes(f"{type(error).__name__} {error}".encode())
             continue
         connection.send_bytes(b"")
         for array in (encoded.counts, encoded.ids, encoded.mask):

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aliquot.data.store import TokenStore
-from aliquot.errors import UserError
+from aliquot.errors import DataError
 
 Ints = npt.NDArray[np.int64]
 
@@ -132,7 +132,7 @@ class Packing:
         """Raises UserError where no piece predicts anything. `packing` false: each piece is a sequence of its own."""
         pieces = split(store, sequence_length)
         if len(pieces.start) == 0:
-            raise UserError("no usable document: none has a token to learn from", store.path)
+            raise DataError("no usable document: none has a token to learn from", store.path)
         histogram = np.bincount(pieces.length, minlength=sequence_length + 1)
         sequence = best_fit(histogram, sequence_length) if packing else np.arange(len(pieces.start))
         slots = np.argsort(sequence, kind="stable").astype(_index_dtype(len(sequence)))

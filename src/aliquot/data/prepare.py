@@ -25,7 +25,7 @@ from aliquot.data.tokenizer import (
     load_tokenizer,
     publish_tokenizer,
 )
-from aliquot.errors import UserError
+from aliquot.errors import DataError, TokenizerError
 from aliquot.machine.ranks import Ranks
 from aliquot.ranges.together import on_first, together
 
@@ -69,7 +69,7 @@ def prepare(
     Raises UserError for whatever is wrong with sources, tokenizer or cache; TrainingError where a process dies.
     """
     if section.tokenizer_vocab_size is not None and section.tokenizer_vocab_size > vocab_size:
-        raise UserError(
+        raise TokenizerError(
             f"data.tokenizer_vocab_size is {section.tokenizer_vocab_size}, but the model's embedding"
             f" has only {vocab_size} rows"
         )
@@ -133,7 +133,7 @@ class _Builder:
     def _make(self, source: Source, path: Path, progress: Progress) -> None:
         first = next(source.documents(), None)
         if first is None:
-            raise UserError("no usable document: nothing but blank text here, or all on the other side", source.label)
+            raise DataError("no usable document: nothing but blank text here, or all on the other side", source.label)
         tokenizer_json = self.tokenizer_directory / "tokenizer.json"
         fast = tokenizer_json.is_file()
         cut = cut_of(tokenizer_json.read_text()) if fast and not first.chat else None
@@ -153,7 +153,7 @@ class _Builder:
         dtype = token_dtype(len(self.tokenizer))
         with publishing(path) as beside:
             if tokenize(source.documents(), spec, cut, dtype, beside, self.section.num_proc, written) == 0:
-                raise UserError("no usable document: none has a token to learn from", source.label)
+                raise DataError("no usable document: none has a token to learn from", source.label)
         written(source.total_bytes)
 
     def _convention(self, chat: bool) -> Convention:
@@ -161,7 +161,9 @@ class _Builder:
         if chat:
             if self.tokenizer.chat_template is None:
                 field = self.section.text_field
-                raise UserError(f"data.text_field {field!r} holds messages, but the tokenizer has no chat template")
+                raise TokenizerError(
+                    f"data.text_field {field!r} holds messages, but the tokenizer has no chat template"
+                )
             # The template writes bos and eos itself; on explicit request they are added where it does not.
             add_bos, add_eos = add_bos is True, add_eos is True
         return convention_of(self.tokenizer, add_bos, add_eos)

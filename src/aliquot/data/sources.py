@@ -26,7 +26,7 @@ from aliquot.data.documents import (
     text_documents,
     value_text,
 )
-from aliquot.errors import UserError
+from aliquot.errors import ConfigError, DataError
 
 RECORDS = {".jsonl": jsonl_documents, ".json": jsonl_documents, ".parquet": parquet_documents}
 IN_DIRECTORIES = {".txt", ".md", ".py", ".jsonl", ".parquet"}
@@ -64,13 +64,13 @@ def train_source(section: DataSection) -> Source:
 def eval_source(section: DataSection) -> Source | None:
     """The source of `data.eval_path` or `data.eval_split`; None where neither is set."""
     if section.eval_path is not None and section.eval_split is not None:
-        raise UserError("give only one of data.eval_path and data.eval_split")
+        raise ConfigError("give only one of data.eval_path and data.eval_split")
     if section.eval_path is not None:
         return FileSource.find(section.eval_path, section.document, section.text_field, "data.eval_path")
     if section.eval_split is None:
         return None
     if section.dataset is None:
-        raise UserError("data.eval_split is a split of data.dataset; with data.path give data.eval_path")
+        raise ConfigError("data.eval_split is a split of data.dataset; with data.path give data.eval_path")
     return HubSource.load(section, section.eval_split)
 
 
@@ -87,7 +87,7 @@ class FileSource:
         entries = [path] if isinstance(path, str) else path
         files = list(dict.fromkeys(file for entry in entries for file in _find(entry, key)))
         if not files:
-            raise UserError(f"{key} is an empty list")
+            raise ConfigError(f"{key} is an empty list")
         return cls(
             files=tuple(files),
             units=tuple(_unit(file, unit) for file in files),
@@ -118,7 +118,7 @@ class FileSource:
                     if document.text and not document.text.isspace():
                         yield document._replace(done_bytes=before_bytes + document.done_bytes)
             except OSError as error:
-                raise UserError(f"cannot be read ({error.strerror or error})", file) from error
+                raise DataError(f"cannot be read ({error.strerror or error})", file) from error
             before_bytes += file.stat().st_size
 
 
@@ -134,14 +134,14 @@ def _find(entry: str, key: str) -> list[Path]:
     if path.is_dir():
         files = _walk(path, IN_DIRECTORIES)
         if not files:
-            raise UserError(f"{key}: no {', '.join(sorted(IN_DIRECTORIES))} file in this directory", entry)
+            raise DataError(f"{key}: no {', '.join(sorted(IN_DIRECTORIES))} file in this directory", entry)
         return files
     if not glob.has_magic(entry):
-        raise UserError(f"{key}: no such file or directory", entry)
+        raise DataError(f"{key}: no such file or directory", entry)
     # Path.glob takes no absolute pattern.
     files = sorted(match for match in map(Path, glob.glob(str(path), recursive=True)) if match.is_file())  # noqa: PTH207
     if not files:
-        raise UserError(f"{key}: no file matches", entry)
+        raise DataError(f"{key}: no file matches", entry)
     return files
 
 
@@ -158,7 +158,7 @@ def _content(file: Path) -> str:
     try:
         return digest_of_file(file)
     except OSError as error:
-        raise UserError(f"cannot be read ({error.strerror or error})", file) from error
+        raise DataError(f"cannot be read ({error.strerror or error})", file) from error
 
 
 def _is_utf8(file: Path) -> bool:
@@ -174,9 +174,9 @@ def _unit(file: Path, unit: Unit | None) -> Unit:
     if unit is None:
         return "field" if records else "file"
     if records and unit != "field":
-        raise UserError(f"data.document: {unit} is for plain text; a record's document is its `field`", file)
+        raise DataError(f"data.document: {unit} is for plain text; a record's document is its `field`", file)
     if not records and unit == "field":
-        raise UserError("data.document: field is for .jsonl and .parquet; plain text has file, line or block", file)
+        raise DataError("data.document: field is for .jsonl and .parquet; plain text has file, line or block", file)
     return unit
 
 
@@ -194,12 +194,12 @@ class HubSource:
         assert section.dataset is not None
         label = f"data.dataset {section.dataset}, split {split}"
         if section.document not in (None, "field"):
-            raise UserError(f"data.document: {section.document} is for plain text; a record's document is its `field`")
+            raise DataError(f"data.document: {section.document} is for plain text; a record's document is its `field`")
         try:
             dataset = datasets.load_dataset(section.dataset, section.dataset_config, split=split)
         except Exception as error:  # datasets raises nearly every kind of exception
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise UserError(f"cannot load the dataset: {reason}", label) from error
+            raise DataError(f"cannot load the dataset: {reason}", label) from error
         check_field(section.text_field, dataset.column_names, label)
         return cls(dataset, section.text_field, label, int(dataset.data.nbytes))
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from aliquot.errors import UserError
+from aliquot.errors import DataCacheError
 
 FORMAT = 1
 
@@ -35,10 +35,10 @@ class TokenStore:
             offsets: npt.NDArray[np.int64] = np.memmap(path / "offsets.bin", np.int64, mode="r")
             mask = np.memmap(path / "mask.bin", np.uint8, mode="r") if facts["chat"] else None
         except (OSError, ValueError, KeyError) as error:
-            raise UserError(f"not a token cache ({error}); remove this directory and start again", path) from error
+            raise DataCacheError(f"not a token cache ({error}); remove this directory and start again", path) from error
         sound = len(offsets) == facts["documents"] + 1 and len(tokens) == facts["tokens"] == offsets[-1]
         if not sound or (mask is not None and len(mask) != len(tokens)):
-            raise UserError("a damaged token cache; remove this directory and start again", path)
+            raise DataCacheError("a damaged token cache; remove this directory and start again", path)
         return cls(path, tokens, offsets, mask)
 
     @property

@@ -19,7 +19,7 @@ import psutil
 from aliquot.data.cuts import Cut, pieces
 from aliquot.data.documents import Document
 from aliquot.data.encoder import Encoded, Encoder, EncoderProcess, EncoderSpec, Texts
-from aliquot.errors import UserError
+from aliquot.errors import DataError
 
 Progress = Callable[[int, int], None]  # (bytes of the source done, of how many)
 
@@ -103,7 +103,7 @@ def _chunks(documents: Iterator[Document], chat: bool, cut: Cut | None) -> Itera
     for document in documents:
         before_bytes, done_characters = done_bytes, 0
         if document.chat != chat:
-            raise UserError("some records hold a text and some a list of messages: give them runs of their own")
+            raise DataError("some records hold a text and some a list of messages: give them runs of their own")
         parts = [document.text] if chat else list(pieces(document.text, cut))
         for index, part in enumerate(parts):
             texts.append((part, index == 0, index == len(parts) - 1))

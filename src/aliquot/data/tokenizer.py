@@ -12,7 +12,7 @@ from typing import Any
 from aliquot.config.schema import DataSection
 from aliquot.data.cache import digest_of_directory, publishing
 from aliquot.data.sources import Source
-from aliquot.errors import UserError
+from aliquot.errors import TokenizerError
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 SMALLEST_VOCABULARY = 256 + 2  # every byte, bos and eos
@@ -24,7 +24,7 @@ def load_tokenizer(name: str | Path) -> Any:
 
     path = Path(name).expanduser()
     if not path.exists() and (path.is_absolute() or str(name).startswith(".") or str(name).count("/") > 1):
-        raise UserError("no such tokenizer file or directory", name)  # a hub id is `name` or `owner/name`
+        raise TokenizerError("no such tokenizer file or directory", name)  # a hub id is `name` or `owner/name`
     try:
         if path.is_file():
             if path.name == "tokenizer.json" and path.with_name("tokenizer_config.json").exists():
@@ -33,11 +33,11 @@ def load_tokenizer(name: str | Path) -> Any:
         return AutoTokenizer.from_pretrained(path if path.is_dir() else str(name))
     except Exception as error:  # tokenizers raises plain Exception
         if path.is_dir() and not any(path.glob("tokenizer*")):
-            raise UserError(
+            raise TokenizerError(
                 "no tokenizer here: set data.tokenizer to a directory, a tokenizer.json or a hub id", name
             ) from error
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise UserError(f"cannot load a tokenizer: {reason}", name) from error
+        raise TokenizerError(f"cannot load a tokenizer: {reason}", name) from error
 
 
 def trained_tokenizer(
@@ -52,7 +52,7 @@ def trained_tokenizer(
     from transformers import PreTrainedTokenizerFast
 
     if vocab_size < SMALLEST_VOCABULARY:
-        raise UserError(
+        raise TokenizerError(
             f"data.tokenizer_vocab_size is {vocab_size}; every byte, bos and eos need {SMALLEST_VOCABULARY}"
         )
     key = hashlib.sha256(f"byte-level BPE, format 1\0{vocab_size}\0{source.digest}".encode()).hexdigest()
@@ -96,7 +96,7 @@ def configured_tokenizer(
     if section.tokenizer is not None:
         return load_tokenizer(section.tokenizer)
     if model_dir is None:
-        raise UserError("a model from scratch has no tokenizer: set data.tokenizer or data.tokenizer_vocab_size")
+        raise TokenizerError("a model from scratch has no tokenizer: set data.tokenizer or data.tokenizer_vocab_size")
     return load_tokenizer(model_dir)
 
 
@@ -104,7 +104,7 @@ def check_vocabulary(tokenizer: Any, vocab_size: int) -> None:
     """Raises UserError where a token id would be outside the model's embedding of `vocab_size` rows."""
     needed = max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
     if needed > vocab_size:
-        raise UserError(
+        raise TokenizerError(
             f"the tokenizer has {needed} tokens and the model's embedding only {vocab_size} rows:"
             " take the model's own tokenizer, or a model.config with a larger vocab_size"
         )
@@ -145,10 +145,10 @@ def convention_of(tokenizer: Any, add_bos: bool | None, add_eos: bool | None) ->
     bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
     if add_bos and not prefix:
         if bos is None:
-            raise UserError("data.add_bos is true, but the tokenizer has no bos token")
+            raise TokenizerError("data.add_bos is true, but the tokenizer has no bos token")
         prefix = (bos,)
     if add_eos and eos is None:
-        raise UserError("data.add_eos is true, but the tokenizer has no eos token")
+        raise TokenizerError("data.add_eos is true, but the tokenizer has no eos token")
     return Convention(
         prefix=() if add_bos is False else prefix,
         suffix=() if add_eos is False or eos is None else (eos,),

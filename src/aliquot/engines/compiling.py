@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aliquot.errors import UserError
+from aliquot.errors import MissingToolError
 from aliquot.models import attention, meta
 
 if TYPE_CHECKING:
@@ -23,7 +23,9 @@ _COMPILERS = ("g++", "clang++", "c++")
 def compile_layers(model: nn.Module, threads: int) -> None:
     """Before anything wraps the layers. Raises UserError where there is no C++ compiler."""
     if not any(shutil.which(name) for name in (os.environ.get("CXX", ""), *_COMPILERS) if name):
-        raise UserError("train.compile: layers needs a C++ compiler (g++ or clang++), and none is installed: use none")
+        raise MissingToolError(
+            "train.compile: layers needs a C++ compiler (g++ or clang++), and none is installed: use none"
+        )
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "aliquot" / "inductor"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))

@@ -22,7 +22,7 @@ from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.compiling import compile_layers
 from aliquot.engines.deepspeed_adam import adamw, prepare_states, set_steps
 from aliquot.engines.deepspeed_ops import prepare_ops
-from aliquot.errors import TrainingError
+from aliquot.errors import SelfTestError
 from aliquot.machine.ranks import gather
 from aliquot.machine.topology import Topology
 from aliquot.models import meta as meta_models
@@ -143,7 +143,7 @@ class DeepspeedEngine:
         sums = gather(float(first.parameter.data.double().sum()))
         first.parameter.partition()
         if len(set(sums)) > 1:
-            raise TrainingError(f"{first.name} gathered by DeepSpeed differs among the ranks: {sums}")
+            raise SelfTestError(f"{first.name} gathered by DeepSpeed differs among the ranks: {sums}")
         self._model.eval()
         if self._model.fused and not meta_models.losses_agree(self._model.model, self._loss):
             self._model.fused = False

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from aliquot.errors import UserError
+from aliquot.errors import MissingToolError
 
 _TOOLS = {"g++": "a C++ compiler (Debian: apt install g++)", "ninja": "pip install ninja"}
 _YOUNG_S = 120.0  # a build on another host of a shared home directory may hold a lock that looks abandoned here
@@ -24,7 +24,7 @@ def prepare_ops() -> None:
     Raises UserError where a tool is missing.
     """
     if missing := missing_tools():
-        raise UserError(
+        raise MissingToolError(
             f"DeepSpeed compiles C++ ops when it starts on CPUs and needs {' and '.join(missing)};"
             " the engines host and fsdp need no compiler"
         )

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from aliquot.engines.base import Engine
-from aliquot.errors import UserError
+from aliquot.errors import EngineError
 from aliquot.ranges.parts import Kind, row_ranges
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def dtensor(engine: Engine, name: str, shape: tuple[int, ...], kind: Kind, mesh:
     start, stop = row_ranges(shape, mesh.size())[mesh.get_local_rank()]
     part = next((part for part in engine.parts() if (part.name, part.kind) == (name, kind)), None)
     if (part.start, part.stop) != (start, stop) if part is not None else stop > start:
-        raise UserError(f"{name} is not held as whole rows by this engine: no DTensor of it")
+        raise EngineError(f"{name} is not held as whole rows by this engine: no DTensor of it")
     local = engine.view(part) if part is not None else torch.empty(0)
     if local is None or local.dtype != torch.float32:
         local = torch.empty(stop - start)

@@ -29,7 +29,7 @@ from aliquot.engines.compiling import compile_layers
 from aliquot.engines.fsdp_check import check_collectives
 from aliquot.engines.fsdp_comm import SharedAllGather, SharedReduceScatter, Stage
 from aliquot.engines.norm import global_norm
-from aliquot.errors import UserError
+from aliquot.errors import EngineError
 from aliquot.machine.ranks import gather
 from aliquot.machine.topology import Topology
 from aliquot.models import meta as meta_models
@@ -238,14 +238,14 @@ def _share_memory(model: nn.Module, spec: EngineSpec, topology: Topology) -> Sta
     asked = "shard.collectives: shared_memory is for CPU ranks of one host with engine fsdp"
     if topology.device != "cpu":
         if spec.collectives == "shared_memory":
-            raise UserError(f"{asked}, and launch.device is {topology.device}: use auto")
+            raise EngineError(f"{asked}, and launch.device is {topology.device}: use auto")
         return None
     peers = Peers.join(topology.rank, gather)
     hosts = len({tuple(ranks) for ranks in gather(list(peers.ranks))})
     if hosts > 1:
         peers.close()
         if spec.collectives == "shared_memory":
-            raise UserError(f"{asked}, and there are {hosts} hosts: use auto or gloo, or engine host")
+            raise EngineError(f"{asked}, and there are {hosts} hosts: use auto or gloo, or engine host")
         return None
     stage = Stage(peers)
     for module in model.modules():

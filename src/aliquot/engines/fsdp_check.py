@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from aliquot.engines.fsdp_comm import SharedAllGather, SharedReduceScatter, Stage
-from aliquot.errors import TrainingError
+from aliquot.errors import SelfTestError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +43,7 @@ def _expect(what: str, found: Tensor, expected: Tensor) -> None:
     wrong = (found != expected).nonzero()
     if len(wrong):
         at = int(wrong[0])
-        raise TrainingError(
+        raise SelfTestError(
             f"a {what} of known numbers gave {found[at].item()} instead of {expected[at].item()}:"
             " broken torch or memory?"
         )

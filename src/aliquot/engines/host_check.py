@@ -10,7 +10,7 @@ import torch
 from aliquot.collectives.hosts import Hosts
 from aliquot.collectives.reduce import add_sum
 from aliquot.collectives.ring import Piece, Ring
-from aliquot.errors import TrainingError
+from aliquot.errors import SelfTestError
 from aliquot.machine.ranks import gather
 
 if TYPE_CHECKING:
@@ -51,9 +51,9 @@ def check_published(own: Sequence[tuple[int, int]], first_of: Sequence[Tensor]) 
         for index, start, value in parts:
             seen = float(first_of[index][start])
             if seen != value and value == value:  # nan is nobody's fault here
-                raise TrainingError(f"rank {rank} published {value} and this rank reads {seen}: broken shared memory?")
+                raise SelfTestError(f"rank {rank} published {value} and this rank reads {seen}: broken shared memory?")
 
 
 def _expect(who: str, total: Tensor, expected: int) -> None:
     if not bool((total == expected).all()):
-        raise TrainingError(f"a sum over {who} gave {total[0].item()} instead of {expected}: broken torch or memory?")
+        raise SelfTestError(f"a sum over {who} gave {total[0].item()} instead of {expected}: broken torch or memory?")

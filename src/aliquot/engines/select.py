@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aliquot.config.schema import RunConfig
 from aliquot.engines.base import Engine
-from aliquot.errors import UserError
+from aliquot.errors import EngineError
 from aliquot.machine.memory import memory_limit
 from aliquot.machine.topology import Topology
 
@@ -22,17 +22,19 @@ def engine_class(config: RunConfig, topology: Topology, numel: int) -> tuple[str
     elif name == "auto":
         name = "host" if _fits_host(config, topology, numel) else "fsdp"
     if config.shard.offload == "cpu" and topology.device == "cpu":
-        raise UserError("shard.offload: cpu is for GPUs: on CPU everything is in host memory already")
+        raise EngineError("shard.offload: cpu is for GPUs: on CPU everything is in host memory already")
     if name == "host":
         if topology.device != "cpu":
-            raise UserError("shard.engine: host is for CPUs; with launch.device cuda use fsdp")
+            raise EngineError("shard.engine: host is for CPUs; with launch.device cuda use fsdp")
         if config.shard.collectives == "gloo":
-            raise UserError("shard.collectives: gloo is for engine fsdp: engine host has shared memory only")
+            raise EngineError("shard.collectives: gloo is for engine fsdp: engine host has shared memory only")
         from aliquot.engines.host import HostEngine
 
         return "host", HostEngine
     if config.train.optimizer_states != "fp32":
-        raise UserError(f"train.optimizer_states: {config.train.optimizer_states} needs shard.engine: host, not {name}")
+        raise EngineError(
+            f"train.optimizer_states: {config.train.optimizer_states} needs shard.engine: host, not {name}"
+        )
     if name == "deepspeed":
         from aliquot.engines.deepspeed import DeepspeedEngine
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from aliquot.errors import UserError
+from aliquot.errors import DeviceError
 
 
 def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:
@@ -12,7 +12,7 @@ def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cud
     import torch
 
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise UserError("launch.device is cuda, but torch sees no GPU here: set launch.device=cpu")
+        raise DeviceError("launch.device is cuda, but torch sees no GPU here: set launch.device=cpu")
     if wanted == "cpu" or not torch.cuda.is_available():
         return "cpu"
     return "cuda"

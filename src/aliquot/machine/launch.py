@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from aliquot.config.schema import LaunchSection
-from aliquot.errors import UserError
+from aliquot.errors import LaunchError, StorageError
 from aliquot.machine.rank_errors import LOG_DIRECTORY
 from aliquot.machine.rank_failures import explain
 
@@ -33,7 +33,7 @@ def mode(launch: LaunchSection, environ: Mapping[str, str]) -> Literal["rank", "
     if not missing:
         return "rank"
     if "RANK" in environ and environ.get("WORLD_SIZE", "1") != "1":
-        raise UserError(f"RANK is set, so this is one rank of many, but {', '.join(missing)} is not: use torchrun")
+        raise LaunchError(f"RANK is set, so this is one rank of many, but {', '.join(missing)} is not: use torchrun")
     launch = with_environment(launch, environ)
     return "launcher" if launch.nodes > 1 or launch.ranks not in (1, "auto") else "alone"
 
@@ -60,7 +60,7 @@ def with_environment(launch: LaunchSection, environ: Mapping[str, str]) -> Launc
         update["master_port"] = _integer(environ, "PET_MASTER_PORT", 1)
     placed = launch.model_copy(update=update)
     if placed.node_rank >= placed.nodes:
-        raise UserError(f"PET_NODE_RANK is {placed.node_rank}, but there are only {placed.nodes} nodes (PET_NNODES)")
+        raise LaunchError(f"PET_NODE_RANK is {placed.node_rank}, but there are only {placed.nodes} nodes (PET_NNODES)")
     return placed
 
 
@@ -69,7 +69,7 @@ def _with_exported(launch: LaunchSection, environ: Mapping[str, str]) -> LaunchS
     if "WORLD_SIZE" in environ and "RANK" not in environ and launch.ranks == "auto":
         world_size = _integer(environ, "WORLD_SIZE", 1)
         if world_size % launch.nodes:
-            raise UserError(f"WORLD_SIZE is {world_size}, which {launch.nodes} nodes cannot share: set launch.ranks")
+            raise LaunchError(f"WORLD_SIZE is {world_size}, which {launch.nodes} nodes cannot share: set launch.ranks")
         update["ranks"] = world_size // launch.nodes
     if "MASTER_ADDR" in environ and "master_address" not in launch.model_fields_set:
         update["master_address"] = environ["MASTER_ADDR"]
@@ -103,7 +103,7 @@ def start_ranks(
     try:
         log_directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"cannot write the ranks' logs: {error.strerror}", log_directory) from None
+        raise StorageError(f"cannot write the ranks' logs: {error.strerror}", log_directory) from None
     launch = with_environment(launch, os.environ)
     if launch.nodes == 1:
         # Port 0: the store chooses a free one. The address is given so that no name of this host must resolve.
@@ -140,7 +140,7 @@ def start_ranks(
         print(f"aliquot: stopped by {signal.Signals(stopped.sigval).name}", file=sys.stderr)
         return 128 + int(stopped.sigval)
     except (DistError, RendezvousError) as error:
-        raise UserError(
+        raise RendezvousError(
             f"the {launch.nodes} nodes could not be brought together at {endpoint}, as node {launch.node_rank}: {error}"
         ) from error
     return 0
@@ -159,5 +159,5 @@ def torchrun_advice(environ: Mapping[str, str], grace_s: float) -> list[str]:
 def _integer(environ: Mapping[str, str], name: str, smallest: int) -> int:
     text = environ[name]
     if not text.isdecimal() or int(text) < smallest:
-        raise UserError(f"the environment variable {name} is {text!r}; a whole number from {smallest} on is needed")
+        raise LaunchError(f"the environment variable {name} is {text!r}; a whole number from {smallest} on is needed")
     return int(text)

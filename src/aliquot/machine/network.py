@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from aliquot.errors import UserError
+from aliquot.errors import RendezvousError
 
 
 def interface_towards(address: str) -> str | None:
@@ -39,7 +39,9 @@ def check_interface() -> None:
     """Raises UserError where GLOO_SOCKET_IFNAME names an interface that this machine has not."""
     name, known = gloo_interface(), sorted(psutil.net_if_addrs())
     if name is not None and name not in known:
-        raise UserError(f"GLOO_SOCKET_IFNAME is {name}, but the interfaces of this machine are {', '.join(known)}")
+        raise RendezvousError(
+            f"GLOO_SOCKET_IFNAME is {name}, but the interfaces of this machine are {', '.join(known)}"
+        )
 
 
 def address_of(interface: str | None) -> str:

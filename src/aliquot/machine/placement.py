@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from aliquot.config.schema import LaunchSection
-from aliquot.errors import UserError
+from aliquot.errors import LaunchError
 from aliquot.machine.cpu import CpuFacts, format_cpu_list
 from aliquot.machine.rank_errors import LOG_DIRECTORY
 from aliquot.machine.topology import Topology
@@ -32,7 +32,7 @@ def place(
     local_rank = 0 if alone else _number(environ, "LOCAL_RANK", 0)
     local_ranks = 1 if alone else _number(environ, "LOCAL_WORLD_SIZE", world_size)
     if rank >= world_size or local_rank >= local_ranks:
-        raise UserError(
+        raise LaunchError(
             f"the environment says rank {rank} of {world_size}, local rank {local_rank} of {local_ranks}: not possible"
         )
     threads, reason = threads_per_rank(launch, environ, cpu, local_ranks)
@@ -66,11 +66,14 @@ def threads_per_rank(
         # OpenMP allows a list, one number a nesting level: the first is ours.
         text = environ[name].split(",")[0].strip()
         if not text.isdecimal() or int(text) == 0:
-            raise UserError(f"the environment variable {name} is {text!r}, a positive number is needed")
+            raise LaunchError(f"the environment variable {name} is {text!r}, a positive number is needed")
         return int(text), name
-    if cpu.throttled or len(cpu.cores) < local_ranks:
-        return max(1, cpu.usable_cores // local_ranks), f"{'cgroup CPU quota' if cpu.throttled else _CORES} / ranks"
-    return min(map(len, _divided(cpu, local_ranks))), f"{_CORES} / ranks"
+    if len(cpu.cores) < local_ranks:
+        return 1, f"{_CORES} / ranks"
+    threads = min(map(len, _divided(cpu, local_ranks)))  # on the smallest NUMA node, to which its ranks are kept
+    if cpu.throttled and cpu.usable_cores // local_ranks < threads:
+        return max(1, cpu.usable_cores // local_ranks), "cgroup CPU quota / ranks"
+    return threads, f"{_CORES} / ranks"
 
 
 def core_sets(cpu: CpuFacts, local_ranks: int, threads: int) -> list[tuple[int, ...]]:
@@ -128,7 +131,7 @@ def _set_by_torchrun(environ: Mapping[str, str], local_ranks: int) -> bool:
 def _number(environ: Mapping[str, str], name: str, default: int) -> int:
     text = environ.get(name, str(default))
     if not text.isdecimal():
-        raise UserError(f"the environment variable {name} is {text!r}, a number is needed")
+        raise LaunchError(f"the environment variable {name} is {text!r}, a number is needed")
     return int(text)
 
 

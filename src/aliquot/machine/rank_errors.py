@@ -43,6 +43,18 @@ class RankError:
     traceback: str
     time: float  # seconds since the epoch
 
+    @property
+    def line(self) -> str:
+        """One line for a console that several ranks may share."""
+        first = self.message.strip().partition("\n")[0]
+        if self.kind == "user":
+            return first
+        if self.kind == "training":
+            return f"rank {self.rank}: {first}"
+        if self.kind == "peer_lost":
+            return f"rank {self.rank} lost the connection to another rank, which may say why: {first} [peer-lost]"
+        return f"rank {self.rank} failed: {first} [crash]"
+
 
 def log_file(directory: Path, rank: int) -> Path:
     return directory / f"rank-{rank}.log"
@@ -61,14 +73,15 @@ def report_error(error: Exception, debug: bool = False) -> int:
     rank = int(os.environ.get("RANK", "0"))
     kind = classify(error)
     text = "".join(traceback.format_exception(error))
-    message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-    recorded = record_error(RankError(rank, kind, message, text, time.time()))
+    message = error.line if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    own = RankError(rank, kind, message, text, time.time())
+    recorded = record_error(own)
     if kind == "peer_lost":
         # The first rank to exit has all others ended: leave the one that failed the time to say why.
         time.sleep(1.0)
     # Under torchrun every rank meets the same bad input; one a node says so.
     if not recorded and not (kind == "user" and os.environ.get("LOCAL_RANK", "0") != "0"):
-        print(f"aliquot: {_line(rank, kind, message)}", file=sys.stderr)
+        print(f"aliquot: {own.line}", file=sys.stderr)
         if debug:
             print(text, file=sys.stderr)
         elif kind == "crash":
@@ -112,15 +125,3 @@ def _is_connection_error(error: BaseException) -> bool:
     if isinstance(error, ConnectionError) or type(error).__name__ in _CONNECTION_ERRORS:
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _CONNECTION_WORDS)
-
-
-def _line(rank: int, kind: Kind, message: str) -> str:
-    """One line for a console that several ranks may share."""
-    first = message.strip().partition("\n")[0]
-    if kind == "user":
-        return first
-    if kind == "training":
-        return f"rank {rank}: {first}"
-    if kind == "peer_lost":
-        return f"rank {rank} lost the connection to another rank, whose own error says why ({first})"
-    return f"rank {rank} failed: {first}"

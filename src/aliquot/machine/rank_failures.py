@@ -48,15 +48,10 @@ def _order(failure: Failure, error: RankError | None) -> tuple[int, float]:
 
 
 def _describe(rank: int, failure: Failure, error: RankError | None) -> str:
-    if error is None and failure.exitcode >= 0:
-        return f"rank {rank} ended with exit code {failure.exitcode}"
-    if error is None:
-        killer = -failure.exitcode
-        name = signal.Signals(killer).name if killer in set(signal.Signals) else f"signal {killer}"
-        return f"rank {rank} was killed by {name}{' (out of memory?)' if killer == signal.SIGKILL else ''}"
-    message = error.message.strip().partition("\n")[0]
-    if error.kind == "user":
-        return message
-    if error.kind == "peer_lost":
-        return f"rank {rank} lost the connection to another rank: {message}"
-    return f"rank {rank}: {message}" if error.kind == "training" else f"rank {rank} failed: {message}"
+    if error is not None:
+        return error.line
+    if failure.exitcode >= 0:
+        return f"rank {rank} ended with exit code {failure.exitcode} [crash]"
+    killer = -failure.exitcode
+    name = signal.Signals(killer).name if killer in set(signal.Signals) else f"signal {killer}"
+    return f"rank {rank} was killed by {name}{' (out of memory?)' if killer == signal.SIGKILL else ''} [killed]"

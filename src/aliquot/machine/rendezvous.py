@@ -26,7 +26,7 @@ import psutil
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from aliquot.config.schema import LaunchSection
-from aliquot.errors import UserError
+from aliquot.errors import RendezvousError
 from aliquot.machine.network import address_of, gloo_interface
 from aliquot.machine.topology import Topology
 
@@ -77,7 +77,7 @@ def _check_own_address(launch: LaunchSection, deadline: _Deadline) -> None:
     """Node 0 can reach the store, which it has opened, where the others look for it. A name may take time to appear."""
     while trouble := _reach(launch.master_address, launch.master_port):
         if "resolve" not in trouble or deadline.passed:
-            raise UserError(
+            raise RendezvousError(
                 f"launch.master_address {launch.master_address} does not lead to {platform.node()}, which is node 0:"
                 f" {trouble}"
             )
@@ -111,7 +111,7 @@ def _listen() -> socket.socket:
     try:
         return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
     except OSError:
-        raise UserError(
+        raise RendezvousError(
             f"other nodes cannot reach {platform.node()} at {address}: set GLOO_SOCKET_IFNAME to the interface that"
             f" leads to them, one of {', '.join(sorted(psutil.net_if_addrs()))}"
         ) from None
@@ -136,11 +136,11 @@ def _check_paths(store: Store, rank: int, told: Sequence[Mapping[str, Any]]) -> 
         texts = [store.get(key).decode() for key in keys]
         if trouble := next(filter(None, texts), None):
             _leave(store, rank, len(told))
-            raise UserError(
+            raise RendezvousError(
                 f"{trouble}; nodes must reach each other on all ports, by the interface in GLOO_SOCKET_IFNAME if set"
             )
     except DistError:
-        raise UserError("rank 0 has ended before all hosts had reached each other") from None
+        raise RendezvousError("rank 0 has ended before all hosts had reached each other") from None
 
 
 def _open(address: str, port: int, first: bool, deadline: _Deadline, who: str) -> Store:
@@ -150,11 +150,11 @@ def _open(address: str, port: int, first: bool, deadline: _Deadline, who: str) -
             # Shared with whoever opens the same port in this process later: the elastic launcher.
             return TCPStore("127.0.0.1", port, None, True, timedelta(seconds=_STORE_TIMEOUT_S), False, True)
         except DistError as error:
-            raise UserError(f"port {port} cannot be opened here: {_port_trouble(port, error)}") from None
+            raise RendezvousError(f"port {port} cannot be opened here: {_port_trouble(port, error)}") from None
     said = time.monotonic()
     while trouble := _reach(address, port):
         if deadline.passed:
-            raise UserError(
+            raise RendezvousError(
                 f"{who} was not found at {address}:{port} within {deadline.limit_s:g} s (launch.join_timeout_s):"
                 f" {trouble}; is it started, and are address and port the same everywhere?"
             )
@@ -174,7 +174,7 @@ def _open(address: str, port: int, first: bool, deadline: _Deadline, who: str) -
     aside.start()
     aside.join(_STORE_TIMEOUT_S)
     if not found:
-        raise UserError(f"what answers at {address}:{port} is not {who} of this run: is the port another's?")
+        raise RendezvousError(f"what answers at {address}:{port} is not {who} of this run: is the port another's?")
     return found[0]
 
 
@@ -229,12 +229,14 @@ def _arrive(
     try:
         if store.add(f"{own}/times", 1) > 1:
             other = json.loads(store.get(str(own)))["host"] if store.check([str(own)]) else "another machine"
-            raise UserError(f"{kind} {own} has come twice, from {other} and {platform.node()}: give each its own")
+            raise RendezvousError(f"{kind} {own} has come twice, from {other} and {platform.node()}: give each its own")
         store.set(str(own), entry)
         _wait(store, kind, own, count, deadline)
         return [json.loads(store.get(str(other))) for other in range(count)]
     except DistError:
-        raise UserError(f"{kind} 0 has ended before all {count} {kind}s had come; its own last line says why") from None
+        raise RendezvousError(
+            f"{kind} 0 has ended before all {count} {kind}s had come; its own last line says why"
+        ) from None
 
 
 def _leave(store: Store, own: int, count: int) -> None:
@@ -250,7 +252,7 @@ def _wait(store: Store, kind: str, own: int, count: int, deadline: _Deadline) ->
     missing = [other for other in range(count) if other != own]
     while missing := [other for other in missing if not store.check([str(other)])]:
         if store.check(["missing"]):
-            raise UserError(store.get("missing").decode())
+            raise RendezvousError(store.get("missing").decode())
         if deadline.passed:
             here = [other for other in range(count) if other not in missing]
             hosts = {other: json.loads(store.get(str(other)))["host"] for other in here}
@@ -258,7 +260,7 @@ def _wait(store: Store, kind: str, own: int, count: int, deadline: _Deadline) ->
             store.set("missing", text)
             if own == 0:
                 time.sleep(_GRACE_S)
-            raise UserError(text)
+            raise RendezvousError(text)
         if own == 0 and time.monotonic() > said + _SAY_EVERY_S:
             said = time.monotonic()
             text = f"aliquot: waiting for {_numbers(kind, missing)} since {deadline.waited_s:.0f} s"

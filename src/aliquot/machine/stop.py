@@ -17,6 +17,7 @@ EXIT_CODE = 128 + signal.SIGTERM
 class Terminated(TrainingError):
     """The run stopped because it was told to, with all saved."""
 
+    id = "terminated"
     exit_code = EXIT_CODE
 
 

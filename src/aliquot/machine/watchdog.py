@@ -57,7 +57,7 @@ class Watchdog:
             if self._stopped.wait(left):
                 return
         stacks = self.stack_file.with_name(self.stack_file.name.replace(f"rank-{self.rank}", "rank-*"))
-        message = f"no progress for {self.timeout_s:g} s; where every rank was: {stacks}"
+        message = f"no progress for {self.timeout_s:g} s; where every rank was: {stacks} [hung]"
         if not record_error(RankError(self.rank, "training", message, f"{message}\n", time.time())):
             print(f"aliquot: rank {self.rank}: {message}", file=sys.stderr, flush=True)
         os._exit(1)  # the main thread hangs: nothing that waits for it may run

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from aliquot.errors import UserError
+from aliquot.errors import UnsupportedModelError
 from aliquot.models import tiles
 from aliquot.models.tiled_attention import TiledAttention
 
@@ -67,9 +67,13 @@ def document_attention(
     Without `documents` (generation) the row is one document whose last T of T_kv positions are queried.
     """
     if softcap is not None or s_aux is not None or dropout:
-        raise UserError(f"{type(module).__name__}: attention with soft-cap, sinks or dropout is not supported")
+        raise UnsupportedModelError(
+            f"{type(module).__name__}: attention with soft-cap, sinks or dropout is not supported"
+        )
     if attention_mask is not None:
-        raise UserError(f"{type(module).__name__}: this model builds an attention mask of its own: not supported")
+        raise UnsupportedModelError(
+            f"{type(module).__name__}: this model builds an attention mask of its own: not supported"
+        )
     if documents is None:
         return _causal(query, key, value, scaling, sliding_window).transpose(1, 2), None
     documents.visits += 1

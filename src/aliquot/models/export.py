@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from aliquot.errors import UserError
+from aliquot.errors import RunDirectoryError
 from aliquot.ranges.bytemap import ByteMap, Shape
 from aliquot.ranges.checksums import BlockChecksums, combine_pieces
 from aliquot.ranges.header import TensorEntry
@@ -108,7 +108,7 @@ def _export(
 
     def make_way() -> None:
         if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
-            raise UserError("exists and is not empty: give another directory, or remove it first", out_dir)
+            raise RunDirectoryError("exists and is not empty: give another directory, or remove it first", out_dir)
         clean_leftovers(out_dir.parent, re.compile(re.escape(out_dir.name)))
 
     def prepare(partial: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aliquot.errors import UserError
+from aliquot.errors import ModelFilesError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,14 +15,18 @@ if TYPE_CHECKING:
 def generate(directory: Path, prompt: str, max_new_tokens: int, temperature: float, seed: int) -> str:
     """The prompt and its continuation. Raises UserError where `directory` holds no model with a tokenizer."""
     if not (directory / "config.json").is_file():
-        raise UserError("no config.json here; generate wants an export or a Hugging Face model directory", directory)
+        raise ModelFilesError(
+            "no config.json here; generate wants an export or a Hugging Face model directory", directory
+        )
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory)
         model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
     except (OSError, ValueError) as error:
-        raise UserError(f"transformers cannot load this model: {' '.join(str(error).split())}", directory) from error
+        raise ModelFilesError(
+            f"transformers cannot load this model: {' '.join(str(error).split())}", directory
+        ) from error
     return continuation(model.generate, tokenizer, prompt, max_new_tokens, temperature, seed)
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from aliquot.errors import UserError
+from aliquot.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,7 +92,9 @@ def record(model: PreTrainedModel) -> Fills:
         name for name, buffer in model.named_buffers() if buffer.is_floating_point() and bool(buffer.isnan().any())
     ]
     if unset:
-        raise UserError(f"{type(model).__name__}: does not compute its buffers {', '.join(unset)}: not supported")
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: does not compute its buffers {', '.join(unset)}: not supported"
+        )
 
     name_of_storage = {_storage(parameter): name for name, parameter in model.named_parameters()}
     fills: dict[str, list[Fill]] = {name: [] for name, _ in model.named_parameters()}
@@ -101,14 +103,16 @@ def record(model: PreTrainedModel) -> Fills:
         if name is None:
             continue
         if isinstance(fill, str):
-            raise UserError(f"{type(model).__name__}: initialises {name} by {fill}: cannot be drawn in blocks")
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: initialises {name} by {fill}: cannot be drawn in blocks"
+            )
         numel = model.get_parameter(name).numel()
         if fill.operation in OVERWRITING and (fill.start, fill.stop) == (0, numel):
             fills[name].clear()
         fills[name].append(fill)
     bare = [name for name, found in fills.items() if not found]
     if bare:
-        raise UserError(f"{type(model).__name__}: does not initialise {', '.join(bare[:5])}: not supported")
+        raise UnsupportedModelError(f"{type(model).__name__}: does not initialise {', '.join(bare[:5])}: not supported")
     return {name: tuple(found) for name, found in fills.items()}
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aliquot.errors import UserError
+from aliquot.errors import UnsupportedModelError
 from aliquot.models import attention, initialize
 from aliquot.models.batch import MicroBatch
 from aliquot.models.loss import summed_cross_entropy
@@ -54,14 +54,16 @@ def build(config: PretrainedConfig) -> MetaModel:
                 config, dtype=torch.float32, attn_implementation=attention.IMPLEMENTATION
             )
         except Exception as error:  # each model's code fails in its own way on a config it does not like
-            raise UserError(f"transformers cannot build this {config.model_type} model: {error}") from error
+            raise UnsupportedModelError(f"transformers cannot build this {config.model_type} model: {error}") from error
     config.architectures = [type(model).__name__]
     _check_layout(model)
     plain_head = _check_isolation(model)
     fills = initialize.record(model)
     on_meta = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if on_meta:
-        raise UserError(f"{type(model).__name__}: cannot compute buffers {', '.join(on_meta)}: model not supported")
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: cannot compute buffers {', '.join(on_meta)}: model not supported"
+        )
     first_name = {parameter: name for name, parameter in model.named_parameters()}
     tied = {
         name: first_name[parameter]
@@ -95,12 +97,14 @@ def attention_width(config: PretrainedConfig) -> int:
 def _check_layout(model: PreTrainedModel) -> None:
     kind = type(model).__name__
     if not decoder_layers(model):
-        raise UserError(f"{kind}: no decoder layers found (_no_split_modules names none): model not supported")
+        raise UnsupportedModelError(
+            f"{kind}: no decoder layers found (_no_split_modules names none): model not supported"
+        )
     if model.get_input_embeddings() is None or model.get_output_embeddings() is None:
-        raise UserError(f"{kind}: no input embedding or output head found: model not supported")
+        raise UnsupportedModelError(f"{kind}: no input embedding or output head found: model not supported")
     persistent = {name for name, _ in model.named_buffers()} & set(model.state_dict())
     if persistent:
-        raise UserError(f"{kind}: persistent buffers are not supported: {', '.join(sorted(persistent))}")
+        raise UnsupportedModelError(f"{kind}: persistent buffers are not supported: {', '.join(sorted(persistent))}")
 
 
 def _check_isolation(model: PreTrainedModel) -> bool:
@@ -117,12 +121,14 @@ def _check_isolation(model: PreTrainedModel) -> bool:
         try:
             logits = forward(model, ids, torch.zeros_like(ids), documents)
         except (TypeError, NotImplementedError, RuntimeError) as error:
-            raise UserError(f"{type(model).__name__} does not run with attention per document: {error}") from error
+            raise UnsupportedModelError(
+                f"{type(model).__name__} does not run with attention per document: {error}"
+            ) from error
         finally:
             listener.remove()
     layers = int(model.config.num_hidden_layers)
     if documents.visits != layers:
-        raise UserError(
+        raise UnsupportedModelError(
             f"{type(model).__name__}: {documents.visits} of {layers} attention layers use transformers'"
             " AttentionInterface, so packed documents cannot be isolated: model not supported"
         )

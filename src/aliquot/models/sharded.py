@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from aliquot.errors import UserError
+from aliquot.errors import UnsupportedModelError, UsageError
 from aliquot.models.load import load_weights
 from aliquot.models.meta import decoder_layers
 from aliquot.ranges.bytemap import Shape
@@ -109,7 +109,7 @@ def _build(config: PretrainedConfig, mesh: DeviceMesh | None, dtype: torch.dtype
     from transformers import AutoModelForCausalLM
 
     if mesh is None:
-        raise UserError("load_sharded of a configuration needs a mesh: init_device_mesh('cpu', (world_size,))")
+        raise UsageError("load_sharded of a configuration needs a mesh: init_device_mesh('cpu', (world_size,))")
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
     for module in [*decoder_layers(model), model]:
@@ -150,7 +150,7 @@ def compute_buffers(model: nn.Module) -> None:
         for name, buffer in module.named_buffers(recurse=False):
             full_name = f"{path}.{name}".removeprefix(".")
             if buffer.is_meta and (full_name in saved or not buffer.is_floating_point()):
-                raise UserError(f"buffer {full_name} of the model is on the meta device: give it a value first")
+                raise UsageError(f"buffer {full_name} of the model is on the meta device: give it a value first")
             if buffer.is_meta:
                 owners[full_name] = module
                 setattr(module, name, torch.full_like(buffer, float("nan"), device="cpu"))
@@ -160,7 +160,7 @@ def compute_buffers(model: nn.Module) -> None:
                 cast("PreTrainedModel", model)._init_weights(module)
     unset = [name for name in owners if bool(model.get_buffer(name).isnan().any())]
     if unset:
-        raise UserError(
+        raise UnsupportedModelError(
             f"{type(model).__name__} does not compute its buffers {', '.join(unset)}: give them values first"
         )
 
@@ -173,7 +173,7 @@ def _held(name: str, weight: nn.Parameter) -> tuple[Part, Tensor]:
         local = weight.to_local().detach()
         sharded = [dim for dim, placement in enumerate(weight.placements) if placement == Shard(0)]
         if len(sharded) > 1 or any(p not in (Shard(0), Replicate()) for p in weight.placements):
-            raise UserError(f"{name} is placed {weight.placements}: only one Shard(0) among Replicate can be loaded")
+            raise UsageError(f"{name} is placed {weight.placements}: only one Shard(0) among Replicate can be loaded")
         for dim in sharded:
             rows = -(-shape[0] // weight.device_mesh.size(dim))  # ceil: the last ranks may have fewer or none
             first = min(weight.device_mesh.get_local_rank(dim) * rows, shape[0])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aliquot.config.schema import ModelSection
-from aliquot.errors import UserError
+from aliquot.errors import ConfigError, ModelFilesError, UnsupportedModelError
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +57,7 @@ class ModelSource:
         """Raises UserError where sequences are longer than the positions that the model knows."""
         positions = getattr(self.config, "max_position_embeddings", None)
         if positions is not None and sequence_length > positions:
-            raise UserError(
+            raise ConfigError(
                 f"data.sequence_length is {sequence_length}, but the model has {positions} positions"
                 " (max_position_embeddings): shorten the sequences"
             )
@@ -88,7 +88,7 @@ def local_directory(path: str, hub_files: Sequence[str] = HUB_FILES) -> Path:
         return directory
     looks_local = directory.exists() or path.startswith((".", "/", "~")) or path.count("/") != 1
     if looks_local:
-        raise UserError(f"model.path {path}: no such directory (nor does it look like a hub id, owner/name)")
+        raise ModelFilesError(f"model.path {path}: no such directory (nor does it look like a hub id, owner/name)")
     from huggingface_hub import snapshot_download
 
     try:
@@ -96,18 +96,20 @@ def local_directory(path: str, hub_files: Sequence[str] = HUB_FILES) -> Path:
     # The hub client raises OSError for the network, its own HTTP errors (an OSError too) and ValueError for bad names.
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise UserError(f"model.path {path}: no such directory, and the hub could not serve it: {reason}") from error
+        raise ModelFilesError(
+            f"model.path {path}: no such directory, and the hub could not serve it: {reason}"
+        ) from error
 
 
 def _read_json(file: Path, key: str) -> dict[str, Any]:
     try:
         values = json.loads(file.read_text())
     except FileNotFoundError:
-        raise UserError(f"{key}: no config.json here; is this a Hugging Face model directory?", file) from None
+        raise ModelFilesError(f"{key}: no config.json here; is this a Hugging Face model directory?", file) from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{key}: not readable as JSON: {error}", file) from None
+        raise ModelFilesError(f"{key}: not readable as JSON: {error}", file) from None
     if not isinstance(values, dict):
-        raise UserError(f"{key}: expected a JSON object", file)
+        raise ModelFilesError(f"{key}: expected a JSON object", file)
     return values
 
 
@@ -118,32 +120,34 @@ def _parse_config(values: dict[str, Any], where: str) -> PretrainedConfig:
     values = dict(values)
     model_type = values.pop("model_type", None)
     if model_type is None:
-        raise UserError("model_type is missing; for example model_type: llama", where)
+        raise ModelFilesError("model_type is missing; for example model_type: llama", where)
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise UserError(f"model_type {model_type!r} is not a causal language model of transformers", where)
+        raise ModelFilesError(f"model_type {model_type!r} is not a causal language model of transformers", where)
     try:
         config = AutoConfig.for_model(model_type, **values)
     except (TypeError, ValueError, KeyError) as error:
-        raise UserError(f"not a valid {model_type} configuration: {_one_line(error)}", where) from error
+        raise ModelFilesError(f"not a valid {model_type} configuration: {_one_line(error)}", where) from error
     _refuse_out_of_scope(config, where)
     return config
 
 
 def _refuse_out_of_scope(config: PretrainedConfig, where: str) -> None:
     if getattr(config, "is_encoder_decoder", False):
-        raise UserError("encoder-decoder models are not supported", where)
+        raise UnsupportedModelError("encoder-decoder models are not supported", where)
     if getattr(config, "vision_config", None) is not None:
-        raise UserError("vision models are not supported", where)
+        raise UnsupportedModelError("vision models are not supported", where)
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         if getattr(config, key, None):
-            raise UserError(f"mixture-of-experts models are not supported ({key} = {getattr(config, key)})", where)
+            raise UnsupportedModelError(
+                f"mixture-of-experts models are not supported ({key} = {getattr(config, key)})", where
+            )
     for key, value in config.to_dict().items():
         # Those of heads for summaries and classes are no part of a language model.
         is_dropout = key.endswith(("dropout", "pdrop", "dropout_prob")) and not key.startswith(
             ("summary", "classifier")
         )
         if is_dropout and isinstance(value, int | float) and value > 0:
-            raise UserError(f"dropout is not supported: set {key} to 0 (it is {value})", where)
+            raise UnsupportedModelError(f"dropout is not supported: set {key} to 0 (it is {value})", where)
 
 
 def _one_line(error: Exception) -> str:

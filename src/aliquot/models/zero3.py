@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from aliquot.errors import UserError
+from aliquot.errors import DeepspeedConfigError, MissingToolError, UsageError
 from aliquot.models.load import load_weights
 from aliquot.models.sharded import Members, compute_buffers, tied_weights
 from aliquot.ranges.parts import Part
@@ -59,7 +59,7 @@ def load_zero3(
     if isinstance(model, str | Path):
         model, directory = AutoConfig.from_pretrained(model), model
     if directory is None:
-        raise UserError("load_zero3 of a configuration needs the directory of the weights")
+        raise UsageError("load_zero3 of a configuration needs the directory of the weights")
     settings = _settings(config)
     with torch.device("meta"):
         built = _construct(model, dtype, options)
@@ -130,7 +130,7 @@ def import_deepspeed() -> Any:
     except ModuleNotFoundError as error:
         if error.name != "deepspeed":
             raise
-        raise UserError("DeepSpeed is not installed: pip install 'aliquot[deepspeed]'") from None
+        raise MissingToolError("DeepSpeed is not installed: pip install 'aliquot[deepspeed]'") from None
     from deepspeed.utils import logger
 
     logger.setLevel(logging.WARNING)
@@ -203,11 +203,13 @@ def _prove(init: Any) -> None:
         for name, shape in shapes.items():
             theirs, ours = cast(Any, stock.get_parameter(name)), cast(Any, meta.get_parameter(name))
             if set(vars(theirs)) != set(vars(ours)) or set(vars(theirs.ds_tensor)) != set(vars(ours.ds_tensor)):
-                raise UserError("this DeepSpeed keeps other notes on a parameter than load_zero3 knows: use 0.19.8")
+                raise DeepspeedConfigError(
+                    "this DeepSpeed keeps other notes on a parameter than load_zero3 knows: use 0.19.8"
+                )
             ours.ds_tensor.copy_(theirs.ds_tensor)
             ours.all_gather()
             if not torch.equal(ours.data.cpu(), torch.arange(float(math.prod(shape))).view(shape)):
-                raise UserError("this DeepSpeed gathers other partitions than load_zero3 makes: use 0.19.8")
+                raise DeepspeedConfigError("this DeepSpeed gathers other partitions than load_zero3 makes: use 0.19.8")
             ours.partition()
 
 
@@ -248,7 +250,7 @@ def _construct(config: PretrainedConfig, dtype: torch.dtype, options: dict[str, 
     if "attn_implementation" in options:
         config._attn_implementation = options.pop("attn_implementation")
     if options:
-        raise UserError(f"load_zero3 does not know {', '.join(sorted(options))}: only attn_implementation")
+        raise UsageError(f"load_zero3 does not know {', '.join(sorted(options))}: only attn_implementation")
     kind = AutoModelForCausalLM._model_mapping[type(config)]
     config.dtype = dtype
     built: PreTrainedModel = kind(config)
@@ -266,12 +268,14 @@ def _settings(config: dict[str, Any] | Path | str | None) -> dict[str, Any] | No
         try:
             whole = json.loads(Path(config).read_text())
         except (OSError, ValueError) as error:
-            raise UserError(f"cannot read this DeepSpeed config: {error}", Path(config)) from None
+            raise DeepspeedConfigError(f"cannot read this DeepSpeed config: {error}", Path(config)) from None
     if whole is None:
         return None
     zero = whole.get("zero_optimization", {})
     if zero.get("zero_hpz_partition_size", 1) > 1:
-        raise UserError("zero_hpz_partition_size keeps a second copy that load_zero3 does not make: leave it out")
+        raise DeepspeedConfigError(
+            "zero_hpz_partition_size keeps a second copy that load_zero3 does not make: leave it out"
+        )
     kept = {key: zero[key] for key in ("offload_param", "memory_efficient_linear") if key in zero}
     return {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, **kept}}
 

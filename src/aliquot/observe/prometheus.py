@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIServer
 
 from aliquot.config.schema import ObserveSection
-from aliquot.errors import UserError
+from aliquot.errors import LaunchError
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Gauge
@@ -38,7 +38,7 @@ class Exporter:
         try:
             self._server = start_http_server(self._port, self._host, self._registry)
         except OSError as error:
-            raise UserError(
+            raise LaunchError(
                 f"observe.prometheus: cannot listen on {self._host}:{self._port}: {error.strerror}; choose another"
                 " port, or null for none"
             ) from None

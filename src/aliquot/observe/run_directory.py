@@ -10,7 +10,7 @@ from pathlib import Path
 
 from aliquot.config.read import dump_config
 from aliquot.config.schema import RunConfig
-from aliquot.errors import UserError
+from aliquot.errors import RunDirectoryError, StorageError
 from aliquot.machine.files import publish_text
 
 HEADER = "# The configuration of an aliquot run, complete, as it was run."
@@ -64,9 +64,11 @@ class RunDirectory:
         # logs/ alone is no run: the launcher makes it before any rank starts.
         held = {entry.name for entry in self.path.iterdir()} - {"logs", LOCK} if self.path.is_dir() else set()
         if held and not self._is_a_run():
-            raise UserError("exists and is not a run of aliquot; choose another run.name or run.directory", self.path)
+            raise RunDirectoryError(
+                "exists and is not a run of aliquot; choose another run.name or run.directory", self.path
+            )
         if held and config.checkpoint.resume == "never":
-            raise UserError(
+            raise RunDirectoryError(
                 "this run exists already and checkpoint.resume is `never`; choose another run.name, or resume: auto",
                 self.path,
             )
@@ -87,7 +89,7 @@ class RunDirectory:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    raise UserError("another process is training into this run directory", self.path) from None
+                    raise RunDirectoryError("another process is training into this run directory", self.path) from None
                 except OSError:
                     pass  # a file system without locks (Lustre may be mounted so): nothing to hold on to
                 try:
@@ -97,7 +99,7 @@ class RunDirectory:
                         (self.path / LOCK).unlink()
                         self.path.rmdir()
         except PermissionError as error:
-            raise UserError(f"cannot write the run directory: {error.strerror}", self.path) from None
+            raise StorageError(f"cannot write the run directory: {error.strerror}", self.path) from None
 
     def begin(self, config: RunConfig) -> None:
         """Write config.yaml, complete, as run: only once all else is known to be in order."""
@@ -107,4 +109,4 @@ class RunDirectory:
             self.checkpoints.mkdir(exist_ok=True)
             self.logs.mkdir(exist_ok=True)
         except OSError as error:
-            raise UserError(f"cannot write the run directory: {error.strerror}", self.path) from None
+            raise StorageError(f"cannot write the run directory: {error.strerror}", self.path) from None

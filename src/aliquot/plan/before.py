@@ -7,7 +7,7 @@ from typing import Any
 
 from aliquot.config.schema import RunConfig
 from aliquot.config.workload import Workload
-from aliquot.errors import UserError
+from aliquot.errors import DoesNotFitError, UserError
 from aliquot.machine.cpu import read_cpu
 from aliquot.machine.topology import Topology
 from aliquot.plan import fit
@@ -47,7 +47,7 @@ def plan_before(
         warn(f"no plan could be made of this run: {type(error).__name__}: {error}")
         return {}
     if advice is not None:
-        raise UserError(f"this run would not fit: {found}. {advice} (--force starts it all the same)")
+        raise DoesNotFitError(f"this run would not fit: {found}. {advice} (--force starts it all the same)")
     if found:
         warn(f"this run may not fit: {found}")
     peaks = {p.name: sum(p.private_bytes.values()) + sum(p.shared_bytes.values()) for p in plan.phases}

@@ -10,7 +10,7 @@ from typing import Literal, Self
 
 from aliquot.catalogue.instances import InstanceType, instance
 from aliquot.config.schema import RunConfig
-from aliquot.errors import UserError
+from aliquot.errors import DeviceError, PlanError
 from aliquot.machine.auto_ranks import cpu_ranks
 from aliquot.machine.cpu import CpuFacts, read_cpu
 from aliquot.machine.launch import with_environment
@@ -103,7 +103,7 @@ class Machine:
 
     def device(self, wanted: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:
         if wanted == "cuda" and not self.gpus:
-            raise UserError(f"launch.device is cuda, but {self.name} has no GPU: set launch.device=cpu")
+            raise DeviceError(f"launch.device is cuda, but {self.name} has no GPU: set launch.device=cpu")
         return "cuda" if self.gpus and wanted != "cpu" else "cpu"
 
     def layout(self, config: RunConfig, nodes: int | None = None, ranks_per_node: int | None = None) -> Layout:
@@ -143,14 +143,14 @@ def chosen(
     """The machine that options name; without any, this one. Raises UserError where they do not name one."""
     if instance_name is not None:
         if memory_gib is not None or cores is not None:
-            raise UserError("give either an instance type, or memory and cores")
+            raise PlanError("give either an instance type, or memory and cores")
         found = Machine.of_instance(instance_name)
         return found if network_gbit is None else replace(found, network_bytes_per_s=network_gbit * 1e9 / 8)
     if memory_gib is None and cores is None:
         this = Machine.this()
         return this if network_gbit is None else replace(this, network_bytes_per_s=network_gbit * 1e9 / 8)
     if memory_gib is None or cores is None:
-        raise UserError("a machine by numbers needs both its memory (GiB) and its cores")
+        raise PlanError("a machine by numbers needs both its memory (GiB) and its cores")
     return Machine.of_numbers(memory_gib, cores, network_gbit)
 
 

@@ -9,7 +9,7 @@ from aliquot.config.batch_size import batch_size
 from aliquot.config.plan import Plan
 from aliquot.config.schema import RunConfig
 from aliquot.config.workload import Workload
-from aliquot.errors import UserError
+from aliquot.errors import EngineError
 from aliquot.plan.activations import MicroBatchCost, Step, micro_batch_cost
 from aliquot.plan.calibrate import profile_of
 from aliquot.plan.layout import Layout
@@ -104,7 +104,7 @@ class Planner:
             suits = layout.device == "cpu" and config.shard.collectives != "gloo"
             return "host" if suits and copy_bytes <= _SHARED_FRACTION * self.machine.memory_bytes else "fsdp"
         if name == "host" and layout.device != "cpu":
-            raise UserError("shard.engine: host is for CPUs; with launch.device cuda use fsdp")
+            raise EngineError("shard.engine: host is for CPUs; with launch.device cuda use fsdp")
         return name
 
     def rates(self, layout: Layout) -> Rates:

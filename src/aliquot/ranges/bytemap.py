@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from aliquot.errors import UserError
+from aliquot.errors import WeightsFileError
 from aliquot.ranges.header import TensorEntry, read_header
 from aliquot.ranges.jsonfile import read_json
 
@@ -34,21 +34,21 @@ class ByteMap:
             return cls(header.entries, {single: header.header_bytes})
         if index.exists():
             return cls._of_index(index)
-        raise UserError(_absent(directory, stem), directory)
+        raise WeightsFileError(_absent(directory, stem), directory)
 
     @classmethod
     def _of_index(cls, index: Path) -> ByteMap:
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise UserError("no weight_map", index)
+            raise WeightsFileError("no weight_map", index)
         headers = {}
         for name in sorted({str(file) for file in weight_map.values()}):
             if not is_plain_name(name) or not name.endswith(".safetensors"):
-                raise UserError(f"{name!r} is not the name of a safetensors file in this directory", index)
+                raise WeightsFileError(f"{name!r} is not the name of a safetensors file in this directory", index)
             headers[name] = read_header(index.parent / name)
         absent = [tensor for tensor, file in weight_map.items() if tensor not in headers[str(file)].entries]
         if absent:
-            raise UserError(f"not in the files that the index names: {listed(absent)}", index)
+            raise WeightsFileError(f"not in the files that the index names: {listed(absent)}", index)
         entries = {tensor: headers[file].entries[tensor] for tensor, file in weight_map.items()}
         return cls(entries, {index.parent / name: header.header_bytes for name, header in headers.items()})
 
@@ -73,7 +73,7 @@ def check_tensors(
     problems = {"missing": missing, "not of this model": list(extra), "of the wrong shape": wrong, "not weights": odd}
     told = [f"{label}: {listed(names)}" for label, names in problems.items() if names]
     if told:
-        raise UserError("tensors do not fit the model; " + "; ".join(told), where)
+        raise WeightsFileError("tensors do not fit the model; " + "; ".join(told), where)
 
 
 def listed(names: Sequence[str]) -> str:

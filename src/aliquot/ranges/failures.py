@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from aliquot.errors import UserError
+from aliquot.errors import StorageError
 
 
 @contextlib.contextmanager
@@ -15,7 +15,7 @@ def reading(path: Path | None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"cannot read: {error.strerror}", path) from error
+        raise StorageError(f"cannot read: {error.strerror}", path) from error
 
 
 @contextlib.contextmanager
@@ -24,4 +24,4 @@ def writing(path: Path | None) -> Iterator[None]:
     try:
         yield
     except OSError as error:  # disk full, quota, read-only, no permission
-        raise UserError(f"cannot write: {error.strerror}", path) from error
+        raise StorageError(f"cannot write: {error.strerror}", path) from error

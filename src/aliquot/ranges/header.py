@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from aliquot.errors import UserError
+from aliquot.errors import WeightsFileError
 from aliquot.ranges.failures import reading
 from aliquot.ranges.jsonfile import LIMIT_BYTES, parse_json
 
@@ -72,12 +72,12 @@ def read_header(path: Path) -> Header:
     with reading(path), os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
-            raise UserError("not a regular file", path)
+            raise WeightsFileError("not a regular file", path)
         length = int.from_bytes(file.read(8), "little")
         if found.st_size < 8 or length > found.st_size - 8:
-            raise UserError("truncated, or not a safetensors file: the header is longer than the file", path)
+            raise WeightsFileError("truncated, or not a safetensors file: the header is longer than the file", path)
         if length > LIMIT_BYTES:
-            raise UserError(f"header of {length} bytes, more than {LIMIT_BYTES}", path)
+            raise WeightsFileError(f"header of {length} bytes, more than {LIMIT_BYTES}", path)
         data = file.read(length)
     return Header(_entries(data, path, found.st_size), 8 + length)
 
@@ -90,12 +90,12 @@ def _entries(data: bytes, path: Path, file_bytes: int) -> dict[str, TensorEntry]
     end = start
     for entry in entries:
         if entry.offset != end:
-            raise UserError(f"tensor {entry.name[:200]!r} overlaps another or leaves a gap before it", path)
+            raise WeightsFileError(f"tensor {entry.name[:200]!r} overlaps another or leaves a gap before it", path)
         end += entry.numel * entry.itemsize
     if end > file_bytes:
-        raise UserError(f"truncated: {file_bytes} bytes where the header asks for {end}", path)
+        raise WeightsFileError(f"truncated: {file_bytes} bytes where the header asks for {end}", path)
     if end < file_bytes:
-        raise UserError(f"{file_bytes - end} bytes after the last tensor", path)
+        raise WeightsFileError(f"{file_bytes - end} bytes after the last tensor", path)
     return {entry.name: entry for entry in entries}
 
 
@@ -105,17 +105,19 @@ def _position(entry: TensorEntry) -> tuple[int, int]:
 
 def _entry(name: str, field: Any, path: Path, file_bytes: int, start: int) -> TensorEntry:
     if not isinstance(field, dict) or set(field) != {"dtype", "shape", "data_offsets"}:
-        raise UserError(f"tensor {name[:200]!r}: not an object of dtype, shape and data_offsets", path)
+        raise WeightsFileError(f"tensor {name[:200]!r}: not an object of dtype, shape and data_offsets", path)
     dtype, shape, offsets = field["dtype"], field["shape"], field["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise UserError(f"tensor {name[:200]!r}: unknown dtype {ascii(dtype)[:40]}", path)
+        raise WeightsFileError(f"tensor {name[:200]!r}: unknown dtype {ascii(dtype)[:40]}", path)
     if not _sizes(shape) or len(shape) > 64:
-        raise UserError(f"tensor {name[:200]!r}: not a shape: {ascii(shape)[:80]}", path)
+        raise WeightsFileError(f"tensor {name[:200]!r}: not a shape: {ascii(shape)[:80]}", path)
     if not _sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise UserError(f"tensor {name[:200]!r}: not data_offsets: {ascii(offsets)[:80]}", path)
+        raise WeightsFileError(f"tensor {name[:200]!r}: not data_offsets: {ascii(offsets)[:80]}", path)
     entry = TensorEntry(name, DTYPES[dtype], tuple(shape), path, file_bytes, start + offsets[0])
     if entry.numel * entry.itemsize != offsets[1] - offsets[0]:
-        raise UserError(f"tensor {name[:200]!r}: {offsets[1] - offsets[0]} bytes do not hold {dtype} {shape}", path)
+        raise WeightsFileError(
+            f"tensor {name[:200]!r}: {offsets[1] - offsets[0]} bytes do not hold {dtype} {shape}", path
+        )
     return entry
 
 

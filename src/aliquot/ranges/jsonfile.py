@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from aliquot.errors import UserError
+from aliquot.errors import WeightsFileError
 from aliquot.ranges.failures import reading
 
 LIMIT_BYTES = 100_000_000  # safetensors' own limit for a header
@@ -22,11 +22,11 @@ def read_small(path: Path) -> bytes:
     """The whole of a regular file of at most `LIMIT_BYTES`. Raises UserError."""
     with reading(path):
         if path.exists() and not path.is_file():  # a fifo would block for ever
-            raise UserError("not a regular file", path)
+            raise WeightsFileError("not a regular file", path)
         with path.open("rb") as file:
             data = file.read(LIMIT_BYTES + 1)
     if len(data) > LIMIT_BYTES:
-        raise UserError(f"larger than {LIMIT_BYTES} bytes", path)
+        raise WeightsFileError(f"larger than {LIMIT_BYTES} bytes", path)
     return data
 
 
@@ -35,9 +35,9 @@ def parse_json(data: bytes, where: str | Path) -> dict[str, Any]:
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON, endless digits, endless nesting
-        raise UserError(f"not valid JSON: {ascii(str(error))[1:200]}", where) from error
+        raise WeightsFileError(f"not valid JSON: {ascii(str(error))[1:200]}", where) from error
     if not isinstance(value, dict):
-        raise UserError("not a JSON object", where)
+        raise WeightsFileError("not a JSON object", where)
     return value
 
 

@@ -10,11 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from aliquot.errors import UserError
+from aliquot.errors import DamagedCheckpoint, UserError
 from aliquot.ranges.bytemap import is_plain_name
 from aliquot.ranges.checksums import BLOCK_BYTES
 from aliquot.ranges.jsonfile import read_json
-from aliquot.ranges.together import DamagedCheckpoint
 
 MANIFEST = "manifest.json"
 

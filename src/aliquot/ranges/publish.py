@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
-from aliquot.errors import UserError
+from aliquot.errors import StorageError
 from aliquot.ranges.bytemap import is_plain_name
 from aliquot.ranges.failures import writing
 from aliquot.ranges.together import Ranks, on_first, together
@@ -78,7 +78,9 @@ def check_space(directory: Path, needed_bytes: int) -> None:
     found = os.statvfs(directory)
     free_bytes = found.f_bavail * found.f_frsize
     if found.f_blocks and free_bytes < needed_bytes:  # some network file systems say nothing
-        raise UserError(f"needs {needed_bytes / 1e9:.2f} GB and {free_bytes / 1e9:.2f} GB are free", directory.parent)
+        raise StorageError(
+            f"needs {needed_bytes / 1e9:.2f} GB and {free_bytes / 1e9:.2f} GB are free", directory.parent
+        )
 
 
 def set_aside(directory: Path) -> Path:

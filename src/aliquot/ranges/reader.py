@@ -8,7 +8,7 @@ from typing import Self
 
 import torch
 
-from aliquot.errors import UserError
+from aliquot.errors import WeightsFileError
 from aliquot.ranges.checksums import BlockChecksums
 from aliquot.ranges.failures import reading
 from aliquot.ranges.header import TensorEntry
@@ -32,7 +32,7 @@ class SourceFile:
         size_bytes = os.fstat(self._descriptor).st_size
         if size_bytes != entry.file_bytes:
             self.close()
-            raise UserError(f"{size_bytes} bytes where its header was read at {entry.file_bytes}", self.path)
+            raise WeightsFileError(f"{size_bytes} bytes where its header was read at {entry.file_bytes}", self.path)
 
     def announce(self, entry: TensorEntry, start: int, numel: int) -> None:
         """These elements are to be read soon: the disk may begin."""
@@ -48,7 +48,7 @@ class SourceFile:
             with reading(self.path):
                 count = os.preadv(self._descriptor, [memory[done:]], offset + done)
             if count == 0:
-                raise UserError("the file became shorter while it was read", self.path)
+                raise WeightsFileError("the file became shorter while it was read", self.path)
             done += count
         if self._checksums is not None:
             self._checksums.add(self.path.name, offset, memory)

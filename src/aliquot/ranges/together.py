@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from aliquot.errors import TrainingError, UserError
+from aliquot.errors import StorageError, TrainingError, UserError, kinds
 
 T = TypeVar("T")
 
@@ -32,13 +32,6 @@ class Alone:
 
     def gather(self, value: Any) -> list[Any]:
         return [value]
-
-
-class DamagedCheckpoint(UserError):
-    """A checkpoint that is incomplete or whose bytes are not those that were saved. An older one may be good."""
-
-
-_KINDS: dict[str, type[UserError]] = {kind.__name__: kind for kind in (UserError, TrainingError, DamagedCheckpoint)}
 
 
 def together(ranks: Ranks, work: Callable[[], T]) -> list[T]:
@@ -70,13 +63,14 @@ def _together(ranks: Ranks, work: Callable[[], T], name_rank: bool) -> list[T]:
     if failure is not None and not isinstance(failure, UserError):
         raise failure
     rank, reply = failed[0]
-    message = reply["error"] if reply["kind"] in _KINDS else f"{reply['kind']}: {reply['error']}"
+    known = {kind.__name__: kind for kind in kinds()}
+    message = reply["error"] if reply["kind"] in known else f"{reply['kind']}: {reply['error']}"
     if name_rank and any(other["error"] != reply["error"] for other in replies):
         message = f"rank {rank}: {message}"
-    raise _KINDS.get(reply["kind"], TrainingError)(message) from failure
+    raise known.get(reply["kind"], TrainingError)(message) from failure
 
 
 def _for_the_person(error: Exception) -> Exception:
     if isinstance(error, OSError):
-        return UserError(error.strerror or str(error), error.filename)
+        return StorageError(error.strerror or str(error), error.filename)
     return error

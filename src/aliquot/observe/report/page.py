@@ -12,7 +12,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
-from aliquot.errors import UserError
+from aliquot.errors import RunDirectoryError
 from aliquot.machine.files import publish_text
 from aliquot.observe.report import compare, facts, figures, memory
 from aliquot.observe.report.figure import Figure
@@ -24,7 +24,7 @@ MARKER = "<!-- aliquot report -->"
 def write_report(directories: Sequence[Path], out: Path) -> None:
     """Write the page of these run directories to `out`, in one piece. Raises UserError for what is no run."""
     if out.exists() and not _is_a_report(out):
-        raise UserError("exists and is not a report of aliquot; choose another --out", out)
+        raise RunDirectoryError("exists and is not a report of aliquot; choose another --out", out)
     publish_text(out, render([read_run(directory) for directory in directories]))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from aliquot.errors import UserError
+from aliquot.errors import RunDirectoryError
 from aliquot.observe.events import ENDS
 from aliquot.observe.ledger import PHASES
 from aliquot.observe.run_directory import HEADER, LOCK, RunDirectory
@@ -86,7 +86,7 @@ def read_run(path: Path) -> Run:
     directory = RunDirectory(path)
     text = _text(path / "config.yaml")
     if text is None or not text.startswith(HEADER):
-        raise UserError("this is not a run directory: a run has a config.yaml that aliquot wrote", path)
+        raise RunDirectoryError("this is not a run directory: a run has a config.yaml that aliquot wrote", path)
     config = _yaml(text)
     lines = _lines(directory.metrics)
     events = _lines(directory.events)
