@@ -1,9 +1,9 @@
 """What stands in the pages: links, configurations, command lines and what they need.
 
 The convention. A block fenced as ```sh holds commands. Its first line may be a comment that begins with `# needs:` and
-says what a test does not have: cluster, gpu, hub, data (the reader's own files) or minutes. A block without it is run
-by a test, from a directory with the repository's files. A block fenced as ```yaml whose first line begins with
-`# NAME.yaml` is a configuration that commands of the same page may name.
+says what a test does not have: cluster, gpu, hub (or a package index), data (the reader's own files), or minutes, which
+only a long test has. A block without it is run by a test, from a directory with the repository's files. A block fenced
+as ```yaml whose first line begins with `# NAME.yaml` is a configuration that commands of the same page may name.
 """
 
 from __future__ import annotations

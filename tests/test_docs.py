@@ -64,6 +64,23 @@ def test_commands_that_need_nothing_run(page: Path, tmp_path: Path) -> None:
         run(block.text, tmp_path)
 
 
+@pytest.mark.long
+@pytest.mark.timeout(2400)
+@pytest.mark.skipif(
+    not (ROOT / ".venv/.installed").exists(), reason="make test-long has the environment that make uses"
+)
+def test_commands_that_take_minutes_run(tmp_path: Path) -> None:
+    """In one directory, the quickstart first: other pages use what it leaves. Korean pages have the same commands."""
+    for name in (".venv", "pyproject.toml", "constraints.txt"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    place_configs(None, tmp_path)
+    pages = sorted((ROOT / "docs").glob("*.md"), key=lambda page: (page.stem != "quickstart", page.stem))
+    commands = [block.text for page in pages for block in blocks(page) if block.needs == {"minutes"}]
+    assert "make demo" in commands[0] and len(commands) > 8
+    for text in dict.fromkeys(commands):
+        run(text, tmp_path)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_configurations_are_valid(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = place_configs(page, tmp_path)

@@ -41,6 +41,7 @@ def main() -> None:
     arguments.add_argument("--data", nargs="+", default=[], help=".parquet or text files; none: wikitext-2 of the hub")
     arguments.add_argument("--output", default="runs/seed-trainer")
     arguments.add_argument("--steps", type=int, default=-1)
+    arguments.add_argument("--sequence-length", type=int, default=512)
     arguments.add_argument("--load", choices=["aliquot", "transformers"], default="aliquot")
     given = arguments.parse_args()
     for name, value in {"DS_ACCELERATOR": "cpu", **ALONE}.items():
@@ -52,7 +53,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(given.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     rows = documents(given.data).map(
-        lambda batch: tokenizer(batch["text"], truncation=True, max_length=512, padding="max_length"),
+        lambda batch: tokenizer(batch["text"], truncation=True, max_length=given.sequence_length, padding="max_length"),
         batched=True,
         remove_columns=["text"],
     )
