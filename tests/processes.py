@@ -3,54 +3,67 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 
 
-def run_ranks(script: Path, world_size: int, folder: Path, *arguments: str, timeout_s: float = 240) -> None:
-    """Runs `script WORLD_SIZE FOLDER ARGUMENTS...`, which calls `as_ranks`; fails with what its ranks printed.
+@dataclass(frozen=True)
+class World:
+    """Ranks that meet through a file in `folder`, which must be fresh."""
 
-    The ranks meet through a file in `folder`, which must be fresh.
-    """
+    size: int
+    folder: Path
+    arguments: tuple[str, ...] = ()
+
+
+def run_ranks(script: Path, world_size: int, folder: Path, *arguments: str, timeout_s: float = 240) -> None:
+    """Runs the ranks of one world: see `run_worlds`."""
+    run_worlds(script, [World(world_size, folder, arguments)], timeout_s)
+
+
+def run_worlds(script: Path, worlds: list[World], timeout_s: float = 240) -> None:
+    """Runs `script`, which calls `as_ranks`, for one world after the other; fails with what their ranks printed."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "GLOO_SOCKET_IFNAME": "lo"}
     command = [
         sys.executable,
         "-m",
         f"tests.{script.parent.name}.{script.stem}",
-        str(world_size),
-        str(folder),
-        *arguments,
+        json.dumps([(world.size, str(world.folder), world.arguments) for world in worlds]),
     ]
     ranks = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
     assert ranks.returncode == 0, ranks.stdout + ranks.stderr
 
 
 def as_ranks(work: Callable[[int, int, Path, list[str]], None]) -> None:
-    """Forks a rank for each of WORLD_SIZE and calls `work(rank, world_size, folder, arguments)` in it.
+    """Forks the ranks of each world and calls `work(rank, world_size, folder, arguments)` in them.
 
     Forked after the imports, which take longer than the work, and before torch has started any thread.
     """
-    world_size, folder = int(sys.argv[1]), Path(sys.argv[2])
-    children = []
-    for rank in range(world_size):
-        child = os.fork()
-        if child == 0:
-            os._exit(_rank(work, rank, world_size, folder))
-        children.append(child)
-    statuses = [os.waitpid(child, 0)[1] for child in children]
-    sys.exit(any(statuses))
+    for size, folder, arguments in json.loads(sys.argv[1]):
+        children = []
+        for rank in range(size):
+            child = os.fork()
+            if child == 0:
+                os._exit(_rank(work, rank, World(size, Path(folder), tuple(arguments))))
+            children.append(child)
+        statuses = [os.waitpid(child, 0)[1] for child in children]
+        if any(statuses):
+            sys.exit(1)
 
 
-def _rank(work: Callable[[int, int, Path, list[str]], None], rank: int, world_size: int, folder: Path) -> int:
+def _rank(work: Callable[[int, int, Path, list[str]], None], rank: int, world: World) -> int:
     try:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
-        work(rank, world_size, folder, sys.argv[3:])
+        meet = f"file://{world.folder}/meet"
+        dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=world.size)
+        work(rank, world.size, world.folder, list(world.arguments))
         gc.collect()  # see machine.ranks.Ranks.close
         dist.destroy_process_group()
     except Exception:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -27,7 +28,7 @@ def test_two_runs_at_once_on_one_host(tmp_path: Path) -> None:
     runs = []
     for folder in folders:
         folder.mkdir()
-        command = [sys.executable, "-m", "tests.collectives.worker", "2", str(folder), "sums"]
+        command = [sys.executable, "-m", "tests.collectives.worker", json.dumps([(2, str(folder), ["sums"])])]
         runs.append(subprocess.Popen(command, stderr=subprocess.PIPE))
     for run in runs:
         _, errors = run.communicate(timeout=120)

@@ -10,7 +10,7 @@ import torch
 from aliquot.engines.deepspeed_ops import missing_tools
 from tests.engines.cases import CASES
 from tests.engines.test_engines import WORKER, assembled, initial_weights, plain_loop, result
-from tests.processes import run_ranks
+from tests.processes import World, run_worlds
 
 pytest.importorskip("deepspeed", reason="the extra `deepspeed` is not installed")
 if missing_tools():
@@ -24,10 +24,8 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Path]:
-    folders = {}
-    for (kind, world_size), cases in RUNS.items():
-        folders[kind, world_size] = tmp_path_factory.mktemp(f"{kind}{world_size}")
-        run_ranks(WORKER, world_size, folders[kind, world_size], kind, *cases)
+    folders = {(kind, size): tmp_path_factory.mktemp(f"{kind}{size}") for kind, size in RUNS}
+    run_worlds(WORKER, [World(run[1], folders[run], (run[0], *cases)) for run, cases in RUNS.items()])
     return folders
 
 

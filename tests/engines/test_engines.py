@@ -30,7 +30,7 @@ from tests.engines.cases import (
     micro_batch,
     predicted,
 )
-from tests.processes import run_ranks
+from tests.processes import World, run_worlds
 
 WORKER = Path(__file__).parent / "worker.py"
 BY_WORLD = {
@@ -43,10 +43,8 @@ BY_WORLD = {
 
 @pytest.fixture(scope="module", params=["fsdp", "host"])
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    folders = {}
-    for world_size, cases in BY_WORLD.items():
-        folders[world_size] = tmp_path_factory.mktemp(f"{request.param}{world_size}")
-        run_ranks(WORKER, world_size, folders[world_size], request.param, *cases)
+    folders = {size: tmp_path_factory.mktemp(f"{request.param}{size}") for size in BY_WORLD}
+    run_worlds(WORKER, [World(size, folders[size], (request.param, *cases)) for size, cases in BY_WORLD.items()])
     return folders
 
 
@@ -194,6 +192,6 @@ def test_all_ranks_agree(runs: dict[int, Path]) -> None:
 
 def test_offloaded_shards_give_the_same_bits(tmp_path: Path) -> None:
     (tmp_path / "resident").mkdir()
-    run_ranks(WORKER, 2, tmp_path, "fsdp-offload", "llama-full")
-    run_ranks(WORKER, 2, tmp_path / "resident", "fsdp", "llama-full")
+    resident = World(2, tmp_path / "resident", ("fsdp", "llama-full"))
+    run_worlds(WORKER, [World(2, tmp_path, ("fsdp-offload", "llama-full")), resident])
     assert result(tmp_path, "llama-full") == result(tmp_path / "resident", "llama-full")

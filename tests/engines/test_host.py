@@ -10,7 +10,7 @@ import torch
 
 from tests.engines.cases import CASES
 from tests.engines.test_engines import WORKER, assembled, result
-from tests.processes import run_ranks
+from tests.processes import World, run_ranks, run_worlds
 
 
 @pytest.fixture(scope="module")
@@ -25,11 +25,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "four": (4, ["llama-bf16"]),
         "one": (1, ["llama-frugal"]),
     }
-    folders = {}
-    for name, (world_size, cases) in plan.items():
-        folders[name] = tmp_path_factory.mktemp(name)
-        kind = name if name in ("fsdp", "fsdp-shared", "hosts", "numa") else "host"
-        run_ranks(WORKER, world_size, folders[name], kind, *cases)
+    folders = {name: tmp_path_factory.mktemp(name) for name in plan}
+    kinds = {name: name if name in ("fsdp", "fsdp-shared", "hosts", "numa") else "host" for name in plan}
+    run_worlds(WORKER, [World(size, folders[name], (kinds[name], *cases)) for name, (size, cases) in plan.items()])
     return folders
 
 

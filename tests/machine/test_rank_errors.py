@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import signal
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
 from torch.distributed import DistNetworkError, DistStoreError
 
-from aliquot.errors import TrainingError, UserError
+from aliquot.errors import StorageError, TrainingError, UserError
 from aliquot.machine import rank_errors
 from aliquot.machine.rank_errors import LOG_DIRECTORY, RankError, classify, read_error, record_error, report_error
-from aliquot.machine.rank_failures import explain
+from aliquot.machine.rank_failures import explain, explain_stop
 
 
 @dataclass
@@ -52,10 +53,8 @@ def test_kinds(error: Exception, kind: str) -> None:
 
 
 def record(directory: Path, rank: int, kind: rank_errors.Kind, time: float, message: str = "what happened") -> None:
-    rank_errors.publish_text(
-        rank_errors.error_file(directory, rank),
-        f'{{"rank": {rank}, "kind": "{kind}", "message": "{message}", "traceback": "", "time": {time}}}',
-    )
+    found = RankError(rank, kind, message, "", time, 2 if kind == "user" else 1)
+    rank_errors.publish_text(rank_errors.error_file(directory, rank), json.dumps(asdict(found)))
 
 
 def first_line(directory: Path, failures: dict[int, Dead]) -> str:
@@ -69,6 +68,17 @@ def test_cause_comes_before_echo_and_before_the_launchers_own_signal(tmp_path: P
     assert first_line(tmp_path, failures) == "aliquot: rank 2 failed: what happened [crash]"
     failures[1] = Dead(-signal.SIGSEGV)
     assert first_line(tmp_path, failures) == "aliquot: rank 1 was killed by SIGSEGV [killed]"
+
+
+def test_a_run_that_saved_because_another_node_was_stopped_ends_as_one_that_was(tmp_path: Path) -> None:
+    terminated = RankError(0, "training", "saved [terminated]", "", 7.0, 143)
+    rank_errors.publish_text(rank_errors.error_file(tmp_path, 0), json.dumps(asdict(terminated)))
+    assert explain({0: Dead(143)}, tmp_path) == (["aliquot: rank 0: saved [terminated]"], 143)
+    assert explain_stop(signal.SIGTERM, tmp_path, 5) == (["aliquot: rank 0: saved [terminated]"], 143)
+    assert explain_stop(signal.SIGTERM, tmp_path, 8) == (["aliquot: stopped by SIGTERM"], 143)  # of an earlier start
+    record(tmp_path, 1, "training", 9.0, "no space left [disk]")
+    record(tmp_path, 2, "peer_lost", 6.0)
+    assert explain_stop(signal.SIGTERM, tmp_path, 5) == (["aliquot: rank 1: no space left [disk]"], 1)
 
 
 def test_of_two_causes_the_earlier_is_shown(tmp_path: Path) -> None:
@@ -98,6 +108,16 @@ def test_what_is_recorded_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert record_error(error)
     assert read_error(tmp_path, 3) == error and read_error(tmp_path, 4) is None
     assert (tmp_path / "rank-3.log").read_text() == "Traceback ...\n"
+
+
+def test_what_cannot_be_recorded_goes_to_stderr(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rank-0.log").symlink_to("/dev/full")
+    monkeypatch.setenv(LOG_DIRECTORY, str(tmp_path))
+    assert report_error(StorageError("cannot write: No space left on device", "model.bin")) == 2
+    assert capsys.readouterr().err == "aliquot: model.bin: cannot write: No space left on device [disk]\n"
+    assert read_error(tmp_path, 0) is None
 
 
 def test_without_our_launcher_one_line_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,14 +11,15 @@ import math
 import os
 import signal
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
 from aliquot.config.schema import LaunchSection
-from aliquot.errors import LaunchError, StorageError
+from aliquot.errors import LaunchError, RendezvousError, StorageError
 from aliquot.machine.rank_errors import LOG_DIRECTORY
-from aliquot.machine.rank_failures import explain
+from aliquot.machine.rank_failures import explain, explain_stop
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
 _TORCHRUN_SHUTDOWN_S = 30  # torchrun's default
@@ -92,7 +93,7 @@ def start_ranks(
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.elastic.rendezvous import RendezvousError as ElasticRendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     for name in ("torch.distributed.elastic", "torch.distributed.launcher"):  # we say ourselves what happened
@@ -129,6 +130,7 @@ def start_ranks(
         shutdown_timeout=math.ceil(grace_s) + 10,  # torch elastic then kills: a rank must have saved by then
     )
     command = ["-m", "aliquot.machine.rank_start", str(os.getpid()), str(log_directory), *argv]
+    began = time.time()
     try:
         # The elastic launcher substitutes ${...} in arguments; $$ is its escape for a plain $.
         elastic_launch(config, sys.executable)(*(argument.replace("$", "$$") for argument in command))
@@ -137,9 +139,10 @@ def start_ranks(
         print("\n".join(lines), file=sys.stderr)
         return code
     except SignalException as stopped:
-        print(f"aliquot: stopped by {signal.Signals(stopped.sigval).name}", file=sys.stderr)
-        return 128 + int(stopped.sigval)
-    except (DistError, RendezvousError) as error:
+        lines, code = explain_stop(signal.Signals(stopped.sigval), log_directory, began)
+        print("\n".join(lines), file=sys.stderr)
+        return code
+    except (DistError, ElasticRendezvousError) as error:
         raise RendezvousError(
             f"the {launch.nodes} nodes could not be brought together at {endpoint}, as node {launch.node_rank}: {error}"
         ) from error

@@ -42,6 +42,7 @@ class RankError:
     message: str
     traceback: str
     time: float  # seconds since the epoch
+    exit_code: int = 1
 
     @property
     def line(self) -> str:
@@ -74,7 +75,8 @@ def report_error(error: Exception, debug: bool = False) -> int:
     kind = classify(error)
     text = "".join(traceback.format_exception(error))
     message = error.line if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-    own = RankError(rank, kind, message, text, time.time())
+    code = error.exit_code if isinstance(error, UserError) else 1
+    own = RankError(rank, kind, message, text, time.time(), code)
     recorded = record_error(own)
     if kind == "peer_lost":
         # The first rank to exit has all others ended: leave the one that failed the time to say why.
@@ -86,17 +88,20 @@ def report_error(error: Exception, debug: bool = False) -> int:
             print(text, file=sys.stderr)
         elif kind == "crash":
             print("  --debug shows the traceback", file=sys.stderr)
-    return error.exit_code if isinstance(error, UserError) else 1
+    return code
 
 
 def record_error(error: RankError) -> bool:
-    """Write the error where our launcher looks for it. False: this rank was not started by our launcher."""
+    """Write the error where our launcher looks for it. False: it did not start this rank, or nothing can be written."""
     directory = os.environ.get(LOG_DIRECTORY)
     if directory is None:
         return False
-    with log_file(Path(directory), error.rank).open("a", encoding="utf-8") as log:
-        log.write(error.traceback)
-    publish_text(error_file(Path(directory), error.rank), json.dumps(asdict(error)))
+    try:
+        with log_file(Path(directory), error.rank).open("a", encoding="utf-8") as log:
+            log.write(error.traceback)
+        publish_text(error_file(Path(directory), error.rank), json.dumps(asdict(error)))
+    except OSError:  # the disk is full, which may be the very error: it is said on stderr
+        return False
     return True
 
 
@@ -106,6 +111,10 @@ def read_error(directory: Path, rank: int) -> RankError | None:
         return RankError(**json.loads(error_file(directory, rank).read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
+
+
+def recorded_ranks(directory: Path) -> list[int]:
+    return sorted(int(file.name.split("-")[1].split(".")[0]) for file in directory.glob("rank-*.error.json"))
 
 
 def classify(error: BaseException) -> Kind:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from aliquot.machine.rank_errors import RankError, log_file, read_error
+from aliquot.machine.rank_errors import RankError, log_file, read_error, recorded_ranks
 
 
 class Failure(Protocol):
@@ -23,17 +23,32 @@ class Failure(Protocol):
 def explain(failures: Mapping[int, Failure], log_directory: Path) -> tuple[list[str], int]:
     """Lines for the person about the failure that caused the others, and the exit code for the launcher.
 
-    `failures` by global rank. 2 where the input was bad, else 1.
+    `failures` by global rank. 2 where the input was bad, 143 where all was saved because another node was told to stop,
+    else 1.
     """
     recorded = {rank: read_error(log_directory, rank) for rank in failures}
     rank = min(failures, key=lambda rank: _order(failures[rank], recorded[rank]))
     error = recorded[rank]
     lines = [f"aliquot: {_describe(rank, failures[rank], error)}"]
-    if error is not None and error.kind == "user":
-        return lines, 2
+    if error is not None and error.exit_code != 1:
+        return lines, error.exit_code
     if log_file(log_directory, rank).exists():
         lines.append(f"  more in {log_file(log_directory, rank)}")
     return lines, 1
+
+
+def explain_stop(number: signal.Signals, log_directory: Path, since: float) -> tuple[list[str], int]:
+    """Lines for the person and the exit code where this launcher was told to stop, and its ranks with it.
+
+    128 + signal, unless a rank has failed at it, to save for example. `since`: when the ranks were started.
+    """
+    found = (read_error(log_directory, rank) for rank in recorded_ranks(log_directory))
+    words = [error for error in found if error is not None and error.time >= since]
+    stopped = 128 + number
+    failed = [error for error in words if error.exit_code != stopped and error.kind != "peer_lost"]
+    for error in sorted(failed or words, key=lambda error: error.time)[:1]:
+        return [f"aliquot: {error.line}"], error.exit_code if failed else stopped
+    return [f"aliquot: stopped by {number.name}"], stopped
 
 
 def _order(failure: Failure, error: RankError | None) -> tuple[int, float]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from types import FrameType
 from typing import Self
 
 from aliquot.errors import TrainingError
+from aliquot.machine.rank_errors import report_error
 
 EXIT_CODE = 128 + signal.SIGTERM
 
@@ -50,5 +50,5 @@ class StopSignal:
 
 
 def _end(grace_s: float) -> None:
-    print(f"aliquot: not saved within checkpoint.grace_s = {grace_s:g} s of SIGTERM", file=sys.stderr, flush=True)
-    os._exit(EXIT_CODE)
+    report_error(TrainingError(f"not saved within checkpoint.grace_s = {grace_s:g} s of SIGTERM"))
+    os._exit(TrainingError.exit_code)

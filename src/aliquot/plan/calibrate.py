@@ -1,7 +1,8 @@
-"""Measure this machine once: matrix products by size, memory, calls, staging, sockets and disk, all cores busy at once.
+"""Measure this machine once: matrix products by size, memory, calls and sockets, all cores busy at once.
 
 As many processes as there are physical cores measure side by side, one thread each, as ranks of one thread would; one
-process with a thread a core then tells what a product loses by sharing. The profile is kept in the cache directory,
+process with a thread a core then tells what threads are worth: much in a large product, nothing in a small tensor. The
+profile is kept in the cache directory,
 under the machine's own name: processor, number of cores and version of torch.
 """
 
@@ -14,7 +15,6 @@ import multiprocessing
 import os
 import socket
 import statistics
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from aliquot.errors import PlanError
 from aliquot.machine.allocator import tune
 from aliquot.machine.cpu import CpuFacts, read_cpu
 from aliquot.machine.files import publish_text
@@ -34,7 +35,7 @@ from aliquot.plan.rates import Rates, estimated, interpolated
 if TYPE_CHECKING:
     from multiprocessing.synchronize import Barrier
 
-FORMAT = 1
+FORMAT = 2
 # Products as training has them: tokens x width x width, and the small ones of attention, [batch, m, k, n].
 _PRODUCTS = [(1, m, m, m) for m in (128, 256, 512, 1024, 2048)] + [(64, 256, 64, 64), (64, 64, 64, 64)]
 _TENSOR_BYTES = (64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
@@ -52,7 +53,7 @@ def calibrate() -> Path:
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "machine": _identity(cpu),
         "core": single,
-        "all_cores_bf16_flops": whole["products"]["2"][-3][1],
+        "all_cores": whole,
         "cores": cores,
     }
     path = _path(cpu)
@@ -73,7 +74,7 @@ def profile_of(machine: Machine, layout: Layout) -> Rates | None:
 
 @dataclass(frozen=True)
 class Measured:
-    """Rates of one rank, from a profile of single cores."""
+    """Rates of one rank, between those of a rank with one thread and those of one with a thread a core."""
 
     source: str
     products: dict[int, list[tuple[float, float]]]  # itemsize -> (size of the product, FLOP/s)
@@ -81,24 +82,27 @@ class Measured:
     memory: dict[str, list[tuple[float, float]]]  # kind of operation -> (bytes of a tensor, bytes/s)
     call_s: float
     socket_bytes_per_s: float
-    threads: float  # how many times a core's rate the rank reaches
     network: Rates  # what cannot be measured on one machine
 
     @classmethod
     def of(cls, profile: dict[str, Any], machine: Machine, layout: Layout) -> Measured:
-        core, cores = profile["core"], profile["cores"]
-        alone = core["products"]["2"][-3][1]
-        efficiency = min(1.0, profile["all_cores_bf16_flops"] / (alone * cores))
+        core, every, cores = profile["core"], profile["all_cores"], profile["cores"]
         threads = min(layout.threads_per_rank, cores / layout.ranks_per_node)  # more share cores
         share = max(0.0, threads - 1) / max(1, cores - 1)
+
+        def table(*keys: str) -> list[tuple[float, float]]:
+            one, whole = core[keys[0]][keys[1]], every[keys[0]][keys[1]]
+            rates = [alone + (together - alone) * share for (_, alone), (_, together) in zip(one, whole, strict=True)]
+            return [(size, rate * min(1.0, threads)) for (size, _), rate in zip(one, rates, strict=True)]
+
+        products = {int(size): table("products", size) for size in core["products"]}
         return cls(
             source=f"measured on this machine on {profile['date']}",
-            products={int(size): [(m, rate) for m, rate in table[:-2]] for size, table in core["products"].items()},
-            small={int(size): table[-2][1] for size, table in core["products"].items()},
-            memory={kind: [(size, rate) for size, rate in table] for kind, table in core["memory"].items()},
+            products={itemsize: rates[:-2] for itemsize, rates in products.items()},
+            small={itemsize: rates[-2][1] for itemsize, rates in products.items()},
+            memory={kind: table("memory", kind) for kind in core["memory"]},
             call_s=core["call_s"],
             socket_bytes_per_s=core["socket_bytes_per_s"],
-            threads=threads * (1 - (1 - efficiency) * share),
             network=estimated(machine, layout),
         )
 
@@ -107,17 +111,16 @@ class Measured:
         # A product is as fast as a cube of its geometric mean, unless one side is very short.
         size = min((m * k * n) ** (1 / 3), 4.0 * smallest)
         rate = self.small[itemsize] if batch > 1 and size < 128 else interpolated(self.products[itemsize], size)
-        return 2.0 * batch * m * k * n / (rate * self.threads)
+        return 2.0 * batch * m * k * n / rate
 
     def memory_s(self, operation: str, tensor_bytes: int, moved_bytes: float) -> float:
-        table = self.memory[_kind(operation)]
-        return moved_bytes / (interpolated(table, max(1, tensor_bytes)) * self.threads)
+        return moved_bytes / interpolated(self.memory[_kind(operation)], max(1, tensor_bytes))
 
     def overhead_s(self, calls: float) -> float:
         return calls * self.call_s
 
     def stage_s(self, moved_bytes: float) -> float:
-        return moved_bytes / (self.memory["copy"][-1][1] * self.threads)
+        return moved_bytes / self.memory["copy"][-1][1]
 
     def wire_s(self, sent_bytes: float) -> float:
         return self.network.wire_s(sent_bytes)
@@ -153,7 +156,16 @@ def _together(count: int, threads: int) -> dict[str, Any]:
     workers = [context.Process(target=_measure, args=(barrier, results, threads)) for _ in range(count)]
     for worker in workers:
         worker.start()
-    found = [results.get() for _ in workers]
+    found: list[dict[str, Any]] = []
+    while len(found) < count:
+        if not results.empty():
+            found.append(results.get())
+        elif any(worker.exitcode for worker in workers):
+            for worker in workers:
+                worker.kill()
+            raise PlanError("a process that measures this machine has died: out of memory?")
+        else:
+            time.sleep(0.05)
     for worker in workers:
         worker.join()
     medians: dict[str, Any] = _medians(found)
@@ -211,7 +223,6 @@ def _measure(barrier: Barrier, results: Any, threads: int) -> None:
             "memory": memory,
             "call_s": call_s,
             "socket_bytes_per_s": _socket_rate(),
-            "disk_bytes_per_s": _disk_rate(),
         }
     )
 
@@ -251,15 +262,3 @@ def _send(sender: socket.socket, size_bytes: int) -> None:
     data = bytes(1 << 20)
     for _ in range(size_bytes >> 20):
         sender.sendall(data)
-
-
-def _disk_rate(size_bytes: int = 128 << 20) -> float:
-    """Bytes/s written to the working directory's disk and forced out."""
-    with tempfile.TemporaryFile(dir=Path.cwd()) as file:
-        data = bytes(1 << 20)
-        start = time.perf_counter()
-        for _ in range(size_bytes >> 20):
-            file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-        return size_bytes / (time.perf_counter() - start)

@@ -118,6 +118,10 @@ class Machine:
             ranks = self.gpus
         else:
             ranks, _ = cpu_ranks(config, nodes or launch.nodes, self._cpu(), self.memory_bytes)
+        if device == "cuda" and ranks > self.gpus:
+            raise DeviceError(
+                f"{ranks} ranks a node need a GPU each, and {self.name} has {self.gpus}: fewer launch.ranks"
+            )
         environ = os.environ if self.here else {}
         facts = self._cpu()
         threads, _ = threads_per_rank(launch, environ, facts, ranks)
@@ -130,10 +134,10 @@ class Machine:
         node_of_core = tuple(core * self.numa_nodes // self.cores for core in range(self.cores))
         return CpuFacts(self.name, cores, None, self.numa_nodes, self.isa, node_of_core)
 
-    def memory_for(self, device: Literal["cpu", "cuda"]) -> int:
-        """Bytes that all ranks of a node have together where they compute."""
-        if device == "cuda" and self.gpu_memory_bytes is not None:
-            return self.gpus * self.gpu_memory_bytes
+    def memory_for(self, layout: Layout) -> int:
+        """Bytes that all ranks of a node have together where they compute: on GPUs, one each."""
+        if layout.device == "cuda" and self.gpu_memory_bytes is not None:
+            return layout.ranks_per_node * self.gpu_memory_bytes
         return self.memory_bytes
 
 

@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass, replace
 
 from aliquot.config.batch_size import batch_size
+from aliquot.config.engine_choice import chosen_engine
 from aliquot.config.plan import Plan
 from aliquot.config.schema import RunConfig
 from aliquot.config.workload import Workload
-from aliquot.errors import EngineError
 from aliquot.plan.activations import MicroBatchCost, Step, micro_batch_cost
 from aliquot.plan.calibrate import profile_of
 from aliquot.plan.layout import Layout
@@ -21,7 +21,6 @@ from aliquot.plan.shapes import ModelShape, model_shape
 from aliquot.plan.timing import step_time
 from aliquot.plan.traffic import traffic
 
-_SHARED_FRACTION = 0.5  # as engines/select.py: of a machine's memory that one copy of the weights may take
 _MOST_SEQUENCES = 64  # of a micro-batch that is run through on meta tensors as it is; larger ones are extrapolated
 _NCCL_SHM_BYTES = 64 << 20  # a rank; NCCL's own buffers where GPUs of a host have no direct link
 
@@ -68,7 +67,7 @@ class Planner:
         found = phases(config, held, cost, workload.pieces, steps)
         if engine == "deepspeed":
             found = (found[0], *building(config, self.shape, layout), *found[1:])
-        limit = self.machine.memory_for(layout.device)
+        limit = self.machine.memory_for(layout)
         hourly = self.machine.instance.usd_per_hour if self.machine.instance is not None else None
         return Plan(
             model=self.shape.name,
@@ -95,17 +94,8 @@ class Planner:
         )
 
     def engine(self, config: RunConfig, layout: Layout) -> str:
-        """As engines/select.py. Raises UserError for settings that the engine cannot follow."""
-        name = config.shard.engine
-        if name == "auto" and config.shard.deepspeed_config is not None:
-            return "deepspeed"
-        if name == "auto":
-            copy_bytes = self.shape.numel * (2 if config.train.precision == "bf16" else 4)
-            suits = layout.device == "cpu" and config.shard.collectives != "gloo"
-            return "host" if suits and copy_bytes <= _SHARED_FRACTION * self.machine.memory_bytes else "fsdp"
-        if name == "host" and layout.device != "cpu":
-            raise EngineError("shard.engine: host is for CPUs; with launch.device cuda use fsdp")
-        return name
+        """Raises UserError for settings that the engine cannot follow."""
+        return chosen_engine(config, layout.device, self.shape.numel, self.machine.memory_bytes)
 
     def rates(self, layout: Layout) -> Rates:
         measured = profile_of(self.machine, layout)

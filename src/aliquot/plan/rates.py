@@ -49,11 +49,11 @@ class Rates(Protocol):
 
 # bf16 and fp32 FLOP a cycle and core, a multiply-add counted as two, from the makers' optimisation manuals:
 # AMX: TDPBF16PS is 16 x 16 x 32 multiply-adds in 16 cycles (Intel 64 and IA-32 Optimization Reference Manual, 20.2).
-# AVX-512 with bf16: two VDPBF16PS of 32 multiply-adds (AMD Zen 5; Zen 4 has half). fp32: two FMA of 16 lanes.
+# AVX-512 with bf16: one VDPBF16PS of 32 multiply-adds, and fp32 one FMA of 16 lanes, as Zen 4 has; Zen 5 has two.
 # SVE bf16: Neoverse V1 and V2, four 128-bit BFMMLA of 16 multiply-adds (Arm Neoverse V1 Software Optimization Guide).
 _FLOP_PER_CYCLE = {
-    "amx_bf16": (2048, 64),
-    "avx512_bf16": (128, 64),
+    "amx_bf16": (1024, 64),
+    "avx512_bf16": (64, 32),
     "sve_bf16": (128, 32),
     "avx512f": (64, 64),
     "avx2": (32, 32),

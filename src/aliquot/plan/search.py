@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from aliquot.config.batch_size import batch_size
+from aliquot.config.batch_size import BatchSize, batch_size
 from aliquot.config.plan import Plan
 from aliquot.config.schema import RunConfig
 from aliquot.config.workload import Workload
@@ -47,7 +47,7 @@ def candidates(planner: Planner, config: RunConfig, layout: Layout, workload: Wo
             if ranks == layout.ranks_per_node:
                 threads = layout.threads_per_rank
             spread = replace(layout, nodes=nodes, ranks_per_node=ranks, threads_per_rank=threads)
-            for changed, changes in _settings(config, spread, total):
+            for changed, changes in _settings(planner, config, spread, total):
                 told = changes | _told(layout, spread)
                 if (key := tuple(told.items())) not in seen:
                     seen.add(key)
@@ -88,37 +88,35 @@ def best(
     return sorted(fitting, key=lambda each: (steps[id(each)], _distance(each.changes)))[:count]
 
 
-def _settings(config: RunConfig, layout: Layout, total: int) -> Iterator[tuple[RunConfig, dict[str, object]]]:
-    train = config.train
-    engines = ("fsdp",) if layout.device == "cuda" else ("host", "fsdp")
+def _settings(
+    planner: Planner, config: RunConfig, layout: Layout, total: int
+) -> Iterator[tuple[RunConfig, dict[str, object]]]:
+    """Settings to plan for a global batch of `total`, and what must be set to get them out of `config`."""
+    train, now = config.train, planner.engine(config, layout)
     share = -(-total // layout.world_size)
     micros = [size for size in (1, 2, 4, 8, 16, 32) if size <= share]
-    own = min(train.per_device_train_batch_size, share)
-    for engine in engines:
+    given = batch_size(train, layout.world_size)
+    for engine in dict.fromkeys((now, *(("fsdp",) if layout.device == "cuda" else ("host", "fsdp")))):
         states = ("fp32", "bf16", "int8") if engine == "host" else ("fp32",)
-        for micro in dict.fromkeys((own, *micros)):
+        for micro in dict.fromkeys((min(given.micro, share), *micros)):
             for checkpointing in dict.fromkeys((train.gradient_checkpointing, "none", "selective", "full")):
                 for kept in dict.fromkeys((train.optimizer_states, *states)):
                     wanted: dict[str, object] = {
                         "shard.engine": engine,
-                        "train.global_batch_size": total,
-                        "train.per_device_train_batch_size": micro,
                         "train.gradient_checkpointing": checkpointing,
                         "train.optimizer_states": kept,
+                        "train.global_batch_size": total,
+                        "train.per_device_train_batch_size": micro,
                     }
-                    changed = _with(config, wanted)
                     changes = {key: value for key, value in wanted.items() if _get(config, key) != value}
-                    if config.shard.engine == "auto":
-                        changes.pop("shard.engine", None)
-                        if engine != _auto(config, layout):
-                            changes["shard.engine"] = engine
-                    if "train.per_device_train_batch_size" not in changes:
+                    if config.shard.engine == "auto" and engine == now:
+                        del changes["shard.engine"]
+                    if given == BatchSize(total, micro):
                         changes.pop("train.global_batch_size", None)
-                    yield changed, changes
-
-
-def _auto(config: RunConfig, layout: Layout) -> str:
-    return "host" if layout.device == "cpu" else "fsdp"
+                        changes.pop("train.per_device_train_batch_size", None)
+                    elif train.gradient_accumulation_steps is not None:
+                        changes["train.gradient_accumulation_steps"] = "null"  # the other two fix it
+                    yield _with(config, wanted), changes
 
 
 def _with(config: RunConfig, wanted: dict[str, object]) -> RunConfig:

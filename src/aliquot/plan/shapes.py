@@ -55,10 +55,6 @@ class ModelShape:
     def layers(self) -> int:
         return sum(len(kind.positions) for kind in self.kinds)
 
-    @property
-    def matmul_parameters(self) -> int:
-        return meta.matmul_parameters(self.built.model)
-
     def groups(self) -> list[list[Shape]]:
         """What engine fsdp gathers together, in the order of the forward pass after the root: root, layers, head."""
         of_layer = {position: list(kind.weights) for kind in self.kinds for position in kind.positions}

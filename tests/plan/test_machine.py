@@ -1,0 +1,20 @@
+"""What a machine gives a run."""
+
+from __future__ import annotations
+
+import pytest
+
+from aliquot.errors import DeviceError
+from aliquot.plan.machine import Machine
+from aliquot.plan.planner import plan
+from tests.plan.shapes import LLAMA, planned_config
+
+
+def test_a_rank_has_one_gpu_however_many_there_are() -> None:
+    machine = Machine.of_instance("g6e.12xlarge")
+    assert machine.gpus == 4
+    config = planned_config(LLAMA, launch={"device": "cuda"})
+    for ranks in (1, 4):
+        assert plan(config, machine, 1, ranks).limit_bytes == machine.gpu_memory_bytes
+    with pytest.raises(DeviceError, match="8 ranks a node need a GPU each"):
+        plan(config, machine, 1, 8)

@@ -1,0 +1,71 @@
+"""What is proposed is what was planned: pasted after the config it trains the same batch in the same pieces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from aliquot.config.batch_size import batch_size
+from aliquot.config.read import read_config
+from aliquot.config.workload import Workload
+from aliquot.errors import EngineError
+from aliquot.plan.layout import Layout
+from aliquot.plan.machine import Machine
+from aliquot.plan.planner import Planner
+from aliquot.plan.search import candidates
+from aliquot.plan.shapes import model_shape
+from tests.plan.shapes import LLAMA, planned_config
+
+SERVER = Machine.of_numbers(64, 4, 10)
+SMALL = LLAMA | {"num_hidden_layers": 1}
+BATCHES = [
+    {"per_device_train_batch_size": 4},
+    {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+    {"global_batch_size": 16, "gradient_accumulation_steps": 4},
+    {"global_batch_size": 16, "per_device_train_batch_size": 2},
+]
+
+
+@pytest.mark.parametrize("batch", BATCHES, ids=str)
+def test_proposed_lines_give_the_planned_batch(tmp_path: Path, batch: dict[str, int]) -> None:
+    file = tmp_path / "run.yaml"
+    sections: dict[str, Any] = {
+        "model": {"config": SMALL},
+        "data": {"path": "stdlib", "sequence_length": 64},
+        "train": {"max_steps": 1, **batch},
+        "launch": {"ranks": 2, "device": "cpu"},
+    }
+    file.write_text(yaml.safe_dump(sections))
+    config = read_config(file)
+    total = batch_size(config.train, 2).total
+    planner = Planner(model_shape(config), SERVER)
+    found = list(candidates(planner, config, Layout(1, 2, 2, "cpu"), Workload.assumed(config)))
+    assert {"(as it is)"} < {each.lines for each in found} and len(found) > 10
+    for each in found:
+        pasted = read_config(file, [f"{key}={value}" for key, value in each.changes.items()])
+        ranks = each.plan.nodes * each.plan.ranks_per_node
+        assert (pasted.launch.nodes, pasted.launch.ranks) == (each.plan.nodes, each.plan.ranks_per_node)
+        assert batch_size(pasted.train, ranks).total == total, each.lines
+        assert planner.engine(pasted, Layout(1, ranks, 1, "cpu")) == each.plan.engine, each.lines
+        again = planner.plan(
+            pasted, Layout(each.plan.nodes, each.plan.ranks_per_node, 2, "cpu"), Workload.assumed(config)
+        )
+        assert again.peak_bytes_per_rank == pytest.approx(each.plan.peak_bytes_per_rank, rel=0.1), each.lines
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"shard": {"engine": "fsdp"}, "train": {"optimizer_states": "int8"}},
+        {"shard": {"engine": "host", "collectives": "gloo"}},
+        {"shard": {"engine": "fsdp", "offload": "cpu"}},
+    ],
+    ids=str,
+)
+def test_what_train_refuses_is_not_planned(sections: dict[str, Any]) -> None:
+    config = planned_config(SMALL, **sections)
+    with pytest.raises(EngineError):
+        Planner(model_shape(config), SERVER).plan(config, Layout(1, 2, 2, "cpu"), Workload.assumed(config))
