@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,9 @@ WIDE = {
     "model_type": "llama", "hidden_size": 1024, "intermediate_size": 2752, "num_hidden_layers": 5,
     "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 20480,
 }  # fmt: skip
+
+
+_EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "llama3-8b-cpu.yaml"
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,8 @@ def main() -> None:
             rows.append(measured(case, Path(scratch), given.steps))
             print(rows[-1], flush=True)
     wire_rows = [] if given.no_wire else wire()
-    finish("plan and measurement", [*rows, *wire_rows], targets(rows, wire_rows), given.json)
+    own = plan_itself()
+    finish("plan and measurement", [*rows, *wire_rows, *own], targets(rows, wire_rows, own), given.json)
 
 
 def measured(case: Case, scratch: Path, steps: int) -> Row:
@@ -165,6 +170,7 @@ def _cores() -> int:
 def wire() -> list[Row]:
     """Two hosts, one rank each, in network namespaces: benchmarks/wire.py counts, the planner says."""
     from benchmarks import wire as counted
+    from benchmarks.contestants import DEEPSPEED_JSON
     from benchmarks.layouts import LLAMA_125M, llama_config
     from benchmarks.worlds import run_world
     from tests.multinode.namespaces import INTERFACE, two_hosts, why_not
@@ -183,12 +189,13 @@ def wire() -> list[Row]:
             "model": {"config": values},
             "data": {"path": "stdlib", "sequence_length": counted.WORK.tokens},
             "train": {"gradient_accumulation_steps": counted.WORK.rows},
+            "shard": {"deepspeed_config": {"zero_optimization": DEEPSPEED_JSON["zero_optimization"]}},
         },
         {},
         "wire",
     )
     shape = model_shape(run)
-    for engine in ("host", "fsdp"):
+    for engine in counted.WHO.values():
         with two_hosts() as hosts:
             environ = {"MASTER_ADDR": hosts[0].address, "GLOO_SOCKET_IFNAME": INTERFACE}
             prefixes = [host.command() for host in hosts]
@@ -202,18 +209,38 @@ def wire() -> list[Row]:
     return rows
 
 
-def targets(rows: list[Row], wire_rows: list[Row]) -> list[dict[str, Any]]:
+def plan_itself() -> list[Row]:
+    """What a plan of an 8 B model costs, and importing transformers' code of that model, which is most of it."""
+    plan = ["-m", "aliquot", "plan", str(_EXAMPLE), "--instance", "c7i.24xlarge", "--nodes", "4", "--json"]
+    model = ["-c", "import transformers.models.llama.modeling_llama"]
+    rows: list[Row] = []
+    for case, command in (("plan of 8 B", plan), ("import of its model", model)):
+        seconds, peak = [], 0
+        for _ in range(3):
+            began = time.perf_counter()
+            child = subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL)
+            _, status, used = os.wait4(child.pid, 0)
+            seconds.append(time.perf_counter() - began)
+            peak = max(peak, used.ru_maxrss * 1024)
+            assert os.waitstatus_to_exitcode(status) == 0
+        rows.append({"case": case, "seconds": statistics.median(seconds), "peak_mib": peak / 2**20})
+    return rows
+
+
+def targets(rows: list[Row], wire_rows: list[Row], own: list[Row]) -> list[dict[str, Any]]:
     def errors(key: str, of: list[Row]) -> list[float]:
         return [abs(row[key]) for row in of if row.get(key) is not None]
 
     memory, held = errors("memory_error", rows), errors("memory_error", [row for row in rows if row["held_out"]])
-    time, traffic_ = errors("time_error", rows), errors("wire_error", wire_rows)
+    times, traffic_ = errors("time_error", rows), errors("wire_error", wire_rows)
     return [
-        target("memory_median_error", statistics.median(memory) if memory else None, 0.05, "lower"),
-        target("memory_worst_error", max(memory, default=None), 0.08, "lower"),
-        target("memory_worst_error_held_out", max(held, default=None), 0.08, "lower"),
-        target("wire_worst_error", max(traffic_, default=None), 0.02, "lower"),
-        target("time_median_error", statistics.median(time) if time else None, 0.10, "lower"),
+        target("memory_error_median", statistics.median(memory) if memory else None, 0.05, "lower"),
+        target("memory_error_max", max(memory, default=None), 0.08, "lower"),
+        target("memory_error_max_held_out", max(held, default=None), 0.08, "lower"),
+        target("wire_error_max", max(traffic_, default=None), 0.02, "lower"),
+        target("time_error_median", statistics.median(times) if times else None, 0.10, "lower"),
+        target("plan_seconds", own[0]["seconds"], 3.0, "lower"),
+        target("plan_gib", own[0]["peak_mib"] / 1024, 1.0, "lower"),
     ]
 
 

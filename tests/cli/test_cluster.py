@@ -16,6 +16,8 @@ from aliquot.config.schema import RunConfig
 from tests.cluster.cases import cluster_section, plan
 from tests.cluster.test_check import HAND_WRITTEN
 
+TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+
 
 def aliquot(*arguments: str | Path) -> Result:
     return CliRunner().invoke(app, [str(each) for each in arguments])
@@ -110,16 +112,44 @@ def test_the_seeds_query() -> None:
 def test_fits(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cheapest first, by the plan of each type; a type that the plan refuses does not appear."""
     from aliquot.catalogue.instances import instance
-    from aliquot.errors import UserError
+    from aliquot.errors import EngineError
 
-    def plan_on(config: RunConfig, name: str, nodes: int) -> Plan:
+    def plan_on(name: str, nodes: int) -> Plan:
         if name.startswith("m7i"):
-            raise UserError("no")
+            raise EngineError("not here")
         return plan(instance=name, nodes=nodes, limit_bytes_per_node=instance(name).allocatable_memory_bytes)
 
-    monkeypatch.setattr(planning, "plan_on", plan_on)
+    monkeypatch.setattr(planning, "planner_of", lambda config: plan_on)
+    refused = aliquot("instances", "m7i.*", "--fits", run_file)
+    assert refused.exit_code == 2 and "not here" in refused.stderr
     result = aliquot("instances", "c7i.*,m7i.*,r7i.*", "--max-vcpus", "96", "--fits", run_file, "--json")
     found = json.loads(result.output)
     assert found[0]["name"] == "r7i.4xlarge"  # 76 GiB of its 128; c7i.8xlarge has 56
     assert not any(each["name"].startswith("m7i") for each in found)
     assert all(each["allocatable_memory_bytes"] >= 76 << 30 for each in found)
+
+
+def test_fits_says_what_is_wrong_with_the_config(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: {path: ./nothing}\ndata: {path: stdlib}\n")
+    result = aliquot("instances", "c7i.*", "--fits", file)
+    assert result.exit_code == 2
+    assert "model.path ./nothing: no such directory" in result.stderr and "no EC2 type" not in result.stderr
+
+
+@pytest.mark.parametrize("name", ["c7a.8xlarge", "r8g.8xlarge", "c7a.48xlarge", "r7i.8xlarge"])
+def test_a_pod_is_planned_with_the_cpus_that_it_gets(tmp_path: Path, name: str) -> None:
+    """Also where a CPU is a whole core, so that the node has more cores than its daemonsets leave."""
+    values = {
+        "model": {"config": {"model_type": "llama", **TINY}},
+        "data": {"path": "stdlib", "tokenizer_vocab_size": 512},
+        "train": {"global_batch_size": 64},
+        "checkpoint": {"every": 100},
+        "cluster": cluster_section(instance_types=[name]),
+    }
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(values))
+    result = aliquot("cluster", "check", file)
+    assert (result.exit_code, result.output.strip()) == (0, "7 objects, nothing found")
+    result = aliquot("cluster", "check", file, "launch.threads_per_rank=33")  # its own number still counts
+    assert "[threads]" in result.output

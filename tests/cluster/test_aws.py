@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import boto3
+import botocore.client
 import pytest
+from botocore.exceptions import ClientError
 from moto import mock_aws
 
-from aliquot.catalogue.instances import instance
-from aliquot.catalogue.live import live_instances
+from aliquot.catalogue.instances import instance, instances
+from aliquot.catalogue.live import _type, live_instances
 from aliquot.cluster.aws import ask_account
 from aliquot.cluster.render import parsed
 from tests.cluster.cases import cpu_job, dynamic_storage
@@ -89,8 +91,39 @@ def test_lustre_port(ec2: Any, port: int, complete: bool) -> None:
 def test_a_group_that_does_not_exist(ec2: Any) -> None:
     group = network(ec2)
     allow(ec2, group, "-1", group)
-    message = found(storage=dynamic_storage())["permission"]
-    assert "DescribeSecurityGroups was refused: InvalidGroup.NotFound" in message
+    message = found(storage=dynamic_storage())["security-group"]
+    assert "sg-068000ccf82dfba88" in message and "InvalidGroup.NotFound" in message
+
+
+def test_ids_that_do_not_exist_keep_nothing_from_being_checked(ec2: Any) -> None:
+    group = network(ec2, zone="us-east-1b")
+    manifests = parsed(cpu_job())
+    (spec,) = (each.document["spec"] for each in manifests if each.kind == "EC2NodeClass")
+    spec["securityGroupSelectorTerms"] = [{"id": "sg-00000000000000000"}, {"id": group}]
+    spec["subnetSelectorTerms"].append({"id": "subnet-00000000000000000"})
+    all_found = ask_account(manifests, None)
+    assert {each.level for each in all_found} == {"error"}
+    messages = sorted(f"{each.rule}: {each.message}" for each in all_found)
+    assert len(messages) == 4, messages
+    assert "sg-00000000000000000" in messages[0] or "sg-00000000000000000" in messages[1]
+    assert any(f"{group}: no rule allows all traffic" in message for message in messages)
+    assert any("subnet-00000000000000000" in message for message in messages)
+    assert any("us-east-1a" in message for message in messages)
+
+
+def test_what_is_not_allowed_is_said_and_the_rest_is_checked(ec2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    network(ec2, zone="us-east-1b")
+    call = botocore.client.BaseClient._make_api_call
+
+    def refuse(self: Any, operation: str, arguments: Any) -> Any:
+        if operation == "DescribeSecurityGroups":
+            raise ClientError({"Error": {"Code": "UnauthorizedOperation", "Message": "no"}}, operation)
+        return call(self, operation, arguments)
+
+    monkeypatch.setattr(botocore.client.BaseClient, "_make_api_call", refuse)
+    messages = found()
+    assert set(messages) == {"permission", "subnet"}
+    assert "DescribeSecurityGroups was refused: UnauthorizedOperation" in messages["permission"]
 
 
 def test_no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
@@ -125,3 +158,16 @@ def test_live_types_agree_with_the_catalogue(ec2: Any) -> None:
                       "allocatable_cpu_millicores", "amx", "gpus", "max_pods", "cpu_manufacturer"):  # fmt: skip
             assert getattr(ours, field) == getattr(theirs, field), (name, field)
     assert compared >= 5
+
+
+def test_the_generation_is_that_of_the_catalogue(ec2: Any) -> None:
+    for each in live_instances():
+        if each.name in {known.name for known in instances()}:
+            assert (each.generation, each.amx) == (instance(each.name).generation, instance(each.name).amx), each.name
+
+
+def test_terabytes_are_no_generation() -> None:
+    answer = {"InstanceType": "u-9tb1.112xlarge", "VCpuInfo": {"DefaultVCpus": 448}, "NetworkInfo": {},
+              "MemoryInfo": {"SizeInMiB": 9 << 20}}  # fmt: skip
+    found = _type(answer, "u-9tb1.112xlarge", "amd64", None)
+    assert (found.generation, found.amx) == (1, False)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from aliquot.cluster.check import check_job_of_config, check_manifests
 from aliquot.cluster.document import to_yaml
@@ -207,6 +210,14 @@ TYPE = "node.kubernetes.io/instance-type"
 MISTAKES: dict[str, tuple[str, Callable[[Documents], Any]]] = {
     "a misspelt field": ("unknown-field", lambda d: pool(d).update(limit={})),
     "a field deep in a patch": ("unknown-field", lambda d: pod(d).update(nodeSelectors={})),
+    "env as text": ("malformed", lambda d: trainer(d).update(env=["A=b"])),
+    "null in env": ("malformed", lambda d: trainer(d).update(env=[None])),
+    "a number as a label": ("malformed", lambda d: pod(d)["nodeSelector"].update({"aliquot.io/pool": 7})),
+    "tolerations as text": ("malformed", lambda d: pod(d).update(tolerations="all")),
+    "volumes as text": ("malformed", lambda d: pod(d).update(volumes="x")),
+    "limits as a list": ("malformed", lambda d: pool(d).update(limits=["cpu"])),
+    "an amount of words": ("malformed", lambda d: pool(d).update(limits={"cpu": "many"})),
+    "an operator as a list": ("malformed", lambda d: requirement(d, TYPE).update(operator=["In"])),
     "an unknown kind": ("not-read", lambda d: d.update(x={"apiVersion": "v1", "kind": "Pod", "metadata": {}})),
     "two types in one string": ("label-value", lambda d: requirement(d, TYPE).update(values=["r7i.8xlarge, x"])),
     "a type that does not exist": ("instance-type", lambda d: requirement(d, TYPE).update(values=["r7i.9xlarge"])),
@@ -292,6 +303,23 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "data beside the config": ("not-shared", {}, {"data": {"path": "texts/*.txt"}}),
     "data elsewhere": ("not-shared", {}, {"data": {"path": "/home/me/texts"}}),
     "a model elsewhere": ("not-shared", {}, {"model": {"path": "/models/llama"}}),
+    "texts to evaluate on beside the config": (
+        "not-shared",
+        {},
+        {"data": {"path": "stdlib", "eval_path": ["/fsx/a.txt", "b.txt"]}},
+    ),
+    "a tokenizer elsewhere": (
+        "not-shared",
+        {},
+        {"data": {"path": "/fsx/a.txt", "tokenizer": "/home/me/tokenizer.json"}},
+    ),
+    "a tokenizer beside the config": ("not-shared", {}, {"data": {"path": "/fsx/a.txt", "tokenizer": "./tokenizer"}}),
+    "a checkpoint elsewhere": ("not-shared", {}, {"checkpoint": {"every": 10, "resume": "/runs/x/step-00000100"}}),
+    "a checkpoint beside the config": (
+        "not-shared",
+        {},
+        {"checkpoint": {"every": 10, "resume": "runs/x/step-00000100"}},
+    ),
     "spot with a long grace": ("grace", {"capacity": ["spot"]}, {"checkpoint": {"every": 10, "grace_s": 300}}),
     "results elsewhere": ("not-shared", {}, {"run": {"name": "x", "directory": "/var/runs/x"}}),
 }
@@ -302,6 +330,17 @@ def test_what_only_the_config_shows(case: str) -> None:
     rule, cluster, sections = CONFIGS[case]
     job = describe(config(cluster_section(**cluster), **sections), plan())
     assert rule in rules(check_job_of_config(job))
+
+
+def test_a_hub_id_that_is_a_directory_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "meta-llama" / "Meta-Llama-3-8B").mkdir(parents=True)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    sections = {"data": {"path": "stdlib", "tokenizer": "tokenizer.json"}}
+    found = check_job_of_config(describe(config(**sections), plan()))
+    assert {each.where for each in found if each.rule == "not-shared"} == {"model.path", "data.tokenizer"}
+    monkeypatch.chdir("/")
+    assert check_job_of_config(describe(config(**sections), plan())) == []
 
 
 def test_spot_without_checkpoints_is_an_error() -> None:
@@ -355,5 +394,47 @@ def test_places_are_lines() -> None:
     assert str(manifest) == "x.yaml:3 NodePool/llama3-8b"
     with pytest.raises(UserError, match=r"x\.yaml:3: not valid YAML"):
         list(parse_manifests("a: 1\nb: [\n", "x.yaml"))
-    with pytest.raises(UserError, match="`kind` is missing"):
-        list(parse_manifests("a: 1\n", "x.yaml"))
+    for text in ("a: 1\n", "kind: List\nitems: [a]\n", "kind: List\nitems: [{a: 1}]\n"):
+        with pytest.raises(UserError, match="`kind` is missing"):
+            list(parse_manifests(text, "x.yaml"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["kind: List\nitems: a\n", "kind: &a [*a]\n", "kind: 2026-99-99\n", "kind: !!bool x\n", "kind: " + "[" * 3000],
+    ids=["items", "alias", "date", "tag", "depth"],
+)
+def test_no_yaml_is_a_traceback(text: str) -> None:
+    with pytest.raises(UserError, match=r"^x\.yaml"):
+        list(parse_manifests(text, "x.yaml"))
+
+
+def nodes(value: Any) -> Iterator[tuple[Any, Any]]:
+    """(container, key) of everything below `value`."""
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in list(pairs):
+        yield value, key
+        yield from nodes(inner)
+
+
+SPOILED = [None, True, 7, 10**30, -1.5, "", "x", "1e999", [], ["x"], [None], [[]], {}, {"x": "y"}, {1: None}]
+
+
+GOOD = {
+    (make, trainer): documents(make(trainer=trainer, **({"storage": dynamic_storage()} if make is gpu_job else {})))
+    for make in (cpu_job, gpu_job)
+    for trainer in TRAINERS
+}
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.data(), st.sampled_from(list(GOOD)))
+def test_whatever_is_spoiled_nothing_breaks(data: st.DataObject, which: Any) -> None:
+    """Any nodes of good manifests replaced by anything."""
+    found = copy.deepcopy(GOOD[which])
+    for _ in range(data.draw(st.integers(1, 3))):
+        document = found[data.draw(st.sampled_from(sorted(found)))]
+        container, key = data.draw(st.sampled_from(list(nodes(document))))
+        container[key] = copy.deepcopy(data.draw(st.sampled_from(SPOILED)))
+    manifests = [Manifest(document, name) for name, document in found.items()]
+    check_manifests(manifests, cpu_job())

@@ -1,4 +1,4 @@
-"""The shipped names of fields are those of the real CRDs."""
+"""The shipped names and kinds of fields are those of the real CRDs."""
 
 from __future__ import annotations
 
@@ -11,27 +11,40 @@ import pytest
 from tests.cluster.crd import needs_crds, schema_of
 
 
-def names(known: Any, path: str = "") -> dict[str, set[str]]:
-    """path -> the names that are known there, for every level that is not left open."""
+def shipped(known: Any, path: str = "") -> dict[str, object]:
+    """path -> the names of a mapping, or the kind of anything else, for every level that is not left open."""
+    if isinstance(known, list):
+        return {path: "array"} | shipped(known[0], f"{path}[]")
     if not isinstance(known, dict):
-        return {}
-    found = {path: set(known)}
+        return {} if known == 1 else {path: known}
+    if set(known) == {"*"}:
+        return {path: "object"} | shipped(known["*"], f"{path}.*")
+    found: dict[str, object] = {path: set(known)}
     for key, below in known.items():
-        found |= names(below, f"{path}.{key}")
+        found |= shipped(below, f"{path}.{key}")
     return found
 
 
-def at(schema: dict[str, Any], path: str) -> set[str]:
-    for key in path.split(".")[1:]:
-        schema = schema.get("properties", {}).get(key, {})
-        while schema.get("type") == "array":
-            schema = schema["items"]
-    return set(schema.get("properties", {}))
+def at(schema: dict[str, Any], path: str) -> dict[str, Any]:
+    for key in path.replace("[]", ".[]").split(".")[1:]:
+        if key == "[]":
+            schema = schema.get("items", {})
+        elif key == "*":
+            schema = schema.get("additionalProperties", {})
+        else:
+            schema = schema.get("properties", {}).get(key, {})
+    return schema
+
+
+def kind(schema: dict[str, Any]) -> object:
+    if schema.get("x-kubernetes-int-or-string"):
+        return "quantity" if "KMGTP" in schema.get("pattern", "") else "integer or text"
+    return "text" if schema.get("type") == "string" else schema.get("type")
 
 
 @needs_crds
 @pytest.mark.parametrize(
-    "api_version, kind",
+    "api_version, name",
     [
         ("karpenter.sh/v1", "NodePool"),
         ("karpenter.k8s.aws/v1", "EC2NodeClass"),
@@ -39,8 +52,13 @@ def at(schema: dict[str, Any], path: str) -> set[str]:
         ("trainer.kubeflow.org/v1alpha1", "TrainingRuntime"),
     ],
 )
-def test_names(api_version: str, kind: str) -> None:
-    shipped = json.loads(files("aliquot.cluster").joinpath("fields.json").read_text())[kind]
-    schemas = [schema_of(api_version, kind, trainer) for trainer in ("2.1", "2.3")]
-    for path, known in names(shipped).items():
-        assert known == at(schemas[0], path) | at(schemas[1], path), path
+def test_names_and_kinds(api_version: str, name: str) -> None:
+    fields = json.loads(files("aliquot.cluster").joinpath("fields.json").read_text())[name]
+    schemas = [schema_of(api_version, name, trainer) for trainer in ("2.1", "2.3")]
+    for path, known in shipped(fields).items():
+        own = [at(schema, path) for schema in schemas]
+        if isinstance(known, set):
+            assert known == {key for each in own for key in each.get("properties", {})}, path
+        else:
+            kinds = {kind(each) for each in own if each}
+            assert kinds == {known} or kinds == {known, "integer"}, path  # numProcPerNode: one version has no words

@@ -82,6 +82,23 @@ def test_the_complete_config_is_read_again_as_it_is(write: Any, tmp_path: Path) 
     assert read_config(again) == config
 
 
+def test_all_three_batch_numbers_are_read_again(write: Any, tmp_path: Path) -> None:
+    """The saved config says null where the JSON's total was left out."""
+    sizes = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4}
+    config = read_config(write({**JOB, **sizes}))
+    again = tmp_path / "again.yaml"
+    again.write_text(dump_config(config))
+    assert "global_batch_size: null" in again.read_text()
+    assert read_config(again) == config
+
+
+def test_a_null_is_silent(write: Any) -> None:
+    config = read_config(
+        write(changed("scheduler", {"params": {"total_num_steps": 7}, "type": "auto"}), "max_steps: null")
+    )
+    assert config.train.max_steps == 7
+
+
 def test_the_complete_config_is_printed_with_where_each_value_was_written(write: Any, tmp_path: Path) -> None:
     config, places = read_with_places(write(changed("gradient_clipping", 0.5), "logging_steps: 7"), ["run.name=mine"])
     printed = dump_with_places(config, places)
@@ -135,6 +152,96 @@ def test_what_cannot_be_honoured_is_refused_with_its_line(write: Any, settings: 
     message = failure(write(settings))
     assert re.search(expected, message), message
     assert re.search(r"ds\.json:\d+", message), message
+
+
+@pytest.mark.parametrize(
+    "path, value, expected",
+    [
+        ("optimizer", None, "optimizer is null: expected an object of settings"),
+        ("optimizer", "AdamW", 'optimizer is "AdamW": expected an object'),
+        ("optimizer.params", [1], "optimizer.params is .*: expected an object"),
+        ("optimizer.params.betas", 0.9, "betas is 0.9: expected two numbers"),
+        ("optimizer.params.betas", [0.9], "betas is .0.9.: expected two numbers"),
+        ("optimizer.type", 1, "optimizer.type is 1: expected a name"),
+        ("scheduler.type", ["WarmupLR"], "scheduler.type is .*: expected a name"),
+        ("zero_optimization", None, "zero_optimization is null: expected an object"),
+        ("zero_optimization", "auto", 'zero_optimization is "auto": expected an object'),
+        ("zero_optimization.offload_optimizer", "cpu", 'offload_optimizer is "cpu": expected an object'),
+        ("zero_optimization.offload_param", {"device": "nvme", "nvme_path": 5}, "nvme_path is 5: expected a path"),
+        ("zero_optimization.offload_param.device", "gpu", 'device is "gpu": expected cpu or none'),
+        ("zero_optimization.sub_group_size", "1e9", 'sub_group_size is "1e9": expected a number'),
+        ("bf16", True, "bf16 is true: expected an object"),
+        ("bf16.enabled", "false", 'bf16.enabled is "false": expected true or false'),
+        ("gradient_clipping", {"value": 1}, "gradient_clipping is .*: expected a number"),
+    ],
+)
+def test_a_value_of_another_kind_is_one_line(write: Any, path: str, value: object, expected: str) -> None:
+    message = failure(write(changed(path, value)))
+    assert re.search(expected, message) and re.search(r"ds\.json:\d+", message), message
+
+
+def test_sections_of_another_kind_are_the_schemas_to_report(write: Any, tmp_path: Path) -> None:
+    run = write(JOB)
+    run.write_text(f"{RUN}shard: host\n")
+    assert "run.yaml:3: shard is 'host'" in failure(run)
+    run.write_text(f"{RUN}train: fast\nshard: {{deepspeed_config: {tmp_path / 'ds.json'}}}\n")
+    assert "run.yaml:3: train is 'fast'" in failure(run)
+
+
+# The ZeRO-3 JSON of transformers' documentation.
+OF_TRANSFORMERS: dict[str, Any] = {
+    "fp16": {
+        "enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2,
+        "min_loss_scale": 1,
+    },
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu", "pin_memory": True},
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "steps_per_print": 2000,
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "wall_clock_breakdown": False,
+}  # fmt: skip
+
+
+def test_the_json_of_transformers_is_taken_as_it_is(write: Any) -> None:
+    config = read_config(write(OF_TRANSFORMERS))
+    assert config.train.lr_scheduler_type == "constant"
+    given, _ = deepspeed.settings(config, world_size=2, hidden_size=64)
+    assert "auto" not in json.dumps(given) and "fp16" not in given
+    assert given["zero_optimization"]["reduce_bucket_size"] == 64 * 64
+    # DeepSpeed's warm-up is along a logarithm unless it is told otherwise: with one, that must be said.
+    assert "along a logarithm" in failure(write(OF_TRANSFORMERS, "warmup_steps: 10"))
+    read_config(write(OF_TRANSFORMERS, "warmup_steps: 0, warmup_ratio: 0.1"))
+
+
+@pytest.mark.parametrize("path", [path for path in RULES if not any(key.startswith(f"{path}.") for key in RULES)])
+def test_auto_is_harmless_at_every_key(write: Any, path: str) -> None:
+    settings = changed(path, "auto")
+    if "scheduler" in settings:
+        settings["scheduler"].setdefault("type", "auto")
+    config = read_config(write(settings))
+    given, _ = deepspeed.settings(config, world_size=2, hidden_size=64)
+    assert "auto" not in json.dumps(given)
 
 
 def test_rejected_keys_that_are_off_are_harmless(write: Any) -> None:

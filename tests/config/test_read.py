@@ -67,6 +67,15 @@ def test_errors_name_file_line_and_key(file: Path, line: str, number: int, expec
     assert expected in message
 
 
+def test_a_date_that_is_none_is_no_traceback(file: Path) -> None:
+    file.write_text(f"{MINIMAL}  max_steps: 2026-99-99\n")
+    assert f"{file}: not valid YAML: month must be in 1..12" in failure(file)
+    file.write_text(MINIMAL)
+    assert "override 'train.max_steps=2026-99-99': the value is not valid YAML" in failure(
+        file, "train.max_steps=2026-99-99"
+    )
+
+
 def test_errors_of_overrides_name_the_override(file: Path) -> None:
     assert "override 'train.max_stps=3': unknown key train.max_stps; did you mean train.max_steps?" in failure(
         file, "train.max_stps=3"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -104,6 +106,31 @@ def test_nobody_listens(tmp_path: Path) -> None:
     status = KubeflowStatus({URL: "http://127.0.0.1:9/x", TOKEN: str(tmp_path / "none")}, total_steps=1)
     status.write({"step": 1})
     status.close()
+
+
+def test_what_answers_is_no_http(tmp_path: Path) -> None:
+    """The thread outlives it and posts again."""
+    (tmp_path / "token").write_text("abc")
+    asked = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            while len(asked) < 2:
+                connection, _ = server.accept()
+                with connection:
+                    asked.append(connection.recv(1 << 16))
+                    connection.sendall(b"what?\r\n\r\n")
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        environ = {URL: f"http://127.0.0.1:{server.getsockname()[1]}/x", TOKEN: str(tmp_path / "token")}
+        status = KubeflowStatus(environ, total_steps=1)
+        while not asked:
+            time.sleep(0.01)
+        status.write({"step": 1})
+        status.close()
+        thread.join(10)
+    assert len(asked) == 2
 
 
 def test_only_where_asked_for() -> None:

@@ -53,7 +53,7 @@ def _types(described: list[dict[str, Any]]) -> Iterator[InstanceType]:
 def _type(each: dict[str, Any], name: str, arch: str, known: InstanceType | None) -> InstanceType:
     cpu, network, gpus = each["VCpuInfo"], each["NetworkInfo"], each.get("GpuInfo", {}).get("Gpus", [])
     family = name.partition(".")[0]
-    digits = re.search(r"\d+", family)
+    digits = re.search(r"\d+(?!\d*tb)", family)  # u-6tb1 has 6 TiB and is of generation 1
     generation = int(digits.group()) if digits else 0
     maker = _manufacturer(each, arch)
     vcpus, memory_bytes = cpu["DefaultVCpus"], each["MemoryInfo"]["SizeInMiB"] * _MIB

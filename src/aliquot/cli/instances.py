@@ -90,22 +90,31 @@ def _order(each: InstanceType, sort: str) -> tuple[float, str]:
 
 
 def _fitting(types: Sequence[InstanceType], file: Path, nodes: int | None) -> Iterator[InstanceType]:
-    """Those of `types`, in their order, on which the run of `file` fits; where a plan is not possible it does not."""
-    from aliquot.cli.planning import plan_on
+    """Those of `types`, in their order, on which the run of `file` fits.
+
+    Raises UserError where no type is to blame: for what is wrong with the config, or where each of them has an error.
+    """
+    from aliquot.cli.planning import planner_of
     from aliquot.cluster.job import placed
     from aliquot.config.read import read_config
-    from aliquot.errors import UserError
+    from aliquot.errors import DeepspeedConfigError, DeviceError, EngineError, InstanceError
 
     config = read_config(file)
     count = nodes or (config.cluster.nodes if config.cluster is not None else config.launch.nodes)
     settings = placed(config) if config.cluster is not None else config
+    plan_on = planner_of(settings)
+    refused = []
     for each in types:
         try:
-            plan = plan_on(settings, each.name, count)
-        except UserError:
+            plan = plan_on(each.name, count)
+        # No GPU or only GPUs, not in the catalogue (--live), ranks that the batch of a DeepSpeed JSON is not for.
+        except (DeviceError, EngineError, InstanceError, DeepspeedConfigError) as error:
+            refused.append(error)
             continue
         if plan.fits:
             yield each
+    if refused and len(refused) == len(types):
+        raise refused[0]
 
 
 def _table(types: Sequence[InstanceType]) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,7 +12,29 @@ if TYPE_CHECKING:
 
 def plan_on(config: RunConfig, instance: str, nodes: int) -> Plan:
     """Raises UserError where there is no way to run `config` there."""
-    from aliquot.plan.machine import Machine
-    from aliquot.plan.planner import plan
+    return planner_of(config)(instance, nodes)
 
-    return plan(config, Machine.of_instance(instance), nodes=nodes)
+
+def planner_of(config: RunConfig) -> Callable[[str, int], Plan]:
+    """`plan_on` for one config and many instance types: its model is built once, here.
+
+    Raises UserError where there is no such model.
+    """
+    from dataclasses import replace
+
+    from aliquot.cluster.job import pod_cpus
+    from aliquot.config.workload import Workload
+    from aliquot.plan.machine import Machine
+    from aliquot.plan.planner import Planner
+    from aliquot.plan.shapes import model_shape
+
+    shape = model_shape(config)
+
+    def plan(instance: str, nodes: int) -> Plan:
+        machine = Machine.of_instance(instance)
+        if config.cluster is not None and machine.instance is not None:
+            cpus = pod_cpus(config.cluster, [machine.instance])
+            machine = replace(machine, cores=max(1, min(machine.cores, cpus)))
+        return Planner(shape, machine).plan(config, machine.layout(config, nodes), Workload.assumed(config))
+
+    return plan

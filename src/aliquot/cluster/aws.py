@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from aliquot.cluster.findings import Finding, finding
@@ -11,6 +12,7 @@ from aliquot.cluster.pools import ZONE, pool_view
 from aliquot.config.cluster import ClusterSection
 
 _LUSTRE_PORT = 988
+_NOT_ALLOWED = ("UnauthorizedOperation", "AccessDenied", "AccessDeniedException")
 
 
 def ask_account(manifests: Sequence[Manifest], section: ClusterSection | None) -> list[Finding]:
@@ -24,44 +26,91 @@ def ask_account(manifests: Sequence[Manifest], section: ClusterSection | None) -
     except ImportError:
         return [finding("permission", "AWS", "boto3 is not installed", "pip install 'aliquot[cluster]'")]
     try:
-        ec2 = boto3.client("ec2")
-        found = [each for node_class in classes for each in _node_class(ec2, node_class, manifests)]
-        if section is not None and section.storage.security_group_ids:
-            groups = _groups(ec2, [{"id": group} for group in section.storage.security_group_ids])
-            found += _lustre(groups, "cluster.storage.security_group_ids")
-        return found
-    except ClientError as error:
-        details = mapping(error.response.get("Error"))
-        return [
-            finding("permission", "AWS", f"{error.operation_name} was refused: {details.get('Code')}",
-                    f"a policy that allows ec2:{error.operation_name}")
-        ]  # fmt: skip
+        account = _Account(boto3.client("ec2"), ClientError, [])
+        for node_class in classes:
+            account.found.extend(_node_class(account, node_class, manifests))
+        if section is not None and (identities := section.storage.security_group_ids):
+            where = "cluster.storage.security_group_ids"
+            groups = account.groups([{"id": identity} for identity in identities], where)
+            account.found.extend(_lustre(groups, where) if groups else [])
+        return account.found
     except BotoCoreError as error:
-        return [finding("permission", "AWS", f"no answer: {error}", "aws configure, or run it where credentials are")]
+        reason = " ".join(str(error).split())
+        return [finding("permission", "AWS", f"no answer: {reason}", "aws configure, or run it where credentials are")]
 
 
-def _node_class(ec2: Any, node_class: Manifest, manifests: Sequence[Manifest]) -> Iterator[Finding]:
-    groups = _groups(ec2, node_class.items("spec", "securityGroupSelectorTerms"))
-    if not groups:
+@dataclass
+class _Account:
+    """EC2's answers; what it refuses becomes a finding, and the rest is asked all the same."""
+
+    ec2: Any
+    refusal: type[Exception]  # botocore's ClientError
+    found: list[Finding]
+
+    def groups(self, terms: Sequence[dict[str, Any]], where: object) -> list[dict[str, Any]] | None:
+        """Terms are alternatives, as in Karpenter. None: there is no saying."""
+        queries = []
+        for term in terms:
+            names = [{"Name": "group-name", "Values": [term["name"]]}] if "name" in term else []
+            filters = [*_tag_filters(term), *names]
+            queries.append({"GroupIds": [term["id"]]} if "id" in term else {"Filters": filters})
+        return self._ask("security-group", where, "describe_security_groups", "SecurityGroups", "GroupId", queries)
+
+    def subnets(self, terms: Sequence[dict[str, Any]], where: object) -> list[dict[str, Any]] | None:
+        queries = [{"SubnetIds": [term["id"]]} if "id" in term else {"Filters": _tag_filters(term)} for term in terms]
+        return self._ask("subnet", where, "describe_subnets", "Subnets", "SubnetId", queries)
+
+    def _ask(
+        self, rule: str, where: object, operation: str, answer: str, identity: str, queries: Sequence[dict[str, Any]]
+    ) -> list[dict[str, Any]] | None:
+        found: dict[str, dict[str, Any]] = {}
+        refused = False
+        for query in queries:
+            try:
+                found |= {each[identity]: each for each in getattr(self.ec2, operation)(**query)[answer]}
+            except self.refusal as error:
+                refused = True
+                self.found.append(_refused(error, rule, where))
+        return list(found.values()) if found or not refused else None
+
+
+def _refused(error: Any, rule: str, where: object) -> Finding:
+    details = mapping(error.response.get("Error"))
+    code, message = str(details.get("Code")), " ".join(str(details.get("Message")).split())
+    if code.endswith((".NotFound", ".Malformed")):
+        return finding(
+            rule, where, f"{message} ({code})", "correct the id, or look in the account and region of this one"
+        )
+    if code in _NOT_ALLOWED:
+        return finding("permission", "AWS", f"{error.operation_name} was refused: {code}",
+                       f"a policy that allows ec2:{error.operation_name}")  # fmt: skip
+    return finding(
+        "permission", "AWS", f"{error.operation_name} failed: {code}: {message}", "try again, or ask by hand"
+    )
+
+
+def _node_class(account: _Account, node_class: Manifest, manifests: Sequence[Manifest]) -> Iterator[Finding]:
+    groups = account.groups(node_class.items("spec", "securityGroupSelectorTerms"), node_class)
+    if groups == []:
         yield finding(
             "security-group", node_class, "no security group meets its terms", "tag one, or correct the terms"
         )
-    elif not any(_all_traffic_from_itself(group, groups) for group in groups):
+    elif groups and not any(_all_traffic_from_itself(group, groups) for group in groups):
         names = ", ".join(group["GroupId"] for group in groups)
         yield finding(
             "security-group", node_class, f"{names}: no rule allows all traffic from the group itself",
             f"aws ec2 authorize-security-group-ingress --group-id {groups[0]['GroupId']} --protocol -1"
             f" --source-group {groups[0]['GroupId']}",
         )  # fmt: skip
-    subnets = _subnets(ec2, node_class.items("spec", "subnetSelectorTerms"))
-    zones = {subnet["AvailabilityZone"] for subnet in subnets}
-    if not subnets:
+    subnets = account.subnets(node_class.items("spec", "subnetSelectorTerms"), node_class)
+    if subnets == []:
         yield finding(
             "subnet", node_class, "no subnet meets its terms", "tag the private subnets, or correct the terms"
         )
+    zones = {subnet["AvailabilityZone"] for subnet in subnets or []}
     for pool in of_kind(manifests, "NodePool"):
         for zone in pool_view(pool).values(ZONE):
-            if subnets and zone not in zones:
+            if zones and zone not in zones:
                 yield finding("subnet", pool, f"none of its subnets is in {zone}", f"one of {', '.join(sorted(zones))}")
 
 
@@ -71,25 +120,6 @@ def _lustre(groups: Sequence[dict[str, Any]], where: str) -> Iterator[Finding]:
             "security-group", where, f"TCP {_LUSTRE_PORT} is not open among the nodes and the file system",
             "all traffic from the group itself, or TCP 988 and 1018-1023",
         )  # fmt: skip
-
-
-def _groups(ec2: Any, terms: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Terms are alternatives, as in Karpenter."""
-    found: dict[str, dict[str, Any]] = {}
-    for term in terms:
-        names = [{"Name": "group-name", "Values": [term["name"]]}] if "name" in term else []
-        filters = [*_tag_filters(term), *names]
-        query = {"GroupIds": [term["id"]]} if "id" in term else {"Filters": filters}
-        found |= {group["GroupId"]: group for group in ec2.describe_security_groups(**query)["SecurityGroups"]}
-    return list(found.values())
-
-
-def _subnets(ec2: Any, terms: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    for term in terms:
-        query = {"SubnetIds": [term["id"]]} if "id" in term else {"Filters": _tag_filters(term)}
-        found |= {subnet["SubnetId"]: subnet for subnet in ec2.describe_subnets(**query)["Subnets"]}
-    return list(found.values())
 
 
 def _tag_filters(term: dict[str, Any]) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ class Rule:
 RULES: dict[str, Rule] = {
     # manifests
     "unknown-field": Rule("error", "the API server refuses or drops it, and what it was to say does not hold"),
+    "malformed": Rule("error", "the API server refuses a value of another kind, and the other rules do not see it"),
     "not-read": Rule("warning", "this kind is not checked"),
     # nodes
     "label-value": Rule("error", "Karpenter finds it at run time and ignores the whole NodePool"),

@@ -49,7 +49,7 @@ def describe(config: RunConfig, plan: Plan) -> Job:
     gpus = _gpus(types[0], plan)
     if plan.nodes != section.nodes:
         raise ClusterError(f"the plan is for {plan.nodes} nodes, cluster.nodes is {section.nodes}")
-    cpus = min(each.allocatable_cpu_millicores - section.daemonset_cpu_millicores for each in types) // 1000
+    cpus = pod_cpus(section, types)
     memory = min(each.allocatable_memory_bytes for each in types) - section.daemonset_memory_mib * MIB
     shm = -(-plan.shm_bytes_per_node // MIB) * MIB
     if cpus < 1 or memory < MIB:
@@ -83,6 +83,11 @@ def cluster_section(config: RunConfig) -> ClusterSection:
     if config.cluster is None:
         raise ClusterError("this config has no `cluster:` section; see docs/eks.md")
     return config.cluster
+
+
+def pod_cpus(section: ClusterSection, types: Sequence[InstanceType]) -> int:
+    """Whole CPUs that a pod gets on any of `types`; where a CPU is a core these are fewer than the cores."""
+    return min(each.allocatable_cpu_millicores - section.daemonset_cpu_millicores for each in types) // 1000
 
 
 def placed(config: RunConfig) -> RunConfig:

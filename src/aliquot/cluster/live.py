@@ -96,7 +96,7 @@ def _secrets(kubectl: Kubectl, manifests: Sequence[Manifest]) -> Iterator[Findin
         for variable in view.env:
             reference = mapping(dig(variable, "valueFrom", "secretKeyRef"))
             name, key = reference.get("name"), reference.get("key")
-            if not name or (space, name) in own:
+            if not isinstance(name, str) or (space, name) in own:
                 continue
             fix = f"kubectl create secret generic {name} -n {space} --from-file={key}=FILE"
             try:

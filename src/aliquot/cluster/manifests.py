@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from aliquot.cluster.fields import Complaints, sound
 from aliquot.errors import ManifestError
 
 _SUFFIXES = (".yaml", ".yml", ".json")
+_DEEPEST = 100  # levels of a document; Kubernetes' own have about 30
 
 
 @dataclass(frozen=True)
 class Manifest:
-    document: dict[str, Any]
+    """Rules read it through `get` and `items` alone, where every known field is of its kind or missing."""
+
+    document: dict[str, Any]  # as it was written
     place: str  # file:line
 
     @property
@@ -33,12 +38,21 @@ class Manifest:
 
     def get(self, *path: str | int) -> Any:
         """The value at a path of keys and indices, None where anything on the way is missing."""
-        return dig(self.document, *path)
+        return dig(self._sound[0], *path)
 
     def items(self, *path: str | int) -> list[Any]:
         """The mappings of a list at `path`; empty where there is none."""
         found = self.get(*path)
         return [item for item in found if isinstance(item, dict)] if isinstance(found, list) else []
+
+    @property
+    def complaints(self) -> Complaints:
+        """What was left out, since it is not of its field's kind."""
+        return self._sound[1]
+
+    @cached_property
+    def _sound(self) -> tuple[dict[str, Any], Complaints]:
+        return sound(self.document, self.kind)
 
     def __str__(self) -> str:
         return f"{self.place} {self.kind}/{self.name}"
@@ -92,21 +106,42 @@ def is_manifest(path: Path) -> bool:
 def parse_manifests(text: str, name: str) -> Iterator[Manifest]:
     try:
         for node in yaml.compose_all(text, Loader=yaml.SafeLoader):
-            value = yaml.SafeLoader("").construct_document(node)
-            if value is None:  # nothing but comments between two `---`
-                continue
-            if not isinstance(value, dict) or "kind" not in value:
-                raise ManifestError("not a Kubernetes object: `kind` is missing", f"{name}:{node.start_mark.line + 1}")
-            if value["kind"] == "List":
-                for item in listed(value.get("items")):
-                    yield Manifest(item, f"{name}:{node.start_mark.line + 1}")
-            elif value["kind"] != "Kustomization":
-                yield Manifest(value, f"{name}:{node.start_mark.line + 1}")
+            place = f"{name}:{node.start_mark.line + 1}"
+            try:
+                value = yaml.SafeLoader("").construct_document(node)
+            except (ValueError, KeyError, AttributeError) as error:  # 2026-99-99, or what does not fit its !!tag
+                raise ManifestError(f"not valid YAML: {' '.join(str(error).split())}", place) from None
+            _check_depth(value, place)
+            if value is not None:  # nothing but comments between two `---`
+                yield from _objects(value, place)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ManifestError(f"not valid YAML: {error.problem or error.context}", f"{name}:{line}") from None
     except yaml.YAMLError as error:
         raise ManifestError(f"not valid YAML: {' '.join(str(error).split())}", name) from None
+    except RecursionError:
+        raise ManifestError(f"more than {_DEEPEST} levels deep", name) from None
+
+
+def _objects(value: Any, place: str) -> Iterator[Manifest]:
+    if not isinstance(value, dict) or "kind" not in value:
+        raise ManifestError("not a Kubernetes object: `kind` is missing", place)
+    if value["kind"] == "List":
+        items = value.get("items") or []
+        if not isinstance(items, list):
+            raise ManifestError("`items` of this List is no list", place)
+        for item in items:
+            yield from _objects(item, place)
+    elif value["kind"] != "Kustomization":
+        yield Manifest(value, place)
+
+
+def _check_depth(value: Any, place: str, depth: int = 0) -> None:
+    if depth > _DEEPEST:
+        raise ManifestError(f"more than {_DEEPEST} levels deep, or an alias within its own anchor", place)
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for item in inner:
+        _check_depth(item, place, depth + 1)
 
 
 def _read(file: Path) -> Iterator[Manifest]:

@@ -9,6 +9,7 @@ from typing import Any
 from aliquot.catalogue.instances import InstanceType, instances
 from aliquot.cluster.manifests import Manifest, listed, mapping
 
+_NUMBER = re.compile(r"^[0-9]{1,18}$")
 LABEL_VALUE = re.compile(r"^(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?$")  # at most 63 characters
 
 TYPE = "node.kubernetes.io/instance-type"
@@ -84,7 +85,7 @@ def _meets(each: InstanceType, requirement: dict[str, Any]) -> bool:
     own = type_labels(each).get(str(key))
     values = [str(value) for value in listed(requirement.get("values"))]
     if operator in ("Gt", "Lt", "Gte", "Lte"):
-        if own is None or len(values) != 1 or not values[0].isdecimal():
+        if own is None or len(values) != 1 or not _NUMBER.match(values[0]):
             return False
         number, bound = int(own), int(values[0])
         return {"Gt": number > bound, "Lt": number < bound, "Gte": number >= bound, "Lte": number <= bound}[operator]

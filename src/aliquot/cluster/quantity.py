@@ -12,9 +12,11 @@ GIB = 1 << 30
 _SCALE = {
     "": Fraction(1), "n": Fraction(1, 10**9), "u": Fraction(1, 10**6), "m": Fraction(1, 1000),
     "k": Fraction(10**3), "M": Fraction(10**6), "G": Fraction(10**9), "T": Fraction(10**12), "P": Fraction(10**15),
+    "E": Fraction(10**18), "Ei": Fraction(2**60),
     "Ki": Fraction(2**10), "Mi": Fraction(2**20), "Gi": Fraction(2**30), "Ti": Fraction(2**40), "Pi": Fraction(2**50),
 }  # fmt: skip
-_QUANTITY = re.compile(r"^([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:([eE][+-]?[0-9]{1,3})|([numkMGTP]|[KMGTP]i))?$")
+_LARGEST = Fraction(2**63 - 1)  # what is more counts as this
+_QUANTITY = re.compile(r"^([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:([eE][+-]?[0-9]{1,3})|([numkMGTPE]|[KMGTPE]i))?$")
 
 
 def parse(value: object) -> Fraction | None:
@@ -23,7 +25,7 @@ def parse(value: object) -> Fraction | None:
     if match is None or isinstance(value, bool):
         return None
     number, exponent, suffix = match.groups()
-    return Fraction(Decimal(number + (exponent or ""))) * _SCALE[suffix or ""]
+    return min(_LARGEST, Fraction(Decimal(number + (exponent or ""))) * _SCALE[suffix or ""])
 
 
 def parse_bytes(value: object) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from aliquot.cluster.findings import Finding, finding
 from aliquot.cluster.job import Job
@@ -27,15 +27,33 @@ def check_config(job: Job) -> Iterator[Finding]:
             f"{config.checkpoint.grace_s:g} s; a spot node is gone {_SPOT_NOTICE_S} s after its notice",
             "at most 90 on spot nodes", "warning",
         )  # fmt: skip
-    mount = PurePosixPath(section.storage.mount_path)
-    places = {"run.directory": str(config.run.directory), "model.path": config.model.path or ""}
-    paths = [config.data.path] if isinstance(config.data.path, str) else config.data.path or []
-    for key, value in [*places.items(), *(("data.path", path) for path in paths)]:
-        absolute = value.startswith("/")
-        if absolute and not PurePosixPath(value).is_relative_to(mount):
-            yield finding("not-shared", key, f"{value} is not below {mount}", f"a path below {mount}")
-        if key == "data.path" and not absolute and value != "stdlib":
+    yield from _paths(job)
+
+
+def _paths(job: Job) -> Iterator[Finding]:
+    """What the pods read and write must lie on the shared file system; a hub id, a dataset's name lie nowhere."""
+    config, mount = job.config, PurePosixPath(job.section.storage.mount_path)
+    files = [*_each("data.path", config.data.path), *_each("data.eval_path", config.data.eval_path)]
+    local = [(key, value) for key, value in files if value != "stdlib"]  # Python's own texts are in the image
+    if config.checkpoint.resume not in ("auto", "never"):
+        local.append(("checkpoint.resume", config.checkpoint.resume))
+    names = [("model.path", config.model.path), ("data.tokenizer", config.data.tokenizer)]
+    # A name that could be one of the hub is taken for a path where it is one here, as training here would.
+    local += [(key, value) for key, value in names if value is not None and _is_path(value)]
+    for key, value in [("run.directory", str(config.run.directory)), *local]:
+        if value.startswith("/"):
+            if not PurePosixPath(value).is_relative_to(mount):
+                yield finding("not-shared", key, f"{value} is not below {mount}", f"a path below {mount}")
+        elif key != "run.directory":  # that one is put below the mount
             yield finding(
                 "not-shared", key, f"{value} is relative: the pods start in their image's directory",
-                f"copy it to the file system and give {mount / value}",
+                f"copy it to the file system and give {mount / PurePosixPath(value.lstrip('./~'))}",
             )  # fmt: skip
+
+
+def _each(key: str, value: str | list[str] | None) -> list[tuple[str, str]]:
+    return [(key, each) for each in ([value] if isinstance(value, str) else value or [])]
+
+
+def _is_path(value: str) -> bool:
+    return value.startswith(("/", ".", "~")) or value.count("/") > 1 or Path(value).exists()

@@ -31,7 +31,7 @@ def check_job(job: JobView, trainer: str | None, plan: Plan | None, grace_s: flo
 
 
 def _trainer(job: JobView, trainer: str | None) -> Iterator[Finding]:
-    spec = mapping(job.manifest.document.get("spec"))
+    spec = mapping(job.manifest.get("spec"))
     if "trainer" not in spec:
         yield finding("no-trainer", job.manifest, "spec.trainer is missing", "spec.trainer with numNodes and command")
     both = "podTemplateOverrides" in spec and "runtimePatches" in spec

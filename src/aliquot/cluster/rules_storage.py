@@ -19,7 +19,7 @@ def check_storage(manifests: Sequence[Manifest]) -> Iterator[Finding]:
         if volume.get("spec", "csi", "driver") == _DRIVER:
             yield from _volume(volume)
     for storage_class in of_kind(manifests, "StorageClass"):
-        if storage_class.document.get("provisioner") == _DRIVER:
+        if storage_class.get("provisioner") == _DRIVER:
             yield from _storage_class(storage_class)
     for claim in claims:
         yield from _claim(claim, volumes)
@@ -45,13 +45,13 @@ def _volume(volume: Manifest) -> Iterator[Finding]:
 
 
 def _storage_class(storage_class: Manifest) -> Iterator[Finding]:
-    parameters = mapping(storage_class.document.get("parameters"))
+    parameters = mapping(storage_class.get("parameters"))
     for key in ("subnetId", "securityGroupIds"):
         if not parameters.get(key):
             yield finding(
                 "storage-address", storage_class, f"parameters.{key} is missing", "the nodes' own, of one zone"
             )
-    if "flock" not in listed(storage_class.document.get("mountOptions")):
+    if "flock" not in listed(storage_class.get("mountOptions")):
         yield finding("storage-lock", storage_class, "mountOptions lack flock", "mountOptions: [flock]")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from aliquot.catalogue.instances import InstanceType
 from aliquot.cluster.findings import Finding, finding
 from aliquot.cluster.job import EFA, GPU
+from aliquot.cluster.manifests import dig, listed
 from aliquot.cluster.pools import CAPACITY, ZONE, PoolView, type_labels
 from aliquot.cluster.quantity import GIB, parse_bytes, parse_millicores
 from aliquot.cluster.view import JobView
@@ -144,7 +145,7 @@ def _limits(job: JobView, pool: PoolView) -> Iterator[Finding]:
 def _zones(job: JobView, pool: PoolView) -> Iterator[Finding]:
     zones = pool.values(ZONE)
     one = job.node_selector.get(ZONE) is not None or len(zones) == 1
-    terms = (job.affinity.get("podAffinity") or {}).get("requiredDuringSchedulingIgnoredDuringExecution") or []
+    terms = listed(dig(job.affinity, "podAffinity", "requiredDuringSchedulingIgnoredDuringExecution"))
     together = any(isinstance(term, dict) and term.get("topologyKey") == ZONE for term in terms)
     if job.nodes > 1 and not one and not together:
         yield finding(

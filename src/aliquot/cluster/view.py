@@ -83,7 +83,7 @@ def _view(job: Manifest, runtimes: list[Manifest]) -> JobView:
     trainer = mapping(job.get("spec", "trainer"))
     resources = [mapping(base_container.get("resources")), mapping(trainer.get("resourcesPerNode"))]
     grace = [spec["terminationGracePeriodSeconds"] for spec in specs if "terminationGracePeriodSeconds" in spec]
-    nodes = trainer.get("numNodes") or dig(runtime.document if runtime else {}, "spec", "mlPolicy", "numNodes") or 1
+    nodes = trainer.get("numNodes") or (runtime and runtime.get("spec", "mlPolicy", "numNodes")) or 1
     return JobView(
         manifest=job,
         runtime=runtime,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +22,47 @@ AUTO = "auto"
 _SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _SIZES = ("global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
 _HERE = ("shard", "deepspeed_config")
+_OFFLOADS = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
+# Every part of a path that has keys below it.
+_SECTIONS = {path[:dot] for path in RULES for dot in range(len(path)) if path[dot] == "."}
 
 Locations = dict[tuple[str, ...], str]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
+
+
+# Values that this module or the planner computes with: (what is expected, whether a value is that). What fills the run
+# config is checked by its schema, and the rest by DeepSpeed.
+_Kind = tuple[str, Callable[[Any], bool]]
+_SECTION: _Kind = ("an object of settings, or leave it out", lambda value: isinstance(value, dict))
+_NUMBER: _Kind = ("a number", _is_number)
+_TEXT: _Kind = ("a name", lambda value: isinstance(value, str))
+_KINDS: dict[str, _Kind] = {
+    "bf16.enabled": ("true or false", lambda value: isinstance(value, bool)),
+    "optimizer.type": _TEXT,
+    "optimizer.params.betas": (
+        "two numbers, like [0.9, 0.999]",
+        lambda value: isinstance(value, list) and len(value) == 2 and all(x == AUTO or _is_number(x) for x in value),
+    ),
+    "scheduler.type": _TEXT,
+    **{f"{section}.device": ("cpu or none", lambda value: value in ("cpu", "none", "nvme")) for section in _OFFLOADS},
+    **{
+        f"{section}.nvme_path": ("a path", lambda value: value is None or isinstance(value, str))
+        for section in _OFFLOADS
+    },
+    **{
+        f"zero_optimization.{key}": _NUMBER
+        for key in (
+            "reduce_bucket_size",
+            "sub_group_size",
+            "stage3_prefetch_bucket_size",
+            "stage3_max_live_parameters",
+            "stage3_max_reuse_distance",
+        )
+    },
+}
 
 
 def fill(values: dict[str, Any], locations: Locations) -> None:
@@ -31,7 +71,8 @@ def fill(values: dict[str, Any], locations: Locations) -> None:
     `locations` tells of each key where it was written, and is told of the new ones. Raises UserError for a file that
     cannot be read, unknown and rejected keys, and values that contradict the run config, naming both places.
     """
-    given = (values.get("shard") or {}).get("deepspeed_config")
+    shard = values.get("shard")
+    given = shard.get("deepspeed_config") if isinstance(shard, dict) else None
     if given is None:
         return
     if isinstance(given, str):
@@ -40,20 +81,19 @@ def fill(values: dict[str, Any], locations: Locations) -> None:
     elif isinstance(given, dict):
         found = given
     else:
-        raise DeepspeedConfigError(
-            f"{locations.get(_HERE, '')}: shard.deepspeed_config is the path of a DeepSpeed JSON"
-        )
-    _check(found, locations)
+        raise DeepspeedConfigError("shard.deepspeed_config is the path of a DeepSpeed JSON", locations.get(_HERE))
     train = values.get("train")
     if train is None:
         train = values["train"] = {}
+    if not isinstance(train, dict):  # for the schema to report
+        return
+    _check(found, train, locations)
     filled = {}
     for path, value in _meant(found):
         section, _, key = path[1].partition(".")
         where = _place(path[0], locations)
-        earlier = locations.get((section, key)) if key in train else None
-        if earlier is None and key in train:
-            earlier = "the run config"
+        # A null is silent: the complete config that a run saves has one wherever nothing was said.
+        earlier = None if train.get(key) is None else locations.get((section, key), "the run config")
         if earlier is not None and train[key] != value:
             raise DeepspeedConfigError(
                 f"{where}: {path[0]} is {value!r}, but {section}.{key} is {train[key]!r} at {earlier}: leave one out"
@@ -70,8 +110,9 @@ def settings(config: RunConfig, world_size: int, hidden_size: int) -> tuple[dict
 
     Raises UserError where the batch of the JSON does not multiply out at `world_size`.
     """
-    given = deepcopy(config.shard.deepspeed_config) or {}
-    _check_batch(given, config, world_size)
+    written = config.shard.deepspeed_config or {}
+    _check_batch(written, config, world_size)
+    given = _without_auto(written)
     zero = {**given.get("zero_optimization", {}), "stage": 3}
     automatic = {
         "reduce_bucket_size": hidden_size * hidden_size,
@@ -79,7 +120,7 @@ def settings(config: RunConfig, world_size: int, hidden_size: int) -> tuple[dict
         "stage3_param_persistence_threshold": 10 * hidden_size,
     }
     for key, value in automatic.items():
-        if zero.get(key) == AUTO:
+        if written.get("zero_optimization", {}).get(key) == AUTO:
             zero[key] = value
     result = {key: value for key, value in given.items() if _kind(key) == "honoured"}
     for key in ("optimizer", "scheduler"):
@@ -97,7 +138,17 @@ def settings(config: RunConfig, world_size: int, hidden_size: int) -> tuple[dict
     bf16 = {key: value for key, value in given.get("bf16", {}).items() if key != "immediate_grad_update"}
     result["bf16"] = {**bf16, "enabled": config.train.precision == "bf16"}
     result["steps_per_print"] = None
-    return result, _lines(given)
+    return result, _lines(written)
+
+
+def _without_auto(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy without what is "auto", which says nothing, and without the sections that say nothing else."""
+    found = {
+        key: _without_auto(value) if isinstance(value, dict) and value else deepcopy(value)
+        for key, value in values.items()
+        if value != AUTO
+    }
+    return {key: value for key, value in found.items() if value != {} or values[key] == {}}
 
 
 def _lines(given: Mapping[str, Any]) -> list[str]:
@@ -155,7 +206,23 @@ def _leaves(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, A
             yield path, value
 
 
-def _check(found: Mapping[str, Any], locations: Locations) -> None:
+def _check_kinds(values: Mapping[str, Any], locations: Locations, above: str = "") -> None:
+    """Raises UserError for a section, or a value that is computed with, that is something else."""
+    for key, value in values.items():
+        path = f"{above}{key}"
+        rule = RULES.get(path)
+        kind = _SECTION if path in _SECTIONS else _KINDS.get(path)
+        if kind is None and rule is not None and rule.fills is not None and isinstance(value, dict):
+            kind = _NUMBER
+        if kind is not None and not kind[1](value) and (value != AUTO or path in _SECTIONS):
+            shown = json.dumps(value, default=str)
+            raise DeepspeedConfigError(f"{_place(path, locations)}: {path} is {shown}: expected {kind[0]}")
+        if isinstance(value, dict):
+            _check_kinds(value, locations, f"{path}.")
+
+
+def _check(found: Mapping[str, Any], train: Mapping[str, Any], locations: Locations) -> None:
+    _check_kinds(found, locations)
     for path, value in _leaves(found):
         rule = rule_of(path)
         section = path.rpartition(".")[0]
@@ -170,17 +237,19 @@ def _check(found: Mapping[str, Any], locations: Locations) -> None:
         if section.endswith(("offload_optimizer", "offload_param")) and path.endswith(".device") and value == "nvme":
             _reject_nvme(found, section, _place(path, locations))
     kind = found.get("optimizer", {}).get("type", "AdamW")
-    if str(kind).lower() not in ("adam", "adamw"):
+    if kind.lower() not in ("adam", "adamw", AUTO):
         raise DeepspeedConfigError(
             f"{_place('optimizer.type', locations)}: optimizer.type is {kind!r}: only Adam and AdamW"
         )
-    _check_scheduler(found.get("scheduler", {}), locations)
+    _check_scheduler(found.get("scheduler", {}), train, locations)
 
 
 def _harmless(rule: Rule, path: str, value: object, found: Mapping[str, Any]) -> bool:
+    if value == AUTO:
+        return True
     if path.count(".") == 1 and rule_of(path.partition(".")[0]) is rule:
         section = found[path.partition(".")[0]]
-        return section.get("enabled") is False
+        return section.get("enabled") is False or section.get("enabled") == AUTO
     return any(
         value == harmless and isinstance(value, bool) == isinstance(harmless, bool) for harmless in rule.harmless
     )
@@ -195,8 +264,9 @@ def _reject_nvme(found: Mapping[str, Any], section: str, where: str) -> None:
     )
 
 
-def _check_scheduler(scheduler: Mapping[str, Any], locations: Locations) -> None:
-    if not scheduler:
+def _check_scheduler(scheduler: Mapping[str, Any], train: Mapping[str, Any], locations: Locations) -> None:
+    """`train`: of the run config, as it was written."""
+    if not scheduler or scheduler.get("type") == AUTO:
         return
     kind, options = scheduler.get("type"), scheduler.get("params", {})
     if kind not in _SCHEDULERS:
@@ -204,7 +274,11 @@ def _check_scheduler(scheduler: Mapping[str, Any], locations: Locations) -> None
             f"{_place('scheduler.type', locations)}: scheduler.type is {kind!r}: one of {', '.join(_SCHEDULERS)}"
         )
     place = _place("scheduler", locations)
-    if options.get("warmup_num_steps", 1) != 0 and "warmup_type" not in options:
+    steps = options.get("warmup_num_steps", 1)
+    if steps == AUTO:
+        steps = train.get("warmup_steps")
+        steps = (train.get("warmup_ratio") or 0) if steps is None else steps
+    if steps != 0 and "warmup_type" not in options:
         raise DeepspeedConfigError(
             f'{place}: scheduler warms up along a logarithm by default: set "warmup_type": "linear"'
         )

@@ -82,7 +82,7 @@ def _load(text: str, name: str, locations: dict[Keys, Location]) -> dict[str, An
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(f"not valid YAML: {error.problem or error.context}", f"{name}:{line}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date like 2026-99-99
         raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}", name) from None
     if not isinstance(values, dict):
         raise ConfigError("a config is a mapping of sections (run, model, data, train, ...)", name)
@@ -110,7 +110,7 @@ def _apply(values: dict[str, Any], override: str, locations: dict[Keys, Location
         raise ConfigError(f"override {override!r}: expected section.key=value, for example train.max_steps=10")
     try:
         value = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):
         raise ConfigError(f"override {override!r}: the value is not valid YAML") from None
     section = values
     for depth, key in enumerate(keys[:-1], 1):

@@ -6,6 +6,7 @@ with its CA certificate and a file with a token. Posts go out beside training; o
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import ssl
@@ -104,7 +105,8 @@ class KubeflowStatus:
             )
             with urllib.request.urlopen(request, timeout=_TIMEOUT_S, context=context):
                 pass
-        except (OSError, ValueError):  # no endpoint, no token, refused: a run does not end because nobody listens
+        # No endpoint, no token, refused, no HTTP: a run does not end because nobody listens.
+        except (OSError, ValueError, http.client.HTTPException):
             pass
 
 

@@ -35,6 +35,15 @@ _MAX_REUSE, _MAX_LIVE = 10**9, 10**9
 KEPT_NUMEL = _MAX_REUSE // 2
 
 
+_PERSISTENT_NUMEL = 100_000  # stage3_param_persistence_threshold where the JSON is silent
+
+
+def persistent_numel(config: RunConfig, shape: ModelShape, layout: Layout) -> int:
+    """Elements of the weights that stay gathered until an update changes them (parameter_offload.py)."""
+    threshold = _settings(config, shape, layout).get("stage3_param_persistence_threshold", _PERSISTENT_NUMEL)
+    return sum(numel(weight) for _, weight in shape.built.tensors if numel(weight) <= threshold)
+
+
 def deepspeed_memory(config: RunConfig, shape: ModelShape, layout: Layout) -> Held:
     """What a rank holds while it trains."""
     zero = _settings(config, shape, layout)

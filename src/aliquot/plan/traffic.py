@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from aliquot.config.schema import RunConfig
 from aliquot.plan.layout import Layout
-from aliquot.plan.memory_deepspeed import KEPT_NUMEL
+from aliquot.plan.memory_deepspeed import KEPT_NUMEL, persistent_numel
 from aliquot.plan.shapes import ModelShape, numel, padded_share
 
 
@@ -34,10 +34,13 @@ def traffic(config: RunConfig, engine: str, shape: ModelShape, layout: Layout, m
     elif engine == "fsdp":
         wire, local, shared = _fsdp(config, shape, layout, micro_batches, compute)
     elif engine == "deepspeed":
-        # What is wanted again soon stays gathered (memory_deepspeed.py); gradients are reduced in the compute dtype.
+        # What is wanted again soon stays gathered (memory_deepspeed.py), small weights until they are updated;
+        # gradients are reduced in the compute dtype.
+        kept = persistent_numel(config, shape, layout)
         twice = shape.numel - min(shape.numel, KEPT_NUMEL)
         reduced = compute * shape.numel * (2 if layout.device == "cpu" else 1)
-        wire, local = _ring(layout, micro_batches * (compute * (shape.numel + twice) + reduced))
+        each = compute * max(0, shape.numel + twice - kept) + reduced
+        wire, local = _ring(layout, micro_batches * each + compute * kept)
     return Traffic(wire, local, shared, read, 12 * shape.numel)
 
 
