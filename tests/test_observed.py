@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -177,3 +178,47 @@ def test_a_rank_that_is_held_up_is_named(folder: Path) -> None:
     assert "warning: slow for 20 steps, the others wait: rank 1" in errors
     assert events(directory)[-1]["event"] == "stopped"
     assert '<span class="state stopped">' in (directory / "report.html").read_text()
+
+
+@pytest.mark.parametrize("on_error", ["warn", "stop"])
+def test_metrics_that_cannot_be_written(folder: Path, on_error: str) -> None:
+    """A file of the run may grow to a limit, as on a full disk; of metrics.jsonl that is what it has already."""
+    config = write_config(folder, on_error, checkpoint={"on_error": on_error}, train={"max_steps": 100000})
+    directory = folder / on_error
+    process = subprocess.Popen(
+        [sys.executable, "-m", "aliquot", "train", str(config), "train.logging_steps=1"],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    assert process.stderr is not None
+
+    def written() -> int:
+        assert process.poll() is None
+        return (directory / "metrics.jsonl").stat().st_size if (directory / "metrics.jsonl").exists() else 0
+
+    try:
+        while not written() > 2 * sum(file.stat().st_size for file in directory.glob("events.jsonl")) > 0:
+            time.sleep(0.05)
+        unlimited = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (written(), unlimited[1]))
+        if on_error == "warn":
+            told = process.stderr.readline()
+            assert told.startswith("warning: metrics and events are not recorded as long as this lasts: "), told
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, unlimited)
+            size = written()
+            while written() == size:
+                time.sleep(0.05)
+            process.send_signal(signal.SIGTERM)
+        errors = process.communicate(timeout=240)[1]
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert "Traceback" not in errors and "not recorded" not in errors
+    last = events(directory)[-1]
+    if on_error == "warn":
+        assert (process.returncode, last["event"]) == (143, "stopped"), errors
+        assert list(curve(directory)) == list(range(1, int(str(last["step"])) + 1))
+    else:
+        line = f"{directory}/metrics.jsonl: cannot write: File too large"
+        assert (process.returncode, errors.splitlines()[-1]) == (2, f"aliquot: {line} [disk]"), errors
+        assert (last["event"], last["text"]) == ("failed", line)

@@ -22,7 +22,7 @@ from aliquot.config.batch_size import batch_size
 from aliquot.config.read import read_config
 from aliquot.data.batches import Batches
 from aliquot.data.prepare import prepare
-from aliquot.errors import UserError
+from aliquot.errors import StorageError, UserError
 from aliquot.machine.auto_ranks import with_automatic_ranks
 from aliquot.observe.run_directory import RunDirectory
 from tests import plain
@@ -315,6 +315,21 @@ def test_runs_are_never_overwritten(folder: Path, alone: Path) -> None:
         assert "another process is training" in refusal(config, "train.max_steps=9")
     after = {path: path.stat().st_mtime_ns for path in alone.rglob("*") if path.is_file() and path.name != ".lock"}
     assert after == before
+
+
+@pytest.mark.parametrize("below", ["", "run"])
+def test_a_file_where_the_run_directory_should_be(tmp_path: Path, below: str) -> None:
+    file = tmp_path / "README.md"
+    file.write_text("x")
+    with pytest.raises(StorageError, match=r"cannot write the run directory: .* choose another run.directory"):
+        RunDirectory(file / below).locked().__enter__()
+    assert file.read_text() == "x"
+
+
+def test_what_a_run_raises_is_not_taken_for_its_directory(tmp_path: Path) -> None:
+    with pytest.raises(PermissionError, match="of the body"), RunDirectory(tmp_path / "run").locked():
+        shutil.rmtree(tmp_path / "run")  # then there is nothing to clean up, which is not told
+        raise PermissionError("of the body")
 
 
 def test_bad_input(folder: Path, alone: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Each kind has an id, which is printed behind its line and explained in docs/trou
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
@@ -191,3 +192,21 @@ def kinds(of: type[UserError] = UserError) -> Iterator[type[UserError]]:
     yield of
     for kind in of.__subclasses__():
         yield from kinds(kind)
+
+
+@contextmanager
+def reading(path: Path | None) -> Iterator[None]:
+    """Raise OSError as StorageError: cannot read."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"cannot read: {error.strerror or error}", path) from error
+
+
+@contextmanager
+def writing(path: Path | None) -> Iterator[None]:
+    """Raise OSError as StorageError: cannot write."""
+    try:
+        yield
+    except OSError as error:  # disk full, quota, read-only, no permission
+        raise StorageError(f"cannot write: {error.strerror or error}", path) from error

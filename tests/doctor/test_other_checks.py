@@ -11,10 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from aliquot.doctor import measure, network, software
+from aliquot.cli.main import app
+from aliquot.doctor import examine, measure, network, software
 from aliquot.doctor.examine import CHECKS
 from aliquot.doctor.finding import Subject
+from aliquot.errors import UsageError
 from tests.doctor.machines import lay_out, machine, said, subject
 from tests.machine.launcher import environment
 from tests.runs import command
@@ -60,6 +63,27 @@ def test_peers() -> None:
     assert found.level == "problem" and found.found.startswith(
         "no-such-host.invalid does not resolve; reached 127.0.0.1"
     )
+
+
+@pytest.mark.parametrize(
+    ("peer", "found"),
+    [
+        ("a..b", "a..b does not resolve"),
+        (f"{'x' * 70}:29500", f"{'x' * 70} does not resolve"),
+        ("[::1]", "::1"),
+        ("[::1]:29501", "::1"),
+    ],
+)
+def test_peers_of_any_name_get_a_finding(peer: str, found: str) -> None:
+    assert found in network.check_peers(replace(HERE, peers=(peer,))).found
+
+
+@pytest.mark.parametrize(
+    "peer", ["host:abc", "::1", "host:", "host:0", "host:65536", "[::1", ":29500", f"h:{'9' * 5000}"]
+)
+def test_peers_that_are_no_address_are_refused(peer: str) -> None:
+    with pytest.raises(UsageError, match=r"^--peers: .* is none of HOST, HOST:PORT and \[IPv6\]:PORT"):
+        network.check_peers(replace(HERE, peers=(peer,)))
 
 
 def test_efa(tmp_path: Path) -> None:
@@ -173,6 +197,14 @@ def test_two_ranks_that_cannot_be_joined() -> None:
     finding = measure.judge_self_test(told)
     assert finding.level == "problem" and "GLOO_SOCKET_IFNAME is eth77" in finding.found, said(finding)
     assert measure.judge_matmul(told, HERE).level == "warning"
+
+
+def test_findings_that_cannot_be_written_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examine, "examine", lambda subject: [])
+    lay_out(tmp_path, {"config.yaml": "", "doctor.json/taken": ""})
+    told = CliRunner().invoke(app, ["doctor", "--run-directory", str(tmp_path)])
+    line = f"aliquot: {tmp_path}/doctor.json: cannot write: Is a directory [disk]\n"
+    assert (told.exit_code, told.stderr) == (2, line)
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -129,6 +129,12 @@ def test_an_address_that_is_not_node_0(tmp_path: Path) -> None:
     assert line.startswith(f"launch.master_address 203.0.113.1 does not lead to {platform.node()}, which is node 0: ")
 
 
+@pytest.mark.parametrize("own", [0, 1])
+def test_an_address_that_can_be_no_name_is_not_waited_for(tmp_path: Path, own: int) -> None:
+    (line,) = last_lines([node(own, 2, free_port(), 600, tmp_path, "a..b")])
+    assert line.startswith("'a..b' cannot be the name of a host: set launch.master_address (MASTER_ADDR)")
+
+
 def test_a_port_that_is_taken(tmp_path: Path) -> None:
     with socket.create_server(("", 0)) as taken:
         port = str(taken.getsockname()[1])

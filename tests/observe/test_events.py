@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from aliquot.errors import StorageError
 from aliquot.observe.events import Events, command_line
 
 
@@ -21,6 +22,12 @@ def test_events_are_appended_and_a_torn_line_stays_alone(tmp_path: Path) -> None
     lines = path.read_text().splitlines()
     assert [json.loads(lines[i])["event"] for i in (0, 2, 3)] == ["start", "resume", "end"]
     assert json.loads(lines[0])["model"] == "x"
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").symlink_to("/dev/full")
+    with pytest.raises(StorageError, match=r"events\.jsonl: cannot write: No space left on device"):
+        Events(tmp_path / "events.jsonl", enabled=True).write("start", 0)
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+import resource
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from aliquot.config.schema import ObserveSection
+from aliquot.errors import StorageError
 from aliquot.observe.metrics import Curve, MetricsFile, TensorBoard
+from aliquot.observe.prometheus import Exporter
 
 
 def steps(path: Path) -> list[int]:
@@ -61,6 +68,48 @@ def test_tensorboard_curve_is_clean_after_resume(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path)).Reload()
     assert events.Tags()["scalars"] == ["loss"]
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1), (2, 2), (3, 3), (4, 40)]
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file of this process can grow, and no right to mount a small disk is needed."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_is_named_and_no_line_is_torn(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path)
+    metrics.write({"step": 1})
+    with full_disk(), pytest.raises(StorageError, match=f"^{path}: cannot write: "):
+        metrics.write({"step": 2})
+    metrics.write({"step": 3})
+    assert steps(path) == [1, 2, 3]
+    metrics.write({"step": 4})
+    with full_disk():
+        with pytest.raises(StorageError, match="cannot write"):
+            metrics.write({"step": 5})
+        with pytest.raises(StorageError, match="cannot write"):
+            metrics.close()
+
+
+def test_what_needs_no_disk_is_written_all_the_same(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    observe = ObserveSection(tensorboard=False, prometheus=port)
+    exporter = Exporter(observe, "full")
+    exporter.listen()
+    curve = Curve(tmp_path / "metrics.jsonl", tmp_path / "tensorboard", observe, 0, True, exporter)
+    with full_disk(), pytest.raises(StorageError, match=r"metrics\.jsonl"):
+        curve.write({"step": 1, "loss": 2.0})
+    with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+        assert 'aliquot_loss{run="full"} 2.0' in answer.read().decode()
+    curve.close()
 
 
 @pytest.mark.parametrize(

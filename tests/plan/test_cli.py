@@ -8,7 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner, Result
 
+from aliquot.cli.errors import one_line_errors
+from aliquot.cli.main import app
+from aliquot.errors import UserError
+from aliquot.plan import calibrate
 from tests.runs import command, refused, trained, write_config
 
 KEYS = {
@@ -38,6 +43,45 @@ def test_a_plan_that_does_not_fit_exits_1_and_says_what_would(tmp_path: Path) ->
 def test_errors_are_one_line(tmp_path: Path) -> None:
     result = command("plan", write_config(tmp_path), "--instance", "c7i.8xlrge")
     assert result.returncode == 2 and "c7i.8xlarge" in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def plan_in_this_process(*arguments: str | Path) -> Result:
+    """Starting a process takes seconds."""
+    return CliRunner().invoke(app, ["plan", *map(str, arguments)])
+
+
+@pytest.mark.parametrize("option", ["--memory", "--network"])
+@pytest.mark.parametrize("value", ["0", "-10", "nan", "inf", "1e300"])
+def test_numbers_that_no_machine_has_are_refused(tmp_path: Path, option: str, value: str) -> None:
+    machine = {"--memory": "8", "--cores": "4", "--network": "10", option: value}
+    told = plan_in_this_process(write_config(tmp_path), *(word for pair in machine.items() for word in pair))
+    assert told.exit_code == 2 and option in told.stderr.splitlines()[-1], told.output
+
+
+def test_a_picture_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    arguments = (write_config(tmp_path), "--memory", "8", "--cores", "4", "--picture")
+    for picture, why in (
+        (tmp_path / "no/x.svg", "No such file or directory"),
+        ("/dev/full", "No space left on device"),
+    ):
+        told = plan_in_this_process(*arguments, picture)
+        assert (told.exit_code, told.stderr) == (2, f"aliquot: {picture}: cannot write: {why} [disk]\n")
+    told = plan_in_this_process(*arguments, "/dev/full", "--debug")
+    assert isinstance(told.exception, UserError) and isinstance(told.exception.__cause__, OSError)
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ALIQUOT_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(calibrate, "_together", lambda count, threads: {})  # measuring takes half a minute
+    told = plan_in_this_process("--calibrate")
+    assert (told.exit_code, told.stderr) == (2, f"aliquot: {tmp_path}/file/machines: Not a directory [disk]\n")
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), ConnectionRefusedError(111, "refused")])
+def test_what_is_about_no_file_is_not_called_so(error: OSError) -> None:
+    with pytest.raises(type(error)), one_line_errors(debug=False):
+        raise error
 
 
 def test_training_ends_with_plan_and_measurement_side_by_side(tmp_path: Path) -> None:

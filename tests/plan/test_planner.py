@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from aliquot.config.plan import Plan
 from aliquot.config.workload import Workload
 from aliquot.errors import UserError
 from aliquot.machine.cpu import read_cpu
 from aliquot.observe.ledger import PHASES
+from aliquot.plan import fit
 from aliquot.plan.layout import Layout
 from aliquot.plan.machine import Machine
 from aliquot.plan.picture import svg
 from aliquot.plan.planner import Planner, plan
+from aliquot.plan.report import summary
 from aliquot.plan.search import best, remedies
 from aliquot.plan.shapes import model_shape
 from aliquot.plan.traffic import traffic
@@ -126,6 +130,17 @@ def test_the_picture_is_svg_with_every_phase() -> None:
     root = ElementTree.fromstring(svg(made))
     words = " ".join(root.itertext())
     assert all(word in words for phase in made.phases for word in phase.name.split())
+
+
+def test_what_is_short_beside_memory_is_said_in_place_of_fits() -> None:
+    made = replace(planned(), shm_bytes_per_node=1 << 30)
+    assert made.fits
+    for shm_bytes, words in ((1 << 26, "does not fit: /dev/shm has 0.06 GiB and 1.00 GiB are"), (1 << 30, "fits: ")):
+        problems = fit.problems(made, replace(SERVER, shm_bytes=shm_bytes))
+        console = Console(width=200)
+        with console.capture() as told:
+            console.print(summary(made, problems, "here", "assumed"))
+        assert told.get().splitlines()[1].startswith(words)
 
 
 def test_settings_that_no_engine_follows_are_refused() -> None:

@@ -25,6 +25,7 @@ def command(
     with one_line_errors(debug):
         from aliquot.doctor.examine import examine
         from aliquot.doctor.finding import Subject
+        from aliquot.errors import writing
         from aliquot.machine.files import publish_text
 
         subject = Subject(run_directory=run_directory, peers=tuple(filter(None, peers.split(","))), port=port)
@@ -37,6 +38,7 @@ def command(
         if as_json:
             print(told)
         if (run_directory / "config.yaml").exists():  # a run's
-            publish_text(run_directory / "doctor.json", told + "\n")
+            with writing(run_directory / "doctor.json"):
+                publish_text(run_directory / "doctor.json", told + "\n")
     if any(finding.level == "problem" for finding in findings):
         raise typer.Exit(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Iterator
@@ -9,17 +10,28 @@ from contextlib import contextmanager
 
 import typer
 
-from aliquot.errors import UserError
+from aliquot.errors import StorageError, UserError
+
+# What only a file system says; the error of a write that fails so names no file.
+_STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.ESTALE}
 
 
 @contextmanager
 def one_line_errors(debug: bool) -> Iterator[None]:
-    """Turns a UserError into one line and its exit code."""
+    """Turns a UserError, and what a file system refuses, into one line and its exit code."""
     try:
         yield
-    except UserError as error:
-        if debug:
+    except (UserError, OSError) as error:
+        told = error if isinstance(error, UserError) else _of_storage(error)
+        if debug or told is None:
             raise
         if os.environ.get("LOCAL_RANK", "0") == "0":  # under torchrun one rank a node speaks
-            print(f"aliquot: {error.line}", file=sys.stderr)
-        raise typer.Exit(error.exit_code) from None
+            print(f"aliquot: {told.line}", file=sys.stderr)
+        raise typer.Exit(told.exit_code) from None
+
+
+def _of_storage(error: OSError) -> StorageError | None:
+    """None for what is about no file: a closed pipe, which typer knows to end, a connection, a library's own error."""
+    if error.errno is None or (error.filename is None and error.errno not in _STORAGE):
+        return None
+    return StorageError(error.strerror or str(error), error.filename)

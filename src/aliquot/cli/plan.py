@@ -9,6 +9,8 @@ import typer
 
 from aliquot.cli.errors import one_line_errors
 
+_MOST = 1e9  # GiB or Gbit/s; far beyond, sizes in bytes are no numbers
+
 
 def command(
     config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="A YAML run configuration.")] = None,
@@ -16,9 +18,9 @@ def command(
         list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="Replace single keys of it.")
     ] = None,
     instance: Annotated[str | None, typer.Option(help="An EC2 type, for example c7i.8xlarge.")] = None,
-    memory: Annotated[float | None, typer.Option(help="GiB of a machine that is not this one.")] = None,
+    memory: Annotated[float | None, typer.Option(min=0.1, help="GiB of a machine that is not this one.")] = None,
     cores: Annotated[int | None, typer.Option(min=1, help="Physical cores of it.")] = None,
-    network: Annotated[float | None, typer.Option(help="Gbit/s between machines.")] = None,
+    network: Annotated[float | None, typer.Option(min=0.001, help="Gbit/s between machines.")] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="Machines; default: launch.nodes.")] = None,
     ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Default: launch.ranks.")] = None,
     document_tokens: Annotated[
@@ -45,13 +47,16 @@ def command(
 
         from aliquot.config.read import dump_with_places, read_with_places
         from aliquot.config.workload import Workload
-        from aliquot.errors import PlanError
+        from aliquot.errors import PlanError, UsageError, writing
         from aliquot.plan import fit, report, search
         from aliquot.plan.machine import chosen
         from aliquot.plan.picture import svg
         from aliquot.plan.planner import Planner
         from aliquot.plan.shapes import model_shape
 
+        for option, value in (("--memory", memory), ("--network", network)):
+            if value is not None and not value <= _MOST:  # nan is not, either
+                raise UsageError(f"{option} {value:g}: give a number up to {_MOST:g}")
         if calibrate:
             from aliquot.plan.calibrate import calibrate as measure
 
@@ -74,7 +79,8 @@ def command(
         better = search.best(planner, settings, layout, workload, optimize) if optimize is not None else []
         if as_json:
             alternatives = [{"set": each.lines, **each.plan.as_json()} for each in better]
-            told = {"problems": problems, "advice": advice, "alternatives": alternatives}
+            # The plan's own `fits` is about memory alone.
+            told = {"fits": not problems, "problems": problems, "advice": advice, "alternatives": alternatives}
             print(json.dumps({**plan.as_json(), **told}, indent=1))
         else:
             console = Console(soft_wrap=True, highlight=False)
@@ -84,6 +90,7 @@ def command(
             if better:
                 console.print(report.alternatives(better, plan))
         if picture is not None:
-            picture.write_text(svg(plan))
+            with writing(picture):
+                picture.write_text(svg(plan))
             print(f"picture         {picture}", file=sys.stderr)
     raise typer.Exit(1 if problems else 0)

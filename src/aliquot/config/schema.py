@@ -149,7 +149,9 @@ class CheckpointSection(Section):
         256 << 20, description="Copied at most when the next update comes before all is written; beyond, it waits."
     )
     grace_s: PositiveFloat = Field(90.0, description="After SIGTERM: finish the step, save and exit within this time.")
-    on_error: Literal["stop", "warn"] = Field("stop", description="When a checkpoint cannot be written.")
+    on_error: Literal["stop", "warn"] = Field(
+        "stop", description="When a checkpoint, metrics or events cannot be written."
+    )
     export: bool = Field(True, description="Write a Hugging Face export at the end of the run.")
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import socket
 
 import psutil
 
 from aliquot.doctor.finding import Finding, Subject
+from aliquot.errors import UsageError
 from aliquot.machine.cgroup import read
 from aliquot.machine.network import address_of, interface_towards
 
 _CONNECT_S = 5.0
 _AMAZON, _EFA = "0x1d0f", "0xefa"
+_PEER = re.compile(r"(?:\[(?P<address>[^][]+)]|(?P<name>[^][:]+))(?::(?P<port>[0-9]{1,5}))?")
 
 
 def check_interface(subject: Subject) -> Finding:
@@ -69,20 +72,22 @@ def check_port(subject: Subject) -> Finding:
 
 
 def check_peers(subject: Subject) -> Finding:
-    """Whether each of `peers` answers. One that refuses the connection is reached: only nobody listens there yet."""
+    """Whether each of `peers` answers. One that refuses the connection is reached: only nobody listens there yet.
+
+    Raises UserError for one that is no address.
+    """
     if not subject.peers:
         return Finding(
             "peers", "other nodes", "ok", "none given", "name them by --peers HOST,HOST to try the way there"
         )
     bad, good = [], []
-    for peer in subject.peers:
-        host, _, port = peer.partition(":")
+    for host, port in [_host_and_port(peer, subject.port) for peer in subject.peers]:
         try:
-            socket.create_connection((host, int(port or subject.port)), timeout=_CONNECT_S).close()
+            socket.create_connection((host, port), timeout=_CONNECT_S).close()
             good.append(f"{host} by {interface_towards(host)}")
         except ConnectionRefusedError:
             good.append(f"{host} by {interface_towards(host)}")
-        except socket.gaierror:
+        except (socket.gaierror, UnicodeError):  # UnicodeError: it cannot be a name, as `a..b`
             bad.append(f"{host} does not resolve")
         except OSError as error:
             bad.append(f"{host}: {'no answer' if isinstance(error, TimeoutError) else error.strerror}")
@@ -91,6 +96,15 @@ def check_peers(subject: Subject) -> Finding:
         fix = "DNS or /etc/hosts; a security group that allows all traffic from itself; the same subnet or a route"
         return Finding("peers", "other nodes", "problem", found, "nodes that do not reach each other cannot train", fix)
     return Finding("peers", "other nodes", "ok", found, "the way to every other node is open")
+
+
+def _host_and_port(peer: str, port: int) -> tuple[str, int]:
+    """Of HOST, HOST:PORT, [IPv6] or [IPv6]:PORT; `port` where it names none."""
+    parts = _PEER.fullmatch(peer.strip())
+    found = int(parts["port"] or port) if parts is not None else 0
+    if parts is None or not 0 < found < 1 << 16:
+        raise UsageError(f"--peers: {peer!r} is none of HOST, HOST:PORT and [IPv6]:PORT with a port from 1 to 65535")
+    return parts["address"] or parts["name"], found
 
 
 def check_efa(subject: Subject) -> Finding:

@@ -179,9 +179,13 @@ def _open(address: str, port: int, first: bool, deadline: _Deadline, who: str) -
 
 
 def _reach(address: str, port: int) -> str | None:
-    """What keeps a connection from `address`:`port`, in words; None: nothing."""
+    """What keeps a connection from `address`:`port`, in words; None: nothing. Raises UserError for what is no name."""
     try:
         socket.create_connection((address, port), timeout=_CONNECT_S).close()
+    except UnicodeError:  # unlike a name that does not resolve yet, `a..b` never will: nothing to wait for
+        raise RendezvousError(
+            f"{address!r} cannot be the name of a host: set launch.master_address (MASTER_ADDR) to node 0's"
+        ) from None
     except socket.gaierror:
         return f"the name {address} does not resolve"
     except ConnectionRefusedError:

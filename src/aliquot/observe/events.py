@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from aliquot.errors import writing
+
 ENDS = ("end", "stopped", "failed")
 
 
@@ -25,13 +27,15 @@ class Events:
         self._enabled = enabled
 
     def write(self, event: str, step: int, **fields: Any) -> None:
+        """Raises UserError where the disk is full."""
         if not self._enabled:
             return
         line = json.dumps({"event": event, "step": step, "time": time.time(), **fields})
         # An attempt that was killed may have left half a line: the next one starts on a line of its own.
-        torn = self._path.exists() and self._path.stat().st_size > 0 and not _ends_a_line(self._path)
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write("\n" * torn + line + "\n")
+        with writing(self._path):
+            torn = self._path.exists() and self._path.stat().st_size > 0 and not _ends_a_line(self._path)
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write("\n" * torn + line + "\n")
 
 
 def command_line(argv: list[str] | None = None) -> str:

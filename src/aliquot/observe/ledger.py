@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
+from aliquot.errors import writing
 from aliquot.machine.files import publish_text
 from aliquot.machine.memory import memory_use, peak_rss, reset_peak_rss
 from aliquot.machine.ranks import Ranks
@@ -78,7 +79,8 @@ class Ledger:
         """Write what all ranks have marked so far, the plan and what the run is made of; returns it. Collective."""
         rows = [row for of_rank in ranks.gather(self.rows()) for row in of_rank]
         if ranks.rank == 0:
-            publish_text(path, json.dumps({**about, "plan": self.plan, "rows": rows}, indent=1) + "\n")
+            with writing(path):
+                publish_text(path, json.dumps({**about, "plan": self.plan, "rows": rows}, indent=1) + "\n")
         return rows
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from aliquot.config.schema import ObserveSection
+from aliquot.errors import StorageError, writing
 from aliquot.machine.files import publish_text
 from aliquot.observe.kubeflow import KubeflowStatus
 from aliquot.observe.prometheus import Exporter
@@ -20,20 +22,23 @@ class MetricsFile:
 
     def __init__(self, path: Path, resumed_step: int = 0) -> None:
         """Lines beyond `resumed_step`, and a last one that was cut short, are dropped first: one clean curve."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            publish_text(path, "".join(_lines_until(path, resumed_step)))
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.exists():
+                publish_text(path, "".join(_lines_until(path, resumed_step)))
+            self._file = path.open("a", encoding="utf-8")
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         """`metrics` holds "step". Numbers that are not finite become null: JSON has none."""
-        self._file.write(json.dumps(_finite(metrics), allow_nan=False) + "\n")
-        self._file.flush()
+        with writing(self._path):
+            self._file.write(json.dumps(_finite(metrics), allow_nan=False) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        with writing(self._path), self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
 
 class TensorBoard:
@@ -42,15 +47,19 @@ class TensorBoard:
     def __init__(self, directory: Path, resumed_step: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(directory), purge_step=resumed_step + 1)
+        self._directory = directory
+        with writing(directory):
+            self._writer = SummaryWriter(str(directory), purge_step=resumed_step + 1)
 
     def write(self, metrics: Mapping[str, Any]) -> None:
-        for name, value in metrics.items():
-            if name != "step" and isinstance(value, int | float):
-                self._writer.add_scalar(name, value, metrics["step"])
+        with writing(self._directory):
+            for name, value in metrics.items():
+                if name != "step" and isinstance(value, int | float):
+                    self._writer.add_scalar(name, value, metrics["step"])
 
     def close(self) -> None:
-        self._writer.close()
+        with writing(self._directory):
+            self._writer.close()
 
 
 class Curve:
@@ -77,12 +86,23 @@ class Curve:
             self._writers.append(status)
 
     def write(self, metrics: Mapping[str, Any]) -> None:
-        for writer in self._writers:
-            writer.write(metrics)
+        """Raises UserError where a disk is full, once all writers have been given them: not all write to a disk."""
+        _all([partial(writer.write, metrics) for writer in self._writers])
 
     def close(self) -> None:
-        for writer in self._writers:
-            writer.close()
+        """Raises as `write` does."""
+        _all([writer.close for writer in self._writers])
+
+
+def _all(calls: Sequence[Callable[[], None]]) -> None:
+    failures = []
+    for call in calls:
+        try:
+            call()
+        except StorageError as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
 
 
 def _lines_until(path: Path, step: int) -> list[str]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 from aliquot.config.schema import RunConfig
-from aliquot.errors import UserError
+from aliquot.errors import StorageError, UserError
 from aliquot.machine.memory import memory_use
 from aliquot.machine.ranks import Ranks
 from aliquot.machine.stop import Terminated
@@ -74,6 +75,7 @@ class Recorder:
         self._slow_ranks: Mapping[int, float] = {}
         self._logged = (steps_before, clock.seconds())  # the last step that was logged, and the seconds until then
         self._step_began = clock.seconds()
+        self._said_full = False
 
     def __enter__(self) -> Self:
         directory, first = self._directory, self._ranks.rank == 0
@@ -91,7 +93,19 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._curve.close()
+        troubles = []  # on a full disk: all is tried, and nothing hides what ended the run
+        for last in (self._curve.close, partial(self._ended, error)):
+            try:
+                last()
+            except StorageError as trouble:
+                troubles.append(trouble)
+        if self._ranks.rank == 0:
+            self._write_report()
+        if troubles and error is None:
+            self._storage_failed(troubles[0])
+
+    def _ended(self, error: BaseException | None) -> None:
+        """The last event."""
         if error is None:
             self._events.write("end", self._done)
         elif isinstance(error, Terminated):
@@ -99,8 +113,6 @@ class Recorder:
         else:
             text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
             self._events.write("failed", self._done, text=text)
-        if self._ranks.rank == 0:
-            self._write_report()
 
     def begin(self) -> None:
         self._profile.step()
@@ -164,28 +176,47 @@ class Recorder:
             "own_work_s": [sum(rank["parts"][part] for part in OWN_WORK) for rank in told],
             "memory_bytes": [rank["memory"] for rank in told],
         }
-        self._curve.write(line)
+        with self._unless_full():
+            self._curve.write(line)
         self._display.step(line, self._total)
 
     def evaluated(self, loss: float, perplexity: float) -> float:
         """Record an evaluation after the steps done so far; returns the perplexity."""
-        self._curve.write({"step": self._done, "eval_loss": loss, "eval_perplexity": perplexity})
+        with self._unless_full():
+            self._curve.write({"step": self._done, "eval_loss": loss, "eval_perplexity": perplexity})
         self._display.line(f"step {self._done}: evaluation loss {loss:.4f}, perplexity {perplexity:.2f}")
         return perplexity
 
     def saved(self, saved: Saved) -> None:
-        self._events.write("checkpoint", saved.step, seconds=saved.seconds, stall_s=saved.stall_s)
+        with self._unless_full():
+            self._events.write("checkpoint", saved.step, seconds=saved.seconds, stall_s=saved.stall_s)
         self._display.saved(saved.step, saved.seconds, saved.stall_s)
 
     def warn(self, text: str, event: str = "warning") -> None:
         self._display.warning(text)
-        self._events.write(event, self._done, text=text)
+        with self._unless_full():
+            self._events.write(event, self._done, text=text)
 
     def finish(self) -> None:
         """All steps are done."""
         self._profile.finish()
         if self._profile.missed:
             self.warn("observe.profile: the run ended before the steps to trace began; tracing begins with the third")
+
+    @contextmanager
+    def _unless_full(self) -> Iterator[None]:
+        """What is written within is missing where the disk is full, or ends the run, as checkpoint.on_error says."""
+        try:
+            yield
+        except StorageError as error:
+            self._storage_failed(error)
+
+    def _storage_failed(self, error: StorageError) -> None:
+        if self._config.checkpoint.on_error == "stop":
+            raise error
+        if not self._said_full:
+            self._said_full = True
+            self._display.warning(f"metrics and events are not recorded as long as this lasts: {error}")
 
     def _write_report(self) -> None:
         try:

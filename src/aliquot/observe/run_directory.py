@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,21 +85,25 @@ class RunDirectory:
         """Raises UserError while another process trains into this directory; the kernel unlocks when a process dies."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            with (self.path / LOCK).open("w") as lock:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    raise RunDirectoryError("another process is training into this run directory", self.path) from None
-                except OSError:
-                    pass  # a file system without locks (Lustre may be mounted so): nothing to hold on to
-                try:
-                    yield
-                finally:
+            lock = (self.path / LOCK).open("w")
+        except OSError as error:  # no permission, read-only, a file where a directory should be
+            raise StorageError(
+                f"cannot write the run directory: {error.strerror}; choose another run.directory", self.path
+            ) from None
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RunDirectoryError("another process is training into this run directory", self.path) from None
+            except OSError:
+                pass  # a file system without locks (Lustre may be mounted so): nothing to hold on to
+            try:
+                yield
+            finally:
+                with suppress(OSError):  # what the body raised must be what is told
                     if [entry.name for entry in self.path.iterdir()] == [LOCK]:  # refused before it began
                         (self.path / LOCK).unlink()
                         self.path.rmdir()
-        except PermissionError as error:
-            raise StorageError(f"cannot write the run directory: {error.strerror}", self.path) from None
 
     def begin(self, config: RunConfig) -> None:
         """Write config.yaml, complete, as run: only once all else is known to be in order."""

@@ -41,10 +41,10 @@ def summary(plan: Plan, problems: Sequence[str], machine: str, assumed: str) -> 
         _whole(plan),
         f"rates           {plan.rates}",
     ]
-    if plan.fits:
-        verdict = Text(f"fits: {_gib(plan.peak_bytes_per_rank)} of {_gib(plan.limit_bytes)} a rank", style="green")
-    else:
+    if problems:  # not `plan.fits`: that is about memory alone
         verdict = Text("does not fit: " + "; ".join(problems), style="red")
+    else:
+        verdict = Text(f"fits: {_gib(plan.peak_bytes_per_rank)} of {_gib(plan.limit_bytes)} a rank", style="green")
     return Group(Text(head), verdict, Text(), phases(plan), Text(), Text("\n".join(lines)))
 
 

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from aliquot.errors import WeightsFileError
-from aliquot.ranges.failures import reading
+from aliquot.errors import WeightsFileError, reading
 from aliquot.ranges.jsonfile import LIMIT_BYTES, parse_json
 
 DTYPES: dict[str, torch.dtype] = {

@@ -7,8 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from aliquot.errors import WeightsFileError
-from aliquot.ranges.failures import reading
+from aliquot.errors import WeightsFileError, reading
 
 LIMIT_BYTES = 100_000_000  # safetensors' own limit for a header
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
+from aliquot.errors import writing
 from aliquot.ranges.bytemap import ByteMap, Shape
-from aliquot.ranges.failures import writing
 from aliquot.ranges.header import DTYPE_NAMES, TensorEntry
 from aliquot.ranges.publish import write_file
 

@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
-from aliquot.errors import StorageError
+from aliquot.errors import StorageError, writing
 from aliquot.ranges.bytemap import is_plain_name
-from aliquot.ranges.failures import writing
 from aliquot.ranges.together import Ranks, on_first, together
 
 T = TypeVar("T")

@@ -8,9 +8,8 @@ from typing import Self
 
 import torch
 
-from aliquot.errors import WeightsFileError
+from aliquot.errors import WeightsFileError, reading
 from aliquot.ranges.checksums import BlockChecksums
-from aliquot.ranges.failures import reading
 from aliquot.ranges.header import TensorEntry
 
 BUFFER_BYTES = 8 << 20

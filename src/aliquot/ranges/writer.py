@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
+from aliquot.errors import writing
 from aliquot.ranges.checksums import BlockChecksums
-from aliquot.ranges.failures import writing
 from aliquot.ranges.header import TensorEntry
 from aliquot.ranges.reader import bytes_of, offset_of
 

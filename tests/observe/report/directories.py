@@ -60,7 +60,8 @@ def plan() -> dict[str, Any]:
     ]
     return {
         "ranks_per_node": 2, "phases": phases, "peak_bytes_per_rank": 1480 * MIB, "tokens_per_s": 5000.0, "step_s": 0.8,
-        "wire_bytes_per_step": 0, "bottleneck": "compute-bound", "rates": "measured here", "limit_bytes": 2048 * MIB,
+        "wire_bytes_per_step": 0, "local_bytes_per_step": 0, "bottleneck": "compute-bound", "rates": "measured here",
+        "limit_bytes": 2048 * MIB,
     }  # fmt: skip
 
 

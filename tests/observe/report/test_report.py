@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from aliquot.cli.main import app
 from aliquot.errors import UserError
 from aliquot.observe.report.page import MARKER, render, write_report
 from aliquot.observe.report.read import read_run
@@ -193,6 +195,14 @@ def test_the_plan_beside_the_measurement(tmp_path: Path) -> None:
     assert "compute-bound; rates: measured here" in text
 
 
+def test_the_planned_network_includes_loopback_as_the_measured_does(tmp_path: Path) -> None:
+    lines = [step(n, wire_bytes=5_000_000 * n) for n in range(1, 11)]
+    foreseen = plan() | {"wire_bytes_per_step": 2_000_000, "local_bytes_per_step": 9_000_000}
+    events = [start(engine="fsdp", world_size=2)]
+    text = page_of(write_run(tmp_path / "run", steps=lines, events=events, ledger=rows(), plan=foreseen)).text
+    assert "network with loopback, all ranks, a step 11 MB 10 MB +10 %" in text
+
+
 HOSTILE = "</title><script>alert(1)</script><img src=x onerror=alert(1)>\"'&{{7*7}}"
 
 
@@ -283,6 +293,12 @@ def test_only_run_directories_are_reported_and_only_reports_replaced(tmp_path: P
     write_report([directory], directory / "report.html")
     assert MARKER in (directory / "report.html").read_text()
     assert not list(directory.glob(".report*"))
+
+
+def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    directory, out = whole_run(tmp_path / "run"), tmp_path / "no/x.html"
+    told = CliRunner().invoke(app, ["report", str(directory), "--out", str(out)])
+    assert (told.exit_code, told.stderr) == (2, f"aliquot: {out}: cannot write: No such file or directory [disk]\n")
 
 
 @example(105919649288.0, 6.103515625e-05)

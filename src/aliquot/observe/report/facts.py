@@ -76,15 +76,18 @@ def foresight(run: Run) -> Table:
     plan, spent = run.plan, sum(mean_parts(run).values())
     speed, wire = steady(run, "tokens_per_s"), per_step(run, "wire_bytes")
     ranks = number(run.about.get("world_size")) or 1.0
-    measured: list[tuple[str, str, float | None, Callable[[float], str]]] = [
-        ("peak memory of a rank", "peak_bytes_per_rank", max(map(top_bytes, run.rows)) if run.rows else None, gib),
-        ("real tokens/s", "tokens_per_s", median(speed) if speed else None, compact),
-        ("a step", "step_s", spent or None, seconds),
-        ("network, all ranks, a step", "wire_bytes_per_step", ranks * wire[-1][1] if wire else None, _bytes),
+    # What ranks count as passed on to the network includes loopback.
+    between, on_hosts = (number(plan.get(f"{where}_bytes_per_step")) for where in ("wire", "local"))
+    passed_on = between + on_hosts if between is not None and on_hosts is not None else None
+    peak = max(map(top_bytes, run.rows)) if run.rows else None
+    compared: list[tuple[str, float | None, float | None, Callable[[float], str]]] = [
+        ("peak memory of a rank", number(plan.get("peak_bytes_per_rank")), peak, gib),
+        ("real tokens/s", number(plan.get("tokens_per_s")), median(speed) if speed else None, compact),
+        ("a step", number(plan.get("step_s")), spent or None, seconds),
+        ("network with loopback, all ranks, a step", passed_on, ranks * wire[-1][1] if wire else None, _bytes),
     ]
     rows = []
-    for name, key, value, words in measured:
-        planned = number(plan.get(key))
+    for name, planned, value, words in compared:
         if planned is not None:
             off = f"{100 * (planned / value - 1):+.0f} %" if value else ""
             rows.append([name, words(planned), words(value) if value is not None else NOT_RECORDED, off])
