@@ -67,6 +67,16 @@ def test_the_curve_and_the_export_are_those_of_engine_host(host: Path, zero: Pat
         torch.testing.assert_close(values, theirs[name], rtol=1e-3, atol=1e-4)
 
 
+def test_a_token_costs_the_same_whatever_the_engine(host: Path, zero: Path) -> None:
+    """ZeRO-3 leaves empty parameters in the model: what is counted must not be theirs."""
+    assert per_token(zero) == pytest.approx(per_token(host), rel=1e-6)
+
+
+def per_token(run: Path) -> dict[int, float]:
+    flops, tokens = curve(run, "flops_per_s"), curve(run, "tokens_per_s")
+    return {step: flops[step] / tokens[step] for step in flops}
+
+
 def test_the_ledger_has_deepspeeds_phases_and_the_engine(zero: Path) -> None:
     ledger = json.loads((zero / "ledger.json").read_text())
     phases = [row["phase"] for row in ledger["rows"] if row["rank"] == 0]

@@ -202,7 +202,6 @@ def _steps(run: _Run, stop: StopSignal, watchdog: Watchdog) -> Result:
     config, ranks, engine, record, settings = run.config, run.ranks, run.engine, run.record, run.config.train
     warmup_steps = warmup(settings.warmup_steps, settings.warmup_ratio, run.total_steps)
     attention_width = meta.attention_width(run.source.config)
-    matmul_parameters = meta.matmul_parameters(run.built.model)
     tokens, loss, perplexity, done = run.tokens_before, None, None, run.steps_before
 
     for step in range(run.steps_before, run.total_steps):
@@ -227,7 +226,7 @@ def _steps(run: _Run, stop: StopSignal, watchdog: Watchdog) -> Result:
         if not math.isfinite(grad_norm):
             raise _stopped(run, done, f"the gradient norm is {grad_norm}")
         tokens += batch.tokens
-        flops = model_flops(matmul_parameters, batch.tokens, batch.attention_pairs, attention_width)
+        flops = model_flops(run.built.matmul_parameters, batch.tokens, batch.attention_pairs, attention_width)
         record.end(batch.tokens, flops, run.saver.under_way)
         watchdog.beat()
 

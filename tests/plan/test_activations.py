@@ -73,7 +73,7 @@ def test_products_are_those_of_the_formula() -> None:
         for k, v in work.items()
         if k[0] == "matmul" and k[1] == 1
     )
-    assert flops == pytest.approx(6 * meta.matmul_parameters(shape.built.model) * 512, rel=0.01)
+    assert flops == pytest.approx(6 * shape.built.matmul_parameters * 512, rel=0.01)
 
 
 def test_the_loss_is_what_head_loss_allocates() -> None:

@@ -27,11 +27,13 @@ _log = logging.getLogger(__name__)
 class MetaModel:
     """A model whose parameters are on the meta device and whose non-persistent buffers are real, on CPU."""
 
-    name: str  # of its class; sharding changes that
+    # What sharding may change or hide in the model itself is noted here, before it.
+    name: str  # of its class
     model: PreTrainedModel
     tensors: tuple[tuple[str, tuple[int, ...]], ...]  # every weight once, in the model's order
     tied: dict[str, str]  # further name -> the name under which it is in `tensors`
     fills: initialize.Fills  # how the model's own _init_weights fills each weight
+    matmul_parameters: int  # multiply every token: all matrices but the input embedding; a tied head counts once
     plain_head: bool  # logits are the head's product as it is: no soft-cap, no scale
 
     @property
@@ -71,7 +73,7 @@ def build(config: PretrainedConfig) -> MetaModel:
         if first_name[parameter] != name
     }
     tensors = tuple((name, tuple(parameter.shape)) for name, parameter in model.named_parameters())
-    return MetaModel(type(model).__name__, model, tensors, tied, fills, plain_head)
+    return MetaModel(type(model).__name__, model, tensors, tied, fills, _matmul_parameters(model), plain_head)
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -80,8 +82,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
-def matmul_parameters(model: PreTrainedModel) -> int:
-    """Parameters that multiply every token: all matrices but the input embedding; a tied head counts once."""
+def _matmul_parameters(model: PreTrainedModel) -> int:
     matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim >= 2)
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     return int(matrices if tied else matrices - model.get_input_embeddings().weight.numel())
