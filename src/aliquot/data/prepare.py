@@ -133,7 +133,11 @@ class _Builder:
     def _make(self, source: Source, path: Path, progress: Progress) -> None:
         first = next(source.documents(), None)
         if first is None:
-            raise DataError("no usable document: nothing but blank text here, or all on the other side", source.label)
+            raise DataError(
+                "no usable document: nothing but blank text here, or too few documents for data.eval_fraction to divide"
+                " (a file is one, unless data.document is line or block)",
+                source.label,
+            )
         tokenizer_json = self.tokenizer_directory / "tokenizer.json"
         fast = tokenizer_json.is_file()
         cut = cut_of(tokenizer_json.read_text()) if fast and not first.chat else None
