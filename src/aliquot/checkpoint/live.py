@@ -10,7 +10,7 @@ import torch
 
 from aliquot.checkpoint.directories import STEMS
 from aliquot.errors import TrainingError
-from aliquot.ranges.parts import Part, PartStore
+from aliquot.ranges.parts import Part, PartSource
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +23,7 @@ class LiveParts:
     read yet is copied within `buffer_bytes` and waited for beyond that.
     """
 
-    def __init__(self, store: PartStore, buffer_bytes: int) -> None:
+    def __init__(self, store: PartSource, buffer_bytes: int) -> None:
         self._store = store
         self._buffer_bytes = buffer_bytes
         self._parts = sorted(store.parts(), key=lambda part: STEMS[part.kind])  # as the drain goes: by file
@@ -52,9 +52,6 @@ class LiveParts:
                 self._left.discard(part)
                 self._copies.pop(part, None)
             self._changed.notify_all()
-
-    def write(self, part: Part, start: int, values: Tensor) -> None:
-        raise TypeError("parts that are being saved are only read")
 
     def release(self) -> None:
         """Return when the live values may change."""

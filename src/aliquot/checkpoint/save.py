@@ -23,7 +23,7 @@ from aliquot.ranges.bytemap import Shape
 from aliquot.ranges.checksums import BlockChecksums, Piece, combine_pieces
 from aliquot.ranges.layout import Layout
 from aliquot.ranges.manifest import MANIFEST, FileRecord, checksum, manifest_bytes
-from aliquot.ranges.parts import PartStore
+from aliquot.ranges.parts import PartSource
 from aliquot.ranges.publish import begin, check_names, check_space, commit, remove_directory, set_aside, write_file
 from aliquot.ranges.together import Ranks, on_first, together
 from aliquot.ranges.transfer import drain
@@ -34,7 +34,7 @@ MAX_FILE_BYTES = 4 << 30
 def save(
     root: Path,
     step: int,
-    store: PartStore,
+    store: PartSource,
     tensors: Sequence[tuple[str, Shape]],
     state: Mapping[str, Any],
     config_files: Mapping[str, bytes],
@@ -95,7 +95,7 @@ class Draft:
         draft.partial = begin(draft.target, ranks, draft._prepare)
         return draft
 
-    def write(self, store: PartStore) -> list[Piece]:
+    def write(self, store: PartSource) -> list[Piece]:
         """Write and fsync the parts that this rank owns; what `publish` needs to know of them. Raises UserError."""
         checksums = BlockChecksums()
         drain(store, {kind: layout.byte_map(self.partial).entries for kind, layout in self._layouts.items()}, checksums)

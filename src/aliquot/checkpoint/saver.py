@@ -22,7 +22,7 @@ from aliquot.config.schema import CheckpointSection
 from aliquot.errors import StorageError, UserError
 from aliquot.ranges.bytemap import Shape
 from aliquot.ranges.checksums import Piece
-from aliquot.ranges.parts import PartStore
+from aliquot.ranges.parts import PartSource
 from aliquot.ranges.together import Ranks
 
 Report = dict[str, Any]
@@ -46,7 +46,7 @@ class Saver:
     def __init__(
         self,
         root: Path,
-        store: PartStore,
+        store: PartSource,
         tensors: Sequence[tuple[str, Shape]],
         config_files: Mapping[str, bytes],
         ranks: Ranks,

@@ -17,7 +17,7 @@ from aliquot.ranges.header import TensorEntry
 from aliquot.ranges.jsonfile import parse_json, read_small
 from aliquot.ranges.layout import Layout
 from aliquot.ranges.manifest import check_blocks, read_manifest, verify_file
-from aliquot.ranges.parts import Part, PartStore
+from aliquot.ranges.parts import Part, PartSource
 from aliquot.ranges.publish import check_names, check_space, clean_leftovers, publish_together, write_file
 from aliquot.ranges.reader import RangeReader
 from aliquot.ranges.together import Alone, Ranks, on_first
@@ -27,7 +27,7 @@ MAX_SHARD_BYTES = 50_000_000_000  # transformers' default
 
 
 def export(
-    store: PartStore,
+    store: PartSource,
     tensors: Sequence[tuple[str, Shape]],
     out_dir: Path,
     dtype: torch.dtype,
@@ -89,12 +89,9 @@ class _StoredWeights:
     def read(self, part: Part, start: int, out: torch.Tensor) -> None:
         self._reader.read(self._entries[part.name], start, out)
 
-    def write(self, part: Part, start: int, values: torch.Tensor) -> None:
-        raise NotImplementedError("read only")
-
 
 def _export(
-    store: PartStore,
+    store: PartSource,
     tensors: Sequence[tuple[str, Shape]],
     out_dir: Path,
     dtype: torch.dtype,

@@ -37,8 +37,8 @@ def row_ranges(shape: tuple[int, ...], ranks: int) -> tuple[tuple[int, int], ...
     return tuple(pairwise(edges))
 
 
-class PartStore(Protocol):
-    """Whatever holds parts: every engine does. Values cross it as fp32 CPU tensors, piece by piece."""
+class PartSource(Protocol):
+    """Whatever parts can be read from. Values cross it as fp32 CPU tensors, piece by piece."""
 
     def parts(self) -> Sequence[Part]:
         """The parts that this rank owns. Over all ranks they cover each (name, kind) exactly once."""
@@ -47,6 +47,10 @@ class PartStore(Protocol):
     def read(self, part: Part, start: int, out: Tensor) -> None:
         """Copy elements [start, start + out.numel()) of the tensor, all inside `part`, into flat fp32 `out`."""
         ...
+
+
+class PartStore(PartSource, Protocol):
+    """Whatever holds parts: every engine does."""
 
     def write(self, part: Part, start: int, values: Tensor) -> None:
         """Set elements [start, start + values.numel()) of the tensor, all inside `part`, from flat fp32 `values`."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from aliquot.ranges.checksums import BlockChecksums
 from aliquot.ranges.header import TensorEntry
 from aliquot.ranges.pagecache import too_large_to_keep
-from aliquot.ranges.parts import Kind, Part, PartStore
+from aliquot.ranges.parts import Kind, Part, PartSource, PartStore
 from aliquot.ranges.pipeline import PIECE_BYTES, Pipeline
 from aliquot.ranges.reader import SourceFile
 from aliquot.ranges.writer import TargetFile
@@ -74,7 +74,7 @@ def fill(store: PartStore, maps: Maps, checksums: BlockChecksums | None = None, 
     return work.done_bytes
 
 
-def drain(store: PartStore, maps: Maps, checksums: BlockChecksums | None = None, watch: Watch | None = None) -> int:
+def drain(store: PartSource, maps: Maps, checksums: BlockChecksums | None = None, watch: Watch | None = None) -> int:
     """Write all parts of `store` whose kind is in `maps`, and fsync; the bytes written. Raises UserError.
 
     `store` is used from the calling thread only, each part in order.
@@ -128,7 +128,7 @@ class _Piece:
 class _Work:
     """What is to be moved, and how much of it has been."""
 
-    def __init__(self, store: PartStore, maps: Maps, watch: Watch | None) -> None:
+    def __init__(self, store: PartSource, maps: Maps, watch: Watch | None) -> None:
         pairs = [(part, maps[part.kind][part.name]) for part in store.parts() if part.kind in maps]
         self._pairs = sorted(pairs, key=lambda pair: (pair[1].file, pair[1].offset, pair[0].start))
         self._view = store.view if isinstance(store, InMemory) else _no_view
