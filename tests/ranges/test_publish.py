@@ -56,6 +56,28 @@ def test_a_directory_with_content_is_not_overwritten(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_the_disk_has_all_of_it_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def noted_fsync(descriptor: int) -> None:
+        events.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        fsync(descriptor)
+
+    def noted_rename(path: Path, target: Path) -> Path:
+        events.append(f"{path.name} becomes {target.name}")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(Path, "rename", noted_rename)
+    publish(tmp_path / "out", Alone())
+    named = next(at for at, event in enumerate(events) if event.endswith(" becomes out"))
+    partial = events[named].partition(" ")[0]
+    assert set(events[:named]) == {"of-0", "written", partial}
+    assert events[named - 1] == partial  # the directory last: it names what is in it
+    assert events[named + 1 :] == [tmp_path.name]
+
+
 def test_leftovers(tmp_path: Path) -> None:
     for name in (".step-1.partial-00112233", ".step-1.trash-00112233", ".other.partial-00112233", "step-2", ".step-3"):
         (tmp_path / name).mkdir()

@@ -1,0 +1,228 @@
+"""Faults planted by hand, one at a time, each of which the tests must notice: `python -m tests.planted [NAME ...]`.
+
+Each fault is a line of the sources that is replaced in a copy of the repository. `make test`'s selection runs there, the
+tests that are most likely to notice first; whatever fails is the fault noticed. A table says which test noticed each,
+and after how long; the exit code is 1 if one was not noticed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`line` stands once in `file` and becomes `planted`; `tests` are looked at before all others."""
+
+    name: str
+    file: str
+    line: str
+    planted: str
+    tests: tuple[str, ...]
+
+
+FAULTS = (
+    Fault(
+        "batch-rounds-down", "config/batch_size.py",
+        "return BatchSize(total, -(-total // (steps * world_size)))",
+        "return BatchSize(total, max(1, total // (steps * world_size)))",
+        ("tests/config",),
+    ),
+    Fault(
+        "kubelet-keeps-less", "catalogue/instances.py",
+        "(255 + 11 * max_pods)", "(255 + 10 * max_pods)",
+        ("tests/catalogue",),
+    ),
+    Fault(
+        "consolidation-default", "cluster/rules_nodes.py",
+        'or "WhenEmptyOrUnderutilized"', 'or "WhenEmpty"',
+        ("tests/cluster/test_check.py",),
+    ),
+    Fault(
+        "neighbours-bytes", "ranges/transfer.py",
+        "own = None if view is None else view[start - part.start :][:numel]",
+        "own = None if view is None else view[max(0, start - part.start - 1) :][:numel]",
+        ("tests/ranges", "tests/models/test_load.py"),
+    ),
+    Fault(
+        "rename-before-fsync", "ranges/publish.py",
+        "    _sync_directory(partial)\n    partial.rename(target)", "    partial.rename(target)",
+        ("tests/ranges/test_publish.py",),
+    ),
+    Fault(
+        "loosest-quota", "machine/cpu.py",
+        "return min(quotas, default=None)", "return max(quotas, default=None)",
+        ("tests/machine",),
+    ),
+    Fault(
+        "orphaned-ranks", "machine/rank_start.py",
+        "ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)",
+        "ctypes.CDLL(None, use_errno=True)",
+        ("tests/machine/test_launch.py",),
+    ),
+    Fault(
+        "missing-barrier", "collectives/peers.py",
+        "        self.wait(_BARRIER, self.sent[_BARRIER])", "        self.received(_BARRIER)",
+        ("tests/collectives", "tests/engines/test_host.py"),
+    ),
+    Fault(
+        "last-host-left-out", "collectives/wire.py",
+        "for values in ordered[1:]:", "for values in ordered[1:-1]:",
+        ("tests/collectives", "tests/engines/test_host.py"),
+    ),
+    Fault(
+        "ties-to-zero", "optim/weights.py",
+        "bits.add(0x8000)", "bits.add(0x7FFF)",
+        ("tests/optim",),
+    ),
+    Fault(
+        "mask-leaks-a-token", "models/tiles.py",
+        ".triu_(keys - queries + 1)", ".triu_(keys - queries + 2)",
+        ("tests/models/test_attention.py",),
+    ),
+    Fault(
+        "sign-in-chunked-loss", "models/loss.py",
+        "values[inside, labels[inside] - a] -= scale", "values[inside, labels[inside] - a] += scale",
+        ("tests/models/test_loss.py",),
+    ),
+    Fault(
+        "export-tells-no-dtype", "models/export.py",
+        '    fields["dtype"] = str(dtype).removeprefix("torch.")\n', "",
+        ("tests/models/test_export.py", "tests/test_train.py"),
+    ),
+    Fault(
+        "pieces-do-not-overlap", "data/packing.py",
+        "start = offsets[document] + nth * (sequence_length - 1)",
+        "start = offsets[document] + nth * sequence_length",
+        ("tests/data/test_packing.py", "tests/data/test_batches.py"),
+    ),
+    Fault(
+        "positions-run-on", "data/batches.py",
+        "positions = np.arange(length) - np.repeat(edges[:-1], np.diff(edges))", "positions = np.arange(length)",
+        ("tests/data/test_batches.py",),
+    ),
+    Fault(
+        "tied-gradient-replaced", "engines/host_gradients.py",
+        "first = self._first and only", "first = self._first",
+        ("tests/engines",),
+    ),
+    Fault(
+        "gradients-divided-twice", "engines/fsdp.py",
+        "module.set_gradient_divide_factor(1.0)", "module.set_gradient_divide_factor(2.0)",
+        ("tests/engines/test_engines.py",),
+    ),
+    Fault(
+        "saved-while-it-changes", "checkpoint/live.py",
+        "self._changed.wait_for(lambda: self._stopped or (not self._reading and self._left <= self._copies.keys()))",
+        "pass",
+        ("tests/checkpoint",),
+    ),
+    Fault(
+        "waiting-counted-twice", "observe/clock.py",
+        "passed - reduced - waited", "passed - reduced",
+        ("tests/observe/test_clock.py",),
+    ),
+    Fault(
+        "plan-forgets-other-hosts", "plan/memory.py",
+        "gradients=kept * own * layout.nodes,", "gradients=kept * own,",
+        ("tests/plan",),
+    ),
+    Fault(
+        "free-shm-not-looked-at", "doctor/memory.py",
+        "if free < _SHM_BYTES:", "if total < _SHM_BYTES:",
+        ("tests/doctor",),
+    ),
+    Fault(
+        "perplexity-of-one-rank", "evaluate.py",
+        "loss = math.fsum(ranks.gather(float(summed))) / batches.predicted",
+        "loss = float(summed) / batches.predicted",
+        ("tests/test_train.py",),
+    ),
+    Fault(
+        "sigterm-saves-nothing", "train.py",
+        "if due or stopping or done == run.total_steps:", "if due or done == run.total_steps:",
+        ("tests/test_train.py",),
+    ),
+    Fault(
+        "bad-input-exits-with-1", "cli/errors.py",
+        "raise typer.Exit(told.exit_code) from None", "raise typer.Exit(1) from None",
+        ("tests/cli", "tests/config"),
+    ),
+)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="only these faults")
+    parser.add_argument("--json", type=Path, help="write the table there, too")
+    arguments = parser.parse_args()
+    unknown = set(arguments.names) - {fault.name for fault in FAULTS}
+    if unknown:
+        parser.error(f"no such fault: {', '.join(sorted(unknown))}")
+    rows = []
+    for fault in FAULTS:
+        if arguments.names and fault.name not in arguments.names:
+            continue
+        begun = time.monotonic()
+        noticed_by = plant(fault)
+        rows.append({"fault": fault.name, "file": fault.file, "noticed_by": noticed_by})
+        print(f"{fault.name:26} {time.monotonic() - begun:6.0f} s  {noticed_by or 'NOT NOTICED'}", flush=True)
+    missed = [row["fault"] for row in rows if row["noticed_by"] is None]
+    print(f"{len(rows) - len(missed)} of {len(rows)} faults noticed")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+    sys.exit(1 if missed else 0)
+
+
+def plant(fault: Fault) -> str | None:
+    """The first test that notices the fault; None: all pass with it."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = copy_repository(Path(folder))
+        file = copy / "src" / "aliquot" / fault.file
+        text = file.read_text()
+        assert text.count(fault.line) == 1, f"{fault.name}: the line stands {text.count(fault.line)} times"
+        file.write_text(text.replace(fault.line, fault.planted))
+        return failing_test(copy, fault.tests) or failing_test(copy, ())
+
+
+def copy_repository(folder: Path) -> Path:
+    """What git knows or would add, with ../shared beside it where there is one."""
+    copy = folder / "repository"
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=REPOSITORY, capture_output=True, check=True,
+    )  # fmt: skip
+    for name in filter(None, listed.stdout.decode().split("\0")):
+        if (REPOSITORY / name).is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(REPOSITORY / name, copy / name)
+    if (REPOSITORY.parent / "shared").is_dir():
+        (folder / "shared").symlink_to(REPOSITORY.parent / "shared")
+    return copy
+
+
+def failing_test(copy: Path, tests: tuple[str, ...]) -> str | None:
+    """Of `make test`'s selection under `tests`, or of all of it."""
+    command = [sys.executable, "-m", "pytest", "-m", "not long", "-x", "--tb=no", "-p", "no:cacheprovider", *tests]
+    environment = {**os.environ, "PYTHONPATH": str(copy / "src")}
+    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode not in (0, 5):
+        found = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+        return found[1] if found else done.stdout.strip().rpartition("\n")[2]
+    return None
+
+
+if __name__ == "__main__":
+    main()
