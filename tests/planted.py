@@ -1,8 +1,8 @@
 """Faults planted by hand, one at a time, each of which the tests must notice: `python -m tests.planted [NAME ...]`.
 
-Each fault is a line of the sources that is replaced in a copy of the repository. `make test`'s selection runs there, the
-tests that are most likely to notice first; whatever fails is the fault noticed. A table says which test noticed each,
-and after how long; the exit code is 1 if one was not noticed.
+Each fault is a line of the sources that is replaced in a copy of the repository. `make test`'s selection runs there,
+the tests that are most likely to notice first; whatever fails is the fault noticed. A table says which test noticed
+each, and after how long; the exit code is 1 if one was not noticed.
 """
 
 from __future__ import annotations
