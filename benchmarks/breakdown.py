@@ -76,7 +76,7 @@ def main() -> None:
 
 def measure(shape: str, rounds: int, steps: int) -> list[Measured]:
     """What rank 0 measured in each round."""
-    from aliquot.machine.allocator import with_allocator
+    from aliquot.launch.preload import with_allocator
 
     taken = []
     environ = {"LD_PRELOAD": with_allocator(os.environ).get("LD_PRELOAD", "")}
@@ -305,7 +305,7 @@ def alone_rate(products: Counter[tuple[int, int, int]]) -> float:
 
 def of_first_rank(products: Products) -> Products:
     """Rank 0's products on every rank."""
-    from aliquot.machine.ranks import gather
+    from aliquot.launch.ranks import gather
 
     told = gather([[name, [[*shape, count] for shape, count in found.items()]] for name, found in products.items()])[0]
     return {name: Counter({(m, k, n): count for m, k, n, count in found}) for name, found in told}

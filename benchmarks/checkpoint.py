@@ -148,8 +148,8 @@ def rank(method: str, out: Path) -> None:
     import torch.distributed as dist
     import transformers
 
-    from aliquot.machine.ranks import Ranks
-    from aliquot.machine.topology import Topology
+    from aliquot.launch.ranks import Ranks
+    from aliquot.launch.topology import Topology
 
     transformers.utils.logging.disable_progress_bar()
     index = int(os.environ["RANK"])

@@ -39,7 +39,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--json", type=Path)
     given = arguments.parse_args()
-    from aliquot.machine.allocator import with_allocator
+    from aliquot.launch.preload import with_allocator
 
     environ = {"LD_PRELOAD": with_allocator(os.environ).get("LD_PRELOAD", "")}
     rows: list[Row] = []
@@ -65,8 +65,8 @@ def rank() -> None:
     import torch
     import torch.distributed as dist
 
+    from aliquot.launch.topology import Topology
     from aliquot.machine.memory import memory_use, peak_rss
-    from aliquot.machine.topology import Topology
 
     number = int(os.environ["RANK"])
     torch.set_num_threads(1)

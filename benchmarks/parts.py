@@ -67,7 +67,7 @@ def sums() -> dict[str, float]:
     from aliquot.collectives.peers import Peers
     from aliquot.collectives.reduce import add_sum
     from aliquot.collectives.ring import Piece, Ring
-    from aliquot.machine.ranks import gather
+    from aliquot.launch.ranks import gather
 
     peers = Peers.join(dist.get_rank(), gather)
     ring = Ring(peers, SUM_BYTES)

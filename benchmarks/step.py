@@ -35,7 +35,7 @@ from benchmarks.report import Row, finish, target
 from benchmarks.worlds import Measured, run_world, tell
 
 if TYPE_CHECKING:
-    from aliquot.machine.topology import Topology
+    from aliquot.launch.topology import Topology
 
 RANKS = 2
 SHAPES = {"125m": LLAMA_125M, "500m": LLAMA_500M}
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def measure(shape: str, rounds: int, steps: int) -> dict[str, list[list[Measured]]]:
-    from aliquot.machine.allocator import with_allocator
+    from aliquot.launch.preload import with_allocator
 
     taken: dict[str, list[list[Measured]]] = defaultdict(list)
     preload = with_allocator(os.environ).get("LD_PRELOAD", "")
@@ -192,7 +192,7 @@ def tuned_topology(tuned: bool) -> Topology:
     import torch
     import torch.distributed as dist
 
-    from aliquot.machine.topology import Topology
+    from aliquot.launch.topology import Topology
 
     number = int(os.environ["RANK"])
     cores = sorted(os.sched_getaffinity(0))

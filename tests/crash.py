@@ -23,7 +23,7 @@ from pathlib import Path
 
 import aliquot
 from aliquot.checkpoint.directories import directories
-from aliquot.machine.stop import Terminated
+from aliquot.launch.stop_signal import Terminated
 from aliquot.models import meta
 from aliquot.models.source import resolve
 from aliquot.ranges.manifest import verify

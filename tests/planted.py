@@ -67,10 +67,10 @@ FAULTS = (
         ("tests/machine",),
     ),
     Fault(
-        "orphaned-ranks", "machine/rank_start.py",
+        "orphaned-ranks", "launch/rank_start.py",
         "ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)",
         "ctypes.CDLL(None, use_errno=True)",
-        ("tests/machine/test_launch.py",),
+        ("tests/launch/test_launch.py",),
     ),
     Fault(
         "missing-barrier", "collectives/peers.py",

@@ -19,7 +19,7 @@ import aliquot
 from aliquot.cli.main import app
 from aliquot.config.read import read_config
 from aliquot.errors import UserError, kinds
-from aliquot.machine.stop import Terminated
+from aliquot.launch.stop_signal import Terminated
 from tests import docs_reference
 from tests.docs_pages import NEEDS, PAGES, ROOT, Block, blocks, header, headings, links
 

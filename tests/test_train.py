@@ -23,7 +23,7 @@ from aliquot.config.read import read_config
 from aliquot.data.batches import Batches
 from aliquot.data.prepare import prepare
 from aliquot.errors import StorageError, UserError
-from aliquot.machine.auto_ranks import with_automatic_ranks
+from aliquot.launch.auto_ranks import with_automatic_ranks
 from aliquot.observe.run_directory import RunDirectory
 from tests import plain
 from tests.runs import command, curve, refused, trained, write_config

@@ -12,7 +12,7 @@ from aliquot.config.schema import DataSection
 from aliquot.data.batches import EvalBatches
 from aliquot.data.prepare import Prepared
 from aliquot.engines.base import Engine
-from aliquot.machine.ranks import Ranks
+from aliquot.launch.ranks import Ranks
 
 
 def evaluate(

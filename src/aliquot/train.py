@@ -24,15 +24,15 @@ from aliquot.engines.groups import group_lines
 from aliquot.engines.select import engine_class
 from aliquot.errors import DivergedError, TrainingError
 from aliquot.evaluate import evaluate
+from aliquot.launch.device import choose_device
+from aliquot.launch.launcher import torchrun_advice
+from aliquot.launch.placement import place
+from aliquot.launch.ranks import Ranks
+from aliquot.launch.stop_signal import StopSignal, Terminated
+from aliquot.launch.watchdog import Watchdog
 from aliquot.machine.cpu import read_cpu
-from aliquot.machine.device import choose_device
 from aliquot.machine.facts import machine_facts
-from aliquot.machine.launch import torchrun_advice
 from aliquot.machine.matmul import matmul_rate
-from aliquot.machine.placement import place
-from aliquot.machine.ranks import Ranks
-from aliquot.machine.stop import StopSignal, Terminated
-from aliquot.machine.watchdog import Watchdog
 from aliquot.models import initialize, meta
 from aliquot.models.export import export
 from aliquot.models.files import export_dtype, model_files
@@ -168,7 +168,7 @@ def _prepare(
     engine.ready()
     ledger.mark("optimizer state", engine.counters().memory())
 
-    ceiling = sum(ranks.gather(matmul_rate(ranks, config.train.precision)))
+    ceiling = sum(ranks.gather(matmul_rate(ranks.topology.device, config.train.precision, ranks.barrier)))
     about |= {
         "resumed_from": str(where) if resumed is not None else None, "model": built.name, "parameters": built.numel,
         "engine": engine_name, "ceiling_flops_per_s": ceiling, "plan": ledger.plan,

@@ -16,7 +16,7 @@ from aliquot.collectives.hosts import Hosts
 from aliquot.collectives.peers import PeerLost, Peers
 from aliquot.collectives.reduce import add_sum
 from aliquot.collectives.ring import Piece, Ring
-from aliquot.machine.ranks import gather
+from aliquot.launch.ranks import gather
 from tests.processes import as_ranks
 
 

@@ -11,7 +11,7 @@ from aliquot.collectives.peers import Peers
 from aliquot.engines.fsdp_check import check_collectives
 from aliquot.engines.fsdp_comm import Stage
 from aliquot.errors import TrainingError
-from aliquot.machine.ranks import gather
+from aliquot.launch.ranks import gather
 from tests.processes import as_ranks
 
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from aliquot.engines.base import EngineSpec
 from aliquot.engines.host import HostEngine
-from aliquot.machine.topology import Topology
+from aliquot.launch.topology import Topology
 from aliquot.models import initialize, meta
 from tests.engines.cases import SMALL, micro_batch
 from tests.processes import as_ranks

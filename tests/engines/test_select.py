@@ -10,7 +10,7 @@ from aliquot.engines import select
 from aliquot.engines.compiling import compile_layers
 from aliquot.engines.select import engine_class
 from aliquot.errors import UserError
-from aliquot.machine.topology import Topology
+from aliquot.launch.topology import Topology
 
 
 def config(**sections: dict[str, object]) -> RunConfig:

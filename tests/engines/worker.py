@@ -18,8 +18,8 @@ from aliquot.engines.deepspeed import DeepspeedEngine
 from aliquot.engines.dtensors import dtensor
 from aliquot.engines.fsdp import FsdpEngine
 from aliquot.engines.host import HostEngine
-from aliquot.machine.ranks import gather
-from aliquot.machine.topology import Topology
+from aliquot.launch.ranks import gather
+from aliquot.launch.topology import Topology
 from aliquot.models import initialize, meta
 from aliquot.ranges.parts import KINDS
 from tests.engines import cases

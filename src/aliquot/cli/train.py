@@ -23,24 +23,25 @@ def command(
 ) -> None:
     """Train a model: one process, N local ranks that it starts itself, or a rank under torchrun or a TrainJob."""
     from aliquot.config.read import read_config
-    from aliquot.machine import launch
-    from aliquot.machine.allocator import restart_with_allocator
-    from aliquot.machine.auto_ranks import with_automatic_ranks
+    from aliquot.launch import launcher
+    from aliquot.launch.auto_ranks import with_automatic_ranks
+    from aliquot.launch.preload import restart_with_allocator
     from aliquot.observe.run_directory import RunDirectory
 
     with one_line_errors(debug):
         settings = read_config(config, [*(overrides or []), *(["observe.console=quiet"] if quiet else [])])
-        placed, reason = with_automatic_ranks(launch.with_environment(settings.launch, os.environ), settings)
-        if launch.mode(placed, os.environ) == "launcher":
+        placed, reason = with_automatic_ranks(launcher.with_environment(settings.launch, os.environ), settings)
+        if launcher.mode(placed, os.environ) == "launcher":
             directory = RunDirectory(settings.run.directory)
             directory.check(settings)  # before anything is made in it
             if reason is not None:
                 print(f"aliquot: launch.ranks: auto is {placed.ranks} here, by {reason}", file=sys.stderr)
-            command, grace_s = ["-m", "aliquot", *sys.argv[1:]], settings.checkpoint.grace_s
-            raise typer.Exit(launch.start_ranks(placed, command, directory.logs, grace_s, automatic=reason is not None))
+            arguments, automatic = ["-m", "aliquot", *sys.argv[1:]], reason is not None
+            grace_s = settings.checkpoint.grace_s
+            raise typer.Exit(launcher.start_ranks(placed, arguments, directory.logs, grace_s, automatic))
 
     restart_with_allocator()
-    from aliquot.machine.rank_errors import report_error
+    from aliquot.launch.rank_errors import report_error
     from aliquot.train import train
 
     try:

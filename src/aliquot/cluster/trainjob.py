@@ -17,7 +17,7 @@ _API = "trainer.kubeflow.org/v1alpha1"
 _MANAGER = "aliquot.io/render"
 _ANCESTOR = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
 
-# What the trainer exits with: aliquot.errors and aliquot.machine.stop.
+# What the trainer exits with: aliquot.errors and aliquot.launch.stop_signal.
 _BAD_INPUT, _STOPPED = 2, 143
 
 

@@ -26,7 +26,7 @@ from aliquot.data.tokenizer import (
     publish_tokenizer,
 )
 from aliquot.errors import DataError, TokenizerError
-from aliquot.machine.ranks import Ranks
+from aliquot.launch.ranks import Ranks
 from aliquot.ranges.together import on_first, together
 
 NamedProgress = Callable[[str, int, int], None]  # (what is being made, bytes of the source done, of how many)

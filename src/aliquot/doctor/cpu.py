@@ -9,12 +9,12 @@ import platform
 from aliquot.config.schema import LaunchSection
 from aliquot.doctor.finding import Finding, Level, Subject
 from aliquot.errors import UserError
-from aliquot.machine.auto_ranks import most_cpu_ranks
+from aliquot.launch.auto_ranks import most_cpu_ranks
+from aliquot.launch.numa_memory import has_policy, prefer_node
+from aliquot.launch.placement import core_sets, threads_per_rank
 from aliquot.machine.cgroup import read
 from aliquot.machine.cpu import format_cpu_list, numa_nodes, parse_cpu_list, siblings
 from aliquot.machine.memory import memory_limit
-from aliquot.machine.numa_memory import has_policy, prefer_node
-from aliquot.machine.placement import core_sets, threads_per_rank
 
 _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 

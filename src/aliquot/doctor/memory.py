@@ -7,7 +7,8 @@ import re
 import resource
 
 from aliquot.doctor.finding import Finding, Subject
-from aliquot.machine import allocator
+from aliquot.launch.preload import with_allocator
+from aliquot.machine.allocator import VARIABLE
 from aliquot.machine.cgroup import groups, read
 from aliquot.machine.memory import memory_limit
 
@@ -68,17 +69,15 @@ def check_huge_pages(subject: Subject) -> Finding:
 
 def check_allocator(subject: Subject) -> Finding:
     """Whether an allocator that keeps freed memory is installed."""
-    environ = allocator.with_allocator(
-        {name: value for name, value in subject.environ.items() if name != allocator.VARIABLE}, subject.root
-    )
+    environ = with_allocator({name: value for name, value in subject.environ.items() if name != VARIABLE}, subject.root)
     preloaded = environ.get("LD_PRELOAD", "")
     fix = "apt-get install libtcmalloc-minimal4, or dnf install gperftools-libs"
     meaning = (
         "fresh pages cost a training step up to a fifth of its time; glibc is told to keep more, which helps partly"
     )
-    if subject.environ.get(allocator.VARIABLE) == "none":
-        found = f"{allocator.VARIABLE}=none: left alone"
-        return Finding("allocator", "allocator", "warning", found, meaning, f"unset {allocator.VARIABLE}")
+    if subject.environ.get(VARIABLE) == "none":
+        found = f"{VARIABLE}=none: left alone"
+        return Finding("allocator", "allocator", "warning", found, meaning, f"unset {VARIABLE}")
     if not re.search("tcmalloc|jemalloc|mimalloc", preloaded):
         return Finding("allocator", "allocator", "warning", "neither tcmalloc nor jemalloc is installed", meaning, fix)
     return Finding(

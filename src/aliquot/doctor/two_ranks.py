@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 from aliquot.collectives.peers import Peers
 from aliquot.collectives.reduce import add_sum
 from aliquot.config.schema import LaunchSection
+from aliquot.launch.placement import place
+from aliquot.launch.ranks import Ranks, gather
 from aliquot.machine.cpu import read_cpu
 from aliquot.machine.matmul import matmul_rate
-from aliquot.machine.placement import place
-from aliquot.machine.ranks import Ranks, gather
 
 _TIMEOUT_S = 60.0
 _NUMEL = 1 << 16
@@ -32,7 +32,7 @@ def main() -> None:
     topology, _ = place(LaunchSection(), os.environ, read_cpu(), "cpu")
     ranks = Ranks.join(topology, _TIMEOUT_S, join_timeout_s=_TIMEOUT_S)
     wrong = [name for name, right in examine(ranks).items() if not right]
-    rates = {precision: ranks.gather(matmul_rate(ranks, precision)) for precision in _PRECISIONS}
+    rates = {precision: ranks.gather(matmul_rate("cpu", precision, ranks.barrier)) for precision in _PRECISIONS}
     told: dict[str, Any] = {"wrong": ranks.gather(wrong), "rates": rates, "threads": topology.threads}
     if ranks.rank == 0:
         print(json.dumps(told))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 from aliquot.config import deepspeed
 from aliquot.config.schema import RunConfig
-from aliquot.machine.topology import Topology
+from aliquot.launch.topology import Topology
 from aliquot.models.batch import MicroBatch
 from aliquot.ranges.parts import Part
 

@@ -23,8 +23,8 @@ from aliquot.engines.compiling import compile_layers
 from aliquot.engines.deepspeed_adam import adamw, prepare_states, set_steps
 from aliquot.engines.deepspeed_ops import prepare_ops
 from aliquot.errors import SelfTestError
-from aliquot.machine.ranks import gather
-from aliquot.machine.topology import Topology
+from aliquot.launch.ranks import gather
+from aliquot.launch.topology import Topology
 from aliquot.models import meta as meta_models
 from aliquot.models.attention import Documents
 from aliquot.models.batch import MicroBatch

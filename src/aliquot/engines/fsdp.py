@@ -30,8 +30,8 @@ from aliquot.engines.fsdp_check import check_collectives
 from aliquot.engines.fsdp_comm import SharedAllGather, SharedReduceScatter, Stage
 from aliquot.engines.norm import global_norm
 from aliquot.errors import EngineError
-from aliquot.machine.ranks import gather
-from aliquot.machine.topology import Topology
+from aliquot.launch.ranks import gather
+from aliquot.launch.topology import Topology
 from aliquot.models import meta as meta_models
 from aliquot.models.attention import Documents
 from aliquot.models.batch import MicroBatch

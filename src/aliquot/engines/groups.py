@@ -5,8 +5,8 @@ from __future__ import annotations
 import platform
 
 from aliquot.collectives.peers import host_identity
+from aliquot.launch.ranks import Ranks
 from aliquot.machine.network import address_of, gloo_interface
-from aliquot.machine.ranks import Ranks
 
 
 def group_lines(ranks: Ranks, transport: str) -> list[str]:

@@ -27,9 +27,9 @@ from aliquot.engines.compiling import compile_layers
 from aliquot.engines.host_check import check_published, check_sums
 from aliquot.engines.host_gradients import HostGradients, Weight
 from aliquot.engines.norm import global_norm
+from aliquot.launch.ranks import gather
+from aliquot.launch.topology import Topology
 from aliquot.machine.cpu import numa_nodes
-from aliquot.machine.ranks import gather
-from aliquot.machine.topology import Topology
 from aliquot.models import meta as meta_models
 from aliquot.models.attention import Documents
 from aliquot.models.batch import MicroBatch

@@ -11,7 +11,7 @@ from aliquot.collectives.hosts import Hosts
 from aliquot.collectives.reduce import add_sum
 from aliquot.collectives.ring import Piece, Ring
 from aliquot.errors import SelfTestError
-from aliquot.machine.ranks import gather
+from aliquot.launch.ranks import gather
 
 if TYPE_CHECKING:
     from torch import Tensor

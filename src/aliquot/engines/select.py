@@ -5,8 +5,8 @@ from __future__ import annotations
 from aliquot.config.engine_choice import chosen_engine
 from aliquot.config.schema import RunConfig
 from aliquot.engines.base import Engine
+from aliquot.launch.topology import Topology
 from aliquot.machine.memory import memory_limit
-from aliquot.machine.topology import Topology
 
 
 def engine_class(config: RunConfig, topology: Topology, numel: int) -> tuple[str, type[Engine]]:

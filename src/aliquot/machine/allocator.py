@@ -1,66 +1,25 @@
-"""A memory allocator that keeps what it was given: fresh pages cost a training step up to a fifth of its time.
-
-Every micro-batch frees tensors of megabytes and asks for the same again; glibc hands them back to the kernel each time.
-tcmalloc and jemalloc do not, but can only be loaded when a process starts: our ranks are started with one where it is
-installed, and a process that was started by others replaces itself once. Else glibc is told to keep more.
-"""
+"""Which memory allocator this process has."""
 
 from __future__ import annotations
 
-import ctypes
 import os
-import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 VARIABLE = "ALIQUOT_ALLOCATOR"  # "none": leave it alone; else what was chosen, so that nobody chooses twice
-
-_NAMES = ("libtcmalloc.so.4", "libtcmalloc_minimal.so.4", "libjemalloc.so.2")
-_FOLDERS = ("usr/lib64", "usr/lib", "usr/local/lib", "usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu")
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_KEPT_BYTES = 512 << 20
-_BY_RESTART = " (restarted)"
+BY_RESTART = " (restarted)"  # ends the variable's value where the process replaced itself by one with an allocator
 
 
-def with_allocator(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, str]:
-    """`environ` for a training process: with a preloaded allocator, if one is installed and none chosen yet."""
-    if VARIABLE in environ or _loaded(environ.get("LD_PRELOAD", "")):
-        return dict(environ)
-    places = (root / folder / name for name in _NAMES for folder in _FOLDERS)
-    found = next((place for place in places if place.is_file()), None)
-    if found is None:
-        return {**environ, VARIABLE: "glibc"}
-    preload = ":".join(filter(None, (str(found), environ.get("LD_PRELOAD"))))
-    return {**environ, "LD_PRELOAD": preload, VARIABLE: found.name}
+def allocator_in(text: str) -> str | None:
+    """The allocator that is named in the value of LD_PRELOAD or in a process's list of mappings."""
+    return next((name for name in ("tcmalloc", "jemalloc", "mimalloc") if f"lib{name}" in text), None)
 
 
-def restart_with_allocator() -> None:
-    """Replace this process by itself with an allocator preloaded; returns if there is nothing to gain."""
-    environ = with_allocator(os.environ)
-    if environ.get("LD_PRELOAD") != os.environ.get("LD_PRELOAD"):
-        environ[VARIABLE] += _BY_RESTART
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environ)
-
-
-def name() -> str:
+def allocator_name() -> str:
     """The allocator of this process."""
-    return _loaded(Path("/proc/self/maps").read_text()) or "glibc"
+    return allocator_in(Path("/proc/self/maps").read_text()) or "glibc"
 
 
 def described() -> str:
-    """`name`, and how it came to be loaded if this process had to replace itself for it."""
-    return f"{name()}, preloaded by one restart" if os.environ.get(VARIABLE, "").endswith(_BY_RESTART) else name()
-
-
-def tune() -> None:
-    """Let glibc keep freed memory, if it is the allocator of this process and nobody said to leave it alone."""
-    libc = ctypes.CDLL(None)
-    if name() == "glibc" and os.environ.get(VARIABLE) != "none" and hasattr(libc, "mallopt"):
-        libc.mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
-        libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
-
-
-def _loaded(text: str) -> str | None:
-    return next((name for name in ("tcmalloc", "jemalloc", "mimalloc") if f"lib{name}" in text), None)
+    """Its name, and how it came to be loaded if this process had to replace itself for it."""
+    restarted = os.environ.get(VARIABLE, "").endswith(BY_RESTART)
+    return f"{allocator_name()}, preloaded by one restart" if restarted else allocator_name()

@@ -10,9 +10,9 @@ from typing import Any
 from rich.table import Table
 
 from aliquot.errors import writing
+from aliquot.launch.ranks import Ranks
 from aliquot.machine.files import publish_text
 from aliquot.machine.memory import memory_use, peak_rss, reset_peak_rss
-from aliquot.machine.ranks import Ranks
 
 STEADY_PEAK = "steady peak"
 PHASES = (

@@ -11,9 +11,9 @@ from typing import Any, Protocol, Self
 
 from aliquot.config.schema import RunConfig
 from aliquot.errors import StorageError, UserError
+from aliquot.launch.ranks import Ranks
+from aliquot.launch.stop_signal import Terminated
 from aliquot.machine.memory import memory_use
-from aliquot.machine.ranks import Ranks
-from aliquot.machine.stop import Terminated
 from aliquot.observe.clock import OWN_WORK, PARTS, StepClock
 from aliquot.observe.console import Display
 from aliquot.observe.events import Events, command_line

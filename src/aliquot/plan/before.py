@@ -8,8 +8,8 @@ from typing import Any
 from aliquot.config.schema import RunConfig
 from aliquot.config.workload import Workload
 from aliquot.errors import DoesNotFitError, UserError
+from aliquot.launch.topology import Topology
 from aliquot.machine.cpu import read_cpu
-from aliquot.machine.topology import Topology
 from aliquot.plan import fit
 from aliquot.plan.layout import Layout
 from aliquot.plan.machine import Machine

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aliquot.errors import PlanError
-from aliquot.machine.allocator import tune
+from aliquot.launch.preload import tune
 from aliquot.machine.cpu import CpuFacts, read_cpu
 from aliquot.machine.files import publish_text
 from aliquot.plan.layout import Layout

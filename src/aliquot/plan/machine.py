@@ -11,11 +11,11 @@ from typing import Literal, Self
 from aliquot.catalogue.instances import InstanceType, instance
 from aliquot.config.schema import RunConfig
 from aliquot.errors import DeviceError, PlanError
-from aliquot.machine.auto_ranks import cpu_ranks
+from aliquot.launch.auto_ranks import cpu_ranks
+from aliquot.launch.launcher import with_environment
+from aliquot.launch.placement import threads_per_rank
 from aliquot.machine.cpu import CpuFacts, read_cpu
-from aliquot.machine.launch import with_environment
 from aliquot.machine.memory import memory_limit
-from aliquot.machine.placement import threads_per_rank
 from aliquot.plan.layout import Layout
 
 GIB = 1 << 30

@@ -16,8 +16,8 @@ import pytest
 
 from aliquot.config.schema import LaunchSection
 from aliquot.errors import UserError
-from aliquot.machine.launch import mode, with_environment
-from tests.machine.launcher import JOIN, environment, run, start
+from aliquot.launch.launcher import mode, with_environment
+from tests.launch.launcher import JOIN, environment, run, start
 
 RANK = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
 TRAIN_JOB = {
@@ -91,7 +91,7 @@ def test_killed_rank_is_named(tmp_path: Path) -> None:
     body = (
         JOIN
         + """
-from aliquot.machine.rank_errors import report_error
+from aliquot.launch.rank_errors import report_error
 try:
     while True:
         ranks.barrier()
@@ -112,7 +112,7 @@ def test_first_error_is_shown_and_the_echo_is_not(tmp_path: Path) -> None:
     body = (
         JOIN
         + """
-from aliquot.machine.rank_errors import report_error
+from aliquot.launch.rank_errors import report_error
 try:
     ranks.barrier()
     if ranks.rank == 1:
@@ -140,7 +140,7 @@ def test_user_error_is_one_line_and_code_2(tmp_path: Path) -> None:
     body = """
         import sys
         from aliquot.errors import UserError
-        from aliquot.machine.rank_errors import report_error
+        from aliquot.launch.rank_errors import report_error
         sys.exit(report_error(UserError("no such file; give another", "data.txt")))
     """
     code, out, err = run(tmp_path, body)
@@ -151,7 +151,7 @@ def test_hung_rank_leaves_the_stacks_of_all(tmp_path: Path) -> None:
     body = (
         JOIN
         + """
-from aliquot.machine.watchdog import Watchdog
+from aliquot.launch.watchdog import Watchdog
 def stuck_in_this_function():
     time.sleep(600)
 ranks.barrier()
@@ -172,7 +172,7 @@ def test_watchdog_that_is_beaten_lets_the_run_go_on(tmp_path: Path) -> None:
     program = """
 import sys, time
 from pathlib import Path
-from aliquot.machine.watchdog import Watchdog
+from aliquot.launch.watchdog import Watchdog
 watchdog = Watchdog(1.0, Path(sys.argv[1]), 0, grace_s=0.2)
 for _ in range(30):
     time.sleep(0.05)
@@ -246,7 +246,7 @@ from aliquot.machine.matmul import matmul_rate
 import torch
 pinned = sorted(os.sched_getaffinity(0)) == list(topology.cores)
 seen = ranks.gather([ranks.rank, torch.get_num_threads(), text, pinned])
-assert all(rate > 1e6 for rate in ranks.gather(matmul_rate(ranks, "fp32")))
+assert all(rate > 1e6 for rate in ranks.gather(matmul_rate("cpu", "fp32", ranks.barrier)))
 value = ranks.broadcast({"sch\\u00f6n": [1.5, None, ranks.rank]})
 if ranks.rank == 1:
     import json

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Self
 
-from aliquot.machine.rank_errors import RankError, record_error
+from aliquot.launch.rank_errors import RankError, record_error
 
 
 class Watchdog:

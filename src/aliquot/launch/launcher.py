@@ -18,8 +18,8 @@ from typing import Literal
 
 from aliquot.config.schema import LaunchSection
 from aliquot.errors import LaunchError, RendezvousError, StorageError
-from aliquot.machine.rank_errors import LOG_DIRECTORY
-from aliquot.machine.rank_failures import explain, explain_stop
+from aliquot.launch.rank_errors import LOG_DIRECTORY
+from aliquot.launch.rank_failures import explain, explain_stop
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
 _TORCHRUN_SHUTDOWN_S = 30  # torchrun's default
@@ -111,7 +111,7 @@ def start_ranks(
         backend, endpoint, address = "c10d", "127.0.0.1:0", "127.0.0.1"
     else:
         backend, endpoint, address = "static", f"{launch.master_address}:{launch.master_port}", None
-        from aliquot.machine.rendezvous import meet_nodes
+        from aliquot.launch.rendezvous import meet_nodes
 
         _store, ranks = meet_nodes(launch, automatic)  # kept until this returns: on node 0 the ranks meet in it
         launch = launch.model_copy(update={"ranks": ranks})
@@ -129,7 +129,7 @@ def start_ranks(
         monitor_interval=0.05,
         shutdown_timeout=math.ceil(grace_s) + 10,  # torch elastic then kills: a rank must have saved by then
     )
-    command = ["-m", "aliquot.machine.rank_start", str(os.getpid()), str(log_directory), *argv]
+    command = ["-m", "aliquot.launch.rank_start", str(os.getpid()), str(log_directory), *argv]
     began = time.time()
     try:
         # The elastic launcher substitutes ${...} in arguments; $$ is its escape for a plain $.

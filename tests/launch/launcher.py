@@ -12,7 +12,7 @@ LAUNCHER = """
 import sys
 from pathlib import Path
 from aliquot.config.schema import LaunchSection
-from aliquot.machine.launch import start_ranks
+from aliquot.launch.launcher import start_ranks
 launch = LaunchSection(device="cpu", ranks=int(sys.argv[1]))
 sys.exit(start_ranks(launch, sys.argv[3:], Path(sys.argv[2]), grace_s=5))
 """
@@ -22,8 +22,8 @@ import os, signal, sys, time
 from pathlib import Path
 from aliquot.config.schema import LaunchSection
 from aliquot.machine.cpu import read_cpu
-from aliquot.machine.placement import place
-from aliquot.machine.ranks import Ranks
+from aliquot.launch.placement import place
+from aliquot.launch.ranks import Ranks
 topology, text = place(LaunchSection(), os.environ, read_cpu(), "cpu")
 ranks = Ranks.join(topology, timeout_s=60)
 """

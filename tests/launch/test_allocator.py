@@ -5,7 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from aliquot.machine.allocator import VARIABLE, with_allocator
+from aliquot.launch.preload import with_allocator
+from aliquot.machine.allocator import VARIABLE
 from aliquot.machine.kernels import matmul_kernel
 
 
@@ -37,7 +38,7 @@ def test_without_one_nothing_is_preloaded(tmp_path: Path) -> None:
 
 def test_a_process_restarts_itself_once_with_its_arguments() -> None:
     code = (
-        "import os, sys; from aliquot.machine.allocator import restart_with_allocator as r; r();"
+        "import os, sys; from aliquot.launch.preload import restart_with_allocator as r; r();"
         "print(os.getpid(), sys.argv[1:], os.environ.get('LD_PRELOAD', ''))"
     )
     environ = {name: value for name, value in os.environ.items() if name not in ("LD_PRELOAD", VARIABLE)}

@@ -20,11 +20,11 @@ import torch.distributed.nn
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not re-exported
 
-from aliquot.machine.allocator import tune
+from aliquot.launch.numa_memory import bind_memory, prefer_node
+from aliquot.launch.preload import tune
+from aliquot.launch.rendezvous import meet_ranks
+from aliquot.launch.topology import Topology
 from aliquot.machine.network import check_interface, interface_towards
-from aliquot.machine.numa_memory import bind_memory, prefer_node
-from aliquot.machine.rendezvous import meet_ranks
-from aliquot.machine.topology import Topology
 
 # Any value that json writes and reads back equal.
 JSON = Any

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from aliquot.machine.rank_errors import RankError, log_file, read_error, recorded_ranks
+from aliquot.launch.rank_errors import RankError, log_file, read_error, recorded_ranks
 
 
 class Failure(Protocol):

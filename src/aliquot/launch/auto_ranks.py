@@ -19,9 +19,9 @@ import math
 from pathlib import Path
 
 from aliquot.config.schema import LaunchSection, RunConfig
+from aliquot.launch.placement import threads_per_rank
 from aliquot.machine.cpu import CpuFacts, read_cpu
 from aliquot.machine.memory import memory_limit
-from aliquot.machine.placement import threads_per_rank
 
 _MOST_RANKS_OF_ONE_CORE = 4  # a NUMA node
 _CORES_PER_RANK = 4

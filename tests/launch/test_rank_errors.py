@@ -11,9 +11,9 @@ import pytest
 from torch.distributed import DistNetworkError, DistStoreError
 
 from aliquot.errors import StorageError, TrainingError, UserError
-from aliquot.machine import rank_errors
-from aliquot.machine.rank_errors import LOG_DIRECTORY, RankError, classify, read_error, record_error, report_error
-from aliquot.machine.rank_failures import explain, explain_stop
+from aliquot.launch import rank_errors
+from aliquot.launch.rank_errors import LOG_DIRECTORY, RankError, classify, read_error, record_error, report_error
+from aliquot.launch.rank_failures import explain, explain_stop
 
 
 @dataclass

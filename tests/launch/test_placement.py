@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from aliquot.config.schema import LaunchSection
 from aliquot.errors import UserError
+from aliquot.launch.numa_memory import bind_memory, has_policy, prefer_node
+from aliquot.launch.placement import core_sets, place, threads_per_rank
 from aliquot.machine.cpu import CpuFacts
-from aliquot.machine.numa_memory import bind_memory, has_policy, prefer_node
-from aliquot.machine.placement import core_sets, place, threads_per_rank
 
 
 def cpu(cores: int, quota: float | None = None) -> CpuFacts:
@@ -176,7 +176,7 @@ def test_memory_is_preferred_from_the_own_node(tmp_path: Path) -> None:
 def test_pinning_reaches_threads_that_run_already() -> None:
     import threading
 
-    from aliquot.machine.ranks import pin
+    from aliquot.launch.ranks import pin
 
     allowed = os.sched_getaffinity(0)
     release = threading.Event()

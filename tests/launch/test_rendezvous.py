@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.machine.launcher import JOIN, environment
+from tests.launch.launcher import JOIN, environment
 from tests.multinode.namespaces import two_hosts, why_not
 
 NODE = """
@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 from aliquot.config.schema import LaunchSection
 from aliquot.errors import UserError
-from aliquot.machine.launch import start_ranks
+from aliquot.launch.launcher import start_ranks
 own, nodes, address, port, limit, ranks, script = sys.argv[1:8]
 launch = LaunchSection(device="cpu", ranks=int(ranks), nodes=int(nodes), node_rank=int(own), master_address=address,
                        master_port=int(port), join_timeout_s=float(limit))
@@ -37,8 +37,8 @@ import os, sys
 from aliquot.config.schema import LaunchSection
 from aliquot.errors import UserError
 from aliquot.machine.cpu import read_cpu
-from aliquot.machine.placement import place
-from aliquot.machine.ranks import Ranks
+from aliquot.launch.placement import place
+from aliquot.launch.ranks import Ranks
 print("joins", flush=True)
 try:
     Ranks.join(place(LaunchSection(), os.environ, read_cpu(), "cpu")[0], 60, float(sys.argv[1])).close()

@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Self
 
 from aliquot.errors import TrainingError
-from aliquot.machine.rank_errors import report_error
+from aliquot.launch.rank_errors import report_error
 
 EXIT_CODE = 128 + signal.SIGTERM
 

@@ -1,6 +1,6 @@
 """What runs first in a rank that our launcher started: tie its life to the launcher, give it its log, become the rank.
 
-`python -m aliquot.machine.rank_start LAUNCHER_PID LOG_DIRECTORY ARGUMENT...` replaces itself by `python ARGUMENT...`:
+`python -m aliquot.launch.rank_start LAUNCHER_PID LOG_DIRECTORY ARGUMENT...` replaces itself by `python ARGUMENT...`:
 the death signal, the redirected streams and the process id stay.
 """
 
@@ -12,8 +12,8 @@ import signal
 import sys
 from pathlib import Path
 
-from aliquot.machine.allocator import with_allocator
-from aliquot.machine.rank_errors import LOG_DIRECTORY, error_file, log_file
+from aliquot.launch.preload import with_allocator
+from aliquot.launch.rank_errors import LOG_DIRECTORY, error_file, log_file
 
 _PR_SET_PDEATHSIG = 1
 

@@ -27,8 +27,8 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: i
 
 from aliquot.config.schema import LaunchSection
 from aliquot.errors import RendezvousError
+from aliquot.launch.topology import Topology
 from aliquot.machine.network import address_of, gloo_interface
-from aliquot.machine.topology import Topology
 
 _POLL_S = 0.1
 _CONNECT_S = 5.0

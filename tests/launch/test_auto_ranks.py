@@ -9,9 +9,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from aliquot.config.schema import LaunchSection, RunConfig
-from aliquot.machine.auto_ranks import cpu_ranks, most_cpu_ranks, with_automatic_ranks
+from aliquot.launch.auto_ranks import cpu_ranks, most_cpu_ranks, with_automatic_ranks
+from aliquot.launch.placement import core_sets, threads_per_rank
 from aliquot.machine.cpu import CpuFacts
-from aliquot.machine.placement import core_sets, threads_per_rank
 
 GIB = 1 << 30
 

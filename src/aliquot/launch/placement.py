@@ -12,9 +12,9 @@ from typing import Literal
 
 from aliquot.config.schema import LaunchSection
 from aliquot.errors import LaunchError
+from aliquot.launch.rank_errors import LOG_DIRECTORY
+from aliquot.launch.topology import Topology
 from aliquot.machine.cpu import CpuFacts, format_cpu_list
-from aliquot.machine.rank_errors import LOG_DIRECTORY
-from aliquot.machine.topology import Topology
 
 _CORES = "physical cores"
 
