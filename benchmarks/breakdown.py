@@ -181,8 +181,8 @@ def mark_engine() -> None:
     from torch.profiler import record_function
 
     from aliquot.collectives.peers import Peers
-    from aliquot.engines import host
-    from aliquot.engines.host_gradients import HostGradients
+    from aliquot.engines.host.host_engine import host_engine
+    from aliquot.engines.host.host_gradients import HostGradients
     from aliquot.optim.blocked_adamw import BlockedAdamW
 
     def mark(owner: Any, method: str, name: str) -> None:
@@ -200,9 +200,9 @@ def mark_engine() -> None:
         mark(HostGradients, method, _STAGE)
     mark(HostGradients, "_sum", _SUM)
     mark(HostGradients, "_sum_rows", _SUM)
-    mark(host, "global_norm", _NORM)
+    mark(host_engine, "global_norm", _NORM)
     mark(BlockedAdamW, "step", _UPDATE)
-    mark(host.HostEngine, "_publish", _PUBLISH)
+    mark(host_engine.HostEngine, "_publish", _PUBLISH)
 
 
 @dataclass(frozen=True)

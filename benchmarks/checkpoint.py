@@ -289,7 +289,7 @@ def _stall(out: Path, ranks: Any, measured: Measured) -> Any:
     from aliquot.checkpoint.saver import Saver
     from aliquot.config.schema import CheckpointSection
     from aliquot.engines.base import EngineSpec
-    from aliquot.engines.fsdp import FsdpEngine
+    from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
     from aliquot.models import initialize, meta
     from aliquot.models.batch import MicroBatch
 

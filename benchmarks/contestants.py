@@ -52,8 +52,8 @@ def aliquot_steps(
     from aliquot.collectives.peers import Peers
     from aliquot.engines.base import EngineSpec
     from aliquot.engines.compiling import compile_layers
-    from aliquot.engines.fsdp import FsdpEngine
-    from aliquot.engines.host import HostEngine
+    from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
+    from aliquot.engines.host.host_engine import HostEngine
     from aliquot.models import initialize, meta
     from aliquot.models.batch import MicroBatch
 

@@ -114,12 +114,12 @@ FAULTS = (
         ("tests/data/test_batches.py",),
     ),
     Fault(
-        "tied-gradient-replaced", "engines/host_gradients.py",
+        "tied-gradient-replaced", "engines/host/host_gradients.py",
         "first = self._first and only", "first = self._first",
         ("tests/engines",),
     ),
     Fault(
-        "gradients-divided-twice", "engines/fsdp.py",
+        "gradients-divided-twice", "engines/fsdp/fsdp_engine.py",
         "module.set_gradient_divide_factor(1.0)", "module.set_gradient_divide_factor(2.0)",
         ("tests/engines/test_engines.py",),
     ),

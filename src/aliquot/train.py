@@ -20,7 +20,7 @@ from aliquot.config.schema import RunConfig
 from aliquot.data.batches import Batches
 from aliquot.data.prepare import Prepared, prepare_together
 from aliquot.engines.base import Engine, EngineSpec
-from aliquot.engines.groups import group_lines
+from aliquot.engines.connections import group_lines
 from aliquot.engines.select import engine_class
 from aliquot.errors import DivergedError, TrainingError
 from aliquot.evaluate import evaluate

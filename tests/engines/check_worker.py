@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from aliquot.collectives.peers import Peers
-from aliquot.engines.fsdp_check import check_collectives
-from aliquot.engines.fsdp_comm import Stage
+from aliquot.engines.fsdp.fsdp_check import check_collectives
+from aliquot.engines.fsdp.fsdp_collectives import Stage
 from aliquot.errors import TrainingError
 from aliquot.launch.ranks import gather
 from tests.processes import as_ranks

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig
 
 from aliquot.engines.base import EngineSpec
-from aliquot.engines.host import HostEngine
+from aliquot.engines.host.host_engine import HostEngine
 from aliquot.launch.topology import Topology
 from aliquot.models import initialize, meta
 from tests.engines.cases import SMALL, micro_batch

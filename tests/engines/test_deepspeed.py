@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from aliquot.engines.deepspeed_ops import missing_tools
+from aliquot.engines.deepspeed.deepspeed_ops import missing_tools
 from tests.engines.cases import CASES
 from tests.engines.test_engines import WORKER, assembled, initial_weights, plain_loop, result
 from tests.processes import World, run_worlds

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from aliquot.engines.deepspeed_ops import prepare_ops
+from aliquot.engines.deepspeed.deepspeed_ops import prepare_ops
 from aliquot.errors import UserError
 
 

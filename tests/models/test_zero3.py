@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from aliquot.engines.deepspeed_ops import missing_tools
+from aliquot.engines.deepspeed.deepspeed_ops import missing_tools
 from aliquot.errors import UserError
 from aliquot.models.zero3 import load_zero3, partition_range
 from tests.engines.cases import SMALL

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aliquot.engines.checkpointing import SavedBytes
+from aliquot.engines.saved_bytes import SavedBytes
 from aliquot.models import meta
 from aliquot.models.attention import Documents
 from aliquot.models.loss import head_loss

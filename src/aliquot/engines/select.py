@@ -17,13 +17,13 @@ def engine_class(config: RunConfig, topology: Topology, numel: int) -> tuple[str
     even = topology.world_size == topology.nodes * topology.local_world_size
     name = chosen_engine(config, topology.device, numel, memory_limit(), even)
     if name == "host":
-        from aliquot.engines.host import HostEngine
+        from aliquot.engines.host.host_engine import HostEngine
 
         return name, HostEngine
     if name == "deepspeed":
-        from aliquot.engines.deepspeed import DeepspeedEngine
+        from aliquot.engines.deepspeed.deepspeed_engine import DeepspeedEngine
 
         return name, DeepspeedEngine
-    from aliquot.engines.fsdp import FsdpEngine
+    from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
 
     return name, FsdpEngine

@@ -23,8 +23,8 @@ MIB = 1 << 20
 START_PRIVATE_BYTES, START_SHARED_BYTES = 164 * MIB, 88 * MIB
 PROCESS_PRIVATE_BYTES, PROCESS_SHARED_BYTES = 292 * MIB, 116 * MIB
 
-# collectives/ring.py by way of engines/host_gradients.py; engines/fsdp_comm.py; optim/blocked_adamw.py;
-# ranges/pipeline.py and ranges/transfer.py
+# collectives/ring.py by way of engines/host/host_gradients.py; engines/fsdp/fsdp_collectives.py;
+# optim/blocked_adamw.py; ranges/pipeline.py and ranges/transfer.py
 RING_BYTES = 64 * MIB
 STAGE_BYTES = 2 * 16 * MIB
 UPDATE_SCRATCH_BYTES = 4 * 4 * (1 << 18)
@@ -107,7 +107,7 @@ def _snapshot(config: RunConfig, own_bytes: int, steps: int | None) -> int:
 
 
 def host_memory(config: RunConfig, shape: ModelShape, layout: Layout) -> Held:
-    """engines/host.py: one copy of the weights per NUMA node, all else by rows over all ranks."""
+    """engines/host/host_engine.py: one copy of the weights per NUMA node, all else by rows over all ranks."""
     states, compute = config.train.optimizer_states, 2 if config.train.precision == "bf16" else 4
     shapes = [weight for _, weight in shape.built.tensors]
     own = sum(padded_share(weight, layout.world_size) for weight in shapes)
@@ -144,7 +144,7 @@ def _moment_bytes(weight: Shape, ranks: int, states: str) -> int:
 
 
 def fsdp_memory(config: RunConfig, shape: ModelShape, layout: Layout, cost: MicroBatchCost) -> Held:
-    """engines/fsdp.py, and torch's FSDP2 (fully_shard) for what it gathers, keeps and drops, and when."""
+    """engines/fsdp/fsdp_engine.py, and torch's FSDP2 (fully_shard) for what it gathers, keeps and drops, and when."""
     compute, ranks = 2 if config.train.precision == "bf16" else 4, layout.world_size
     groups = [sum(padded_share(weight, ranks) * ranks for weight in group) for group in shape.groups()]
     root, others = groups[0], groups[1:]

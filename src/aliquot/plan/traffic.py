@@ -45,7 +45,7 @@ def traffic(config: RunConfig, engine: str, shape: ModelShape, layout: Layout, m
 
 
 def _staged(config: RunConfig, shape: ModelShape, compute: int) -> int:
-    """A rank's gradients of one micro-batch; of the input embedding a row a token (engines/host_gradients.py)."""
+    """A rank's gradients of one micro-batch; of the input embedding a row a token (engines/host/host_gradients.py)."""
     tokens = config.train.per_device_train_batch_size * config.data.sequence_length
     rows = tokens * (8 + shape.width * compute)
     tied = shape.head is None
@@ -69,7 +69,7 @@ def _fsdp(
     gathered = compute * (root + 2 * others)
     on_one_host = layout.device == "cpu" and layout.nodes == 1 and config.shard.collectives != "gloo"
     if on_one_host:
-        # engines/fsdp_comm.py: each rank stages its shard, and all of its gradients.
+        # engines/fsdp/fsdp_collectives.py: each rank stages its shard, and all of its gradients.
         return 0, 0, micro_batches * (gathered + ranks * 4 * (root + others))
     reduced = 4 * (root + others) * (2 if layout.device == "cpu" else 1)
     return *_ring(layout, micro_batches * (gathered + reduced)), 0

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from aliquot.engines.fsdp_comm import SharedAllGather, SharedReduceScatter, Stage
+from aliquot.engines.fsdp.fsdp_collectives import SharedAllGather, SharedReduceScatter, Stage
 from aliquot.errors import SelfTestError
 
 if TYPE_CHECKING:

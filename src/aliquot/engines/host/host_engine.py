@@ -21,12 +21,12 @@ from torch import nn
 
 from aliquot.collectives.hosts import Hosts
 from aliquot.collectives.shared import Memory, aligned
-from aliquot.engines import checkpointing
+from aliquot.engines import saved_bytes
 from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.compiling import compile_layers
-from aliquot.engines.host_check import check_published, check_sums
-from aliquot.engines.host_gradients import HostGradients, Weight
-from aliquot.engines.norm import global_norm
+from aliquot.engines.global_norm import global_norm
+from aliquot.engines.host.host_check import check_published, check_sums
+from aliquot.engines.host.host_gradients import HostGradients, Weight
 from aliquot.launch.ranks import gather
 from aliquot.launch.topology import Topology
 from aliquot.machine.cpu import numa_nodes
@@ -80,12 +80,12 @@ class HostEngine:
         self._fused = spec.fused_loss
         self._micro_batches = 0
         self._updates = 0
-        self._activations = checkpointing.SavedBytes(spec.gradient_checkpointing)
+        self._activations = saved_bytes.SavedBytes(spec.gradient_checkpointing)
 
     @classmethod
     def build(cls, meta: nn.Module, spec: EngineSpec, topology: Topology) -> Self:
         node = numa_nodes(Path("/")).get(topology.cores[0], 0) if topology.cores else 0
-        checkpointing.enable(meta, spec.gradient_checkpointing)
+        saved_bytes.enable(meta, spec.gradient_checkpointing)
         if spec.compile == "layers":
             compile_layers(meta, topology.threads)
         return cls(meta, spec, Hosts.join(topology.rank, node, gather), topology)

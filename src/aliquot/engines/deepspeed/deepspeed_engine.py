@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import torch
 from torch import nn
 
-from aliquot.engines import checkpointing
+from aliquot.engines import saved_bytes
 from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.compiling import compile_layers
-from aliquot.engines.deepspeed_adam import adamw, prepare_states, set_steps
-from aliquot.engines.deepspeed_ops import prepare_ops
+from aliquot.engines.deepspeed.deepspeed_adam import adamw, prepare_states, set_steps
+from aliquot.engines.deepspeed.deepspeed_ops import prepare_ops
 from aliquot.errors import SelfTestError
 from aliquot.launch.ranks import gather
 from aliquot.launch.topology import Topology
@@ -76,7 +76,7 @@ class DeepspeedEngine:
             name: _Partition(name, weight, *partition_range(weight.ds_numel, topology.rank, topology.world_size))
             for name, weight in cast("Any", model.model.named_parameters())
         }
-        self._activations = checkpointing.SavedBytes(spec.gradient_checkpointing)
+        self._activations = saved_bytes.SavedBytes(spec.gradient_checkpointing)
         self._wire_bytes = 0
 
     @classmethod
@@ -88,7 +88,7 @@ class DeepspeedEngine:
             prepare_ops()
         deepspeed.init_distributed("nccl" if topology.device == "cuda" else "gloo", verbose=False)
         settings = dict(spec.deepspeed or {})
-        checkpointing.enable(meta, spec.gradient_checkpointing)
+        saved_bytes.enable(meta, spec.gradient_checkpointing)
         if spec.compile == "layers":
             compile_layers(meta, topology.threads)
         buffers = {name: buffer.clone() for name, buffer in meta.named_buffers()}

@@ -23,12 +23,12 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from aliquot.collectives.peers import Peers
-from aliquot.engines import checkpointing
+from aliquot.engines import saved_bytes
 from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.compiling import compile_layers
-from aliquot.engines.fsdp_check import check_collectives
-from aliquot.engines.fsdp_comm import SharedAllGather, SharedReduceScatter, Stage
-from aliquot.engines.norm import global_norm
+from aliquot.engines.fsdp.fsdp_check import check_collectives
+from aliquot.engines.fsdp.fsdp_collectives import SharedAllGather, SharedReduceScatter, Stage
+from aliquot.engines.global_norm import global_norm
 from aliquot.errors import EngineError
 from aliquot.launch.ranks import gather
 from aliquot.launch.topology import Topology
@@ -72,7 +72,7 @@ class FsdpEngine:
             epsilon=spec.adam_epsilon,
             weight_decay=spec.weight_decay,
         )
-        self._activations = checkpointing.SavedBytes(spec.gradient_checkpointing)
+        self._activations = saved_bytes.SavedBytes(spec.gradient_checkpointing)
         self._fused = spec.fused_loss
         self._wire_bytes = 0
         self._stage = stage  # None: gloo or nccl carries the collectives
@@ -87,7 +87,7 @@ class FsdpEngine:
         mesh = init_device_mesh(topology.device, (topology.world_size,))
         compute = torch.bfloat16 if spec.precision == "bf16" else torch.float32
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-        checkpointing.enable(meta, spec.gradient_checkpointing)
+        saved_bytes.enable(meta, spec.gradient_checkpointing)
         if spec.compile == "layers":
             compile_layers(meta, topology.threads)
         # FSDP2 would exchange unpinned shards for pinned ones at the first forward, under the optimizer's hands.
