@@ -88,14 +88,14 @@ FAULTS = (
         ("tests/optim",),
     ),
     Fault(
-        "mask-leaks-a-token", "models/tiles.py",
+        "mask-leaks-a-token", "attention/tiles.py",
         ".triu_(keys - queries + 1)", ".triu_(keys - queries + 2)",
-        ("tests/models/test_attention.py",),
+        ("tests/attention/test_attention.py",),
     ),
     Fault(
-        "sign-in-chunked-loss", "models/loss.py",
+        "sign-in-chunked-loss", "loss/head_loss.py",
         "values[inside, labels[inside] - a] -= scale", "values[inside, labels[inside] - a] += scale",
-        ("tests/models/test_loss.py",),
+        ("tests/loss/test_loss.py",),
     ),
     Fault(
         "export-tells-no-dtype", "models/export.py",

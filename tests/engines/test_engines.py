@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from aliquot.attention.documents import IMPLEMENTATION, Documents
+from aliquot.loss.head_loss import summed_cross_entropy
 from aliquot.models import meta
-from aliquot.models.attention import IMPLEMENTATION, Documents
-from aliquot.models.loss import summed_cross_entropy
 from tests import plain
 from tests.engines.cases import (
     BETAS,

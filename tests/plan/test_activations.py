@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from aliquot.attention.documents import Documents
 from aliquot.engines.saved_bytes import SavedBytes
+from aliquot.loss.head_loss import head_loss
 from aliquot.models import meta
-from aliquot.models.attention import Documents
-from aliquot.models.loss import head_loss
 from aliquot.models.recompute import enable
 from aliquot.plan.activations import Step, micro_batch_cost
 from aliquot.plan.shapes import model_shape

@@ -11,8 +11,9 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from aliquot.attention.documents import register
 from aliquot.errors import MissingToolError
-from aliquot.models import attention, meta
+from aliquot.models import meta
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,6 +30,6 @@ def compile_layers(model: nn.Module, threads: int) -> None:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "aliquot" / "inductor"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
-    attention.register(compiled=True)
+    register(compiled=True)
     for layer in meta.decoder_layers(model):
         layer.compile()

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
+from aliquot.loss.head_loss import IGNORE
+
 if TYPE_CHECKING:
     from torch import Tensor
-
-IGNORE = -100
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from aliquot.attention.documents import IMPLEMENTATION, Documents, register
 from aliquot.errors import UnsupportedModelError
-from aliquot.models import attention, initialize
+from aliquot.loss.head_loss import summed_cross_entropy
+from aliquot.models import initialize
 from aliquot.models.batch import MicroBatch
-from aliquot.models.loss import summed_cross_entropy
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -48,12 +49,12 @@ def build(config: PretrainedConfig) -> MetaModel:
     """
     from transformers import AutoModelForCausalLM
 
-    attention.register()
+    register()
     config.use_cache = False
     with torch.device("meta"):
         try:
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation=attention.IMPLEMENTATION
+                config, dtype=torch.float32, attn_implementation=IMPLEMENTATION
             )
         except Exception as error:  # each model's code fails in its own way on a config it does not like
             raise UnsupportedModelError(f"transformers cannot build this {config.model_type} model: {error}") from error
@@ -114,7 +115,7 @@ def _check_isolation(model: PreTrainedModel) -> bool:
     Whether the logits are what the output head returns, nothing done to them.
     """
     ids = torch.zeros(1, 4, dtype=torch.int64, device="meta")
-    documents = attention.Documents((0, 1, 4))
+    documents = Documents((0, 1, 4))
     of_head: list[Tensor] = []
     head = model.get_output_embeddings()
     listener = head.register_forward_hook(lambda _module, _inputs, output: of_head.append(output))
@@ -136,13 +137,13 @@ def _check_isolation(model: PreTrainedModel) -> bool:
     return len(of_head) == 1 and logits is of_head[0] and head.bias is None
 
 
-def forward(model: nn.Module, ids: Tensor, positions: Tensor, documents: attention.Documents) -> Tensor:
+def forward(model: nn.Module, ids: Tensor, positions: Tensor, documents: Documents) -> Tensor:
     """Logits [1, T, V] of one row of packed documents; ids and positions are int64 [1, T]."""
     logits: Tensor = model(input_ids=ids, position_ids=positions, use_cache=False, documents=documents).logits
     return logits
 
 
-def hidden_states(model: nn.Module, tokens: Tensor, positions: Tensor, documents: attention.Documents) -> Tensor:
+def hidden_states(model: nn.Module, tokens: Tensor, positions: Tensor, documents: Documents) -> Tensor:
     """What the output head is applied to, [T, E]. `tokens`: int64 ids [T], or their embeddings [T, E]."""
     name = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
     decoder = model.get_decoder()  # type: ignore[operator]
@@ -151,9 +152,7 @@ def hidden_states(model: nn.Module, tokens: Tensor, positions: Tensor, documents
     return states[0]
 
 
-def whole_logits_loss(
-    model: nn.Module, ids: Tensor, positions: Tensor, labels: Tensor, documents: attention.Documents
-) -> Tensor:
+def whole_logits_loss(model: nn.Module, ids: Tensor, positions: Tensor, labels: Tensor, documents: Documents) -> Tensor:
     """The summed loss from the model's own logits, all of them at once: for heads that do more than multiply."""
     return summed_cross_entropy(forward(model, ids[None], positions[None], documents), labels)
 
@@ -169,7 +168,7 @@ def losses_agree(model: nn.Module, fused: Callable[[MicroBatch, float], tuple[Te
     with torch.no_grad():
         ours = float(fused(batch, 1.0)[0])
         ids, positions, labels = (t.to(device) for t in (batch.input_ids, batch.position_ids, batch.labels))
-        theirs = float(whole_logits_loss(model, ids, positions, labels, attention.Documents(edges)))
+        theirs = float(whole_logits_loss(model, ids, positions, labels, Documents(edges)))
     # bf16 logits carry 8 bits; without weights yet, nan on both sides says nothing.
     if math.isclose(ours, theirs, rel_tol=0.02, abs_tol=1e-3) or math.isnan(theirs):
         return True

@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from aliquot.models import attention, meta, tiles
-from aliquot.models.loss import SCRATCH_BYTES, rows_at_once
+from aliquot.attention import tiles
+from aliquot.attention.documents import Documents
+from aliquot.attention.tiled_attention import TiledAttention
+from aliquot.loss.head_loss import SCRATCH_BYTES, rows_at_once
+from aliquot.models import meta
 from aliquot.models.recompute import enable
-from aliquot.models.tiled_attention import TiledAttention
 from aliquot.plan.live import Live, Work
 from aliquot.plan.shapes import ModelShape
 
@@ -147,7 +149,7 @@ def _run(shape: ModelShape, step: Step, documents: _PlannedDocuments, predicted:
 
 
 def _head(shape: ModelShape, step: Step, hidden: Tensor, live: Live) -> tuple[Tensor, Tensor | None]:
-    """What models/loss.py allocates and multiplies; the gradients that live until the backward pass takes them."""
+    """What loss/head_loss.py allocates and multiplies; the gradients that live until the backward pass takes them."""
     rows, vocabulary = len(hidden), shape.vocabulary
     weight = torch.empty(vocabulary, shape.width, dtype=hidden.dtype, device="meta")
     live.ignore(weight)  # it is one of the model's
@@ -173,7 +175,7 @@ def _head(shape: ModelShape, step: Step, hidden: Tensor, live: Live) -> tuple[Te
 
 
 def _softmax_scratch(step: Step, logits: Tensor, live: Live) -> None:
-    """On CPU a few rows at a time go through fp32, on a GPU all of them: to_gradient_ of models/loss.py."""
+    """On CPU a few rows at a time go through fp32, on a GPU all of them: to_gradient_ of loss/head_loss.py."""
     rows, vocabulary = logits.shape
     at_once = rows if step.device == "cuda" else min(rows, max(1, SCRATCH_BYTES // (4 * vocabulary)))
     scratch = [torch.empty(at_once, vocabulary, device="meta") for _ in range(2)]  # values, probabilities
@@ -188,7 +190,7 @@ def _evaluated_head(shape: ModelShape, step: Step, hidden: Tensor) -> None:
     torch.log_softmax(logits.float(), 1)  # as F.cross_entropy does
 
 
-class _PlannedDocuments(attention.Documents):
+class _PlannedDocuments(Documents):
     """Document edges whose tiles are cut as always and then only described."""
 
     def __init__(self, edges: tuple[int, ...], device: str) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import torch
 from torch import nn
 
+from aliquot.attention.documents import Documents
 from aliquot.engines import saved_bytes
 from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.compiling import compile_layers
@@ -25,10 +26,9 @@ from aliquot.engines.deepspeed.deepspeed_ops import prepare_ops
 from aliquot.errors import SelfTestError
 from aliquot.launch.ranks import gather
 from aliquot.launch.topology import Topology
+from aliquot.loss.head_loss import head_loss
 from aliquot.models import meta as meta_models
-from aliquot.models.attention import Documents
 from aliquot.models.batch import MicroBatch
-from aliquot.models.loss import head_loss
 from aliquot.models.zero3 import import_deepspeed, partition, partition_range
 from aliquot.ranges.parts import KINDS, Part
 

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from aliquot.attention.documents import Documents
 from aliquot.collectives.peers import Peers
 from aliquot.engines import saved_bytes
 from aliquot.engines.base import Counters, EngineSpec, StepResult
@@ -32,10 +33,9 @@ from aliquot.engines.global_norm import global_norm
 from aliquot.errors import EngineError
 from aliquot.launch.ranks import gather
 from aliquot.launch.topology import Topology
+from aliquot.loss.head_loss import head_loss
 from aliquot.models import meta as meta_models
-from aliquot.models.attention import Documents
 from aliquot.models.batch import MicroBatch
-from aliquot.models.loss import head_loss
 from aliquot.optim.adamw import ShardedAdamW
 from aliquot.ranges.parts import Part, row_ranges
 

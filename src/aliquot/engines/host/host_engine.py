@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from aliquot.attention.documents import Documents
 from aliquot.collectives.hosts import Hosts
 from aliquot.collectives.shared import Memory, aligned
 from aliquot.engines import saved_bytes
@@ -29,11 +30,10 @@ from aliquot.engines.host.host_check import check_published, check_sums
 from aliquot.engines.host.host_gradients import HostGradients, Weight
 from aliquot.launch.ranks import gather
 from aliquot.launch.topology import Topology
+from aliquot.loss.head_loss import GradientRows, head_loss
 from aliquot.machine.cpu import numa_nodes
 from aliquot.models import meta as meta_models
-from aliquot.models.attention import Documents
 from aliquot.models.batch import MicroBatch
-from aliquot.models.loss import GradientRows, head_loss
 from aliquot.optim.blocked_adamw import BlockedAdamW, FlatShard
 from aliquot.optim.moments import ExactMoment, Moment, moment
 from aliquot.optim.weights import SplitWeights, Weights, WholeWeights

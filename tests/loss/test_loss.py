@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aliquot.models import loss
-from aliquot.models.loss import GradientRows, head_loss
+from aliquot.loss import head_loss as loss
+from aliquot.loss.head_loss import GradientRows, head_loss
 
 TOKENS, WIDTH, VOCABULARY = 37, 16, 101
 

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from aliquot.models.batch import IGNORE
-
 if TYPE_CHECKING:
     from torch import Tensor
 
     RowBuffer = Callable[[int, int], Tensor]  # room for the gradient of rows [a, b)
     Publish = Callable[[], None]
 
+IGNORE = -100  # the label of a token after which nothing is to be predicted
 LOGITS_BYTES = 256 << 20  # at most this much of them at once
 SCRATCH_BYTES = 2 << 20  # fp32 rows that one pass over the logits works on: they stay in the cache
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from aliquot.models.tiles import QUERY_BLOCK, Bins, Block, Long, Tiles
+from aliquot.attention.tiles import QUERY_BLOCK, Bins, Block, Long, Tiles
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,9 +6,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from aliquot.attention.documents import IMPLEMENTATION, Documents, register
 from aliquot.errors import UserError
-from aliquot.models import attention, meta
-from aliquot.models.loss import summed_cross_entropy
+from aliquot.loss.head_loss import summed_cross_entropy
+from aliquot.models import meta
 from tests.engines.cases import SMALL, micro_batch
 
 MODELS = [
@@ -19,8 +20,8 @@ MODELS = [
 ]
 
 
-def build(shape: dict[str, object], implementation: str = attention.IMPLEMENTATION) -> torch.nn.Module:
-    attention.register()
+def build(shape: dict[str, object], implementation: str = IMPLEMENTATION) -> torch.nn.Module:
+    register()
     torch.manual_seed(0)
     config = AutoConfig.for_model(**{**SMALL, **shape})
     return AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=torch.float32).eval()
@@ -28,7 +29,7 @@ def build(shape: dict[str, object], implementation: str = attention.IMPLEMENTATI
 
 def logits_of(model: torch.nn.Module, sequence: list[torch.Tensor]) -> torch.Tensor:
     batch = micro_batch(sequence)
-    return meta.forward(model, batch.input_ids[None], batch.position_ids[None], attention.Documents(batch.edges))
+    return meta.forward(model, batch.input_ids[None], batch.position_ids[None], Documents(batch.edges))
 
 
 def three_documents() -> list[torch.Tensor]:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from aliquot.attention import tiles
+from aliquot.attention.tiled_attention import TiledAttention
 from aliquot.errors import UnsupportedModelError
-from aliquot.models import tiles
-from aliquot.models.tiled_attention import TiledAttention
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
