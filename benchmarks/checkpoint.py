@@ -257,8 +257,8 @@ def _sharded(numbers: dict[str, Any]) -> Any:
 def _export(out: Path, ranks: Any, measured: Measured) -> Any:
     import torch
 
+    from aliquot.loaders.sharded import ShardedWeights, tensors_of
     from aliquot.models.export import export
-    from aliquot.models.sharded import ShardedWeights, tensors_of
 
     model = _sharded(LLAMA_1B)
     files = {"config.json": model.config.to_json_string().encode()}

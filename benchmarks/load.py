@@ -194,7 +194,7 @@ def _import_all() -> None:
     import torch.distributed.fsdp
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    import aliquot.models.sharded  # noqa: F401
+    import aliquot.loaders.sharded  # noqa: F401
 
     tiny = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8)
     with torch.device("meta"):
@@ -259,7 +259,7 @@ def _aliquot(directory: Path, mesh: Any, measured: Measured) -> Any:
     from torch.distributed.fsdp import fully_shard
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from aliquot.models.sharded import load_sharded
+    from aliquot.loaders.sharded import load_sharded
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=torch.bfloat16)
@@ -280,7 +280,7 @@ def _deepspeed(directory: Path, settings: Any, measured: Measured) -> Any:
 
 
 def _zero3(directory: Path, settings: Any, measured: Measured) -> Any:
-    from aliquot.models.zero3 import load_zero3
+    from aliquot.loaders.zero3 import load_zero3
 
     return load_zero3(directory)
 

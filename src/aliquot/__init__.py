@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from aliquot.config.read import read_config
     from aliquot.config.schema import RunConfig
     from aliquot.errors import TrainingError, UserError
+    from aliquot.loaders.sharded import load_sharded
+    from aliquot.loaders.zero3 import load_zero3
     from aliquot.models.export import export_checkpoint
-    from aliquot.models.sharded import load_sharded
-    from aliquot.models.zero3 import load_zero3
     from aliquot.plan.planner import plan
     from aliquot.train import train
 
@@ -37,8 +37,8 @@ _HOME = {
     "TrainingError": "aliquot.errors",
     "UserError": "aliquot.errors",
     "export_checkpoint": "aliquot.models.export",
-    "load_sharded": "aliquot.models.sharded",
-    "load_zero3": "aliquot.models.zero3",
+    "load_sharded": "aliquot.loaders.sharded",
+    "load_zero3": "aliquot.loaders.zero3",
     "plan": "aliquot.plan.planner",
     "read_config": "aliquot.config.read",
     "train": "aliquot.train",

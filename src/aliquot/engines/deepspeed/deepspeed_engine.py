@@ -26,10 +26,10 @@ from aliquot.engines.deepspeed.deepspeed_ops import prepare_ops
 from aliquot.errors import SelfTestError
 from aliquot.launch.ranks import gather
 from aliquot.launch.topology import Topology
+from aliquot.loaders.zero3 import import_deepspeed, partition, partition_range
 from aliquot.loss.head_loss import head_loss
 from aliquot.models import meta as meta_models
 from aliquot.models.batch import MicroBatch
-from aliquot.models.zero3 import import_deepspeed, partition, partition_range
 from aliquot.ranges.parts import KINDS, Part
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 import torch
 import torch.distributed as dist
 
-from aliquot.models import zero3
-from aliquot.models.zero3 import ZeroWeights, load_zero3
+from aliquot.loaders import zero3
+from aliquot.loaders.zero3 import ZeroWeights, load_zero3
 from tests.processes import as_ranks
 
 

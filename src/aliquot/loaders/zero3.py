@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from aliquot.errors import DeepspeedConfigError, MissingToolError, UsageError
+from aliquot.loaders.sharded import Members, compute_buffers, tied_weights
 from aliquot.models.load import load_weights
-from aliquot.models.sharded import Members, compute_buffers, tied_weights
 from aliquot.ranges.parts import Part
 from aliquot.ranges.transfer import Watch
 

@@ -8,8 +8,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from aliquot.errors import UserError
-from aliquot.models import sharded
-from aliquot.models.sharded import load_sharded
+from aliquot.loaders import sharded
+from aliquot.loaders.sharded import load_sharded
 from aliquot.ranges.transfer import Progress
 from tests.engines.cases import SMALL
 from tests.processes import run_ranks

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from aliquot.models.sharded import load_sharded
+from aliquot.loaders.sharded import load_sharded
 from tests.processes import as_ranks
 
 
