@@ -175,8 +175,8 @@ def wire() -> list[Row]:
     from benchmarks.worlds import run_world
     from tests.multinode.namespaces import INTERFACE, two_hosts, why_not
 
-    from aliquot.config.read import validate
-    from aliquot.plan.layout import Layout
+    from aliquot.config.read_config import validate
+    from aliquot.plan.rank_layout import RankLayout
     from aliquot.plan.shapes import model_shape
     from aliquot.plan.traffic import traffic
 
@@ -201,7 +201,7 @@ def wire() -> list[Row]:
             prefixes = [host.command() for host in hosts]
             script = str(Path(counted.__file__))
             sent = run_world(script, 2, engine, INTERFACE, environ=environ, prefixes=prefixes)
-        planned = traffic(run, engine, shape, Layout(2, 1, 1, "cpu"), counted.WORK.rows).wire_bytes / 1e6
+        planned = traffic(run, engine, shape, RankLayout(2, 1, 1, "cpu"), counted.WORK.rows).wire_bytes / 1e6
         found = counted.mb(sent, on_one=False)
         error = None if found is None else planned / found - 1
         rows.append({"case": f"wire {engine}, 2 hosts", "plan_mb": planned, "wire_mb": found, "wire_error": error})

@@ -124,7 +124,7 @@ FAULTS = (
         ("tests/engines/test_engines.py",),
     ),
     Fault(
-        "saved-while-it-changes", "checkpoint/live.py",
+        "saved-while-it-changes", "checkpoint/live_parts.py",
         "self._changed.wait_for(lambda: self._stopped or (not self._reading and self._left <= self._copies.keys()))",
         "pass",
         ("tests/checkpoint",),
@@ -135,12 +135,12 @@ FAULTS = (
         ("tests/observe/test_clock.py",),
     ),
     Fault(
-        "plan-forgets-other-hosts", "plan/memory.py",
+        "plan-forgets-other-hosts", "plan/engine_memory.py",
         "gradients=kept * own * layout.nodes,", "gradients=kept * own,",
         ("tests/plan",),
     ),
     Fault(
-        "free-shm-not-looked-at", "doctor/memory.py",
+        "free-shm-not-looked-at", "doctor/memory_checks.py",
         "if free < _SHM_BYTES:", "if total < _SHM_BYTES:",
         ("tests/doctor",),
     ),
@@ -156,7 +156,7 @@ FAULTS = (
         ("tests/test_train.py",),
     ),
     Fault(
-        "bad-input-exits-with-1", "cli/errors.py",
+        "bad-input-exits-with-1", "cli/one_line_errors.py",
         "raise typer.Exit(told.exit_code) from None", "raise typer.Exit(1) from None",
         ("tests/cli", "tests/config"),
     ),

@@ -17,7 +17,7 @@ import typer.main
 
 import aliquot
 from aliquot.cli.main import app
-from aliquot.config.read import read_config
+from aliquot.config.read_config import read_config
 from aliquot.errors import UserError, kinds
 from aliquot.launch.stop_signal import Terminated
 from tests import docs_reference

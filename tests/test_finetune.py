@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from aliquot.config.batch_size import BatchSize
-from aliquot.config.read import read_config
+from aliquot.config.read_config import read_config
 from aliquot.data.batches import Batches, EvalBatches
 from aliquot.data.prepare import prepare
 from tests import plain

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import aliquot
 from aliquot.config.batch_size import batch_size
-from aliquot.config.read import read_config
+from aliquot.config.read_config import read_config
 from aliquot.data.batches import Batches
 from aliquot.data.prepare import prepare
 from aliquot.errors import StorageError, UserError

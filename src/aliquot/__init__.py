@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from aliquot.config.read import read_config
+    from aliquot.config.read_config import read_config
     from aliquot.config.schema import RunConfig
     from aliquot.errors import TrainingError, UserError
     from aliquot.loaders.sharded import load_sharded
@@ -40,7 +40,7 @@ _HOME = {
     "load_sharded": "aliquot.loaders.sharded",
     "load_zero3": "aliquot.loaders.zero3",
     "plan": "aliquot.plan.planner",
-    "read_config": "aliquot.config.read",
+    "read_config": "aliquot.config.read_config",
     "train": "aliquot.train",
 }
 

@@ -35,9 +35,9 @@ from aliquot.machine.facts import machine_facts
 from aliquot.machine.matmul import matmul_rate
 from aliquot.models import initialize, meta
 from aliquot.models.export import export
-from aliquot.models.files import export_dtype, model_files
 from aliquot.models.generate import continuation
 from aliquot.models.load import load_weights
+from aliquot.models.model_files import export_dtype, model_files
 from aliquot.models.source import ModelSource, resolve
 from aliquot.observe import summary
 from aliquot.observe.clock import StepClock

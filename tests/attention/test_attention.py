@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from aliquot.attention.documents import IMPLEMENTATION, Documents, register
+from aliquot.attention.document_attention import IMPLEMENTATION, Documents, register
 from aliquot.errors import UserError
 from aliquot.loss.head_loss import summed_cross_entropy
 from aliquot.models import meta

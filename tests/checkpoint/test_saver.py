@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from aliquot.checkpoint.directories import complete_directories
-from aliquot.checkpoint.live import LiveParts
+from aliquot.checkpoint.live_parts import LiveParts
 from aliquot.checkpoint.restore import restore
 from aliquot.checkpoint.saver import Saver
 from aliquot.config.schema import CheckpointSection

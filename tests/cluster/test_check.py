@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from aliquot.cluster.check import check_job_of_config, check_manifests
 from aliquot.cluster.document import to_yaml
-from aliquot.cluster.findings import RULES, Finding
+from aliquot.cluster.findings import RULES, RuleFinding
 from aliquot.cluster.job import Job, describe
-from aliquot.cluster.manifests import Manifest, parse_manifests
+from aliquot.cluster.manifests import ManifestObject, parse_manifests
 from aliquot.cluster.render import documents
 from aliquot.config.plan import PhaseMemory
-from aliquot.config.read import read_config
+from aliquot.config.read_config import read_config
 from aliquot.errors import UserError
 from tests.cluster.cases import cluster_section, config, cpu_job, dynamic_storage, gpu_job, plan
 from tests.cluster.crd import TRAINERS
@@ -91,15 +91,15 @@ spec:
 """
 
 
-def rules(findings: list[Finding]) -> set[str]:
+def rules(findings: list[RuleFinding]) -> set[str]:
     return {each.rule for each in findings}
 
 
-def errors(findings: list[Finding]) -> set[str]:
+def errors(findings: list[RuleFinding]) -> set[str]:
     return {each.rule for each in findings if each.level == "error"}
 
 
-def manifests_of(found: Documents) -> list[Manifest]:
+def manifests_of(found: Documents) -> list[ManifestObject]:
     return [manifest for name, document in found.items() for manifest in parse_manifests(to_yaml(document), name)]
 
 
@@ -436,5 +436,5 @@ def test_whatever_is_spoiled_nothing_breaks(data: st.DataObject, which: Any) -> 
         document = found[data.draw(st.sampled_from(sorted(found)))]
         container, key = data.draw(st.sampled_from(list(nodes(document))))
         container[key] = copy.deepcopy(data.draw(st.sampled_from(SPOILED)))
-    manifests = [Manifest(document, name) for name, document in found.items()]
+    manifests = [ManifestObject(document, name) for name, document in found.items()]
     check_manifests(manifests, cpu_job())

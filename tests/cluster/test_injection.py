@@ -19,7 +19,7 @@ from aliquot.cluster.job import Job, describe
 from aliquot.cluster.render import documents, render
 from aliquot.cluster.shipped import CONFIG_FILE, shipped_config
 from aliquot.config.plan import PhaseMemory
-from aliquot.config.read import read_config
+from aliquot.config.read_config import read_config
 from tests.cluster.cases import GIB, cluster_section, config, plan
 
 NASTY = [

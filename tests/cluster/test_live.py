@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from aliquot.cluster import live
-from aliquot.cluster.live import Kubectl, Refused, ask_cluster
-from aliquot.cluster.manifests import Manifest
+from aliquot.cluster import live_cluster
+from aliquot.cluster.live_cluster import Kubectl, Refused, ask_cluster
+from aliquot.cluster.manifests import ManifestObject
 from aliquot.cluster.render import parsed
 from aliquot.cluster.versions import Versions, check_versions
 from aliquot.cluster.view import job_views
@@ -128,7 +128,7 @@ def test_operators_that_are_not_installed() -> None:
     kubectl = answers(
         customresourcedefinitions=[{"metadata": {"name": "x"}, "spec": {"group": "karpenter.sh"}}], deployments=[]
     )
-    found = list(live._operators(kubectl, parsed(cpu_job())))
+    found = list(live_cluster._operators(kubectl, parsed(cpu_job())))
     assert {each.where for each in found} == {"karpenter.k8s.aws", "trainer.kubeflow.org"}
 
 
@@ -143,8 +143,8 @@ class WithoutNamespace(Kubectl):
 
 def test_a_namespace_that_is_yet_to_be_made() -> None:
     made = parsed(cpu_job(namespace="training", create_namespace=True))
-    assert list(live._dry_run(WithoutNamespace(), made)) == []
-    found = list(live._dry_run(WithoutNamespace(), parsed(cpu_job(namespace="training"))))
+    assert list(live_cluster._dry_run(WithoutNamespace(), made)) == []
+    found = list(live_cluster._dry_run(WithoutNamespace(), parsed(cpu_job(namespace="training"))))
     assert {each.rule for each in found} == {"refused-by-server"}
 
 
@@ -154,9 +154,9 @@ def test_quota() -> None:
         "status": {"hard": {"requests.cpu": "100", "limits.memory": "4Ti"}, "used": {"requests.cpu": "8"}},
     }
     (view,) = job_views(parsed(cpu_job()))
-    (found,) = live._quota(view, quota)
+    (found,) = live_cluster._quota(view, quota)
     assert found.message == "4 x 31 of requests.cpu; ResourceQuota team has 100, 8 in use"
-    assert list(live._quota(view, {"status": {"hard": {"requests.cpu": "124"}}})) == []
+    assert list(live_cluster._quota(view, {"status": {"hard": {"requests.cpu": "124"}}})) == []
 
 
 def deployment(image: str) -> dict[str, Any]:
@@ -190,5 +190,5 @@ def test_versions_from_images() -> None:
     ],
 )
 def test_versions_that_go_together(installed: Versions, queue: str | None, rules: list[str]) -> None:
-    manifests: list[Manifest] = parsed(cpu_job(queue=queue))
+    manifests: list[ManifestObject] = parsed(cpu_job(queue=queue))
     assert [each.rule for each in check_versions(installed, manifests)] == rules

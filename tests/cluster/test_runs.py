@@ -11,7 +11,7 @@ import yaml
 
 from aliquot.cluster.job import describe
 from aliquot.config.plan import PhaseMemory
-from aliquot.config.read import read_config
+from aliquot.config.read_config import read_config
 from tests.cluster.cases import cluster_section, plan
 from tests.cluster.nodes import Cluster, nodes
 from tests.multinode.namespaces import why_not

@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aliquot.config.read import dump_config, known_keys, read_config
+from aliquot.config.read_config import dump_config, known_keys, read_config
 from aliquot.errors import UserError
 
 MINIMAL = """\

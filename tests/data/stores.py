@@ -8,7 +8,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from aliquot.data.store import TokenStore
+from aliquot.data.token_store import TokenStore
 
 TEXT = "The quick brown fox jumps over the lazy dog.\nIt didn't stop; it's 12345 now:\n\n  def f(x):\n\treturn x\n"
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aliquot.data.batches import Batches, EvalBatches, Position, StepBatch
-from aliquot.data.store import TokenStore
+from aliquot.data.token_store import TokenStore
 from aliquot.models.batch import IGNORE, MicroBatch
 from tests.data.stores import memory_store, numbered
 

@@ -18,7 +18,7 @@ from aliquot.data import tokenize
 from aliquot.data.cache import cache_root
 from aliquot.data.encoder import EncoderProcess, EncoderSpec, Texts
 from aliquot.data.prepare import Prepared, prepare
-from aliquot.data.store import TokenStore, token_dtype
+from aliquot.data.token_store import TokenStore, token_dtype
 from aliquot.errors import TrainingError, UserError
 from tests.data.stores import TEXT, byte_level
 from tests.data.test_chat import CHATML, TALK

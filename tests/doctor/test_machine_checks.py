@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from aliquot.doctor import cpu, memory, storage
+from aliquot.doctor import cpu_checks, memory_checks, storage_checks
 from aliquot.doctor.finding import Finding, Subject
 from tests.doctor.machines import GIB_KB, lay_out, machine, said, subject
 
@@ -23,8 +23,11 @@ V1 = "4:memory:/pod\n3:cpu,cpuacct:/pod\n"
 
 def test_a_good_machine_has_nothing_to_fix(tmp_path: Path) -> None:
     good = subject(machine(tmp_path))
-    checks = (cpu.check_isa, cpu.check_amx, cpu.check_cores, cpu.check_smt, cpu.check_numa, cpu.check_threads,
-              cpu.check_pinning, memory.check_memory, memory.check_huge_pages)  # fmt: skip
+    checks = (
+        cpu_checks.check_isa, cpu_checks.check_amx, cpu_checks.check_cores, cpu_checks.check_smt,
+        cpu_checks.check_numa, cpu_checks.check_threads, cpu_checks.check_pinning,
+        memory_checks.check_memory, memory_checks.check_huge_pages,
+    )  # fmt: skip
     for check in checks:
         finding = check(good)
         assert (finding.level, finding.fix) == ("ok", ""), said(finding)
@@ -38,14 +41,14 @@ def test_a_good_machine_has_nothing_to_fix(tmp_path: Path) -> None:
 def test_instructions(tmp_path: Path, flags: str, level: str) -> None:
     if os.uname().machine != "x86_64":
         pytest.skip("the flags of an x86 CPU")
-    finding = cpu.check_isa(subject(machine(tmp_path, flags=flags)))
+    finding = cpu_checks.check_isa(subject(machine(tmp_path, flags=flags)))
     assert finding.level == level, said(finding)
     assert bool(finding.fix) == (level != "ok")
 
 
 def test_amx_that_the_kernel_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_amx = subject(machine(tmp_path, flags="avx512f amx_bf16"))
-    finding = cpu.check_amx(with_amx)
+    finding = cpu_checks.check_amx(with_amx)
     if "amx_bf16" in Path("/proc/cpuinfo").read_text():
         pytest.skip("this CPU has AMX: it is not refused")
     assert finding.level == "problem" and "the kernel refuses it" in finding.found  # this CPU has none to give
@@ -56,10 +59,10 @@ def test_kernels_below_what_the_cpu_has(tmp_path: Path) -> None:
     if "amx_bf16" in Path("/proc/cpuinfo").read_text():
         pytest.skip("this CPU has AMX")
     with_amx = subject(machine(tmp_path, flags="avx512f amx_bf16"))
-    assert cpu.check_kernels(with_amx).level == "warning"
+    assert cpu_checks.check_kernels(with_amx).level == "warning"
     if "avx512_bf16" not in Subject().cpu.isa:
         pytest.skip("needs a CPU with AVX512_BF16")
-    assert cpu.check_kernels(Subject()).level == "ok"
+    assert cpu_checks.check_kernels(Subject()).level == "ok"
     finding = alone("cpu.check_kernels", ONEDNN_MAX_CPU_ISA="AVX2")
     assert finding["level"] == "warning" and "unset ONEDNN_MAX_CPU_ISA" in finding["fix"]
 
@@ -76,13 +79,13 @@ def test_kernels_below_what_the_cpu_has(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_quota(tmp_path: Path, files: dict[str, str], level: str, words: str) -> None:
     throttled = subject(lay_out(machine(tmp_path), files))
-    finding = cpu.check_cores(throttled)
+    finding = cpu_checks.check_cores(throttled)
     assert finding.level == level and words in finding.found, said(finding)
-    assert cpu.check_pinning(throttled).level == ("ok" if level != "warning" else "warning")
+    assert cpu_checks.check_pinning(throttled).level == ("ok" if level != "warning" else "warning")
 
 
 def test_affinity_of_one_core(tmp_path: Path) -> None:
-    finding = cpu.check_cores(subject(machine(tmp_path), cpus=1))
+    finding = cpu_checks.check_cores(subject(machine(tmp_path), cpus=1))
     assert finding.level == "warning" and "1 of 4 logical CPUs allowed" in finding.found
     if len(os.sched_getaffinity(0)) > 1:
         real = alone("cpu.check_cores", prefix=["taskset", "-c", str(min(os.sched_getaffinity(0)))])
@@ -91,15 +94,15 @@ def test_affinity_of_one_core(tmp_path: Path) -> None:
 
 def test_half_cores(tmp_path: Path) -> None:
     two_threads = machine(tmp_path, cores=2, threads=2)
-    assert cpu.check_smt(subject(two_threads, cpus=4)).level == "ok"
-    finding = cpu.check_smt(subject(two_threads, cpus=3))
+    assert cpu_checks.check_smt(subject(two_threads, cpus=4)).level == "ok"
+    finding = cpu_checks.check_smt(subject(two_threads, cpus=3))
     assert finding.level == "warning" and finding.meaning.startswith("1 of 2 cores are shared")
 
 
 def test_two_numa_nodes(tmp_path: Path) -> None:
     root = machine(tmp_path)
     lay_out(root, {"sys/devices/system/node/node0/cpulist": "0,1", "sys/devices/system/node/node1/cpulist": "2,3"})
-    finding = cpu.check_numa(subject(root))
+    finding = cpu_checks.check_numa(subject(root))
     assert finding.found == "2 NUMA nodes with 2, 2 cores" and finding.level in ("ok", "warning")
     assert "default" in Path("/proc/self/numa_maps").read_text().splitlines()[0]  # as it was before
 
@@ -115,7 +118,7 @@ def test_two_numa_nodes(tmp_path: Path) -> None:
     ],
 )
 def test_threads(tmp_path: Path, environ: dict[str, str], level: str, words: str) -> None:
-    finding = cpu.check_threads(subject(machine(tmp_path), **environ))
+    finding = cpu_checks.check_threads(subject(machine(tmp_path), **environ))
     assert finding.level == level and words in said(finding), said(finding)
 
 
@@ -136,7 +139,7 @@ def test_threads(tmp_path: Path, environ: dict[str, str], level: str, words: str
     ],
 )  # fmt: skip
 def test_memory(tmp_path: Path, files: dict[str, str], level: str, words: str) -> None:
-    finding = memory.check_memory(subject(lay_out(machine(tmp_path), files)))
+    finding = memory_checks.check_memory(subject(lay_out(machine(tmp_path), files)))
     assert finding.level == level and words in finding.found, said(finding)
 
 
@@ -145,21 +148,21 @@ def test_memory(tmp_path: Path, files: dict[str, str], level: str, words: str) -
 )
 def test_huge_pages(tmp_path: Path, text: str, level: str) -> None:
     root = lay_out(tmp_path, {"sys/kernel/mm/transparent_hugepage/enabled": text})
-    assert memory.check_huge_pages(subject(root)).level == level
+    assert memory_checks.check_huge_pages(subject(root)).level == level
 
 
 def test_allocator(tmp_path: Path) -> None:
-    assert memory.check_allocator(subject(tmp_path)).level == "warning"
+    assert memory_checks.check_allocator(subject(tmp_path)).level == "warning"
     lay_out(tmp_path, {"usr/lib64/libjemalloc.so.2": ""})
-    finding = memory.check_allocator(subject(tmp_path))
+    finding = memory_checks.check_allocator(subject(tmp_path))
     assert finding.level == "ok" and "libjemalloc.so.2" in finding.found
-    assert memory.check_allocator(subject(tmp_path, ALIQUOT_ALLOCATOR="none")).level == "warning"
-    assert memory.check_allocator(subject(tmp_path / "bare", LD_PRELOAD="/x/libtcmalloc.so.4")).level == "ok"
+    assert memory_checks.check_allocator(subject(tmp_path, ALIQUOT_ALLOCATOR="none")).level == "warning"
+    assert memory_checks.check_allocator(subject(tmp_path / "bare", LD_PRELOAD="/x/libtcmalloc.so.4")).level == "ok"
 
 
 def test_shm(tmp_path: Path) -> None:
-    assert "missing" in memory.check_shm(subject(tmp_path)).found
-    finding = memory.check_shm(Subject())
+    assert "missing" in memory_checks.check_shm(subject(tmp_path)).found
+    finding = memory_checks.check_shm(Subject())
     stat = os.statvfs("/dev/shm")
     assert (finding.level == "ok") == (stat.f_bavail * stat.f_frsize >= 1 << 30)
 
@@ -181,26 +184,26 @@ def test_open_files(files: int, level: str) -> None:
 
 
 def test_locked_memory(tmp_path: Path) -> None:
-    assert memory.check_locked_memory(subject(tmp_path)).level == "ok"
+    assert memory_checks.check_locked_memory(subject(tmp_path)).level == "ok"
     (tmp_path / "sys/class/infiniband/rdmap0").mkdir(parents=True)
     unlimited = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] == resource.RLIM_INFINITY
-    assert memory.check_locked_memory(subject(tmp_path)).level == ("ok" if unlimited else "problem")
+    assert memory_checks.check_locked_memory(subject(tmp_path)).level == ("ok" if unlimited else "problem")
 
 
 def test_storage_leaves_nothing_behind(tmp_path: Path) -> None:
     here = replace(subject(tmp_path), root=Path("/"), run_directory=tmp_path / "runs/not/there")
-    finding = storage.check_storage(here)
+    finding = storage_checks.check_storage(here)
     assert finding.level in ("ok", "warning") and str(tmp_path) in finding.found and "durable in" in finding.found
-    assert storage.check_storage_clock(here).level == "ok"
+    assert storage_checks.check_storage_clock(here).level == "ok"
     assert list(tmp_path.iterdir()) == []
 
 
 def test_storage_that_cannot_be_written(tmp_path: Path) -> None:
     if os.geteuid() == 0:
-        finding = storage.check_storage(Subject(run_directory=Path("/proc/sys")))
+        finding = storage_checks.check_storage(Subject(run_directory=Path("/proc/sys")))
     else:
         tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
-        finding = storage.check_storage(Subject(run_directory=tmp_path))
+        finding = storage_checks.check_storage(Subject(run_directory=tmp_path))
     assert finding.level == "problem" and finding.fix
 
 
@@ -216,8 +219,8 @@ def test_storage_without_space(tmp_path: Path) -> None:
 
 def test_clock_of_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = time.time
-    monkeypatch.setattr(storage.time, "time", lambda: real() + 60)  # this machine's clock is fast
-    finding = storage.check_storage_clock(replace(subject(tmp_path), run_directory=tmp_path))
+    monkeypatch.setattr(storage_checks.time, "time", lambda: real() + 60)  # this machine's clock is fast
+    finding = storage_checks.check_storage_clock(replace(subject(tmp_path), run_directory=tmp_path))
     assert finding.level == "warning" and finding.found.endswith("s behind this machine's")
 
 

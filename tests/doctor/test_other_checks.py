@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from aliquot.cli.main import app
-from aliquot.doctor import examine, measure, network, software
+from aliquot.doctor import examine, measure, network_checks, software_checks
 from aliquot.doctor.examine import CHECKS
 from aliquot.doctor.finding import Subject
 from aliquot.errors import UsageError
@@ -26,10 +26,10 @@ HERE = Subject(environ={"PATH": os.environ["PATH"]})
 
 
 def test_interfaces() -> None:
-    assert "lo 127.0.0.1" in network.check_interface(HERE).found
-    missing = network.check_interface(replace(HERE, environ={"GLOO_SOCKET_IFNAME": "eth77"}))
+    assert "lo 127.0.0.1" in network_checks.check_interface(HERE).found
+    missing = network_checks.check_interface(replace(HERE, environ={"GLOO_SOCKET_IFNAME": "eth77"}))
     assert missing.level == "problem" and "eth77" in missing.meaning
-    assert network.check_interface(replace(HERE, environ={"GLOO_SOCKET_IFNAME": "lo"})).level == "warning"
+    assert network_checks.check_interface(replace(HERE, environ={"GLOO_SOCKET_IFNAME": "lo"})).level == "warning"
 
 
 @pytest.mark.parametrize(
@@ -41,25 +41,25 @@ def test_own_name(resolves_to: str | None, level: str, monkeypatch: pytest.Monke
             raise socket.gaierror(-2, "Name or service not known")
         return resolves_to
 
-    monkeypatch.setattr(network.socket, "gethostbyname", resolve)
-    finding = network.check_names(HERE)
+    monkeypatch.setattr(network_checks.socket, "gethostbyname", resolve)
+    finding = network_checks.check_names(HERE)
     assert finding.level in level and socket.gethostname() in finding.found, said(finding)
 
 
 def test_a_taken_port_is_found() -> None:
     with socket.create_server(("", 0)) as server:
         here = replace(HERE, port=server.getsockname()[1])
-        assert network.check_port(here).level == "warning"
-    assert network.check_port(here).level == "ok"
+        assert network_checks.check_port(here).level == "warning"
+    assert network_checks.check_port(here).level == "ok"
 
 
 def test_peers() -> None:
-    assert network.check_peers(HERE).level == "ok"
+    assert network_checks.check_peers(HERE).level == "ok"
     with socket.create_server(("127.0.0.1", 0)) as server:
         open_port = server.getsockname()[1]
-        found = network.check_peers(replace(HERE, peers=(f"127.0.0.1:{open_port}", "localhost")))
+        found = network_checks.check_peers(replace(HERE, peers=(f"127.0.0.1:{open_port}", "localhost")))
     assert found.level == "ok" and found.found == "reached 127.0.0.1 by lo; reached localhost by lo"
-    found = network.check_peers(replace(HERE, peers=("no-such-host.invalid", "127.0.0.1")))
+    found = network_checks.check_peers(replace(HERE, peers=("no-such-host.invalid", "127.0.0.1")))
     assert found.level == "problem" and found.found.startswith(
         "no-such-host.invalid does not resolve; reached 127.0.0.1"
     )
@@ -75,7 +75,7 @@ def test_peers() -> None:
     ],
 )
 def test_peers_of_any_name_get_a_finding(peer: str, found: str) -> None:
-    assert found in network.check_peers(replace(HERE, peers=(peer,))).found
+    assert found in network_checks.check_peers(replace(HERE, peers=(peer,))).found
 
 
 @pytest.mark.parametrize(
@@ -83,18 +83,18 @@ def test_peers_of_any_name_get_a_finding(peer: str, found: str) -> None:
 )
 def test_peers_that_are_no_address_are_refused(peer: str) -> None:
     with pytest.raises(UsageError, match=r"^--peers: .* is none of HOST, HOST:PORT and \[IPv6\]:PORT"):
-        network.check_peers(replace(HERE, peers=(peer,)))
+        network_checks.check_peers(replace(HERE, peers=(peer,)))
 
 
 def test_efa(tmp_path: Path) -> None:
-    assert network.check_efa(subject(tmp_path)).found == "no EFA device"
+    assert network_checks.check_efa(subject(tmp_path)).found == "no EFA device"
     device = "sys/bus/pci/devices/0000:00:1d.0"
     lay_out(tmp_path, {f"{device}/vendor": "0x1d0f\n", f"{device}/device": "0xefa2\n"})
     lay_out(tmp_path, {"sys/bus/pci/devices/0000:00:05.0/vendor": "0x1d0f\n"})  # an ENA network card
-    finding = network.check_efa(subject(tmp_path))
+    finding = network_checks.check_efa(subject(tmp_path))
     assert finding.level == "warning" and finding.found == "1 EFA device (0000:00:1d.0)"
     lay_out(tmp_path, {"dev/infiniband/uverbs0": ""})
-    assert network.check_efa(subject(tmp_path)).level == "ok"
+    assert network_checks.check_efa(subject(tmp_path)).level == "ok"
 
 
 def test_gpus_that_torch_does_not_see(tmp_path: Path) -> None:
@@ -102,31 +102,31 @@ def test_gpus_that_torch_does_not_see(tmp_path: Path) -> None:
 
     if torch.cuda.is_available():
         pytest.skip("torch sees a GPU here")
-    assert network.check_nccl(subject(tmp_path)).found == "no GPU"
+    assert network_checks.check_nccl(subject(tmp_path)).found == "no GPU"
     lay_out(tmp_path, {"dev/nvidia0": "", "dev/nvidiactl": ""})
-    finding = network.check_nccl(subject(tmp_path))
+    finding = network_checks.check_nccl(subject(tmp_path))
     assert finding.level == "problem" and finding.found.startswith("1 GPUs, torch ")
 
 
 def test_compilers(tmp_path: Path) -> None:
     none = replace(HERE, environ={"PATH": str(tmp_path)})
-    assert software.check_compiler(none).found == "none"
+    assert software_checks.check_compiler(none).found == "none"
     broken = tmp_path / "g++"
     broken.write_text("#!/bin/sh\necho 'no assembler' >&2\nexit 1\n")
     broken.chmod(0o755)
-    finding = software.check_compiler(replace(HERE, environ={"PATH": str(tmp_path), "CXX": str(broken)}))
+    finding = software_checks.check_compiler(replace(HERE, environ={"PATH": str(tmp_path), "CXX": str(broken)}))
     assert finding.level == "warning" and finding.found.endswith("fails: no assembler")
-    if software.compiler(HERE.environ) is not None:
-        assert software.check_compiler(HERE).level == "ok"
+    if software_checks.compiler(HERE.environ) is not None:
+        assert software_checks.check_compiler(HERE).level == "ok"
 
 
 def test_python_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(software.sysconfig, "get_path", lambda name: str(tmp_path))
-    assert "no Python.h" in software.check_python_headers(HERE).found
-    if software.compiler(HERE.environ) is None:
+    monkeypatch.setattr(software_checks.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert "no Python.h" in software_checks.check_python_headers(HERE).found
+    if software_checks.compiler(HERE.environ) is None:
         pytest.skip("no compiler here")
     (tmp_path / "Python.h").write_text("#error of another version\n")
-    assert "of another version" in software.check_python_headers(HERE).found
+    assert "of another version" in software_checks.check_python_headers(HERE).found
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_python_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     ],
 )
 def test_versions(versions: dict[str, str], level: str, words: str) -> None:
-    finding = software.judge_versions(versions)
+    finding = software_checks.judge_versions(versions)
     assert finding.level == level and words in said(finding)
 
 

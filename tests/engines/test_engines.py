@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from aliquot.attention.documents import IMPLEMENTATION, Documents
+from aliquot.attention.document_attention import IMPLEMENTATION, Documents
 from aliquot.loss.head_loss import summed_cross_entropy
 from aliquot.models import meta
 from tests import plain

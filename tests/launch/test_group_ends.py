@@ -11,7 +11,7 @@ from tests.runs import write_config
 SCRIPT = """
 import sys
 from pathlib import Path
-from aliquot.config.read import read_config
+from aliquot.config.read_config import read_config
 from aliquot.train import train
 
 def gloo_threads():

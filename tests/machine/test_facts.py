@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from aliquot.machine.cpu import format_cpu_list, parse_cpu_list, read_cpu
 from aliquot.machine.facts import machine_facts
 from aliquot.machine.memory import memory_limit, memory_use, peak_rss, reset_peak_rss
-from aliquot.machine.network import Traffic, interface_towards
+from aliquot.machine.network import InterfaceTraffic, interface_towards
 
 MIB = 1 << 20
 
@@ -140,7 +140,7 @@ def test_traffic_is_since_the_start_and_of_those_that_moved(tmp_path: Path) -> N
         (tmp_path / "dev").write_text("\n".join(lines) + "\n")
 
     write(("    lo", 100, 100), ("  eth0", 5, 7), (" eth1", 1, 1))
-    traffic = Traffic(tmp_path / "dev")
+    traffic = InterfaceTraffic(tmp_path / "dev")
     assert traffic.readings() == {"interface_bytes": {}}
     write(("    lo", 350, 350), ("  eth0", 5, 9), (" eth1", 1, 1), ("new", 3, 0))
     assert traffic.readings() == {
@@ -150,11 +150,11 @@ def test_traffic_is_since_the_start_and_of_those_that_moved(tmp_path: Path) -> N
             "new": {"received": 3, "sent": 0},
         }
     }
-    assert Traffic(tmp_path / "absent").readings() == {"interface_bytes": {}}
+    assert InterfaceTraffic(tmp_path / "absent").readings() == {"interface_bytes": {}}
 
 
 def test_what_this_process_sends_to_itself_is_seen_on_lo() -> None:
-    traffic = Traffic()
+    traffic = InterfaceTraffic()
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
         connection, _ = server.accept()
         with connection:

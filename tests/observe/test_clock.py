@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from aliquot.observe.clock import PARTS, StepClock
-from aliquot.observe.slow import SlowRanks
+from aliquot.observe.slow_ranks import SlowRanks
 
 
 class Machine:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from aliquot.optim import blocked_adamw
 from aliquot.optim.blocked_adamw import BlockedAdamW, FlatShard
 from aliquot.optim.moments import Bf16Moment, ExactMoment, Int8Moment, Noise, block_numel, moment
-from aliquot.optim.norm import squared_norm
+from aliquot.optim.squared_norm import squared_norm
 from aliquot.optim.weights import SplitWeights, WholeWeights
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from aliquot.config.read import validate
+from aliquot.config.read_config import validate
 from aliquot.config.schema import RunConfig
 
 LLAMA: dict[str, Any] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aliquot.attention.documents import Documents
+from aliquot.attention.document_attention import Documents
 from aliquot.engines.saved_bytes import SavedBytes
 from aliquot.loss.head_loss import head_loss
 from aliquot.models import meta

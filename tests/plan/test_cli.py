@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from aliquot.cli.errors import one_line_errors
 from aliquot.cli.main import app
+from aliquot.cli.one_line_errors import one_line_errors
 from aliquot.errors import UserError
 from aliquot.plan import calibrate
 from tests.runs import command, refused, trained, write_config

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from aliquot.errors import DeviceError
-from aliquot.plan.machine import Machine
+from aliquot.plan.planned_machine import Machine
 from aliquot.plan.planner import plan
 from tests.plan.shapes import LLAMA, planned_config
 

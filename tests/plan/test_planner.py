@@ -17,10 +17,10 @@ from aliquot.errors import UserError
 from aliquot.machine.cpu import read_cpu
 from aliquot.observe.ledger import PHASES
 from aliquot.plan import fit
-from aliquot.plan.layout import Layout
-from aliquot.plan.machine import Machine
 from aliquot.plan.picture import svg
+from aliquot.plan.planned_machine import Machine
 from aliquot.plan.planner import Planner, plan
+from aliquot.plan.rank_layout import RankLayout
 from aliquot.plan.report import summary
 from aliquot.plan.search import best, remedies
 from aliquot.plan.shapes import model_shape
@@ -76,26 +76,26 @@ def test_wire_of_the_host_engine_is_once_per_step() -> None:
     config = planned_config(LLAMA)
     shape = model_shape(config)
     for micro_batches in (1, 8):
-        sent = traffic(config, "host", shape, Layout(3, 2, 1, "cpu"), micro_batches)
+        sent = traffic(config, "host", shape, RankLayout(3, 2, 1, "cpu"), micro_batches)
         assert sent.wire_bytes == 2 * shape.numel * (4 + 2)
         assert sent.local_bytes == 0
-    assert traffic(config, "host", shape, Layout(1, 4, 1, "cpu"), 8).wire_bytes == 0
+    assert traffic(config, "host", shape, RankLayout(1, 4, 1, "cpu"), 8).wire_bytes == 0
 
 
 def test_wire_of_fsdp_grows_with_micro_batches_and_splits_by_hosts() -> None:
     config = planned_config(LLAMA)
     shape = model_shape(config)
-    one, four = (traffic(config, "fsdp", shape, Layout(2, 2, 1, "cpu"), count) for count in (1, 4))
+    one, four = (traffic(config, "fsdp", shape, RankLayout(2, 2, 1, "cpu"), count) for count in (1, 4))
     assert four.wire_bytes == 4 * one.wire_bytes
     assert four.wire_bytes == four.local_bytes  # of the four edges of the ring two lead to the other host
-    assert traffic(config, "fsdp", shape, Layout(1, 2, 1, "cpu"), 4).wire_bytes == 0
+    assert traffic(config, "fsdp", shape, RankLayout(1, 2, 1, "cpu"), 4).wire_bytes == 0
 
 
 def test_slow_wires_favour_one_exchange_a_step() -> None:
     slow = Machine.of_numbers(64, 16, 1)
     config = planned_config(LLAMA, train={"global_batch_size": 64, "per_device_train_batch_size": 1})
     planner = Planner(model_shape(config), slow)
-    found = best(planner, config, Layout(2, 2, 8, "cpu"), Workload.assumed(config), "time")
+    found = best(planner, config, RankLayout(2, 2, 8, "cpu"), Workload.assumed(config), "time")
     assert all(each.plan.engine == "host" for each in found)
     fsdp = plan(planned_config(LLAMA, shard={"engine": "fsdp"}), slow, 2, 2)
     assert fsdp.bottleneck.startswith("network-bound")
@@ -114,7 +114,7 @@ def test_a_run_that_does_not_fit_names_settings_that_do() -> None:
     tight = Machine.of_numbers(1.2, 4, 10)
     config = planned_config(LLAMA | {"vocab_size": 16384}, train={"per_device_train_batch_size": 16})
     planner = Planner(model_shape(config), tight)
-    layout = Layout(1, 2, 2, "cpu")
+    layout = RankLayout(1, 2, 2, "cpu")
     made = planner.plan(config, layout, Workload.assumed(config))
     assert not made.fits
     advice = remedies(planner, config, layout, Workload.assumed(config))

@@ -9,12 +9,12 @@ import pytest
 import yaml
 
 from aliquot.config.batch_size import batch_size
-from aliquot.config.read import read_config
+from aliquot.config.read_config import read_config
 from aliquot.config.workload import Workload
 from aliquot.errors import EngineError
-from aliquot.plan.layout import Layout
-from aliquot.plan.machine import Machine
+from aliquot.plan.planned_machine import Machine
 from aliquot.plan.planner import Planner
+from aliquot.plan.rank_layout import RankLayout
 from aliquot.plan.search import candidates
 from aliquot.plan.shapes import model_shape
 from tests.plan.shapes import LLAMA, planned_config
@@ -42,16 +42,16 @@ def test_proposed_lines_give_the_planned_batch(tmp_path: Path, batch: dict[str, 
     config = read_config(file)
     total = batch_size(config.train, 2).total
     planner = Planner(model_shape(config), SERVER)
-    found = list(candidates(planner, config, Layout(1, 2, 2, "cpu"), Workload.assumed(config)))
+    found = list(candidates(planner, config, RankLayout(1, 2, 2, "cpu"), Workload.assumed(config)))
     assert {"(as it is)"} < {each.lines for each in found} and len(found) > 10
     for each in found:
         pasted = read_config(file, [f"{key}={value}" for key, value in each.changes.items()])
         ranks = each.plan.nodes * each.plan.ranks_per_node
         assert (pasted.launch.nodes, pasted.launch.ranks) == (each.plan.nodes, each.plan.ranks_per_node)
         assert batch_size(pasted.train, ranks).total == total, each.lines
-        assert planner.engine(pasted, Layout(1, ranks, 1, "cpu")) == each.plan.engine, each.lines
+        assert planner.engine(pasted, RankLayout(1, ranks, 1, "cpu")) == each.plan.engine, each.lines
         again = planner.plan(
-            pasted, Layout(each.plan.nodes, each.plan.ranks_per_node, 2, "cpu"), Workload.assumed(config)
+            pasted, RankLayout(each.plan.nodes, each.plan.ranks_per_node, 2, "cpu"), Workload.assumed(config)
         )
         assert again.peak_bytes_per_rank == pytest.approx(each.plan.peak_bytes_per_rank, rel=0.1), each.lines
 
@@ -68,4 +68,4 @@ def test_proposed_lines_give_the_planned_batch(tmp_path: Path, batch: dict[str, 
 def test_what_train_refuses_is_not_planned(sections: dict[str, Any]) -> None:
     config = planned_config(SMALL, **sections)
     with pytest.raises(EngineError):
-        Planner(model_shape(config), SERVER).plan(config, Layout(1, 2, 2, "cpu"), Workload.assumed(config))
+        Planner(model_shape(config), SERVER).plan(config, RankLayout(1, 2, 2, "cpu"), Workload.assumed(config))

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from aliquot.errors import UserError
 from aliquot.ranges.bytemap import ByteMap
-from aliquot.ranges.layout import Layout
+from aliquot.ranges.file_layout import FilesLayout
 from aliquot.ranges.reader import BUFFER_BYTES, RangeReader
 from aliquot.ranges.transfer import drain, fill
 from aliquot.ranges.writer import TargetFile
@@ -24,9 +24,9 @@ shapes = st.lists(st.integers(0, 7), max_size=3).map(tuple)
 models = st.lists(shapes, min_size=1, max_size=6).map(lambda found: [(f"t{i}", shape) for i, shape in enumerate(found)])
 
 
-def written(directory: Path, tensors: Tensors, dtype: torch.dtype, limit: int, world_size: int) -> Layout:
+def written(directory: Path, tensors: Tensors, dtype: torch.dtype, limit: int, world_size: int) -> FilesLayout:
     """The weights of a FakeStore, written by `world_size` ranks one after the other."""
-    layout = Layout.of(tensors, dtype, limit, "model")
+    layout = FilesLayout.of(tensors, dtype, limit, "model")
     layout.create_files(directory)
     for rank in range(world_size):
         store = FakeStore(tensors, rank, world_size)
@@ -63,7 +63,7 @@ def test_round_trip(tensors: Tensors, dtype: torch.dtype, limit: int, writers: i
 
 
 def test_shards_as_transformers_writes_them(tmp_path: Path) -> None:
-    layout = Layout.of(SMALL, torch.float32, 400, "model")
+    layout = FilesLayout.of(SMALL, torch.float32, 400, "model")
     split = split_torch_state_dict_into_shards(
         {name: torch.zeros(shape) for name, shape in SMALL},
         filename_pattern="model{suffix}.safetensors",
@@ -90,7 +90,7 @@ def test_any_dtype_to_any_other(stored: torch.dtype, wanted: torch.dtype, tmp_pa
 
 def test_bf16_ties_round_to_even(tmp_path: Path) -> None:
     ties = torch.tensor([0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF], dtype=torch.int32).view(torch.float32)
-    layout = Layout.of([("x", (4,))], torch.bfloat16, 1 << 30, "model")
+    layout = FilesLayout.of([("x", (4,))], torch.bfloat16, 1 << 30, "model")
     layout.create_files(tmp_path)
     store = FakeStore([("x", (4,))], kinds=["weight"])
     store.values = dict.fromkeys(store.values, ties)

@@ -20,14 +20,14 @@ from aliquot.ranges.checksums import BlockChecksums, Piece, combine_pieces
 from aliquot.ranges.jsonfile import read_json
 from aliquot.ranges.manifest import check_blocks, read_manifest, verify_file
 from aliquot.ranges.parts import Kind, PartStore
-from aliquot.ranges.together import Ranks, on_first, together
+from aliquot.ranges.together import RankGroup, on_first, together
 from aliquot.ranges.transfer import fill
 
 _log = logging.getLogger(__name__)
 
 
 def restore_newest(
-    root: Path, store: PartStore, tensors: Sequence[tuple[str, Shape]], ranks: Ranks
+    root: Path, store: PartStore, tensors: Sequence[tuple[str, Shape]], ranks: RankGroup
 ) -> tuple[Path, dict[str, Any]] | None:
     """Restore the newest checkpoint under `root` that is whole, warning of each newer one that is not. Collective.
 
@@ -44,7 +44,9 @@ def restore_newest(
     return None
 
 
-def restore(directory: Path, store: PartStore, tensors: Sequence[tuple[str, Shape]], ranks: Ranks) -> dict[str, Any]:
+def restore(
+    directory: Path, store: PartStore, tensors: Sequence[tuple[str, Shape]], ranks: RankGroup
+) -> dict[str, Any]:
     """Fill all parts of `store` from a checkpoint; the state that was saved with it. Collective.
 
     `tensors`: names and shapes of the whole model. Raises on every rank: UserError where they are not those of the
@@ -96,7 +98,7 @@ def _damage() -> Iterator[None]:
         raise DamagedCheckpoint(str(error)) from error
 
 
-def _newest(root: Path, below: int | None, ranks: Ranks) -> Path | None:
+def _newest(root: Path, below: int | None, ranks: RankGroup) -> Path | None:
     """What rank 0 finds. Raises UserError if that is nothing although there are checkpoints."""
 
     def find() -> str | None:

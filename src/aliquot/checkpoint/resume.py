@@ -12,11 +12,11 @@ from aliquot.config.schema import CheckpointSection
 from aliquot.errors import ResumeError
 from aliquot.ranges.bytemap import Shape
 from aliquot.ranges.parts import PartStore
-from aliquot.ranges.together import Ranks, on_first
+from aliquot.ranges.together import RankGroup, on_first
 
 
 def resume(
-    settings: CheckpointSection, root: Path, store: PartStore, tensors: Sequence[tuple[str, Shape]], ranks: Ranks
+    settings: CheckpointSection, root: Path, store: PartStore, tensors: Sequence[tuple[str, Shape]], ranks: RankGroup
 ) -> tuple[Path, dict[str, Any]] | None:
     """Restore what `settings.resume` (auto, never or a path) names; its directory and state, or None to start anew.
 

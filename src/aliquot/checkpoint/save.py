@@ -21,11 +21,11 @@ import torch
 from aliquot.checkpoint.directories import STATE, STEMS, clean, directory_of, retain
 from aliquot.ranges.bytemap import Shape
 from aliquot.ranges.checksums import BlockChecksums, Piece, combine_pieces
-from aliquot.ranges.layout import Layout
+from aliquot.ranges.file_layout import FilesLayout
 from aliquot.ranges.manifest import MANIFEST, FileRecord, checksum, manifest_bytes
 from aliquot.ranges.parts import PartSource
 from aliquot.ranges.publish import begin, check_names, check_space, commit, remove_directory, set_aside, write_file
-from aliquot.ranges.together import Ranks, on_first, together
+from aliquot.ranges.together import RankGroup, on_first, together
 from aliquot.ranges.transfer import drain
 
 MAX_FILE_BYTES = 4 << 30
@@ -38,7 +38,7 @@ def save(
     tensors: Sequence[tuple[str, Shape]],
     state: Mapping[str, Any],
     config_files: Mapping[str, bytes],
-    ranks: Ranks,
+    ranks: RankGroup,
     keep: int,
 ) -> Path:
     """Write `root/step-<step>` and then keep only the `keep` newest complete checkpoints. Collective.
@@ -73,7 +73,9 @@ class Draft:
         self.target = directory_of(root, step)
         self.partial = Path()
         self._root = root
-        self._layouts = {kind: Layout.of(tensors, torch.float32, MAX_FILE_BYTES, stem) for kind, stem in STEMS.items()}
+        self._layouts = {
+            kind: FilesLayout.of(tensors, torch.float32, MAX_FILE_BYTES, stem) for kind, stem in STEMS.items()
+        }
         self._files = {file.name: file for layout in self._layouts.values() for file in layout.files}
         self._small_files = small_files
         self._names = names  # of config_files
@@ -86,7 +88,7 @@ class Draft:
         tensors: Sequence[tuple[str, Shape]],
         state: Mapping[str, Any],
         config_files: Mapping[str, bytes],
-        ranks: Ranks,
+        ranks: RankGroup,
     ) -> Draft:
         """Rank 0 makes the directory and lays the files out. Collective; arguments and errors as of `save`."""
         small_files = {STATE: json.dumps(state, indent=1).encode(), **config_files}

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aliquot.checkpoint.live import LiveParts
+from aliquot.checkpoint.live_parts import LiveParts
 from aliquot.checkpoint.save import Draft
 from aliquot.config.schema import CheckpointSection
 from aliquot.errors import StorageError, UserError
 from aliquot.ranges.bytemap import Shape
 from aliquot.ranges.checksums import Piece
 from aliquot.ranges.parts import PartSource
-from aliquot.ranges.together import Ranks
+from aliquot.ranges.together import RankGroup
 
 Report = dict[str, Any]
 
@@ -49,7 +49,7 @@ class Saver:
         store: PartSource,
         tensors: Sequence[tuple[str, Shape]],
         config_files: Mapping[str, bytes],
-        ranks: Ranks,
+        ranks: RankGroup,
         settings: CheckpointSection,
         warn: Callable[[str], None],
         saved: Callable[[Saved], None] = lambda _: None,
@@ -67,7 +67,7 @@ class Saver:
         self._stall_s = 0.0
         self._draft: Draft | None = None
         self._live: LiveParts | None = None  # None: drained, rank 0 publishes
-        self._work: _Work | None = None
+        self._work: _Background | None = None
 
     def start(self, step: int, state: Mapping[str, Any]) -> None:
         """Begin to save; without `checkpoint.async` also end. Collective. Raises UserError as `poll` does."""
@@ -81,7 +81,7 @@ class Saver:
                 return
             draft, live = self._draft, LiveParts(self._store, self._settings.buffer_bytes)
             self._live = live
-            self._work = _Work(lambda: draft.write(live), on_error=live.stop)
+            self._work = _Background(lambda: draft.write(live), on_error=live.stop)
         if not self._settings.asynchronous:
             self.finish()
 
@@ -123,7 +123,7 @@ class Saver:
                 reports = self._ranks.gather(self.report())
             self.poll(reports)
 
-    def _advance(self, draft: Draft, work: _Work) -> None:
+    def _advance(self, draft: Draft, work: _Background) -> None:
         if self._live is None:
             self._draft = self._work = None
             self._saved(Saved(self._step, time.perf_counter() - self._begun_at, self._stall_s))
@@ -131,7 +131,7 @@ class Saver:
         self._live = None
         pieces: list[list[Piece]] = self._ranks.gather(work.result)
         keep = self._settings.keep
-        self._work = _Work((lambda: draft.publish(pieces, keep)) if self._ranks.rank == 0 else _nothing)
+        self._work = _Background((lambda: draft.publish(pieces, keep)) if self._ranks.rank == 0 else _nothing)
 
     def _abandon(self) -> None:
         """Every rank stops writing before rank 0 removes what was written."""
@@ -158,7 +158,7 @@ class Saver:
         self._warn(f"a checkpoint could not be saved, training goes on: {error}")
 
 
-class _Work:
+class _Background:
     """Something done in a thread: whether it is over, and what came of it."""
 
     def __init__(self, work: Callable[[], Any], on_error: Callable[[], None] = lambda: None) -> None:

@@ -7,7 +7,16 @@ from typing import Annotated
 import typer
 
 from aliquot import __version__
-from aliquot.cli import cluster, doctor, export, generate, instances, plan, report, train
+from aliquot.cli import (
+    cluster_command,
+    doctor_command,
+    export_command,
+    generate_command,
+    instances_command,
+    plan_command,
+    report_command,
+    train_command,
+)
 
 app = typer.Typer(
     name="aliquot",
@@ -16,14 +25,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command("train")(train.command)
-app.command("plan")(plan.command)
-app.command("doctor")(doctor.command)
-app.command("export")(export.command)
-app.command("generate")(generate.command)
-app.command("report")(report.command)
-app.command("instances")(instances.command)
-app.add_typer(cluster.app, name="cluster")
+app.command("train")(train_command.command)
+app.command("plan")(plan_command.command)
+app.command("doctor")(doctor_command.command)
+app.command("export")(export_command.command)
+app.command("generate")(generate_command.command)
+app.command("report")(report_command.command)
+app.command("instances")(instances_command.command)
+app.add_typer(cluster_command.app, name="cluster")
 
 
 def _version(show: bool) -> None:

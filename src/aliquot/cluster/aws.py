@@ -6,16 +6,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from aliquot.cluster.findings import Finding, finding
-from aliquot.cluster.manifests import Manifest, mapping, of_kind
+from aliquot.cluster.findings import RuleFinding, finding
+from aliquot.cluster.manifests import ManifestObject, mapping, of_kind
 from aliquot.cluster.pools import ZONE, pool_view
-from aliquot.config.cluster import ClusterSection
+from aliquot.config.cluster_section import ClusterSection
 
 _LUSTRE_PORT = 988
 _NOT_ALLOWED = ("UnauthorizedOperation", "AccessDenied", "AccessDeniedException")
 
 
-def ask_account(manifests: Sequence[Manifest], section: ClusterSection | None) -> list[Finding]:
+def ask_account(manifests: Sequence[ManifestObject], section: ClusterSection | None) -> list[RuleFinding]:
     """A finding says so where boto3, credentials or a permission is missing."""
     classes = of_kind(manifests, "EC2NodeClass")
     if not classes:
@@ -45,7 +45,7 @@ class _Account:
 
     ec2: Any
     refusal: type[Exception]  # botocore's ClientError
-    found: list[Finding]
+    found: list[RuleFinding]
 
     def groups(self, terms: Sequence[dict[str, Any]], where: object) -> list[dict[str, Any]] | None:
         """Terms are alternatives, as in Karpenter. None: there is no saying."""
@@ -74,7 +74,7 @@ class _Account:
         return list(found.values()) if found or not refused else None
 
 
-def _refused(error: Any, rule: str, where: object) -> Finding:
+def _refused(error: Any, rule: str, where: object) -> RuleFinding:
     details = mapping(error.response.get("Error"))
     code, message = str(details.get("Code")), " ".join(str(details.get("Message")).split())
     if code.endswith((".NotFound", ".Malformed")):
@@ -89,7 +89,9 @@ def _refused(error: Any, rule: str, where: object) -> Finding:
     )
 
 
-def _node_class(account: _Account, node_class: Manifest, manifests: Sequence[Manifest]) -> Iterator[Finding]:
+def _node_class(
+    account: _Account, node_class: ManifestObject, manifests: Sequence[ManifestObject]
+) -> Iterator[RuleFinding]:
     groups = account.groups(node_class.items("spec", "securityGroupSelectorTerms"), node_class)
     if groups == []:
         yield finding(
@@ -114,7 +116,7 @@ def _node_class(account: _Account, node_class: Manifest, manifests: Sequence[Man
                 yield finding("subnet", pool, f"none of its subnets is in {zone}", f"one of {', '.join(sorted(zones))}")
 
 
-def _lustre(groups: Sequence[dict[str, Any]], where: str) -> Iterator[Finding]:
+def _lustre(groups: Sequence[dict[str, Any]], where: str) -> Iterator[RuleFinding]:
     if not any(_port_from_itself(group, groups, _LUSTRE_PORT) for group in groups):
         yield finding(
             "security-group", where, f"TCP {_LUSTRE_PORT} is not open among the nodes and the file system",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from aliquot.cluster.findings import Finding
+from aliquot.cluster.findings import RuleFinding
 from aliquot.cluster.job import Job
-from aliquot.cluster.manifests import Manifest, of_kind
+from aliquot.cluster.manifests import ManifestObject, of_kind
 from aliquot.cluster.pools import pool_view
 from aliquot.cluster.render import parsed
 from aliquot.cluster.rules_config import check_config
@@ -18,9 +18,9 @@ from aliquot.cluster.rules_together import check_together
 from aliquot.cluster.view import job_views
 
 
-def check_manifests(manifests: Sequence[Manifest], job: Job | None = None) -> list[Finding]:
+def check_manifests(manifests: Sequence[ManifestObject], job: Job | None = None) -> list[RuleFinding]:
     """Errors first. `job`: what the manifests were rendered from."""
-    found: list[Finding] = []
+    found: list[RuleFinding] = []
     pools = [pool_view(pool) for pool in of_kind(manifests, "NodePool")]
     for manifest in manifests:
         found.extend(check_fields(manifest))
@@ -41,11 +41,11 @@ def check_manifests(manifests: Sequence[Manifest], job: Job | None = None) -> li
     return in_order(found)
 
 
-def check_job_of_config(job: Job) -> list[Finding]:
+def check_job_of_config(job: Job) -> list[RuleFinding]:
     """What a render of `job` would hold, checked without writing it."""
     return check_manifests(parsed(job), job)
 
 
-def in_order(findings: Sequence[Finding]) -> list[Finding]:
+def in_order(findings: Sequence[RuleFinding]) -> list[RuleFinding]:
     unique = list(dict.fromkeys(findings))
     return sorted(unique, key=lambda each: each.level != "error")

@@ -19,7 +19,7 @@ _WORDS = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"}
 _BLOCK = re.compile(r"^[^\s\x00-\x1f][^\x00-\x09\x0b-\x1f\x7f-\xa0\u2028\u2029\ufeff]*\n$")
 
 
-class _Dumper(yaml.SafeDumper):
+class _ManifestDumper(yaml.SafeDumper):
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
         super().increase_indent(flow, False)  # lists are indented, as people write them
 
@@ -37,14 +37,14 @@ def _string(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
 
-_Dumper.add_representer(str, _string)
+_ManifestDumper.add_representer(str, _string)
 
 
 def to_yaml(document: Mapping[str, Any], header: Sequence[str] = ()) -> str:
     """`document` with its keys in the order given, below one comment line for each of `header`."""
     comments = "".join(f"# {one_line(line)}\n" for line in header)
     return comments + yaml.dump(
-        dict(document), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=False
+        dict(document), Dumper=_ManifestDumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=False
     )
 
 

@@ -83,7 +83,7 @@ RULES: dict[str, Rule] = {
 
 
 @dataclass(frozen=True)
-class Finding:
+class RuleFinding:
     rule: str
     where: str  # file:line kind/name, or a key of the config
     message: str
@@ -94,6 +94,6 @@ class Finding:
         return {**asdict(self), "reason": RULES[self.rule].reason}
 
 
-def finding(rule: str, where: object, message: str, fix: str, level: Level | None = None) -> Finding:
+def finding(rule: str, where: object, message: str, fix: str, level: Level | None = None) -> RuleFinding:
     """`level`: where a case is milder or worse than its rule."""
-    return Finding(rule, str(where), message, fix, level or RULES[rule].level)
+    return RuleFinding(rule, str(where), message, fix, level or RULES[rule].level)

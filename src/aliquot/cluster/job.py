@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from aliquot.catalogue.instances import InstanceType, instance
 from aliquot.cluster.quantity import GIB, MIB
-from aliquot.config.cluster import ClusterSection
+from aliquot.config.cluster_section import ClusterSection
 from aliquot.config.plan import Plan
 from aliquot.config.schema import RunConfig
 from aliquot.errors import ClusterError

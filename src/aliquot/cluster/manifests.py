@@ -18,7 +18,7 @@ _DEEPEST = 100  # levels of a document; Kubernetes' own have about 30
 
 
 @dataclass(frozen=True)
-class Manifest:
+class ManifestObject:
     """Rules read it through `get` and `items` alone, where every known field is of its kind or missing."""
 
     document: dict[str, Any]  # as it was written
@@ -77,11 +77,11 @@ def listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def of_kind(manifests: Sequence[Manifest], *kinds: str) -> list[Manifest]:
+def of_kind(manifests: Sequence[ManifestObject], *kinds: str) -> list[ManifestObject]:
     return [manifest for manifest in manifests if manifest.kind in kinds]
 
 
-def read_manifests(path: Path) -> list[Manifest]:
+def read_manifests(path: Path) -> list[ManifestObject]:
     """Of a file, or of all YAML and JSON files of a directory. Raises UserError where one is not YAML."""
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
@@ -103,7 +103,7 @@ def is_manifest(path: Path) -> bool:
     return any(line.startswith(("apiVersion:", "kind:")) for line in lines) or path.suffix == ".json"
 
 
-def parse_manifests(text: str, name: str) -> Iterator[Manifest]:
+def parse_manifests(text: str, name: str) -> Iterator[ManifestObject]:
     try:
         for node in yaml.compose_all(text, Loader=yaml.SafeLoader):
             place = f"{name}:{node.start_mark.line + 1}"
@@ -123,7 +123,7 @@ def parse_manifests(text: str, name: str) -> Iterator[Manifest]:
         raise ManifestError(f"more than {_DEEPEST} levels deep", name) from None
 
 
-def _objects(value: Any, place: str) -> Iterator[Manifest]:
+def _objects(value: Any, place: str) -> Iterator[ManifestObject]:
     if not isinstance(value, dict) or "kind" not in value:
         raise ManifestError("not a Kubernetes object: `kind` is missing", place)
     if value["kind"] == "List":
@@ -133,7 +133,7 @@ def _objects(value: Any, place: str) -> Iterator[Manifest]:
         for item in items:
             yield from _objects(item, place)
     elif value["kind"] != "Kustomization":
-        yield Manifest(value, place)
+        yield ManifestObject(value, place)
 
 
 def _check_depth(value: Any, place: str, depth: int = 0) -> None:
@@ -144,7 +144,7 @@ def _check_depth(value: Any, place: str, depth: int = 0) -> None:
         _check_depth(item, place, depth + 1)
 
 
-def _read(file: Path) -> Iterator[Manifest]:
+def _read(file: Path) -> Iterator[ManifestObject]:
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

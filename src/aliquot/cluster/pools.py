@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aliquot.catalogue.instances import InstanceType, instances
-from aliquot.cluster.manifests import Manifest, listed, mapping
+from aliquot.cluster.manifests import ManifestObject, listed, mapping
 
 _NUMBER = re.compile(r"^[0-9]{1,18}$")
 LABEL_VALUE = re.compile(r"^(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?$")  # at most 63 characters
@@ -20,7 +20,7 @@ _PREFIX = "karpenter.k8s.aws/instance-"
 
 @dataclass(frozen=True)
 class PoolView:
-    manifest: Manifest
+    manifest: ManifestObject
     requirements: list[dict[str, Any]]
     labels: dict[str, str]
     taints: list[dict[str, Any]]
@@ -40,7 +40,7 @@ class PoolView:
         return [str(value) for each in found for value in listed(each.get("values"))]
 
 
-def pool_view(pool: Manifest) -> PoolView:
+def pool_view(pool: ManifestObject) -> PoolView:
     requirements = pool.items("spec", "template", "spec", "requirements")
     return PoolView(
         manifest=pool,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from aliquot.cluster.document import Document, to_yaml
 from aliquot.cluster.job import Job
-from aliquot.cluster.manifests import Manifest, parse_manifests
+from aliquot.cluster.manifests import ManifestObject, parse_manifests
 from aliquot.cluster.nodes import node_class, node_pool
 from aliquot.cluster.quantity import GIB
 from aliquot.cluster.shipped import config_map
@@ -52,7 +52,7 @@ def render(job: Job, version: str) -> dict[str, str]:
     return files
 
 
-def parsed(job: Job) -> list[Manifest]:
+def parsed(job: Job) -> list[ManifestObject]:
     """The objects of a render as `cluster check` reads them from files."""
     return [
         manifest for name, document in documents(job).items() for manifest in parse_manifests(to_yaml(document), name)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from aliquot.cluster.findings import Finding, finding
+from aliquot.cluster.findings import RuleFinding, finding
 from aliquot.cluster.job import Job
 
 _SPOT_NOTICE_S = 120
 
 
-def check_config(job: Job) -> Iterator[Finding]:
+def check_config(job: Job) -> Iterator[RuleFinding]:
     config, section = job.config, job.section
     if config.checkpoint.resume == "never" and section.max_restarts > 0:
         yield finding("resume", "checkpoint.resume", "never, with cluster.max_restarts > 0", "checkpoint.resume: auto")
@@ -30,7 +30,7 @@ def check_config(job: Job) -> Iterator[Finding]:
     yield from _paths(job)
 
 
-def _paths(job: Job) -> Iterator[Finding]:
+def _paths(job: Job) -> Iterator[RuleFinding]:
     """What the pods read and write must lie on the shared file system; a hub id, a dataset's name lie nowhere."""
     config, mount = job.config, PurePosixPath(job.section.storage.mount_path)
     files = [*_each("data.path", config.data.path), *_each("data.eval_path", config.data.eval_path)]

@@ -7,15 +7,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from aliquot.cluster.fields import known_fields
-from aliquot.cluster.findings import Finding, finding
-from aliquot.cluster.manifests import Manifest
+from aliquot.cluster.findings import RuleFinding, finding
+from aliquot.cluster.manifests import ManifestObject
 
 # Kinds that the rules leave to the API server.
 _OPAQUE = frozenset({"Namespace", "ServiceAccount", "LocalQueue", "ClusterQueue", "ResourceFlavor", "Topology"})
 _MOST_SHOWN = 60  # characters of a value
 
 
-def check_fields(manifest: Manifest) -> Iterator[Finding]:
+def check_fields(manifest: ManifestObject) -> Iterator[RuleFinding]:
     known = known_fields(manifest.kind)
     if known is not None:
         yield from _unknown(manifest.document, known, "", manifest)
@@ -27,7 +27,7 @@ def check_fields(manifest: Manifest) -> Iterator[Finding]:
         yield finding("not-read", manifest, f"kind {manifest.kind}", "kubectl apply --server-side --dry-run=server")
 
 
-def _unknown(value: Any, known: Any, path: str, manifest: Manifest) -> Iterator[Finding]:
+def _unknown(value: Any, known: Any, path: str, manifest: ManifestObject) -> Iterator[RuleFinding]:
     """`known`: as in fields.json."""
     if isinstance(value, list) and isinstance(known, list):
         for index, item in enumerate(value):

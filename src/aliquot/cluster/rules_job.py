@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from aliquot.cluster.findings import Finding, finding
+from aliquot.cluster.findings import RuleFinding, finding
 from aliquot.cluster.job import EFA, GPU
 from aliquot.cluster.manifests import mapping
 from aliquot.cluster.quantity import GIB, MIB, parse_bytes
@@ -20,7 +20,7 @@ _TOKEN_NAME = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|API_KEY|ACCESS_KEY)(_|$)"
 _TOKEN_VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|AKIA[A-Z0-9]{16}|gh[pousr]_[A-Za-z0-9]{20,})\b")
 
 
-def check_job(job: JobView, trainer: str | None, plan: Plan | None, grace_s: float | None) -> Iterator[Finding]:
+def check_job(job: JobView, trainer: str | None, plan: Plan | None, grace_s: float | None) -> Iterator[RuleFinding]:
     """`trainer`: the installed version, e.g. "2.3", if known; `grace_s`: checkpoint.grace_s of the config, if known."""
     yield from _trainer(job, trainer)
     yield from _processes(job, plan)
@@ -30,7 +30,7 @@ def check_job(job: JobView, trainer: str | None, plan: Plan | None, grace_s: flo
     yield from _secrets(job)
 
 
-def _trainer(job: JobView, trainer: str | None) -> Iterator[Finding]:
+def _trainer(job: JobView, trainer: str | None) -> Iterator[RuleFinding]:
     spec = mapping(job.manifest.get("spec"))
     if "trainer" not in spec:
         yield finding("no-trainer", job.manifest, "spec.trainer is missing", "spec.trainer with numNodes and command")
@@ -57,7 +57,7 @@ def _trainer(job: JobView, trainer: str | None) -> Iterator[Finding]:
             yield finding("reserved-env", job.manifest, f"env has {variable['name']}", "leave it to the controller")
 
 
-def _processes(job: JobView, plan: Plan | None) -> Iterator[Finding]:
+def _processes(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
     processes = job.processes
     if not isinstance(processes, int) or isinstance(processes, bool):
         # Trainer 2.3 takes 1 where nothing is said, 2.1 "auto": one process a CPU.
@@ -82,7 +82,7 @@ def _processes(job: JobView, plan: Plan | None) -> Iterator[Finding]:
         yield finding("threads", job.manifest, f"{processes} processes on {cpus} CPUs", "one process for many CPUs")
 
 
-def _resources(job: JobView, plan: Plan | None) -> Iterator[Finding]:
+def _resources(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
     for name in ("cpu", "memory"):
         request, limit = job.requests.get(name), job.limits.get(name)
         if request is None and limit is None:
@@ -109,7 +109,7 @@ def _resources(job: JobView, plan: Plan | None) -> Iterator[Finding]:
         yield finding("image-kind", job.manifest, f"{job.image} on GPU nodes", "the image with CUDA")
 
 
-def _shm(job: JobView, plan: Plan | None) -> Iterator[Finding]:
+def _shm(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
     needed = plan.shm_bytes_per_node if plan is not None else 0
     local_gpus = job.count(GPU) > 1
     volume = job.shm
@@ -133,7 +133,7 @@ def _shm(job: JobView, plan: Plan | None) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _lifetime(job: JobView, grace_s: float | None) -> Iterator[Finding]:
+def _lifetime(job: JobView, grace_s: float | None) -> Iterator[RuleFinding]:
     wanted = (grace_s if grace_s is not None else 90.0) + _GRACE_MARGIN_S
     # Without its config and its runtime at hand, only a job of aliquot is known to need so long.
     known = job.runtime is not None or grace_s is not None
@@ -159,7 +159,7 @@ def _lifetime(job: JobView, grace_s: float | None) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _secrets(job: JobView) -> Iterator[Finding]:
+def _secrets(job: JobView) -> Iterator[RuleFinding]:
     for variable in job.env:
         name, value = str(variable.get("name")), variable.get("value")
         if isinstance(value, str) and value and (_TOKEN_VALUE.search(value) or _TOKEN_NAME.search(name)):

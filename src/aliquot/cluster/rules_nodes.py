@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterator, Sequence
 
 from aliquot.catalogue.instances import instances
-from aliquot.cluster.findings import Finding, finding
+from aliquot.cluster.findings import RuleFinding, finding
 from aliquot.cluster.job import AMX_TAINT
-from aliquot.cluster.manifests import Manifest, listed, of_kind
+from aliquot.cluster.manifests import ManifestObject, listed, of_kind
 from aliquot.cluster.pools import LABEL_VALUE, TYPE, PoolView
 
 _FAMILY, _SIZE = "karpenter.k8s.aws/instance-family", "karpenter.k8s.aws/instance-size"
@@ -26,7 +26,7 @@ _EKS_IMAGE = re.compile(r"eks|bottlerocket", re.IGNORECASE)
 _PINNED_ALIAS = re.compile(r"@v[0-9]")
 
 
-def check_pool(pool: PoolView) -> Iterator[Finding]:
+def check_pool(pool: PoolView) -> Iterator[RuleFinding]:
     yield from _labels(pool)
     yield from _names(pool)
     yield from _types(pool)
@@ -38,7 +38,7 @@ def check_pool(pool: PoolView) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def check_node_class(node_class: Manifest, pools: Sequence[PoolView]) -> Iterator[Finding]:
+def check_node_class(node_class: ManifestObject, pools: Sequence[PoolView]) -> Iterator[RuleFinding]:
     own = [pool for pool in pools if pool.manifest.get("spec", "template", "spec", "nodeClassRef", "name")
            == node_class.name]  # fmt: skip
     yield from _images(node_class, own)
@@ -53,7 +53,7 @@ def check_node_class(node_class: Manifest, pools: Sequence[PoolView]) -> Iterato
             yield finding("discontinued", node_class, f"userData installs {name}: {why}", "leave it out")
 
 
-def check_references(manifests: Sequence[Manifest]) -> Iterator[Finding]:
+def check_references(manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
     classes = {each.name for each in of_kind(manifests, "EC2NodeClass")}
     for pool in of_kind(manifests, "NodePool"):
         name = pool.get("spec", "template", "spec", "nodeClassRef", "name")
@@ -61,7 +61,7 @@ def check_references(manifests: Sequence[Manifest]) -> Iterator[Finding]:
             yield finding("node-class", pool, f"nodeClassRef names {name!r}", "check that one too, or correct the name")
 
 
-def _labels(pool: PoolView) -> Iterator[Finding]:
+def _labels(pool: PoolView) -> Iterator[RuleFinding]:
     for requirement in pool.requirements:
         for value in listed(requirement.get("values")):
             if isinstance(value, str) and LABEL_VALUE.match(value) and len(value) <= 63:
@@ -76,7 +76,7 @@ def _labels(pool: PoolView) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def _names(pool: PoolView) -> Iterator[Finding]:
+def _names(pool: PoolView) -> Iterator[RuleFinding]:
     """Types, families and sizes that EC2 does not have."""
     known = {
         TYPE: {each.name for each in instances()},
@@ -93,7 +93,7 @@ def _names(pool: PoolView) -> Iterator[Finding]:
                 )  # fmt: skip
 
 
-def _types(pool: PoolView) -> Iterator[Finding]:
+def _types(pool: PoolView) -> Iterator[RuleFinding]:
     types = pool.types
     if not types:
         yield finding("no-type-left", pool.manifest, "the requirements exclude each other", "loosen one of them")
@@ -118,7 +118,7 @@ def _types(pool: PoolView) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _disruption(pool: PoolView) -> Iterator[Finding]:
+def _disruption(pool: PoolView) -> Iterator[RuleFinding]:
     policy = pool.manifest.get("spec", "disruption", "consolidationPolicy") or "WhenEmptyOrUnderutilized"
     if policy != "WhenEmpty":
         yield finding(
@@ -132,7 +132,7 @@ def _disruption(pool: PoolView) -> Iterator[Finding]:
         )
 
 
-def _images(node_class: Manifest, pools: Sequence[PoolView]) -> Iterator[Finding]:
+def _images(node_class: ManifestObject, pools: Sequence[PoolView]) -> Iterator[RuleFinding]:
     gpu_pools, cpu_pools = [p for p in pools if p.gpu], [p for p in pools if p.types and not p.gpu]
     for term in node_class.items("spec", "amiSelectorTerms"):
         alias, name = str(term.get("alias") or ""), str(term.get("name") or "")

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from aliquot.cluster.findings import Finding, finding
-from aliquot.cluster.manifests import Manifest, listed, mapping, of_kind
+from aliquot.cluster.findings import RuleFinding, finding
+from aliquot.cluster.manifests import ManifestObject, listed, mapping, of_kind
 from aliquot.cluster.quantity import GIB, parse_bytes
 
 _DRIVER = "fsx.csi.aws.com"
 _MULTIPLE_BYTES = 1200 * GIB
 
 
-def check_storage(manifests: Sequence[Manifest]) -> Iterator[Finding]:
+def check_storage(manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
     volumes = of_kind(manifests, "PersistentVolume")
     claims = of_kind(manifests, "PersistentVolumeClaim")
     for volume in volumes:
@@ -25,7 +25,7 @@ def check_storage(manifests: Sequence[Manifest]) -> Iterator[Finding]:
         yield from _claim(claim, volumes)
 
 
-def _volume(volume: Manifest) -> Iterator[Finding]:
+def _volume(volume: ManifestObject) -> Iterator[RuleFinding]:
     attributes = mapping(volume.get("spec", "csi", "volumeAttributes"))
     identity = str(volume.get("spec", "csi", "volumeHandle") or "")
     for key in ("dnsname", "mountname"):
@@ -44,7 +44,7 @@ def _volume(volume: Manifest) -> Iterator[Finding]:
         yield finding("storage-lock", volume, "mountOptions lack flock", "mountOptions: [flock]")
 
 
-def _storage_class(storage_class: Manifest) -> Iterator[Finding]:
+def _storage_class(storage_class: ManifestObject) -> Iterator[RuleFinding]:
     parameters = mapping(storage_class.get("parameters"))
     for key in ("subnetId", "securityGroupIds"):
         if not parameters.get(key):
@@ -55,7 +55,7 @@ def _storage_class(storage_class: Manifest) -> Iterator[Finding]:
         yield finding("storage-lock", storage_class, "mountOptions lack flock", "mountOptions: [flock]")
 
 
-def _claim(claim: Manifest, volumes: Sequence[Manifest]) -> Iterator[Finding]:
+def _claim(claim: ManifestObject, volumes: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
     yield from _access(claim)
     size = parse_bytes(claim.get("spec", "resources", "requests", "storage"))
     if size is not None and size % _MULTIPLE_BYTES:
@@ -83,7 +83,7 @@ def _claim(claim: Manifest, volumes: Sequence[Manifest]) -> Iterator[Finding]:
         yield finding("storage-binding", claim, "asks for more than the volume's capacity", "the same size in both")
 
 
-def _access(manifest: Manifest) -> Iterator[Finding]:
+def _access(manifest: ManifestObject) -> Iterator[RuleFinding]:
     modes = listed(manifest.get("spec", "accessModes"))
     if "ReadWriteMany" not in modes:
         yield finding("storage-access", manifest, f"accessModes are {modes}", "accessModes: [ReadWriteMany]")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from aliquot.catalogue.instances import InstanceType
-from aliquot.cluster.findings import Finding, finding
+from aliquot.cluster.findings import RuleFinding, finding
 from aliquot.cluster.job import EFA, GPU
 from aliquot.cluster.manifests import dig, listed
 from aliquot.cluster.pools import CAPACITY, ZONE, PoolView, type_labels
@@ -18,7 +18,7 @@ DAEMONSET_MILLICORES = 250
 DAEMONSET_BYTES = 384 << 20
 
 
-def check_together(job: JobView, pools: Sequence[PoolView]) -> Iterator[Finding]:
+def check_together(job: JobView, pools: Sequence[PoolView]) -> Iterator[RuleFinding]:
     if not pools:
         return
     chosen = [pool for pool in pools if _selects(job, pool)]
@@ -76,7 +76,7 @@ def _tolerates(toleration: dict[str, Any], taint: dict[str, Any]) -> bool:
     return (toleration.get("key"), toleration.get("value", "")) == (taint.get("key"), taint.get("value", ""))
 
 
-def _fits(job: JobView, pool: PoolView) -> Iterator[Finding]:
+def _fits(job: JobView, pool: PoolView) -> Iterator[RuleFinding]:
     reasons = {each.name: list(_too_large(job, each)) for each in _selected(job, pool)}
     unfit = {name: why for name, why in reasons.items() if why}
     if not unfit:
@@ -119,7 +119,7 @@ def _too_large(job: JobView, each: InstanceType) -> Iterator[str]:
         yield f"{job.count(EFA)} x {EFA} requested, it has {each.efa_interfaces}"
 
 
-def _limits(job: JobView, pool: PoolView) -> Iterator[Finding]:
+def _limits(job: JobView, pool: PoolView) -> Iterator[RuleFinding]:
     limits, types = pool.manifest.get("spec", "limits") or {}, _selected(job, pool)
     fitting = [each for each in types if not list(_too_large(job, each))]
     if not fitting:
@@ -142,7 +142,7 @@ def _limits(job: JobView, pool: PoolView) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def _zones(job: JobView, pool: PoolView) -> Iterator[Finding]:
+def _zones(job: JobView, pool: PoolView) -> Iterator[RuleFinding]:
     zones = pool.values(ZONE)
     one = job.node_selector.get(ZONE) is not None or len(zones) == 1
     terms = listed(dig(job.affinity, "podAffinity", "requiredDuringSchedulingIgnoredDuringExecution"))

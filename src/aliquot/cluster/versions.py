@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from aliquot.cluster.findings import Finding, finding
-from aliquot.cluster.manifests import Manifest, dig, listed
+from aliquot.cluster.findings import RuleFinding, finding
+from aliquot.cluster.manifests import ManifestObject, dig, listed
 
 Version = tuple[int, int]
 
@@ -50,7 +50,7 @@ class Versions:
         return cls(**found)
 
 
-def check_versions(installed: Versions, manifests: Sequence[Manifest]) -> Iterator[Finding]:
+def check_versions(installed: Versions, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
     trainer, jobset = installed.trainer, installed.jobset
     if trainer is not None:
         yield from _dialect(trainer, manifests)
@@ -74,7 +74,7 @@ def check_versions(installed: Versions, manifests: Sequence[Manifest]) -> Iterat
             )  # fmt: skip
 
 
-def _dialect(trainer: Version, manifests: Sequence[Manifest]) -> Iterator[Finding]:
+def _dialect(trainer: Version, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
     wrong, right = ("runtimePatches", "2.1") if trainer < _RUNTIME_PATCHES else ("podTemplateOverrides", "2.3")
     for manifest in manifests:
         if manifest.kind == "TrainJob" and manifest.get("spec", wrong) is not None:

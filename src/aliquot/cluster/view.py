@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from aliquot.cluster.manifests import Manifest, dig, listed, mapping, of_kind
+from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, of_kind
 from aliquot.cluster.quantity import parse_bytes, parse_millicores
 
 NODE = "node"
@@ -16,8 +16,8 @@ DEFAULT_GRACE_S = 30  # of Kubernetes
 class JobView:
     """What one pod of the job is. Unknown values (of a runtime that is not at hand) are None or empty."""
 
-    manifest: Manifest
-    runtime: Manifest | None
+    manifest: ManifestObject
+    runtime: ManifestObject | None
     nodes: int
     processes: object  # an integer, or a word
     image: str
@@ -56,12 +56,12 @@ class JobView:
         return mapping(found[0].get("emptyDir")) if found else None
 
 
-def job_views(manifests: list[Manifest]) -> list[JobView]:
+def job_views(manifests: list[ManifestObject]) -> list[JobView]:
     runtimes = of_kind(manifests, "TrainingRuntime", "ClusterTrainingRuntime")
     return [_view(job, runtimes) for job in of_kind(manifests, "TrainJob")]
 
 
-def pod_patches(job: Manifest) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def pod_patches(job: ManifestObject) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """(pod metadata, pod spec) of every patch, in either dialect."""
     found = [(mapping(each.get("metadata")), mapping(each.get("spec"))) for each in
              job.items("spec", "podTemplateOverrides")]  # fmt: skip
@@ -72,7 +72,7 @@ def pod_patches(job: Manifest) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     return found
 
 
-def _view(job: Manifest, runtimes: list[Manifest]) -> JobView:
+def _view(job: ManifestObject, runtimes: list[ManifestObject]) -> JobView:
     kind = job.get("spec", "runtimeRef", "kind") or "ClusterTrainingRuntime"
     wanted = (kind, job.get("spec", "runtimeRef", "name"))
     runtime = next((each for each in runtimes if (each.kind, each.name) == wanted), None)
@@ -109,14 +109,14 @@ def _view(job: Manifest, runtimes: list[Manifest]) -> JobView:
     )
 
 
-def _runtime_pod(runtime: Manifest | None) -> dict[str, Any]:
+def _runtime_pod(runtime: ManifestObject | None) -> dict[str, Any]:
     if runtime is None:
         return {}
     jobs = [each for each in runtime.items("spec", "template", "spec", "replicatedJobs") if each.get("name") == NODE]
     return mapping(dig(jobs, 0, "template", "spec", "template"))
 
 
-def _runtime_processes(runtime: Manifest | None) -> object:
+def _runtime_processes(runtime: ManifestObject | None) -> object:
     return None if runtime is None else runtime.get("spec", "mlPolicy", "torch", "numProcPerNode")
 
 

@@ -18,8 +18,8 @@ from pydantic import (
     model_validator,
 )
 
-from aliquot.config import deepspeed
-from aliquot.config.cluster import ClusterSection
+from aliquot.config import deepspeed_json
+from aliquot.config.cluster_section import ClusterSection
 from aliquot.config.section import Section
 from aliquot.errors import UserError
 
@@ -218,7 +218,7 @@ class RunConfig(Section):
             return values
         values = deepcopy(values)
         try:
-            deepspeed.fill(values, {})
+            deepspeed_json.fill(values, {})
         except UserError as error:
             raise ValueError(str(error)) from None
         return values

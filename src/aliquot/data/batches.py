@@ -15,7 +15,7 @@ from aliquot.config.schema import DataSection
 from aliquot.config.workload import Workload
 from aliquot.data.packing import Epoch, Packing
 from aliquot.data.prepare import Prepared
-from aliquot.data.store import TokenStore
+from aliquot.data.token_store import TokenStore
 from aliquot.loss.head_loss import IGNORE
 from aliquot.models.batch import MicroBatch
 

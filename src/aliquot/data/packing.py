@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from aliquot.data.store import TokenStore
+from aliquot.data.token_store import TokenStore
 from aliquot.errors import DataError
 
 Ints = npt.NDArray[np.int64]

@@ -15,7 +15,7 @@ from aliquot.data.cache import cache_root, publishing
 from aliquot.data.cuts import cut_of
 from aliquot.data.encoder import EncoderSpec
 from aliquot.data.sources import HeldOut, Source, eval_source, train_source
-from aliquot.data.store import FORMAT, TokenStore, token_dtype
+from aliquot.data.token_store import FORMAT, TokenStore, token_dtype
 from aliquot.data.tokenize import Progress, tokenize
 from aliquot.data.tokenizer import (
     Convention,

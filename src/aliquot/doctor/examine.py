@@ -4,36 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from aliquot.doctor import cpu, measure, memory, network, software, storage
+from aliquot.doctor import cpu_checks, measure, memory_checks, network_checks, software_checks, storage_checks
 from aliquot.doctor.finding import Finding, Subject
 
 CHECKS: tuple[Callable[[Subject], Finding], ...] = (
-    cpu.check_isa,
-    cpu.check_amx,
-    cpu.check_kernels,
-    cpu.check_cores,
-    cpu.check_smt,
-    cpu.check_numa,
-    cpu.check_threads,
-    cpu.check_pinning,
-    memory.check_memory,
-    memory.check_huge_pages,
-    memory.check_allocator,
-    memory.check_shm,
-    memory.check_open_files,
-    memory.check_locked_memory,
-    storage.check_storage,
-    storage.check_storage_clock,
-    network.check_interface,
-    network.check_names,
-    network.check_port,
-    network.check_peers,
-    network.check_efa,
-    network.check_nccl,
-    software.check_compiler,
-    software.check_python_headers,
-    software.check_versions,
-    software.check_deepspeed,
+    cpu_checks.check_isa,
+    cpu_checks.check_amx,
+    cpu_checks.check_kernels,
+    cpu_checks.check_cores,
+    cpu_checks.check_smt,
+    cpu_checks.check_numa,
+    cpu_checks.check_threads,
+    cpu_checks.check_pinning,
+    memory_checks.check_memory,
+    memory_checks.check_huge_pages,
+    memory_checks.check_allocator,
+    memory_checks.check_shm,
+    memory_checks.check_open_files,
+    memory_checks.check_locked_memory,
+    storage_checks.check_storage,
+    storage_checks.check_storage_clock,
+    network_checks.check_interface,
+    network_checks.check_names,
+    network_checks.check_port,
+    network_checks.check_peers,
+    network_checks.check_efa,
+    network_checks.check_nccl,
+    software_checks.check_compiler,
+    software_checks.check_python_headers,
+    software_checks.check_versions,
+    software_checks.check_deepspeed,
 )
 
 

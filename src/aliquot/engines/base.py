@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
-from aliquot.config import deepspeed
+from aliquot.config import deepspeed_json
 from aliquot.config.schema import RunConfig
 from aliquot.launch.topology import Topology
 from aliquot.models.batch import MicroBatch
@@ -57,7 +57,7 @@ class EngineSpec:
         notes: list[str] = []
         if engine == "deepspeed":
             hidden_size = int(model.model.config.hidden_size)
-            settings, notes = deepspeed.settings(config, topology.world_size, hidden_size)
+            settings, notes = deepspeed_json.settings(config, topology.world_size, hidden_size)
         elif config.shard.deepspeed_config is not None:
             notes = [f"shard.deepspeed_config fills the config; engine {engine} has no use for the rest of it"]
         return cls(

@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aliquot.attention.documents import register
+from aliquot.attention.document_attention import register
 from aliquot.errors import MissingToolError
 from aliquot.models import meta
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from aliquot.optim.norm import squared_norm
+from aliquot.optim.squared_norm import squared_norm
 
 if TYPE_CHECKING:
     from torch import Tensor

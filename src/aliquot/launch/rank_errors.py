@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from aliquot.errors import TrainingError, UserError
-from aliquot.machine.files import publish_text
+from aliquot.textfile import publish_text
 
 LOG_DIRECTORY = "ALIQUOT_LOG_DIRECTORY"  # set by our launcher in its ranks, and only there
 

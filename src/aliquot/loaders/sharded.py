@@ -18,7 +18,7 @@ from aliquot.models.load import load_weights
 from aliquot.models.meta import decoder_layers
 from aliquot.ranges.bytemap import Shape
 from aliquot.ranges.parts import Part
-from aliquot.ranges.together import Alone, Ranks
+from aliquot.ranges.together import Alone, RankGroup
 from aliquot.ranges.transfer import Watch
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def load_sharded(
     tied = tied_weights(built)
     device = _device(built, mesh)
     _materialise(built, device, dtype, tied)
-    ranks: Ranks = Members(device) if dist.is_available() and dist.is_initialized() else Alone()
+    ranks: RankGroup = Members(device) if dist.is_available() and dist.is_initialized() else Alone()
     aliases = {_plain(alias): _plain(name) for alias, name in tied.items()}
     load_weights(ShardedWeights(built), Path(directory), tensors_of(built), aliases, ranks, watch)
     return built

@@ -59,7 +59,7 @@ def address_of(interface: str | None) -> str:
     return addresses[0][1] if addresses else "no address"
 
 
-class Traffic:
+class InterfaceTraffic:
     """Bytes through each network interface of this machine since this was made, whoever sent them."""
 
     def __init__(self, file: Path = Path("/proc/net/dev")) -> None:

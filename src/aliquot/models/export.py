@@ -13,14 +13,14 @@ import torch
 from aliquot.errors import RunDirectoryError
 from aliquot.ranges.bytemap import ByteMap, Shape
 from aliquot.ranges.checksums import BlockChecksums, combine_pieces
+from aliquot.ranges.file_layout import FilesLayout
 from aliquot.ranges.header import TensorEntry
 from aliquot.ranges.jsonfile import parse_json, read_small
-from aliquot.ranges.layout import Layout
 from aliquot.ranges.manifest import check_blocks, read_manifest, verify_file
 from aliquot.ranges.parts import Part, PartSource
 from aliquot.ranges.publish import check_names, check_space, clean_leftovers, publish_together, write_file
 from aliquot.ranges.reader import RangeReader
-from aliquot.ranges.together import Alone, Ranks, on_first
+from aliquot.ranges.together import Alone, RankGroup, on_first
 from aliquot.ranges.transfer import drain
 
 MAX_SHARD_BYTES = 50_000_000_000  # transformers' default
@@ -32,7 +32,7 @@ def export(
     out_dir: Path,
     dtype: torch.dtype,
     config_files: Mapping[str, bytes],
-    ranks: Ranks,
+    ranks: RankGroup,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write the weight parts of `store` to `out_dir` as safetensors of `dtype`, rounded to nearest even. Collective.
@@ -96,12 +96,12 @@ def _export(
     out_dir: Path,
     dtype: torch.dtype,
     config_files: Mapping[str, bytes],
-    ranks: Ranks,
+    ranks: RankGroup,
     max_shard_bytes: int,
     check: Callable[[], None],
 ) -> None:
     out_dir = out_dir.resolve()  # "." and links have no name beside which to write
-    layout = Layout.of(tensors, dtype, max_shard_bytes, "model")
+    layout = FilesLayout.of(tensors, dtype, max_shard_bytes, "model")
 
     def make_way() -> None:
         if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):

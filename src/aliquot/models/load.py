@@ -11,7 +11,7 @@ from pathlib import Path
 from aliquot.ranges.bytemap import ByteMap, Shape, check_tensors
 from aliquot.ranges.header import TensorEntry
 from aliquot.ranges.parts import PartStore
-from aliquot.ranges.together import Ranks, together
+from aliquot.ranges.together import RankGroup, together
 from aliquot.ranges.transfer import Watch, fill
 
 # buffers that older versions of transformers saved and that are computed, not learned
@@ -35,7 +35,7 @@ def load_weights(
     directory: Path,
     tensors: Sequence[tuple[str, Shape]],
     tied: Mapping[str, str],
-    ranks: Ranks,
+    ranks: RankGroup,
     watch: Watch | None = None,
 ) -> LoadReport:
     """Fill the weight parts of `store` from the safetensors in `directory`, whatever float dtype they have. Collective.

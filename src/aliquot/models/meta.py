@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aliquot.attention.documents import IMPLEMENTATION, Documents, register
+from aliquot.attention.document_attention import IMPLEMENTATION, Documents, register
 from aliquot.errors import UnsupportedModelError
 from aliquot.loss.head_loss import summed_cross_entropy
 from aliquot.models import initialize

@@ -9,7 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from aliquot.observe.live import LiveView
+from aliquot.observe.live_view import LiveView
 from aliquot.observe.text import duration, gib, rate
 
 _WORTH_BYTES = 10_000_000  # of traffic, to be shown

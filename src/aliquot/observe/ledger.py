@@ -11,8 +11,8 @@ from rich.table import Table
 
 from aliquot.errors import writing
 from aliquot.launch.ranks import Ranks
-from aliquot.machine.files import publish_text
 from aliquot.machine.memory import memory_use, peak_rss, reset_peak_rss
+from aliquot.textfile import publish_text
 
 STEADY_PEAK = "steady peak"
 PHASES = (

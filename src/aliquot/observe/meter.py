@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from aliquot.machine.network import Traffic
+from aliquot.machine.network import InterfaceTraffic
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class Meter:
         warmup_steps: int = 1,
         window_steps: int = 10,
         clock: Callable[[], float] = time.perf_counter,
-        traffic: Traffic | None = None,
+        traffic: InterfaceTraffic | None = None,
     ) -> None:
         self._ceiling = ceiling_flops_per_s
         self._warmup_steps = warmup_steps
         self._clock = clock
-        self._traffic = traffic or Traffic()
+        self._traffic = traffic or InterfaceTraffic()
         self._window: deque[tuple[float, int, int]] = deque(maxlen=window_steps)  # seconds, tokens, FLOP of a step
         self._total = (0.0, 0, 0)
         self._steps = 0

@@ -12,9 +12,9 @@ from typing import Any
 
 from aliquot.config.schema import ObserveSection
 from aliquot.errors import StorageError, writing
-from aliquot.machine.files import publish_text
 from aliquot.observe.kubeflow import KubeflowStatus
 from aliquot.observe.prometheus import Exporter
+from aliquot.textfile import publish_text
 
 
 class MetricsFile:

@@ -24,10 +24,10 @@ from aliquot.observe.profile import Profile
 from aliquot.observe.prometheus import Exporter
 from aliquot.observe.report.page import write_report
 from aliquot.observe.run_directory import RunDirectory
-from aliquot.observe.slow import SlowRanks
+from aliquot.observe.slow_ranks import SlowRanks
 
 
-class Saved(Protocol):
+class SavedCheckpoint(Protocol):
     """A checkpoint that is complete: after how long, and how long training stood still for it."""
 
     @property
@@ -187,7 +187,7 @@ class Recorder:
         self._display.line(f"step {self._done}: evaluation loss {loss:.4f}, perplexity {perplexity:.2f}")
         return perplexity
 
-    def saved(self, saved: Saved) -> None:
+    def saved(self, saved: SavedCheckpoint) -> None:
         with self._unless_full():
             self._events.write("checkpoint", saved.step, seconds=saved.seconds, stall_s=saved.stall_s)
         self._display.saved(saved.step, saved.seconds, saved.stall_s)

@@ -8,10 +8,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from aliquot.config.read import dump_config
+from aliquot.config.read_config import dump_config
 from aliquot.config.schema import RunConfig
 from aliquot.errors import RunDirectoryError, StorageError
-from aliquot.machine.files import publish_text
+from aliquot.textfile import publish_text
 
 HEADER = "# The configuration of an aliquot run, complete, as it was run."
 LOCK = ".lock"

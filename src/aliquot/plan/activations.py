@@ -18,12 +18,12 @@ import torch
 from torch import nn
 
 from aliquot.attention import tiles
-from aliquot.attention.documents import Documents
+from aliquot.attention.document_attention import Documents
 from aliquot.attention.tiled_attention import TiledAttention
 from aliquot.loss.head_loss import SCRATCH_BYTES, rows_at_once
 from aliquot.models import meta
 from aliquot.models.recompute import enable
-from aliquot.plan.live import Live, Work
+from aliquot.plan.live_storages import Live, Work
 from aliquot.plan.shapes import ModelShape
 
 if TYPE_CHECKING:

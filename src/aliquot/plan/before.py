@@ -11,9 +11,9 @@ from aliquot.errors import DoesNotFitError, UserError
 from aliquot.launch.topology import Topology
 from aliquot.machine.cpu import read_cpu
 from aliquot.plan import fit
-from aliquot.plan.layout import Layout
-from aliquot.plan.machine import Machine
+from aliquot.plan.planned_machine import Machine
 from aliquot.plan.planner import Planner
+from aliquot.plan.rank_layout import RankLayout
 from aliquot.plan.search import remedies
 from aliquot.plan.shapes import model_shape
 
@@ -34,7 +34,7 @@ def plan_before(
     """
     try:
         machine = Machine.this(read_cpu(allowed=allowed_cores))  # the rank itself is pinned to a few of them
-        layout = Layout(
+        layout = RankLayout(
             topology.nodes, topology.local_world_size, topology.threads, topology.device, machine.numa_nodes
         )
         planner = Planner(model_shape(config, vocabulary), machine)

@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, Any
 from aliquot.errors import PlanError
 from aliquot.launch.preload import tune
 from aliquot.machine.cpu import CpuFacts, read_cpu
-from aliquot.machine.files import publish_text
-from aliquot.plan.layout import Layout
-from aliquot.plan.machine import Machine
+from aliquot.plan.planned_machine import Machine
+from aliquot.plan.rank_layout import RankLayout
 from aliquot.plan.rates import Rates, estimated, interpolated
+from aliquot.textfile import publish_text
 
 if TYPE_CHECKING:
     from multiprocessing.synchronize import Barrier
@@ -62,7 +62,7 @@ def calibrate() -> Path:
     return path
 
 
-def profile_of(machine: Machine, layout: Layout) -> Rates | None:
+def profile_of(machine: Machine, layout: RankLayout) -> Rates | None:
     """What was measured of this machine; None for another one, for GPUs, or where nothing was."""
     if machine.cpu is None or layout.device != "cpu" or not (path := _path(machine.cpu)).is_file():
         return None
@@ -85,7 +85,7 @@ class Measured:
     network: Rates  # what cannot be measured on one machine
 
     @classmethod
-    def of(cls, profile: dict[str, Any], machine: Machine, layout: Layout) -> Measured:
+    def of(cls, profile: dict[str, Any], machine: Machine, layout: RankLayout) -> Measured:
         core, every, cores = profile["core"], profile["all_cores"], profile["cores"]
         threads = min(layout.threads_per_rank, cores / layout.ranks_per_node)  # more share cores
         share = max(0.0, threads - 1) / max(1, cores - 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aliquot.config.plan import Plan
-from aliquot.plan.machine import Machine
+from aliquot.plan.planned_machine import Machine
 
 # Plans of peak memory have been off by up to this much: benchmarks/foresight.py.
 UNCERTAINTY = 0.08

@@ -12,10 +12,10 @@ from aliquot.config.schema import RunConfig
 from aliquot.config.workload import Workload
 from aliquot.plan.activations import MicroBatchCost, Step, micro_batch_cost
 from aliquot.plan.calibrate import profile_of
-from aliquot.plan.layout import Layout
-from aliquot.plan.machine import Machine
-from aliquot.plan.memory import Held, fsdp_memory, host_memory, phases
-from aliquot.plan.memory_deepspeed import building, deepspeed_memory
+from aliquot.plan.deepspeed_memory import building, deepspeed_memory
+from aliquot.plan.engine_memory import Held, fsdp_memory, host_memory, phases
+from aliquot.plan.planned_machine import Machine
+from aliquot.plan.rank_layout import RankLayout
 from aliquot.plan.rates import Rates, estimated
 from aliquot.plan.shapes import ModelShape, model_shape
 from aliquot.plan.timing import step_time
@@ -51,7 +51,7 @@ class Planner:
     def __post_init__(self) -> None:
         self._costs: dict[tuple[Step, tuple[int, ...], int], MicroBatchCost] = {}
 
-    def plan(self, config: RunConfig, layout: Layout, workload: Workload, approximate: bool = False) -> Plan:
+    def plan(self, config: RunConfig, layout: RankLayout, workload: Workload, approximate: bool = False) -> Plan:
         """`approximate`: micro-batches of more than two sequences are extrapolated, for many plans in short time."""
         engine = self.engine(config, layout)
         size = batch_size(config.train, layout.world_size)
@@ -93,16 +93,16 @@ class Planner:
             usd_per_hour=None if hourly is None else hourly * layout.nodes,
         )
 
-    def engine(self, config: RunConfig, layout: Layout) -> str:
+    def engine(self, config: RunConfig, layout: RankLayout) -> str:
         """Raises UserError for settings that the engine cannot follow."""
         return chosen_engine(config, layout.device, self.shape.numel, self.machine.memory_bytes)
 
-    def rates(self, layout: Layout) -> Rates:
+    def rates(self, layout: RankLayout) -> Rates:
         measured = profile_of(self.machine, layout)
         return measured if measured is not None else estimated(self.machine, layout)
 
     def _cost(
-        self, config: RunConfig, engine: str, layout: Layout, workload: Workload, sequences: int, approximate: bool
+        self, config: RunConfig, engine: str, layout: RankLayout, workload: Workload, sequences: int, approximate: bool
     ) -> MicroBatchCost:
         if sequences > (2 if approximate else _MOST_SEQUENCES):
             one, two = (self._cost(config, engine, layout, workload, count, False) for count in (1, 2))
@@ -121,7 +121,7 @@ class Planner:
             self._costs[key] = micro_batch_cost(self.shape, step, edges, predicted)
         return self._costs[key]
 
-    def _held(self, config: RunConfig, engine: str, layout: Layout, cost: MicroBatchCost) -> Held:
+    def _held(self, config: RunConfig, engine: str, layout: RankLayout, cost: MicroBatchCost) -> Held:
         if engine == "host":
             return host_memory(config, self.shape, layout)
         if engine == "deepspeed":

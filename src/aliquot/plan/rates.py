@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
-from aliquot.plan.layout import Layout
-from aliquot.plan.machine import Machine
+from aliquot.plan.planned_machine import Machine
+from aliquot.plan.rank_layout import RankLayout
 
 
 class Rates(Protocol):
@@ -119,7 +119,7 @@ class Estimated:
         return sent_bytes / self.local_bytes_per_s
 
 
-def estimated(machine: Machine, layout: Layout) -> Estimated:
+def estimated(machine: Machine, layout: RankLayout) -> Estimated:
     """Rates of a rank on a machine that has not been measured."""
     network = (machine.network_bytes_per_s or 1.25e9) * _NETWORK_REACHED
     assumed = "" if machine.network_bytes_per_s else ", 10 Gbit/s between hosts assumed"

@@ -16,8 +16,8 @@ from aliquot.config.plan import Plan
 from aliquot.config.schema import RunConfig
 from aliquot.config.workload import Workload
 from aliquot.errors import UserError
-from aliquot.plan.layout import Layout
 from aliquot.plan.planner import Planner
+from aliquot.plan.rank_layout import RankLayout
 
 _MOST_RANKS = 16
 _REMEDIES = 3
@@ -37,7 +37,7 @@ class Candidate:
         return " ".join(f"{key}={value}" for key, value in self.changes.items()) or "(as it is)"
 
 
-def candidates(planner: Planner, config: RunConfig, layout: Layout, workload: Workload) -> Iterator[Candidate]:
+def candidates(planner: Planner, config: RunConfig, layout: RankLayout, workload: Workload) -> Iterator[Candidate]:
     """All that can run, whether it fits or not, the given settings first."""
     total = batch_size(config.train, layout.world_size).total
     seen = set()
@@ -57,7 +57,7 @@ def candidates(planner: Planner, config: RunConfig, layout: Layout, workload: Wo
                         continue
 
 
-def remedies(planner: Planner, config: RunConfig, layout: Layout, workload: Workload) -> str:
+def remedies(planner: Planner, config: RunConfig, layout: RankLayout, workload: Workload) -> str:
     """The nearest settings that fit, each with its price in time, in one sentence."""
     now = planner.plan(config, layout, workload)
     fitting = [each for each in candidates(planner, config, layout, workload) if each.plan.fits]
@@ -75,7 +75,7 @@ def remedies(planner: Planner, config: RunConfig, layout: Layout, workload: Work
 def best(
     planner: Planner,
     config: RunConfig,
-    layout: Layout,
+    layout: RankLayout,
     workload: Workload,
     goal: Literal["time", "cost"],
     count: int = 6,
@@ -89,7 +89,7 @@ def best(
 
 
 def _settings(
-    planner: Planner, config: RunConfig, layout: Layout, total: int
+    planner: Planner, config: RunConfig, layout: RankLayout, total: int
 ) -> Iterator[tuple[RunConfig, dict[str, object]]]:
     """Settings to plan for a global batch of `total`, and what must be set to get them out of `config`."""
     train, now = config.train, planner.engine(config, layout)
@@ -134,7 +134,7 @@ def _get(config: RunConfig, key: str) -> object:
     return getattr(getattr(config, section), name)
 
 
-def _ranks(planner: Planner, layout: Layout) -> list[int]:
+def _ranks(planner: Planner, layout: RankLayout) -> list[int]:
     if layout.device == "cuda":
         return [layout.ranks_per_node]
     cores = planner.machine.cores
@@ -142,7 +142,7 @@ def _ranks(planner: Planner, layout: Layout) -> list[int]:
     return list(dict.fromkeys((layout.ranks_per_node, *powers)))
 
 
-def _told(before: Layout, after: Layout) -> dict[str, object]:
+def _told(before: RankLayout, after: RankLayout) -> dict[str, object]:
     told: dict[str, object] = {}
     if before.nodes != after.nodes:
         told["launch.nodes"] = after.nodes

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aliquot.plan.activations import MicroBatchCost
-from aliquot.plan.layout import Layout
-from aliquot.plan.live import Work
-from aliquot.plan.memory import Held
+from aliquot.plan.engine_memory import Held
+from aliquot.plan.live_storages import Work
+from aliquot.plan.rank_layout import RankLayout
 from aliquot.plan.rates import Rates
 from aliquot.plan.traffic import Traffic
 
@@ -37,7 +37,7 @@ class StepTime:
 
 
 def step_time(
-    engine: str, cost: MicroBatchCost, held: Held, moved: Traffic, layout: Layout, micro_batches: int, rates: Rates
+    engine: str, cost: MicroBatchCost, held: Held, moved: Traffic, layout: RankLayout, micro_batches: int, rates: Rates
 ) -> StepTime:
     """`micro_batches`: of a rank and optimizer step."""
     matmul_s = memory_s = 0.0

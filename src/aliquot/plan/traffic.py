@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aliquot.config.schema import RunConfig
-from aliquot.plan.layout import Layout
-from aliquot.plan.memory_deepspeed import KEPT_NUMEL, persistent_numel
+from aliquot.plan.deepspeed_memory import KEPT_NUMEL, persistent_numel
+from aliquot.plan.rank_layout import RankLayout
 from aliquot.plan.shapes import ModelShape, numel, padded_share
 
 
@@ -21,7 +21,7 @@ class Traffic:
     checkpoint_bytes: int  # per checkpoint
 
 
-def traffic(config: RunConfig, engine: str, shape: ModelShape, layout: Layout, micro_batches: int) -> Traffic:
+def traffic(config: RunConfig, engine: str, shape: ModelShape, layout: RankLayout, micro_batches: int) -> Traffic:
     """`micro_batches`: of a rank and optimizer step."""
     compute = 2 if config.train.precision == "bf16" else 4
     read = shape.numel * shape.dtype_bytes if config.model.path is not None else 0
@@ -54,7 +54,7 @@ def _staged(config: RunConfig, shape: ModelShape, compute: int) -> int:
 
 
 def _fsdp(
-    config: RunConfig, shape: ModelShape, layout: Layout, micro_batches: int, compute: int
+    config: RunConfig, shape: ModelShape, layout: RankLayout, micro_batches: int, compute: int
 ) -> tuple[int, int, int]:
     """Weights are gathered in the forward and the backward pass, the root's once; gradients reduced in fp32.
 
@@ -75,7 +75,7 @@ def _fsdp(
     return *_ring(layout, micro_batches * (gathered + reduced)), 0
 
 
-def _ring(layout: Layout, size_bytes: int) -> tuple[int, int]:
+def _ring(layout: RankLayout, size_bytes: int) -> tuple[int, int]:
     """(between hosts, among ranks of a host) that collectives over `size_bytes` send, all ranks together."""
     sent = (layout.world_size - 1) * size_bytes
     wire = sent * layout.nodes // layout.world_size if layout.nodes > 1 else 0

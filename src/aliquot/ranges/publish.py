@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from aliquot.errors import StorageError, writing
 from aliquot.ranges.bytemap import is_plain_name
-from aliquot.ranges.together import Ranks, on_first, together
+from aliquot.ranges.together import RankGroup, on_first, together
 
 T = TypeVar("T")
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?:partial|trash)-[0-9a-f]{8}")
@@ -24,7 +24,7 @@ _LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?:partial|trash)-[0-9a-f]{8}")
 
 def publish_together(
     target: Path,
-    ranks: Ranks,
+    ranks: RankGroup,
     prepare: Callable[[Path], None],
     write: Callable[[Path], T],
     finish: Callable[[Path, list[T]], None],
@@ -44,7 +44,7 @@ def publish_together(
         raise
 
 
-def begin(target: Path, ranks: Ranks, prepare: Callable[[Path], None]) -> Path:
+def begin(target: Path, ranks: RankGroup, prepare: Callable[[Path], None]) -> Path:
     """The directory beside `target` that is to become it, made and prepared by rank 0. Collective."""
     return Path(on_first(ranks, lambda: str(_prepared(target, prepare))))
 

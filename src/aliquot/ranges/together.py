@@ -10,7 +10,7 @@ from aliquot.errors import StorageError, TrainingError, UserError, kinds
 T = TypeVar("T")
 
 
-class Ranks(Protocol):
+class RankGroup(Protocol):
     """The ranks of a run, as far as storage needs them."""
 
     @property
@@ -34,7 +34,7 @@ class Alone:
         return [value]
 
 
-def together(ranks: Ranks, work: Callable[[], T]) -> list[T]:
+def together(ranks: RankGroup, work: Callable[[], T]) -> list[T]:
     """Run `work` on this rank and return what it returned, a JSON value, on every rank. Collective.
 
     Raises on all ranks the UserError of the first rank whose `work` raised one, which it names unless all raised the
@@ -43,12 +43,12 @@ def together(ranks: Ranks, work: Callable[[], T]) -> list[T]:
     return _together(ranks, work, name_rank=True)
 
 
-def on_first(ranks: Ranks, work: Callable[[], T]) -> T:
+def on_first(ranks: RankGroup, work: Callable[[], T]) -> T:
     """Run `work` on rank 0 only and return what it returned, a JSON value, on every rank. Collective."""
     return _together(ranks, lambda: work() if ranks.rank == 0 else None, name_rank=False)[0]  # type: ignore[return-value]
 
 
-def _together(ranks: Ranks, work: Callable[[], T], name_rank: bool) -> list[T]:
+def _together(ranks: RankGroup, work: Callable[[], T], name_rank: bool) -> list[T]:
     failure: Exception | None = None
     answer: list[Any] = []
     try:

@@ -51,7 +51,7 @@ def fill(store: PartStore, maps: Maps, checksums: BlockChecksums | None = None, 
 
     `store` is used from the calling thread only, each part in order.
     """
-    work = _Work(store, maps, watch)
+    work = _Transfer(store, maps, watch)
     values = torch.empty(PIECE_BYTES)  # a piece as fp32; as stored its values may take one byte each
 
     def land(piece: _Piece, stored: Tensor) -> None:
@@ -79,7 +79,7 @@ def drain(store: PartSource, maps: Maps, checksums: BlockChecksums | None = None
 
     `store` is used from the calling thread only, each part in order.
     """
-    work = _Work(store, maps, watch)
+    work = _Transfer(store, maps, watch)
     values = torch.empty(PIECE_BYTES)
 
     def take(piece: _Piece, stored: Tensor) -> None:
@@ -125,7 +125,7 @@ class _Piece:
         return self.view if self.view is not None and self.view.dtype == self.entry.dtype else None
 
 
-class _Work:
+class _Transfer:
     """What is to be moved, and how much of it has been."""
 
     def __init__(self, store: PartSource, maps: Maps, watch: Watch | None) -> None:

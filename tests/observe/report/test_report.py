@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from aliquot.cli.main import app
 from aliquot.errors import UserError
 from aliquot.observe.report.page import MARKER, render, write_report
-from aliquot.observe.report.read import read_run
+from aliquot.observe.report.read_run import read_run
 from aliquot.observe.report.svg import thinned, ticks
 from tests.observe.report.directories import MIB, plan, rows, start, step, whole_run, write_run
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import torch
 from torch import nn
 
-from aliquot.attention.documents import Documents
+from aliquot.attention.document_attention import Documents
 from aliquot.engines import saved_bytes
 from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.compiling import compile_layers

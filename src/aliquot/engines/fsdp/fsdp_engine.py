@@ -22,7 +22,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from aliquot.attention.documents import Documents
+from aliquot.attention.document_attention import Documents
 from aliquot.collectives.peers import Peers
 from aliquot.engines import saved_bytes
 from aliquot.engines.base import Counters, EngineSpec, StepResult
@@ -36,7 +36,7 @@ from aliquot.launch.topology import Topology
 from aliquot.loss.head_loss import head_loss
 from aliquot.models import meta as meta_models
 from aliquot.models.batch import MicroBatch
-from aliquot.optim.adamw import ShardedAdamW
+from aliquot.optim.sharded_adamw import ShardedAdamW
 from aliquot.ranges.parts import Part, row_ranges
 
 if TYPE_CHECKING:

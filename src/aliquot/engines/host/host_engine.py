@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from aliquot.attention.documents import Documents
+from aliquot.attention.document_attention import Documents
 from aliquot.collectives.hosts import Hosts
 from aliquot.collectives.shared import Memory, aligned
 from aliquot.engines import saved_bytes

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from aliquot.observe.clock import PARTS
-from aliquot.observe.report.facts import NOT_RECORDED, steps_done
 from aliquot.observe.report.figure import Figure, Key, Table
-from aliquot.observe.report.memory import limit_bytes, top_bytes
-from aliquot.observe.report.read import Points, Run, number
+from aliquot.observe.report.memory_figures import limit_bytes, top_bytes
+from aliquot.observe.report.read_run import Points, Run, number
+from aliquot.observe.report.run_facts import NOT_RECORDED, steps_done
 from aliquot.observe.report.series import mean_parts, median, per_step, smoothed, steady
 from aliquot.observe.report.svg import Level, Line, bars, bars_height, line_chart
 from aliquot.observe.report.words import compact, percent, seconds, significant

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aliquot.observe.clock import PARTS
 from aliquot.observe.report.figure import Figure, Key, Table
-from aliquot.observe.report.read import Run, number
+from aliquot.observe.report.read_run import Run, number
 from aliquot.observe.report.series import (
     hints_of,
     mean_parts,

@@ -13,10 +13,10 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from aliquot.errors import RunDirectoryError
-from aliquot.machine.files import publish_text
-from aliquot.observe.report import compare, facts, figures, memory
+from aliquot.observe.report import compare, figures, memory_figures, run_facts
 from aliquot.observe.report.figure import Figure
-from aliquot.observe.report.read import Run, read_run
+from aliquot.observe.report.read_run import Run, read_run
+from aliquot.textfile import publish_text
 
 MARKER = "<!-- aliquot report -->"
 
@@ -47,14 +47,15 @@ def render(runs: Sequence[Run]) -> str:
     )
     if len(runs) > 1:
         return environment.get_template("compare.html").render(
-            page=page, runs=[(run, facts.summary(run)) for run in runs], table=compare.table(runs),
+            page=page, runs=[(run, run_facts.summary(run)) for run in runs], table=compare.table(runs),
             differences=compare.differences(runs), figures=compare.figures(runs),
         )  # fmt: skip
     (run,) = runs
     return environment.get_template("run.html").render(
-        page=page, run=run, summary=facts.summary(run), when=facts.when(run), tiles=facts.tiles(run),
-        foresight=facts.foresight(run), sections=_sections(run), checkpoints=facts.checkpoints(run),
-        history=facts.history(run), machine=facts.machine(run), doctor=facts.doctor(run), commands=facts.commands(run),
+        page=page, run=run, summary=run_facts.summary(run), when=run_facts.when(run), tiles=run_facts.tiles(run),
+        foresight=run_facts.foresight(run), sections=_sections(run), checkpoints=run_facts.checkpoints(run),
+        history=run_facts.history(run), machine=run_facts.machine(run), doctor=run_facts.doctor(run),
+        commands=run_facts.commands(run),
     )  # fmt: skip
 
 
@@ -63,7 +64,7 @@ def _sections(run: Run) -> list[tuple[str, str, list[Figure]]]:
         ("learning", "Learning", [figures.loss(run), figures.perplexity(run)]),
         ("speed", "Speed", [figures.speed(run), figures.utilisation(run)]),
         ("time", "Time of a step", [figures.parts(run)]),
-        ("memory", "Memory", [*memory.memory(run), memory.memory_over_steps(run)]),
+        ("memory", "Memory", [*memory_figures.memory(run), memory_figures.memory_over_steps(run)]),
         ("traffic", "Traffic", [figures.traffic(run)]),
     ]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 from aliquot.observe.clock import PARTS
-from aliquot.observe.report.read import Object, Points, Run, number
+from aliquot.observe.report.read_run import Object, Points, Run, number
 from aliquot.observe.report.svg import Frame, Mark, thinned
 
 NO_STEP = "no step has been logged yet"

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from aliquot import __version__
-from aliquot.cli.errors import one_line_errors
+from aliquot.cli.one_line_errors import one_line_errors
 
 if TYPE_CHECKING:
-    from aliquot.cluster.findings import Finding
+    from aliquot.cluster.findings import RuleFinding
     from aliquot.cluster.job import Job
 
 app = typer.Typer(
@@ -67,7 +67,7 @@ def check(
     """Say what keeps a job from running before it is sent. Exit code 1: there is an error."""
     with one_line_errors(debug):
         from aliquot.cluster.check import check_job_of_config, check_manifests, in_order
-        from aliquot.cluster.live import ask_cluster
+        from aliquot.cluster.live_cluster import ask_cluster
         from aliquot.cluster.manifests import is_manifest, read_manifests
         from aliquot.cluster.render import parsed
 
@@ -90,16 +90,16 @@ def check(
 
 
 def _job(config: Path, overrides: list[str] | None) -> Job:
-    from aliquot.cli.planning import plan_on
+    from aliquot.cli.plan_on_instances import plan_on
     from aliquot.cluster.job import cluster_section, describe, placed
-    from aliquot.config.read import read_config
+    from aliquot.config.read_config import read_config
 
     settings = read_config(config, overrides or [])
     section = cluster_section(settings)
     return describe(settings, plan_on(placed(settings), section.instance_types[0], section.nodes))
 
 
-def _print(findings: list[Finding]) -> None:
+def _print(findings: list[RuleFinding]) -> None:
     from aliquot.cluster.findings import RULES
 
     for each in findings:

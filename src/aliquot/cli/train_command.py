@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from aliquot.cli.errors import one_line_errors
+from aliquot.cli.one_line_errors import one_line_errors
 
 
 def command(
@@ -22,7 +22,7 @@ def command(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """Train a model: one process, N local ranks that it starts itself, or a rank under torchrun or a TrainJob."""
-    from aliquot.config.read import read_config
+    from aliquot.config.read_config import read_config
     from aliquot.launch import launcher
     from aliquot.launch.auto_ranks import with_automatic_ranks
     from aliquot.launch.preload import restart_with_allocator

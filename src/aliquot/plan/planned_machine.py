@@ -16,7 +16,7 @@ from aliquot.launch.launcher import with_environment
 from aliquot.launch.placement import threads_per_rank
 from aliquot.machine.cpu import CpuFacts, read_cpu
 from aliquot.machine.memory import memory_limit
-from aliquot.plan.layout import Layout
+from aliquot.plan.rank_layout import RankLayout
 
 GIB = 1 << 30
 
@@ -106,7 +106,7 @@ class Machine:
             raise DeviceError(f"launch.device is cuda, but {self.name} has no GPU: set launch.device=cpu")
         return "cuda" if self.gpus and wanted != "cpu" else "cpu"
 
-    def layout(self, config: RunConfig, nodes: int | None = None, ranks_per_node: int | None = None) -> Layout:
+    def layout(self, config: RunConfig, nodes: int | None = None, ranks_per_node: int | None = None) -> RankLayout:
         """How `config` would run on such machines; `nodes` and `ranks_per_node` win over it."""
         launch = with_environment(config.launch, os.environ) if self.here else config.launch
         device = self.device(launch.device)
@@ -125,7 +125,7 @@ class Machine:
         environ = os.environ if self.here else {}
         facts = self._cpu()
         threads, _ = threads_per_rank(launch, environ, facts, ranks)
-        return Layout(nodes or launch.nodes, ranks, threads, device, self.numa_nodes)
+        return RankLayout(nodes or launch.nodes, ranks, threads, device, self.numa_nodes)
 
     def _cpu(self) -> CpuFacts:
         if self.cpu is not None:
@@ -134,7 +134,7 @@ class Machine:
         node_of_core = tuple(core * self.numa_nodes // self.cores for core in range(self.cores))
         return CpuFacts(self.name, cores, None, self.numa_nodes, self.isa, node_of_core)
 
-    def memory_for(self, layout: Layout) -> int:
+    def memory_for(self, layout: RankLayout) -> int:
         """Bytes that all ranks of a node have together where they compute: on GPUs, one each."""
         if layout.device == "cuda" and self.gpu_memory_bytes is not None:
             return layout.ranks_per_node * self.gpu_memory_bytes

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from aliquot.cli.errors import one_line_errors
+from aliquot.cli.one_line_errors import one_line_errors
 
 
 def command(

@@ -15,9 +15,9 @@ from typing import Any
 
 from aliquot.cluster.aws import ask_account
 from aliquot.cluster.document import to_yaml
-from aliquot.cluster.findings import Finding, finding
+from aliquot.cluster.findings import RuleFinding, finding
 from aliquot.cluster.job import Job
-from aliquot.cluster.manifests import Manifest, dig, listed, mapping
+from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping
 from aliquot.cluster.quantity import parse
 from aliquot.cluster.versions import Versions, check_versions
 from aliquot.cluster.view import JobView, job_views
@@ -60,7 +60,7 @@ class Kubectl:
         return listed(loaded["items"]) if "items" in loaded else [loaded]
 
 
-def ask_cluster(manifests: Sequence[Manifest], job: Job | None) -> list[Finding]:
+def ask_cluster(manifests: Sequence[ManifestObject], job: Job | None) -> list[RuleFinding]:
     """Raises UserError where there is no kubectl."""
     if shutil.which("kubectl") is None:
         raise MissingToolError("--live needs kubectl, configured for the cluster (aws eks update-kubeconfig)")
@@ -70,7 +70,7 @@ def ask_cluster(manifests: Sequence[Manifest], job: Job | None) -> list[Finding]
     return found
 
 
-def _operators(kubectl: Kubectl, manifests: Sequence[Manifest]) -> Iterator[Finding]:
+def _operators(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
     try:
         crds = {mapping(each.get("metadata")).get("name"): each for each in kubectl.get("customresourcedefinitions")}
     except Refused as refused:
@@ -89,7 +89,7 @@ def _operators(kubectl: Kubectl, manifests: Sequence[Manifest]) -> Iterator[Find
     yield from check_versions(Versions.of(deployments), manifests)
 
 
-def _secrets(kubectl: Kubectl, manifests: Sequence[Manifest]) -> Iterator[Finding]:
+def _secrets(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
     own = {(each.namespace, each.name) for each in manifests if each.kind == "Secret"}
     for view in job_views(list(manifests)):
         space = view.manifest.namespace
@@ -113,7 +113,7 @@ def _secrets(kubectl: Kubectl, manifests: Sequence[Manifest]) -> Iterator[Findin
                 yield finding("secret", view.manifest, f"Secret {space}/{name} has no key {key!r}", fix)
 
 
-def _quotas(kubectl: Kubectl, manifests: Sequence[Manifest]) -> Iterator[Finding]:
+def _quotas(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
     for view in job_views(list(manifests)):
         try:
             quotas = kubectl.get("resourcequotas", "-n", view.manifest.namespace)
@@ -124,7 +124,7 @@ def _quotas(kubectl: Kubectl, manifests: Sequence[Manifest]) -> Iterator[Finding
             yield from _quota(view, quota)
 
 
-def _quota(view: JobView, quota: dict[str, Any]) -> Iterator[Finding]:
+def _quota(view: JobView, quota: dict[str, Any]) -> Iterator[RuleFinding]:
     hard, used = mapping(dig(quota, "status", "hard")), mapping(dig(quota, "status", "used"))
     for kind, own in (("requests", view.requests), ("limits", view.limits)):
         for resource, value in own.items():
@@ -141,7 +141,7 @@ def _quota(view: JobView, quota: dict[str, Any]) -> Iterator[Finding]:
                 )  # fmt: skip
 
 
-def _dry_run(kubectl: Kubectl, manifests: Sequence[Manifest]) -> Iterator[Finding]:
+def _dry_run(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
     """Every object by itself, so that each refusal has its place."""
     to_be_made = {each.name for each in manifests if each.kind == "Namespace"}
     for manifest in manifests:
@@ -159,7 +159,7 @@ def _dry_run(kubectl: Kubectl, manifests: Sequence[Manifest]) -> Iterator[Findin
                 yield finding("refused-by-server", manifest, _last_line(refused), "correct what it names")
 
 
-def _permission(verb: str, resource: str, refused: Refused) -> Finding:
+def _permission(verb: str, resource: str, refused: Refused) -> RuleFinding:
     """One line that says which verb on which resource was refused."""
     match = _FORBIDDEN.search(str(refused))
     if match is None:

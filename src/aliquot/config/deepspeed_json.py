@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from aliquot.config.deepspeed_keys import RULES, Rule, rule_of
+from aliquot.config.deepspeed_keys import RULES, Fate, rule_of
 from aliquot.errors import DeepspeedConfigError
 
 if TYPE_CHECKING:
@@ -244,7 +244,7 @@ def _check(found: Mapping[str, Any], train: Mapping[str, Any], locations: Locati
     _check_scheduler(found.get("scheduler", {}), train, locations)
 
 
-def _harmless(rule: Rule, path: str, value: object, found: Mapping[str, Any]) -> bool:
+def _harmless(rule: Fate, path: str, value: object, found: Mapping[str, Any]) -> bool:
     if value == AUTO:
         return True
     if path.count(".") == 1 and rule_of(path.partition(".")[0]) is rule:

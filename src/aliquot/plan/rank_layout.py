@@ -7,7 +7,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True)
-class Layout:
+class RankLayout:
     nodes: int
     ranks_per_node: int
     threads_per_rank: int

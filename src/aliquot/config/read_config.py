@@ -11,7 +11,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from aliquot.config import deepspeed
+from aliquot.config import deepspeed_json
 from aliquot.config.schema import RunConfig
 from aliquot.errors import ConfigError
 
@@ -39,7 +39,7 @@ def read_with_places(file: Path, overrides: Sequence[str] = ()) -> tuple[RunConf
     values = _load(text, str(file), locations)
     for override in overrides:
         _apply(values, override, locations)
-    deepspeed.fill(values, locations)
+    deepspeed_json.fill(values, locations)
     return validate(values, locations, str(file)), locations
 
 

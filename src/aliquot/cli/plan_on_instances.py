@@ -24,7 +24,7 @@ def planner_of(config: RunConfig) -> Callable[[str, int], Plan]:
 
     from aliquot.cluster.job import pod_cpus
     from aliquot.config.workload import Workload
-    from aliquot.plan.machine import Machine
+    from aliquot.plan.planned_machine import Machine
     from aliquot.plan.planner import Planner
     from aliquot.plan.shapes import model_shape
 

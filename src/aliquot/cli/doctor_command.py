@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from aliquot.cli.errors import one_line_errors
+from aliquot.cli.one_line_errors import one_line_errors
 
 
 def command(
@@ -26,7 +26,7 @@ def command(
         from aliquot.doctor.examine import examine
         from aliquot.doctor.finding import Subject
         from aliquot.errors import writing
-        from aliquot.machine.files import publish_text
+        from aliquot.textfile import publish_text
 
         subject = Subject(run_directory=run_directory, peers=tuple(filter(None, peers.split(","))), port=port)
         findings = []

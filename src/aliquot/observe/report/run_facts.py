@@ -7,8 +7,8 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 
 from aliquot.observe.report.figure import Table
-from aliquot.observe.report.memory import limit_bytes, top_bytes
-from aliquot.observe.report.read import Object, Run, number
+from aliquot.observe.report.memory_figures import limit_bytes, top_bytes
+from aliquot.observe.report.read_run import Object, Run, number
 from aliquot.observe.report.series import ceiling_of, mean_parts, median, per_step, steady
 from aliquot.observe.report.words import compact, percent, seconds, significant
 from aliquot.observe.text import duration, gib, rate

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from aliquot.config.plan import PhaseMemory
 from aliquot.config.schema import RunConfig
 from aliquot.plan.activations import MicroBatchCost
-from aliquot.plan.layout import Layout
+from aliquot.plan.rank_layout import RankLayout
 from aliquot.plan.shapes import ModelShape, Shape, numel, padded_share
 
 MIB = 1 << 20
@@ -99,14 +99,14 @@ def _evaluates(config: RunConfig) -> bool:
 
 
 def _snapshot(config: RunConfig, own_bytes: int, steps: int | None) -> int:
-    """Copies of parts that are not on disk yet when the next update comes (checkpoint/live.py)."""
+    """Copies of parts that are not on disk yet when the next update comes (checkpoint/live_parts.py)."""
     goes_on = config.checkpoint.every and (steps is None or config.checkpoint.every < steps)
     if not goes_on or not config.checkpoint.asynchronous:
         return 0
     return min(config.checkpoint.buffer_bytes, own_bytes)
 
 
-def host_memory(config: RunConfig, shape: ModelShape, layout: Layout) -> Held:
+def host_memory(config: RunConfig, shape: ModelShape, layout: RankLayout) -> Held:
     """engines/host/host_engine.py: one copy of the weights per NUMA node, all else by rows over all ranks."""
     states, compute = config.train.optimizer_states, 2 if config.train.precision == "bf16" else 4
     shapes = [weight for _, weight in shape.built.tensors]
@@ -143,7 +143,7 @@ def _moment_bytes(weight: Shape, ranks: int, states: str) -> int:
     return 2 * (own + 4 * (own // block))
 
 
-def fsdp_memory(config: RunConfig, shape: ModelShape, layout: Layout, cost: MicroBatchCost) -> Held:
+def fsdp_memory(config: RunConfig, shape: ModelShape, layout: RankLayout, cost: MicroBatchCost) -> Held:
     """engines/fsdp/fsdp_engine.py, and torch's FSDP2 (fully_shard) for what it gathers, keeps and drops, and when."""
     compute, ranks = 2 if config.train.precision == "bf16" else 4, layout.world_size
     groups = [sum(padded_share(weight, ranks) * ranks for weight in group) for group in shape.groups()]

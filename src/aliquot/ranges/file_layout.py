@@ -32,7 +32,7 @@ class FileLayout:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FilesLayout:
     """All files of one stem; `index` is `{"<stem>.safetensors.index.json": content}`, empty for a single file."""
 
     stem: str
@@ -41,7 +41,9 @@ class Layout:
     index: Mapping[str, bytes]
 
     @classmethod
-    def of(cls, tensors: Sequence[tuple[str, Shape]], dtype: torch.dtype, max_shard_bytes: int, stem: str) -> Layout:
+    def of(
+        cls, tensors: Sequence[tuple[str, Shape]], dtype: torch.dtype, max_shard_bytes: int, stem: str
+    ) -> FilesLayout:
         """Tensors in the order given; a file is full when the next tensor would take it past `max_shard_bytes`."""
         shards: list[list[tuple[str, Shape]]] = [[]]
         shard_bytes = 0

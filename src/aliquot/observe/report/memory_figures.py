@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from aliquot.observe.ledger import PHASES
 from aliquot.observe.report.figure import Figure, Key, Table
-from aliquot.observe.report.read import Object, Points, Run, number
+from aliquot.observe.report.read_run import Object, Points, Run, number
 from aliquot.observe.report.series import hints_of, resumes, without_steps
 from aliquot.observe.report.svg import PHASES_HEIGHT, Frame, Level, Line, area_chart, line_chart
 from aliquot.observe.report.words import compact, significant

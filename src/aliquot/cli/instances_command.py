@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from aliquot.cli.errors import one_line_errors
+from aliquot.cli.one_line_errors import one_line_errors
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -43,8 +43,8 @@ def command(
 ) -> None:
     """List EC2 types: vCPU, the memory that a pod can really have, EFA, AMX, network, price."""
     with one_line_errors(debug):
+        from aliquot.catalogue.aws_instances import live_instances
         from aliquot.catalogue.instances import PRICES_DATE, PRICES_REGION, instances
-        from aliquot.catalogue.live import live_instances
         from aliquot.errors import InstanceError
 
         types = [
@@ -94,9 +94,9 @@ def _fitting(types: Sequence[InstanceType], file: Path, nodes: int | None) -> It
 
     Raises UserError where no type is to blame: for what is wrong with the config, or where each of them has an error.
     """
-    from aliquot.cli.planning import planner_of
+    from aliquot.cli.plan_on_instances import planner_of
     from aliquot.cluster.job import placed
-    from aliquot.config.read import read_config
+    from aliquot.config.read_config import read_config
     from aliquot.errors import DeepspeedConfigError, DeviceError, EngineError, InstanceError
 
     config = read_config(file)

@@ -21,11 +21,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from aliquot.config import deepspeed
+from aliquot.config import deepspeed_json
 from aliquot.config.plan import PhaseMemory
 from aliquot.config.schema import RunConfig
-from aliquot.plan.layout import Layout
-from aliquot.plan.memory import MIB, PROCESS_PRIVATE_BYTES, PROCESS_SHARED_BYTES, Held
+from aliquot.plan.engine_memory import MIB, PROCESS_PRIVATE_BYTES, PROCESS_SHARED_BYTES, Held
+from aliquot.plan.rank_layout import RankLayout
 from aliquot.plan.shapes import ModelShape, Shape, numel
 
 _HEAP_BYTES = 16 * MIB  # partitions below come from the allocator's heap and stay there when they are freed
@@ -38,13 +38,13 @@ KEPT_NUMEL = _MAX_REUSE // 2
 _PERSISTENT_NUMEL = 100_000  # stage3_param_persistence_threshold where the JSON is silent
 
 
-def persistent_numel(config: RunConfig, shape: ModelShape, layout: Layout) -> int:
+def persistent_numel(config: RunConfig, shape: ModelShape, layout: RankLayout) -> int:
     """Elements of the weights that stay gathered until an update changes them (parameter_offload.py)."""
     threshold = _settings(config, shape, layout).get("stage3_param_persistence_threshold", _PERSISTENT_NUMEL)
     return sum(numel(weight) for _, weight in shape.built.tensors if numel(weight) <= threshold)
 
 
-def deepspeed_memory(config: RunConfig, shape: ModelShape, layout: Layout) -> Held:
+def deepspeed_memory(config: RunConfig, shape: ModelShape, layout: RankLayout) -> Held:
     """What a rank holds while it trains."""
     zero = _settings(config, shape, layout)
     compute = 2 if config.train.precision == "bf16" else 4
@@ -76,7 +76,7 @@ def deepspeed_memory(config: RunConfig, shape: ModelShape, layout: Layout) -> He
     )
 
 
-def building(config: RunConfig, shape: ModelShape, layout: Layout) -> tuple[PhaseMemory, ...]:
+def building(config: RunConfig, shape: ModelShape, layout: RankLayout) -> tuple[PhaseMemory, ...]:
     """The phases of the ledger in which DeepSpeed builds its optimizer."""
     zero = _settings(config, shape, layout)
     weights = [weight for _, weight in shape.built.tensors]
@@ -101,8 +101,8 @@ def building(config: RunConfig, shape: ModelShape, layout: Layout) -> tuple[Phas
     return tuple(PhaseMemory(name, private, {"process": PROCESS_SHARED_BYTES}) for name, private in told)
 
 
-def _settings(config: RunConfig, shape: ModelShape, layout: Layout) -> dict[str, Any]:
-    settings, _ = deepspeed.settings(config, layout.world_size, shape.width)
+def _settings(config: RunConfig, shape: ModelShape, layout: RankLayout) -> dict[str, Any]:
+    settings, _ = deepspeed_json.settings(config, layout.world_size, shape.width)
     zero: dict[str, Any] = settings["zero_optimization"]
     return zero
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from aliquot.cli.errors import one_line_errors
+from aliquot.cli.one_line_errors import one_line_errors
 
 _MOST = 1e9  # GiB or Gbit/s; far beyond, sizes in bytes are no numbers
 
@@ -45,12 +45,12 @@ def command(
     with one_line_errors(debug):
         from rich.console import Console
 
-        from aliquot.config.read import dump_with_places, read_with_places
+        from aliquot.config.read_config import dump_with_places, read_with_places
         from aliquot.config.workload import Workload
         from aliquot.errors import PlanError, UsageError, writing
         from aliquot.plan import fit, report, search
-        from aliquot.plan.machine import chosen
         from aliquot.plan.picture import svg
+        from aliquot.plan.planned_machine import chosen
         from aliquot.plan.planner import Planner
         from aliquot.plan.shapes import model_shape
 
