@@ -139,7 +139,7 @@ def test_every_finding_is_explained() -> None:
 def test_every_error_id_is_explained() -> None:
     """Those of the kinds of UserError, and those that are written behind a line by hand."""
     code = {kind.id for kind in (*kinds(), Terminated)} - {UserError.id}
-    by_hand = {found[1] for text in said("machine") if (found := re.search(r" \[([a-z-]+)\]$", text))}
+    by_hand = {found[1] for text in said("launch") if (found := re.search(r" \[([a-z-]+)\]$", text))}
     assert by_hand == {"hung", "peer-lost", "killed", "crash"}
     assert set(re.findall("^### `(.+)`$", _troubleshooting("Errors"), re.MULTILINE)) == code | by_hand
     raised = re.compile(r"(?<!class )\bUserError\(")
