@@ -63,7 +63,7 @@ def test_kernels_below_what_the_cpu_has(tmp_path: Path) -> None:
     if "avx512_bf16" not in Subject().cpu.isa:
         pytest.skip("needs a CPU with AVX512_BF16")
     assert cpu_checks.check_kernels(Subject()).level == "ok"
-    finding = alone("cpu.check_kernels", ONEDNN_MAX_CPU_ISA="AVX2")
+    finding = alone("cpu_checks.check_kernels", ONEDNN_MAX_CPU_ISA="AVX2")
     assert finding["level"] == "warning" and "unset ONEDNN_MAX_CPU_ISA" in finding["fix"]
 
 
@@ -88,7 +88,7 @@ def test_affinity_of_one_core(tmp_path: Path) -> None:
     finding = cpu_checks.check_cores(subject(machine(tmp_path), cpus=1))
     assert finding.level == "warning" and "1 of 4 logical CPUs allowed" in finding.found
     if len(os.sched_getaffinity(0)) > 1:
-        real = alone("cpu.check_cores", prefix=["taskset", "-c", str(min(os.sched_getaffinity(0)))])
+        real = alone("cpu_checks.check_cores", prefix=["taskset", "-c", str(min(os.sched_getaffinity(0)))])
         assert real["level"] == "warning" and real["found"].startswith("1 physical cores, 1 of ")
 
 
@@ -172,14 +172,14 @@ def test_small_shm() -> None:
     mount = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
     if subprocess.run(["unshare", "-m", "sh", "-c", mount, "sh", "true"], capture_output=True, check=False).returncode:
         pytest.skip("no mount namespaces here")
-    finding = alone("memory.check_shm", prefix=["unshare", "-m", "sh", "-c", mount, "sh"])
+    finding = alone("memory_checks.check_shm", prefix=["unshare", "-m", "sh", "-c", mount, "sh"])
     assert finding["level"] == "warning" and finding["found"] == "0.06 GiB, 0.06 GiB free"
     assert "emptyDir" in finding["fix"]
 
 
 @pytest.mark.parametrize(("files", "level"), [(200, "problem"), (512, "warning"), (1024, "ok")])
 def test_open_files(files: int, level: str) -> None:
-    finding = alone("memory.check_open_files", prefix=["prlimit", f"--nofile={files}:{files}"])
+    finding = alone("memory_checks.check_open_files", prefix=["prlimit", f"--nofile={files}:{files}"])
     assert finding["level"] == level and finding["found"].startswith(f"{files} open files")
 
 
@@ -213,7 +213,7 @@ def test_storage_without_space(tmp_path: Path) -> None:
     if subprocess.run(["unshare", "-m", "sh", "-c", mount, "sh", "true"], capture_output=True, check=False).returncode:
         pytest.skip("no mount namespaces here")
     prefix = ["unshare", "-m", "sh", "-c", mount, "sh"]
-    finding = alone("storage.check_storage", prefix=prefix, run_directory=tmp_path)
+    finding = alone("storage_checks.check_storage", prefix=prefix, run_directory=tmp_path)
     assert finding["level"] == "problem" and "(tmpfs): 0.1 GiB free" in finding["found"]
 
 
@@ -235,7 +235,8 @@ def alone(
     """The finding of one check in a process of its own."""
     program = (
         "import json, sys; from dataclasses import asdict; from pathlib import Path;"
-        "from aliquot.doctor import cpu, memory, storage; from aliquot.doctor.finding import Subject;"
+        "from aliquot.doctor import cpu_checks, memory_checks, storage_checks;"
+        "from aliquot.doctor.finding import Subject;"
         f"print(json.dumps(asdict({check}(Subject(run_directory=Path(sys.argv[1]))))))"
     )
     done = subprocess.run(
