@@ -152,7 +152,8 @@ FAULTS = (
     ),
     Fault(
         "sigterm-saves-nothing", "train.py",
-        "if due or stopping or done == run.total_steps:", "if due or done == run.total_steps:",
+        "if last or stopping or _is_due(config.checkpoint.every, done):",
+        "if last or _is_due(config.checkpoint.every, done):",
         ("tests/test_train.py",),
     ),
     Fault(

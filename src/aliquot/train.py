@@ -6,7 +6,6 @@ import math
 import os
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,13 @@ from aliquot.checkpoint.resume import changes, check_continuity, resume
 from aliquot.checkpoint.saver import Saver
 from aliquot.config.batch_size import BatchSize, batch_size
 from aliquot.config.schema import RunConfig
-from aliquot.data.batches import Batches
+from aliquot.data.batches import Batches, StepBatch
+from aliquot.data.batches_ahead import BatchesAhead
 from aliquot.data.prepare import Prepared, prepare_together
 from aliquot.engines.base import Engine, EngineSpec
 from aliquot.engines.connections import group_lines
 from aliquot.engines.select import engine_class
-from aliquot.errors import DivergedError, TrainingError
+from aliquot.errors import DivergedError
 from aliquot.evaluate import evaluate
 from aliquot.launch.device import choose_device
 from aliquot.launch.launcher import torchrun_advice
@@ -68,30 +68,6 @@ class Result:
     export: Path | None
 
 
-@dataclass
-class _Run:
-    """Everything a run consists of once it is ready to train."""
-
-    config: RunConfig
-    ranks: Ranks
-    directory: RunDirectory
-    display: Display
-    ledger: Ledger
-    about: dict[str, Any]  # model, engine, machine, placement: what this attempt is made of
-    source: ModelSource
-    files: dict[str, bytes]  # config and tokenizer, to lie beside saved weights
-    data: Prepared
-    size: BatchSize
-    batches: Batches
-    total_steps: int
-    built: meta.MetaModel
-    engine: Engine
-    saver: Saver
-    record: Recorder
-    tokens_before: int  # real tokens and optimizer steps of the runs that this one continues
-    steps_before: int
-
-
 def train(config: RunConfig, force: bool = False) -> Result:
     """Train as this process's rank: alone, or one of many where torchrun's variables are set.
 
@@ -103,11 +79,13 @@ def train(config: RunConfig, force: bool = False) -> Result:
     ranks = Ranks.join(topology, _PREPARATION_TIMEOUT_S, config.launch.join_timeout_s)
     display = Display(config.observe.console, enabled=topology.is_first)
     exporter = Exporter(config.observe, config.run.name)
+    directory = RunDirectory(config.run.directory)
     try:
-        with RunDirectory(config.run.directory).locked() if topology.is_first else nullcontext():
+        with directory.locked() if topology.is_first else nullcontext():
             on_first(ranks, exporter.listen)
             about = {"placement": placement, "machine": ranks.broadcast(machine)}
-            result = _train(_prepare(config, ranks, display, exporter, about, force))
+            run = Run(config, ranks, directory, display, exporter, Ledger(ranks.rank), about)
+            result = _train(run, force)
     except BaseException:
         if ranks.world_size == 1:
             ranks.close()  # with peers, what ended this rank must be told before they see the connection go
@@ -119,16 +97,89 @@ def train(config: RunConfig, force: bool = False) -> Result:
     return result
 
 
-def _prepare(
-    config: RunConfig, ranks: Ranks, display: Display, exporter: Exporter, about: dict[str, Any], force: bool
-) -> _Run:
-    ledger = Ledger(ranks.rank)
-    ledger.mark("process start", {})
-    directory = RunDirectory(config.run.directory)
-    on_first(ranks, lambda: directory.check(config))
+@dataclass(frozen=True)
+class Run:
+    """What a run has before there is anything to train: who takes part, and where everything is told."""
+
+    config: RunConfig
+    ranks: Ranks
+    directory: RunDirectory
+    display: Display
+    exporter: Exporter
+    ledger: Ledger
+    about: dict[str, Any]  # placement, machine, model, engine: what this attempt is made of, as JSON
+
+
+def _train(run: Run, force: bool) -> Result:
+    run.ledger.mark("process start", {})
+    on_first(run.ranks, lambda: run.directory.check(run.config))
+    inputs = _read_inputs(run)
+    run.ledger.plan = _foresee(run, inputs, force)
+    model = _build_model(run, inputs)
+    start = _fill_model(run, inputs, model)
+    on_first(run.ranks, lambda: run.directory.begin(run.config))
+    model.engine.ready()
+    run.ledger.mark("optimizer state", model.engine.counters().memory())
+    _introduce(run, inputs, model, start)
+
+    if (done := start.step) >= inputs.total_steps:
+        run.display.line(f"this run is complete at step {done}: raise train.max_steps, or choose another run.name")
+        if run.directory.export.exists() or not run.config.checkpoint.export:
+            return Result(run.directory.path, done, None, None, run.directory.export)
+    stacks = run.directory.logs / f"stacks-rank-{run.ranks.rank}.txt"
+    with (
+        Recorder(
+            run.config, run.directory, run.ranks, run.display, model.clock, run.exporter, run.about,
+            steps_before=start.step, total_steps=inputs.total_steps,
+        ) as record,
+        StopSignal(run.config.checkpoint.grace_s) as stop,
+        Watchdog(run.config.launch.step_timeout_s, stacks, run.ranks.rank) as watchdog,
+    ):  # fmt: skip
+        training = Training(run, inputs, model, start, record, stop, watchdog)
+        training.all_steps()
+        return training.finish()
+
+
+# Preparing
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What is trained on what: a model's description, and the batches of every step."""
+
+    source: ModelSource
+    data: Prepared
+    tokenizer: Any  # of transformers
+    size: BatchSize
+    batches: Batches
+    total_steps: int
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model in the hands of its engine."""
+
+    built: meta.MetaModel
+    engine: Engine
+    engine_name: str
+    clock: StepClock
+    notes: tuple[str, ...]  # for the person, of the engine
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where training begins: behind the steps and real tokens of the runs that this one continues."""
+
+    step: int = 0
+    tokens: int = 0
+    resumed_from: Path | None = None
+
+
+def _read_inputs(run: Run) -> Inputs:
+    config, ranks = run.config, run.ranks
     on_first(ranks, lambda: bool(resolve(config.model)))  # from the hub only rank 0 downloads
     source = resolve(config.model)
-    data = prepare_together(config.data, source.directory, source.largest_vocabulary, ranks, display.progress)
+    data = prepare_together(config.data, source.directory, source.largest_vocabulary, ranks, run.display.progress)
     tokenizer = data.load_tokenizer()
     source.adopt_tokenizer(tokenizer)
     source.check_length(config.data.sequence_length)
@@ -136,163 +187,230 @@ def _prepare(
     epochs = None if config.train.max_steps else config.train.num_train_epochs
     batches = Batches.of(data, config.data, config.run.seed, size, epochs)
     total_steps = config.train.max_steps or batches.steps_in(config.train.num_train_epochs)
+    return Inputs(source, data, tokenizer, size, batches, total_steps)
 
-    plan = partial(plan_before, config, ranks.topology, ranks.allowed_cores, batches.workload())
-    ledger.plan = on_first(ranks, lambda: plan(source.config.vocab_size, force, display.warning))
-    built = meta.build(source.config)
-    engine_name, engine_type = engine_class(config, ranks.topology, built.numel)
+
+def _foresee(run: Run, inputs: Inputs, force: bool) -> dict[str, Any]:
+    topology, cores, vocabulary = run.ranks.topology, run.ranks.allowed_cores, inputs.source.config.vocab_size
+    workload = inputs.batches.workload()
+    return on_first(
+        run.ranks,
+        lambda: plan_before(run.config, topology, cores, workload, vocabulary, force, run.display.warning),
+    )
+
+
+def _build_model(run: Run, inputs: Inputs) -> Model:
+    topology, ledger = run.ranks.topology, run.ledger
+    built = meta.build(inputs.source.config)
+    engine_name, engine_type = engine_class(run.config, topology, built.numel)
     clock = StepClock(lambda: engine.counters().inside_s())
 
-    def phase(name: str) -> None:
+    def phase_ended(name: str) -> None:
         ledger.mark(f"first {name}", lambda: engine.counters().memory())
         clock.ended(name)
 
-    spec = EngineSpec.of(config, ranks.topology, engine_name, built, phase, lambda name: ledger.mark(name, {}))
-    engine: Engine = engine_type.build(built.model, spec, ranks.topology)
+    spec = EngineSpec.of(run.config, topology, engine_name, built, phase_ended, lambda name: ledger.mark(name, {}))
+    engine: Engine = engine_type.build(built.model, spec, topology)
     ledger.mark("model built", engine.counters().memory())
+    return Model(built, engine, engine_name, clock, spec.notes)
 
-    resumed = resume(config.checkpoint, directory.checkpoints, engine, built.tensors, ranks)
+
+def _fill_model(run: Run, inputs: Inputs, model: Model) -> Start:
+    """With a checkpoint of this run, with the source's weights, or from scratch."""
+    config, engine, built, batches = run.config, model.engine, model.built, inputs.batches
+    start = Start()
+    resumed = resume(config.checkpoint, run.directory.checkpoints, engine, built.tensors, run.ranks)
     if resumed is not None:
         where, state = resumed
         check_continuity(state, batches.determinants(), vars(batches.position(state["step"])), where)
         engine.restored(state["step"])
-        display.line(f"resuming from {where}")
+        start = Start(state["step"], state["tokens"], where)
+        run.display.line(f"resuming from {where}")
         for change in changes(state, config.model_dump(mode="json", by_alias=True)):
-            display.line(f"changed since: {change}")
-    elif source.directory is not None:
-        load_weights(engine, source.directory, built.tensors, built.tied, ranks)
+            run.display.line(f"changed since: {change}")
+    elif inputs.source.directory is not None:
+        load_weights(engine, inputs.source.directory, built.tensors, built.tied, run.ranks)
     else:
         initialize.initialize(engine, built.fills, config.run.seed)
-    ledger.mark("weights loaded", engine.counters().memory())
-    on_first(ranks, lambda: directory.begin(config))
-    engine.ready()
-    ledger.mark("optimizer state", engine.counters().memory())
-
-    ceiling = sum(ranks.gather(matmul_rate(ranks.topology.device, config.train.precision, ranks.barrier)))
-    about |= {
-        "resumed_from": str(where) if resumed is not None else None, "model": built.name, "parameters": built.numel,
-        "engine": engine_name, "ceiling_flops_per_s": ceiling, "plan": ledger.plan,
-    }  # fmt: skip
-    notes = (*spec.notes, *torchrun_advice(os.environ, config.checkpoint.grace_s))
-    summary.begin(display, config, about, batches.described(total_steps), *group_lines(ranks, engine.transport), *notes)
-    tokens_before, steps_before = (state["tokens"], state["step"]) if resumed is not None else (0, 0)
-    record = Recorder(config, directory, ranks, display, clock, exporter, about, steps_before, total_steps)
-    files = model_files(source.config, tokenizer, source.directory)
-    saving = (config.checkpoint, record.warn, record.saved)
-    saver = Saver(directory.checkpoints, engine, built.tensors, files, ranks, *saving)
-    return _Run(
-        config, ranks, directory, display, ledger, about, source, files, data, size, batches, total_steps, built,
-        engine, saver, record, tokens_before, steps_before,
-    )  # fmt: skip
+    run.ledger.mark("weights loaded", engine.counters().memory())
+    return start
 
 
-def _train(run: _Run) -> Result:
-    config, directory, done = run.config, run.directory, run.steps_before
-    if done >= run.total_steps:
-        run.display.line(f"this run is complete at step {done}: raise train.max_steps, or choose another run.name")
-        if directory.export.exists() or not config.checkpoint.export:
-            return Result(directory.path, done, None, None, directory.export)
-    timeout_s, stacks = config.launch.step_timeout_s, directory.logs / f"stacks-rank-{run.ranks.rank}.txt"
-    watchdog = Watchdog(timeout_s, stacks, run.ranks.rank)
-    with run.record, StopSignal(config.checkpoint.grace_s) as stop, watchdog:
-        return _steps(run, stop, watchdog)
+def _introduce(run: Run, inputs: Inputs, model: Model, start: Start) -> None:
+    """Say what is trained on what and how, and keep it for the records."""
+    config, ranks = run.config, run.ranks
+    rate = matmul_rate(ranks.topology.device, config.train.precision, ranks.barrier)
+    run.about.update(
+        resumed_from=None if start.resumed_from is None else str(start.resumed_from),
+        model=model.built.name,
+        parameters=model.built.numel,
+        engine=model.engine_name,
+        ceiling_flops_per_s=sum(ranks.gather(rate)),
+        plan=run.ledger.plan,
+    )
+    connections = group_lines(ranks, model.engine.transport)
+    notes = (*model.notes, *torchrun_advice(os.environ, config.checkpoint.grace_s))
+    summary.begin(run.display, config, run.about, inputs.batches.described(inputs.total_steps), *connections, *notes)
 
 
-def _steps(run: _Run, stop: StopSignal, watchdog: Watchdog) -> Result:
-    config, ranks, engine, record, settings = run.config, run.ranks, run.engine, run.record, run.config.train
-    warmup_steps = warmup(settings.warmup_steps, settings.warmup_ratio, run.total_steps)
-    attention_width = meta.attention_width(run.source.config)
-    tokens, loss, perplexity, done = run.tokens_before, None, None, run.steps_before
+# Stepping
 
-    for step in range(run.steps_before, run.total_steps):
-        record.begin()
-        batch = run.batches.step_batch(step, ranks.rank, ranks.world_size)
+
+class Training:
+    """The steps of a run and what happens between them."""
+
+    def __init__(
+        self,
+        run: Run,
+        inputs: Inputs,
+        model: Model,
+        start: Start,
+        record: Recorder,
+        stop: StopSignal,
+        watchdog: Watchdog,
+    ) -> None:
+        self._run = run
+        self._inputs = inputs
+        self._model = model
+        self._record = record
+        self._stop = stop
+        self._watchdog = watchdog
+        self._engine = model.engine
+        self._files = model_files(inputs.source.config, inputs.tokenizer, inputs.source.directory)
+        self._saver = Saver(
+            run.directory.checkpoints, model.engine, model.built.tensors, self._files, run.ranks, run.config.checkpoint,
+            warn=record.warn, saved=record.saved,
+        )  # fmt: skip
+        self._attention_width = meta.attention_width(inputs.source.config)
+        settings = run.config.train
+        self._warmup_steps = warmup(settings.warmup_steps, settings.warmup_ratio, inputs.total_steps)
+        self._done = start.step
+        self._tokens = start.tokens
+        self._loss: float | None = None
+        self._perplexity: float | None = None
+
+    def all_steps(self) -> None:
+        """Raises Terminated once it is saved what SIGTERM has cut short, DivergedError for numbers that are none."""
+        ranks, first, stop = self._run.ranks, self._done, self._inputs.total_steps
+        with BatchesAhead(self._inputs.batches, ranks.rank, ranks.world_size, first, stop) as batches:
+            for step in range(first, stop):
+                self._record.begin()
+                batch = batches.take(step)
+                stopping, metrics = self._step(step, batch)
+                self._between_steps(stopping, metrics)
+
+    def _step(self, step: int, batch: StepBatch) -> tuple[bool, dict[str, Any]]:
+        """Whether any rank was told to stop, and what is to be logged."""
+        settings, engine, record, saver = self._run.config.train, self._engine, self._record, self._saver
         summed = torch.zeros((), dtype=torch.float64)
         record.enter("forward")
         for index, micro_batch in enumerate(batch.micro_batches):
             last = index == len(batch.micro_batches) - 1
             summed += engine.backward(micro_batch, 1 / max(1, batch.predicted), last).cpu()
-        done = step + 1
-        own = {"loss": float(summed), "stop": stop.requested, "save": run.saver.report()}
+
+        # The one exchange of small values in a step: all ranks decide by the same numbers what they do next.
+        own = {"loss": float(summed), "stop": self._stop.requested, "save": saver.report()}
         reports = record.gather(own, batch.own_tokens)
         record.enter("checkpoint")
-        loss = _mean_loss(run, [report["loss"] for report in reports], batch.predicted, done)
-        stopping = any(report["stop"] for report in reports)
-        run.saver.poll([report["save"] for report in reports])
-        run.saver.before_update()
+        self._loss = self._mean_loss(step, [report["loss"] for report in reports], batch.predicted)
+        saver.poll([report["save"] for report in reports])
+        saver.before_update()
+
         record.enter("optimizer")
-        rate = learning_rate(step, run.total_steps, warmup_steps, settings.learning_rate, settings.lr_scheduler_type)
+        rate = learning_rate(
+            step, self._inputs.total_steps, self._warmup_steps, settings.learning_rate, settings.lr_scheduler_type
+        )
         grad_norm = engine.step(rate, settings.max_grad_norm or None).grad_norm
         if not math.isfinite(grad_norm):
-            raise _stopped(run, done, f"the gradient norm is {grad_norm}")
-        tokens += batch.tokens
-        flops = model_flops(run.built.matmul_parameters, batch.tokens, batch.attention_pairs, attention_width)
-        record.end(batch.tokens, flops, run.saver.under_way)
-        watchdog.beat()
+            raise self._diverged(step, f"the gradient norm is {grad_norm}")
+        self._done = step + 1
+        self._tokens += batch.tokens
+        width = self._attention_width
+        flops = model_flops(self._model.built.matmul_parameters, batch.tokens, batch.attention_pairs, width)
+        record.end(batch.tokens, flops, saver.under_way)
+        self._watchdog.beat()
+        metrics = {"loss": self._loss, "learning_rate": rate, "grad_norm": grad_norm, "tokens": self._tokens}
+        return any(report["stop"] for report in reports), {**metrics, "epoch": batch.epoch}
 
-        if run.ledger.mark("first step", lambda: engine.counters().memory()):
-            run.ledger.publish(run.directory.ledger, ranks, run.about)
-        if record.due(done):
-            metrics = {"loss": loss, "learning_rate": rate, "grad_norm": grad_norm, "tokens": tokens}
-            record.log({**metrics, "epoch": batch.epoch, **engine.counters().traffic()})
-        if done == run.total_steps or (settings.eval_steps and done % settings.eval_steps == 0):
-            found = evaluate(engine, run.data, config.data, run.size, ranks, watchdog.beat)
-            perplexity = record.evaluated(*found) if found is not None else None
-        due = config.checkpoint.every and done % config.checkpoint.every == 0
-        if due or stopping or done == run.total_steps:
-            with record.between_steps("checkpoint"):
-                run.saver.start(done, _state(run, done, tokens))
-        if stopping and done < run.total_steps:
-            run.saver.finish()
+    def _between_steps(self, stopping: bool, metrics: dict[str, Any]) -> None:
+        """In this order: measure, log, evaluate, save, stop. Every rank takes the same way."""
+        config, done, last = self._run.config, self._done, self._done == self._inputs.total_steps
+        if self._run.ledger.mark("first step", lambda: self._engine.counters().memory()):
+            self._run.ledger.publish(self._run.directory.ledger, self._run.ranks, self._run.about)
+        if self._record.due(done):
+            self._record.log({**metrics, **self._engine.counters().traffic()})
+        if last or _is_due(config.train.eval_steps, done):
+            self._evaluate()
+        if last or stopping or _is_due(config.checkpoint.every, done):
+            with self._record.between_steps("checkpoint"):
+                self._saver.start(done, self._state())
+        if stopping and not last:
+            self._saver.finish()
             raise Terminated(f"stopped by SIGTERM after step {done}, which is saved: start again to continue")
 
-    watchdog.stop()
-    run.saver.finish()
-    run.ledger.mark(STEADY_PEAK, engine.counters().memory())
-    record.finish()
-    exported = _export(run) if config.checkpoint.export else None
-    said = None
-    if (prompt := config.observe.sample_prompt) is not None:
-        said = continuation(engine.generate, run.data.load_tokenizer(), prompt, config.observe.sample_tokens)
-    rows = run.ledger.publish(run.directory.ledger, ranks, run.about)
-    if ranks.rank == 0:
-        summary.finish(run.display, run.directory, rows, record.meter.overall(), said, exported, run.ledger.plan)
-    engine.close()
-    return Result(run.directory.path, done, loss, perplexity, exported)
+    def _evaluate(self) -> None:
+        run, inputs = self._run, self._inputs
+        found = evaluate(self._engine, inputs.data, run.config.data, inputs.size, run.ranks, self._watchdog.beat)
+        if found is not None:
+            self._perplexity = self._record.evaluated(*found)
+
+    def _mean_loss(self, step: int, sums: list[float], predicted: int) -> float:
+        """The loss of the global batch: the mean over all of its predicted tokens."""
+        bad = [str(rank) for rank, value in enumerate(sums) if not math.isfinite(value)]
+        if bad:
+            raise self._diverged(step, f"the loss is not finite on rank {', '.join(bad)}")
+        return math.fsum(sums) / max(1, predicted)
+
+    def _diverged(self, step: int, reason: str) -> DivergedError:
+        """Why the run ends, on every rank at once; a checkpoint that is being saved is good and is finished first."""
+        self._saver.finish()
+        kept = newest(self._run.directory.checkpoints)
+        where = f"the last checkpoint is {kept}" if kept else "there is no checkpoint yet"
+        return DivergedError(f"step {step + 1}: {reason}; {where}. Try a lower train.learning_rate or more warm-up")
+
+    def _state(self) -> dict[str, Any]:
+        """What a checkpoint holds beside weights and moments."""
+        config, batches = self._run.config, self._inputs.batches
+        return {
+            "step": self._done,
+            "tokens": self._tokens,
+            "position": vars(batches.position(self._done)),
+            # Every draw is made from (seed, name or epoch): the seed is all the state that randomness has.
+            "rng": {"seed": config.run.seed},
+            "determinants": batches.determinants(),
+            "config": config.model_dump(mode="json", by_alias=True),
+        }
+
+    # Finishing
+
+    def finish(self) -> Result:
+        """All is saved and measured, then exported, then shown."""
+        run, observe = self._run, self._run.config.observe
+        self._watchdog.stop()
+        self._saver.finish()
+        run.ledger.mark(STEADY_PEAK, self._engine.counters().memory())
+        self._record.finish()
+        exported = self._export() if run.config.checkpoint.export else None
+        said = None
+        if observe.sample_prompt is not None:
+            ask = (self._engine.generate, self._inputs.tokenizer, observe.sample_prompt, observe.sample_tokens)
+            said = continuation(*ask)
+        rows = run.ledger.publish(run.directory.ledger, run.ranks, run.about)
+        if run.ranks.rank == 0:
+            speed = self._record.meter.overall()
+            summary.finish(run.display, run.directory, rows, speed, said, exported, run.ledger.plan)
+        self._engine.close()
+        return Result(run.directory.path, self._done, self._loss, self._perplexity, exported)
+
+    def _export(self) -> Path:
+        run, source, built = self._run, self._inputs.source, self._model.built
+        target = run.directory.export  # an export of an earlier stage of this run is replaced
+        on_first(run.ranks, lambda: remove_directory(target) if target.exists() else None)
+        dtype = export_dtype(run.config.model.dtype, source.dtype, run.config.train.precision)
+        export(self._engine, built.tensors, target, dtype, self._files, run.ranks)
+        return target
 
 
-def _mean_loss(run: _Run, sums: list[float], predicted: int, step: int) -> float:
-    """The loss of the global batch: the mean over all of its predicted tokens. A non-finite one ends the run."""
-    bad = [str(rank) for rank, value in enumerate(sums) if not math.isfinite(value)]
-    if bad:
-        raise _stopped(run, step, f"the loss is not finite on rank {', '.join(bad)}")
-    return math.fsum(sums) / max(1, predicted)
-
-
-def _stopped(run: _Run, step: int, reason: str) -> TrainingError:
-    """Why the run ends, on every rank at once; a checkpoint that is being saved is good and is finished first."""
-    run.saver.finish()
-    kept = newest(run.directory.checkpoints)
-    where = f"the last checkpoint is {kept}" if kept else "there is no checkpoint yet"
-    return DivergedError(f"step {step}: {reason}; {where}. Try a lower train.learning_rate or more warm-up")
-
-
-def _state(run: _Run, step: int, tokens: int) -> dict[str, Any]:
-    """What a checkpoint holds beside weights and moments."""
-    return {
-        "step": step,
-        "tokens": tokens,
-        "position": vars(run.batches.position(step)),
-        # Every draw is made from (seed, name or epoch): the seed is all the state that randomness has.
-        "rng": {"seed": run.config.run.seed},
-        "determinants": run.batches.determinants(),
-        "config": run.config.model_dump(mode="json", by_alias=True),
-    }
-
-
-def _export(run: _Run) -> Path:
-    target = run.directory.export  # an export of an earlier stage of this run is replaced
-    on_first(run.ranks, lambda: remove_directory(target) if target.exists() else None)
-    dtype = export_dtype(run.config.model.dtype, run.source.dtype, run.config.train.precision)
-    export(run.engine, run.built.tensors, target, dtype, run.files, run.ranks)
-    return target
+def _is_due(every: int, done: int) -> bool:
+    """0: never."""
+    return every > 0 and done % every == 0
