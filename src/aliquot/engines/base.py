@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
+import torch
+
 from aliquot.config import deepspeed_json
 from aliquot.config.schema import RunConfig
 from aliquot.launch.topology import Topology
@@ -39,8 +41,12 @@ class EngineSpec:
     phase: Callable[[str], None] = lambda _: None  # told "forward" and "backward" as each ends, for the memory ledger
     building: Callable[[str], object] = lambda _: None  # told the phases of building, by an engine that has some
     deepspeed: Mapping[str, Any] | None = None  # DeepSpeed's own settings, complete; only for that engine
-    notes: tuple[str, ...] = ()  # lines for the person: how settings are followed
+    notes: tuple[str, ...] = ()  # lines for the person: settings that do not take effect as written, and why
     offload: bool = False  # of a GPU's weights, gradients and moments to host memory
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.precision == "bf16" else torch.float32
 
     @classmethod
     def of(

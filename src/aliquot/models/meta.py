@@ -15,6 +15,7 @@ from aliquot.errors import UnsupportedModelError
 from aliquot.loss.head_loss import summed_cross_entropy
 from aliquot.models import initialize
 from aliquot.models.batch import MicroBatch
+from aliquot.models.materialise import tied_weights
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -28,7 +29,7 @@ _log = logging.getLogger(__name__)
 class MetaModel:
     """A model whose parameters are on the meta device and whose non-persistent buffers are real, on CPU."""
 
-    # What sharding may change or hide in the model itself is noted here, before it.
+    # All but `model` is noted before an engine shards it: FSDP2 changes its class, ZeRO-3 the shapes of its weights.
     name: str  # of its class
     model: PreTrainedModel
     tensors: tuple[tuple[str, tuple[int, ...]], ...]  # every weight once, in the model's order
@@ -62,18 +63,8 @@ def build(config: PretrainedConfig) -> MetaModel:
     _check_layout(model)
     plain_head = _check_isolation(model)
     fills = initialize.record(model)
-    on_meta = [name for name, buffer in model.named_buffers() if buffer.is_meta]
-    if on_meta:
-        raise UnsupportedModelError(
-            f"{type(model).__name__}: cannot compute buffers {', '.join(on_meta)}: model not supported"
-        )
-    first_name = {parameter: name for name, parameter in model.named_parameters()}
-    tied = {
-        name: first_name[parameter]
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if first_name[parameter] != name
-    }
     tensors = tuple((name, tuple(parameter.shape)) for name, parameter in model.named_parameters())
+    tied = tied_weights(model)
     return MetaModel(type(model).__name__, model, tensors, tied, fills, _matmul_parameters(model), plain_head)
 
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from aliquot.collectives.hosts import Hosts
+from aliquot.collectives.json_values import gather
 from aliquot.collectives.reduce import add_sum
 from aliquot.collectives.ring import Piece, Ring
 from aliquot.errors import SelfTestError
-from aliquot.launch.ranks import gather
 
 if TYPE_CHECKING:
     from torch import Tensor
