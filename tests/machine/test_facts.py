@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aliquot.launch.gloo_interface import interface_towards
 from aliquot.machine.cpu import format_cpu_list, parse_cpu_list, read_cpu
 from aliquot.machine.facts import machine_facts
 from aliquot.machine.memory import memory_limit, memory_use, peak_rss, reset_peak_rss
-from aliquot.machine.network import InterfaceTraffic, interface_towards
+from aliquot.observe.interface_traffic import InterfaceTraffic
 
 MIB = 1 << 20
 

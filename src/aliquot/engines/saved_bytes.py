@@ -1,4 +1,4 @@
-"""A measure of what the forward pass keeps for the backward pass, whatever is recomputed."""
+"""How many bytes the forward pass keeps for the backward pass, with or without recomputation."""
 
 from __future__ import annotations
 

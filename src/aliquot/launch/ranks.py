@@ -20,11 +20,11 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # public,
 
 from aliquot.collectives import json_values
 from aliquot.collectives.json_values import JSON
+from aliquot.launch.gloo_interface import check_interface, choose_interface
 from aliquot.launch.numa_memory import bind_memory, prefer_node
 from aliquot.launch.preload import tune
 from aliquot.launch.rendezvous import meet_ranks
 from aliquot.launch.topology import Topology
-from aliquot.machine.network import check_interface, interface_towards
 
 
 class Ranks:
@@ -113,12 +113,3 @@ def pin(cores: tuple[int, ...]) -> None:
 def _threads() -> Iterator[int]:
     for task in Path("/proc/self/task").iterdir():
         yield int(task.name)
-
-
-def choose_interface(topology: Topology) -> None:
-    """Tell gloo where to listen, unless GLOO_SOCKET_IFNAME does; on one node that needs no resolvable host name."""
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        return
-    interface = "lo" if topology.nodes == 1 else interface_towards(os.environ["MASTER_ADDR"])
-    if interface is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = interface

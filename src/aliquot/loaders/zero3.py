@@ -204,7 +204,7 @@ def _prove(init: Any) -> None:
 
 @contextmanager
 def _same_ids(init: Any) -> Iterator[None]:
-    """The proof's parameters take no ids away: those of the model begin where they would have."""
+    """Give back the ids that the proof's parameters take: those of the model begin where they would have."""
     before = init.param_id
     try:
         yield
@@ -248,7 +248,7 @@ def _construct(config: PretrainedConfig, dtype: torch.dtype, options: dict[str, 
 
 
 def _settings(config: dict[str, Any] | Path | str | None) -> dict[str, Any] | None:
-    """Of DeepSpeed's JSON what zero.Init needs, where partitions lie; the batch may still be "auto". None: no JSON."""
+    """What zero.Init needs of DeepSpeed's JSON: where partitions lie. The batch may be "auto" still. None: no JSON."""
     from transformers.integrations.deepspeed import deepspeed_config
 
     whole: dict[str, Any] | None = config if isinstance(config, dict) else deepspeed_config()

@@ -101,9 +101,9 @@ def _check_layout(model: PreTrainedModel) -> None:
 
 
 def _check_isolation(model: PreTrainedModel) -> bool:
-    """Every attention layer must receive the document edges: one that does not would mix documents silently.
+    """Check that every attention layer receives the document edges: one that does not would mix documents silently.
 
-    Whether the logits are what the output head returns, nothing done to them.
+    Returns whether the logits are what the output head returns, nothing done to them.
     """
     ids = torch.zeros(1, 4, dtype=torch.int64, device="meta")
     documents = Documents((0, 1, 4))
@@ -160,7 +160,7 @@ def losses_agree(model: nn.Module, fused: Callable[[MicroBatch, float], tuple[Te
         ours = float(fused(batch, 1.0)[0])
         ids, positions, labels = (t.to(device) for t in (batch.input_ids, batch.position_ids, batch.labels))
         theirs = float(whole_logits_loss(model, ids, positions, labels, Documents(edges)))
-    # bf16 logits carry 8 bits; without weights yet, nan on both sides says nothing.
+    # bf16 logits carry 8 bits. Before weights are loaded both may be nan, which says nothing.
     if math.isclose(ours, theirs, rel_tol=0.02, abs_tol=1e-3) or math.isnan(theirs):
         return True
     _log.warning("the fused loss gives %g where the model's own gives %g: training with the model's own", ours, theirs)

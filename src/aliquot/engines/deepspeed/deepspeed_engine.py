@@ -36,7 +36,7 @@ from aliquot.ranges.parts import KINDS, Part
 if TYPE_CHECKING:
     from torch import Tensor
 
-# DeepSpeed's own words while it builds, and the phases of the ledger that they end: those of the seeds' table.
+# What DeepSpeed says of its memory while it builds -> the phase of the ledger that ends there.
 _PHASES = {
     "Before creating fp16 partitions": "after load",
     "After creating fp16 partitions": "after bf16 partitions",
@@ -82,7 +82,7 @@ class DeepspeedEngine:
 
     @classmethod
     def build(cls, meta: nn.Module, spec: EngineSpec, topology: Topology) -> Self:
-        os.environ.setdefault("LOCAL_RANK", str(topology.local_rank))  # zero.Init wants it, alone too
+        os.environ.setdefault("LOCAL_RANK", str(topology.local_rank))  # zero.Init wants it, even of a single rank
         os.environ.setdefault("DS_ACCELERATOR", topology.device)
         deepspeed = import_deepspeed()
         if topology.device == "cpu":
@@ -95,7 +95,7 @@ class DeepspeedEngine:
         cast_parameters(meta, spec.compute_dtype)
         partition(meta, settings)
         for weight in cast("Any", meta.parameters()):
-            weight.ds_tensor.zero_()  # there, as loaded weights would be, for the ledger's sake
+            weight.ds_tensor.zero_()  # touches the memory, so that the ledger counts it as weights
         training = _Training(meta, spec.fused_loss)
         if spec.fused_loss:
             deepspeed.zero.register_external_parameter(training, training.head.weight)
@@ -132,7 +132,7 @@ class DeepspeedEngine:
         return values if values.device.type == "cpu" else None
 
     def ready(self) -> None:
-        """The compute copy made from the masters; a check that gradients are averaged and the partitions gathered."""
+        """Make the compute copy from the masters, and check that all ranks gather the same."""
         for own in self._partitions.values():
             own.parameter.ds_tensor[: own.stop - own.start].copy_(own.values("weight"))
         first = next(iter(self._partitions.values()))
@@ -245,7 +245,7 @@ class _Training(nn.Module):
 
 @contextmanager
 def _told(building: Any) -> Iterator[None]:
-    """Tell `building` of each phase in which DeepSpeed would print its memory: it has no other way to be asked."""
+    """Call `building` where DeepSpeed would print its memory; only a profiler of calls gets to know of that."""
     from deepspeed.runtime.utils import see_memory_usage
 
     code = see_memory_usage.__code__

@@ -245,14 +245,14 @@ def _share_memory(model: nn.Module, spec: EngineSpec, topology: Topology) -> Sta
     stage = Stage(peers)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # The classes that they are typed with are private; what counts is that they are called with keywords.
+            # torch types them with private classes, and only calls them with keywords.
             module.set_custom_all_gather(SharedAllGather(stage))  # type: ignore[arg-type]
             module.set_custom_reduce_scatter(SharedReduceScatter(stage))  # type: ignore[arg-type]
     return stage
 
 
 def _add_fused_loss(model: nn.Module) -> None:
-    """A method of the model, and one of its head, that gather weights as calling them would."""
+    """Give model and head a method `fused_loss`, for which FSDP2 gathers their weights as for a call of `forward`."""
     head = model.get_output_embeddings()  # type: ignore[operator]
 
     def of_head(head: nn.Module, hidden: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:

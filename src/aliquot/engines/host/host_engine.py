@@ -122,7 +122,7 @@ class HostEngine:
         )
 
     def _listen(self) -> Iterator[RemovableHandle]:
-        """Each gradient leaves when autograd has it complete, a tied weight's once."""
+        """Hooks that hand each gradient on as soon as autograd has completed it, a tied weight's once."""
         for index, (_, parameter) in enumerate(self._model.named_parameters()):
 
             def leave(parameter: Tensor, index: int = index) -> None:
@@ -251,7 +251,7 @@ class HostEngine:
         return StepResult(norm)
 
     def _publish(self) -> None:
-        """Every rank of every host may read what the owners have written."""
+        """Bring what the owners have written to every host; when this returns all ranks may read it."""
         wire = self._hosts.wire
         if wire is not None:
             ranks = [ranks[self._hosts.peers.index] for ranks in self._hosts.table]
@@ -266,7 +266,7 @@ class HostEngine:
 
     def counters(self) -> Counters:
         wire, own, moments_bytes = self._hosts.wire, self._owned, self._moments_bytes
-        # An update reads and writes gradients twice, for the norm and the step, the rest once each way.
+        # Gradients are read twice, for the norm and for the update; moments and master weights are read and written.
         update_bytes = 2 * self._gradients.size_bytes + 2 * moments_bytes + 2 * 4 * own
         return Counters(
             weights_bytes=2 * own if self._compute == torch.bfloat16 else 0,
@@ -290,7 +290,7 @@ class HostEngine:
         return result
 
     def close(self) -> None:
-        # A cycle through autograd's own memory, where Python's collector does not look: engine, weight, hook, engine.
+        # Engine, weight, hook, engine: a cycle through autograd's own memory, which Python's collector does not see.
         for hook in self._hooks:
             hook.remove()
         self._hosts.peers.close()
