@@ -43,7 +43,6 @@ def test_each_byte_is_read_by_one_rank(tmp_path: Path, dtype: torch.dtype, world
     save_file(values(dtype), tmp_path / "model.safetensors")
     read_bytes = run_world(world, lambda ranks: load(tmp_path, ranks, dtype))
     assert sum(read_bytes) == (36 + 16 + 4 + 1) * dtype.itemsize
-    assert all(report.elapsed_s > 0 for report in reports)
 
 
 def test_shards_with_different_dtypes(tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ One rank a GPU. On CPU:
   costs only its process and its activations, and many ranks of few threads waste less than a few of many threads:
   whatever lies between two matrix products runs on one core or waits for the slowest thread. At most: a rank a core up
   to four a NUMA node, then one for every four cores (each keeps a socket to each other, and activations of its own), as
-  far as the memory limit holds their processes. Up to that, the number is taken with which a step's micro-batches should
-  take the least time, the largest of equals: rounds of micro-batches x time of one, a fifth of it (an estimate) on one
-  core.
+  far as the memory limit holds their processes. Up to that, the number is taken with which a step's micro-batches
+  should take the least time, the largest of equals: rounds of micro-batches x time of one, a fifth of it (an estimate)
+  on one core.
 - The other engines gather or hold layers in every rank: one rank a NUMA node.
 - Without `train.global_batch_size` a batch is so much *a rank*, and more ranks would train something else: likewise.
 
