@@ -64,10 +64,10 @@ def sums() -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
+    from aliquot.collectives.json_values import gather
     from aliquot.collectives.peers import Peers
     from aliquot.collectives.reduce import add_sum
     from aliquot.collectives.ring import Piece, Ring
-    from aliquot.launch.ranks import gather
 
     peers = Peers.join(dist.get_rank(), gather)
     ring = Ring(peers, SUM_BYTES)

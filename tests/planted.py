@@ -58,7 +58,7 @@ FAULTS = (
     ),
     Fault(
         "rename-before-fsync", "ranges/publish.py",
-        "    _sync_directory(partial)\n    partial.rename(target)", "    partial.rename(target)",
+        "    sync(partial)\n    partial.rename(target)", "    partial.rename(target)",
         ("tests/ranges/test_publish.py",),
     ),
     Fault(

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from aliquot.collectives.hosts import Hosts
+from aliquot.collectives.json_values import gather
 from aliquot.collectives.peers import PeerLost, Peers
 from aliquot.collectives.reduce import add_sum
 from aliquot.collectives.ring import Piece, Ring
-from aliquot.launch.ranks import gather
 from tests.processes import as_ranks
 
 

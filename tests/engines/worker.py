@@ -12,15 +12,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig
 
 from aliquot.collectives.hosts import Hosts
-from aliquot.engines import saved_bytes
+from aliquot.collectives.json_values import gather
 from aliquot.engines.base import Engine, EngineSpec
 from aliquot.engines.deepspeed.deepspeed_engine import DeepspeedEngine
 from aliquot.engines.dtensors import dtensor
 from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
 from aliquot.engines.host.host_engine import HostEngine
-from aliquot.launch.ranks import gather
 from aliquot.launch.topology import Topology
-from aliquot.models import initialize, meta
+from aliquot.models import initialize, meta, recompute
 from aliquot.ranges.parts import KINDS
 from tests.engines import cases
 from tests.processes import as_ranks
@@ -55,7 +54,7 @@ def train(kind: str, case: cases.Case, rank: int, world_size: int, folder: Path)
     )
     topology = Topology(rank, world_size, rank, world_size, 0, 1, "cpu", 1, ())
     if kind == "hosts":  # one rank each
-        saved_bytes.enable(built.model, case.checkpointing)
+        recompute.enable(built.model, case.checkpointing)
         engine: Engine = HostEngine(built.model, spec, Hosts.join(rank, 0, gather, f"host {rank}"), topology)
     elif kind == "numa":  # two nodes on one host
         engine = HostEngine(built.model, spec, Hosts.join(rank, rank % 2, gather), topology)

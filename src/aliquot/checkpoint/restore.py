@@ -16,9 +16,9 @@ from typing import Any
 from aliquot.checkpoint.directories import STATE, STEMS, directories, newest, step_of
 from aliquot.errors import DamagedCheckpoint, ResumeError, UserError
 from aliquot.ranges.bytemap import ByteMap, Shape, check_tensors
-from aliquot.ranges.checksums import BlockChecksums, Piece, combine_pieces
+from aliquot.ranges.checksums import BlockChecksums, Piece
 from aliquot.ranges.jsonfile import read_json
-from aliquot.ranges.manifest import check_blocks, read_manifest, verify_file
+from aliquot.ranges.manifest import check_read, read_manifest
 from aliquot.ranges.parts import Kind, PartStore
 from aliquot.ranges.together import RankGroup, on_first, together
 from aliquot.ranges.transfer import fill
@@ -74,12 +74,7 @@ def _verified(directory: Path, pieces: list[Piece]) -> dict[str, Any]:
         manifest = read_manifest(directory)
         head_bytes = {path: count for found in _maps(directory).values() for path, count in found.header_bytes.items()}
         manifest.record(STATE)
-        heads = BlockChecksums()
-        heads.add_heads(head_bytes)
-        sizes = {path.name: manifest.record(path.name).bytes for path in head_bytes}
-        check_blocks(directory, manifest, combine_pieces(chain(heads.pieces(), pieces), sizes))
-        for name in set(manifest.files) - set(sizes):
-            verify_file(directory, manifest, name)
+        check_read(directory, manifest, head_bytes, pieces, set(manifest.files) - {path.name for path in head_bytes})
         return read_json(directory / STATE)
 
 

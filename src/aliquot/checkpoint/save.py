@@ -105,7 +105,8 @@ class Draft:
 
     def publish(self, written: Sequence[Sequence[Piece]], keep: int) -> None:
         """On rank 0, when all ranks have written: the manifest, one rename, then retention. Raises OSError."""
-        commit(self.partial, self.target, lambda: self._finish(written))
+        self._finish(written)
+        commit(self.partial, self.target)
         retain(self._root, keep, self.target)
         clean(self._root)
 

@@ -131,7 +131,7 @@ class Saver:
         self._live = None
         pieces: list[list[Piece]] = self._ranks.gather(work.result)
         keep = self._settings.keep
-        self._work = _Background((lambda: draft.publish(pieces, keep)) if self._ranks.rank == 0 else _nothing)
+        self._work = _Background(lambda: draft.publish(pieces, keep) if self._ranks.rank == 0 else None)
 
     def _abandon(self) -> None:
         """Every rank stops writing before rank 0 removes what was written."""
@@ -181,7 +181,3 @@ class _Background:
 
     def join(self) -> None:
         self._thread.join()
-
-
-def _nothing() -> None:
-    pass

@@ -9,7 +9,7 @@ import typer
 
 from aliquot.cli.one_line_errors import one_line_errors
 
-_MOST = 1e9  # GiB or Gbit/s; far beyond, sizes in bytes are no numbers
+_MOST = 1e9  # GiB or Gbit/s; far above, sizes in bytes become infinite
 
 
 def command(

@@ -48,7 +48,7 @@ class _Account:
     found: list[RuleFinding]
 
     def groups(self, terms: Sequence[dict[str, Any]], where: object) -> list[dict[str, Any]] | None:
-        """Terms are alternatives, as in Karpenter. None: there is no saying."""
+        """Those that any of the terms selects, as in Karpenter. None: AWS refused to say."""
         queries = []
         for term in terms:
             names = [{"Name": "group-name", "Values": [term["name"]]}] if "name" in term else []

@@ -73,7 +73,7 @@ def plan_line(job: Job) -> str:
 
 
 def write(files: dict[str, str], directory: Path) -> None:
-    """Replaces files of the same names; another manifest there would be applied, too, only if it were listed."""
+    """Replace files of the same names. Others stay and are not applied: kustomization.yaml does not list them."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():

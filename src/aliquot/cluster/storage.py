@@ -17,7 +17,7 @@ def claim_name(job: Job) -> str:
 
 
 def storage(job: Job) -> dict[str, Document]:
-    """By file name; nothing where the claim exists already."""
+    """Manifests by file name; none where the claim exists already."""
     kind = job.section.storage.kind
     if kind == "claim":
         return {}

@@ -1,4 +1,4 @@
-"""A DeepSpeed JSON as part of the run config: its values fill the keys that are silent, contradictions are errors."""
+"""A DeepSpeed JSON as part of the run config: its values fill the keys that nobody set, contradictions are errors."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _KINDS: dict[str, _Kind] = {
 
 
 def fill(values: dict[str, Any], locations: Locations) -> None:
-    """Put the JSON that `shard.deepspeed_config` names (or is) in place of its name and its values where they belong.
+    """Replace the path in `shard.deepspeed_config` by its JSON, and copy its values to the keys that mean the same.
 
     `locations` tells of each key where it was written, and is told of the new ones. Raises UserError for a file that
     cannot be read, unknown and rejected keys, and values that contradict the run config, naming both places.
@@ -92,7 +92,7 @@ def fill(values: dict[str, Any], locations: Locations) -> None:
     for path, value in _meant(found):
         section, _, key = path[1].partition(".")
         where = _place(path[0], locations)
-        # A null is silent: the complete config that a run saves has one wherever nothing was said.
+        # A null counts as not set: the complete config that a run saves has one for every such key.
         earlier = None if train.get(key) is None else locations.get((section, key), "the run config")
         if earlier is not None and train[key] != value:
             raise DeepspeedConfigError(
@@ -106,7 +106,7 @@ def fill(values: dict[str, Any], locations: Locations) -> None:
 
 
 def settings(config: RunConfig, world_size: int, hidden_size: int) -> tuple[dict[str, Any], list[str]]:
-    """What DeepSpeed is given, complete, and lines that say what became of the user's keys.
+    """The complete settings for DeepSpeed, and lines that say what became of the user's keys.
 
     Raises UserError where the batch of the JSON does not multiply out at `world_size`.
     """
@@ -142,7 +142,7 @@ def settings(config: RunConfig, world_size: int, hidden_size: int) -> tuple[dict
 
 
 def _without_auto(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy without what is "auto", which says nothing, and without the sections that say nothing else."""
+    """A copy without the values "auto", which set nothing, and without sections that then are empty."""
     found = {
         key: _without_auto(value) if isinstance(value, dict) and value else deepcopy(value)
         for key, value in values.items()

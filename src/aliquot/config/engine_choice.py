@@ -13,7 +13,7 @@ _SHARED_FRACTION = 0.5  # of a machine's memory that one copy of the weights may
 def chosen_engine(
     config: RunConfig, device: Literal["cpu", "cuda"], numel: int, memory_bytes: int, even: bool = True
 ) -> Literal["host", "fsdp", "deepspeed"]:
-    """The engine for a model of `numel` parameters on hosts of so much memory; `even`: with as many ranks on each.
+    """The engine for a model of `numel` parameters on hosts of `memory_bytes`; `even`: all have as many ranks.
 
     Raises EngineError for settings that the engine cannot follow.
     """

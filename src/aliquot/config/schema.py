@@ -213,7 +213,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def deepspeed_fills(cls, values: Any) -> Any:
-        """What the file's reader has done already, with lines to name, is done here for a config made in Python."""
+        """For a config made in Python; for a file `read_config` has done it already, and could name its lines."""
         if not isinstance(values, dict) or not isinstance(values.get("shard"), dict):
             return values
         values = deepcopy(values)

@@ -48,7 +48,7 @@ class Workload:
 
 
 def _weight(edges: Edges) -> int:
-    """How many attention probabilities are kept, about: attention/tiles.py and tiled_attention.py."""
+    """About how many attention probabilities attention/tiled_attention.py keeps."""
     total = 0
     for start, stop in pairwise(edges):
         length = stop - start

@@ -7,13 +7,13 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from aliquot.errors import StorageError
+from aliquot.ranges.publish import begin_alone, commit, sync
 
 
 def cache_root(configured: Path | None) -> Path:
@@ -31,24 +31,22 @@ def publishing(directory: Path) -> Iterator[Path]:
     Raises UserError where the cache cannot be written; the block may raise its own.
     """
     try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
+        beside = begin_alone(directory)
+        beside.chmod(0o700)  # what a person trains on may be for nobody else's eyes
         _sweep(directory.parent)
-        beside = Path(tempfile.mkdtemp(prefix=f".{directory.name[:16]}-", dir=directory.parent))
     except OSError as error:
         raise StorageError(
             f"cannot write the data cache: {error.strerror}; set data.cache_directory", directory.parent
-        ) from (error)
+        ) from error
     try:
         yield beside
         for path in beside.iterdir():
-            _fsync(path)
-        _fsync(beside)
+            sync(path)
         try:
-            beside.rename(directory)
+            commit(beside, directory)
         except OSError:
             if not directory.is_dir():
                 raise
-        _fsync(directory.parent)
     except OSError as error:
         raise StorageError(f"cannot write the data cache: {error}; set data.cache_directory", directory) from error
     finally:
@@ -74,11 +72,3 @@ def _sweep(parent: Path) -> None:
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > 86400:
                 shutil.rmtree(path)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -80,7 +80,7 @@ def prepare(
             HeldOut(train, section.eval_fraction, "held out"),
         )
     root = cache_root(section.cache_directory)
-    told = progress or _silent
+    told = progress or (lambda what, done_bytes, total_bytes: None)
     tokenizer = configured_tokenizer(section, model_dir, train, root, partial(told, "training the tokenizer"))
     check_vocabulary(tokenizer, vocab_size)
     directory = publish_tokenizer(tokenizer, root)
@@ -171,7 +171,3 @@ class _Builder:
             # The template writes bos and eos itself; on explicit request they are added where it does not.
             add_bos, add_eos = add_bos is True, add_eos is True
         return convention_of(self.tokenizer, add_bos, add_eos)
-
-
-def _silent(_what: str, _done_bytes: int, _total_bytes: int) -> None:
-    pass

@@ -33,7 +33,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Subject:
-    """A machine, as one process may use it. Files are looked for under `root`; what is not a file is as it is here."""
+    """A machine, as one process may use it. Files are read under `root`; all that is no file is this machine's own."""
 
     root: Path = Path("/")
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))

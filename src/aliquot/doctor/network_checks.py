@@ -9,8 +9,8 @@ import psutil
 
 from aliquot.doctor.finding import Finding, Subject
 from aliquot.errors import UsageError
+from aliquot.launch.gloo_interface import address_of, interface_towards
 from aliquot.machine.cgroup import read
-from aliquot.machine.network import address_of, interface_towards
 
 _CONNECT_S = 5.0
 _AMAZON, _EFA = "0x1d0f", "0xefa"

@@ -5,15 +5,18 @@ No process group, DTensor, scheduler or JSON crosses it. `train.py` knows nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+
+import torch
 
 from aliquot.config import deepspeed_json
 from aliquot.config.schema import RunConfig
 from aliquot.launch.topology import Topology
 from aliquot.models.batch import MicroBatch
-from aliquot.ranges.parts import Part
+from aliquot.ranges.parts import PartStore
+from aliquot.ranges.transfer import InMemory
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -35,12 +38,16 @@ class EngineSpec:
     adam_epsilon: float = 1e-8
     optimizer_states: Literal["fp32", "bf16", "int8"] = "fp32"
     compile: Literal["none", "layers"] = "none"
-    collectives: Literal["auto", "shared_memory", "gloo"] = "gloo"  # of fsdp; auto: the first that can be
+    collectives: Literal["auto", "shared_memory", "gloo"] = "gloo"  # of engine fsdp; auto: shared memory if possible
     phase: Callable[[str], None] = lambda _: None  # told "forward" and "backward" as each ends, for the memory ledger
-    building: Callable[[str], object] = lambda _: None  # told the phases of building, by an engine that has some
+    building: Callable[[str], object] = lambda _: None  # told the end of each phase of building, by DeepSpeed
     deepspeed: Mapping[str, Any] | None = None  # DeepSpeed's own settings, complete; only for that engine
-    notes: tuple[str, ...] = ()  # lines for the person: how settings are followed
+    notes: tuple[str, ...] = ()  # lines for the person: settings that do not take effect as written, and why
     offload: bool = False  # of a GPU's weights, gradients and moments to host memory
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.precision == "bf16" else torch.float32
 
     @classmethod
     def of(
@@ -99,10 +106,7 @@ class Counters:
     wire_bytes: int  # handed by this rank to collectives that use the network, be it loopback
     shared_bytes: int = 0  # this rank's share of what all ranks of the host have in common
     staged_bytes: int = 0  # handed to peers through shared memory
-    moved_bytes: int = (
-        0  # read and written in memory for gradients, their sums and the update: what faster cores wait for
-    )
-
+    moved_bytes: int = 0  # read and written in memory for gradients, sums and update: what faster cores wait for
     reduce_s: float | None = None  # seconds since build in sums and collectives; None: not told apart from computing
     wait_s: float = 0.0  # seconds since build that this rank waited for others inside them
 
@@ -130,8 +134,11 @@ class Counters:
         return self.reduce_s, self.wait_s
 
 
-class Engine(Protocol):
-    """One model, its gradients and its optimizer state, 1/N of each on this rank."""
+class Engine(PartStore, InMemory, Protocol):
+    """One model, its gradients and its optimizer state, 1/N of each on this rank.
+
+    Its parts are this rank's weights and both moments; empty parts are left out.
+    """
 
     @classmethod
     def build(cls, meta: nn.Module, spec: EngineSpec, topology: Topology) -> Self:
@@ -144,22 +151,6 @@ class Engine(Protocol):
     @property
     def transport(self) -> str:
         """What carries its collectives, for people: `shared memory`, `gloo`, `nccl`, or how they are combined."""
-        ...
-
-    def parts(self) -> Sequence[Part]:
-        """The parts that this rank owns: weights and both moments. Empty parts are left out."""
-        ...
-
-    def read(self, part: Part, start: int, out: Tensor) -> None:
-        """Copy elements [start, start + out.numel()) of the tensor, all inside `part`, into flat fp32 CPU `out`."""
-        ...
-
-    def write(self, part: Part, start: int, values: Tensor) -> None:
-        """Set elements [start, start + values.numel()) of the tensor, all inside `part`, from flat fp32 `values`."""
-        ...
-
-    def view(self, part: Part) -> Tensor | None:
-        """The part where it lies, flat, if it is plain CPU memory of a float dtype; None: `read` and `write` serve."""
         ...
 
     def ready(self) -> None:

@@ -22,7 +22,7 @@ _COMPILERS = ("g++", "clang++", "c++")
 
 
 def compile_layers(model: nn.Module, threads: int) -> None:
-    """Before anything wraps the layers. Raises UserError where there is no C++ compiler."""
+    """To be called before anything wraps the layers. Raises UserError where there is no C++ compiler."""
     if not any(shutil.which(name) for name in (os.environ.get("CXX", ""), *_COMPILERS) if name):
         raise MissingToolError(
             "train.compile: layers needs a C++ compiler (g++ or clang++), and none is installed: use none"

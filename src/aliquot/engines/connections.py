@@ -5,14 +5,14 @@ from __future__ import annotations
 import platform
 
 from aliquot.collectives.peers import host_identity
+from aliquot.launch.gloo_interface import address_of, gloo_interface
 from aliquot.launch.ranks import Ranks
-from aliquot.machine.network import address_of, gloo_interface
 
 
 def group_lines(ranks: Ranks, transport: str) -> list[str]:
     """A line for the group of all ranks, one for the engine's `transport`; none for a rank alone. Collective.
 
-    What each rank tells of itself comes through the group that is reported, so it is connected.
+    What is reported has come through the very group, which proves that it is connected.
     """
     interface = gloo_interface()
     own = [platform.node(), interface or "default interface", address_of(interface)]

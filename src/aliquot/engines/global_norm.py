@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def global_norm(gradients: Sequence[Tensor], device: torch.device) -> float:
-    """Of this rank's flat `gradients` and all others': every rank adds the same numbers, exactly. Collective.
+    """The norm of all ranks' flat `gradients`; every rank adds the same numbers, exactly. Collective.
 
     nan where any gradient is not finite.
     """

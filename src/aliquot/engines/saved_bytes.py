@@ -1,4 +1,4 @@
-"""A measure of what the forward pass keeps for the backward pass, whatever is recomputed."""
+"""How many bytes the forward pass keeps for the backward pass, with or without recomputation."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from aliquot.models.recompute import KEPT, enable
+from aliquot.models.recompute import KEPT
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-__all__ = ["SavedBytes", "enable"]
 
 
 class SavedBytes:

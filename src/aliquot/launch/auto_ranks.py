@@ -1,16 +1,18 @@
 """`launch.ranks: auto`: how many ranks a machine gets when nobody says.
 
-One rank a GPU. On CPU, with engine host (and auto, which takes it where it fits) several ranks compute from one copy of
-the weights, so that a further rank costs its process and its activations only, and several ranks of few threads waste
-less than one of many: whatever lies between two matrix products runs on one core or waits for the slowest thread. So a
-NUMA node has at most a rank a core up to four, beyond that a rank for every four cores (each keeps a socket to each
-other, and activations of its own), as far as the memory limit holds their processes; and no rank lies on two nodes. Of
-the numbers up to that the one is taken by which a step's micro-batches should take the least time, the largest if
-several are equal: rounds of micro-batches x time of one, of which a fifth is taken to run on one core whatever the
-threads. That fifth is an estimate.
+One rank a GPU. On CPU:
 
-The other engines gather or hold layers in every rank: one rank a NUMA node. Likewise where `train.global_batch_size` is
-not given: the batch is then so and so much *a rank*, and more ranks would train something else.
+- Engine host, and auto, which takes it where it fits: ranks compute from one copy of the weights, so a further rank
+  costs only its process and its activations, and many ranks of few threads waste less than a few of many threads:
+  whatever lies between two matrix products runs on one core or waits for the slowest thread. At most: a rank a core up
+  to four a NUMA node, then one for every four cores (each keeps a socket to each other, and activations of its own), as
+  far as the memory limit holds their processes. Up to that, the number is taken with which a step's micro-batches
+  should take the least time, the largest of equals: rounds of micro-batches x time of one, a fifth of it (an estimate)
+  on one core.
+- The other engines gather or hold layers in every rank: one rank a NUMA node.
+- Without `train.global_batch_size` a batch is so much *a rank*, and more ranks would train something else: likewise.
+
+No rank lies on two nodes.
 """
 
 from __future__ import annotations

@@ -85,10 +85,10 @@ def start_ranks(
     """Run `python ARGV` as every local rank and wait for them; the exit code of this process.
 
     Rank 0 talks on this console, rank N into rank-N.log of `log_directory`. When a rank dies, all end and the one
-    that failed first is named in a line or two. `automatic`: nobody asked for just so many ranks; several nodes then
-    agree on the smallest number among them. 2: bad input; 128 + signal: this process was told to stop.
+    that failed first is named in a line or two. `automatic`: launch.ranks was auto, so several nodes agree on the
+    smallest number that one of them chose. Returns 2 for bad input, 128 + signal if this process was told to stop.
     """
-    # Read when torch is imported, here and in the ranks: a lost peer is reported once, by the lines below.
+    # Keeps torch, which reads it at import here and in the ranks, from reporting a lost peer: the lines below do.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException

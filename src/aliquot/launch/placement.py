@@ -26,7 +26,7 @@ def place(
 
     `cpu` must be read before any pinning. Without RANK in `environ` the process is alone: rank 0 of 1.
     """
-    # WORLD_SIZE without RANK is what a person exports for torchrun: it says how many ranks to start, see launch.py.
+    # WORLD_SIZE without RANK is what a person exports for torchrun: it says how many ranks to start (launcher.py).
     alone = "RANK" not in environ
     rank, world_size = _number(environ, "RANK", 0), 1 if alone else _number(environ, "WORLD_SIZE", 1)
     local_rank = 0 if alone else _number(environ, "LOCAL_RANK", 0)
@@ -79,9 +79,9 @@ def threads_per_rank(
 def core_sets(cpu: CpuFacts, local_ranks: int, threads: int) -> list[tuple[int, ...]]:
     """Sets of logical CPUs, one a local rank, as a rule disjoint and one CPU a physical core; all empty: do not pin.
 
-    A rank alone needs no fence; more ranks or threads than cores must share them; and under a quota the cores are
-    also other containers', which would all crowd onto the first ones. Where they are not pinned to cores of their
-    own, the ranks of a machine with several NUMA nodes are still kept to a node each, all CPUs of it.
+    Ranks get no cores of their own where there is only one rank, where there are more ranks or threads than cores, and
+    under a quota: other containers use the same cores, and all of them would crowd onto the first ones. On several
+    NUMA nodes such ranks are still kept to all CPUs of one node each.
     """
     if local_ranks == 1:
         return [()]

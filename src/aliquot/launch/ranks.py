@@ -1,15 +1,14 @@
-"""The ranks of a run as one group: joining it, and small values passed among its members as JSON."""
+"""The ranks of a run as one group: joining and leaving it, its cores and memory."""
 
 from __future__ import annotations
 
 import gc
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -17,17 +16,15 @@ import torch.distributed as dist
 # Its functions have the default group as it is at import as a default argument. Imported later, by a model's code, they
 # would hold the group for good: destroying it would then not end gloo's threads (see `Ranks.close`).
 import torch.distributed.nn
-from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not re-exported
 
+from aliquot.collectives import json_values
+from aliquot.collectives.json_values import JSON
+from aliquot.launch.gloo_interface import check_interface, choose_interface
 from aliquot.launch.numa_memory import bind_memory, prefer_node
 from aliquot.launch.preload import tune
 from aliquot.launch.rendezvous import meet_ranks
 from aliquot.launch.topology import Topology
-from aliquot.machine.network import check_interface, interface_towards
-
-# Any value that json writes and reads back equal.
-JSON = Any
 
 
 class Ranks:
@@ -76,17 +73,11 @@ class Ranks:
 
     def gather(self, value: JSON) -> list[JSON]:
         """The values of all ranks, by rank, on every rank."""
-        return gather(value)
+        return json_values.gather(value)
 
     def broadcast(self, value: JSON) -> JSON:
         """Rank 0's value on every rank; what the others pass is not looked at."""
-        text = _encode(value) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
-        size = torch.tensor([text.numel()])
-        dist.broadcast(size, src=0)
-        if self.rank != 0:
-            text = torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(text, src=0)
-        return _decode(text)
+        return json_values.broadcast(value)
 
     @contextmanager
     def unpinned(self) -> Iterator[None]:
@@ -112,19 +103,6 @@ class Ranks:
         dist.destroy_process_group()
 
 
-def gather(value: JSON) -> list[JSON]:
-    """The values of all ranks of the default group, by rank, on every rank. Collective."""
-    own = _encode(value)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([own.numel()]))
-    longest = max(int(size) for size in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: own.numel()] = own
-    texts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
-    dist.all_gather(texts, padded)
-    return [_decode(text[: int(size)]) for text, size in zip(texts, sizes, strict=True)]
-
-
 def pin(cores: tuple[int, ...]) -> None:
     """Confine this process, the threads that libraries have started already included, to these logical CPUs."""
     for thread in _threads():
@@ -135,21 +113,3 @@ def pin(cores: tuple[int, ...]) -> None:
 def _threads() -> Iterator[int]:
     for task in Path("/proc/self/task").iterdir():
         yield int(task.name)
-
-
-def choose_interface(topology: Topology) -> None:
-    """Tell gloo where to listen, unless GLOO_SOCKET_IFNAME does; on one node that needs no resolvable host name."""
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        return
-    interface = "lo" if topology.nodes == 1 else interface_towards(os.environ["MASTER_ADDR"])
-    if interface is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = interface
-
-
-def _encode(value: JSON) -> Tensor:
-    """JSON text as uint8 [bytes]."""
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-
-
-def _decode(text: Tensor) -> JSON:
-    return json.loads(text.numpy().tobytes())

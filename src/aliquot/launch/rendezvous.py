@@ -27,14 +27,14 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: i
 
 from aliquot.config.schema import LaunchSection
 from aliquot.errors import RendezvousError
+from aliquot.launch.gloo_interface import address_of, gloo_interface
 from aliquot.launch.topology import Topology
-from aliquot.machine.network import address_of, gloo_interface
 
 _POLL_S = 0.1
 _CONNECT_S = 5.0
 _SAY_EVERY_S = 30.0
 _STORE_TIMEOUT_S = 30.0
-_GRACE_S = 2.0  # of the first one, so that the others can read what it has found
+_GRACE_S = 2.0  # the first one stays so long, so that the others can read what it has found
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def meet_nodes(launch: LaunchSection, automatic: bool) -> tuple[Store, int]:
 
 
 def _check_own_address(launch: LaunchSection, deadline: _Deadline) -> None:
-    """Node 0 can reach the store, which it has opened, where the others look for it. A name may take time to appear."""
+    """Check that node 0 reaches its own store by the name that the others use, which may take time to resolve."""
     while trouble := _reach(launch.master_address, launch.master_port):
         if "resolve" not in trouble or deadline.passed:
             raise RendezvousError(
@@ -106,7 +106,7 @@ def meet_ranks(topology: Topology, environ: Mapping[str, str], timeout_s: float)
 
 
 def _listen() -> socket.socket:
-    """Where gloo will listen, too: other hosts try to reach it before gloo does, which would not say who cannot."""
+    """A socket at gloo's address, for other hosts to try first: gloo would not say which of them cannot reach it."""
     address = address_of(gloo_interface())
     try:
         return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
@@ -169,7 +169,7 @@ def _open(address: str, port: int, first: bool, deadline: _Deadline, who: str) -
         with suppress(DistError):
             found.append(TCPStore(address, port, None, False, timedelta(seconds=_STORE_TIMEOUT_S), False))
 
-    # Aside, because the timeout is not for a server that takes the connection and says nothing.
+    # In a thread, because TCPStore waits without limit for a server that accepts the connection and never answers.
     aside = threading.Thread(target=connect, daemon=True)
     aside.start()
     aside.join(_STORE_TIMEOUT_S)
@@ -244,7 +244,7 @@ def _arrive(
 
 
 def _leave(store: Store, own: int, count: int) -> None:
-    """The first one may hold the store: it leaves last, or soon after."""
+    """The first one, which may hold the store, waits a moment for the others to be done with it."""
     until = time.monotonic() + _GRACE_S
     store.add("left", 1)
     while own == 0 and store.add("left", 0) < count and time.monotonic() < until:

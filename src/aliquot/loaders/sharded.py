@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -13,8 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from aliquot.errors import UnsupportedModelError, UsageError
+from aliquot.collectives.json_values import JSON, gather
+from aliquot.errors import UsageError
 from aliquot.models.load import load_weights
+from aliquot.models.materialise import compute_buffers, materialise, tied_weights
 from aliquot.models.meta import decoder_layers
 from aliquot.ranges.bytemap import Shape
 from aliquot.ranges.parts import Part
@@ -52,32 +53,39 @@ def load_sharded(
     built = model if isinstance(model, nn.Module) else _build(model, mesh, dtype)
     tied = tied_weights(built)
     device = _device(built, mesh)
-    _materialise(built, device, dtype, tied)
+    compute_buffers(built)
+    materialise(built, device, device, dtype)
     ranks: RankGroup = Members(device) if dist.is_available() and dist.is_initialized() else Alone()
     aliases = {_plain(alias): _plain(name) for alias, name in tied.items()}
     load_weights(ShardedWeights(built), Path(directory), tensors_of(built), aliases, ranks, watch)
     return built
 
 
-class ShardedWeights:
-    """This rank's rows of the weights of a sharded model, as a store that can be filled and exported."""
+class HeldWeights:
+    """The parts of a model's weights that this rank has, each flat, as a store that can be filled and exported."""
 
-    def __init__(self, model: nn.Module) -> None:
-        held = dict(_held(name, weight) for name, weight in model.named_parameters())
-        self._locals = {part: local for part, local in held.items() if part.numel}
+    def __init__(self, held: Iterable[tuple[Part, Tensor]]) -> None:
+        self._held = {part: values for part, values in held if part.numel}
 
     def parts(self) -> Sequence[Part]:
-        return list(self._locals)
+        return list(self._held)
 
     def view(self, part: Part) -> Tensor | None:
-        local = self._locals[part]
-        return local if local.device.type == "cpu" else None
+        values = self._held[part]
+        return values if values.device.type == "cpu" else None
 
     def read(self, part: Part, start: int, out: Tensor) -> None:
-        out.copy_(self._locals[part][start - part.start :][: out.numel()])
+        out.copy_(self._held[part][start - part.start :][: out.numel()])
 
     def write(self, part: Part, start: int, values: Tensor) -> None:
-        self._locals[part][start - part.start :][: values.numel()].copy_(values)
+        self._held[part][start - part.start :][: values.numel()].copy_(values)
+
+
+class ShardedWeights(HeldWeights):
+    """This rank's rows of the weights of a sharded model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(_held(name, weight) for name, weight in model.named_parameters())
 
 
 def tensors_of(model: nn.Module) -> list[tuple[str, Shape]]:
@@ -93,16 +101,8 @@ class Members:
         self.world_size = dist.get_world_size()
         self._device = device
 
-    def gather(self, value: Any) -> list[Any]:
-        own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self._device)
-        sizes = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(self.world_size)]
-        dist.all_gather(sizes, torch.tensor([own.numel()], device=self._device))
-        texts = [torch.zeros(int(max(sizes)), dtype=torch.uint8, device=self._device) for _ in sizes]
-        padded = torch.zeros_like(texts[0])
-        padded[: own.numel()] = own
-        dist.all_gather(texts, padded)
-        pairs = zip(texts, sizes, strict=True)
-        return [json.loads(text[: int(size)].cpu().numpy().tobytes()) for text, size in pairs]
+    def gather(self, value: JSON) -> list[JSON]:
+        return gather(value, self._device)
 
 
 def _build(config: PretrainedConfig, mesh: DeviceMesh | None, dtype: torch.dtype | None) -> PreTrainedModel:
@@ -117,52 +117,11 @@ def _build(config: PretrainedConfig, mesh: DeviceMesh | None, dtype: torch.dtype
     return model
 
 
-def tied_weights(model: nn.Module) -> dict[str, str]:
-    """Further name of a weight -> the first one."""
-    first: dict[Tensor, str] = {}
-    names = [(name, first.setdefault(weight, name)) for name, weight in model.named_parameters(remove_duplicate=False)]
-    return {name: kept for name, kept in names if name != kept}
-
-
 def _device(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
     own = next((weight.device_mesh for weight in model.parameters() if isinstance(weight, DTensor)), mesh)
     if own is None:
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device()) if own.device_type == "cuda" else torch.device("cpu")
-
-
-def _materialise(model: nn.Module, device: torch.device, dtype: torch.dtype | None, tied: dict[str, str]) -> None:
-    """Give every meta tensor memory: parameters not yet filled, buffers with their values."""
-    compute_buffers(model)
-    buffers = {name: buffer.to(device, copy=True) for name, buffer in model.named_buffers()}
-    model.to(dtype).to_empty(device=device)
-    # Both changed the buffers too, and made a parameter of its own for every name.
-    for name, tensor in [*buffers.items(), *((alias, model.get_parameter(kept)) for alias, kept in tied.items())]:
-        owner, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(owner), attribute, tensor)
-
-
-def compute_buffers(model: nn.Module) -> None:
-    """Real values for buffers on the meta device, by the initialisation that transformers' models bring."""
-    saved = model.state_dict().keys()
-    owners = {}
-    for path, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            full_name = f"{path}.{name}".removeprefix(".")
-            if buffer.is_meta and (full_name in saved or not buffer.is_floating_point()):
-                raise UsageError(f"buffer {full_name} of the model is on the meta device: give it a value first")
-            if buffer.is_meta:
-                owners[full_name] = module
-                setattr(module, name, torch.full_like(buffer, float("nan"), device="cpu"))
-    if hasattr(model, "_init_weights"):
-        with torch.no_grad():
-            for module in dict.fromkeys(owners.values()):
-                cast("PreTrainedModel", model)._init_weights(module)
-    unset = [name for name in owners if bool(model.get_buffer(name).isnan().any())]
-    if unset:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} does not compute its buffers {', '.join(unset)}: give them values first"
-        )
 
 
 def _held(name: str, weight: nn.Parameter) -> tuple[Part, Tensor]:

@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from aliquot.errors import DeepspeedConfigError, MissingToolError, UsageError
-from aliquot.loaders.sharded import Members, compute_buffers, tied_weights
+from aliquot.loaders.sharded import HeldWeights, Members
 from aliquot.models.load import load_weights
+from aliquot.models.materialise import compute_buffers, replace_tensors, tied_weights
 from aliquot.ranges.parts import Part
 from aliquot.ranges.transfer import Watch
 
@@ -67,43 +68,26 @@ def load_zero3(
     tensors = [(name, tuple(weight.shape)) for name, weight in built.named_parameters()]
     compute_buffers(built)
     device = partition(built, settings)
-    for name, buffer in built.named_buffers():
-        owner, _, attribute = name.rpartition(".")
-        setattr(built.get_submodule(owner), attribute, buffer.to(device))
     load_weights(ZeroWeights(built), Path(directory), tensors, tied, Members(device), watch)
     if (Path(directory) / "generation_config.json").exists():
         built.generation_config = GenerationConfig.from_pretrained(directory)
     return built.eval()
 
 
-class ZeroWeights:
-    """This rank's partitions of a model under ZeRO-3, as a store that can be filled and exported.
+class ZeroWeights(HeldWeights):
+    """This rank's partitions of a model under ZeRO-3.
 
     DeepSpeed's partition is elements [rank x P, (rank + 1) x P) of the flat tensor, P = ceil(numel / ranks).
     """
 
     def __init__(self, model: nn.Module) -> None:
-        held = dict(_held(name, weight) for name, weight in model.named_parameters())
-        self._partitions = {part: values for part, values in held.items() if part.numel}
-
-    def parts(self) -> Sequence[Part]:
-        return list(self._partitions)
-
-    def view(self, part: Part) -> Tensor | None:
-        values = self._partitions[part]
-        return values if values.device.type == "cpu" else None
-
-    def read(self, part: Part, start: int, out: Tensor) -> None:
-        out.copy_(self._partitions[part][start - part.start :][: out.numel()])
-
-    def write(self, part: Part, start: int, values: Tensor) -> None:
-        self._partitions[part][start - part.start :][: values.numel()].copy_(values)
+        super().__init__(_held(name, weight) for name, weight in model.named_parameters())
 
 
 def partition(model: nn.Module, settings: Mapping[str, Any] | None) -> torch.device:
-    """Put the meta parameters of `model` under ZeRO-3, not yet filled; the device on which they are gathered.
+    """Put the meta parameters of `model` under ZeRO-3, not yet filled; its buffers go where weights are gathered.
 
-    `settings`: DeepSpeed's JSON; None: partitions on the device that gathers them.
+    Returns that device. `settings`: DeepSpeed's JSON; None: partitions lie on the same device.
     """
     deepspeed = import_deepspeed()
     if deepspeed.__version__ not in _TESTED:
@@ -112,15 +96,20 @@ def partition(model: nn.Module, settings: Mapping[str, Any] | None) -> torch.dev
             " and a rank's memory peaks at its partitions and the largest tensor",
             deepspeed.__version__,
         )
-        return _partition_whole(model, settings)
-    init = _meta_init_class()
-    _prove(init)
-    return cast(
-        torch.device,
-        init(
-            module=model, config_dict_or_path=None if settings is None else dict(settings), mem_efficient_linear=False
-        ).local_device,
-    )
+        device = _partition_whole(model, settings)
+    else:
+        init = _meta_init_class()
+        _prove(init)
+        given = None if settings is None else dict(settings)
+        device = init(module=model, config_dict_or_path=given, mem_efficient_linear=False).local_device
+    replace_tensors(model, {name: buffer.to(device) for name, buffer in model.named_buffers()})
+    return device
+
+
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Meta parameters of `dtype`. `model.to` would round the buffers too, the rotary frequencies among them."""
+    for weight in model.parameters():
+        weight.data = weight.data.to(dtype)
 
 
 def import_deepspeed() -> Any:
@@ -215,7 +204,7 @@ def _prove(init: Any) -> None:
 
 @contextmanager
 def _same_ids(init: Any) -> Iterator[None]:
-    """The proof's parameters take no ids away: those of the model begin where they would have."""
+    """Give back the ids that the proof's parameters take: those of the model begin where they would have."""
     before = init.param_id
     try:
         yield
@@ -254,13 +243,12 @@ def _construct(config: PretrainedConfig, dtype: torch.dtype, options: dict[str, 
     kind = AutoModelForCausalLM._model_mapping[type(config)]
     config.dtype = dtype
     built: PreTrainedModel = kind(config)
-    for weight in built.parameters():
-        weight.data = weight.data.to(dtype)  # `built.to` would round the rotary frequencies too
+    cast_parameters(built, dtype)
     return built
 
 
 def _settings(config: dict[str, Any] | Path | str | None) -> dict[str, Any] | None:
-    """Of DeepSpeed's JSON what zero.Init needs, where partitions lie; the batch may still be "auto". None: no JSON."""
+    """What zero.Init needs of DeepSpeed's JSON: where partitions lie. The batch may be "auto" still. None: no JSON."""
     from transformers.integrations.deepspeed import deepspeed_config
 
     whole: dict[str, Any] | None = config if isinstance(config, dict) else deepspeed_config()

@@ -12,11 +12,11 @@ import torch
 
 from aliquot.errors import RunDirectoryError
 from aliquot.ranges.bytemap import ByteMap, Shape
-from aliquot.ranges.checksums import BlockChecksums, combine_pieces
+from aliquot.ranges.checksums import BlockChecksums
 from aliquot.ranges.file_layout import FilesLayout
 from aliquot.ranges.header import TensorEntry
 from aliquot.ranges.jsonfile import parse_json, read_small
-from aliquot.ranges.manifest import check_blocks, read_manifest, verify_file
+from aliquot.ranges.manifest import check_read, read_manifest
 from aliquot.ranges.parts import Part, PartSource
 from aliquot.ranges.publish import check_names, check_space, clean_leftovers, publish_together, write_file
 from aliquot.ranges.reader import RangeReader
@@ -34,72 +34,15 @@ def export(
     config_files: Mapping[str, bytes],
     ranks: RankGroup,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    check: Callable[[], None] = lambda: None,
 ) -> None:
     """Write the weight parts of `store` to `out_dir` as safetensors of `dtype`, rounded to nearest even. Collective.
 
     `tensors`: names and shapes of the whole model in its order, without tied aliases, the same on every rank.
     `config_files`: config.json, tokenizer files and so on by plain name; rank 0's are written, and config.json is made
     to tell `dtype`. The files do not depend on the world size. Raises the same UserError on every rank: `out_dir` is
-    there and not empty, or a rank cannot write; then no `out_dir` appears.
+    there and not empty, a rank cannot write, or `check`, which rank 0 calls last, raises; then no `out_dir` appears.
     """
-    _export(store, tensors, out_dir, dtype, config_files, ranks, max_shard_bytes, check=_nothing)
-
-
-def export_checkpoint(
-    checkpoint_dir: Path,
-    out_dir: Path,
-    dtype: Literal["bfloat16", "float16", "float32"],
-    verify: bool = True,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> None:
-    """Export the weights of a checkpoint, with the config files that it was saved with, in this one process.
-
-    Memory is bounded by a few buffers, and no model is built. `verify`: compare all bytes that are exported with the
-    checksums of the manifest. Raises UserError as `export` does, DamagedCheckpoint where the checkpoint is not whole.
-    """
-    manifest = read_manifest(checkpoint_dir)
-    source = ByteMap.of_directory(checkpoint_dir)
-    weight_files = {path.name: manifest.record(path.name).bytes for path in source.header_bytes}
-    config_files = {name: read_small(checkpoint_dir / name) for name in manifest.config_files}
-    tensors = [(entry.name, entry.shape) for entry in sorted(source.entries.values(), key=_position)]
-    checksums = BlockChecksums()
-
-    def check() -> None:
-        checksums.add_heads(source.header_bytes)
-        check_blocks(checkpoint_dir, manifest, combine_pieces(checksums.pieces(), weight_files))
-        for name in manifest.config_files:
-            verify_file(checkpoint_dir, manifest, name)
-
-    with RangeReader(checksums if verify else None) as reader:
-        store = _StoredWeights(source, reader)
-        after = check if verify else _nothing
-        _export(store, tensors, out_dir, getattr(torch, dtype), config_files, Alone(), max_shard_bytes, after)
-
-
-class _StoredWeights:
-    """The weights of a directory as a store that can only be read."""
-
-    def __init__(self, source: ByteMap, reader: RangeReader) -> None:
-        self._entries = source.entries
-        self._reader = reader
-
-    def parts(self) -> Sequence[Part]:
-        return [Part(entry.name, entry.shape, "weight", 0, entry.numel) for entry in self._entries.values()]
-
-    def read(self, part: Part, start: int, out: torch.Tensor) -> None:
-        self._reader.read(self._entries[part.name], start, out)
-
-
-def _export(
-    store: PartSource,
-    tensors: Sequence[tuple[str, Shape]],
-    out_dir: Path,
-    dtype: torch.dtype,
-    config_files: Mapping[str, bytes],
-    ranks: RankGroup,
-    max_shard_bytes: int,
-    check: Callable[[], None],
-) -> None:
     out_dir = out_dir.resolve()  # "." and links have no name beside which to write
     layout = FilesLayout.of(tensors, dtype, max_shard_bytes, "model")
 
@@ -125,6 +68,47 @@ def _export(
     )
 
 
+def export_checkpoint(
+    checkpoint_dir: Path,
+    out_dir: Path,
+    dtype: Literal["bfloat16", "float16", "float32"],
+    verify: bool = True,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Export the weights of a checkpoint, with the config files that it was saved with, in this one process.
+
+    Memory is bounded by a few buffers, and no model is built. `verify`: compare all bytes that are exported with the
+    checksums of the manifest. Raises UserError as `export` does, DamagedCheckpoint where the checkpoint is not whole.
+    """
+    manifest = read_manifest(checkpoint_dir)
+    source = ByteMap.of_directory(checkpoint_dir)
+    config_files = {name: read_small(checkpoint_dir / name) for name in manifest.config_files}
+    tensors = [(entry.name, entry.shape) for entry in sorted(source.entries.values(), key=_position)]
+    checksums = BlockChecksums()
+
+    def check() -> None:
+        if verify:
+            check_read(checkpoint_dir, manifest, source.header_bytes, checksums.pieces(), manifest.config_files)
+
+    with RangeReader(checksums if verify else None) as reader:
+        store = _StoredWeights(source, reader)
+        export(store, tensors, out_dir, getattr(torch, dtype), config_files, Alone(), max_shard_bytes, check)
+
+
+class _StoredWeights:
+    """The weights of a directory as a store that can only be read."""
+
+    def __init__(self, source: ByteMap, reader: RangeReader) -> None:
+        self._entries = source.entries
+        self._reader = reader
+
+    def parts(self) -> Sequence[Part]:
+        return [Part(entry.name, entry.shape, "weight", 0, entry.numel) for entry in self._entries.values()]
+
+    def read(self, part: Part, start: int, out: torch.Tensor) -> None:
+        self._reader.read(self._entries[part.name], start, out)
+
+
 def _with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
     """A config.json that tells the dtype of the weights beside it, which transformers loads them in."""
     fields = parse_json(config, "config.json")
@@ -135,7 +119,3 @@ def _with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
 
 def _position(entry: TensorEntry) -> tuple[Path, int, int]:
     return entry.file, entry.offset, entry.numel
-
-
-def _nothing() -> None:
-    pass

@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aliquot.errors import UnsupportedModelError
+from aliquot.models.materialise import compute_buffers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,18 +84,9 @@ def record(model: PreTrainedModel) -> Fills:
         else:
             vars(module).pop("_is_hf_initialized", None)
         owned |= weights
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_meta:
-                setattr(module, name, torch.full_like(buffer, float("nan"), device="cpu"))
+    compute_buffers(model)
     with _Recorder() as recorder, torch.no_grad():
         model.initialize_weights()
-    unset = [
-        name for name, buffer in model.named_buffers() if buffer.is_floating_point() and bool(buffer.isnan().any())
-    ]
-    if unset:
-        raise UnsupportedModelError(
-            f"{type(model).__name__}: does not compute its buffers {', '.join(unset)}: not supported"
-        )
 
     name_of_storage = {_storage(parameter): name for name, parameter in model.named_parameters()}
     fills: dict[str, list[Fill]] = {name: [] for name, _ in model.named_parameters()}

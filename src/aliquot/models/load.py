@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from aliquot.ranges.bytemap import ByteMap, Shape, check_tensors
@@ -18,18 +16,6 @@ from aliquot.ranges.transfer import Watch, fill
 _COMPUTED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)")
 
 
-@dataclass(frozen=True)
-class LoadReport:
-    """What this rank read, and how long loading took."""
-
-    read_bytes: int
-    elapsed_s: float
-
-    @property
-    def bytes_per_s(self) -> float:
-        return self.read_bytes / self.elapsed_s
-
-
 def load_weights(
     store: PartStore,
     directory: Path,
@@ -37,15 +23,14 @@ def load_weights(
     tied: Mapping[str, str],
     ranks: RankGroup,
     watch: Watch | None = None,
-) -> LoadReport:
+) -> int:
     """Fill the weight parts of `store` from the safetensors in `directory`, whatever float dtype they have. Collective.
 
     `tensors`: names and shapes of the whole model without aliases. `tied`: alias -> the name in `tensors` whose weight
     it shares; the directory may hold either or both. Names may also be those of the bare base model (`layers.0` for
-    `model.layers.0`). `watch` is told of this rank's progress. Raises UserError on every rank: no safetensors,
-    malformed files, tensors missing, extra or of another shape (names listed).
+    `model.layers.0`). `watch` is told of this rank's progress. Returns the bytes that this rank read. Raises UserError
+    on every rank: no safetensors, malformed files, tensors missing, extra or of another shape (names listed).
     """
-    began = time.perf_counter()
 
     def read() -> int:
         stored = ByteMap.of_directory(directory).entries
@@ -55,8 +40,7 @@ def load_weights(
         check_tensors(tensors, found, directory, extra)
         return fill(store, {"weight": found}, watch=watch)
 
-    read_bytes = together(ranks, read)[ranks.rank]
-    return LoadReport(read_bytes, time.perf_counter() - began)
+    return together(ranks, read)[ranks.rank]
 
 
 def _matched(

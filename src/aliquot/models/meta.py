@@ -15,6 +15,7 @@ from aliquot.errors import UnsupportedModelError
 from aliquot.loss.head_loss import summed_cross_entropy
 from aliquot.models import initialize
 from aliquot.models.batch import MicroBatch
+from aliquot.models.materialise import tied_weights
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -28,7 +29,7 @@ _log = logging.getLogger(__name__)
 class MetaModel:
     """A model whose parameters are on the meta device and whose non-persistent buffers are real, on CPU."""
 
-    # What sharding may change or hide in the model itself is noted here, before it.
+    # All but `model` is noted before an engine shards it: FSDP2 changes its class, ZeRO-3 the shapes of its weights.
     name: str  # of its class
     model: PreTrainedModel
     tensors: tuple[tuple[str, tuple[int, ...]], ...]  # every weight once, in the model's order
@@ -62,18 +63,8 @@ def build(config: PretrainedConfig) -> MetaModel:
     _check_layout(model)
     plain_head = _check_isolation(model)
     fills = initialize.record(model)
-    on_meta = [name for name, buffer in model.named_buffers() if buffer.is_meta]
-    if on_meta:
-        raise UnsupportedModelError(
-            f"{type(model).__name__}: cannot compute buffers {', '.join(on_meta)}: model not supported"
-        )
-    first_name = {parameter: name for name, parameter in model.named_parameters()}
-    tied = {
-        name: first_name[parameter]
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if first_name[parameter] != name
-    }
     tensors = tuple((name, tuple(parameter.shape)) for name, parameter in model.named_parameters())
+    tied = tied_weights(model)
     return MetaModel(type(model).__name__, model, tensors, tied, fills, _matmul_parameters(model), plain_head)
 
 
@@ -110,9 +101,9 @@ def _check_layout(model: PreTrainedModel) -> None:
 
 
 def _check_isolation(model: PreTrainedModel) -> bool:
-    """Every attention layer must receive the document edges: one that does not would mix documents silently.
+    """Check that every attention layer receives the document edges: one that does not would mix documents silently.
 
-    Whether the logits are what the output head returns, nothing done to them.
+    Returns whether the logits are what the output head returns, nothing done to them.
     """
     ids = torch.zeros(1, 4, dtype=torch.int64, device="meta")
     documents = Documents((0, 1, 4))
@@ -169,7 +160,7 @@ def losses_agree(model: nn.Module, fused: Callable[[MicroBatch, float], tuple[Te
         ours = float(fused(batch, 1.0)[0])
         ids, positions, labels = (t.to(device) for t in (batch.input_ids, batch.position_ids, batch.labels))
         theirs = float(whole_logits_loss(model, ids, positions, labels, Documents(edges)))
-    # bf16 logits carry 8 bits; without weights yet, nan on both sides says nothing.
+    # bf16 logits carry 8 bits. Before weights are loaded both may be nan, which says nothing.
     if math.isclose(ours, theirs, rel_tol=0.02, abs_tol=1e-3) or math.isnan(theirs):
         return True
     _log.warning("the fused loss gives %g where the model's own gives %g: training with the model's own", ours, theirs)

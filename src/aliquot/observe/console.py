@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from aliquot.observe.live_view import LiveView
 from aliquot.observe.text import duration, gib, rate
 
-_WORTH_BYTES = 10_000_000  # of traffic, to be shown
+_WORTH_BYTES = 10_000_000  # less traffic is not shown
 
 
 class Display:
@@ -90,7 +90,7 @@ class Display:
         self._bar("training", metrics["step"], total_steps, f"ETA {duration(eta_s)}" if eta_s is not None else "")
 
     def progress(self, description: str, done: int, total: int) -> None:
-        """Work other than training; plain output has a line a quarter."""
+        """Work other than training; plain output prints a line at each quarter."""
         if self._is_live:
             self._bar(description, done, total)
             if done >= total:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from aliquot.machine.network import InterfaceTraffic
+from aliquot.observe.interface_traffic import InterfaceTraffic
 
 
 @dataclass(frozen=True)

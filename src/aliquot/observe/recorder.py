@@ -205,7 +205,7 @@ class Recorder:
 
     @contextmanager
     def _unless_full(self) -> Iterator[None]:
-        """What is written within is missing where the disk is full, or ends the run, as checkpoint.on_error says."""
+        """On a full disk, leave out what is written within or end the run, as checkpoint.on_error says."""
         try:
             yield
         except StorageError as error:

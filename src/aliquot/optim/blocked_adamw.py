@@ -105,7 +105,7 @@ class CompiledUpdate:
         return exact and isinstance(shard.weights, SplitWeights) and shard.weights.numel % 2 == 0
 
     def update(self, shard: FlatShard, learning_rate: float, clip: float, weight_decay: float, step: int) -> int:
-        """How many elements were updated: all of them."""
+        """Update the whole shard; returns how many elements that were."""
         weights, exp_avg, exp_avg_sq = shard.weights, shard.exp_avg, shard.exp_avg_sq
         assert isinstance(weights, SplitWeights)
         assert isinstance(exp_avg, ExactMoment) and isinstance(exp_avg_sq, ExactMoment)

@@ -16,7 +16,7 @@ _BLOCK = 1 << 16
 def squared_norm(flat: Tensor) -> float:
     """Sum of squares of a flat tensor: in fp32 within blocks of 65,536 elements, exactly between them.
 
-    On a GPU in one reduction in fp64: there each block would be waited for.
+    On a GPU one reduction in fp64 does all of it: each block's sum would have to be fetched, and waited for, by itself.
     """
     if flat.device.type != "cpu":
         return float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from aliquot.errors import DamagedCheckpoint, UserError
 from aliquot.ranges.bytemap import is_plain_name
-from aliquot.ranges.checksums import BLOCK_BYTES
+from aliquot.ranges.checksums import BLOCK_BYTES, BlockChecksums, Piece, combine_pieces
 from aliquot.ranges.jsonfile import read_json
 
 MANIFEST = "manifest.json"
@@ -104,6 +105,22 @@ def verify_file(directory: Path, manifest: Manifest, name: str) -> None:
     except OSError as error:
         raise DamagedCheckpoint(f"cannot read: {error.strerror}", directory / name) from error
     check_blocks(directory, manifest, {name: blocks})
+
+
+def check_read(
+    directory: Path, manifest: Manifest, header_bytes: Mapping[Path, int], pieces: Iterable[Piece], rest: Iterable[str]
+) -> None:
+    """Compare with the manifest the files of tensors, of which `pieces` were read, and all bytes of `rest`.
+
+    `header_bytes`: of each file of tensors, those before the first one, which nobody has read into a tensor.
+    Raises DamagedCheckpoint.
+    """
+    heads = BlockChecksums()
+    heads.add_heads(header_bytes)
+    sizes = {path.name: manifest.record(path.name).bytes for path in header_bytes}
+    check_blocks(directory, manifest, combine_pieces(chain(heads.pieces(), pieces), sizes))
+    for name in rest:
+        verify_file(directory, manifest, name)
 
 
 def check_blocks(directory: Path, manifest: Manifest, blocks: Mapping[str, list[int]]) -> None:

@@ -34,10 +34,15 @@ def publish_together(
     `write` returns a JSON value; `finish` gets those of all ranks. An error anywhere is raised on every rank and leaves
     nothing behind, as does a `target` that exists and is not empty; `finish` may set it aside.
     """
+
+    def publish(written: list[T]) -> None:
+        finish(partial, written)
+        commit(partial, target)
+
     partial = begin(target, ranks, prepare)
     try:
         written = together(ranks, lambda: write(partial))
-        on_first(ranks, lambda: commit(partial, target, lambda: finish(partial, written)))
+        on_first(ranks, lambda: publish(written))
     except Exception:
         if ranks.rank == 0:
             remove_directory(partial)
@@ -49,12 +54,28 @@ def begin(target: Path, ranks: RankGroup, prepare: Callable[[Path], None]) -> Pa
     return Path(on_first(ranks, lambda: str(_prepared(target, prepare))))
 
 
-def commit(partial: Path, target: Path, finish: Callable[[], None]) -> None:
-    """Run `finish`, then give `partial` the name `target`: from then on it is complete. Raises OSError."""
-    finish()
-    _sync_directory(partial)
+def begin_alone(target: Path) -> Path:
+    """An empty directory beside `target`, for one process. Raises OSError."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = _beside(target, "partial")
+    partial.mkdir()
+    return partial
+
+
+def commit(partial: Path, target: Path) -> None:
+    """Give `partial`, whose files the disk has, the name `target`: from then on it is complete. Raises OSError."""
+    sync(partial)
     partial.rename(target)  # replaces an empty directory, fails on any other
-    _sync_directory(target.parent)
+    sync(target.parent)
+
+
+def sync(path: Path) -> None:
+    """Return when the disk has the file, or the names in the directory. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def check_names(names: Iterable[str], taken: Iterable[str]) -> None:
@@ -83,7 +104,7 @@ def check_space(directory: Path, needed_bytes: int) -> None:
 
 
 def set_aside(directory: Path) -> Path:
-    """Give a directory a name under which it is only waste; that name. Raises OSError."""
+    """Rename a directory so that `clean_leftovers` takes it for waste; its new name. Raises OSError."""
     name = match["name"] if (match := _LEFTOVER.fullmatch(directory.name)) else directory.name
     return directory.rename(_beside(directory.with_name(name), "trash"))
 
@@ -103,9 +124,7 @@ def clean_leftovers(parent: Path, names: re.Pattern[str]) -> None:
 
 
 def _prepared(target: Path, prepare: Callable[[Path], None]) -> Path:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = _beside(target, "partial")
-    partial.mkdir()
+    partial = begin_alone(target)
     try:
         prepare(partial)
     except Exception:
@@ -116,11 +135,3 @@ def _prepared(target: Path, prepare: Callable[[Path], None]) -> Path:
 
 def _beside(target: Path, what: str) -> Path:
     return target.with_name(f".{target.name}.{what}-{secrets.token_hex(4)}")
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

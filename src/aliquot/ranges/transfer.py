@@ -131,7 +131,7 @@ class _Transfer:
     def __init__(self, store: PartSource, maps: Maps, watch: Watch | None) -> None:
         pairs = [(part, maps[part.kind][part.name]) for part in store.parts() if part.kind in maps]
         self._pairs = sorted(pairs, key=lambda pair: (pair[1].file, pair[1].offset, pair[0].start))
-        self._view = store.view if isinstance(store, InMemory) else _no_view
+        self._view = store.view if isinstance(store, InMemory) else lambda part: None
         self._watch = watch
         self._began = time.perf_counter()
         self._total_bytes = sum(part.numel * entry.itemsize for part, entry in pairs)
@@ -172,7 +172,3 @@ class _Transfer:
 def _raw(pipeline: Pipeline, piece: _Piece) -> Tensor:
     """Memory for the piece as it is stored."""
     return pipeline.buffer().view(piece.entry.dtype)[: piece.numel]
-
-
-def _no_view(part: Part) -> None:
-    return None

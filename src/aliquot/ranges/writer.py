@@ -51,7 +51,7 @@ class TargetFile:
 
     @contextmanager
     def closed_on_error(self) -> Iterator[None]:
-        """While its bytes are written."""
+        """Give the file back if what is done within raises."""
         try:
             yield
         except BaseException:

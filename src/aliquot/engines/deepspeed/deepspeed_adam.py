@@ -37,7 +37,7 @@ def adamw(
 
 
 def prepare_states(optimizer: Any) -> None:
-    """Moments of zero for every flat group, which Adam would make in its first step: parts exist from the start."""
+    """Make the zero moments that Adam would make in its first step: the engine's parts exist from the start."""
     for flat in optimizer.fp32_partitioned_groups_flat:
         optimizer.optimizer.state[flat] = {
             "step": _step(optimizer.optimizer, 0),
@@ -47,7 +47,7 @@ def prepare_states(optimizer: Any) -> None:
 
 
 def set_steps(optimizer: Any, steps: int) -> None:
-    """What Adam's bias correction counts from."""
+    """Set the step that Adam's bias correction counts from."""
     for flat in optimizer.fp32_partitioned_groups_flat:
         optimizer.optimizer.state[flat]["step"] = _step(optimizer.optimizer, steps)
 

@@ -18,24 +18,25 @@ import torch
 from torch import nn
 
 from aliquot.attention.document_attention import Documents
-from aliquot.engines import saved_bytes
+from aliquot.collectives.json_values import gather
 from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.compiling import compile_layers
 from aliquot.engines.deepspeed.deepspeed_adam import adamw, prepare_states, set_steps
 from aliquot.engines.deepspeed.deepspeed_ops import prepare_ops
+from aliquot.engines.saved_bytes import SavedBytes
 from aliquot.errors import SelfTestError
-from aliquot.launch.ranks import gather
 from aliquot.launch.topology import Topology
-from aliquot.loaders.zero3 import import_deepspeed, partition, partition_range
+from aliquot.loaders.zero3 import cast_parameters, import_deepspeed, partition, partition_range
 from aliquot.loss.head_loss import head_loss
 from aliquot.models import meta as meta_models
+from aliquot.models import recompute
 from aliquot.models.batch import MicroBatch
 from aliquot.ranges.parts import KINDS, Part
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# DeepSpeed's own words while it builds, and the phases of the ledger that they end: those of the seeds' table.
+# What DeepSpeed says of its memory while it builds -> the phase of the ledger that ends there.
 _PHASES = {
     "Before creating fp16 partitions": "after load",
     "After creating fp16 partitions": "after bf16 partitions",
@@ -76,29 +77,25 @@ class DeepspeedEngine:
             name: _Partition(name, weight, *partition_range(weight.ds_numel, topology.rank, topology.world_size))
             for name, weight in cast("Any", model.model.named_parameters())
         }
-        self._activations = saved_bytes.SavedBytes(spec.gradient_checkpointing)
+        self._activations = SavedBytes(spec.gradient_checkpointing)
         self._wire_bytes = 0
 
     @classmethod
     def build(cls, meta: nn.Module, spec: EngineSpec, topology: Topology) -> Self:
-        os.environ.setdefault("LOCAL_RANK", str(topology.local_rank))  # zero.Init wants it, alone too
+        os.environ.setdefault("LOCAL_RANK", str(topology.local_rank))  # zero.Init wants it, even of a single rank
         os.environ.setdefault("DS_ACCELERATOR", topology.device)
         deepspeed = import_deepspeed()
         if topology.device == "cpu":
             prepare_ops()
         deepspeed.init_distributed("nccl" if topology.device == "cuda" else "gloo", verbose=False)
         settings = dict(spec.deepspeed or {})
-        saved_bytes.enable(meta, spec.gradient_checkpointing)
+        recompute.enable(meta, spec.gradient_checkpointing)
         if spec.compile == "layers":
             compile_layers(meta, topology.threads)
-        buffers = {name: buffer.clone() for name, buffer in meta.named_buffers()}
-        meta.to(torch.bfloat16 if spec.precision == "bf16" else torch.float32)
-        device = partition(meta, settings)
-        for name, buffer in buffers.items():  # their own dtype: `to` changed it
-            owner, _, attribute = name.rpartition(".")
-            setattr(meta.get_submodule(owner), attribute, buffer.to(device))
+        cast_parameters(meta, spec.compute_dtype)
+        partition(meta, settings)
         for weight in cast("Any", meta.parameters()):
-            weight.ds_tensor.zero_()  # there, as loaded weights would be, for the ledger's sake
+            weight.ds_tensor.zero_()  # touches the memory, so that the ledger counts it as weights
         training = _Training(meta, spec.fused_loss)
         if spec.fused_loss:
             deepspeed.zero.register_external_parameter(training, training.head.weight)
@@ -135,7 +132,7 @@ class DeepspeedEngine:
         return values if values.device.type == "cpu" else None
 
     def ready(self) -> None:
-        """The compute copy made from the masters; a check that gradients are averaged and the partitions gathered."""
+        """Make the compute copy from the masters, and check that all ranks gather the same."""
         for own in self._partitions.values():
             own.parameter.ds_tensor[: own.stop - own.start].copy_(own.values("weight"))
         first = next(iter(self._partitions.values()))
@@ -198,21 +195,17 @@ class DeepspeedEngine:
             gradients_bytes=gradients,
             moments_bytes=2 * masters,
             gathered_bytes=max((own.parameter.ds_numel for own in self._partitions.values()), default=0)
-            * self._compute_bytes,
+            * self._spec.compute_dtype.itemsize,
             activations_bytes=self._activations.peak_bytes,
             wire_bytes=self._wire_bytes,
         )
-
-    @property
-    def _compute_bytes(self) -> int:
-        return 2 if self._spec.precision == "bf16" else 4
 
     def _count_wire(self, gathers: int, reduces: int) -> None:
         """Bytes that this rank sends for whole-model collectives: (N - 1) / N of the model each."""
         numel = sum(own.parameter.ds_numel for own in self._partitions.values())
         share = (self._world_size - 1) / self._world_size
         reduced_bytes = self._engine.communication_data_type.itemsize
-        self._wire_bytes += int(share * numel * (gathers * self._compute_bytes + reduces * reduced_bytes))
+        self._wire_bytes += int(share * numel * (gathers * self._spec.compute_dtype.itemsize + reduces * reduced_bytes))
 
     def generate(self, ids: Tensor, **options: object) -> Tensor:
         self._engine.eval()
@@ -252,7 +245,7 @@ class _Training(nn.Module):
 
 @contextmanager
 def _told(building: Any) -> Iterator[None]:
-    """Tell `building` of each phase in which DeepSpeed would print its memory: it has no other way to be asked."""
+    """Call `building` where DeepSpeed would print its memory; only a profiler of calls gets to know of that."""
     from deepspeed.runtime.utils import see_memory_usage
 
     code = see_memory_usage.__code__

@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 def prepare_ops() -> None:
-    """Before DeepSpeed is started on CPUs, where it compiles its shared-memory op whether it is used or not.
+    """Make sure that DeepSpeed can start on CPUs, where it compiles its shared-memory op whether it is used or not.
 
     Raises UserError where a tool is missing.
     """

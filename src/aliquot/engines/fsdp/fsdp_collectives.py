@@ -1,8 +1,8 @@
 """FSDP2's all-gather and reduce-scatter among the ranks of one host through shared memory, by its own extension points.
 
 gloo sends the same bytes through loopback, and its reduce-scatter is an all-reduce. Large collectives go in pieces.
-There are two halves of the staging room, used in turn: a rank writes one again only after a barrier that every rank
-reaches after it has read it.
+The staging room has two halves, used in turn. Before a rank writes a half again it has met all others in the barrier of
+the other half, which each of them enters only when it has read this one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HALF_BYTES = 16 << 20
 
 
 class Stage:
-    """Room of every rank, seen by all."""
+    """Shared memory in which each rank has room of its own that all can read."""
 
     def __init__(self, peers: Peers) -> None:
         """Collective."""
@@ -53,7 +53,7 @@ class Stage:
 
 
 class _Fresh:
-    """FSDP keeps what it is given: a parameter's gradient is a view of a collective's output."""
+    """New memory for each collective, because FSDP keeps its output: parameters' gradients are views of it."""
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)

@@ -23,21 +23,23 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from aliquot.attention.document_attention import Documents
+from aliquot.collectives.json_values import gather
 from aliquot.collectives.peers import Peers
-from aliquot.engines import saved_bytes
 from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.compiling import compile_layers
 from aliquot.engines.fsdp.fsdp_check import check_collectives
 from aliquot.engines.fsdp.fsdp_collectives import SharedAllGather, SharedReduceScatter, Stage
 from aliquot.engines.global_norm import global_norm
+from aliquot.engines.saved_bytes import SavedBytes
 from aliquot.errors import EngineError
-from aliquot.launch.ranks import gather
 from aliquot.launch.topology import Topology
 from aliquot.loss.head_loss import head_loss
 from aliquot.models import meta as meta_models
+from aliquot.models import recompute
 from aliquot.models.batch import MicroBatch
+from aliquot.models.materialise import materialise
 from aliquot.optim.sharded_adamw import ShardedAdamW
-from aliquot.ranges.parts import Part, row_ranges
+from aliquot.ranges.parts import KINDS, Part, row_ranges
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -72,25 +74,24 @@ class FsdpEngine:
             epsilon=spec.adam_epsilon,
             weight_decay=spec.weight_decay,
         )
-        self._activations = saved_bytes.SavedBytes(spec.gradient_checkpointing)
+        self._activations = SavedBytes(spec.gradient_checkpointing)
         self._fused = spec.fused_loss
         self._wire_bytes = 0
         self._stage = stage  # None: gloo or nccl carries the collectives
-        compute_bytes = 2 if spec.precision == "bf16" else 4
         groups = [_numel(module) for module in model.modules() if isinstance(module, FSDPModule)]
         # The root's group stays gathered while the largest layer is; a single rank gathers a copy all the same.
-        self._gathered_bytes = compute_bytes * (groups[0] + max(groups[1:], default=0))
+        self._gathered_bytes = spec.compute_dtype.itemsize * (groups[0] + max(groups[1:], default=0))
 
     @classmethod
     def build(cls, meta: nn.Module, spec: EngineSpec, topology: Topology) -> Self:
         device = torch.device(topology.device)
         mesh = init_device_mesh(topology.device, (topology.world_size,))
-        compute = torch.bfloat16 if spec.precision == "bf16" else torch.float32
-        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-        saved_bytes.enable(meta, spec.gradient_checkpointing)
+        policy = MixedPrecisionPolicy(param_dtype=spec.compute_dtype, reduce_dtype=torch.float32)
+        recompute.enable(meta, spec.gradient_checkpointing)
         if spec.compile == "layers":
             compile_layers(meta, topology.threads)
-        # FSDP2 would exchange unpinned shards for pinned ones at the first forward, under the optimizer's hands.
+        # Pinned, FSDP2 would copy the shards to new memory at the first forward pass, and the optimizer would go on
+        # to update the old ones.
         offload = CPUOffloadPolicy(pin_memory=False) if spec.offload else OffloadPolicy()
         for group in _groups(meta):
             fully_shard(group, mesh=mesh, mp_policy=policy, offload_policy=offload)
@@ -101,12 +102,7 @@ class FsdpEngine:
                 # Gradients are summed; the division by the global number of tokens is in the loss's scale.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-        # to_empty would replace the buffers' values too; they are where computing is, also where weights are not.
-        buffers = {name: buffer.to(device, copy=True) for name, buffer in meta.named_buffers()}
-        meta.to_empty(device="cpu" if spec.offload else device)
-        for name, buffer in buffers.items():
-            owner, _, attribute = name.rpartition(".")
-            setattr(meta.get_submodule(owner), attribute, buffer)
+        materialise(meta, torch.device("cpu") if spec.offload else device, buffers_on=device)
         return cls(meta, _own_shards(meta, topology), spec, topology, stage)
 
     @property
@@ -120,7 +116,7 @@ class FsdpEngine:
     def parts(self) -> Sequence[Part]:
         return [
             Part(shard.name, tuple(shard.parameter.shape), kind, shard.start, shard.start + shard.local.numel())
-            for kind in ("weight", "exp_avg", "exp_avg_sq")
+            for kind in KINDS
             for shard in self._shards
             if shard.local.numel()
         ]
@@ -202,9 +198,8 @@ class FsdpEngine:
     def _count_wire(self, gathers: int, reduces: int) -> None:
         """Bytes that this rank sends for whole-model collectives: (N - 1) / N of the model each."""
         numel = sum(shard.parameter.numel() for shard in self._shards)
-        compute_bytes = 2 if self._spec.precision == "bf16" else 4
         share = (self._world_size - 1) / self._world_size
-        self._wire_bytes += int(share * numel * (gathers * compute_bytes + reduces * 4))
+        self._wire_bytes += int(share * numel * (gathers * self._spec.compute_dtype.itemsize + reduces * 4))
 
     def generate(self, ids: Tensor, **options: object) -> Tensor:
         self._model.eval()
@@ -250,14 +245,14 @@ def _share_memory(model: nn.Module, spec: EngineSpec, topology: Topology) -> Sta
     stage = Stage(peers)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # The classes that they are typed with are private; what counts is that they are called with keywords.
+            # torch types them with private classes, and only calls them with keywords.
             module.set_custom_all_gather(SharedAllGather(stage))  # type: ignore[arg-type]
             module.set_custom_reduce_scatter(SharedReduceScatter(stage))  # type: ignore[arg-type]
     return stage
 
 
 def _add_fused_loss(model: nn.Module) -> None:
-    """A method of the model, and one of its head, that gather weights as calling them would."""
+    """Give model and head a method `fused_loss`, for which FSDP2 gathers their weights as for a call of `forward`."""
     head = model.get_output_embeddings()  # type: ignore[operator]
 
     def of_head(head: nn.Module, hidden: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:

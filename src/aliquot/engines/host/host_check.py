@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from aliquot.collectives.hosts import Hosts
+from aliquot.collectives.json_values import gather
 from aliquot.collectives.reduce import add_sum
 from aliquot.collectives.ring import Piece, Ring
 from aliquot.errors import SelfTestError
-from aliquot.launch.ranks import gather
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +42,7 @@ def check_sums(hosts: Hosts, ring: Ring) -> None:
 
 
 def check_published(own: Sequence[tuple[int, int]], first_of: Sequence[Tensor]) -> None:
-    """Every rank sees what each owner has. Collective. Raises TrainingError.
+    """Check that every rank reads what each owner has published. Collective. Raises TrainingError.
 
     `own`: for each non-empty part of this rank the weight's index and the element at which it begins; `first_of`: the
     weights, flat, as this rank sees them.
@@ -50,7 +51,7 @@ def check_published(own: Sequence[tuple[int, int]], first_of: Sequence[Tensor]) 
     for rank, parts in enumerate(told):
         for index, start, value in parts:
             seen = float(first_of[index][start])
-            if seen != value and value == value:  # nan is nobody's fault here
+            if seen != value and not math.isnan(value):  # a diverged weight is read as it was published
                 raise SelfTestError(f"rank {rank} published {value} and this rank reads {seen}: broken shared memory?")
 
 

@@ -21,23 +21,25 @@ from torch import nn
 
 from aliquot.attention.document_attention import Documents
 from aliquot.collectives.hosts import Hosts
+from aliquot.collectives.json_values import gather
 from aliquot.collectives.shared import Memory, aligned
-from aliquot.engines import saved_bytes
 from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.compiling import compile_layers
 from aliquot.engines.global_norm import global_norm
 from aliquot.engines.host.host_check import check_published, check_sums
 from aliquot.engines.host.host_gradients import HostGradients, Weight
-from aliquot.launch.ranks import gather
+from aliquot.engines.saved_bytes import SavedBytes
 from aliquot.launch.topology import Topology
 from aliquot.loss.head_loss import GradientRows, head_loss
 from aliquot.machine.cpu import numa_nodes
 from aliquot.models import meta as meta_models
+from aliquot.models import recompute
 from aliquot.models.batch import MicroBatch
+from aliquot.models.materialise import replace_tensors, tied_weights
 from aliquot.optim.blocked_adamw import BlockedAdamW, FlatShard
 from aliquot.optim.moments import ExactMoment, Moment, moment
 from aliquot.optim.weights import SplitWeights, Weights, WholeWeights
-from aliquot.ranges.parts import Part, row_ranges
+from aliquot.ranges.parts import KINDS, Part, row_ranges
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,7 +54,7 @@ class HostEngine:
         self._spec = spec
         self._hosts = hosts
         self._rank = topology.rank
-        self._compute = torch.bfloat16 if spec.precision == "bf16" else torch.float32
+        self._compute = spec.compute_dtype
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self._weights = [Weight(name, shape, row_ranges(shape, topology.world_size)) for name, shape in shapes.items()]
         self._index = {weight.name: index for index, weight in enumerate(self._weights)}
@@ -80,26 +82,21 @@ class HostEngine:
         self._fused = spec.fused_loss
         self._micro_batches = 0
         self._updates = 0
-        self._activations = saved_bytes.SavedBytes(spec.gradient_checkpointing)
+        self._activations = SavedBytes(spec.gradient_checkpointing)
 
     @classmethod
     def build(cls, meta: nn.Module, spec: EngineSpec, topology: Topology) -> Self:
         node = numa_nodes(Path("/")).get(topology.cores[0], 0) if topology.cores else 0
-        saved_bytes.enable(meta, spec.gradient_checkpointing)
+        recompute.enable(meta, spec.gradient_checkpointing)
         if spec.compile == "layers":
             compile_layers(meta, topology.threads)
         return cls(meta, spec, Hosts.join(topology.rank, node, gather), topology)
 
     def _place_parameters(self) -> None:
         """Replace the meta parameters by views of the shared copy; tied ones by one and the same."""
-        placed: dict[int, nn.Parameter] = {}
-        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        for name, parameter in list(self._model.named_parameters(remove_duplicate=False)):
-            index = self._index[names[id(parameter)]]
-            if id(parameter) not in placed:
-                placed[id(parameter)] = nn.Parameter(self._view_of(self._memory, index))
-            owner, _, leaf = name.rpartition(".")
-            self._model.get_submodule(owner).register_parameter(leaf, placed[id(parameter)])
+        placed = {name: nn.Parameter(self._view_of(self._memory, index)) for name, index in self._index.items()}
+        aliases = {alias: placed[name] for alias, name in tied_weights(self._model).items()}
+        replace_tensors(self._model, placed | aliases)
 
     def _view_of(self, memory: Memory, index: int) -> Tensor:
         return memory.tensor(self._offsets[index], self._weights[index].shape, self._compute)
@@ -125,7 +122,7 @@ class HostEngine:
         )
 
     def _listen(self) -> Iterator[RemovableHandle]:
-        """Each gradient leaves when autograd has it complete, a tied weight's once."""
+        """Hooks that hand each gradient on as soon as autograd has completed it, a tied weight's once."""
         for index, (_, parameter) in enumerate(self._model.named_parameters()):
 
             def leave(parameter: Tensor, index: int = index) -> None:
@@ -142,7 +139,7 @@ class HostEngine:
     def parts(self) -> Sequence[Part]:
         return [
             Part(weight.name, weight.shape, kind, *weight.ranges[self._rank])
-            for kind in ("weight", "exp_avg", "exp_avg_sq")
+            for kind in KINDS
             for weight in self._weights
             if weight.ranges[self._rank][0] < weight.ranges[self._rank][1]
         ]
@@ -254,7 +251,7 @@ class HostEngine:
         return StepResult(norm)
 
     def _publish(self) -> None:
-        """Every rank of every host may read what the owners have written."""
+        """Bring what the owners have written to every host; when this returns all ranks may read it."""
         wire = self._hosts.wire
         if wire is not None:
             ranks = [ranks[self._hosts.peers.index] for ranks in self._hosts.table]
@@ -269,7 +266,7 @@ class HostEngine:
 
     def counters(self) -> Counters:
         wire, own, moments_bytes = self._hosts.wire, self._owned, self._moments_bytes
-        # An update reads and writes gradients twice, for the norm and the step, the rest once each way.
+        # Gradients are read twice, for the norm and for the update; moments and master weights are read and written.
         update_bytes = 2 * self._gradients.size_bytes + 2 * moments_bytes + 2 * 4 * own
         return Counters(
             weights_bytes=2 * own if self._compute == torch.bfloat16 else 0,
@@ -293,7 +290,7 @@ class HostEngine:
         return result
 
     def close(self) -> None:
-        # A cycle through autograd's own memory, where Python's collector does not look: engine, weight, hook, engine.
+        # Engine, weight, hook, engine: a cycle through autograd's own memory, which Python's collector does not see.
         for hook in self._hooks:
             hook.remove()
         self._hosts.peers.close()

@@ -22,7 +22,7 @@ from aliquot.collectives.shared import aligned
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Ranks may be apart by what the ring holds: a layer or more of most models; more gains nothing.
+# A rank may be ahead of another by what the ring holds: a layer or more of most models. More gains nothing.
 _RING_BYTES = 64 << 20
 _PIECE_BYTES = 8 << 20
 
@@ -45,7 +45,7 @@ class Weight:
 
 
 class HostGradients:
-    """`sums[host][weight]`: this rank's part of the sums on this host that the owner on `host` needs."""
+    """`sums[h][weight]`: of the sum over this host's ranks, the rows that this rank's counterpart on host h owns."""
 
     def __init__(
         self, hosts: Hosts, weights: Sequence[Weight], compute: torch.dtype, kept: torch.dtype, tokens: int, width: int
@@ -77,14 +77,14 @@ class HostGradients:
         return sum(tensor.nbytes for tensors in self.sums for tensor in tensors)
 
     def begin(self, first: bool) -> None:
-        """A micro-batch begins; `first`: of the optimizer step, so what is there is replaced."""
+        """A micro-batch begins; `first` of the optimizer step: its gradients replace what the sums hold."""
         self._first = first
 
     def add(self, index: int, gradient: Tensor) -> None:
         """The gradient of weight `index`, of this rank's micro-batch; it may be freed afterwards."""
         for start, stop in self._pieces(index):
             self.buffer(index, start, stop).copy_(gradient.view(-1)[start:stop])
-            self.moved_bytes += (stop - start) * self._dtype.itemsize  # read once more than the head's, made in place
+            self.moved_bytes += (stop - start) * self._dtype.itemsize  # a copy that the head's does not need
             self.publish()
 
     def row_edges(self, index: int) -> tuple[int, ...]:

@@ -1,14 +1,14 @@
-"""Which network interface leads to another machine, and what has gone through each."""
+"""Which network interface gloo listens on, and which one leads to another machine."""
 
 from __future__ import annotations
 
 import os
 import socket
-from pathlib import Path
 
 import psutil
 
 from aliquot.errors import RendezvousError
+from aliquot.launch.topology import Topology
 
 
 def interface_towards(address: str) -> str | None:
@@ -35,6 +35,15 @@ def gloo_interface() -> str | None:
     return os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0] or None
 
 
+def choose_interface(topology: Topology) -> None:
+    """Tell gloo where to listen, unless GLOO_SOCKET_IFNAME does; on one node that needs no resolvable host name."""
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    interface = "lo" if topology.nodes == 1 else interface_towards(os.environ["MASTER_ADDR"])
+    if interface is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+
+
 def check_interface() -> None:
     """Raises UserError where GLOO_SOCKET_IFNAME names an interface that this machine has not."""
     name, known = gloo_interface(), sorted(psutil.net_if_addrs())
@@ -57,32 +66,3 @@ def address_of(interface: str | None) -> str:
         if entry.family in (socket.AF_INET, socket.AF_INET6)
     )
     return addresses[0][1] if addresses else "no address"
-
-
-class InterfaceTraffic:
-    """Bytes through each network interface of this machine since this was made, whoever sent them."""
-
-    def __init__(self, file: Path = Path("/proc/net/dev")) -> None:
-        self._file = file
-        self._start = read_interfaces(file)
-
-    def readings(self) -> dict[str, dict[str, dict[str, int]]]:
-        """As a metric; interfaces that nothing went through are left out."""
-        moved = {}
-        for name, (received, sent) in read_interfaces(self._file).items():
-            before = self._start.get(name, (0, 0))
-            since = {"received": received - before[0], "sent": sent - before[1]}
-            if any(since.values()):
-                moved[name] = since
-        return {"interface_bytes": moved}
-
-
-def read_interfaces(file: Path = Path("/proc/net/dev")) -> dict[str, tuple[int, int]]:
-    """Bytes received and sent by each interface since it came up; empty where the kernel does not tell."""
-    interfaces = {}
-    for line in file.read_text().splitlines() if file.exists() else ():
-        name, colon, counts = line.partition(":")
-        if colon:
-            words = counts.split()
-            interfaces[name.strip()] = (int(words[0]), int(words[8]))
-    return interfaces
