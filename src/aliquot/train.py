@@ -84,7 +84,7 @@ def train(config: RunConfig, force: bool = False) -> Result:
         with directory.locked() if topology.is_first else nullcontext():
             on_first(ranks, exporter.listen)
             about = {"placement": placement, "machine": ranks.broadcast(machine)}
-            run = Run(config, ranks, directory, display, exporter, Ledger(ranks.rank), about)
+            run = Attempt(config, ranks, directory, display, exporter, Ledger(ranks.rank), about)
             result = _train(run, force)
     except BaseException:
         if ranks.world_size == 1:
@@ -98,8 +98,8 @@ def train(config: RunConfig, force: bool = False) -> Result:
 
 
 @dataclass(frozen=True)
-class Run:
-    """What a run has before there is anything to train: who takes part, and where everything is told."""
+class Attempt:
+    """What an attempt at a run has before there is anything to train: who takes part, and where everything is told."""
 
     config: RunConfig
     ranks: Ranks
@@ -107,10 +107,10 @@ class Run:
     display: Display
     exporter: Exporter
     ledger: Ledger
-    about: dict[str, Any]  # placement, machine, model, engine: what this attempt is made of, as JSON
+    about: dict[str, Any]  # placement, machine, model, engine: what it is made of, as JSON
 
 
-def _train(run: Run, force: bool) -> Result:
+def _train(run: Attempt, force: bool) -> Result:
     run.ledger.mark("process start", {})
     on_first(run.ranks, lambda: run.directory.check(run.config))
     inputs = _read_inputs(run)
@@ -175,7 +175,7 @@ class Start:
     resumed_from: Path | None = None
 
 
-def _read_inputs(run: Run) -> Inputs:
+def _read_inputs(run: Attempt) -> Inputs:
     config, ranks = run.config, run.ranks
     on_first(ranks, lambda: bool(resolve(config.model)))  # from the hub only rank 0 downloads
     source = resolve(config.model)
@@ -190,16 +190,16 @@ def _read_inputs(run: Run) -> Inputs:
     return Inputs(source, data, tokenizer, size, batches, total_steps)
 
 
-def _foresee(run: Run, inputs: Inputs, force: bool) -> dict[str, Any]:
-    topology, cores, vocabulary = run.ranks.topology, run.ranks.allowed_cores, inputs.source.config.vocab_size
-    workload = inputs.batches.workload()
-    return on_first(
-        run.ranks,
-        lambda: plan_before(run.config, topology, cores, workload, vocabulary, force, run.display.warning),
-    )
+def _foresee(run: Attempt, inputs: Inputs, force: bool) -> dict[str, Any]:
+    def plan() -> dict[str, Any]:
+        workload, vocabulary = inputs.batches.workload(), inputs.source.config.vocab_size
+        topology, cores = run.ranks.topology, run.ranks.allowed_cores
+        return plan_before(run.config, topology, cores, workload, vocabulary, force, run.display.warning)
+
+    return on_first(run.ranks, plan)
 
 
-def _build_model(run: Run, inputs: Inputs) -> Model:
+def _build_model(run: Attempt, inputs: Inputs) -> Model:
     topology, ledger = run.ranks.topology, run.ledger
     built = meta.build(inputs.source.config)
     engine_name, engine_type = engine_class(run.config, topology, built.numel)
@@ -215,7 +215,7 @@ def _build_model(run: Run, inputs: Inputs) -> Model:
     return Model(built, engine, engine_name, clock, spec.notes)
 
 
-def _fill_model(run: Run, inputs: Inputs, model: Model) -> Start:
+def _fill_model(run: Attempt, inputs: Inputs, model: Model) -> Start:
     """With a checkpoint of this run, with the source's weights, or from scratch."""
     config, engine, built, batches = run.config, model.engine, model.built, inputs.batches
     start = Start()
@@ -236,7 +236,7 @@ def _fill_model(run: Run, inputs: Inputs, model: Model) -> Start:
     return start
 
 
-def _introduce(run: Run, inputs: Inputs, model: Model, start: Start) -> None:
+def _introduce(run: Attempt, inputs: Inputs, model: Model, start: Start) -> None:
     """Say what is trained on what and how, and keep it for the records."""
     config, ranks = run.config, run.ranks
     rate = matmul_rate(ranks.topology.device, config.train.precision, ranks.barrier)
@@ -261,7 +261,7 @@ class Training:
 
     def __init__(
         self,
-        run: Run,
+        run: Attempt,
         inputs: Inputs,
         model: Model,
         start: Start,
