@@ -115,7 +115,8 @@ FAULTS = (
     ),
     Fault(
         "tied-gradient-replaced", "engines/host/host_gradients.py",
-        "first = self._first and only", "first = self._first",
+        "first = not self._contributions[index]\n        self._contributions[index] += 1",
+        "first = True\n        self._contributions[index] += 1",
         ("tests/engines",),
     ),
     Fault(

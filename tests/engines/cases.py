@@ -60,6 +60,8 @@ CASES = {
         Case("llama-selective", {"model_type": "llama"}, checkpointing="selective", steps=5),
         Case("qwen2-tied", {"model_type": "qwen2", "tie_word_embeddings": True}, steps=5),
         Case("qwen3", {"model_type": "qwen3"}, steps=5),
+        # Tied, and its embedding is a subclass: head and look-up contribute as wholes, one in the forward pass.
+        Case("gemma", {"model_type": "gemma", "tie_word_embeddings": True}, steps=5),
         Case("mistral-window", {"model_type": "mistral", "sliding_window": 6}, steps=5),
     ]
 }

@@ -35,7 +35,7 @@ from tests.processes import World, run_worlds
 WORKER = Path(__file__).parent / "worker.py"
 BY_WORLD = {
     1: ["llama"],
-    2: ["llama", "llama-bf16", "llama-full", "llama-selective", "qwen2-tied", "qwen3", "mistral-window"],
+    2: ["llama", "llama-bf16", "llama-full", "llama-selective", "qwen2-tied", "qwen3", "gemma", "mistral-window"],
     3: ["llama", "llama-bf16"],
     4: ["llama"],
 }
@@ -122,7 +122,7 @@ def test_fp32_equals_the_plain_loop(runs: dict[int, Path], world_size: int) -> N
         torch.testing.assert_close(final[name], weight.flatten(), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama-full", "llama-selective", "qwen2-tied", "qwen3", "mistral-window"])
+@pytest.mark.parametrize("name", ["llama-full", "llama-selective", "qwen2-tied", "qwen3", "gemma", "mistral-window"])
 def test_models_and_checkpointing_equal_the_plain_loop(runs: dict[int, Path], name: str) -> None:
     losses, norms, _ = plain_loop(name, bf16=False)
     ours = result(runs[2], name)

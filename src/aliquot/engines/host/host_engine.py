@@ -80,7 +80,6 @@ class HostEngine:
         self._moments_bytes = sum(shard.exp_avg.size_bytes + shard.exp_avg_sq.size_bytes for shard in shards)
         self._hooks = list(self._listen())
         self._fused = spec.fused_loss
-        self._micro_batches = 0
         self._updates = 0
         self._activations = SavedBytes(spec.gradient_checkpointing)
 
@@ -179,8 +178,6 @@ class HostEngine:
     def backward(self, batch: MicroBatch | None, scale: float, last: bool) -> Tensor:
         self._model.train()
         batch = MicroBatch.empty() if batch is None else batch
-        self._gradients.begin(first=self._micro_batches == 0)
-        self._micro_batches += 1
         embedding = self._model.get_input_embeddings()  # type: ignore[operator]
         rows = None
         if self._looks_up and self._fused:
@@ -231,15 +228,13 @@ class HostEngine:
 
     def _add_embedding(self, embedding: nn.Module, ids: Tensor, gradient: Tensor | None) -> None:
         weight = cast(nn.Parameter, embedding.weight)
-        tied = self._model.get_output_embeddings().weight is weight  # type: ignore[operator]
         assert gradient is not None
         if embedding.padding_idx is not None:  # as nn.Embedding: its row learns nothing from look-ups
             used = ids != embedding.padding_idx
             ids, gradient = ids[used], gradient[used]
-        self._gradients.add_rows(self._index_of(weight), ids, gradient, only=not tied)
+        self._gradients.add_rows(self._index_of(weight), ids, gradient)
 
     def step(self, learning_rate: float, max_grad_norm: float | None) -> StepResult:
-        self._micro_batches = 0
         self._gradients.finish()  # not after each micro-batch: ranks need not wait for each other in between
         self._gradients.exchange()
         # All ranks wait for each other here: nobody computes from the weights any more.

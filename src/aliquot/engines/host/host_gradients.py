@@ -7,6 +7,7 @@ several hosts, of its counterparts' parts on the others: those travel once, at t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -63,7 +64,9 @@ class HostGradients:
             [torch.zeros(stop - start, dtype=kept) for start, stop in (w.ranges[owner] for w in weights)]
             for owner in self._owners
         ]
-        self._first = True
+        self._contributions: Counter[int] = (
+            Counter()
+        )  # to each sum in this optimizer step: the first replaces
         self.staged_bytes = 0
         self.moved_bytes = 0
 
@@ -75,10 +78,6 @@ class HostGradients:
     @cached_property
     def size_bytes(self) -> int:
         return sum(tensor.nbytes for tensors in self.sums for tensor in tensors)
-
-    def begin(self, first: bool) -> None:
-        """A micro-batch begins; `first` of the optimizer step: its gradients replace what the sums hold."""
-        self._first = first
 
     def add(self, index: int, gradient: Tensor) -> None:
         """The gradient of weight `index`, of this rank's micro-batch; it may be freed afterwards."""
@@ -100,29 +99,34 @@ class HostGradients:
 
     def publish(self) -> None:
         index, start, stop = self._range
-        first = self._first
+        first = not self._contributions[index]
+        if stop == self._weights[index].numel:
+            self._contributions[index] += 1
         self.staged_bytes += (stop - start) * self._dtype.itemsize
         self.moved_bytes += (stop - start) * self._dtype.itemsize
         self.ring.publish(self._piece, lambda piece: self._sum(piece, index, start, stop, first))
 
-    def add_rows(self, index: int, ids: Tensor, rows: Tensor, only: bool) -> None:
-        """The gradient of a look-up: `rows` [T, E] belong to rows `ids` [T] of weight `index`.
-
-        `only`: nothing else adds to this weight in the micro-batch.
-        """
+    def add_rows(self, index: int, ids: Tensor, rows: Tensor) -> None:
+        """The gradient of a look-up: `rows` [T, E] belong to rows `ids` [T] of weight `index`."""
         piece = self.ring.stage(self._rows_bytes())
         view = self._view(piece, self._peers.index)
         count = len(ids)
         view[0].fill_(count)
         view[1][:count] = ids
         view[2][:count] = rows
-        first = self._first and only
+        first = not self._contributions[index]
+        self._contributions[index] += 1
         self.staged_bytes += count * (8 + self._width * self._dtype.itemsize)
         self.ring.publish(piece, lambda piece: self._sum_rows(piece, index, first))
 
     def finish(self) -> None:
-        """All of this host's sums are complete."""
+        """All of this host's sums are complete; what is added next belongs to the next optimizer step."""
         self.ring.drain()
+        for sums in self.sums:
+            for index, of_weight in enumerate(sums):
+                if not self._contributions[index]:
+                    of_weight.zero_()  # nothing replaced the sum of the step before
+        self._contributions.clear()
 
     def exchange(self) -> None:
         """Between hosts: `own` becomes the sum over all of them."""
