@@ -238,6 +238,7 @@ MISTAKES: dict[str, tuple[str, Callable[[Documents], Any]]] = {
     "no expiry said": ("node-expiry", lambda d: node_spec(d).pop("expireAfter")),
     "consolidation": ("consolidation", lambda d: pool(d)["disruption"].update(
         consolidationPolicy="WhenEmptyOrUnderutilized")),
+    "no consolidation said": ("consolidation", lambda d: pool(d)["disruption"].pop("consolidationPolicy")),
     "spot": ("spot", lambda d: requirement(d, "karpenter.sh/capacity-type").update(values=["spot"])),
     "a label that no node has": ("node-selector", lambda d: pod(d)["nodeSelector"].update({"aliquot.io/pool": "x"})),
     "a taint": ("taint", lambda d: pod(d).update(tolerations=[])),
