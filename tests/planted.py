@@ -28,6 +28,7 @@ class Fault:
 
     name: str
     file: str
+    effect: str
     line: str
     planted: str
     tests: tuple[str, ...]
@@ -36,129 +37,153 @@ class Fault:
 FAULTS = (
     Fault(
         "batch-rounds-down", "config/batch_size.py",
+        "the per-device batch that follows from the global one is rounded down, not up",
         "return BatchSize(total, -(-total // (steps * world_size)))",
         "return BatchSize(total, max(1, total // (steps * world_size)))",
         ("tests/config",),
     ),
     Fault(
         "kubelet-keeps-less", "catalogue/instances.py",
+        "kubelet's reserve is taken for less than it is: a pod's memory is promised to it too high",
         "(255 + 11 * max_pods)", "(255 + 10 * max_pods)",
         ("tests/catalogue",),
     ),
     Fault(
         "consolidation-default", "cluster/rules_nodes.py",
+        "a NodePool without a consolidation policy is taken for one that leaves running jobs alone",
         'or "WhenEmptyOrUnderutilized"', 'or "WhenEmpty"',
         ("tests/cluster/test_check.py",),
     ),
     Fault(
         "neighbours-bytes", "ranges/transfer.py",
+        "each piece of a part but the first is taken from one element too early",
         "own = None if view is None else view[start - part.start :][:numel]",
         "own = None if view is None else view[max(0, start - part.start - 1) :][:numel]",
         ("tests/ranges", "tests/models/test_load.py"),
     ),
     Fault(
         "rename-before-fsync", "ranges/publish.py",
+        "a directory gets its final name before the disk has what is in it",
         "    sync(partial)\n    partial.rename(target)", "    partial.rename(target)",
         ("tests/ranges/test_publish.py",),
     ),
     Fault(
         "loosest-quota", "machine/cpu.py",
+        "of nested CPU quotas the loosest counts",
         "return min(quotas, default=None)", "return max(quotas, default=None)",
         ("tests/machine",),
     ),
     Fault(
         "orphaned-ranks", "launch/rank_start.py",
+        "ranks outlive a launcher that is killed",
         "ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)",
         "ctypes.CDLL(None, use_errno=True)",
         ("tests/launch/test_launch.py",),
     ),
     Fault(
         "missing-barrier", "collectives/peers.py",
+        "a barrier among the ranks of a host does not wait",
         "        self.wait(_BARRIER, self.sent[_BARRIER])", "        self.received(_BARRIER)",
         ("tests/collectives", "tests/engines/test_host.py"),
     ),
     Fault(
         "last-host-left-out", "collectives/wire.py",
+        "the sum over hosts leaves out the last one",
         "for values in ordered[1:]:", "for values in ordered[1:-1]:",
         ("tests/collectives", "tests/engines/test_host.py"),
     ),
     Fault(
         "ties-to-zero", "optim/weights.py",
+        "a tie is rounded towards zero when a master weight becomes bf16",
         "bits.add(0x8000)", "bits.add(0x7FFF)",
         ("tests/optim",),
     ),
     Fault(
         "mask-leaks-a-token", "attention/tiles.py",
+        "a query sees the token after it",
         ".triu_(keys - queries + 1)", ".triu_(keys - queries + 2)",
         ("tests/attention/test_attention.py",),
     ),
     Fault(
         "sign-in-chunked-loss", "loss/head_loss.py",
+        "the loss that is computed in chunks pushes the label's logit the wrong way",
         "values[inside, labels[inside] - a] -= scale", "values[inside, labels[inside] - a] += scale",
         ("tests/loss/test_loss.py",),
     ),
     Fault(
         "export-tells-no-dtype", "models/export.py",
+        "config.json of an export does not tell the dtype of the weights beside it",
         '    fields["dtype"] = str(dtype).removeprefix("torch.")\n', "",
         ("tests/models/test_export.py", "tests/test_train.py"),
     ),
     Fault(
         "pieces-do-not-overlap", "data/packing.py",
+        "of a long document the first token of each later piece is never predicted",
         "start = offsets[document] + nth * (sequence_length - 1)",
         "start = offsets[document] + nth * sequence_length",
         ("tests/data/test_packing.py", "tests/data/test_batches.py"),
     ),
     Fault(
         "positions-run-on", "data/batches.py",
+        "positions do not begin at 0 again in each document of a row",
         "positions = np.arange(length) - np.repeat(edges[:-1], np.diff(edges))", "positions = np.arange(length)",
         ("tests/data/test_batches.py",),
     ),
     Fault(
         "tied-gradient-replaced", "engines/host/host_gradients.py",
+        "of a tied weight's two gradients one replaces the other",
         "first = not self._contributions[index]\n        self._contributions[index] += 1",
         "first = True\n        self._contributions[index] += 1",
         ("tests/engines",),
     ),
     Fault(
         "gradients-divided-twice", "engines/fsdp/fsdp_engine.py",
+        "engine fsdp halves every gradient",
         "module.set_gradient_divide_factor(1.0)", "module.set_gradient_divide_factor(2.0)",
         ("tests/engines/test_engines.py",),
     ),
     Fault(
         "saved-while-it-changes", "checkpoint/live_parts.py",
+        "an update does not wait until a checkpoint has read what it changes",
         "self._changed.wait_for(lambda: self._stopped or (not self._reading and self._left <= self._copies.keys()))",
         "pass",
         ("tests/checkpoint",),
     ),
     Fault(
         "waiting-counted-twice", "observe/clock.py",
+        "seconds of waiting for other ranks count as own work, too",
         "passed - reduced - waited", "passed - reduced",
         ("tests/observe/test_clock.py",),
     ),
     Fault(
         "plan-forgets-other-hosts", "plan/engine_memory.py",
+        "the plan forgets the gradient sums that a rank holds for its counterparts on other hosts",
         "gradients=kept * own * layout.nodes,", "gradients=kept * own,",
         ("tests/plan",),
     ),
     Fault(
         "free-shm-not-looked-at", "doctor/memory_checks.py",
+        "the doctor looks at the size of /dev/shm, not at what is free of it",
         "if free < _SHM_BYTES:", "if total < _SHM_BYTES:",
         ("tests/doctor",),
     ),
     Fault(
         "perplexity-of-one-rank", "evaluate.py",
+        "perplexity is over the loss of one rank and the tokens of all",
         "loss = math.fsum(ranks.gather(float(summed))) / batches.predicted",
         "loss = float(summed) / batches.predicted",
         ("tests/test_train.py",),
     ),
     Fault(
         "sigterm-saves-nothing", "train.py",
+        "a run that is told to stop stops without saving",
         "if last or stopping or _is_due(config.checkpoint.every, done):",
         "if last or _is_due(config.checkpoint.every, done):",
         ("tests/test_train.py",),
     ),
     Fault(
         "bad-input-exits-with-1", "cli/one_line_errors.py",
+        "bad input ends with exit code 1, as a crash does",
         "raise typer.Exit(told.exit_code) from None", "raise typer.Exit(1) from None",
         ("tests/cli", "tests/config"),
     ),
@@ -169,7 +194,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="only these faults")
     parser.add_argument("--json", type=Path, help="write the table there, too")
+    parser.add_argument("--table", action="store_true", help="only print the table of CONTRIBUTING.md")
     arguments = parser.parse_args()
+    if arguments.table:
+        print(table())
+        return
     unknown = set(arguments.names) - {fault.name for fault in FAULTS}
     if unknown:
         parser.error(f"no such fault: {', '.join(sorted(unknown))}")
@@ -186,6 +215,11 @@ def main() -> None:
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
     sys.exit(1 if missed else 0)
+
+
+def table() -> str:
+    rows = [f"| `{fault.name}` | `{fault.file}` | {fault.effect} |" for fault in FAULTS]
+    return "\n".join(("| fault | file | what goes wrong |", "|--|--|--|", *rows))
 
 
 def plant(fault: Fault) -> str | None:

@@ -3,87 +3,84 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).resolve().parents[1] / "src" / "aliquot"
+REPOSITORY = Path(__file__).resolve().parents[1]
+SOURCE = REPOSITORY / "src" / "aliquot"
 
-# Who may import whom; everyone may import errors and textfile, and a package itself.
-ALLOWED = {
-    "config": set(),
-    "catalogue": set(),
-    "cluster": {"config", "catalogue"},
-    "ranges": set(),
-    "machine": set(),
-    "launch": {"config", "machine"},
-    "collectives": set(),
-    "doctor": {"config", "launch", "machine", "collectives"},
-    "optim": set(),
-    "attention": set(),
-    "loss": set(),
-    "models": {"attention", "config", "loss", "ranges"},
-    "loaders": {"config", "models", "ranges"},
-    "data": {"config", "launch", "loss", "models", "ranges", "machine"},
-    "engines": {
-        "attention",
-        "config",
-        "launch",
-        "loaders",
-        "loss",
-        "models",
-        "optim",
-        "ranges",
-        "machine",
-        "collectives",
-    },
-    "checkpoint": {"config", "ranges"},
-    "observe": {"config", "launch", "machine"},
-    "evaluate": {"config", "data", "engines", "launch"},
-    "plan": {"attention", "config", "catalogue", "loss", "launch", "models", "machine"},
-    "train": {
-        "config",
-        "plan",
-        "models",
-        "data",
-        "engines",
-        "checkpoint",
-        "observe",
-        "launch",
-        "machine",
-        "optim",
-        "ranges",
-        "evaluate",
-    },
-}
+FOR_EVERYBODY = {"errors", "textfile"}
+
+
+def allowed() -> dict[str, set[str]]:
+    """Room -> what it may import, from ARCHITECTURE.md's table; `everything` is left out."""
+    text = (REPOSITORY / "ARCHITECTURE.md").read_text()
+    rows = re.findall(r"^\| `(\w+)(?:/|\.py)` \|[^|]*\|([^|]*)\|$", text, re.MULTILINE)
+    return {room: set(re.findall(r"`([^`]+)`", cell)) for room, cell in rows if cell.strip() != "everything"}
+
+
+def files_of(room: str) -> list[Path]:
+    folder = SOURCE / room
+    return sorted(folder.rglob("*.py")) if folder.is_dir() else [SOURCE / f"{room}.py"]
 
 
 def imports(file: Path) -> set[str]:
-    found = set()
+    """Modules of ours as paths: `ranges/parts`."""
+    found: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "aliquot":
-            names = [node.module] if node.module != "aliquot" else [f"aliquot.{alias.name}" for alias in node.names]
-            found.update(name.split(".")[1] for name in names)
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found.update(name if is_module(name) else node.module for name in names)
         elif isinstance(node, ast.Import):
-            found.update(a.name.split(".")[1] for a in node.names if a.name.startswith("aliquot."))
-    return found
+            found.update(alias.name for alias in node.names if alias.name.startswith("aliquot."))
+    return {name.removeprefix("aliquot.").replace(".", "/") for name in found}
 
 
-@pytest.mark.parametrize("package", sorted(ALLOWED))
-def test_import_rules(package: str) -> None:
-    folder = SOURCE / package
-    files = sorted(folder.rglob("*.py")) if folder.is_dir() else [SOURCE / f"{package}.py"]
-    assert files
-    for file in files:
-        wrong = imports(file) - ALLOWED[package] - {package, "errors", "textfile"}
-        assert not wrong, f"{file.relative_to(SOURCE)} may not import {sorted(wrong)}"
+def is_module(name: str) -> bool:
+    path = SOURCE.parent / name.replace(".", "/")
+    return path.is_dir() or path.with_suffix(".py").exists()
 
 
-def test_every_package_has_a_rule() -> None:
-    packages = {path.name for path in SOURCE.iterdir() if (path / "__init__.py").exists()}
-    assert packages - set(ALLOWED) == {"cli"}
+def permits(permission: str, module: str) -> bool:
+    return fnmatch(module, permission) if "/" in permission else module.split("/")[0] == permission
+
+
+@pytest.mark.parametrize("room", sorted(allowed()))
+def test_import_rules(room: str) -> None:
+    unused = set(permissions := allowed()[room])
+    for file in files_of(room):
+        for module in imports(file):
+            used = {permission for permission in permissions if permits(permission, module)}
+            unused -= used
+            known = used or module.split("/")[0] in FOR_EVERYBODY | {room}
+            assert known, f"{file.relative_to(SOURCE)} may not import {module}: see ARCHITECTURE.md"
+    assert not unused, f"{room} imports nothing of {', '.join(sorted(unused))}: take it out of ARCHITECTURE.md"
+
+
+def test_rooms_import_from_rooms_above_them() -> None:
+    above: set[str] = set()
+    for room, permissions in allowed().items():
+        below = {permission.split("/")[0] for permission in permissions} - above
+        assert not below, f"{room} may import {', '.join(sorted(below))}, further down in ARCHITECTURE.md's table"
+        above.add(room)
+
+
+def test_every_room_has_a_rule() -> None:
+    rooms = {path.name for path in SOURCE.iterdir() if (path / "__init__.py").exists()}
+    rooms |= {path.stem for path in SOURCE.glob("*.py") if not path.stem.startswith("__")}
+    assert rooms - FOR_EVERYBODY - {"cli"} == set(allowed())
+
+
+def test_files_that_the_architecture_names_exist() -> None:
+    text = (REPOSITORY / "ARCHITECTURE.md").read_text()
+    there = {file.name for file in SOURCE.rglob("*.py")} | {"test_imports.py"}
+    named = set(re.findall(r"\w+\.py", text)) - {"NAME_command.py", "NAME_checks.py"}
+    assert named <= there, f"not there: {', '.join(sorted(named - there))}"
 
 
 def test_distributed_torch_stays_in_its_places() -> None:
@@ -100,5 +97,10 @@ def test_light_start(command: list[str]) -> None:
     assert not loaded & {"torch", "transformers", "datasets", "numpy", "pydantic"}
 
 
-def test_train_tells_its_story_briefly() -> None:
-    assert len((SOURCE / "train.py").read_text().splitlines()) < 300
+def test_rooms_without_torch() -> None:
+    modules = [
+        file.relative_to(SOURCE.parent) for room in ("config", "catalogue", "cluster") for file in files_of(room)
+    ]
+    names = ", ".join(".".join(path.with_suffix("").parts) for path in modules)
+    check = f"import sys, {names}; assert not sys.modules.keys() & {{'torch', 'transformers', 'numpy'}}"
+    subprocess.run([sys.executable, "-c", check], check=True)

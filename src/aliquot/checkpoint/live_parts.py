@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from aliquot.checkpoint.directories import STEMS
 from aliquot.errors import TrainingError
 from aliquot.ranges.parts import Part, PartSource
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class LiveParts:

@@ -10,15 +10,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from aliquot.collectives.peers import Peers
 from aliquot.collectives.shared import aligned
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 PUBLISHED, READ = 1, 2  # kinds of token
 # A socket buffers some 250 tokens before sending blocks; two ranks that block on each other would wait for ever.

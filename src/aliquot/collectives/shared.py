@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import mmap
 import os
-from typing import TYPE_CHECKING
 
 import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
 ALIGN_BYTES = 64  # a cache line: tensors of two ranks never share one
 

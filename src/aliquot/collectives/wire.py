@@ -9,13 +9,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
 _PIECE_BYTES = 16 << 20
 _AHEAD = 2  # pieces under way while one is summed

@@ -7,21 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 import torch
+from torch import Tensor, nn
 
 from aliquot.config import deepspeed_json
 from aliquot.config.schema import RunConfig
 from aliquot.launch.topology import Topology
 from aliquot.models.batch import MicroBatch
+from aliquot.models.meta import MetaModel
 from aliquot.ranges.parts import PartStore
 from aliquot.ranges.transfer import InMemory
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from aliquot.models.meta import MetaModel
 
 
 @dataclass(frozen=True)

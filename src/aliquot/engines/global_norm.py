@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from aliquot.optim.squared_norm import squared_norm
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def global_norm(gradients: Sequence[Tensor], device: torch.device) -> float:

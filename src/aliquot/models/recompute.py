@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-
-if TYPE_CHECKING:
-    from torch import nn
 
 # `selective` keeps the results that are dear to compute and recomputes the cheap ones: norms, rotary, activations.
 KEPT = frozenset(

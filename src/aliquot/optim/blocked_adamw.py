@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.optim.adamw import adamw
 
 from aliquot.optim.moments import ExactMoment, Moment, Noise
 from aliquot.optim.weights import SplitWeights, Weights
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 BLOCK = 1 << 18  # elements: 1 MiB of fp32
 

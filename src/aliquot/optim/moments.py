@@ -7,12 +7,10 @@ an element's place in the whole tensor, so results do not depend on the world si
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
 States = Literal["fp32", "bf16", "int8"]
 

@@ -8,12 +8,10 @@ Ties round away from zero: to even, a tie would leave a distance of +32768, whic
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
 
 class Weights(Protocol):

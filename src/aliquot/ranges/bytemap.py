@@ -9,6 +9,7 @@ from pathlib import Path
 from aliquot.errors import WeightsFileError
 from aliquot.ranges.header import TensorEntry, read_header
 from aliquot.ranges.jsonfile import read_json
+from aliquot.ranges.publish import is_plain_name
 
 Shape = tuple[int, ...]
 SHOWN = 5  # names in an error message
@@ -51,11 +52,6 @@ class ByteMap:
             raise WeightsFileError(f"not in the files that the index names: {listed(absent)}", index)
         entries = {tensor: headers[file].entries[tensor] for tensor, file in weight_map.items()}
         return cls(entries, {index.parent / name: header.header_bytes for name, header in headers.items()})
-
-
-def is_plain_name(name: str) -> bool:
-    """Whether `name` names a file in the directory itself: no separator, no `..`, nothing that a terminal obeys."""
-    return name not in ("", ".", "..") and name.isprintable() and not set(name) & {"/", "\\"}
 
 
 def check_tensors(

@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from aliquot.errors import DamagedCheckpoint, UserError
-from aliquot.ranges.bytemap import is_plain_name
 from aliquot.ranges.checksums import BLOCK_BYTES, BlockChecksums, Piece, combine_pieces
 from aliquot.ranges.jsonfile import read_json
+from aliquot.ranges.publish import is_plain_name
 
 MANIFEST = "manifest.json"
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from aliquot.errors import StorageError, writing
-from aliquot.ranges.bytemap import is_plain_name
 from aliquot.ranges.together import RankGroup, on_first, together
 
 T = TypeVar("T")
@@ -76,6 +75,11 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether `name` names a file in the directory itself: no separator, no `..`, nothing that a terminal obeys."""
+    return name not in ("", ".", "..") and name.isprintable() and not set(name) & {"/", "\\"}
 
 
 def check_names(names: Iterable[str], taken: Iterable[str]) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
-if TYPE_CHECKING:
-    from torch import nn
-
-    from aliquot.engines.base import EngineSpec
+from aliquot.engines.base import EngineSpec
 
 
 def adamw(

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import Any, Self, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from aliquot.attention.document_attention import Documents
 from aliquot.collectives.json_values import gather
@@ -32,9 +32,6 @@ from aliquot.models import meta as meta_models
 from aliquot.models import recompute
 from aliquot.models.batch import MicroBatch
 from aliquot.ranges.parts import KINDS, Part
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # What DeepSpeed says of its memory while it builds -> the phase of the ledger that ends there.
 _PHASES = {

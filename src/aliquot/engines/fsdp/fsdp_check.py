@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from aliquot.engines.fsdp.fsdp_collectives import SharedAllGather, SharedReduceScatter, Stage
 from aliquot.errors import SelfTestError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _NUMEL = 1000  # of each rank
 

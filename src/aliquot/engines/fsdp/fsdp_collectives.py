@@ -10,16 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from aliquot.collectives.peers import Peers
 from aliquot.collectives.reduce import add_sum
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _HALF_BYTES = 16 << 20
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MethodType
-from typing import TYPE_CHECKING, Self, cast
+from typing import Self, cast
 
 import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -40,9 +41,6 @@ from aliquot.models.batch import MicroBatch
 from aliquot.models.materialise import materialise
 from aliquot.optim.sharded_adamw import ShardedAdamW
 from aliquot.ranges.parts import KINDS, Part, row_ranges
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from aliquot.collectives.hosts import Hosts
 from aliquot.collectives.reduce import add_sum
 from aliquot.collectives.ring import Piece, Ring
 from aliquot.collectives.shared import aligned
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # A rank may be ahead of another by what the ring holds: a layer or more of most models. More gains nothing.
 _RING_BYTES = 64 << 20
