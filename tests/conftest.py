@@ -9,6 +9,8 @@ import pytest
 from hypothesis import settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
+# Read when torch is imported: threads that wait leave the core to others. A test run has more threads than cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 settings.register_profile("aliquot", deadline=None)  # how long an example takes is the machine's affair
 settings.load_profile("aliquot")
