@@ -1,9 +1,9 @@
 """`python ARGUMENTS` as a process of its own, without the five seconds that importing torch and transformers takes.
 
 A server (tests/warm_server.py) has imported them and forks. What it forks has its own process id, streams, environment,
-directory and exit code, is a child of the test that asked, and starts ranks through the same launcher; those are forked,
-too. What it does not have: a command line and an environment in /proc, an allocator of LD_PRELOAD, and what imports
-print or fail with. A few tests of each kind start real interpreters for that: `run(..., cold=True)`.
+directory and exit code, is a child of the test that asked, and starts ranks through the same launcher; those are
+forked, too. What it does not have: a command line and an environment in /proc, an allocator of LD_PRELOAD, and what
+imports print or fail with. A few tests of each kind start real interpreters for that: `run(..., cold=True)`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Warm(subprocess.Popen[str]):
         }  # fmt: skip
         streams = [given if given != -1 else own for own, given in enumerate((p2cread, c2pwrite, errwrite))]
         server = _server()
-        # The process between the server and the new one ends: meanwhile orphans are ours, so this one becomes our child.
+        # The process between the server and the new one ends. Orphans are ours meanwhile: the new one becomes our child.
         _adopt_orphans(True)
         try:
             socket.send_fds(server, [json.dumps(request).encode()], streams)

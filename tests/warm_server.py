@@ -1,4 +1,4 @@
-"""The server behind tests/warm.py: it has imported what a command imports, and forks a process for each it is asked for.
+"""The server behind tests/warm.py: it has imported what a command imports, and forks a process for each request.
 
     python -m tests.warm_server SOCKET      SOCKET: an inherited file descriptor
 
@@ -81,7 +81,7 @@ def start(
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         for target, stream in enumerate([os.dup(stream) for stream in streams]):
             os.dup2(stream, target)
-        os.closerange(3, max(map(int, os.listdir("/proc/self/fd"))) + 1)
+        os.closerange(3, max(int(each.name) for each in Path("/proc/self/fd").iterdir()) + 1)
         if directory is not None:
             os.chdir(directory)
         become(arguments, environ)
@@ -128,7 +128,7 @@ def _interpret(arguments: list[str]) -> None:
     match arguments:
         case ["-m", module, *rest]:
             sys.argv = [module, *rest]
-            sys.path[0] = os.getcwd()
+            sys.path[0] = str(Path.cwd())
             runpy.run_module(module, run_name="__main__", alter_sys=True)
         case ["-c", program, *rest]:
             sys.argv = ["-c", *rest]
