@@ -54,7 +54,7 @@ class Warm(subprocess.Popen[str]):
         }  # fmt: skip
         streams = [given if given != -1 else own for own, given in enumerate((p2cread, c2pwrite, errwrite))]
         server = _server()
-        # The process between the server and the new one ends. Orphans are ours meanwhile: the new one becomes our child.
+        # The process between the server and the new one ends. Orphans are ours meanwhile, so the new one becomes ours.
         _adopt_orphans(True)
         try:
             socket.send_fds(server, [json.dumps(request).encode()], streams)
