@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install demo seed test test-long test-apiserver crash bench docs lint clean
+.PHONY: install demo seed test test-one test-long test-apiserver crash bench docs lint clean
 
 install: $(INSTALLED)
 
@@ -18,11 +18,18 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)
 	$(BIN)/aliquot train examples/quickstart.yaml
 
+# A file of tests stays with one of the two workers, and so do the runs that its tests share.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not long"
+	$(BIN)/python -m pytest -m "not long" -n 2 --dist loadfile
 
+# A file, a folder or a test, its long ones left out: make test-one FILE=tests/optim
+FILE ?= tests
+test-one: $(INSTALLED)
+	$(BIN)/python -m pytest -m "not long" $(FILE)
+
+# All that `make test` leaves out, and more examples of what is random; says at its end how long it took.
 test-long: $(INSTALLED)
-	$(BIN)/python -m pytest -m "long and not apiserver"
+	$(BIN)/python -m pytest -m "(long or hypothesis) and not apiserver" --hypothesis-profile=full --durations=20
 
 # Everything rendered, against a real Kubernetes API server on loopback; skipped where no tool starts one.
 test-apiserver: $(INSTALLED)
@@ -66,6 +73,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m tests.docs_translations
 
 clean:
 	rm -rf $(VENV) runs build src/*.egg-info

@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
+import tests.examples  # noqa: F401 (the profiles)
 
-settings.register_profile("aliquot", deadline=None)  # how long an example takes is the machine's affair
-settings.load_profile("aliquot")
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
+# Read when torch is imported: threads that wait leave the core to others. A test run has more threads than cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+settings.load_profile("short")  # `make test-long` asks for another: --hypothesis-profile=full
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHARED = REPOSITORY.parent / "shared"

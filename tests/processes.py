@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -13,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
+
+from tests import warm
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,9 @@ def run_ranks(script: Path, world_size: int, folder: Path, *arguments: str, time
 def run_worlds(script: Path, worlds: list[World], timeout_s: float = 240) -> None:
     """Runs `script`, which calls `as_ranks`, for one world after the other; fails with what their ranks printed."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [
-        sys.executable,
-        "-m",
-        f"tests.{script.parent.name}.{script.stem}",
-        json.dumps([(world.size, str(world.folder), world.arguments) for world in worlds]),
-    ]
-    ranks = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
+    module = f"tests.{script.parent.name}.{script.stem}"
+    asked = json.dumps([(world.size, str(world.folder), world.arguments) for world in worlds])
+    ranks = warm.run("-m", module, asked, env=environment, cwd=warm.REPOSITORY, timeout_s=timeout_s)
     assert ranks.returncode == 0, ranks.stdout + ranks.stderr
 
 

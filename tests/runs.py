@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from tests import warm
 
 TEXT = "the a sharded rank gathers every weight and gradient of one layer then drops it again while another waits"
 WORDS = TEXT.split(" ")
@@ -68,20 +68,14 @@ def write_config(folder: Path, name: str = "run", **sections: dict[str, Any]) ->
     return file
 
 
-def command(*arguments: str | Path, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Runs the command to its end."""
-    return subprocess.run(  # noqa: PLW1510 (the caller looks at the exit code)
-        [sys.executable, "-m", "aliquot", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, **(environment or {})},
-    )
+def command(*arguments: str | Path, cold: bool = False) -> subprocess.CompletedProcess[str]:
+    """Runs the command to its end; `cold`: in an interpreter of its own, else in a warm process."""
+    return warm.run("-m", "aliquot", *arguments, cold=cold)
 
 
-def trained(*arguments: str | Path, environment: dict[str, str] | None = None) -> str:
+def trained(*arguments: str | Path, cold: bool = False) -> str:
     """`aliquot train` that must succeed; what it printed."""
-    result = command("train", *arguments, environment=environment)
+    result = command("train", *arguments, cold=cold)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 

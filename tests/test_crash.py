@@ -1,15 +1,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+
+from tests import warm
 
 
 def test_kills_at_random_moments_lose_nothing() -> None:
     """A few of what `make crash KILLS=...` does."""
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.crash", "--kills", "5", "--seed", "1"],
-        capture_output=True, text=True, timeout=300, check=False, env={**os.environ, "PYTHONWARNINGS": "ignore"},
-    )  # fmt: skip
+    quiet = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    result = warm.run("-m", "tests.crash", "--kills", "5", "--seed", "1", env=quiet, cwd=warm.REPOSITORY, timeout_s=300)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "nothing was lost" in result.stdout

@@ -31,6 +31,10 @@ SETTINGS = {
 }
 
 
+# Each of these starts DeepSpeed's ranks; its engine's short case is tests/engines/test_deepspeed.py.
+long = pytest.mark.long
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
@@ -58,6 +62,7 @@ def zero(folder: Path, settings: Path) -> Path:
     return folder / "zero"
 
 
+@long
 def test_the_curve_and_the_export_are_those_of_engine_host(host: Path, zero: Path) -> None:
     # fp32 in another order of summation, six steps.
     assert curve(zero) == pytest.approx(curve(host), rel=1e-4)
@@ -67,6 +72,7 @@ def test_the_curve_and_the_export_are_those_of_engine_host(host: Path, zero: Pat
         torch.testing.assert_close(values, theirs[name], rtol=1e-3, atol=1e-4)
 
 
+@long
 def test_a_token_costs_the_same_whatever_the_engine(host: Path, zero: Path) -> None:
     """ZeRO-3 leaves empty parameters in the model: what is counted must not be theirs."""
     assert per_token(zero) == pytest.approx(per_token(host), rel=1e-6)
@@ -77,6 +83,7 @@ def per_token(run: Path) -> dict[int, float]:
     return {step: flops[step] / tokens[step] for step in flops}
 
 
+@long
 def test_the_ledger_has_deepspeeds_phases_and_the_engine(zero: Path) -> None:
     ledger = json.loads((zero / "ledger.json").read_text())
     phases = [row["phase"] for row in ledger["rows"] if row["rank"] == 0]
@@ -90,6 +97,7 @@ def test_the_ledger_has_deepspeeds_phases_and_the_engine(zero: Path) -> None:
     assert ledger["engine"] == "deepspeed"
 
 
+@long
 def test_a_checkpoint_of_one_engine_continues_in_the_other(folder: Path, host: Path, settings: Path) -> None:
     start = str(host / "checkpoints" / "step-00000003")
     trained(

@@ -10,7 +10,6 @@ import resource
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 from urllib.request import urlopen
@@ -19,6 +18,7 @@ import psutil
 import pytest
 
 from aliquot.observe.clock import PARTS
+from tests import warm
 from tests.runs import command, curve, refused, trained, write_config
 
 
@@ -105,8 +105,8 @@ def test_metrics_are_served_while_it_trains_and_a_killed_run_is_reported(folder:
         port = probe.getsockname()[1]
     config = write_config(folder, "served", launch={"ranks": 2}, observe={"prometheus": port})
     directory = folder / "served"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "aliquot", "train", str(config), "train.max_steps=100000"],
+    process = warm.popen(
+        "-m", "aliquot", "train", config, "train.max_steps=100000",
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
     try:
@@ -151,16 +151,17 @@ def test_quiet_says_nothing(folder: Path) -> None:
 
 def test_a_rank_that_is_held_up_is_named(folder: Path) -> None:
     config = write_config(folder, "slow", launch={"ranks": 2}, train={"max_steps": 100000})
-    process = subprocess.Popen(
-        [sys.executable, "-m", "aliquot", "train", str(config)],
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    process = warm.popen(
+        "-m", "aliquot", "train", config,
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
     directory = folder / "slow"
     try:
         while not (directory / "metrics.jsonl").exists() or len(curve(directory)) < 2:
             assert process.poll() is None
             time.sleep(0.05)
-        second = next(rank for rank in psutil.Process(process.pid).children() if rank.environ().get("RANK") == "1")
+        ranks = psutil.Process(process.pid).children()
+        second = next(rank for rank in ranks if any(file.path.endswith("rank-1.log") for file in rank.open_files()))
         while not any(event["event"] == "slow_ranks" for event in events(directory)):
             assert process.poll() is None
             second.suspend()
@@ -185,9 +186,9 @@ def test_metrics_that_cannot_be_written(folder: Path, on_error: str) -> None:
     """A file of the run may grow to a limit, as on a full disk; of metrics.jsonl that is what it has already."""
     config = write_config(folder, on_error, checkpoint={"on_error": on_error}, train={"max_steps": 100000})
     directory = folder / on_error
-    process = subprocess.Popen(
-        [sys.executable, "-m", "aliquot", "train", str(config), "train.logging_steps=1"],
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    process = warm.popen(
+        "-m", "aliquot", "train", config, "train.logging_steps=1",
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
     assert process.stderr is not None
 

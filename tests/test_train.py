@@ -25,7 +25,7 @@ from aliquot.data.prepare import prepare
 from aliquot.errors import StorageError, UserError
 from aliquot.launch.auto_ranks import with_automatic_ranks
 from aliquot.observe.run_directory import RunDirectory
-from tests import plain
+from tests import plain, warm
 from tests.runs import command, curve, refused, trained, write_config
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(folder: Path) -> Path:
     """The run that the others are compared with: one process, no launcher, no environment."""
     observe = {"sample_prompt": "the rank", "tensorboard": True}
-    trained(write_config(folder, "alone", checkpoint={"every": 3, "keep": 9}, observe=observe))
+    trained(write_config(folder, "alone", checkpoint={"every": 3, "keep": 9}, observe=observe), cold=True)
     return folder / "alone"
 
 
@@ -145,14 +145,14 @@ def test_as_two_nodes_of_a_train_job(folder: Path, alone: Path) -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     nodes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "aliquot", "train", str(config)],
+        warm.popen(
+            "-m", "aliquot", "train", config,
             env={
                 **ENVIRONMENT,
                 "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": str(rank),
                 "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port),
             },
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )
         for rank in range(2)
     ]  # fmt: skip
@@ -165,7 +165,7 @@ def test_as_two_nodes_of_a_train_job(folder: Path, alone: Path) -> None:
 def test_killed_and_resumed_is_bit_for_bit_the_undisturbed_run(folder: Path, two_ranks: Path) -> None:
     config = write_config(folder, "killed", launch={"ranks": 2}, checkpoint={"every": 2})
     directory = folder / "killed"
-    process = subprocess.Popen([sys.executable, "-m", "aliquot", "train", str(config)], stdout=subprocess.DEVNULL)
+    process = warm.popen("-m", "aliquot", "train", config, stdout=subprocess.DEVNULL)
     while not (directory / "checkpoints" / "step-00000002").exists():
         assert process.poll() is None
         time.sleep(0.001)
@@ -183,11 +183,9 @@ def test_killed_and_resumed_is_bit_for_bit_the_undisturbed_run(folder: Path, two
 
 def test_sigterm_saves_and_exits_143(folder: Path, two_ranks: Path) -> None:
     config, directory = write_config(folder, "told", launch={"ranks": 2}), folder / "told"
-    endless = [str(config), "train.max_steps=100000", "train.lr_scheduler_type=constant"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "aliquot", "train", *endless],
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    endless = [config, "train.max_steps=100000", "train.lr_scheduler_type=constant"]
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    process = warm.popen("-m", "aliquot", "train", *endless, **streams)
     while not (directory / "metrics.jsonl").exists() or len(curve(directory)) < 2:
         assert process.poll() is None
         time.sleep(0.01)

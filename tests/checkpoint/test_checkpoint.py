@@ -26,6 +26,7 @@ from aliquot.ranges.checksums import BLOCK_BYTES
 from aliquot.ranges.manifest import verify
 from aliquot.ranges.parts import Part
 from aliquot.ranges.together import Alone
+from tests.examples import examples
 from tests.ranges.world import SMALL, Died, FakeStore, PipedRanks, Tensors, run_world, value_of
 
 STATE = {"step": 100, "data": {"epoch": 1, "position": 12}, "rng": [1, 2, 3], "loss": 0.1 + 0.2}
@@ -79,7 +80,7 @@ def test_restored_at_any_world_size(world: int, tmp_path: Path) -> None:
 shapes = st.lists(st.integers(0, 6), max_size=3).map(tuple)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12))
 @given(st.lists(shapes, min_size=1, max_size=4), st.integers(1, 4), st.integers(1, 4))
 def test_round_trip(tmp_path_factory: pytest.TempPathFactory, found: list[Any], savers: int, restorers: int) -> None:
     tensors: Tensors = [(f"t{i}", shape) for i, shape in enumerate(found)]

@@ -24,6 +24,7 @@ from aliquot.errors import UserError
 from tests.cluster.cases import cluster_section, config, cpu_job, dynamic_storage, gpu_job, plan
 from tests.cluster.crd import TRAINERS
 from tests.conftest import REPOSITORY
+from tests.examples import examples
 
 GIB = 1 << 30
 Documents = dict[str, dict[str, Any]]
@@ -428,7 +429,7 @@ GOOD = {
 }
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=examples(200), derandomize=True)
 @given(st.data(), st.sampled_from(list(GOOD)))
 def test_whatever_is_spoiled_nothing_breaks(data: st.DataObject, which: Any) -> None:
     """Any nodes of good manifests replaced by anything."""

@@ -21,6 +21,7 @@ from aliquot.cluster.shipped import CONFIG_FILE, shipped_config
 from aliquot.config.plan import PhaseMemory
 from aliquot.config.read_config import read_config
 from tests.cluster.cases import GIB, cluster_section, config, plan
+from tests.examples import examples
 
 NASTY = [
     "'", '"', "`", "\n", "\r\n", "\u2028", "\x85", "$(HF_TOKEN)", "$$(HF_TOKEN)", "${HOME}", "$(rm -rf /)", "---",
@@ -70,7 +71,7 @@ def shape(value: Any) -> Any:
 BASELINE = {name: shape(document) for name, document in documents(job_of("text", "name", "word")).items()}
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(text=texts, name=names, word=words)
 def test_values_stay_values(text: str, name: str, word: str) -> None:
     job = job_of(text, name, word)
@@ -87,7 +88,7 @@ def test_values_stay_values(text: str, name: str, word: str) -> None:
     assert made["node-class.yaml"]["spec"]["userData"] == text
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(text=texts.filter(lambda text: text.strip() != ""), name=names, word=words)
 def test_the_pods_read_the_config_that_was_meant(
     text: str, name: str, word: str, tmp_path_factory: pytest.TempPathFactory

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.processes import run_ranks
 
 WORKER = Path(__file__).parent / "worker.py"
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(5, marks=pytest.mark.long)])
 def test_random_pieces_with_random_delays_are_summed_in_order(tmp_path: Path, world_size: int) -> None:
     run_ranks(WORKER, world_size, tmp_path, "sums")
 
 
-def test_groups_within_groups_at_work_at_once(tmp_path: Path) -> None:
-    run_ranks(WORKER, 5, tmp_path, "groups")
+@pytest.mark.parametrize("world_size", [3, pytest.param(5, marks=pytest.mark.long)])
+def test_groups_within_groups_at_work_at_once(tmp_path: Path, world_size: int) -> None:
+    run_ranks(WORKER, world_size, tmp_path, "groups")
 
 
 def test_two_runs_at_once_on_one_host(tmp_path: Path) -> None:
@@ -28,11 +29,11 @@ def test_two_runs_at_once_on_one_host(tmp_path: Path) -> None:
     runs = []
     for folder in folders:
         folder.mkdir()
-        command = [sys.executable, "-m", "tests.collectives.worker", json.dumps([(2, str(folder), ["sums"])])]
-        runs.append(subprocess.Popen(command, stderr=subprocess.PIPE))
+        asked = json.dumps([(2, str(folder), ["sums"])])
+        runs.append(warm.popen("-m", "tests.collectives.worker", asked, cwd=warm.REPOSITORY, stderr=subprocess.PIPE))
     for run in runs:
         _, errors = run.communicate(timeout=120)
-        assert run.returncode == 0, errors.decode()
+        assert run.returncode == 0, errors
 
 
 def test_a_killed_rank_is_noticed_by_all(tmp_path: Path) -> None:
@@ -42,7 +43,7 @@ def test_a_killed_rank_is_noticed_by_all(tmp_path: Path) -> None:
         assert "has ended" in (tmp_path / f"lost-{rank}").read_text()
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.long)])
 def test_several_hosts_exchange_what_the_other_owns(tmp_path: Path, world_size: int) -> None:
     run_ranks(WORKER, world_size, tmp_path, "hosts")
 

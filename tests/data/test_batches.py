@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aliquot.data.batches import Batches, EvalBatches, Position, StepBatch
@@ -62,7 +62,6 @@ def test_a_rank_with_fewer_micro_batches_gets_none_at_the_end() -> None:
     assert [[micro is None for micro in share] for share in lists] == [[False, False], [False, False], [False, True]]
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=30), min_size=1, max_size=12),
     st.integers(2, 9),

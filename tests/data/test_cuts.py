@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from aliquot.data.cuts import cut_of, pieces
 from tests.data.stores import TEXT, byte_level, sentencepiece_like
+from tests.examples import examples
 
 TOKENIZERS = {"byte level": byte_level, "sentencepiece": sentencepiece_like}
 # Everything that a cut could get wrong: runs of spaces and newlines, contractions, digits, specials, other scripts.
@@ -36,8 +37,9 @@ def in_pieces(tokenizer: PreTrainedTokenizerFast, text: str, characters: int) ->
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.hypothesis
 def test_pieces_have_the_tokens_of_the_whole(name: str) -> None:
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=examples(300))
     @given(texts, st.integers(0, 20))
     def check(text: str, characters: int) -> None:
         whole = tokenizer(name).encode(text, add_special_tokens=False)

@@ -16,11 +16,11 @@ from tests.processes import World, run_ranks, run_worlds
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     plan = {
-        "fsdp": (2, ["llama", "gemma2"]),
-        "fsdp-shared": (2, ["llama", "gemma2"]),
-        "host": (2, ["llama", "llama-bf16", "gemma2", "qwen2-tied", "llama-frugal", "llama-bf16-states"]),
-        "again": (2, ["llama-bf16", "llama-frugal"]),
-        "hosts": (2, ["llama", "llama-bf16", "llama-frugal", "qwen2-tied"]),
+        "fsdp": (2, ["llama-far", "gemma2"]),
+        "fsdp-shared": (2, ["llama-far", "gemma2"]),
+        "host": (2, ["llama-far", "llama-bf16-far", "gemma2", "qwen2-tied", "llama-frugal", "llama-bf16-states"]),
+        "again": (2, ["llama-bf16-far", "llama-frugal"]),
+        "hosts": (2, ["llama-far", "llama-bf16", "llama-frugal", "qwen2-tied"]),
         "numa": (4, ["llama-bf16"]),
         "four": (4, ["llama-bf16"]),
         "one": (1, ["llama-frugal"]),
@@ -42,16 +42,16 @@ def same(a: Path, b: Path, name: str, world_size: int = 2, moments: bool = True)
 
 def test_equals_fsdp_bit_for_bit_in_fp32(runs: dict[str, Path]) -> None:
     """20 clipped steps with uneven work and accumulation: a + b is b + a, and nothing else differs."""
-    same(runs["host"], runs["fsdp"], "llama")
+    same(runs["host"], runs["fsdp"], "llama-far")
 
 
 def test_fsdp_through_shared_memory_is_fsdp_through_gloo(runs: dict[str, Path]) -> None:
-    same(runs["fsdp-shared"], runs["fsdp"], "llama")
+    same(runs["fsdp-shared"], runs["fsdp"], "llama-far")
     same(runs["fsdp-shared"], runs["fsdp"], "gemma2")
 
 
 def test_equals_itself_bit_for_bit(runs: dict[str, Path]) -> None:
-    same(runs["host"], runs["again"], "llama-bf16")
+    same(runs["host"], runs["again"], "llama-bf16-far")
     same(runs["host"], runs["again"], "llama-frugal")
 
 
@@ -65,7 +65,7 @@ def test_two_numa_nodes_compute_what_one_does(runs: dict[str, Path]) -> None:
     same(runs["numa"], runs["four"], "llama-bf16", world_size=4)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2-tied"])
+@pytest.mark.parametrize("name", ["llama-far", "qwen2-tied"])
 def test_two_hosts_compute_what_one_does(runs: dict[str, Path], name: str) -> None:
     one, two = result(runs["host"], name), result(runs["hosts"], name)
     # Sums over micro-batches and hosts in another order: as between world sizes in test_engines.
@@ -75,7 +75,7 @@ def test_two_hosts_compute_what_one_does(runs: dict[str, Path], name: str) -> No
 
 
 def test_frugal_states_learn_as_exact_ones_do(runs: dict[str, Path]) -> None:
-    exact = result(runs["host"], "llama-bf16")["losses"]
+    exact = result(runs["host"], "llama-bf16-far")["losses"]
     for name in ("llama-frugal", "llama-bf16-states"):
         frugal = result(runs["host"], name)["losses"]
         assert frugal != exact
@@ -109,8 +109,8 @@ def test_a_rank_holds_its_share_and_nothing_else(tmp_path: Path, states: str, by
 
 @pytest.mark.long
 def test_compiled_layers_learn_the_same(tmp_path: Path) -> None:
-    run_ranks(WORKER, 2, tmp_path, "host", "llama-compiled", "llama-bf16")
-    compiled, eager = (result(tmp_path, name)["losses"] for name in ("llama-compiled", "llama-bf16"))
+    run_ranks(WORKER, 2, tmp_path, "host", "llama-compiled", "llama-bf16-far")
+    compiled, eager = (result(tmp_path, name)["losses"] for name in ("llama-compiled", "llama-bf16-far"))
     # Fused kernels round to bf16 in fewer places.
     assert compiled == pytest.approx(eager, rel=5e-3)
     assert compiled != eager

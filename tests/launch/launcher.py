@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
+
+from tests import warm
 
 LAUNCHER = """
 import sys
@@ -36,22 +37,20 @@ def environment(**variables: str) -> dict[str, str]:
     return kept | variables
 
 
-def start(folder: Path, body: str, *arguments: str, ranks: int = 2, **variables: str) -> subprocess.Popen[str]:
-    """A launcher whose ranks run `body`; their logs are in `folder`/logs."""
+def start(
+    folder: Path, body: str, *arguments: str, ranks: int = 2, cold: bool = False, **variables: str
+) -> subprocess.Popen[str]:
+    """A launcher whose ranks run `body`; their logs are in `folder`/logs. `cold`: all are interpreters of their own."""
     script = folder / "rank.py"
     script.write_text(textwrap.dedent(body))
-    return subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, str(ranks), str(folder / "logs"), str(script), *arguments],
-        env=environment(**variables),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = ["-c", LAUNCHER, ranks, folder / "logs", script, *arguments]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return warm.popen(*command, cold=cold, env=environment(**variables), **streams)
 
 
-def run(folder: Path, body: str, *arguments: str, **variables: str) -> tuple[int, str, str]:
+def run(folder: Path, body: str, *arguments: str, cold: bool = False, **variables: str) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of such a launcher."""
-    launcher = start(folder, body, *arguments, **variables)
+    launcher = start(folder, body, *arguments, cold=cold, **variables)
     try:
         out, err = launcher.communicate(timeout=120)
     finally:

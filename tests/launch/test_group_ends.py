@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
+from tests import warm
 from tests.runs import write_config
 
 SCRIPT = """
@@ -30,5 +29,5 @@ assert not gloo_threads(), gloo_threads()
 
 def test_the_host_engine_leaves_no_thread_of_gloos(tmp_path: Path) -> None:
     config = write_config(tmp_path, shard={"engine": "host"}, train={"max_steps": 2})
-    run = subprocess.run([sys.executable, "-c", SCRIPT, str(config)], capture_output=True, text=True, check=False)
+    run = warm.run("-c", SCRIPT, config, cold=True)  # one that really ends
     assert run.returncode == 0, run.stdout + run.stderr

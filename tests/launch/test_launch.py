@@ -17,6 +17,7 @@ import pytest
 from aliquot.config.schema import LaunchSection
 from aliquot.errors import UserError
 from aliquot.launch.launcher import mode, with_environment
+from tests import warm
 from tests.launch.launcher import JOIN, environment, run, start
 
 RANK = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
@@ -82,7 +83,7 @@ def test_streams_arguments_and_environment_of_the_ranks(tmp_path: Path) -> None:
         print("rank", os.environ["RANK"], "says", sys.argv[1:], os.environ.get("OMP_NUM_THREADS"))
     """
     arguments = ["$HOME ${local_rank} $$", ""]
-    code, out, err = run(tmp_path, body, *arguments)
+    code, out, err = run(tmp_path, body, *arguments, cold=True)
     assert (code, out, err) == (0, f"rank 0 says {arguments} None\n", "")
     assert (tmp_path / "logs/rank-1.log").read_text() == f"rank 1 says {arguments} None\n"
 
@@ -181,8 +182,8 @@ watchdog.stop()
 time.sleep(1.5)
 """
     stacks = tmp_path / "stacks.txt"
-    done = subprocess.run([sys.executable, "-c", program, str(stacks)], capture_output=True, timeout=60, check=True)
-    assert done.stderr == b"" and not stacks.exists()
+    done = warm.run("-c", program, stacks)
+    assert (done.returncode, done.stderr) == (0, "") and not stacks.exists()
 
 
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
@@ -194,7 +195,7 @@ def test_end_of_the_launcher_ends_its_ranks(tmp_path: Path, ending: signal.Signa
         (Path(sys.argv[1]) / f"beside-{os.environ['RANK']}").rename(Path(sys.argv[1]) / f"pid-{os.environ['RANK']}")
         time.sleep(600)
     """
-    launcher = start(tmp_path, body, str(tmp_path))
+    launcher = start(tmp_path, body, str(tmp_path), cold=ending == signal.SIGKILL)
     files = [tmp_path / "pid-0", tmp_path / "pid-1"]
     wait_until(lambda: all(file.exists() for file in files))
     ranks = [int(file.read_text()) for file in files]

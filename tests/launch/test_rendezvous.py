@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.launch.launcher import JOIN, environment
 from tests.multinode.namespaces import two_hosts, why_not
 
@@ -55,10 +56,9 @@ def free_port() -> str:
 
 @contextmanager
 def started(commands: Sequence[tuple[list[str], dict[str, str]]]) -> Iterator[list[subprocess.Popen[str]]]:
-    processes = [
-        subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for command, environ in commands
-    ]
+    """Processes of `python COMMAND`, ended with the block."""
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    processes = [warm.popen(*command, env=environ, **streams) for command, environ in commands]
     try:
         yield processes
     finally:
@@ -80,14 +80,14 @@ def node(own: int, nodes: int, port: str, limit_s: float, folder: Path, address:
          ranks: int = 1) -> tuple[list[str], dict[str, str]]:  # fmt: skip
     script = folder / "rank.py"
     script.write_text(JOIN + "print(ranks.gather(topology.local_world_size), flush=True)\nranks.close()\n")
-    command = [sys.executable, "-c", NODE, str(own), str(nodes), address, port, str(limit_s), str(ranks), str(script)]
+    command = ["-c", NODE, str(own), str(nodes), address, port, str(limit_s), str(ranks), str(script)]
     return [*command, *more], environment()
 
 
 def rank(own: int, count: int, port: str, limit_s: float, **more: str) -> tuple[list[str], dict[str, str]]:
     variables = {"RANK": str(own), "WORLD_SIZE": str(count), "LOCAL_RANK": str(own), "LOCAL_WORLD_SIZE": str(count)}
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [sys.executable, "-c", RANK, str(limit_s)], environment(**variables, **more)
+    return ["-c", RANK, str(limit_s)], environment(**variables, **more)
 
 
 def test_a_missing_node_is_named_by_all_that_came(tmp_path: Path) -> None:
@@ -95,9 +95,9 @@ def test_a_missing_node_is_named_by_all_that_came(tmp_path: Path) -> None:
     with started([node(2, 3, port, 200, tmp_path)]) as (early,):
         assert early.stderr is not None
         assert "meets the others" in early.stderr.readline()  # it is ready, and finds node 0 as soon as there is one
-        (first,) = last_lines([node(0, 3, port, 8, tmp_path)])
+        (first,) = last_lines([node(0, 3, port, 5, tmp_path)])
         text = early.communicate(timeout=240)[1]
-    assert first.startswith("node 1 did not come within 8 s (launch.join_timeout_s); 2 of 3 nodes are here: 0 (")
+    assert first.startswith("node 1 did not come within 5 s (launch.join_timeout_s); 2 of 3 nodes are here: 0 (")
     assert text.splitlines()[-1] == first
 
 
@@ -106,10 +106,10 @@ def test_a_missing_rank_is_named() -> None:
     with started([rank(3, 4, port, 200)]) as (early,):
         assert early.stdout is not None
         assert early.stdout.readline() == "joins\n"
-        (first,) = last_lines([rank(0, 4, port, 8)])
+        (first,) = last_lines([rank(0, 4, port, 5)])
         text = early.communicate(timeout=240)[1]
     host = platform.node()
-    assert first.startswith("ranks 1, 2 did not come within 8 s")
+    assert first.startswith("ranks 1, 2 did not come within 5 s")
     assert first.endswith(f"2 of 4 ranks are here: 0 ({host}), 3 ({host})")
     assert text.splitlines()[-1] == first
 
@@ -183,12 +183,13 @@ def test_hosts_that_meet_but_cannot_pass_gradients(tmp_path: Path) -> None:
     """The store is reached by one interface, and gloo is told to use another, which leads nowhere."""
     port = free_port()
     with two_hosts() as hosts:
-        commands = []
+        processes = []
         for number, host in enumerate(hosts):
             command, environ = node(number, 2, port, 200, tmp_path, hosts[0].address)
-            commands.append((host.command(*command), environ | {"GLOO_SOCKET_IFNAME": "lo"}))
-        with started(commands) as processes:
-            texts = [process.communicate(timeout=240) for process in processes]
+            inside, environ = host.command(sys.executable, *command), environ | {"GLOO_SOCKET_IFNAME": "lo"}
+            streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+            processes.append(subprocess.Popen(inside, env=environ, text=True, **streams))
+        texts = [process.communicate(timeout=240) for process in processes]
     assert all(process.returncode for process in processes), texts
     told = " ".join(file.read_text() for file in tmp_path.glob("logs-*/*"))
     assert f"{platform.node()} cannot reach {platform.node()} at 127.0.0.1: nobody listens there; nodes must" in told

@@ -28,7 +28,7 @@ def source(folder: Path, name: str) -> Path:
     return folder / name
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_equals_from_pretrained_on_every_mesh(tmp_path: Path, world_size: int) -> None:
     names = list(MODELS) if world_size == 2 else ["qwen2-tied"]
     for name in names:

@@ -31,7 +31,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("world_size, how", [(1, "fp32"), (3, "bf16"), (2, "unknown version")])
+@pytest.mark.parametrize(
+    "world_size, how",
+    [
+        (1, "fp32"),
+        pytest.param(3, "bf16", marks=pytest.mark.long),
+        pytest.param(2, "unknown version", marks=pytest.mark.long),
+    ],
+)
 def test_the_same_bytes_and_a_loss_that_falls(model: Path, tmp_path: Path, world_size: int, how: str) -> None:
     run_ranks(WORKER, world_size, tmp_path, str(model), how)
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(world_size)]

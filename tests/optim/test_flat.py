@@ -14,6 +14,7 @@ from aliquot.optim.blocked_adamw import BlockedAdamW, FlatShard
 from aliquot.optim.moments import Bf16Moment, ExactMoment, Int8Moment, Noise, block_numel, moment
 from aliquot.optim.squared_norm import squared_norm
 from aliquot.optim.weights import SplitWeights, WholeWeights
+from tests.examples import examples
 
 
 def floats_of(bits: torch.Tensor) -> torch.Tensor:
@@ -45,7 +46,7 @@ def test_the_shared_copy_is_the_master_rounded_ties_away_from_zero() -> None:
 
 
 @given(numel=st.integers(1, 9), edges=st.lists(st.integers(0, 9), max_size=4), seed=st.integers(0, 99))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_a_split_master_in_any_pieces(numel: int, edges: list[int], seed: int) -> None:
     values = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
     weights = SplitWeights(torch.zeros(numel, dtype=torch.bfloat16))
@@ -58,7 +59,7 @@ def test_a_split_master_in_any_pieces(numel: int, edges: list[int], seed: int) -
 
 
 @given(row=st.sampled_from([50, 64, 67, 768, 1000]), rows=st.integers(1, 5), seed=st.integers(0, 1000))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 def test_int8_moments_survive_a_checkpoint_bit_for_bit_in_any_pieces(row: int, rows: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for squared in (False, True):

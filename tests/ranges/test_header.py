@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from aliquot.errors import UserError
 from aliquot.ranges.header import read_header
+from tests.examples import examples
 
 GOOD = {
     "__metadata__": {"format": "pt"},
@@ -139,13 +140,13 @@ tensors = st.fixed_dictionaries(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(300))
 @given(st.dictionaries(st.text(max_size=3), tensors | json_values, max_size=4), st.integers(0, 40))
 def test_fuzz_fields(tmp_path: Path, header: dict[str, Any], data_bytes: int) -> None:
     parse_or_refuse(file_of(tmp_path / "x.safetensors", header, data_bytes))
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(300))
 @given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 255)), max_size=6), st.integers(0, 300))
 def test_fuzz_bytes(tmp_path: Path, flips: list[tuple[int, int]], cut: int) -> None:
     data = bytearray(file_of(tmp_path / "x.safetensors", GOOD).read_bytes())

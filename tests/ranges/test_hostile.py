@@ -22,6 +22,7 @@ from aliquot.ranges.file_layout import FilesLayout
 from aliquot.ranges.header import read_header
 from aliquot.ranges.manifest import MANIFEST, checksum, manifest_bytes, read_manifest, verify
 from aliquot.ranges.transfer import Progress, drain, fill
+from tests.examples import examples
 from tests.ranges.world import FakeStore, run_world
 
 
@@ -189,7 +190,7 @@ manifests = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(manifests)
 def test_fuzz_manifest(fields: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from aliquot.errors import DamagedCheckpoint
 from aliquot.ranges.manifest import MANIFEST, checksum, manifest_bytes, read_manifest, verify
+from tests.examples import examples
 
 FILES = {"a.safetensors": bytes(range(200)), "state.json": b"{}", "empty": b""}
 
@@ -107,7 +108,7 @@ def test_absent_manifest(tmp_path: Path) -> None:
         read_manifest(tmp_path)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(200))
 @given(
     st.binary(max_size=60)
     | st.recursive(st.none() | st.text(), st.lists, max_leaves=4).map(lambda v: json.dumps(v).encode())

@@ -17,6 +17,7 @@ from aliquot.ranges.file_layout import FilesLayout
 from aliquot.ranges.reader import BUFFER_BYTES, RangeReader
 from aliquot.ranges.transfer import drain, fill
 from aliquot.ranges.writer import TargetFile
+from tests.examples import examples
 from tests.ranges.world import SMALL, FakeStore, Tensors, value_of
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -38,7 +39,7 @@ def digests(directory: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in directory.iterdir()}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(models, st.sampled_from(FLOATS), st.integers(1, 200), st.integers(1, 4), st.integers(1, 4))
 def test_round_trip(tensors: Tensors, dtype: torch.dtype, limit: int, writers: int, readers: int) -> None:
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as many:

@@ -33,6 +33,7 @@ class Page(HTMLParser):
         self.open: list[str] = []
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.words: list[str] = []
+        self.pictures: list[str] = []  # their titles
         self.feed(text)
         self.close()
         assert self.open == []
@@ -49,6 +50,8 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
+        if self.open[-2:] == ["svg", "title"]:
+            self.pictures.append(data)
         if self.open and self.open[-1] not in ("style", "script"):
             self.words.append(data)
 
@@ -68,14 +71,16 @@ def test_a_whole_run_has_every_picture(tmp_path: Path) -> None:
     page = page_of(whole_run(tmp_path / "run"))
     text = page.text
     assert "complete" in text and "8M parameters" in text and "of 100" in text
-    assert "resumed at 40" in text and "from checkpoints/step-00000040" in text
-    assert "50 % of what a plain matmul reached" in text and "a plain matmul reached here 1 TFLOP/s" in text
-    assert "a step takes 1 s" in text.lower() and "0.3 s, 30 %" in text.replace("300 ms", "0.3 s")
+    assert "resumed at 40" in text and "checkpoints/step-00000040" in text
+    assert "50 %" in text and "1 TFLOP/s" in text  # of the ceiling, and the ceiling
+    assert "0.3 s, 30 %" in text.replace("300 ms", "0.3 s")  # the largest part of a step
     assert "brg_matmul:avx512_core_bf16" in text and "aliquot train run.yaml" in text
-    assert "slow for 20 steps: rank 1" in text
-    assert "limit 2.00 GiB" in text and "plan" in text
-    assert text.count("Not shown") == 1 and "nobody asked the doctor" in text
-    assert page.count("svg") == 9  # loss, perplexity, tokens, FLOP/s, parts, memory of 2 ranks and over steps, traffic
+    assert "slow for 20 steps: rank 1" in text  # an event, as it was recorded
+    assert "2.00 GiB" in text and "plan" in text
+    assert text.count("Not shown") == 1 and "doctor" in text.split("Not shown")[1]
+    pictured = " ".join(page.pictures).lower()
+    for what in ("loss", "perplexity", "tokens", "flop/s", "time of a step", "memory of rank 1", "private", "bytes"):
+        assert what in pictured, what
 
 
 def test_every_picture_has_a_text_and_a_table(tmp_path: Path) -> None:
@@ -109,21 +114,21 @@ def test_a_killed_run_with_half_a_line(tmp_path: Path) -> None:
     run = read_run(directory)
     assert run.status.word == "killed" and [line["step"] for line in run.steps] == [1, 2, 3]
     text = page_of(directory).text
-    assert "3 of 100" in text and "without a last word" in text
-    assert "ledger.json is not there" in text and "there is no evaluation text" in text and "no checkpoint" in text
+    assert "3 of 100" in text and "killed" in text
+    # All that is missing is said.
+    assert "ledger.json" in text and "no evaluation" in text and "no checkpoint" in text
 
 
 @pytest.mark.parametrize("changes", [{}, {"tokens_per_s": None, "flops_per_s": None, "mfu": None}])
 def test_a_run_of_a_single_step(tmp_path: Path, changes: dict[str, Any]) -> None:
     directory = write_run(tmp_path / "run", steps=[step(1, **changes)], events=[start(total_steps=1)], ledger=rows(1))
     text = page_of(directory).text
-    assert "1 of 1" in text and "A step takes 1 s" in text
+    assert "1 of 1" in text and re.search(r"\b1 s\b", text)
 
 
 def test_a_run_that_has_not_logged_a_step(tmp_path: Path) -> None:
     text = page_of(write_run(tmp_path / "run")).text
-    assert "empty" in text and "no step has been logged yet" in text and "not recorded" in text
-    assert "there is no events.jsonl" in text
+    assert "empty" in text and "no step" in text and "not recorded" in text and "events.jsonl" in text
 
 
 def test_a_run_that_is_going_on_is_told_by_its_lock(tmp_path: Path) -> None:
@@ -163,16 +168,13 @@ def test_without_a_plan_or_a_ceiling_the_page_says_so(tmp_path: Path) -> None:
     lines = [step(n, mfu=None) for n in range(1, 9)]
     events = [start(ceiling_flops_per_s=None)]
     text = page_of(write_run(tmp_path / "run", steps=lines, events=events, ledger=rows(planned=False))).text
-    assert (
-        "No plan was recorded" in text
-        and "no plan was recorded in ledger.json" in text
-        and "the matmul ceiling was not measured" in text
-    )
+    assert "no plan" in text.lower() and "ledger.json" in text and "not measured" in text
 
 
 def test_collectives_that_cannot_be_told_apart(tmp_path: Path) -> None:
     lines = [step(n, reduce_s=None) for n in range(1, 9)]
-    assert "Reducing is not told apart" in page_of(write_run(tmp_path / "run", steps=lines, events=[start()])).text
+    text = page_of(write_run(tmp_path / "run", steps=lines, events=[start()])).text
+    assert "Reducing is not" in text and "Reducing is not" not in page_of(whole_run(tmp_path / "whole")).text
 
 
 def test_findings_of_the_doctor(tmp_path: Path) -> None:
@@ -257,7 +259,8 @@ def test_a_long_run_of_many_ranks_stays_small(tmp_path: Path) -> None:
     directory = write_run(tmp_path / "run", steps=lines, events=[start(world_size=64)], ledger=rows(64))
     text = render([read_run(directory)])
     assert len(text.encode()) < 2_000_000
-    assert Page(text).count("svg") == 4 + 4 + 2
+    ranks = [title for title in Page(text).pictures if title.startswith("Memory of rank")]
+    assert 1 <= len(ranks) < 10  # not a picture for each of the 64
 
 
 def test_several_runs_side_by_side(tmp_path: Path) -> None:
@@ -271,7 +274,8 @@ def test_several_runs_side_by_side(tmp_path: Path) -> None:
     assert "2 runs side by side" in text and "killed" in text
     assert "shard.engine host fsdp" in text
     assert "4,000" in text and "2,000" in text
-    assert page.count("svg") == 6
+    pictured = " ".join(page.pictures).lower()
+    assert all(what in pictured for what in ("loss", "perplexity", "tokens", "mfu", "time of a step", "memory"))
     assert "Not logged by two" in text  # nothing was evaluated there
 
 

@@ -61,9 +61,7 @@ class HostGradients:
             [torch.zeros(stop - start, dtype=kept) for start, stop in (w.ranges[owner] for w in weights)]
             for owner in self._owners
         ]
-        self._contributions: Counter[int] = (
-            Counter()
-        )  # to each sum in this optimizer step: the first replaces
+        self._contributions: Counter[int] = Counter()  # to each sum in this optimizer step: the first replaces
         self.staged_bytes = 0
         self.moved_bytes = 0
 

@@ -1,0 +1,98 @@
+"""`python ARGUMENTS` as a process of its own, without the five seconds that importing torch and transformers takes.
+
+A server (tests/warm_server.py) has imported them and forks. What it forks has its own process id, streams, environment,
+directory and exit code, is a child of the test that asked, and starts ranks through the same launcher; those are
+forked, too. What it does not have: a command line and an environment in /proc, an allocator of LD_PRELOAD, and what
+imports print or fail with. A few tests of each kind start real interpreters for that: `run(..., cold=True)`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+@functools.cache
+def _server() -> socket.socket:
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, "-m", "tests.warm_server", str(its.fileno())]
+    server = subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.DEVNULL, pass_fds=[its.fileno()])
+    its.close()
+
+    def end() -> None:
+        ours.close()
+        server.wait()
+
+    atexit.register(end)
+    return ours
+
+
+class Warm(subprocess.Popen[str]):
+    """`subprocess.Popen([sys.executable, *arguments])`, forked by the server."""
+
+    def _execute_child(
+        self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any,
+        startupinfo: Any, creationflags: Any, shell: Any, p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int,
+        errread: int, errwrite: int, restore_signals: Any, gid: Any, gids: Any, uid: Any, umask: Any,
+        start_new_session: bool, process_group: Any,
+    ) -> None:  # fmt: skip
+        request = {
+            "arguments": list(args), "environ": dict(os.environ if env is None else env),
+            "directory": str(cwd or Path.cwd()), "session": start_new_session,
+        }  # fmt: skip
+        streams = [given if given != -1 else own for own, given in enumerate((p2cread, c2pwrite, errwrite))]
+        server = _server()
+        # The process between the server and the new one ends. Orphans are ours meanwhile, so the new one becomes ours.
+        _adopt_orphans(True)
+        try:
+            socket.send_fds(server, [json.dumps(request).encode()], streams)
+            self.pid = int(server.recv(64))
+            if server.recv(64) != b"done":
+                raise RuntimeError("the warm server has ended")
+        finally:
+            _adopt_orphans(False)
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
+
+
+def _adopt_orphans(adopt: bool) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+def popen(*arguments: str | Path | int, cold: bool = False, **options: Any) -> subprocess.Popen[str]:
+    """`python ARGUMENTS`; options of Popen: env, cwd, streams, start_new_session. `cold`: a real interpreter."""
+    words = list(map(str, arguments))
+    return (
+        subprocess.Popen([sys.executable, *words], text=True, **options) if cold else Warm(words, text=True, **options)
+    )
+
+
+def run(
+    *arguments: str | Path,
+    cold: bool = False,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    timeout_s: float = 240,
+) -> subprocess.CompletedProcess[str]:
+    """`python ARGUMENTS` to its end, with what it printed."""
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with popen(*arguments, cold=cold, env=env, cwd=cwd, **pipes) as process:
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(arguments, process.returncode, out, err)

@@ -1,0 +1,178 @@
+"""The server behind tests/warm.py: it has imported what a command imports, and forks a process for each request.
+
+    python -m tests.warm_server SOCKET      SOCKET: an inherited file descriptor
+
+Nothing here computes: a thread of OpenMP would not live on in what is forked.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import pkgutil
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any, NoReturn
+
+REQUEST_BYTES = 1 << 20
+RESTARTS = "ALIQUOT_ALLOCATOR"  # a process that is not restarted for another allocator; see launch/preload.py
+IMPORTED = (
+    "datasets", "safetensors.torch", "tensorboard.compat.proto.summary_pb2", "torch.distributed.fsdp",
+    "torch.distributed.launcher.api", "torch.profiler", "torch.testing", "torch.utils.tensorboard", "transformers",
+    "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto",
+    "transformers.models.llama.modeling_llama",
+)  # fmt: skip
+
+
+def main() -> None:
+    import aliquot
+
+    for found in pkgutil.walk_packages(aliquot.__path__, "aliquot."):
+        if found.name not in ("aliquot.__main__", "aliquot.launch.rank_start"):  # those are run, not imported
+            importlib.import_module(found.name)
+    for name in IMPORTED:
+        importlib.import_module(name)
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    SubprocessHandler._popen = _forked_rank
+    os.execve = _execve  # type: ignore[assignment]
+    gc.collect()
+    gc.freeze()  # else each process would write to all that it shares with this one
+    asked = socket.socket(fileno=int(sys.argv[1]))
+    while True:
+        text, streams, _, _ = socket.recv_fds(asked, REQUEST_BYTES, 3)
+        if not text:  # the tests are at their end
+            return
+        request = json.loads(text)
+        between = os.fork()
+        if between == 0:
+            child = os.fork()
+            if child:
+                # The child becomes one of the process that asked: see warm.Warm.
+                asked.send(str(child).encode())
+                os._exit(0)
+            start(request["arguments"], request["environ"], request["directory"], streams, request["session"])
+        os.waitpid(between, 0)
+        asked.send(b"done")
+        for stream in streams:
+            os.close(stream)
+
+
+def start(
+    arguments: list[str], environ: dict[str, str], directory: str | None, streams: list[int], session: bool
+) -> NoReturn:
+    """As what `python ARGUMENTS` is started with: streams, signals, session, directory, no other open files."""
+    try:
+        if session:
+            os.setsid()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGCHLD):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        for target, stream in enumerate([os.dup(stream) for stream in streams]):
+            os.dup2(stream, target)
+        os.closerange(3, max(int(each.name) for each in Path("/proc/self/fd").iterdir()) + 1)
+        if directory is not None:
+            os.chdir(directory)
+        become(arguments, environ)
+    finally:
+        os._exit(70)
+
+
+def become(arguments: list[str], environ: dict[str, str]) -> NoReturn:
+    """Does in this process what `python ARGUMENTS` would do, and ends it."""
+    environ = {RESTARTS: "glibc", **environ}
+    os.environ.clear()
+    os.environ.update(environ)
+    for stream in (sys.stdout, sys.stderr):
+        lines = stream is sys.stderr or stream.isatty()
+        stream.reconfigure(line_buffering=lines, write_through="PYTHONUNBUFFERED" in environ)  # type: ignore[union-attr]
+    if "PYTHONFAULTHANDLER" in environ:
+        faulthandler.enable()
+    if environ.get("PYTHONWARNINGS") == "ignore":
+        warnings.simplefilter("ignore")
+    code = 0
+    try:
+        _interpret(arguments)
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined] # waits for what the interpreter would wait for
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(code & 0xFF)
+
+
+def _interpret(arguments: list[str]) -> None:
+    sys.orig_argv = [sys.executable, *arguments]
+    match arguments:
+        case ["-m", module, *rest]:
+            sys.argv = [module, *rest]
+            sys.path[0] = str(Path.cwd())
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        case ["-c", program, *rest]:
+            sys.argv = ["-c", *rest]
+            sys.path[0] = ""
+            exec(compile(program, "<string>", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})
+        case [script, *rest]:
+            sys.argv = [script, *rest]
+            sys.path[0] = str(Path(script).parent)
+            runpy.run_path(script, run_name="__main__")
+
+
+class Forked(subprocess.Popen[Any]):
+    """A child of this process that is a fork of it, where Popen would start an interpreter."""
+
+    def _execute_child(
+        self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any,
+        startupinfo: Any, creationflags: Any, shell: Any, p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int,
+        errread: int, errwrite: int, restore_signals: Any, gid: Any, gids: Any, uid: Any, umask: Any,
+        start_new_session: bool, process_group: Any,
+    ) -> None:  # fmt: skip
+        streams = [given if given != -1 else own for own, given in enumerate((p2cread, c2pwrite, errwrite))]
+        self.pid = os.fork()
+        if self.pid == 0:
+            start(list(args[1:]), dict(env), cwd, streams, start_new_session)
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
+
+
+def _forked_rank(handler: Any, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[Any]:
+    """SubprocessHandler._popen of the elastic launcher: the rank is a child of the launcher, as ever."""
+    kind = Forked if args[0] == sys.executable else subprocess.Popen
+    return kind(args, env=env, stdout=handler._stdout, stderr=handler._stderr, start_new_session=True)
+
+
+_exec = os.execve
+
+
+def _execve(path: Any, argv: Any, env: Any) -> NoReturn:
+    if path == sys.executable:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        become(list(argv[1:]), dict(env))
+    _exec(path, argv, env)
+
+
+if __name__ == "__main__":
+    main()
