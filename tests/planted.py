@@ -90,7 +90,7 @@ FAULTS = (
     Fault(
         "mask-leaks-a-token", "attention/tiles.py",
         ".triu_(keys - queries + 1)", ".triu_(keys - queries + 2)",
-        ("tests/attention/test_attention.py",),
+        ("tests/attention",),
     ),
     Fault(
         "sign-in-chunked-loss", "loss/head_loss.py",
@@ -135,7 +135,7 @@ FAULTS = (
         ("tests/observe/test_clock.py",),
     ),
     Fault(
-        "plan-forgets-other-hosts", "plan/engine_memory.py",
+        "plan-forgets-other-hosts", "engines/host/host_memory.py",
         "gradients=kept * own * layout.nodes,", "gradients=kept * own,",
         ("tests/plan",),
     ),

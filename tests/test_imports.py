@@ -42,7 +42,7 @@ ALLOWED = {
     "checkpoint": {"config", "ranges"},
     "observe": {"config", "launch", "machine"},
     "evaluate": {"config", "data", "engines", "launch"},
-    "plan": {"attention", "config", "catalogue", "loss", "launch", "models", "machine"},
+    "plan": {"attention", "config", "catalogue", "data", "engines", "launch", "loss", "machine", "models", "ranges"},
     "train": {
         "config",
         "plan",
@@ -58,6 +58,10 @@ ALLOWED = {
         "evaluate",
     },
 }
+
+
+# What the planner may know of packages that hold, sum and read: how much memory they say that they take.
+READ_BY_THE_PLAN = {"data": ("packing",), "engines": ("_memory",), "ranges": ("transfer",)}
 
 
 def imports(file: Path) -> set[str]:
@@ -79,6 +83,14 @@ def test_import_rules(package: str) -> None:
     for file in files:
         wrong = imports(file) - ALLOWED[package] - {package, "errors", "textfile"}
         assert not wrong, f"{file.relative_to(SOURCE)} may not import {sorted(wrong)}"
+
+
+@pytest.mark.parametrize("package", READ_BY_THE_PLAN)
+def test_the_plan_asks_owners_only_what_they_hold(package: str) -> None:
+    for file in (SOURCE / "plan").glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"aliquot.{package}."):
+                assert str(node.module).endswith(READ_BY_THE_PLAN[package]), f"{file.name} imports {node.module}"
 
 
 def test_every_package_has_a_rule() -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
-from aliquot.loss.head_loss import IGNORE
+from aliquot.loss.base import IGNORE
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -22,7 +22,8 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from aliquot.attention.document_attention import Documents
+from aliquot.attention.base import Documents
+from aliquot.attention.document_attention import attention_on
 from aliquot.collectives.peers import Peers
 from aliquot.engines import saved_bytes
 from aliquot.engines.base import Counters, EngineSpec, StepResult
@@ -33,7 +34,8 @@ from aliquot.engines.global_norm import global_norm
 from aliquot.errors import EngineError
 from aliquot.launch.ranks import gather
 from aliquot.launch.topology import Topology
-from aliquot.loss.head_loss import head_loss
+from aliquot.loss.base import HeadLoss
+from aliquot.loss.head_loss import head_loss_on
 from aliquot.models import meta as meta_models
 from aliquot.models.batch import MicroBatch
 from aliquot.optim.sharded_adamw import ShardedAdamW
@@ -73,6 +75,7 @@ class FsdpEngine:
             weight_decay=spec.weight_decay,
         )
         self._activations = saved_bytes.SavedBytes(spec.gradient_checkpointing)
+        self._attention = attention_on(topology.device)
         self._fused = spec.fused_loss
         self._wire_bytes = 0
         self._stage = stage  # None: gloo or nccl carries the collectives
@@ -95,7 +98,7 @@ class FsdpEngine:
         for group in _groups(meta):
             fully_shard(group, mesh=mesh, mp_policy=policy, offload_policy=offload)
         stage = _share_memory(meta, spec, topology)
-        _add_fused_loss(meta)
+        _add_fused_loss(meta, head_loss_on(topology.device))
         for module in meta.modules():
             if isinstance(module, FSDPModule):
                 # Gradients are summed; the division by the global number of tokens is in the loss's scale.
@@ -142,7 +145,7 @@ class FsdpEngine:
 
     def ready(self) -> None:
         check_collectives(self._device, self._stage)
-        self._fused = self._spec.fused_loss and meta_models.losses_agree(self._model, self._loss)
+        self._fused = self._spec.fused_loss and meta_models.losses_agree(self._model, self._loss, self._attention)
 
     def restored(self, steps: int) -> None:
         self._optimizer.set_steps(steps)
@@ -167,7 +170,7 @@ class FsdpEngine:
     def _loss(self, batch: MicroBatch | None, scale: float) -> tuple[Tensor, Tensor]:
         """The summed loss, detached, and what backward() starts from."""
         fed = (batch or MicroBatch.empty()).to(self._device)
-        inputs = fed.input_ids, fed.position_ids, fed.labels, Documents(fed.edges)
+        inputs = fed.input_ids, fed.position_ids, fed.labels, Documents(fed.edges, self._attention)
         if not self._fused:
             loss = meta_models.whole_logits_loss(self._model, *inputs)
             return loss.detach(), loss * scale
@@ -256,7 +259,7 @@ def _share_memory(model: nn.Module, spec: EngineSpec, topology: Topology) -> Sta
     return stage
 
 
-def _add_fused_loss(model: nn.Module) -> None:
+def _add_fused_loss(model: nn.Module, head_loss: HeadLoss) -> None:
     """A method of the model, and one of its head, that gather weights as calling them would."""
     head = model.get_output_embeddings()  # type: ignore[operator]
 

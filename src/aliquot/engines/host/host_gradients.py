@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,13 +19,10 @@ from aliquot.collectives.hosts import Hosts
 from aliquot.collectives.reduce import add_sum
 from aliquot.collectives.ring import Piece, Ring
 from aliquot.collectives.shared import aligned
+from aliquot.engines.host.host_memory import looked_up_bytes, piece_edges, ring_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-# Ranks may be apart by what the ring holds: a layer or more of most models; more gains nothing.
-_RING_BYTES = 64 << 20
-_PIECE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -56,8 +54,9 @@ class HostGradients:
         self._weights = weights
         self._dtype = compute
         self._tokens, self._width = tokens, width
-        row_bytes = max(weight.row_numel for weight in weights) * compute.itemsize
-        self.ring = Ring(self._peers, max(_RING_BYTES, 2 * row_bytes, 2 * self._rows_bytes()))
+        self._rows_bytes = looked_up_bytes(tokens, width, compute.itemsize)
+        longest = max(weight.row_numel for weight in weights)
+        self.ring = Ring(self._peers, ring_bytes(longest, self._rows_bytes, compute.itemsize))
         self._owners = [ranks[self._peers.index] for ranks in hosts.table]
         self.sums = [
             [torch.zeros(stop - start, dtype=kept) for start, stop in (w.ranges[owner] for w in weights)]
@@ -82,15 +81,16 @@ class HostGradients:
 
     def add(self, index: int, gradient: Tensor) -> None:
         """The gradient of weight `index`, of this rank's micro-batch; it may be freed afterwards."""
-        for start, stop in self._pieces(index):
+        row_numel = self._weights[index].row_numel
+        for start, stop in pairwise(edge * row_numel for edge in self.row_edges(index)):
             self.buffer(index, start, stop).copy_(gradient.view(-1)[start:stop])
             self.moved_bytes += (stop - start) * self._dtype.itemsize  # read once more than the head's, made in place
             self.publish()
 
     def row_edges(self, index: int) -> tuple[int, ...]:
         """Where the rows of weight `index` are cut into pieces."""
-        row_numel = self._weights[index].row_numel
-        return (0, *(stop // row_numel for _, stop in self._pieces(index)))
+        weight = self._weights[index]
+        return piece_edges(weight.numel // weight.row_numel, weight.row_numel, self._dtype.itemsize)
 
     def buffer(self, index: int, start: int, stop: int) -> Tensor:
         """Room for elements [start, stop) of the gradient of weight `index`, flat; then call `publish`."""
@@ -110,7 +110,7 @@ class HostGradients:
 
         `only`: nothing else adds to this weight in the micro-batch.
         """
-        piece = self.ring.stage(self._rows_bytes())
+        piece = self.ring.stage(self._rows_bytes)
         view = self._view(piece, self._peers.index)
         count = len(ids)
         view[0].fill_(count)
@@ -128,12 +128,6 @@ class HostGradients:
         """Between hosts: `own` becomes the sum over all of them."""
         if self._hosts.wire is not None:
             self._hosts.wire.reduce_scatter(self.sums)
-
-    def _pieces(self, index: int) -> list[tuple[int, int]]:
-        """Flat ranges of whole rows, each small enough for the ring."""
-        weight = self._weights[index]
-        step = max(1, _PIECE_BYTES // (weight.row_numel * self._dtype.itemsize)) * weight.row_numel
-        return [(start, min(start + step, weight.numel)) for start in range(0, weight.numel, step)]
 
     def _sum(self, piece: Piece, index: int, start: int, stop: int, first: bool) -> None:
         for owner, sums in zip(self._owners, self.sums, strict=True):
@@ -178,6 +172,3 @@ class HostGradients:
             self.ring.view(piece, rank, torch.int64, ids_at, (self._tokens,)),
             self.ring.view(piece, rank, self._dtype, rows_at, (self._tokens, self._width)),
         )
-
-    def _rows_bytes(self) -> int:
-        return aligned(8) + aligned(8 * self._tokens) + aligned(self._tokens * self._width * self._dtype.itemsize)
