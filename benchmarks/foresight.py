@@ -176,8 +176,8 @@ def wire() -> list[Row]:
     from tests.multinode.namespaces import INTERFACE, two_hosts, why_not
 
     from aliquot.config.read_config import validate
-    from aliquot.plan.rank_layout import RankLayout
-    from aliquot.plan.shapes import model_shape
+    from aliquot.launch.rank_layout import RankLayout
+    from aliquot.models.model_shape import model_shape
     from aliquot.plan.traffic import traffic
 
     if why_not() is not None:

@@ -102,7 +102,7 @@ FAULTS = (
         "mask-leaks-a-token", "attention/tiles.py",
         "a query sees the token after it",
         ".triu_(keys - queries + 1)", ".triu_(keys - queries + 2)",
-        ("tests/attention/test_attention.py",),
+        ("tests/attention",),
     ),
     Fault(
         "sign-in-chunked-loss", "loss/head_loss.py",
@@ -156,7 +156,7 @@ FAULTS = (
         ("tests/observe/test_clock.py",),
     ),
     Fault(
-        "plan-forgets-other-hosts", "plan/engine_memory.py",
+        "plan-forgets-other-hosts", "engines/host/host_memory.py",
         "the plan forgets the gradient sums that a rank holds for its counterparts on other hosts",
         "gradients=kept * own * layout.nodes,", "gradients=kept * own,",
         ("tests/plan",),

@@ -6,9 +6,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from aliquot.attention.document_attention import IMPLEMENTATION, Documents, register
+from aliquot.attention.base import Documents
+from aliquot.attention.document_attention import IMPLEMENTATION, attention_on, register
 from aliquot.errors import UserError
-from aliquot.loss.head_loss import summed_cross_entropy
+from aliquot.loss.base import summed_cross_entropy
 from aliquot.models import meta
 from tests.engines.cases import SMALL, micro_batch
 
@@ -29,7 +30,9 @@ def build(shape: dict[str, object], implementation: str = IMPLEMENTATION) -> tor
 
 def logits_of(model: torch.nn.Module, sequence: list[torch.Tensor]) -> torch.Tensor:
     batch = micro_batch(sequence)
-    return meta.forward(model, batch.input_ids[None], batch.position_ids[None], Documents(batch.edges))
+    return meta.forward(
+        model, batch.input_ids[None], batch.position_ids[None], Documents(batch.edges, attention_on("cpu"))
+    )
 
 
 def three_documents() -> list[torch.Tensor]:

@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from aliquot.attention.document_attention import IMPLEMENTATION, Documents
-from aliquot.loss.head_loss import summed_cross_entropy
+from aliquot.attention.base import Documents
+from aliquot.attention.document_attention import IMPLEMENTATION, attention_on
+from aliquot.loss.base import summed_cross_entropy
 from aliquot.models import meta
 from tests import plain
 from tests.engines.cases import (
@@ -170,7 +171,9 @@ def test_bf16_gradients_are_summed_in_fp32_over_micro_batches_and_ranks(runs: Ru
     for sequence in documents(0):
         batch = micro_batch(sequence)
         model.zero_grad()
-        logits = meta.forward(model, batch.input_ids[None], batch.position_ids[None], Documents(batch.edges))
+        logits = meta.forward(
+            model, batch.input_ids[None], batch.position_ids[None], Documents(batch.edges, attention_on("cpu"))
+        )
         (summed_cross_entropy(logits, batch.labels) * (1 / predicted(0))).backward()
         for summed, parameter in zip(total, model.parameters(), strict=True):
             summed += parameter.grad.float()

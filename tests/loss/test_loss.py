@@ -7,10 +7,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aliquot.loss import head_loss as loss
-from aliquot.loss.head_loss import GradientRows, head_loss
+from aliquot.loss.base import GradientRows, HeadLoss
+from aliquot.loss.head_loss import FusedLoss, head_loss_on
+from aliquot.loss.reference_loss import reference_loss
 
 TOKENS, WIDTH, VOCABULARY = 37, 16, 101
+SCRATCH = 4 * VOCABULARY * 5  # five rows in fp32
+BACKENDS: dict[str, HeadLoss] = {
+    "reference": reference_loss,
+    "cpu": FusedLoss(SCRATCH),
+    "cpu-in-chunks": FusedLoss(SCRATCH, logits_bytes=8 * VOCABULARY * 9),
+    "cuda": head_loss_on("cuda"),
+    "cuda-in-chunks": FusedLoss(None, logits_bytes=8 * VOCABULARY * 9),
+}
+head_loss = head_loss_on("cpu")
 
 
 def case(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -27,12 +37,10 @@ def plain(hidden: Tensor, weight: Tensor, labels: Tensor, scale: float) -> tuple
     return summed.detach(), *torch.autograd.grad(summed * scale, (hidden, weight))
 
 
-@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("by_rows", [False, True])
-def test_equals_autograd(monkeypatch: pytest.MonkeyPatch, chunked: bool, by_rows: bool) -> None:
-    if chunked:
-        monkeypatch.setattr(loss, "LOGITS_BYTES", 8 * VOCABULARY * 9)
-    monkeypatch.setattr(loss, "SCRATCH_BYTES", 4 * VOCABULARY * 5)
+def test_equals_autograd(backend: str, by_rows: bool) -> None:
+    head_loss = BACKENDS[backend]
     hidden, weight, labels = case()
     expected = plain(hidden, weight, labels, 0.25)
     rows: dict[int, Tensor] = {}

@@ -14,16 +14,16 @@ from rich.console import Console
 from aliquot.config.plan import Plan
 from aliquot.config.workload import Workload
 from aliquot.errors import UserError
+from aliquot.launch.rank_layout import RankLayout
 from aliquot.machine.cpu import read_cpu
+from aliquot.models.model_shape import model_shape
 from aliquot.observe.ledger import PHASES
 from aliquot.plan import fit
 from aliquot.plan.picture import svg
 from aliquot.plan.planned_machine import Machine
 from aliquot.plan.planner import Planner, plan
-from aliquot.plan.rank_layout import RankLayout
 from aliquot.plan.report import summary
 from aliquot.plan.search import best, remedies
-from aliquot.plan.shapes import model_shape
 from aliquot.plan.traffic import traffic
 from tests.plan.shapes import LLAMA, QWEN3, planned_config
 

@@ -12,11 +12,11 @@ from aliquot.config.batch_size import batch_size
 from aliquot.config.read_config import read_config
 from aliquot.config.workload import Workload
 from aliquot.errors import EngineError
+from aliquot.launch.rank_layout import RankLayout
+from aliquot.models.model_shape import model_shape
 from aliquot.plan.planned_machine import Machine
 from aliquot.plan.planner import Planner
-from aliquot.plan.rank_layout import RankLayout
 from aliquot.plan.search import candidates
-from aliquot.plan.shapes import model_shape
 from tests.plan.shapes import LLAMA, planned_config
 
 SERVER = Machine.of_numbers(64, 4, 10)

@@ -1,40 +1,30 @@
 """Attention per document: packed sequences attend within their own documents only, without an S x S mask.
 
-Registered through transformers' AttentionInterface; the edges travel as a keyword argument of the model's forward,
-so that activation checkpointing replays them.
+Registered through transformers' AttentionInterface; the row and its backend travel as a keyword argument of the model's
+forward, so that activation checkpointing replays them.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
-from aliquot.attention import tiles
+from aliquot.attention.causal import causal
+from aliquot.attention.cuda_attention import CudaAttention
 from aliquot.attention.tiled_attention import TiledAttention
 from aliquot.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from aliquot.attention.base import AttentionBackend, Documents
+
 IMPLEMENTATION = "aliquot_documents"
 
 
-class Documents:
-    """Where the documents of a row lie: 0 = e0 < e1 < ... = T. `visits` counts the attention layers that saw it."""
-
-    def __init__(self, edges: tuple[int, ...]) -> None:
-        self.edges = edges
-        self.visits = 0
-        self._tiles: dict[tuple[int | None, torch.dtype], tiles.Tiles] = {}
-
-    def tiles(self, window: int | None, dtype: torch.dtype) -> tiles.Tiles:
-        """How the row is cut on CPU: worked out by the first of its layers, the same for all that share a window."""
-        if (window, dtype) not in self._tiles:
-            self._tiles[window, dtype] = tiles.cut(self.edges, window, dtype)
-        return self._tiles[window, dtype]
+def attention_on(device: str) -> AttentionBackend:
+    return CudaAttention() if device == "cuda" else TiledAttention()
 
 
 def register(compiled: bool = False) -> None:
@@ -75,29 +65,7 @@ def document_attention(
             f"{type(module).__name__}: this model builds an attention mask of its own: not supported"
         )
     if documents is None:
-        return _causal(query, key, value, scaling, sliding_window).transpose(1, 2), None
+        return causal(query, key, value, scaling, sliding_window).transpose(1, 2), None
     documents.visits += 1
-    if query.device.type == "cpu":
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        rows = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-        out: Tensor = TiledAttention.apply(*rows, documents.tiles(sliding_window, query.dtype), scale)  # type: ignore[no-untyped-call]
-        return out[None], None
-    outputs = [
-        _causal(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], scaling, sliding_window)
-        for a, b in pairwise(documents.edges)
-    ]
-    return torch.cat(outputs, dim=2).transpose(1, 2), None
-
-
-def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
-    queries, keys = query.shape[2], key.shape[2]
-    grouped = query.shape[1] != key.shape[1]
-    if queries == keys and (window is None or keys <= window):
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
-    # Row i stands at position keys - queries + i and sees itself and the window - 1 positions before it.
-    position = torch.arange(keys - queries, keys, device=query.device)[:, None]
-    other = torch.arange(keys, device=query.device)[None, :]
-    allowed = other <= position
-    if window is not None:
-        allowed &= other > position - window
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=allowed, scale=scaling, enable_gqa=grouped)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return documents.backend.attend(query, key, value, documents, scale, sliding_window), None

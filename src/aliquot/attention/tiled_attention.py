@@ -11,16 +11,33 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from aliquot.attention.tiles import QUERY_BLOCK, Bins, Block, Long, Tiles
+from aliquot.attention.tiles import QUERY_BLOCK, Bins, Block, Long, Tiles, cut
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from aliquot.attention.base import Documents
 
 # Above this a block's probabilities are computed again in the backward pass: they would outweigh the layer.
 _KEPT_KEYS = 4 * QUERY_BLOCK
 
 
-class TiledAttention(torch.autograd.Function):
+class TiledAttention:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, scaling: float, window: int | None
+    ) -> Tensor:
+        kind = (window, query.dtype)
+        if kind not in documents.cuts:
+            documents.cuts[kind] = cut(documents.edges, window, query)
+        rows = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+        out: Tensor = _Tiled.apply(*rows, documents.cuts[kind], scaling)  # type: ignore[no-untyped-call]
+        return out[None]
+
+    def on_meta(self) -> TiledAttention:
+        return self
+
+
+class _Tiled(torch.autograd.Function):
     """query [T, H, D], key and value [T, H_kv, D] -> [T, H, D], all contiguous."""
 
     @staticmethod
@@ -76,7 +93,8 @@ class TiledAttention(torch.autograd.Function):
             out_gradient = _long_queries(g, long, heads)
             result = torch.empty_like(queries)
             # A key's gradient is a sum over blocks of queries: rounded once, at the end.
-            sum_k, sum_v = torch.zeros(2, *keys.shape, dtype=torch.promote_types(keys.dtype, torch.float32))
+            wide = torch.promote_types(keys.dtype, torch.float32)
+            sum_k, sum_v = torch.zeros(2, *keys.shape, dtype=wide, device=keys.device)
             for block in long.blocks:
                 rows, seen = slice(block.first * heads[1], block.last * heads[1]), slice(block.key, block.last)
                 p = (

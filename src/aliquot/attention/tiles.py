@@ -67,30 +67,32 @@ class Tiles:
     padding: Tensor | None  # the padding slots
 
 
-def cut(edges: tuple[int, ...], window: int | None, dtype: torch.dtype) -> Tiles:
-    """Documents at `edges`, causal within each, seeing at most `window` tokens back (themselves included)."""
+def cut(edges: tuple[int, ...], window: int | None, like: Tensor) -> Tiles:
+    """Documents at `edges`, causal within each, seeing at most `window` tokens back (themselves included).
+
+    Biases are of the dtype of `like`, and all tensors on its device.
+    """
     lengths = [b - a for a, b in pairwise(edges)]
     order: list[int] = []  # token of each slot, -1 for padding
     bins: list[Bins] = []
     for width, filled in sorted(_fill_bins(lengths).items()):
         start = len(order)
-        bias = torch.full((len(filled), width, width), float("-inf"), dtype=dtype)
+        bias = like.new_full((len(filled), width, width), float("-inf"))
         for number, documents in enumerate(filled):
             at = 0
             for document in documents:
                 length = lengths[document]
-                bias[number, at : at + length, at : at + length] = _causal_bias(length, length, window, dtype)
+                bias[number, at : at + length, at : at + length] = _causal_bias(length, length, window, like)
                 order.extend(range(edges[document], edges[document + 1]))
                 at += length
             # A padding slot sees itself: a row of -inf only would be nan.
-            padding = torch.arange(at, width)
-            bias[number, padding, padding] = 0
+            bias[number].diagonal()[at:] = 0
             order.extend([-1] * (width - at))
         bins.append(Bins(start, len(filled), width, bias))
     longs = []
     for document, length in enumerate(lengths):
         if length > LONGEST_BINNED:
-            longs.append(Long(len(order), length, _blocks(length, window, dtype)))
+            longs.append(Long(len(order), length, _blocks(length, window, like)))
             order.extend(range(edges[document], edges[document + 1]))
     if order == list(range(edges[-1])):
         return Tiles(tuple(bins), tuple(longs), None, None, None)
@@ -99,7 +101,8 @@ def cut(edges: tuple[int, ...], window: int | None, dtype: torch.dtype) -> Tiles
     slots = torch.empty(edges[-1], dtype=torch.int64)
     real = (tokens >= 0).nonzero().flatten()
     slots[tokens[real]] = real
-    return Tiles(tuple(bins), tuple(longs), tokens.clamp(min=0), slots, padding if len(padding) else None)
+    tokens, slots, padding = (x.to(like.device) for x in (tokens.clamp(min=0), slots, padding))
+    return Tiles(tuple(bins), tuple(longs), tokens, slots, padding if len(padding) else None)
 
 
 def _fill_bins(lengths: list[int]) -> dict[int, list[list[int]]]:
@@ -123,18 +126,19 @@ def _fill_bins(lengths: list[int]) -> dict[int, list[list[int]]]:
     return filled
 
 
-def _blocks(length: int, window: int | None, dtype: torch.dtype) -> tuple[Block, ...]:
+def _blocks(length: int, window: int | None, like: Tensor) -> tuple[Block, ...]:
     blocks = []
     for first in range(0, length, QUERY_BLOCK):
         last = min(first + QUERY_BLOCK, length)
         key = 0 if window is None else max(0, first - window + 1)
-        blocks.append(Block(first, last, key, _causal_bias(last - first, last - key, window, dtype)))
+        blocks.append(Block(first, last, key, _causal_bias(last - first, last - key, window, like)))
     return tuple(blocks)
 
 
-def _causal_bias(queries: int, keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
+def _causal_bias(queries: int, keys: int, window: int | None, like: Tensor) -> Tensor:
     """[queries, keys]: the queries are the last ones of the keys."""
-    bias = torch.full((queries, keys), float("-inf"), dtype=dtype).triu_(keys - queries + 1)
+    bias = like.new_full((queries, keys), float("-inf")).triu_(keys - queries + 1)
     if window is not None and keys > window:
-        bias.masked_fill_(torch.ones(queries, keys, dtype=torch.bool).tril_(keys - queries - window), float("-inf"))
+        beyond = like.new_ones((queries, keys), dtype=torch.bool).tril_(keys - queries - window)
+        bias.masked_fill_(beyond, float("-inf"))
     return bias

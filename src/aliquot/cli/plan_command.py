@@ -48,11 +48,11 @@ def command(
         from aliquot.config.read_config import dump_with_places, read_with_places
         from aliquot.config.workload import Workload
         from aliquot.errors import PlanError, UsageError, writing
+        from aliquot.models.model_shape import model_shape
         from aliquot.plan import fit, report, search
         from aliquot.plan.picture import svg
         from aliquot.plan.planned_machine import chosen
         from aliquot.plan.planner import Planner
-        from aliquot.plan.shapes import model_shape
 
         for option, value in (("--memory", memory), ("--network", network)):
             if value is not None and not value <= _MOST:  # nan is not, either

@@ -24,9 +24,9 @@ def planner_of(config: RunConfig) -> Callable[[str, int], Plan]:
 
     from aliquot.cluster.job import pod_cpus
     from aliquot.config.workload import Workload
+    from aliquot.models.model_shape import model_shape
     from aliquot.plan.planned_machine import Machine
     from aliquot.plan.planner import Planner
-    from aliquot.plan.shapes import model_shape
 
     shape = model_shape(config)
 

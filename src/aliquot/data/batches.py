@@ -16,7 +16,7 @@ from aliquot.config.workload import Workload
 from aliquot.data.packing import Epoch, Packing
 from aliquot.data.prepare import Prepared
 from aliquot.data.token_store import TokenStore
-from aliquot.loss.head_loss import IGNORE
+from aliquot.loss.base import IGNORE
 from aliquot.models.batch import MicroBatch
 
 _PLANNED_SEQUENCES = 64  # that a plan looks at

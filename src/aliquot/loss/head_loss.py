@@ -1,4 +1,4 @@
-"""The training loss: the output head and cross-entropy as one step, summed over the tokens that have a label.
+"""The head loss that engines train with: logits never exist as a whole in fp32, nor all at once where they are many.
 
 The gradients of the head are computed in the forward pass, so logits live once, in place, in the compute dtype, and
 only for tokens with a label. Where even that is too much they are computed twice, in chunks.
@@ -6,77 +6,103 @@ only for tokens with a label. Where even that is too much they are computed twic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 
+from aliquot.loss.base import IGNORE, GradientRows, HeadLoss, summed_cross_entropy
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-    RowBuffer = Callable[[int, int], Tensor]  # room for the gradient of rows [a, b)
-    Publish = Callable[[], None]
-
-IGNORE = -100  # the label of a token after which nothing is to be predicted
-LOGITS_BYTES = 256 << 20  # at most this much of them at once
-SCRATCH_BYTES = 2 << 20  # fp32 rows that one pass over the logits works on: they stay in the cache
+    Blocks = Callable[[range], Iterable[int]]
 
 
-def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """logits [1, T, V] of any float dtype, labels int64 [T] already shifted -> fp32 scalar, a sum, not a mean."""
-    return F.cross_entropy(logits[0].float(), labels, ignore_index=IGNORE, reduction="sum")
+def head_loss_on(device: str, blocks: Blocks = iter) -> HeadLoss:
+    """On CPU the rows that are worked on in fp32 stay in the cache; a GPU takes all at once (not yet run on one)."""
+    return FusedLoss(scratch_bytes=2 << 20 if device == "cpu" else None, blocks=blocks)
 
 
-class GradientRows:
-    """Where the gradient of the head goes, block of rows by block of rows, where it is not to exist as a whole."""
+@dataclass(frozen=True)
+class FusedLoss:
+    scratch_bytes: int | None  # fp32 rows that one pass over the logits works on; None: all
+    logits_bytes: int = 256 << 20  # at most this much of them at once
+    blocks: Blocks = iter  # the passes over the logits: the planner makes two and counts them as all
 
-    def __init__(self, edges: tuple[int, ...], buffer: RowBuffer, publish: Publish) -> None:
-        self.edges = edges  # 0 = e0 < e1 < ... = V
-        self.buffer = buffer
-        self.publish = publish  # called when the buffer is filled
-
-
-def head_loss(
-    hidden: Tensor, weight: Tensor, labels: Tensor, scale: float, rows: GradientRows | None = None
-) -> tuple[Tensor, Tensor]:
-    """hidden [T, E], weight [V, E] of one dtype, labels int64 [T] already shifted.
-
-    -> the summed cross-entropy, a detached fp32 scalar, and `scale` times it, to call backward() on, which must not be
-    scaled further. Without autograd the second is the first. With `rows` the gradient of `weight` goes there during
-    this call and autograd sees none.
-    """
-    labelled = labels != IGNORE
-    if not bool(labelled.all()):
-        hidden, labels = hidden[labelled], labels[labelled]
-    if not torch.is_grad_enabled():
-        total = sum(
-            (
-                summed_cross_entropy(F.linear(hidden[None, a:b], weight), labels[a:b])
-                for a, b in _row_chunks(hidden, weight)
-            ),
-            torch.zeros((), device=hidden.device),
+    def __call__(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, scale: float, rows: GradientRows | None = None
+    ) -> tuple[Tensor, Tensor]:
+        labelled = labels != IGNORE
+        if not bool(labelled.all()):
+            hidden, labels = hidden[labelled], labels[labelled]
+        if not torch.is_grad_enabled():
+            total = torch.zeros((), device=hidden.device)
+            for a, b in self.row_chunks(hidden, weight):
+                total = total + summed_cross_entropy(F.linear(hidden[None, a:b], weight), labels[a:b])
+            return total, total
+        summed: Tensor
+        scaled: Tensor
+        scaled, summed = _HeadLoss.apply(  # type: ignore[no-untyped-call]
+            hidden, weight if rows is None else weight.detach(), labels, scale, rows, self
         )
-        return total, total
-    summed: Tensor
-    scaled: Tensor
-    scaled, summed = _HeadLoss.apply(hidden, weight if rows is None else weight.detach(), labels, scale, rows)  # type: ignore[no-untyped-call]
-    return summed.detach(), scaled
+        return summed.detach(), scaled
+
+    def row_chunks(self, hidden: Tensor, weight: Tensor) -> Iterator[tuple[int, int]]:
+        """At least one chunk, of no rows if there are none."""
+        count = max(16, self.logits_bytes // (weight.shape[0] * weight.element_size()))
+        for start in range(0, max(1, len(hidden)), count):
+            yield start, min(start + count, len(hidden))
+
+    def column_chunks(self, hidden: Tensor, weight: Tensor) -> Iterator[tuple[int, int]]:
+        """Chunks of the logits' columns in fp32, all rows of them."""
+        count = max(16, self.logits_bytes // (4 * max(1, len(hidden))))
+        for start in range(0, weight.shape[0], count):
+            yield start, min(start + count, weight.shape[0])
+
+    def to_gradient_(self, logits: Tensor, labels: Tensor, scale: float, normalizers: Tensor) -> Tensor:
+        """Replace logits [N, V] by `scale` times the gradient of their summed cross-entropy; that sum, in fp32.
+
+        `normalizers` [N] is set to the log of the sum of the exponentials.
+        """
+        summed = torch.zeros((), device=logits.device)
+        count = len(logits) if self.scratch_bytes is None else self.scratch_bytes // (4 * logits.shape[1])
+        count = max(1, count)
+        for start in self.blocks(range(0, len(logits), count)):
+            rows, wanted = logits[start : start + count], labels[start : start + count, None]
+            values = rows.float()
+            targets, largest = values.gather(1, wanted), values.amax(1, keepdim=True)
+            probabilities = torch.softmax(values, 1)
+            # The largest probability is 1 / the sum of exp(logit - largest), and never tiny.
+            normalizer = largest - probabilities.amax(1, keepdim=True).log()
+            normalizers[start : start + count] = normalizer[:, 0]
+            summed += (normalizer - targets).sum()
+            probabilities.mul_(scale).scatter_add_(1, wanted, torch.full_like(targets, -scale))
+            rows.copy_(probabilities)
+        return summed
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, scale: float, rows: GradientRows | None
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        scale: float,
+        rows: GradientRows | None,
+        fused: FusedLoss,
     ) -> tuple[Tensor, Tensor]:
-        chunks = list(_row_chunks(hidden, weight))
+        chunks = list(fused.row_chunks(hidden, weight))
         summed = torch.zeros((), device=hidden.device)
         hidden_gradient = torch.empty_like(hidden)
         normalizers = torch.empty(len(labels), device=hidden.device)  # log of the sum of exp(logits)
         logits = hidden.new_empty(0, weight.shape[0])
         for a, b in chunks:
             logits = F.linear(hidden[a:b], weight)
-            summed += to_gradient_(logits, labels[a:b], scale, normalizers[a:b])
+            summed += fused.to_gradient_(logits, labels[a:b], scale, normalizers[a:b])
             torch.mm(logits, weight, out=hidden_gradient[a:b])
         whole = logits if len(chunks) == 1 else None
 
@@ -87,7 +113,7 @@ class _HeadLoss(torch.autograd.Function):
         weight_gradient = None
         if rows is None:
             weight_gradient = torch.empty_like(weight)
-            for a, b in _column_chunks(hidden, weight, whole):
+            for a, b in fused.column_chunks(hidden, weight) if whole is None else [(0, len(weight))]:
                 fill(a, b, weight_gradient[a:b])
         else:
             for a, b in zip(rows.edges[:-1], rows.edges[1:], strict=True):
@@ -101,28 +127,7 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, _gradient: Tensor, _summed: Tensor) -> tuple[Tensor | None, ...]:
         gradients = ctx.gradients
         ctx.gradients = (None, None)
-        return *gradients, None, None, None
-
-
-def to_gradient_(logits: Tensor, labels: Tensor, scale: float, normalizers: Tensor) -> Tensor:
-    """Replace logits [N, V] by `scale` times the gradient of their summed cross-entropy; that sum, in fp32.
-
-    `normalizers` [N] is set to the log of the sum of the exponentials.
-    """
-    summed = torch.zeros((), device=logits.device)
-    count = max(1, SCRATCH_BYTES // (4 * logits.shape[1])) if logits.device.type == "cpu" else len(logits)
-    for start in range(0, len(logits), max(1, count)):
-        rows, wanted = logits[start : start + count], labels[start : start + count, None]
-        values = rows.float()
-        targets, largest = values.gather(1, wanted), values.amax(1, keepdim=True)
-        probabilities = torch.softmax(values, 1)
-        # The largest probability is 1 / the sum of exp(logit - largest), and never tiny.
-        normalizer = largest - probabilities.amax(1, keepdim=True).log()
-        normalizers[start : start + count] = normalizer[:, 0]
-        summed += (normalizer - targets).sum()
-        probabilities.mul_(scale).scatter_add_(1, wanted, torch.full_like(targets, -scale))
-        rows.copy_(probabilities)
-    return summed
+        return *gradients, None, None, None, None
 
 
 def _columns(
@@ -133,21 +138,3 @@ def _columns(
     inside = ((labels >= a) & (labels < b)).nonzero().flatten()
     values[inside, labels[inside] - a] -= scale
     return values.to(hidden.dtype)
-
-
-def rows_at_once(vocabulary: int, itemsize: int) -> int:
-    """How many rows of logits live at once at most."""
-    return max(16, LOGITS_BYTES // (vocabulary * itemsize))
-
-
-def _row_chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[int, int]]:
-    """At least one chunk, of no rows if there are none."""
-    count = rows_at_once(weight.shape[0], weight.element_size())
-    for start in range(0, max(1, len(hidden)), count):
-        yield start, min(start + count, len(hidden))
-
-
-def _column_chunks(hidden: Tensor, weight: Tensor, whole: Tensor | None) -> Iterator[tuple[int, int]]:
-    count = weight.shape[0] if whole is not None else max(16, LOGITS_BYTES // (4 * max(1, len(hidden))))
-    for start in range(0, weight.shape[0], count):
-        yield start, min(start + count, weight.shape[0])

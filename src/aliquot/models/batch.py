@@ -8,7 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from aliquot.loss.head_loss import IGNORE
+from aliquot.loss.base import IGNORE
 
 
 @dataclass(frozen=True)

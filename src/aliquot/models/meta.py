@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aliquot.attention.document_attention import IMPLEMENTATION, Documents, register
+from aliquot.attention.base import AttentionBackend, Documents
+from aliquot.attention.document_attention import IMPLEMENTATION, register
+from aliquot.attention.reference_attention import ReferenceAttention
 from aliquot.errors import UnsupportedModelError
-from aliquot.loss.head_loss import summed_cross_entropy
+from aliquot.loss.base import summed_cross_entropy
 from aliquot.models import initialize
 from aliquot.models.batch import MicroBatch
 from aliquot.models.materialise import tied_weights
@@ -106,7 +108,7 @@ def _check_isolation(model: PreTrainedModel) -> bool:
     Returns whether the logits are what the output head returns, nothing done to them.
     """
     ids = torch.zeros(1, 4, dtype=torch.int64, device="meta")
-    documents = Documents((0, 1, 4))
+    documents = Documents((0, 1, 4), ReferenceAttention())
     of_head: list[Tensor] = []
     head = model.get_output_embeddings()
     listener = head.register_forward_hook(lambda _module, _inputs, output: of_head.append(output))
@@ -148,7 +150,9 @@ def whole_logits_loss(model: nn.Module, ids: Tensor, positions: Tensor, labels: 
     return summed_cross_entropy(forward(model, ids[None], positions[None], documents), labels)
 
 
-def losses_agree(model: nn.Module, fused: Callable[[MicroBatch, float], tuple[Tensor, Tensor]]) -> bool:
+def losses_agree(
+    model: nn.Module, fused: Callable[[MicroBatch, float], tuple[Tensor, Tensor]], attention: AttentionBackend
+) -> bool:
     """Whether an engine's fused loss is the model's own on a few tokens; warns if not. Every rank calls it.
 
     A head that does more than multiply is known from its structure; this is for what structure does not tell.
@@ -159,7 +163,7 @@ def losses_agree(model: nn.Module, fused: Callable[[MicroBatch, float], tuple[Te
     with torch.no_grad():
         ours = float(fused(batch, 1.0)[0])
         ids, positions, labels = (t.to(device) for t in (batch.input_ids, batch.position_ids, batch.labels))
-        theirs = float(whole_logits_loss(model, ids, positions, labels, Documents(edges)))
+        theirs = float(whole_logits_loss(model, ids, positions, labels, Documents(edges, attention)))
     # bf16 logits carry 8 bits. Before weights are loaded both may be nan, which says nothing.
     if math.isclose(ours, theirs, rel_tol=0.02, abs_tol=1e-3) or math.isnan(theirs):
         return True

@@ -14,6 +14,8 @@ from aliquot.optim.moments import ExactMoment, Moment, Noise
 from aliquot.optim.weights import SplitWeights, Weights
 
 BLOCK = 1 << 18  # elements: 1 MiB of fp32
+_ROWS = 4  # of scratch, a block each
+SCRATCH_BYTES = _ROWS * 4 * BLOCK
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class BlockedAdamW:
         self._weight_decay = weight_decay
         self._compiled = CompiledUpdate(betas, epsilon) if compiled else None
         longest = max(map(_block_size, shards), default=1)
-        self._scratch = torch.empty(4, longest)
+        self._scratch = torch.empty(_ROWS, longest)
         frugal = any(not isinstance(shard.exp_avg, ExactMoment) for shard in shards)
         self._noise = Noise(longest) if frugal else None
 

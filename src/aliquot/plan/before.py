@@ -8,14 +8,14 @@ from typing import Any
 from aliquot.config.schema import RunConfig
 from aliquot.config.workload import Workload
 from aliquot.errors import DoesNotFitError, UserError
+from aliquot.launch.rank_layout import RankLayout
 from aliquot.launch.topology import Topology
 from aliquot.machine.cpu import read_cpu
+from aliquot.models.model_shape import model_shape
 from aliquot.plan import fit
 from aliquot.plan.planned_machine import Machine
 from aliquot.plan.planner import Planner
-from aliquot.plan.rank_layout import RankLayout
 from aliquot.plan.search import remedies
-from aliquot.plan.shapes import model_shape
 
 
 def plan_before(

@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any
 
 from aliquot.errors import PlanError
 from aliquot.launch.preload import tune
+from aliquot.launch.rank_layout import RankLayout
 from aliquot.machine.cpu import CpuFacts, read_cpu
 from aliquot.plan.planned_machine import Machine
-from aliquot.plan.rank_layout import RankLayout
 from aliquot.plan.rates import Rates, estimated, interpolated
 from aliquot.textfile import publish_text
 

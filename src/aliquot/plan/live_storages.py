@@ -1,10 +1,10 @@
-"""Which storages are alive while operations run on meta tensors, and how much work the operations are."""
+"""Which storages are alive while operations run, on meta tensors or others, and how much work the operations are."""
 
 from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,10 +27,12 @@ _PRODUCTS = {
 
 
 class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Bytes of meta storages alive now and at most, without those of `weights`. `take_work` empties the tally."""
+    """Bytes of storages on `device` alive now and at most, but for `weights`. `take_work` empties the tally."""
 
-    def __init__(self, weights: Iterable[Tensor]) -> None:
+    def __init__(self, weights: Iterable[Tensor], device: str = "meta") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
+        self._times = 1.0  # how often an operation counts
         self.live_bytes = 0
         self.peak_bytes = 0
         self.largest_bytes = 0
@@ -47,16 +49,19 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         work, self._work = self._work, defaultdict(float)
         return work
 
-    def note_matmul(self, m: int, k: int, n: int, dtype: torch.dtype) -> None:
-        self._work["matmul", 1, m, k, n, dtype.itemsize] += 1
+    def two_for_all(self, starts: range) -> Iterator[int]:
+        """Of the passes of a loop over rows only two, the first of which counts as all but one: thousands are alike.
 
-    def note_memory(self, operation: str, tensor_bytes: int, moved_bytes: float, calls: float) -> None:
-        self._work["memory", operation, tensor_bytes] += moved_bytes
-        self._work["calls",] += calls
+        Two, because the second finds the first one's tensors still alive.
+        """
+        self._times = max(1.0, (starts.stop - starts.start) / starts.step - 1)
+        for start in starts[:2]:
+            yield start
+            self._times = 1.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.is_meta]
+        outputs = self._tensors(result)
         self._count(func, args, kwargs or {}, outputs)
         for output in outputs:
             self._see(output)
@@ -78,20 +83,24 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.live_bytes -= size
 
     def _count(self, func: Any, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
-        self._work["calls",] += 1
+        self._work["calls",] += self._times
         if func in _PRODUCTS:
             left, right = (args[at] for at in _PRODUCTS[func])
             batch = left.shape[0] if left.ndim == 3 else 1
             m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
-            self._work["matmul", batch, m, k, n, left.element_size()] += 1
+            self._work["matmul", batch, m, k, n, left.element_size()] += self._times
             return
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.is_meta]
+        inputs = self._tensors((args, kwargs))
         aliases = not func._schema.is_mutable and all(_storage(t) in map(_storage, inputs) for t in outputs)
         if not outputs or aliases or func._schema.name.startswith("aten::empty"):
             return
         moved = [*{id(t): t for t in (*inputs, *outputs)}.values()]
         sizes = [tensor.numel() * tensor.element_size() for tensor in moved]
-        self._work["memory", func._schema.name.removeprefix("aten::"), max(sizes)] += sum(sizes)
+        self._work["memory", func._schema.name.removeprefix("aten::"), max(sizes)] += self._times * sum(sizes)
+
+    def _tensors(self, tree: Any) -> list[Tensor]:
+        leaves = tree_leaves(tree)
+        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.device.type == self._device]
 
 
 def _storage(tensor: Tensor) -> int:

@@ -14,9 +14,9 @@ from aliquot.errors import DeviceError, PlanError
 from aliquot.launch.auto_ranks import cpu_ranks
 from aliquot.launch.launcher import with_environment
 from aliquot.launch.placement import threads_per_rank
+from aliquot.launch.rank_layout import RankLayout
 from aliquot.machine.cpu import CpuFacts, read_cpu
 from aliquot.machine.memory import memory_limit
-from aliquot.plan.rank_layout import RankLayout
 
 GIB = 1 << 30
 

@@ -10,14 +10,17 @@ from aliquot.config.engine_choice import chosen_engine
 from aliquot.config.plan import Plan
 from aliquot.config.schema import RunConfig
 from aliquot.config.workload import Workload
+from aliquot.engines.deepspeed.deepspeed_memory import building, deepspeed_memory
+from aliquot.engines.fsdp.fsdp_memory import fsdp_memory
+from aliquot.engines.held_memory import Held
+from aliquot.engines.host.host_memory import host_memory
+from aliquot.launch.rank_layout import RankLayout
+from aliquot.models.model_shape import ModelShape, model_shape
 from aliquot.plan.activations import MicroBatchCost, Step, micro_batch_cost
 from aliquot.plan.calibrate import profile_of
-from aliquot.plan.deepspeed_memory import building, deepspeed_memory
-from aliquot.plan.engine_memory import Held, fsdp_memory, host_memory, phases
+from aliquot.plan.engine_memory import phases
 from aliquot.plan.planned_machine import Machine
-from aliquot.plan.rank_layout import RankLayout
 from aliquot.plan.rates import Rates, estimated
-from aliquot.plan.shapes import ModelShape, model_shape
 from aliquot.plan.timing import step_time
 from aliquot.plan.traffic import traffic
 
@@ -64,9 +67,8 @@ class Planner:
         rates = self.rates(layout)
         took = step_time(engine, cost, held, moved, layout, micro_batches, rates)
         steps = _steps(config, workload, size.total)
-        found = phases(config, held, cost, workload.pieces, steps)
-        if engine == "deepspeed":
-            found = (found[0], *building(config, self.shape, layout), *found[1:])
+        told = building(config, self.shape, layout) if engine == "deepspeed" else []
+        found = phases(config, held, cost, workload.pieces, steps, told)
         limit = self.machine.memory_for(layout)
         hourly = self.machine.instance.usd_per_hour if self.machine.instance is not None else None
         return Plan(
@@ -126,7 +128,7 @@ class Planner:
             return host_memory(config, self.shape, layout)
         if engine == "deepspeed":
             return deepspeed_memory(config, self.shape, layout)
-        return fsdp_memory(config, self.shape, layout, cost)
+        return fsdp_memory(config, self.shape, layout, cost.backward_bytes, cost.layer_bytes)
 
 
 def _steps(config: RunConfig, workload: Workload, total: int) -> int | None:

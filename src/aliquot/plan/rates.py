@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
+from aliquot.launch.rank_layout import RankLayout
 from aliquot.plan.planned_machine import Machine
-from aliquot.plan.rank_layout import RankLayout
 
 
 class Rates(Protocol):

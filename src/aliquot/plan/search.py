@@ -16,8 +16,8 @@ from aliquot.config.plan import Plan
 from aliquot.config.schema import RunConfig
 from aliquot.config.workload import Workload
 from aliquot.errors import UserError
+from aliquot.launch.rank_layout import RankLayout
 from aliquot.plan.planner import Planner
-from aliquot.plan.rank_layout import RankLayout
 
 _MOST_RANKS = 16
 _REMEDIES = 3

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from aliquot.engines.held_memory import Held
+from aliquot.launch.rank_layout import RankLayout
 from aliquot.plan.activations import MicroBatchCost
-from aliquot.plan.engine_memory import Held
 from aliquot.plan.live_storages import Work
-from aliquot.plan.rank_layout import RankLayout
 from aliquot.plan.rates import Rates
 from aliquot.plan.traffic import Traffic
 

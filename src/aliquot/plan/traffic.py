@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aliquot.config.schema import RunConfig
-from aliquot.plan.deepspeed_memory import KEPT_NUMEL, persistent_numel
-from aliquot.plan.rank_layout import RankLayout
-from aliquot.plan.shapes import ModelShape, numel, padded_share
+from aliquot.engines.deepspeed.deepspeed_memory import KEPT_NUMEL, persistent_numel
+from aliquot.launch.rank_layout import RankLayout
+from aliquot.models.model_shape import ModelShape, numel, padded_share
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, nn
 
-from aliquot.attention.document_attention import Documents
+from aliquot.attention.base import Documents
+from aliquot.attention.document_attention import attention_on
 from aliquot.collectives.json_values import gather
 from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.compiling import compile_layers
@@ -27,7 +28,8 @@ from aliquot.engines.saved_bytes import SavedBytes
 from aliquot.errors import SelfTestError
 from aliquot.launch.topology import Topology
 from aliquot.loaders.zero3 import cast_parameters, import_deepspeed, partition, partition_range
-from aliquot.loss.head_loss import head_loss
+from aliquot.loss.base import HeadLoss
+from aliquot.loss.head_loss import head_loss_on
 from aliquot.models import meta as meta_models
 from aliquot.models import recompute
 from aliquot.models.batch import MicroBatch
@@ -74,6 +76,7 @@ class DeepspeedEngine:
             name: _Partition(name, weight, *partition_range(weight.ds_numel, topology.rank, topology.world_size))
             for name, weight in cast("Any", model.model.named_parameters())
         }
+        self._attention = attention_on(topology.device)
         self._activations = SavedBytes(spec.gradient_checkpointing)
         self._wire_bytes = 0
 
@@ -93,7 +96,7 @@ class DeepspeedEngine:
         partition(meta, settings)
         for weight in cast("Any", meta.parameters()):
             weight.ds_tensor.zero_()  # touches the memory, so that the ledger counts it as weights
-        training = _Training(meta, spec.fused_loss)
+        training = _Training(meta, spec.fused_loss, head_loss_on(topology.device))
         if spec.fused_loss:
             deepspeed.zero.register_external_parameter(training, training.head.weight)
         optimizer = adamw(list(meta.named_parameters()), spec, settings)
@@ -139,7 +142,7 @@ class DeepspeedEngine:
         if len(set(sums)) > 1:
             raise SelfTestError(f"{first.name} gathered by DeepSpeed differs among the ranks: {sums}")
         self._model.eval()
-        if self._model.fused and not meta_models.losses_agree(self._model.model, self._loss):
+        if self._model.fused and not meta_models.losses_agree(self._model.model, self._loss, self._attention):
             self._model.fused = False
 
     def restored(self, steps: int) -> None:
@@ -167,7 +170,7 @@ class DeepspeedEngine:
         """The summed loss, detached, and what backward() starts from."""
         fed = (batch or MicroBatch.empty()).to(self._device)
         result: tuple[Tensor, Tensor] = self._engine(
-            fed.input_ids, fed.position_ids, fed.labels, Documents(fed.edges), scale
+            fed.input_ids, fed.position_ids, fed.labels, Documents(fed.edges, self._attention), scale
         )
         return result
 
@@ -221,10 +224,11 @@ class DeepspeedEngine:
 class _Training(nn.Module):
     """The model and its loss as one module, whose forward DeepSpeed's hooks surround."""
 
-    def __init__(self, model: nn.Module, fused: bool) -> None:
+    def __init__(self, model: nn.Module, fused: bool, head_loss: HeadLoss) -> None:
         super().__init__()
         self.model = model
         self.fused = fused
+        self.head_loss = head_loss
 
     @property
     def head(self) -> nn.Module:
@@ -237,7 +241,7 @@ class _Training(nn.Module):
             loss = meta_models.whole_logits_loss(self.model, ids, positions, labels, documents)
             return loss.detach(), loss * scale
         hidden = meta_models.hidden_states(self.model, ids, positions, documents)
-        return head_loss(hidden, cast(nn.Parameter, self.head.weight), labels, scale)
+        return self.head_loss(hidden, cast(nn.Parameter, self.head.weight), labels, scale)
 
 
 @contextmanager

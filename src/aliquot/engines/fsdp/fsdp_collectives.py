@@ -17,8 +17,7 @@ from torch import Tensor
 
 from aliquot.collectives.peers import Peers
 from aliquot.collectives.reduce import add_sum
-
-_HALF_BYTES = 16 << 20
+from aliquot.engines.fsdp.fsdp_memory import HALF_BYTES
 
 
 class Stage:
@@ -28,13 +27,13 @@ class Stage:
         """Collective."""
         self.peers = peers
         self.staged_bytes = 0
-        self._memories = peers.share(2 * _HALF_BYTES)
+        self._memories = peers.share(2 * HALF_BYTES)
         self._turn = 0
         self.busy_s = 0.0  # in collectives, since the stage was made, waiting left out
 
     def exchange(self, own: Tensor) -> list[Tensor]:
         """Flat `own` of every rank, in the order of ranks; good until the exchange after the next. Collective."""
-        offset = self._turn * _HALF_BYTES
+        offset = self._turn * HALF_BYTES
         self._turn = 1 - self._turn
         views = [memory.tensor(offset, (own.numel(),), own.dtype) for memory in self._memories]
         views[self.peers.index].copy_(own)
@@ -65,7 +64,7 @@ class SharedAllGather(_Fresh):
     ) -> None:
         own, count = input_tensor.view(-1), input_tensor.numel()
         whole = output_tensor.view(-1)
-        step = _HALF_BYTES // own.element_size()
+        step = HALF_BYTES // own.element_size()
         with self._stage.timed():
             for start in range(0, count, step):
                 piece = own[start : start + step]
@@ -91,7 +90,7 @@ class SharedReduceScatter(_Fresh):
             raise ValueError(f"{op}: sums only")
         peers, own = self._stage.peers, output_tensor.view(-1)
         slices = input_tensor.view(peers.size, -1)
-        step = _HALF_BYTES // (peers.size * own.element_size())
+        step = HALF_BYTES // (peers.size * own.element_size())
         with self._stage.timed():
             for start in range(0, own.numel(), step):
                 stop = min(start + step, own.numel())

@@ -23,7 +23,8 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from aliquot.attention.document_attention import Documents
+from aliquot.attention.base import Documents
+from aliquot.attention.document_attention import attention_on
 from aliquot.collectives.json_values import gather
 from aliquot.collectives.peers import Peers
 from aliquot.engines.base import Counters, EngineSpec, StepResult
@@ -34,7 +35,8 @@ from aliquot.engines.global_norm import global_norm
 from aliquot.engines.saved_bytes import SavedBytes
 from aliquot.errors import EngineError
 from aliquot.launch.topology import Topology
-from aliquot.loss.head_loss import head_loss
+from aliquot.loss.base import HeadLoss
+from aliquot.loss.head_loss import head_loss_on
 from aliquot.models import meta as meta_models
 from aliquot.models import recompute
 from aliquot.models.batch import MicroBatch
@@ -73,6 +75,7 @@ class FsdpEngine:
             weight_decay=spec.weight_decay,
         )
         self._activations = SavedBytes(spec.gradient_checkpointing)
+        self._attention = attention_on(topology.device)
         self._fused = spec.fused_loss
         self._wire_bytes = 0
         self._stage = stage  # None: gloo or nccl carries the collectives
@@ -94,7 +97,7 @@ class FsdpEngine:
         for group in _groups(meta):
             fully_shard(group, mesh=mesh, mp_policy=policy, offload_policy=offload)
         stage = _share_memory(meta, spec, topology)
-        _add_fused_loss(meta)
+        _add_fused_loss(meta, head_loss_on(topology.device))
         for module in meta.modules():
             if isinstance(module, FSDPModule):
                 # Gradients are summed; the division by the global number of tokens is in the loss's scale.
@@ -136,7 +139,7 @@ class FsdpEngine:
 
     def ready(self) -> None:
         check_collectives(self._device, self._stage)
-        self._fused = self._spec.fused_loss and meta_models.losses_agree(self._model, self._loss)
+        self._fused = self._spec.fused_loss and meta_models.losses_agree(self._model, self._loss, self._attention)
 
     def restored(self, steps: int) -> None:
         self._optimizer.set_steps(steps)
@@ -161,7 +164,7 @@ class FsdpEngine:
     def _loss(self, batch: MicroBatch | None, scale: float) -> tuple[Tensor, Tensor]:
         """The summed loss, detached, and what backward() starts from."""
         fed = (batch or MicroBatch.empty()).to(self._device)
-        inputs = fed.input_ids, fed.position_ids, fed.labels, Documents(fed.edges)
+        inputs = fed.input_ids, fed.position_ids, fed.labels, Documents(fed.edges, self._attention)
         if not self._fused:
             loss = meta_models.whole_logits_loss(self._model, *inputs)
             return loss.detach(), loss * scale
@@ -249,7 +252,7 @@ def _share_memory(model: nn.Module, spec: EngineSpec, topology: Topology) -> Sta
     return stage
 
 
-def _add_fused_loss(model: nn.Module) -> None:
+def _add_fused_loss(model: nn.Module, head_loss: HeadLoss) -> None:
     """Give model and head a method `fused_loss`, for which FSDP2 gathers their weights as for a call of `forward`."""
     head = model.get_output_embeddings()  # type: ignore[operator]
 

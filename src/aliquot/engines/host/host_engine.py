@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from aliquot.attention.document_attention import Documents
+from aliquot.attention.base import Documents
+from aliquot.attention.document_attention import attention_on
 from aliquot.collectives.hosts import Hosts
 from aliquot.collectives.json_values import gather
 from aliquot.collectives.shared import Memory, aligned
@@ -30,7 +31,8 @@ from aliquot.engines.host.host_check import check_published, check_sums
 from aliquot.engines.host.host_gradients import HostGradients, Weight
 from aliquot.engines.saved_bytes import SavedBytes
 from aliquot.launch.topology import Topology
-from aliquot.loss.head_loss import GradientRows, head_loss
+from aliquot.loss.base import GradientRows
+from aliquot.loss.head_loss import head_loss_on
 from aliquot.machine.cpu import numa_nodes
 from aliquot.models import meta as meta_models
 from aliquot.models import recompute
@@ -79,6 +81,7 @@ class HostEngine:
         self._owned = sum(shard.weights.numel for shard in shards)  # elements of the weights
         self._moments_bytes = sum(shard.exp_avg.size_bytes + shard.exp_avg_sq.size_bytes for shard in shards)
         self._hooks = list(self._listen())
+        self._attention, self._head_loss = attention_on("cpu"), head_loss_on("cpu")
         self._fused = spec.fused_loss
         self._updates = 0
         self._activations = SavedBytes(spec.gradient_checkpointing)
@@ -170,7 +173,7 @@ class HostEngine:
         starts = [(index, *weight.ranges[self._rank]) for index, weight in enumerate(self._weights)]
         views = [self._view_of(self._memory, index).view(-1) for index in range(len(self._weights))]
         check_published([(index, start) for index, start, stop in starts if start < stop], views)
-        self._fused = self._spec.fused_loss and meta_models.losses_agree(self._model, self._loss)
+        self._fused = self._spec.fused_loss and meta_models.losses_agree(self._model, self._loss, self._attention)
 
     def restored(self, steps: int) -> None:
         self._optimizer.steps = steps
@@ -203,7 +206,7 @@ class HostEngine:
 
     def _loss(self, batch: MicroBatch, scale: float, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The summed loss, detached, and what backward() starts from."""
-        documents = Documents(batch.edges)
+        documents = Documents(batch.edges, self._attention)
         if not self._fused:
             loss = meta_models.whole_logits_loss(
                 self._model, batch.input_ids, batch.position_ids, batch.labels, documents
@@ -213,7 +216,7 @@ class HostEngine:
         hidden = meta_models.hidden_states(self._model, tokens, batch.position_ids, documents)
         head = self._model.get_output_embeddings()  # type: ignore[operator]
         sink = self._head_sink(self._index_of(head.weight)) if torch.is_grad_enabled() else None
-        return head_loss(hidden, head.weight, batch.labels, scale, sink)
+        return self._head_loss(hidden, head.weight, batch.labels, scale, sink)
 
     def _head_sink(self, index: int) -> GradientRows:
         row_numel = self._weights[index].row_numel

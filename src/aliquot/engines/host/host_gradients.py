@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -19,10 +20,7 @@ from aliquot.collectives.hosts import Hosts
 from aliquot.collectives.reduce import add_sum
 from aliquot.collectives.ring import Piece, Ring
 from aliquot.collectives.shared import aligned
-
-# A rank may be ahead of another by what the ring holds: a layer or more of most models. More gains nothing.
-_RING_BYTES = 64 << 20
-_PIECE_BYTES = 8 << 20
+from aliquot.engines.host.host_memory import looked_up_bytes, piece_edges, ring_bytes
 
 
 @dataclass(frozen=True)
@@ -54,8 +52,9 @@ class HostGradients:
         self._weights = weights
         self._dtype = compute
         self._tokens, self._width = tokens, width
-        row_bytes = max(weight.row_numel for weight in weights) * compute.itemsize
-        self.ring = Ring(self._peers, max(_RING_BYTES, 2 * row_bytes, 2 * self._rows_bytes()))
+        self._rows_bytes = looked_up_bytes(tokens, width, compute.itemsize)
+        longest = max(weight.row_numel for weight in weights)
+        self.ring = Ring(self._peers, ring_bytes(longest, self._rows_bytes, compute.itemsize))
         self._owners = [ranks[self._peers.index] for ranks in hosts.table]
         self.sums = [
             [torch.zeros(stop - start, dtype=kept) for start, stop in (w.ranges[owner] for w in weights)]
@@ -76,15 +75,16 @@ class HostGradients:
 
     def add(self, index: int, gradient: Tensor) -> None:
         """The gradient of weight `index`, of this rank's micro-batch; it may be freed afterwards."""
-        for start, stop in self._pieces(index):
+        row_numel = self._weights[index].row_numel
+        for start, stop in pairwise(edge * row_numel for edge in self.row_edges(index)):
             self.buffer(index, start, stop).copy_(gradient.view(-1)[start:stop])
             self.moved_bytes += (stop - start) * self._dtype.itemsize  # a copy that the head's does not need
             self.publish()
 
     def row_edges(self, index: int) -> tuple[int, ...]:
         """Where the rows of weight `index` are cut into pieces."""
-        row_numel = self._weights[index].row_numel
-        return (0, *(stop // row_numel for _, stop in self._pieces(index)))
+        weight = self._weights[index]
+        return piece_edges(weight.numel // weight.row_numel, weight.row_numel, self._dtype.itemsize)
 
     def buffer(self, index: int, start: int, stop: int) -> Tensor:
         """Room for elements [start, stop) of the gradient of weight `index`, flat; then call `publish`."""
@@ -103,7 +103,7 @@ class HostGradients:
 
     def add_rows(self, index: int, ids: Tensor, rows: Tensor) -> None:
         """The gradient of a look-up: `rows` [T, E] belong to rows `ids` [T] of weight `index`."""
-        piece = self.ring.stage(self._rows_bytes())
+        piece = self.ring.stage(self._rows_bytes)
         view = self._view(piece, self._peers.index)
         count = len(ids)
         view[0].fill_(count)
@@ -127,12 +127,6 @@ class HostGradients:
         """Between hosts: `own` becomes the sum over all of them."""
         if self._hosts.wire is not None:
             self._hosts.wire.reduce_scatter(self.sums)
-
-    def _pieces(self, index: int) -> list[tuple[int, int]]:
-        """Flat ranges of whole rows, each small enough for the ring."""
-        weight = self._weights[index]
-        step = max(1, _PIECE_BYTES // (weight.row_numel * self._dtype.itemsize)) * weight.row_numel
-        return [(start, min(start + step, weight.numel)) for start in range(0, weight.numel, step)]
 
     def _sum(self, piece: Piece, index: int, start: int, stop: int, first: bool) -> None:
         for owner, sums in zip(self._owners, self.sums, strict=True):
@@ -177,6 +171,3 @@ class HostGradients:
             self.ring.view(piece, rank, torch.int64, ids_at, (self._tokens,)),
             self.ring.view(piece, rank, self._dtype, rows_at, (self._tokens, self._width)),
         )
-
-    def _rows_bytes(self) -> int:
-        return aligned(8) + aligned(8 * self._tokens) + aligned(self._tokens * self._width * self._dtype.itemsize)

@@ -22,19 +22,16 @@ from __future__ import annotations
 from typing import Any
 
 from aliquot.config import deepspeed_json
-from aliquot.config.plan import PhaseMemory
 from aliquot.config.schema import RunConfig
-from aliquot.plan.engine_memory import MIB, PROCESS_PRIVATE_BYTES, PROCESS_SHARED_BYTES, Held
-from aliquot.plan.rank_layout import RankLayout
-from aliquot.plan.shapes import ModelShape, Shape, numel
+from aliquot.engines.held_memory import Held
+from aliquot.launch.rank_layout import RankLayout
+from aliquot.models.model_shape import ModelShape, Shape, numel
 
-_HEAP_BYTES = 16 * MIB  # partitions below come from the allocator's heap and stay there when they are freed
+_HEAP_BYTES = 16 << 20  # partitions below come from the allocator's heap and stay there when they are freed
 # stage3_max_reuse_distance: a weight stays whole if it is wanted again within so many elements, and on the way up from
 # the loss that is twice what lies above it. stage3_max_live_parameters.
 _MAX_REUSE, _MAX_LIVE = 10**9, 10**9
 KEPT_NUMEL = _MAX_REUSE // 2
-
-
 _PERSISTENT_NUMEL = 100_000  # stage3_param_persistence_threshold where the JSON is silent
 
 
@@ -76,8 +73,8 @@ def deepspeed_memory(config: RunConfig, shape: ModelShape, layout: RankLayout) -
     )
 
 
-def building(config: RunConfig, shape: ModelShape, layout: RankLayout) -> tuple[PhaseMemory, ...]:
-    """The phases of the ledger in which DeepSpeed builds its optimizer."""
+def building(config: RunConfig, shape: ModelShape, layout: RankLayout) -> list[tuple[str, dict[str, int]]]:
+    """Private bytes in each phase of the ledger in which DeepSpeed builds its optimizer, beside the process itself."""
     zero = _settings(config, shape, layout)
     weights = [weight for _, weight in shape.built.tensors]
     compute = 2 if config.train.precision == "bf16" else 4
@@ -87,7 +84,7 @@ def building(config: RunConfig, shape: ModelShape, layout: RankLayout) -> tuple[
     offloaded = _offloads(zero, "offload_optimizer")
     layer = [numel(weight) for kind in shape.kinds[:1] for weight in kind.weights]
     widest = sorted(layer)[-3:]
-    held: dict[str, int] = {"process": PROCESS_PRIVATE_BYTES, "weights": compute * own}
+    held: dict[str, int] = {"weights": compute * own}
     told = [("after load", dict(held))]
     held["allocator"] = left
     told.append(("after bf16 partitions", dict(held)))
@@ -98,7 +95,7 @@ def building(config: RunConfig, shape: ModelShape, layout: RankLayout) -> tuple[
     held["gradients"] += compute * own
     held["gathered"] = compute * sum(widest)
     told.append(("after ZeRO init", dict(held)))
-    return tuple(PhaseMemory(name, private, {"process": PROCESS_SHARED_BYTES}) for name, private in told)
+    return told
 
 
 def _settings(config: RunConfig, shape: ModelShape, layout: RankLayout) -> dict[str, Any]:

@@ -1,0 +1,24 @@
+"""What an engine holds on its largest rank. Each engine says it in its `*_memory.py`, which the planner reads.
+
+Those files import nothing that computes: a laptop plans for engines that it cannot run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes."""
+
+    weights: int  # private
+    gradients: int  # from the start, or from the first backward pass on
+    gradients_from_start: bool
+    moments: int
+    update: int  # more while an update is made
+    forward: int  # gathered, beside activations
+    backward: int
+    evaluation: int
+    shared_weights: int  # of a host
+    buffers: int  # of a host

@@ -1,0 +1,43 @@
+"""What a head loss is: the output head and cross-entropy as one step, summed over the tokens that have a label."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    RowBuffer = Callable[[int, int], Tensor]  # room for the gradient of rows [a, b)
+    Publish = Callable[[], None]
+
+IGNORE = -100  # the label of a token after which nothing is to be predicted
+
+
+class GradientRows:
+    """Where the gradient of the head goes, block of rows by block of rows, where it is not to exist as a whole."""
+
+    def __init__(self, edges: tuple[int, ...], buffer: RowBuffer, publish: Publish) -> None:
+        self.edges = edges  # 0 = e0 < e1 < ... = V
+        self.buffer = buffer
+        self.publish = publish  # called when the buffer is filled
+
+
+class HeadLoss(Protocol):
+    def __call__(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, scale: float, rows: GradientRows | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """hidden [T, E], weight [V, E] of one dtype, labels int64 [T] already shifted.
+
+        -> the summed cross-entropy, a detached fp32 scalar, and `scale` times it, to call backward() on, which must not
+        be scaled further. Without autograd the second is the first. With `rows` the gradient of `weight` goes there
+        during this call and autograd sees none.
+        """
+        ...
+
+
+def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """logits [1, T, V] of any float dtype, labels int64 [T] already shifted -> fp32 scalar, a sum, not a mean."""
+    return F.cross_entropy(logits[0].float(), labels, ignore_index=IGNORE, reduction="sum")

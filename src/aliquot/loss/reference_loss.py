@@ -1,0 +1,27 @@
+"""The head loss as it is defined: all logits, cross-entropy, and autograd for the rest. What the others must equal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from aliquot.loss.base import IGNORE, GradientRows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def reference_loss(
+    hidden: Tensor, weight: Tensor, labels: Tensor, scale: float, rows: GradientRows | None = None
+) -> tuple[Tensor, Tensor]:
+    """A HeadLoss, in the dtype of its inputs."""
+    own = weight if rows is None else weight.detach().requires_grad_()
+    summed = F.cross_entropy(F.linear(hidden, own), labels, ignore_index=IGNORE, reduction="sum")
+    if rows is not None:
+        (gradient,) = torch.autograd.grad(summed * scale, own, retain_graph=True)
+        for a, b in zip(rows.edges[:-1], rows.edges[1:], strict=True):
+            rows.buffer(a, b).copy_(gradient[a:b])
+            rows.publish()
+    return summed.detach(), summed * scale

@@ -1,0 +1,86 @@
+"""Attention backends against attention as it is defined, in fp64, forward and backward.
+
+Lengths lie on both sides of where the tiled backend changes its way: documents above 256 tokens are cut into blocks of
+128 queries, and a block that sees more than 512 keys computes its probabilities again in the backward pass.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import Tensor
+
+from aliquot.attention.base import AttentionBackend, Documents
+from aliquot.attention.cuda_attention import CudaAttention
+from aliquot.attention.reference_attention import ReferenceAttention
+from aliquot.attention.tiled_attention import TiledAttention
+
+HEAD_DIM = 8
+SHORT = (1, 40, 2, 97)  # packed around the long one
+HEADS = {"grouped": (4, 2), "alone": (2, 2)}
+
+
+def results(
+    backend: AttentionBackend, lengths: tuple[int, ...], window: int | None, heads: tuple[int, int], dtype: torch.dtype
+) -> list[Tensor]:
+    """The output of a row of documents, and the gradients of queries, keys and values."""
+    generator = torch.Generator().manual_seed(sum(lengths))
+    edges = (0, *accumulate(lengths))
+    of_queries, of_keys = ((1, count, edges[-1], HEAD_DIM) for count in heads)
+    inputs = [
+        torch.randn(shape, generator=generator, dtype=torch.float64).bfloat16().to(dtype).requires_grad_()
+        for shape in (of_queries, of_keys, of_keys)
+    ]
+    out = backend.attend(*inputs, Documents(edges, backend), HEAD_DIM**-0.5, window)
+    weights = torch.randn(out.shape, generator=generator, dtype=torch.float64).bfloat16().to(dtype)
+    out.backward(weights)
+    return [out.detach(), *(x.grad for x in inputs if x.grad is not None)]
+
+
+def assert_equal(found: list[Tensor], expected: list[Tensor], error: float) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=error * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("window", [None, 100], ids=["whole", "window"])
+@pytest.mark.parametrize("packed", [False, True], ids=["single", "packed"])
+@pytest.mark.parametrize("length", [255, 256, 257, 513, 700, 1500])
+def test_tiled_is_exact(length: int, packed: bool, window: int | None, heads: str) -> None:
+    lengths = (*SHORT[:2], length, *SHORT[2:]) if packed else (length,)
+    case = (lengths, window, HEADS[heads], torch.float64)
+    assert_equal(results(TiledAttention(), *case), results(ReferenceAttention(), *case), 1e-12)
+
+
+@pytest.mark.parametrize("window", [1, 128, 129, 256, 600])
+def test_tiled_is_exact_where_windows_end_at_blocks(window: int) -> None:
+    case = ((257, 700), window, HEADS["alone"], torch.float64)
+    assert_equal(results(TiledAttention(), *case), results(ReferenceAttention(), *case), 1e-12)
+
+
+def test_tiled_in_bf16_is_as_near_as_bf16_is() -> None:
+    """Eight bits of probabilities and of results: two roundings of 2^-9 each, and gradients take two more."""
+    lengths = (*SHORT, 700)
+    exact = results(ReferenceAttention(), lengths, 100, HEADS["grouped"], torch.float64)
+    assert_equal(results(TiledAttention(), lengths, 100, HEADS["grouped"], torch.bfloat16), exact, 2**-6)
+
+
+@pytest.mark.parametrize("window", [None, 100], ids=["whole", "window"])
+def test_what_a_gpu_would_run_is_exact(window: int | None) -> None:
+    """On CPU, by torch's kernels for it: what cuts the row is the same."""
+    case = ((*SHORT, 257), window, HEADS["grouped"], torch.float64)
+    assert_equal(results(CudaAttention(), *case), results(ReferenceAttention(), *case), 1e-12)
+
+
+def test_the_reference_sees_what_a_loop_sees() -> None:
+    lengths, window = (3, 5), 2
+    edges = (0, 3, 8)
+    query, key, value = torch.randn(3, 1, 1, 8, HEAD_DIM, dtype=torch.float64)
+    found = ReferenceAttention().attend(query, key, value, Documents(edges, ReferenceAttention()), 0.5, window)
+    for start, length in zip(edges, lengths, strict=False):
+        for at in range(start, start + length):
+            seen = slice(max(start, at - window + 1), at + 1)
+            weights = (key[0, 0, seen] @ query[0, 0, at] * 0.5).softmax(0)
+            torch.testing.assert_close(found[0, at, 0], weights @ value[0, 0, seen])
