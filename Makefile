@@ -20,7 +20,7 @@ demo: $(INSTALLED)
 
 # A file of tests stays with one of the two workers, and so do the runs that its tests share.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not long" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not long" -n 2 --dist loadfile --no-loadscope-reorder
 
 # A file, a folder or a test, its long ones left out: make test-one FILE=tests/optim
 FILE ?= tests

@@ -20,6 +20,18 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 SHARED = REPOSITORY.parent / "shared"
 
 
+# Files that take longest: begun first, so that of several workers none has much to do when the others are done.
+LONGEST = (
+    "test_train.py", "test_engines.py", "test_observed.py", "test_host.py", "test_rendezvous.py", "test_launch.py",
+    "test_terminal.py", "test_collectives.py", "test_other_checks.py", "test_deepspeed.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["ALIQUOT_CACHE"] = str(tmp_path_factory.mktemp("cache"))

@@ -251,7 +251,8 @@ def copy_repository(folder: Path) -> Path:
 
 def failing_test(copy: Path, tests: tuple[str, ...]) -> str | None:
     """Of `make test`'s selection under `tests`, or of all of it."""
-    command = [sys.executable, "-m", "pytest", "-m", "not long", "-x", "--tb=no", "-p", "no:cacheprovider", *tests]
+    command = [sys.executable, "-m", "pytest", "-m", "not long", "-x", "--tb=no", "-p", "no:cacheprovider"]
+    command += tests or ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
     environment = {**os.environ, "PYTHONPATH": str(copy / "src")}
     done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
     if done.returncode not in (0, 5):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 from pathlib import Path
@@ -68,9 +69,11 @@ def write_config(folder: Path, name: str = "run", **sections: dict[str, Any]) ->
     return file
 
 
-def command(*arguments: str | Path, cold: bool = False) -> subprocess.CompletedProcess[str]:
+def command(
+    *arguments: str | Path, environment: dict[str, str] | None = None, cold: bool = False
+) -> subprocess.CompletedProcess[str]:
     """Runs the command to its end; `cold`: in an interpreter of its own, else in a warm process."""
-    return warm.run("-m", "aliquot", *arguments, cold=cold)
+    return warm.run("-m", "aliquot", *arguments, cold=cold, env={**os.environ, **(environment or {})})
 
 
 def trained(*arguments: str | Path, cold: bool = False) -> str:

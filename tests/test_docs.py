@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,9 @@ def test_messages_are_those_of_the_code() -> None:
         assert any(pattern.search(text) for text in said()), f"nobody says: {message}"
 
 
+@cache
 def said(package: str = "") -> set[str]:
+    """All texts of the sources."""
     sources = (ROOT / "src/aliquot" / package).rglob("*.py")
     return {text for source in sources for text in literals(source)}
 

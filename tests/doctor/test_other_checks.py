@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from aliquot.doctor import examine, measure, network_checks, software_checks
 from aliquot.doctor.examine import CHECKS
 from aliquot.doctor.finding import Subject
 from aliquot.errors import UsageError
+from tests import warm
 from tests.doctor.machines import lay_out, machine, said, subject
 from tests.launch.launcher import environment
 from tests.runs import command
@@ -193,10 +192,8 @@ print(two_ranks._average(ranks), two_ranks._average(SimpleNamespace(rank=0, worl
 print(all(two_ranks.examine(ranks).values()))
 ranks.close()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, check=True, timeout=120
-    )
-    assert done.stdout.split() == ["True", "False", "True"]
+    done = warm.run("-c", program, env=environment())
+    assert done.stdout.split() == ["True", "False", "True"], done.stderr
 
 
 def test_two_ranks_that_cannot_be_joined() -> None:
@@ -214,20 +211,20 @@ def test_findings_that_cannot_be_written_are_one_line(tmp_path: Path, monkeypatc
     assert (told.exit_code, told.stderr) == (2, line)
 
 
-def test_the_command(tmp_path: Path) -> None:
-    """Two runs of all checks on this machine; no test of what a particular machine has."""
-    arguments = ("doctor", "--json", "--run-directory", tmp_path, "--port", "29533")
-    good = command(*arguments)
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All checks on this machine, twice, its two ranks once; no test of what a particular machine has."""
+    good = command("doctor", "--json", "--run-directory", tmp_path, "--port", "29533")
     findings = {finding["id"]: finding for finding in json.loads(good.stdout)}
     assert len(findings) == len(json.loads(good.stdout)) == len(CHECKS) + 2
     assert findings["self-test"]["level"] == "ok", findings["self-test"]
     assert all(finding["meaning"] and (finding["level"] == "ok" or finding["fix"]) for finding in findings.values())
     assert good.returncode == any(finding["level"] == "problem" for finding in findings.values())
 
-    bad = command(
-        *arguments[:1], *arguments[2:], "--peers", "no-such-host.invalid", environment={"OMP_NUM_THREADS": "1"}
-    )
-    assert bad.returncode == 1 and "Traceback" not in bad.stderr
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(measure, "run_two_ranks", lambda subject: {"trouble": "not tried"})
+    arguments = ["doctor", "--run-directory", str(tmp_path), "--port", "29533", "--peers", "no-such-host.invalid"]
+    bad = CliRunner().invoke(app, arguments)
+    assert bad.exit_code == 1 and "Traceback" not in bad.stderr
     assert "problem  peers: no-such-host.invalid does not resolve\n" in bad.stdout
     if len(os.sched_getaffinity(0)) > 1:
         assert "warning  threads: " in bad.stdout and "fix: unset OMP_NUM_THREADS" in bad.stdout

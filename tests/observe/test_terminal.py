@@ -98,7 +98,7 @@ def test_a_narrow_terminal_without_colours(tmp_path: Path, open_terminals: list[
 
 
 def test_quiet_leaves_the_terminal_empty(tmp_path: Path, open_terminals: list[Terminal]) -> None:
-    terminal = start(open_terminals, tmp_path, 80, "train.max_steps=1", "--quiet")
+    terminal = start(open_terminals, tmp_path, 80, "train.max_steps=1", "launch.ranks=1", "--quiet")
     assert terminal.wait_for("exit code").split("\n")[0] == "exit code 0"
 
 
