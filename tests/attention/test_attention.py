@@ -30,9 +30,8 @@ def build(shape: dict[str, object], implementation: str = IMPLEMENTATION) -> tor
 
 def logits_of(model: torch.nn.Module, sequence: list[torch.Tensor]) -> torch.Tensor:
     batch = micro_batch(sequence)
-    return meta.forward(
-        model, batch.input_ids[None], batch.position_ids[None], Documents(batch.edges, attention_on("cpu"))
-    )
+    documents = Documents(batch.edges, attention_on("cpu"))
+    return meta.forward(model, batch.input_ids[None], batch.position_ids[None], documents)
 
 
 def three_documents() -> list[torch.Tensor]:

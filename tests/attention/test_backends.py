@@ -47,7 +47,7 @@ def assert_equal(found: list[Tensor], expected: list[Tensor], error: float) -> N
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("window", [None, 100], ids=["whole", "window"])
 @pytest.mark.parametrize("packed", [False, True], ids=["single", "packed"])
-@pytest.mark.parametrize("length", [255, 256, 257, 513, 700, 1500])
+@pytest.mark.parametrize("length", [255, 257, 513, 700, 1500])
 def test_tiled_is_exact(length: int, packed: bool, window: int | None, heads: str) -> None:
     lengths = (*SHORT[:2], length, *SHORT[2:]) if packed else (length,)
     case = (lengths, window, HEADS[heads], torch.float64)

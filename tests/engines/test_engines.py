@@ -171,9 +171,8 @@ def test_bf16_gradients_are_summed_in_fp32_over_micro_batches_and_ranks(runs: Ru
     for sequence in documents(0):
         batch = micro_batch(sequence)
         model.zero_grad()
-        logits = meta.forward(
-            model, batch.input_ids[None], batch.position_ids[None], Documents(batch.edges, attention_on("cpu"))
-        )
+        row = Documents(batch.edges, attention_on("cpu"))
+        logits = meta.forward(model, batch.input_ids[None], batch.position_ids[None], row)
         (summed_cross_entropy(logits, batch.labels) * (1 / predicted(0))).backward()
         for summed, parameter in zip(total, model.parameters(), strict=True):
             summed += parameter.grad.float()

@@ -41,7 +41,8 @@ class FusedLoss:
         if not torch.is_grad_enabled():
             total = torch.zeros((), device=hidden.device)
             for a, b in self.row_chunks(hidden, weight):
-                total = total + summed_cross_entropy(F.linear(hidden[None, a:b], weight), labels[a:b])
+                logits = F.linear(hidden[None, a:b], weight)
+                total = total + summed_cross_entropy(logits, labels[a:b].to(logits.device))  # the planner's are on CPU
             return total, total
         summed: Tensor
         scaled: Tensor
