@@ -74,6 +74,7 @@ def test_a_whole_run_has_every_picture(tmp_path: Path) -> None:
     assert "brg_matmul:avx512_core_bf16" in text and "aliquot train run.yaml" in text
     assert "slow for 20 steps: rank 1" in text
     assert "limit 2.00 GiB" in text and "plan" in text
+    assert "bits per byte 0.910 of held-out text" in text
     assert text.count("Not shown") == 1 and "nobody asked the doctor" in text
     assert page.count("svg") == 9  # loss, perplexity, tokens, FLOP/s, parts, memory of 2 ranks and over steps, traffic
 
