@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+DEVELOPED := $(VENV)/.developed
 
 .PHONY: install demo seed test test-one test-long test-apiserver crash bench docs lint clean
 
@@ -12,6 +13,11 @@ install: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch==2.13.0
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
+	@touch $@
+
+# What tests, linters and benchmarks need beside.
+$(DEVELOPED): $(INSTALLED)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev,deepspeed]"
 	@touch $@
 
@@ -19,29 +25,29 @@ demo: $(INSTALLED)
 	$(BIN)/aliquot train examples/quickstart.yaml
 
 # A file of tests stays with one of the two workers, and so do the runs that its tests share.
-test: $(INSTALLED)
+test: $(DEVELOPED)
 	$(BIN)/python -m pytest -m "not long" -n 2 --dist loadfile --no-loadscope-reorder
 
 # A file, a folder or a test, its long ones left out: make test-one FILE=tests/optim
 FILE ?= tests
-test-one: $(INSTALLED)
+test-one: $(DEVELOPED)
 	$(BIN)/python -m pytest -m "not long" $(FILE)
 
 # All that `make test` leaves out, and more examples of what is random; says at its end how long it took.
-test-long: $(INSTALLED)
+test-long: $(DEVELOPED)
 	$(BIN)/python -m pytest -m "(long or hypothesis) and not apiserver" --hypothesis-profile=full --durations=20
 
 # Everything rendered, against a real Kubernetes API server on loopback; skipped where no tool starts one.
-test-apiserver: $(INSTALLED)
+test-apiserver: $(DEVELOPED)
 	$(BIN)/python -m pytest -m apiserver
 
 # Kills a real two-rank run that often, at random moments, and checks that nothing is lost.
 KILLS ?= 300
-crash: $(INSTALLED)
+crash: $(DEVELOPED)
 	$(BIN)/python -m tests.crash --kills $(KILLS)
 
 # A script of HF Trainer and DeepSpeed, then the same job as an aliquot config, on a small model made for them.
-seed: $(INSTALLED)
+seed: $(DEVELOPED)
 	$(BIN)/aliquot train examples/quickstart.yaml run.name=seed-model train.max_steps=5 observe.sample_prompt=null
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/torchrun --nproc-per-node 2 examples/seed/train.py \
 	  --model runs/seed-model/export --data docs/deepspeed.md --steps 3
@@ -50,7 +56,7 @@ seed: $(INSTALLED)
 
 # Tables on the console, JSON beside: two hours or three, 20 GB of disk. Peers that are not installed get a row saying so.
 # What frugal states do to the loss needs a small model and a text: make bench MODEL=DIRECTORY TEXT=FILE
-bench: $(INSTALLED)
+bench: $(DEVELOPED)
 	$(BIN)/python benchmarks/load.py --json benchmarks/load.json
 	$(BIN)/python benchmarks/checkpoint.py --json benchmarks/checkpoint.json
 	$(BIN)/python benchmarks/parts.py --json benchmarks/parts.json
@@ -69,7 +75,7 @@ docs: $(INSTALLED)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir build/site
 
-lint: $(INSTALLED)
+lint: $(DEVELOPED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

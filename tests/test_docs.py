@@ -66,7 +66,7 @@ def test_commands_that_need_nothing_run(page: Path, tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(2400)
 @pytest.mark.skipif(
-    not (ROOT / ".venv/.installed").exists(), reason="make test-long has the environment that make uses"
+    not (ROOT / ".venv/.developed").exists(), reason="make test-long has the environment that make uses"
 )
 def test_commands_that_take_minutes_run(tmp_path: Path) -> None:
     """In one directory, the quickstart first: other pages use what it leaves. Korean pages have the same commands."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import aliquot
 from aliquot.config.batch_size import batch_size
 from aliquot.config.read_config import read_config
-from aliquot.data.batches import Batches
+from aliquot.data.batches import Batches, EvalBatches
 from aliquot.data.prepare import prepare
 from aliquot.errors import StorageError, UserError
 from aliquot.launch.auto_ranks import with_automatic_ranks
@@ -95,6 +97,21 @@ def test_local_ranks_give_the_curve_of_one_process(alone: Path, two_ranks: Path)
     # Sums in another order, in fp32: see tests/engines/test_fsdp.py for the bound.
     assert curve(two_ranks) == pytest.approx(curve(alone), rel=1e-5)
     assert curve(two_ranks, "tokens") == curve(alone, "tokens")
+
+
+def test_bits_per_byte_are_those_of_a_plain_loop(folder: Path, alone: Path, two_ranks: Path) -> None:
+    config = aliquot.read_config(folder / "alone.yaml")
+    data = prepare(config.data, None, 1 << 20)
+    batches, store = EvalBatches.of(data, config.data, batch_size(config.train, 1)), data.open_eval()
+    assert batches is not None and store is not None
+    model = AutoModelForCausalLM.from_pretrained(alone / "export")
+    perplexity = plain.perplexity(model, batches.micro_batches(0, 1), batches.predicted)
+    ends = pairwise(store.offsets.tolist())
+    texts = [data.load_tokenizer().decode(store.tokens[a:b], skip_special_tokens=True) for a, b in ends]
+    assert all(text in Path(str(config.data.path)).read_text().splitlines() for text in texts)
+    bits = math.log2(perplexity) * batches.predicted / sum(len(text.encode()) for text in texts)
+    for run in (alone, two_ranks):
+        assert curve(run, "eval_bits_per_byte")[6] == pytest.approx(bits, rel=1e-5)
 
 
 @pytest.mark.parametrize(

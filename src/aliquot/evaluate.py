@@ -1,4 +1,4 @@
-"""Perplexity on the evaluation documents, over all ranks."""
+"""Perplexity and bits per byte on the evaluation documents, over all ranks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from aliquot.launch.ranks import Ranks
 
 def evaluate(
     engine: Engine, data: Prepared, settings: DataSection, size: BatchSize, ranks: Ranks, beat: Callable[[], None]
-) -> tuple[float, float] | None:
-    """Loss and perplexity per predicted token; None where there are no evaluation documents. Collective.
+) -> tuple[float, float, float | None] | None:
+    """Loss and perplexity per predicted token, bits per byte of their text where its size is known; None where there
+    are no evaluation documents. Collective.
 
     `beat` is called after each micro-batch.
     """
@@ -29,5 +30,6 @@ def evaluate(
     for micro_batch in batches.micro_batches(ranks.rank, ranks.world_size):
         summed += engine.evaluate(micro_batch).cpu()
         beat()
-    loss = math.fsum(ranks.gather(float(summed))) / batches.predicted
-    return loss, math.exp(loss) if loss < 700 else math.inf
+    nats = math.fsum(ranks.gather(float(summed)))
+    loss, text_bytes = nats / batches.predicted, batches.store.text_bytes
+    return loss, math.exp(loss) if loss < 700 else math.inf, nats / math.log(2) / text_bytes if text_bytes else None

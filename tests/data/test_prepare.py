@@ -69,6 +69,21 @@ def test_documents_have_bos_and_eos_and_the_tokens_of_the_whole_file(corpus: Pat
     assert rows(bare) == [row[1:-1] for row in rows(prepared.open_train())]
 
 
+def test_bytes_of_the_text_that_is_predicted(corpus: Path, model: Path) -> None:
+    texts = [path.read_text() for path in sorted(corpus.iterdir())]
+    (corpus / "5.txt").write_text("語 is the first word here")  # its first token is one of the three bytes of 語
+    whole = sum(len(text.encode()) for text in [*texts, "語 is the first word here"])
+    store = prepare(section(corpus), model, 300).open_train()
+    assert store.text_bytes == whole
+    bare = prepare(section(corpus, add_bos=False), model, 300)
+    firsts = [bare.load_tokenizer().decode(row[:1]) for row in rows(bare.open_train())]
+    assert firsts[:5] == ["0", "1", "2", "3", "4"]
+    assert bare.open_train().text_bytes == whole - 5 - len("語".encode())
+    facts = json.loads((store.path / "store.json").read_text())
+    (store.path / "store.json").write_text(json.dumps({key: facts[key] for key in facts if key != "text_bytes"}))
+    assert TokenStore.open(store.path).text_bytes is None  # as a version that did not count them left it
+
+
 def test_wikitext_with_a_llama_tokenizer(shared: Path, tmp_path: Path) -> None:
     model = shared / "models" / "stories15M"
     for name in ("wikitext2-raw-valid.parquet", "wikitext2-raw-valid.txt"):
@@ -96,6 +111,7 @@ def test_two_processes_and_cut_documents_give_what_one_gives(
         lambda *done: calls.append(done[0]),
     ).open_train()
     assert rows(parallel) == rows(alone)
+    assert parallel.text_bytes == alone.text_bytes is not None
     assert len(calls) > 10
     assert calls == sorted(calls)
     assert parallel.path.name == alone.path.name
@@ -148,6 +164,7 @@ def test_a_tokenizer_without_a_fast_backend_works(corpus: Path) -> None:
     store = prepare(section(corpus), corpus.parent / "slow", 384).open_train()
     text = (corpus / "0.txt").read_text()
     assert rows(store)[0] == [*slow.encode(text, add_special_tokens=False), slow.eos_token_id]
+    assert store.text_bytes is None  # it does not say what its first token stands for
 
 
 def test_a_truncating_tokenizer_json_truncates_nothing(corpus: Path, model: Path) -> None:
@@ -172,7 +189,7 @@ def test_conversations(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPa
     assert [tokenizer.decode(row) for row in rows(store)] == [
         tokenizer.apply_chat_template(talk, tokenize=False) for talk in (TALK, TALK[2:])
     ]
-    assert store.mask is not None
+    assert store.mask is not None and store.text_bytes is None
     assert tokenizer.decode(store.tokens[store.mask == 1]) == "dog é 12345</s>\nstop</s>\nstop</s>\n"
     dressed = rows(prepare(config.model_copy(update={"add_bos": True, "add_eos": True}), model, 300).open_train())
     assert dressed == [[0, *row, 1] for row in rows(store)]

@@ -80,6 +80,13 @@ def test_a_vocabulary_must_fit_the_embedding() -> None:
         check_vocabulary(tokenizer, len(tokenizer) - 1)
 
 
+def test_a_newline_and_its_indentation_are_one_token(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("class A:\n    def f(self):\n        return self\n\n" * 50)
+    tokenizer = trained_tokenizer(train_source(DataSection(path=str(tmp_path / "a.py"))), 300, tmp_path)
+    ids = tokenizer.encode("x:\n        return", add_special_tokens=False)
+    assert [tokenizer.decode([token]) for token in ids] == ["x", ":", "\n       ", " return"]
+
+
 def test_a_trained_tokenizer_is_the_same_each_time_and_cached(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(TEXT * 50 + "é語🙂")
     source = train_source(DataSection(path=str(tmp_path / "a.txt"), document="line"))

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from aliquot.machine.memory import reset_peak_rss
+from aliquot.observe.console import Display
 from aliquot.observe.ledger import Ledger, table
 from aliquot.ranges.together import Alone
 
@@ -76,3 +77,13 @@ def test_file_and_table_show_the_largest_over_the_ranks(tmp_path: Path) -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "first step" in text and "7,168" in text and "2,048" in text and "grads" in text
     assert "model built" not in text
+
+
+def test_in_a_file_no_word_of_the_table_is_cut() -> None:
+    ledger = Ledger(0)
+    categories = ("weights", "gradients", "moments", "shared", "activations", "gathered")
+    ledger.mark("optimizer state", dict.fromkeys(categories, 12345 * MIB))
+    console = Console(file=io.StringIO(), width=80)
+    Display("plain", console=console).show(table(ledger.rows()))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.count("12,345") == 6 and all(word in text for word in ("private", "weights", "moments", "gath."))

@@ -49,6 +49,7 @@ class Encoded:
     counts: npt.NDArray[np.int64]  # [texts], tokens of each text; 0 for a document of no use
     ids: npt.NDArray[np.uint32]  # [sum of counts]
     mask: npt.NDArray[np.uint8]  # [sum of counts] for a chat, else empty
+    text_bytes: int | None  # UTF-8 bytes of text that all tokens but the first of each document stand for, if known
 
 
 class Encoder:
@@ -69,16 +70,25 @@ class Encoder:
         """Raises UserError where a conversation cannot be rendered."""
         if self.spec.chat:
             return self._encode_chats(batch.texts)
-        if self.spec.fast:
+        prefix, suffix = list(self.spec.prefix), list(self.spec.suffix)
+        text_bytes = sum(len(text.encode()) for text in batch.texts)
+        if self.spec.fast and prefix:
             rows = [row.ids for row in self.tokenizer.encode_batch_fast(batch.texts, add_special_tokens=False)]
+        elif self.spec.fast:
+            encodings = self.tokenizer.encode_batch(batch.texts, add_special_tokens=False)  # knows offsets, is slower
+            rows = [row.ids for row in encodings]
+            text_bytes -= sum(
+                len(text[: row.offsets[0][1]].encode())
+                for text, first, row in zip(batch.texts, batch.first.tolist(), encodings, strict=True)
+                if first and row.ids
+            )
         else:
             rows = [self.tokenizer.encode(text, add_special_tokens=False) for text in batch.texts]
-        prefix, suffix = list(self.spec.prefix), list(self.spec.suffix)
         for index, (first, last) in enumerate(zip(batch.first.tolist(), batch.last.tolist(), strict=True)):
             row = rows[index] if first else rows[index][self.spec.drop :]
             if row:
                 rows[index] = (prefix if first else []) + row + (suffix if last else [])
-        return _encoded(rows, [])
+        return _encoded(rows, [], text_bytes if self.spec.fast or prefix else None)
 
     def _encode_chats(self, texts: list[str]) -> Encoded:
         from aliquot.data.chat import encode_chat
@@ -97,14 +107,14 @@ class Encoder:
                     ids, mask = ids + suffix, mask + mask[-1:] * len(suffix)
             rows.append(ids)
             masks.append(mask)
-        return _encoded(rows, masks)
+        return _encoded(rows, masks, None)
 
 
-def _encoded(rows: list[list[int]], masks: list[list[int]]) -> Encoded:
+def _encoded(rows: list[list[int]], masks: list[list[int]], text_bytes: int | None) -> Encoded:
     counts = np.fromiter(map(len, rows), np.int64, len(rows))
     ids = np.fromiter((token for row in rows for token in row), np.uint32, int(counts.sum()))
     mask = np.fromiter((bit for row in masks for bit in row), np.uint8, int(counts.sum()) if masks else 0)
-    return Encoded(counts, ids, mask)
+    return Encoded(counts, ids, mask, text_bytes)
 
 
 class EncoderProcess:
@@ -146,10 +156,11 @@ class EncoderProcess:
             if failure:
                 kind, _, text = failure.decode().partition(" ")
                 raise next(known for known in kinds() if known.__name__ == kind)(text)
-            counts, ids, mask = (self.connection.recv_bytes() for _ in range(3))
+            counts, ids, mask, text_bytes = (self.connection.recv_bytes() for _ in range(4))
         except (EOFError, ConnectionError) as error:
             raise self._lost() from error
-        return Encoded(np.frombuffer(counts, np.int64), np.frombuffer(ids, np.uint32), np.frombuffer(mask, np.uint8))
+        arrays = np.frombuffer(counts, np.int64), np.frombuffer(ids, np.uint32), np.frombuffer(mask, np.uint8)
+        return Encoded(*arrays, json.loads(text_bytes))
 
     def _lost(self) -> TrainingError:
         code = self.process.wait()
@@ -182,6 +193,7 @@ def serve(connection: Connection) -> None:
         connection.send_bytes(b"")
         for array in (encoded.counts, encoded.ids, encoded.mask):
             connection.send_bytes(array.tobytes())
+        connection.send_bytes(json.dumps(encoded.text_bytes).encode())
 
 
 if __name__ == "__main__":

@@ -30,7 +30,10 @@ from aliquot.errors import ConfigError, DataError
 
 RECORDS = {".jsonl": jsonl_documents, ".json": jsonl_documents, ".parquet": parquet_documents}
 IN_DIRECTORIES = {".txt", ".md", ".py", ".jsonl", ".parquet"}
-NOT_OF_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idlelib", "idle_test"}
+# Nobody reads tests and tables (of characters, of help texts) to learn how Python is written.
+NOT_OF_STDLIB = {
+    "site-packages", "dist-packages", "test", "tests", "idlelib", "idle_test", "encodings", "pydoc_data",
+}  # fmt: skip
 
 
 class Source(Protocol):

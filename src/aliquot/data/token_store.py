@@ -25,6 +25,9 @@ class TokenStore:
     tokens: npt.NDArray[Any]  # uint16 or uint32 [tokens]
     offsets: npt.NDArray[np.int64]  # [documents + 1]; document d is tokens[offsets[d] : offsets[d + 1]]
     mask: npt.NDArray[np.uint8] | None  # [tokens]
+    # UTF-8 bytes of the text that is predicted: all but the first token of each document, which has no text where it
+    # is a bos. None for chats, and where a version that did not count them made the store.
+    text_bytes: int | None = None
 
     @classmethod
     def open(cls, path: Path) -> TokenStore:
@@ -39,7 +42,7 @@ class TokenStore:
         sound = len(offsets) == facts["documents"] + 1 and len(tokens) == facts["tokens"] == offsets[-1]
         if not sound or (mask is not None and len(mask) != len(tokens)):
             raise DataCacheError("a damaged token cache; remove this directory and start again", path)
-        return cls(path, tokens, offsets, mask)
+        return cls(path, tokens, offsets, mask, facts.get("text_bytes"))
 
     @property
     def documents(self) -> int:

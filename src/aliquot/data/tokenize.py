@@ -130,6 +130,7 @@ class StoreWriter:
         self.tokens = self.documents = 0
         self.useful = 0  # documents in which there is a token to predict
         self.end = 0  # of the last complete document
+        self.text_bytes: int | None = 0
         self.files: dict[str, BinaryIO] = {}
 
     def __enter__(self) -> StoreWriter:
@@ -154,11 +155,14 @@ class StoreWriter:
             self.files["mask"].write(encoded.mask.tobytes())
         self.tokens += len(encoded.ids)
         self.documents += len(ends)
+        if self.text_bytes is not None:
+            self.text_bytes = None if encoded.text_bytes is None else self.text_bytes + encoded.text_bytes
         self.end = int(ends[-1]) if len(ends) else self.end
 
     def finish(self) -> None:
         """Write what the other files hold; called when they are closed."""
-        facts = {"dtype": self.dtype.name, "documents": self.documents, "tokens": self.tokens, "chat": self.chat}
+        counts = {"documents": self.documents, "tokens": self.tokens, "text_bytes": self.text_bytes}
+        facts = {"dtype": self.dtype.name, **counts, "chat": self.chat}
         (self.directory / "store.json").write_text(json.dumps(facts))
 
 

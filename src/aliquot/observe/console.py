@@ -13,6 +13,7 @@ from aliquot.observe.live_view import LiveView
 from aliquot.observe.text import duration, gib, rate
 
 _WORTH_BYTES = 10_000_000  # less traffic is not shown
+_FILE_COLUMNS = 200
 
 
 class Display:
@@ -54,9 +55,10 @@ class Display:
             self.line(text)
 
     def show(self, renderable: RenderableType) -> None:
-        """A table."""
+        """A table; in a file, where nothing limits a line, as wide as it needs to be."""
         if not self._quiet:
-            self._console.print(renderable)
+            width = None if self._console.is_terminal else _FILE_COLUMNS
+            self._console.print(renderable, width=width, crop=width is None)
 
     def warning(self, text: str) -> None:
         # A line beside a live view on the same terminal would tear it: it goes through the view's own console.

@@ -180,11 +180,14 @@ class Recorder:
             self._curve.write(line)
         self._display.step(line, self._total)
 
-    def evaluated(self, loss: float, perplexity: float) -> float:
+    def evaluated(self, loss: float, perplexity: float, bits_per_byte: float | None) -> float:
         """Record an evaluation after the steps done so far; returns the perplexity."""
         with self._unless_full():
-            self._curve.write({"step": self._done, "eval_loss": loss, "eval_perplexity": perplexity})
-        self._display.line(f"step {self._done}: evaluation loss {loss:.4f}, perplexity {perplexity:.2f}")
+            found = {"step": self._done, "eval_loss": loss, "eval_perplexity": perplexity}
+            self._curve.write(found if bits_per_byte is None else {**found, "eval_bits_per_byte": bits_per_byte})
+        told = f"evaluation loss {loss:.4f}, perplexity {perplexity:.2f}"
+        told += f", {bits_per_byte:.3f} bits per byte" if bits_per_byte is not None else ""
+        self._display.line(f"step {self._done}: {told}")
         return perplexity
 
     def saved(self, saved: SavedCheckpoint) -> None:

@@ -55,7 +55,7 @@ def finish(
     if speed.mfu:
         ceiling = rate(speed.flops_per_s / speed.mfu, "FLOP/s")
         display.line(
-            f"{speed.tokens_per_s:,.0f} real tokens/s: {rate(speed.flops_per_s, 'FLOP/s')} of the model,"
+            f"{speed.tokens_per_s:,.0f} real tokens/s on average: {rate(speed.flops_per_s, 'FLOP/s')} of the model,"
             f" {100 * speed.mfu:.0f} % of the {ceiling} that a plain matmul reached here at the start"
         )
     if plan and speed.tokens_per_s > 0:

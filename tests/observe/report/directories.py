@@ -92,7 +92,7 @@ def write_run(
 def whole_run(directory: Path, **changes: Any) -> Path:
     """Complete, resumed once, with an evaluation, checkpoints, a warning and a plan."""
     steps = [step(number) for number in range(1, 101)]
-    evaluation = {"step": 100, "eval_loss": 1.6, "eval_perplexity": 4.95}
+    evaluation = {"step": 100, "eval_loss": 1.6, "eval_perplexity": 4.95, "eval_bits_per_byte": 0.91}
     events = [
         start(),
         {"event": "checkpoint", "step": 40, "time": 1_700_000_050.0, "seconds": 1.5, "stall_s": 0.25},

@@ -77,6 +77,7 @@ def test_a_whole_run_has_every_picture(tmp_path: Path) -> None:
     assert "brg_matmul:avx512_core_bf16" in text and "aliquot train run.yaml" in text
     assert "slow for 20 steps: rank 1" in text  # an event, as it was recorded
     assert "2.00 GiB" in text and "plan" in text
+    assert "bits per byte 0.910 of held-out text" in text
     assert text.count("Not shown") == 1 and "doctor" in text.split("Not shown")[1]
     pictured = " ".join(page.pictures).lower()
     for what in ("loss", "perplexity", "tokens", "flop/s", "time of a step", "memory of rank 1", "private", "bytes"):

@@ -22,18 +22,20 @@ _NONE = "none"
 
 def table(runs: Sequence[Run]) -> Table:
     """A column a run."""
-    head = ("state", "engine", "ranks", "steps", "loss", "perplexity", "real tokens/s", "MFU", "a step", "peak memory",
-            "network a step")  # fmt: skip
+    head = ("state", "engine", "ranks", "steps", "loss", "perplexity", "bits per byte", "real tokens/s, median", "MFU",
+            "a step", "peak memory", "network a step")  # fmt: skip
     columns = []
     for run in runs:
-        losses, evaluated = run.points("loss"), run.points("eval_perplexity", run.evaluations)
+        losses = run.points("loss")
+        evaluated, bits = (run.points(f"eval_{name}", run.evaluations) for name in ("perplexity", "bits_per_byte"))
         speed, mfu = steady(run, "tokens_per_s"), steady(run, "mfu")
         step_s, wire = sum(mean_parts(run).values()), per_step(run, "wire_bytes")
         ranks = number(run.about.get("world_size"))
         columns.append([
             run.status.word, str(run.about.get("engine") or NOT_RECORDED), f"{ranks:.0f}" if ranks else NOT_RECORDED,
             f"{steps_done(run):,.0f}", f"{losses[-1][1]:.4f}" if losses else _NONE,
-            significant(evaluated[-1][1]) if evaluated else _NONE, compact(median(speed)) if speed else _NONE,
+            significant(evaluated[-1][1]) if evaluated else _NONE, f"{bits[-1][1]:.3f}" if bits else _NONE,
+            compact(median(speed)) if speed else _NONE,
             percent(median(mfu)) if mfu else _NONE, seconds(step_s) if step_s else _NONE,
             gib(max(top_bytes(row) for row in run.rows)) if run.rows else NOT_RECORDED,
             rate(wire[-1][1], "B") if wire else NOT_RECORDED,

@@ -64,13 +64,15 @@ def perplexity(run: Run) -> Figure:
         )
         return Figure(name, title, "", missing=why)
     best = min(points, key=lambda point: point[1])
+    bits = dict(run.points("eval_bits_per_byte", run.evaluations))
+    rows = [[f"{step:,.0f}", f"{value:,.2f}", f"{bits[step]:.3f}" if step in bits else ""] for step, value in points]
     svg = line_chart([Line("perplexity", points, 1, "dots")], significant, format_x=compact, marks=resumes(run))
     return Figure(
         name, title,
         f"{len(points)} evaluation{'s' if len(points) > 1 else ''}; the last gave {significant(points[-1][1])},"
         f" the best {significant(best[1])} at step {best[0]:,.0f}.",
         svg, unit="perplexity per predicted token", keys=[Key("perplexity", 1, "dots")],
-        table=Table(("step", "perplexity"), [[f"{step:,.0f}", f"{value:,.2f}"] for step, value in points]),
+        table=Table(("step", "perplexity", "bits per byte"), rows),
         hints=hints_of(points, lambda step, value: f"step {step:,.0f}\nperplexity {significant(value)}"),
     )  # fmt: skip
 

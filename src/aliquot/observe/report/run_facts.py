@@ -48,9 +48,11 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
     losses = run.points("loss")
     found.append(("training loss", f"{losses[-1][1]:.4f}", "at the last logged step") if losses else
                  ("training loss", "none", "no step was logged"))  # fmt: skip
-    evaluated = run.points("eval_perplexity", run.evaluations)
+    evaluated, bits = (run.points(f"eval_{name}", run.evaluations) for name in ("perplexity", "bits_per_byte"))
     found.append(("perplexity", significant(evaluated[-1][1]), "on held-out text") if evaluated else
                  ("perplexity", "none", "nothing was evaluated"))  # fmt: skip
+    if bits:
+        found.append(("bits per byte", f"{bits[-1][1]:.3f}", "of held-out text"))
     speed, mfu, ceiling = steady(run, "tokens_per_s"), steady(run, "mfu"), ceiling_of(run)
     if speed:
         found.append(("real tokens/s", compact(median(speed)), "median of the logged steps"))
