@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
 Kernel = Callable[..., "Tensor"]  # called as F.scaled_dot_product_attention
 

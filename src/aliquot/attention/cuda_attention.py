@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from aliquot.attention.causal import Kernel, causal
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from aliquot.attention.base import Documents
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor, nn
 
 from aliquot.attention.causal import causal
 from aliquot.attention.cuda_attention import CudaAttention
@@ -16,8 +17,6 @@ from aliquot.attention.tiled_attention import TiledAttention
 from aliquot.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
     from aliquot.attention.base import AttentionBackend, Documents
 
 IMPLEMENTATION = "aliquot_documents"

@@ -9,13 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from aliquot.attention.tiles import QUERY_BLOCK, Bins, Block, Long, Tiles, cut
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from aliquot.attention.base import Documents
 
 # Above this a block's probabilities are computed again in the backward pass: they would outweigh the layer.

@@ -10,12 +10,9 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
 NARROWEST = 64  # width of a bin: several documents share one
 _STEP = 32  # wider bins come in multiples of this and hold one document, or a long and a short one

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from aliquot.loss.base import IGNORE, GradientRows, HeadLoss, summed_cross_entropy
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     Blocks = Callable[[range], Iterable[int]]
 
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from aliquot.loss.base import IGNORE, GradientRows
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def reference_loss(

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
 import torch
+from torch import Tensor, nn
 
 from aliquot.errors import UnsupportedModelError, UsageError
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
     from transformers import PreTrainedModel
 
 

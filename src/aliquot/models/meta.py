@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor, nn
 
 from aliquot.attention.base import AttentionBackend, Documents
 from aliquot.attention.document_attention import IMPLEMENTATION, register
@@ -20,7 +21,6 @@ from aliquot.models.batch import MicroBatch
 from aliquot.models.materialise import tied_weights
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
     from transformers import PretrainedConfig, PreTrainedModel
 
 

@@ -12,10 +12,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from aliquot.attention.base import Documents
 from aliquot.attention.document_attention import attention_on
@@ -26,9 +26,6 @@ from aliquot.models import meta
 from aliquot.models.model_shape import ModelShape
 from aliquot.models.recompute import enable
 from aliquot.plan.live_storages import Live, Work
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Checkpointing = Literal["none", "selective", "full"]
 

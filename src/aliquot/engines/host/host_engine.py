@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Self, cast
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from aliquot.attention.base import Documents
 from aliquot.attention.document_attention import attention_on
@@ -44,7 +44,6 @@ from aliquot.optim.weights import SplitWeights, Weights, WholeWeights
 from aliquot.ranges.parts import KINDS, Part, row_ranges
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.utils.hooks import RemovableHandle
 
 
