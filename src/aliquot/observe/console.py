@@ -13,7 +13,7 @@ from aliquot.observe.live_view import LiveView
 from aliquot.observe.text import duration, gib, rate
 
 _WORTH_BYTES = 10_000_000  # less traffic is not shown
-_FILE_COLUMNS = 200
+_FILE_COLUMNS = 200  # of a table; without them rich takes the 80 of a terminal and cuts words
 
 
 class Display:
@@ -31,6 +31,8 @@ class Display:
     ) -> None:
         self._console = console or Console(quiet=not enabled)
         self._errors = errors or Console(stderr=True, quiet=not enabled)
+        if not self._console.is_terminal:
+            self._console.width = max(self._console.width, _FILE_COLUMNS)
         self._quiet = kind == "quiet"
         capable = self._console.is_terminal and not self._console.is_dumb_terminal
         self._is_live = kind in ("auto", "live") and capable and enabled
@@ -55,10 +57,9 @@ class Display:
             self.line(text)
 
     def show(self, renderable: RenderableType) -> None:
-        """A table; in a file, where nothing limits a line, as wide as it needs to be."""
+        """A table."""
         if not self._quiet:
-            width = None if self._console.is_terminal else _FILE_COLUMNS
-            self._console.print(renderable, width=width, crop=width is None)
+            self._console.print(renderable)
 
     def warning(self, text: str) -> None:
         # A line beside a live view on the same terminal would tear it: it goes through the view's own console.
