@@ -56,6 +56,7 @@ CASES = {
         Case("llama-bf16", {"model_type": "llama"}, precision="bf16"),
         Case("llama-bf16-far", {"model_type": "llama"}, precision="bf16", steps=FAR),
         Case("llama-compiled", {"model_type": "llama"}, precision="bf16", compile="layers", steps=FAR),
+        Case("llama-int8", {"model_type": "llama"}, precision="bf16", states="int8"),
         Case("llama-frugal", {"model_type": "llama"}, precision="bf16", states="int8", steps=FAR),
         Case("llama-bf16-states", {"model_type": "llama"}, precision="bf16", states="bf16", steps=FAR),
         Case("gemma2", {"model_type": "gemma2", "query_pre_attn_scalar": 8, "attn_logit_softcapping": None}),

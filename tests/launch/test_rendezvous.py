@@ -178,6 +178,7 @@ def test_automatic_ranks_are_the_fewest_of_all_nodes(tmp_path: Path) -> None:
     assert outputs[0][0] == "[1, 1]\n"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_hosts_that_meet_but_cannot_pass_gradients(tmp_path: Path) -> None:
     """The store is reached by one interface, and gloo is told to use another, which leads nowhere."""
