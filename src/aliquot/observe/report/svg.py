@@ -19,6 +19,7 @@ _MOST_POINTS = 400
 _ROW = 54  # of a bar with its name
 
 Points = Sequence[tuple[float, float]]
+Layer = tuple[str, Sequence[float], int]  # name, a value for each x, colour
 Format = Callable[[float], str]
 
 
@@ -104,7 +105,7 @@ def line_chart(
 
 def area_chart(
     xs: Sequence[float],
-    layers: Sequence[tuple[str, Sequence[float], int]],
+    layers: Sequence[Layer],
     format_y: Format,
     *,
     format_x: Format | None = None,
@@ -113,7 +114,7 @@ def area_chart(
     lines: Sequence[Line] = (),
     marks: Sequence[Mark] = (),
 ) -> Markup:
-    """Layers (name, a value for each x, colour) on top of each other; `names`: words for the xs, instead of a scale."""
+    """Layers on top of each other; `names`: words for the xs, instead of a scale."""
     tops = [sum(values[i] for _, values, _ in layers) for i in range(len(xs))]
     high = max([*tops, *(level.value for level in levels), *(y for line in lines for _, y in line.points)])
     frame = Frame((xs[0], xs[-1]), (0.0, high * 1.06 or 1.0), *((94, PHASES_HEIGHT) if names else ()))
