@@ -11,7 +11,6 @@ from aliquot.launch.preload import with_allocator
 from aliquot.machine.allocator import VARIABLE
 from aliquot.machine.cgroup import groups, read
 from aliquot.machine.memory import memory_limit
-from aliquot.observe.text import gib
 
 _LEAST_BYTES, _GOOD_BYTES = 2 << 30, 6 << 30
 _SHM_BYTES = 1 << 30
@@ -21,7 +20,7 @@ def check_memory(subject: Subject) -> Finding:
     """The limit that ends the process, and what is left of it."""
     limit, left = memory_limit(subject.root), _available(subject)
     by = "RAM" if limit == _meminfo(subject, "MemTotal") else "a control group"
-    found = f"{gib(limit)} by {by}, {gib(left)} of it free"
+    found = f"{_gib(limit)} by {by}, {_gib(left)} of it free"
     fix = "raise the container's memory limit, or end what holds memory"
     if left < _LEAST_BYTES:
         meaning = "too little for one rank: Python, torch and a small model take about 2 GiB"
@@ -87,7 +86,7 @@ def check_shm(subject: Subject) -> Finding:
         return Finding("shm", "/dev/shm", "warning", "missing or not writable", needs, fix)
     stat = os.statvfs(place)
     total, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
-    found = f"{gib(total)}, {gib(free)} free"
+    found = f"{_gib(total)}, {_gib(free)} free"
     if free < _SHM_BYTES:
         return Finding("shm", "/dev/shm", "warning", found, needs, fix)
     return Finding("shm", "/dev/shm", "ok", found, "enough for DeepSpeed and NCCL; aliquot's own ranks need none")
@@ -121,3 +120,7 @@ def check_locked_memory(subject: Subject) -> Finding:
         )
         return Finding("locked-memory", "locked memory", "problem", found, meaning, fix)
     return Finding("locked-memory", "locked memory", "ok", found, "used by RDMA" if rdma else "only RDMA needs any")
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.2f} GiB"

@@ -16,9 +16,8 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import psutil
 
@@ -37,22 +36,20 @@ _STORE_TIMEOUT_S = 30.0
 _GRACE_S = 2.0  # the first one stays so long, so that the others can read what it has found
 
 
-@dataclass(frozen=True)
 class _Deadline:
-    limit_s: float
-    until: float
+    """`limit_s` from when it is made."""
 
-    @classmethod
-    def in_(cls, limit_s: float) -> Self:
-        return cls(limit_s, time.monotonic() + limit_s)
-
-    @property
-    def passed(self) -> bool:
-        return time.monotonic() > self.until
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self._begun = time.monotonic()
 
     @property
     def waited_s(self) -> float:
-        return self.limit_s - (self.until - time.monotonic())
+        return time.monotonic() - self._begun
+
+    @property
+    def passed(self) -> bool:
+        return self.waited_s > self.limit_s
 
 
 def meet_nodes(launch: LaunchSection, automatic: bool) -> tuple[Store, int]:
@@ -63,7 +60,7 @@ def meet_nodes(launch: LaunchSection, automatic: bool) -> tuple[Store, int]:
     """
     where = f"{launch.master_address}:{launch.master_port}"
     print(f"aliquot: node {launch.node_rank} of {launch.nodes} meets the others at {where}", file=sys.stderr)
-    deadline = _Deadline.in_(launch.join_timeout_s)
+    deadline = _Deadline(launch.join_timeout_s)
     store = _open(launch.master_address, launch.master_port, launch.node_rank == 0, deadline, "node 0")
     if launch.node_rank == 0:
         _check_own_address(launch, deadline)
@@ -91,7 +88,7 @@ def meet_ranks(topology: Topology, environ: Mapping[str, str], timeout_s: float)
     """
     rank, world_size = topology.rank, topology.world_size
     address, port = environ["MASTER_ADDR"], int(environ.get("MASTER_PORT", "29500"))
-    deadline = _Deadline.in_(timeout_s)
+    deadline = _Deadline(timeout_s)
     # Under an elastic launcher the store is the launcher's; else rank 0 opens it.
     opens = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = _open(address, port, opens, deadline, "rank 0")

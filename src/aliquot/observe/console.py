@@ -50,10 +50,6 @@ class Display:
         if not self._quiet:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def header(self, *lines: str) -> None:
-        for text in lines:
-            self.line(text)
-
     def show(self, renderable: RenderableType) -> None:
         """A table; in a file, where nothing limits a line, as wide as it needs to be."""
         if not self._quiet:

@@ -58,10 +58,10 @@ class Run:
         """The newest attempt's facts."""
         return self.attempts[-1] if self.attempts else {}
 
-    def points(self, key: str, lines: list[Object] | None = None) -> Points:
-        """(step, value) of the logged steps (or of `lines`) where `key` is a number."""
-        found = [(number(line.get("step")), number(line.get(key))) for line in (self.steps if lines is None else lines)]
-        return [(step, value) for step, value in found if step is not None and value is not None]
+    def points(self, key: str, lines: list[Object] | None = None, x: str = "step") -> Points:
+        """(`x`, value) of the logged steps (or of `lines`) where `x` and `key` are numbers."""
+        found = [(number(line.get(x)), number(line.get(key))) for line in (self.steps if lines is None else lines)]
+        return [(at, value) for at, value in found if at is not None and value is not None]
 
     def setting(self, section: str, key: str) -> Any:
         values = self.config.get(section)
