@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from aliquot.cluster.aws import ask_account
@@ -35,37 +36,43 @@ class Refused(Exception):
     """kubectl said no: its last line."""
 
 
-def _kubectl(*arguments: str, text: str | None = None) -> str:
-    """Its standard output, with the context and credentials that it has by itself. Raises Refused."""
-    try:
-        result = subprocess.run(
-            ["kubectl", *arguments, f"--request-timeout={_TIMEOUT_S}s"],
-            input=text, capture_output=True, text=True, timeout=2 * _TIMEOUT_S, check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        raise Refused("the cluster does not answer") from None
-    if result.returncode != 0:
-        raise Refused(result.stderr.strip() or f"exit code {result.returncode}")
-    return result.stdout
+@dataclass(frozen=True)
+class Kubectl:
+    """kubectl, with the context and credentials that it has by itself."""
 
+    program: str = "kubectl"
 
-def _get(*arguments: str) -> list[dict[str, Any]]:
-    loaded = json.loads(_kubectl("get", *arguments, "-o", "json"))
-    return listed(loaded["items"]) if "items" in loaded else [loaded]
+    def run(self, *arguments: str, text: str | None = None) -> str:
+        """Standard output. Raises Refused."""
+        try:
+            result = subprocess.run(
+                [self.program, *arguments, f"--request-timeout={_TIMEOUT_S}s"],
+                input=text, capture_output=True, text=True, timeout=2 * _TIMEOUT_S, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise Refused("the cluster does not answer") from None
+        if result.returncode != 0:
+            raise Refused(result.stderr.strip() or f"exit code {result.returncode}")
+        return result.stdout
+
+    def get(self, *arguments: str) -> list[dict[str, Any]]:
+        loaded = json.loads(self.run("get", *arguments, "-o", "json"))
+        return listed(loaded["items"]) if "items" in loaded else [loaded]
 
 
 def ask_cluster(manifests: Sequence[ManifestObject], job: Job | None) -> list[RuleFinding]:
     """Raises UserError where there is no kubectl."""
     if shutil.which("kubectl") is None:
         raise MissingToolError("--live needs kubectl, configured for the cluster (aws eks update-kubeconfig)")
-    found = [*_operators(manifests), *_secrets(manifests), *_quotas(manifests)]
-    found += [*_dry_run(manifests), *ask_account(manifests, job.section if job is not None else None)]
+    kubectl = Kubectl()
+    found = [*_operators(kubectl, manifests), *_secrets(kubectl, manifests), *_quotas(kubectl, manifests)]
+    found += [*_dry_run(kubectl, manifests), *ask_account(manifests, job.section if job is not None else None)]
     return found
 
 
-def _operators(manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
+def _operators(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
     try:
-        crds = {mapping(each.get("metadata")).get("name"): each for each in _get("customresourcedefinitions")}
+        crds = {mapping(each.get("metadata")).get("name"): each for each in kubectl.get("customresourcedefinitions")}
     except Refused as refused:
         yield _permission("list", "customresourcedefinitions", refused)
         return
@@ -75,14 +82,14 @@ def _operators(manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
         if group in needed and group not in groups:
             yield finding("operator", group, f"{name} is not installed", f"install it: {where}")
     try:
-        deployments = _get("deployments", "--all-namespaces")
+        deployments = kubectl.get("deployments", "--all-namespaces")
     except Refused as refused:
         yield _permission("list", "deployments", refused)
         return
     yield from check_versions(Versions.of(deployments), manifests)
 
 
-def _secrets(manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
+def _secrets(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
     own = {(each.namespace, each.name) for each in manifests if each.kind == "Secret"}
     for view in job_views(list(manifests)):
         space = view.manifest.namespace
@@ -95,7 +102,7 @@ def _secrets(manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
             try:
                 # Only the names of its keys leave the cluster.
                 template = "-o", "go-template={{range $key, $value := .data}}{{$key}}\n{{end}}"
-                keys = _kubectl("get", "secret", str(name), "-n", space, *template).split()
+                keys = kubectl.run("get", "secret", str(name), "-n", space, *template).split()
             except Refused as refused:
                 if "NotFound" in str(refused):
                     yield finding("secret", view.manifest, f"Secret {space}/{name} does not exist", fix)
@@ -106,10 +113,10 @@ def _secrets(manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
                 yield finding("secret", view.manifest, f"Secret {space}/{name} has no key {key!r}", fix)
 
 
-def _quotas(manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
+def _quotas(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
     for view in job_views(list(manifests)):
         try:
-            quotas = _get("resourcequotas", "-n", view.manifest.namespace)
+            quotas = kubectl.get("resourcequotas", "-n", view.manifest.namespace)
         except Refused as refused:
             yield _permission("list", "resourcequotas", refused)
             return
@@ -134,12 +141,12 @@ def _quota(view: JobView, quota: dict[str, Any]) -> Iterator[RuleFinding]:
                 )  # fmt: skip
 
 
-def _dry_run(manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
+def _dry_run(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
     """Every object by itself, so that each refusal has its place."""
     to_be_made = {each.name for each in manifests if each.kind == "Namespace"}
     for manifest in manifests:
         try:
-            _kubectl(
+            kubectl.run(
                 "apply", "--server-side", "--dry-run=server", "--field-manager=aliquot", "-f", "-",
                 text=to_yaml(manifest.document),
             )  # fmt: skip

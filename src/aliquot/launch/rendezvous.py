@@ -41,15 +41,19 @@ class _Deadline:
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
-        self._begun = time.monotonic()
-
-    @property
-    def waited_s(self) -> float:
-        return time.monotonic() - self._begun
+        self._begun = self._said = time.monotonic()
 
     @property
     def passed(self) -> bool:
-        return self.waited_s > self.limit_s
+        return time.monotonic() - self._begun > self.limit_s
+
+    def say(self, waiting_for: str, trouble: str = "") -> None:
+        """Tell the person once in a while what is waited for."""
+        now = time.monotonic()
+        if now > self._said + _SAY_EVERY_S:
+            self._said = now
+            text = f"aliquot: waiting for {waiting_for} since {now - self._begun:.0f} s{trouble}"
+            print(text, file=sys.stderr, flush=True)
 
 
 def meet_nodes(launch: LaunchSection, automatic: bool) -> tuple[Store, int]:
@@ -148,17 +152,14 @@ def _open(address: str, port: int, first: bool, deadline: _Deadline, who: str) -
             return TCPStore("127.0.0.1", port, None, True, timedelta(seconds=_STORE_TIMEOUT_S), False, True)
         except DistError as error:
             raise RendezvousError(f"port {port} cannot be opened here: {_port_trouble(port, error)}") from None
-    said = time.monotonic()
     while trouble := _reach(address, port):
         if deadline.passed:
             raise RendezvousError(
                 f"{who} was not found at {address}:{port} within {deadline.limit_s:g} s (launch.join_timeout_s):"
                 f" {trouble}; is it started, and are address and port the same everywhere?"
             )
-        if time.monotonic() > said + _SAY_EVERY_S and os.environ.get("LOCAL_RANK", "0") == "0":
-            said = time.monotonic()
-            text = f"aliquot: waiting for {who} at {address}:{port} since {deadline.waited_s:.0f} s: {trouble}"
-            print(text, file=sys.stderr, flush=True)
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            deadline.say(f"{who} at {address}:{port}", f": {trouble}")
         time.sleep(_POLL_S)
     found: list[Store] = []
 
@@ -249,7 +250,6 @@ def _leave(store: Store, own: int, count: int) -> None:
 
 
 def _wait(store: Store, kind: str, own: int, count: int, deadline: _Deadline) -> None:
-    said = time.monotonic()
     missing = [other for other in range(count) if other != own]
     while missing := [other for other in missing if not store.check([str(other)])]:
         if store.check(["missing"]):
@@ -262,10 +262,8 @@ def _wait(store: Store, kind: str, own: int, count: int, deadline: _Deadline) ->
             if own == 0:
                 time.sleep(_GRACE_S)
             raise RendezvousError(text)
-        if own == 0 and time.monotonic() > said + _SAY_EVERY_S:
-            said = time.monotonic()
-            text = f"aliquot: waiting for {_numbers(kind, missing)} since {deadline.waited_s:.0f} s"
-            print(text, file=sys.stderr, flush=True)
+        if own == 0:
+            deadline.say(_numbers(kind, missing))
         time.sleep(_POLL_S)
 
 

@@ -170,8 +170,7 @@ def _lines(path: Path) -> list[Object]:
 
 
 def _json(path: Path) -> Any:
-    text = _text(path)
-    return _parsed(text) if text is not None else None
+    return _parsed(_text(path) or "")
 
 
 def _parsed(text: str) -> Any:
