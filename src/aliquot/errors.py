@@ -20,6 +20,9 @@ class UserError(Exception):
     id: ClassVar[str] = "input"
     exit_code: ClassVar[int] = 2
 
+    def __init_subclass__(cls, id: str) -> None:
+        cls.id = id
+
     def __init__(self, message: str, where: str | Path | None = None) -> None:
         super().__init__(f"{where}: {message}" if where is not None else message)
 
@@ -30,161 +33,110 @@ class UserError(Exception):
         return f"{first} [{self.id}]"
 
 
-class ConfigError(UserError):
+class ConfigError(UserError, id="config"):
     """A run configuration, or an override of it, that is wrong by itself."""
 
-    id = "config"
 
-
-class DeepspeedConfigError(UserError):
+class DeepspeedConfigError(UserError, id="deepspeed-config"):
     """A DeepSpeed JSON that is wrong, contradicts the run configuration, or asks for what is not supported."""
 
-    id = "deepspeed-config"
 
-
-class UsageError(UserError):
+class UsageError(UserError, id="usage"):
     """A function or command was called with what it cannot take."""
 
-    id = "usage"
 
-
-class LaunchError(UserError):
+class LaunchError(UserError, id="launch"):
     """The environment or the placement of ranks makes no run."""
 
-    id = "launch"
 
-
-class RendezvousError(UserError):
+class RendezvousError(UserError, id="rendezvous"):
     """The nodes or ranks of a run have not found each other."""
 
-    id = "rendezvous"
 
-
-class DeviceError(UserError):
+class DeviceError(UserError, id="device"):
     """A device that is not there."""
 
-    id = "device"
 
-
-class EngineError(UserError):
+class EngineError(UserError, id="engine"):
     """Settings that the engine does not have."""
 
-    id = "engine"
 
-
-class MissingToolError(UserError):
+class MissingToolError(UserError, id="missing-tool"):
     """A compiler, program or optional package that is needed and not installed."""
 
-    id = "missing-tool"
 
-
-class ModelFilesError(UserError):
+class ModelFilesError(UserError, id="model-files"):
     """No model is where one should be, or its files are not readable."""
 
-    id = "model-files"
 
-
-class UnsupportedModelError(UserError):
+class UnsupportedModelError(UserError, id="unsupported-model"):
     """A model of a kind that cannot be trained here."""
 
-    id = "unsupported-model"
 
-
-class WeightsFileError(UserError):
+class WeightsFileError(UserError, id="weights-file"):
     """A safetensors file or index that is damaged or does not fit the model."""
 
-    id = "weights-file"
 
-
-class TokenizerError(UserError):
+class TokenizerError(UserError, id="tokenizer"):
     """No tokenizer, or one that fits neither data nor model."""
 
-    id = "tokenizer"
 
-
-class DataError(UserError):
+class DataError(UserError, id="data"):
     """Texts or records that cannot be read or hold nothing to learn from."""
 
-    id = "data"
 
-
-class DataCacheError(UserError):
+class DataCacheError(UserError, id="data-cache"):
     """Prepared tokens that are damaged."""
 
-    id = "data-cache"
 
-
-class StorageError(UserError):
+class StorageError(UserError, id="disk"):
     """A file system that is full, not writable or failing."""
 
-    id = "disk"
 
-
-class RunDirectoryError(UserError):
+class RunDirectoryError(UserError, id="run-directory"):
     """A directory that is not what it should be: another's, a run's that goes on, no run's."""
 
-    id = "run-directory"
 
-
-class ResumeError(UserError):
+class ResumeError(UserError, id="resume"):
     """A run that cannot continue from its checkpoints as it is configured now."""
 
-    id = "resume"
 
-
-class DamagedCheckpoint(UserError):
+class DamagedCheckpoint(UserError, id="damaged-checkpoint"):
     """A checkpoint that is incomplete or whose bytes are not those that were saved. An older one may be good."""
 
-    id = "damaged-checkpoint"
 
-
-class PlanError(UserError):
+class PlanError(UserError, id="plan"):
     """Nothing to plan for."""
 
-    id = "plan"
 
-
-class DoesNotFitError(UserError):
+class DoesNotFitError(UserError, id="does-not-fit"):
     """The plan needs more memory than the machine has."""
 
-    id = "does-not-fit"
 
-
-class InstanceError(UserError):
+class InstanceError(UserError, id="instances"):
     """An EC2 type that is not known, or AWS did not say."""
 
-    id = "instances"
 
-
-class ManifestError(UserError):
+class ManifestError(UserError, id="manifest"):
     """A manifest that cannot be read."""
 
-    id = "manifest"
 
-
-class ClusterError(UserError):
+class ClusterError(UserError, id="cluster"):
     """A `cluster:` section from which no job can be made."""
 
-    id = "cluster"
 
-
-class TrainingError(UserError):
+class TrainingError(UserError, id="training"):
     """A run that was well formed had to stop: a lost or hung rank. One line; exits with code 1."""
 
-    id = "training"
     exit_code = 1
 
 
-class SelfTestError(TrainingError):
+class SelfTestError(TrainingError, id="engine-check"):
     """What an engine checks before it trains gave a wrong result."""
 
-    id = "engine-check"
 
-
-class DivergedError(TrainingError):
+class DivergedError(TrainingError, id="diverged"):
     """A loss or gradient norm that is not finite."""
-
-    id = "diverged"
 
 
 def kinds(of: type[UserError] = UserError) -> Iterator[type[UserError]]:

@@ -29,7 +29,7 @@ def shown(kind: Literal["auto", "live", "plain", "quiet"], terminal: bool) -> tu
         Console(file=io.StringIO(), force_terminal=terminal, width=200, _environ={"TERM": "xterm"}) for _ in range(2)
     )
     display = Display(kind, console=out, errors=err)
-    display.header("[a] header " + "that is long " * 20)
+    display.line("[a] header " + "that is long " * 20)
     for done in range(9):
         display.progress("reading", done, 8)
     display.step(METRICS, 10)

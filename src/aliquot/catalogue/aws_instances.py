@@ -46,8 +46,7 @@ def _types(described: list[dict[str, Any]]) -> Iterator[InstanceType]:
         arch = next((_ARCH[one] for one in processor.get("SupportedArchitectures", []) if one in _ARCH), None)
         if arch is None:  # 32-bit and Mac types
             continue
-        known = shipped.get(name)
-        yield _type(each, name, arch, known)
+        yield _type(each, name, arch, shipped.get(name))
 
 
 def _type(each: dict[str, Any], name: str, arch: str, known: InstanceType | None) -> InstanceType:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -111,25 +111,14 @@ def _instance(row: dict[str, Any]) -> InstanceType:
     family = row["name"].partition(".")[0]
     gpu_memory_mib, network_mbps = row["gpu_memory_mib"], row["network_mbps"]
     return InstanceType(
-        name=row["name"],
-        arch=row["arch"],
-        cpu_manufacturer=row["cpu_manufacturer"],
-        generation=row["generation"],
-        vcpus=row["vcpus"],
+        **{field.name: row[field.name] for field in fields(InstanceType) if field.name in row},
         physical_cores=_physical_cores(row, family),
-        clock_mhz=row["clock_mhz"],
         memory_bytes=row["memory_mib"] * _MIB,
         allocatable_memory_bytes=row["allocatable_memory_mib"] * _MIB,
-        allocatable_cpu_millicores=row["allocatable_cpu_millicores"],
-        max_pods=row["max_pods"],
         network_bytes_per_s=None if network_mbps is None else network_mbps * 10**6 // 8,
-        efa_interfaces=row["efa_interfaces"],
         amx=has_amx(family, row["cpu_manufacturer"], row["generation"]),
-        gpus=row["gpus"],
-        gpu_name=row["gpu_name"],
         gpu_memory_bytes=None if gpu_memory_mib is None else gpu_memory_mib * _MIB,
         local_nvme_bytes=(row["local_nvme_gb"] or 0) * 10**9,
-        usd_per_hour=row["usd_per_hour"],
     )
 
 

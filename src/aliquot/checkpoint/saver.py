@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +27,11 @@ from aliquot.ranges.together import RankGroup
 Report = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint that is complete: how long it took to come about, and how long training stood still for it here."""
-
-    step: int
-    seconds: float
-    stall_s: float
-
-
 class Saver:
     """Saves one checkpoint at a time. `warn` is told of one that failed where `checkpoint.on_error` is warn.
 
-    `saved` is told of each one that is published, on every rank.
+    `saved` is told of each one that is published, on every rank: its step, the seconds that it took to come about, and
+    those that training stood still for it here.
     """
 
     def __init__(
@@ -52,7 +43,7 @@ class Saver:
         ranks: RankGroup,
         settings: CheckpointSection,
         warn: Callable[[str], None],
-        saved: Callable[[Saved], None] = lambda _: None,
+        saved: Callable[[int, float, float], None] = lambda *_: None,
     ) -> None:
         self._root = root
         self._store = store
@@ -126,7 +117,7 @@ class Saver:
     def _advance(self, draft: Draft, work: _Background) -> None:
         if self._live is None:
             self._draft = self._work = None
-            self._saved(Saved(self._step, time.perf_counter() - self._begun_at, self._stall_s))
+            self._saved(self._step, time.perf_counter() - self._begun_at, self._stall_s)
             return
         self._live = None
         pieces: list[list[Piece]] = self._ranks.gather(work.result)

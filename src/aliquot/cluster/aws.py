@@ -97,7 +97,7 @@ def _node_class(
         yield finding(
             "security-group", node_class, "no security group meets its terms", "tag one, or correct the terms"
         )
-    elif groups and not any(_all_traffic_from_itself(group, groups) for group in groups):
+    elif groups and not any(_lets_itself_in(group, groups) for group in groups):
         names = ", ".join(group["GroupId"] for group in groups)
         yield finding(
             "security-group", node_class, f"{names}: no rule allows all traffic from the group itself",
@@ -117,7 +117,7 @@ def _node_class(
 
 
 def _lustre(groups: Sequence[dict[str, Any]], where: str) -> Iterator[RuleFinding]:
-    if not any(_port_from_itself(group, groups, _LUSTRE_PORT) for group in groups):
+    if not any(_lets_itself_in(group, groups, _LUSTRE_PORT) for group in groups):
         yield finding(
             "security-group", where, f"TCP {_LUSTRE_PORT} is not open among the nodes and the file system",
             "all traffic from the group itself, or TCP 988 and 1018-1023",
@@ -132,20 +132,12 @@ def _tag_filters(term: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _all_traffic_from_itself(group: dict[str, Any], groups: Sequence[dict[str, Any]]) -> bool:
-    return any(rule.get("IpProtocol") == "-1" and _from(rule, groups) for rule in group.get("IpPermissions", []))
-
-
-def _port_from_itself(group: dict[str, Any], groups: Sequence[dict[str, Any]], port: int) -> bool:
-    def allows(rule: dict[str, Any]) -> bool:
-        if rule.get("IpProtocol") == "-1":
+def _lets_itself_in(group: dict[str, Any], groups: Sequence[dict[str, Any]], port: int | None = None) -> bool:
+    """Whether a rule allows all traffic, or at least TCP to `port`, from one of the node's own groups."""
+    own = {each["GroupId"] for each in groups}
+    for rule in group.get("IpPermissions", []):
+        protocol = rule.get("IpProtocol")
+        tcp = port is not None and protocol == "tcp" and rule.get("FromPort", 1) <= port <= rule.get("ToPort", 0)
+        if (protocol == "-1" or tcp) and any(pair.get("GroupId") in own for pair in rule.get("UserIdGroupPairs", [])):
             return True
-        return rule.get("IpProtocol") == "tcp" and rule.get("FromPort", 1) <= port <= rule.get("ToPort", 0)
-
-    return any(allows(rule) and _from(rule, groups) for rule in group.get("IpPermissions", []))
-
-
-def _from(rule: dict[str, Any], groups: Sequence[dict[str, Any]]) -> bool:
-    """Whether the rule's source is one of the node's own groups."""
-    own = {group["GroupId"] for group in groups}
-    return any(pair.get("GroupId") in own for pair in rule.get("UserIdGroupPairs", []))
+    return False

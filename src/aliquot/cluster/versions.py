@@ -17,12 +17,8 @@ from aliquot.cluster.manifests import ManifestObject, dig, listed
 
 Version = tuple[int, int]
 
-_IMAGES = {
-    "trainer": re.compile(r"trainer-controller-manager"),
-    "jobset": re.compile(r"jobset"),
-    "karpenter": re.compile(r"karpenter"),
-    "kueue": re.compile(r"kueue"),
-}
+# What the name of an image holds.
+_IMAGES = {"trainer": "trainer-controller-manager", "jobset": "jobset", "karpenter": "karpenter", "kueue": "kueue"}
 _RUNTIME_PATCHES: Version = (2, 2)  # the first Trainer that has them
 _JOBSET_OF_TRAINER: dict[Version, Version] = {(2, 1): (0, 10), (2, 3): (0, 12)}
 
@@ -44,8 +40,8 @@ class Versions:
             for container in listed(dig(dict(deployment), "spec", "template", "spec", "containers")):
                 image = str(container.get("image")).partition("@")[0]
                 tag = re.search(r":v?(\d+)\.(\d+)[^/:]*$", image)
-                for name, pattern in _IMAGES.items():
-                    if tag is not None and pattern.search(image.rpartition("/")[2]):
+                for name, part in _IMAGES.items():
+                    if tag is not None and part in image.rpartition("/")[2]:
                         found.setdefault(name, (int(tag[1]), int(tag[2])))
         return cls(**found)
 

@@ -80,6 +80,7 @@ def _view(job: ManifestObject, runtimes: list[ManifestObject]) -> JobView:
     base_spec, base_container = mapping(base.get("spec")), _node_container(mapping(base.get("spec")))
     patches = pod_patches(job)
     specs = [base_spec, *(spec for _, spec in patches)]
+    metadata = [mapping(base.get("metadata")), *(each for each, _ in patches)]
     trainer = mapping(job.get("spec", "trainer"))
     resources = [mapping(base_container.get("resources")), mapping(trainer.get("resourcesPerNode"))]
     grace = [spec["terminationGracePeriodSeconds"] for spec in specs if "terminationGracePeriodSeconds" in spec]
@@ -96,12 +97,7 @@ def _view(job: ManifestObject, runtimes: list[ManifestObject]) -> JobView:
         tolerations=[item for spec in specs for item in listed(spec.get("tolerations"))],
         volumes=[item for spec in specs for item in listed(spec.get("volumes"))],
         mounts=[item for spec in specs for item in listed(_node_container(spec).get("volumeMounts"))],
-        annotations=_merged(
-            [
-                mapping(mapping(base.get("metadata")).get("annotations")),
-                *(mapping(metadata.get("annotations")) for metadata, _ in patches),
-            ]
-        ),
+        annotations=_merged([mapping(each.get("annotations")) for each in metadata]),
         affinity=_merged([mapping(spec.get("affinity")) for spec in specs]),
         grace_s=grace[-1] if grace and isinstance(grace[-1], int) else DEFAULT_GRACE_S,
         requests=_merged([mapping(each.get("requests")) for each in resources]),

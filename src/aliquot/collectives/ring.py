@@ -37,24 +37,20 @@ class Ring:
     def __init__(self, peers: Peers, size_bytes: int) -> None:
         """Collective over `peers`. The largest piece must fit."""
         self._peers = peers
-        self._size_bytes = aligned(size_bytes)
-        self._memories = peers.share(self._size_bytes)
+        self.size_bytes = aligned(size_bytes)
+        self._memories = peers.share(self.size_bytes)
         self._staged = peers.sent[PUBLISHED]  # pieces begun so far, in this ring and those that the group had before
         self._head = 0  # where the next piece begins
         self._unread: deque[tuple[Piece, Callable[[Piece], None]]] = deque()  # published by this rank
         self._held: deque[Piece] = deque()  # read here, perhaps not yet by all
         self.reading_s = 0.0  # in readers, since the ring was made
 
-    @property
-    def size_bytes(self) -> int:
-        return self._size_bytes
-
     def stage(self, size_bytes: int) -> Piece:
         """Room for the next piece; reads others' pieces while it waits for it. Raises PeerLost."""
         size_bytes = aligned(size_bytes)
-        if size_bytes > self._size_bytes:
-            raise ValueError(f"a piece of {size_bytes} bytes does not fit a ring of {self._size_bytes}")
-        start = self._head if self._head + size_bytes <= self._size_bytes else 0
+        if size_bytes > self.size_bytes:
+            raise ValueError(f"a piece of {size_bytes} bytes does not fit a ring of {self.size_bytes}")
+        start = self._head if self._head + size_bytes <= self.size_bytes else 0
         while self._blocks(start, size_bytes):
             self._free_oldest()
         self._head = start + size_bytes

@@ -31,24 +31,12 @@ class Wire:
     def reduce_scatter(self, gradients: Sequence[Sequence[Tensor]]) -> None:
         """`gradients[h]`: flat tensors for host h. `gradients[own]` becomes the sum over all hosts, in their order."""
         begun = time.perf_counter()
-        pieces = [
-            (index, start, min(start + step, tensor.numel()))
-            for index, tensor in enumerate(gradients[self._own])
-            for step in [max(1, _PIECE_BYTES // tensor.element_size())]
-            for start in range(0, tensor.numel(), step)
-        ]
         # A peer's own tensors may be shorter or longer than these: each side cuts what it sends by the receiver's size.
-        outgoing = [
-            self._send(tensor[start : start + step], host)
-            for host in self._others
-            for tensor in gradients[host]
-            for step in [max(1, _PIECE_BYTES // tensor.element_size())]
-            for start in range(0, tensor.numel(), step)
-        ]
+        outgoing = [self._send(piece, host) for host in self._others for piece in _pieces(gradients[host])]
         arriving: deque[tuple[Tensor, list[tuple[int, Tensor, dist.Work]]]] = deque()
-        for index, start, stop in pieces:
-            own = gradients[self._own][index][start:stop]
-            arriving.append((own, [(host, *self._receive(own, host)) for host in self._others]))
+        for own in _pieces(gradients[self._own]):
+            rooms = [(host, torch.empty_like(own)) for host in self._others]
+            arriving.append((own, [(host, room, self._receive(room, host)) for host, room in rooms]))
             if len(arriving) > _AHEAD:
                 self._add(*arriving.popleft())
         while arriving:
@@ -61,12 +49,7 @@ class Wire:
         """Every host gets `own`, flat tensors; what host h has is received into `others[h]`."""
         begun = time.perf_counter()
         works = [self._send(tensor, host) for host in self._others for tensor in own if tensor.numel()]
-        for host in self._others:
-            for tensor in others[host]:
-                if tensor.numel():
-                    work = dist.irecv(_bytes(tensor), self._ranks[host])
-                    assert work is not None
-                    works.append(work)
+        works += [self._receive(room, host) for host in self._others for room in others[host] if room.numel()]
         for work in works:
             work.wait()
         self.busy_s += time.perf_counter() - begun
@@ -77,11 +60,10 @@ class Wire:
         assert work is not None
         return work
 
-    def _receive(self, like: Tensor, host: int) -> tuple[Tensor, dist.Work]:
-        room = torch.empty_like(like)
+    def _receive(self, room: Tensor, host: int) -> dist.Work:
         work = dist.irecv(_bytes(room), self._ranks[host])
         assert work is not None
-        return room, work
+        return work
 
     def _add(self, own: Tensor, received: Sequence[tuple[int, Tensor, dist.Work]]) -> None:
         parts: dict[int, Tensor] = {self._own: own}
@@ -93,6 +75,12 @@ class Wire:
             ordered[0].add_(values)
         if ordered[0] is not own:
             own.copy_(ordered[0])
+
+
+def _pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Views of flat tensors, each of at most `_PIECE_BYTES`; none of an empty one."""
+    full = (tensor for tensor in tensors if tensor.numel())
+    return [piece for each in full for piece in torch.split(each, max(1, _PIECE_BYTES // each.element_size()))]
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -197,6 +197,10 @@ def _place(path: str, locations: Locations) -> str:
     return locations.get((*_HERE, *path.split(".")), locations.get(_HERE, "shard.deepspeed_config"))
 
 
+def _wrong(path: str, trouble: str, locations: Locations) -> DeepspeedConfigError:
+    return DeepspeedConfigError(f"{_place(path, locations)}: {path} {trouble}")
+
+
 def _leaves(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
         path = f"{above}{key}"
@@ -216,7 +220,7 @@ def _check_kinds(values: Mapping[str, Any], locations: Locations, above: str = "
             kind = _NUMBER
         if kind is not None and not kind[1](value) and (value != AUTO or path in _SECTIONS):
             shown = json.dumps(value, default=str)
-            raise DeepspeedConfigError(f"{_place(path, locations)}: {path} is {shown}: expected {kind[0]}")
+            raise _wrong(path, f"is {shown}: expected {kind[0]}", locations)
         if isinstance(value, dict):
             _check_kinds(value, locations, f"{path}.")
 
@@ -229,18 +233,14 @@ def _check(found: Mapping[str, Any], train: Mapping[str, Any], locations: Locati
         if rule is None and not any(key.startswith(f"{path}.") for key in RULES):
             near = difflib.get_close_matches(path, sorted(RULES), 1, 0.6)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise DeepspeedConfigError(
-                f"{_place(path, locations)}: {path} is no key of DeepSpeed that aliquot knows{hint}"
-            )
+            raise _wrong(path, f"is no key of DeepSpeed that aliquot knows{hint}", locations)
         if rule is not None and rule.kind == "rejected" and not _harmless(rule, path, value, found):
-            raise DeepspeedConfigError(f"{_place(path, locations)}: {path} is {value!r}: {rule.note}")
+            raise _wrong(path, f"is {value!r}: {rule.note}", locations)
         if section.endswith(("offload_optimizer", "offload_param")) and path.endswith(".device") and value == "nvme":
             _reject_nvme(found, section, _place(path, locations))
     kind = found.get("optimizer", {}).get("type", "AdamW")
     if kind.lower() not in ("adam", "adamw", AUTO):
-        raise DeepspeedConfigError(
-            f"{_place('optimizer.type', locations)}: optimizer.type is {kind!r}: only Adam and AdamW"
-        )
+        raise _wrong("optimizer.type", f"is {kind!r}: only Adam and AdamW", locations)
     _check_scheduler(found.get("scheduler", {}), train, locations)
 
 
@@ -270,20 +270,16 @@ def _check_scheduler(scheduler: Mapping[str, Any], train: Mapping[str, Any], loc
         return
     kind, options = scheduler.get("type"), scheduler.get("params", {})
     if kind not in _SCHEDULERS:
-        raise DeepspeedConfigError(
-            f"{_place('scheduler.type', locations)}: scheduler.type is {kind!r}: one of {', '.join(_SCHEDULERS)}"
-        )
-    place = _place("scheduler", locations)
+        raise _wrong("scheduler.type", f"is {kind!r}: one of {', '.join(_SCHEDULERS)}", locations)
     steps = options.get("warmup_num_steps", 1)
     if steps == AUTO:
         steps = train.get("warmup_steps")
         steps = (train.get("warmup_ratio") or 0) if steps is None else steps
     if steps != 0 and "warmup_type" not in options:
-        raise DeepspeedConfigError(
-            f'{place}: scheduler warms up along a logarithm by default: set "warmup_type": "linear"'
-        )
+        trouble = 'warms up along a logarithm by default: set "warmup_type": "linear"'
+        raise _wrong("scheduler", trouble, locations)
     if kind == "WarmupCosineLR" and "cos_min_ratio" not in options:
-        raise DeepspeedConfigError(f'{place}: scheduler ends above 0 by default: set "cos_min_ratio": 0')
+        raise _wrong("scheduler", 'ends above 0 by default: set "cos_min_ratio": 0', locations)
 
 
 def _meant(found: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], Any]]:

@@ -18,9 +18,7 @@ from aliquot.ranges.publish import begin_alone, commit, sync
 
 def cache_root(configured: Path | None) -> Path:
     """`data.cache_directory`, else $ALIQUOT_CACHE, else ~/.cache/aliquot."""
-    if configured is not None:
-        return configured.expanduser().absolute()
-    return Path(os.environ.get("ALIQUOT_CACHE") or "~/.cache/aliquot").expanduser().absolute()
+    return Path(configured or os.environ.get("ALIQUOT_CACHE") or "~/.cache/aliquot").expanduser().absolute()
 
 
 @contextmanager

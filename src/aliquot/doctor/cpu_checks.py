@@ -39,17 +39,12 @@ def check_amx(subject: Subject) -> Finding:
         return Finding("amx", "AMX permission", "ok", "no AMX on this CPU", "nothing to permit")
     refused = request_amx()
     if refused is None:
-        return Finding(
-            "amx", "AMX permission", "ok", "granted", "bf16 products run in AMX tiles, several times AVX-512"
-        )
-    return Finding(
-        "amx",
-        "AMX permission",
-        "problem",
-        f"the CPU has AMX, the kernel refuses it: {refused}",
-        "oneDNN falls back to AVX-512, several times slower",
-        "Linux 5.16 or newer, and no sandbox (gVisor, old seccomp profiles) that hides arch_prctl",
-    )
+        meaning = "bf16 products run in AMX tiles, several times AVX-512"
+        return Finding("amx", "AMX permission", "ok", "granted", meaning)
+    found = f"the CPU has AMX, the kernel refuses it: {refused}"
+    meaning = "oneDNN falls back to AVX-512, several times slower"
+    fix = "Linux 5.16 or newer, and no sandbox (gVisor, old seccomp profiles) that hides arch_prctl"
+    return Finding("amx", "AMX permission", "problem", found, meaning, fix)
 
 
 def request_amx() -> str | None:
@@ -70,13 +65,9 @@ def check_kernels(subject: Subject) -> Finding:
     if wanted is None or wanted in kernel or "amx" in kernel:
         meaning = "products run on the best kernel that this CPU has" if wanted else "products run on what there is"
         return Finding("kernels", "matmul kernels", "ok", found, meaning)
-    limit = subject.environ.get("ONEDNN_MAX_CPU_ISA")
-    fix = (
-        "unset ONEDNN_MAX_CPU_ISA"
-        if limit
-        else "install the torch of `pip install torch`; see `amx` for its permission"
-    )
-    found += f" (ONEDNN_MAX_CPU_ISA={limit})" if limit else ""
+    fix = "install the torch of `pip install torch`; see `amx` for its permission"
+    if limit := subject.environ.get("ONEDNN_MAX_CPU_ISA"):
+        found, fix = f"{found} (ONEDNN_MAX_CPU_ISA={limit})", "unset ONEDNN_MAX_CPU_ISA"
     return Finding("kernels", "matmul kernels", "warning", found, f"the CPU has {wanted}, and it is not used", fix)
 
 

@@ -67,11 +67,8 @@ def judge_self_test(told: dict[str, Any]) -> Finding:
         return Finding("self-test", title, "problem", told["trouble"], "ranks cannot be connected here", fix)
     wrong = sorted({name for of_rank in told["wrong"] for name in of_rank})
     if wrong:
-        meaning, fix = (
-            "training would go on with wrong gradients",
-            "see `versions`; report it with `aliquot doctor --json`",
-        )
-        return Finding("self-test", title, "problem", f"wrong: {', '.join(wrong)}", meaning, fix)
+        found, fix = f"wrong: {', '.join(wrong)}", "see `versions`; report it with `aliquot doctor --json`"
+        return Finding("self-test", title, "problem", found, "training would go on with wrong gradients", fix)
     found = "sums, gathers and averages are right, by gloo, FSDP2 and shared memory"
     return Finding("self-test", title, "ok", found, "ranks of this machine can train together")
 
@@ -87,9 +84,8 @@ def judge_matmul(told: dict[str, Any], subject: Subject) -> Finding:
     name, rate = ("bf16", bf16) if any(isa in subject.cpu.isa for isa in _PER_CLOCK["bf16"]) else ("fp32", fp32)
     per_clock = next((flop for isa, flop in _PER_CLOCK[name].items() if isa in subject.cpu.isa), None)
     if clock is None or per_clock is None:
-        return Finding(
-            "matmul", title, "ok", found, "the ceiling of MFU; what the instructions promise is not known here"
-        )
+        meaning = "the ceiling of MFU; what the instructions promise is not known here"
+        return Finding("matmul", title, "ok", found, meaning)
     promised = per_clock * float(clock[1]) * 1e6 * min(told["threads"], len(subject.cpu.cores))
     found += f"; {name} is {100 * rate / promised:.0f} % of {promised / 1e9:.0f} by clock and instructions"
     if rate < _GOOD_PART * promised:

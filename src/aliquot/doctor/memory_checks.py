@@ -19,7 +19,7 @@ _SHM_BYTES = 1 << 30
 def check_memory(subject: Subject) -> Finding:
     """The limit that ends the process, and what is left of it."""
     limit, left = memory_limit(subject.root), _available(subject)
-    by = "RAM" if limit == _total(subject) else "a control group"
+    by = "RAM" if limit == _meminfo(subject, "MemTotal") else "a control group"
     found = f"{_gib(limit)} by {by}, {_gib(left)} of it free"
     fix = "raise the container's memory limit, or end what holds memory"
     if left < _LEAST_BYTES:
@@ -34,20 +34,13 @@ def _available(subject: Subject) -> int:
     """Bytes that can still be taken: of RAM, and of each control group's limit."""
     free = [_meminfo(subject, "MemAvailable")]
     for group in groups("memory", subject.root):
-        for limit_name, use_name in (
-            ("memory.max", "memory.current"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-        ):
-            limit, use = read(group / limit_name), read(group / use_name)
+        for names in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            limit, use = (read(group / name) for name in names)
             if limit not in (None, "max") and use is not None:
                 # What the page cache holds is given back when it is needed.
                 cache = re.search(r"^(?:total_)?inactive_file (\d+)", read(group / "memory.stat") or "", re.MULTILINE)
                 free.append(int(limit or 0) - int(use) + (int(cache[1]) if cache else 0))
     return max(0, min(free))
-
-
-def _total(subject: Subject) -> int:
-    return _meminfo(subject, "MemTotal")
 
 
 def _meminfo(subject: Subject, name: str) -> int:
@@ -80,9 +73,8 @@ def check_allocator(subject: Subject) -> Finding:
         return Finding("allocator", "allocator", "warning", found, meaning, f"unset {VARIABLE}")
     if not re.search("tcmalloc|jemalloc|mimalloc", preloaded):
         return Finding("allocator", "allocator", "warning", "neither tcmalloc nor jemalloc is installed", meaning, fix)
-    return Finding(
-        "allocator", "allocator", "ok", f"ranks start with {preloaded}", "freed memory is kept for the next step"
-    )
+    found = f"ranks start with {preloaded}"
+    return Finding("allocator", "allocator", "ok", found, "freed memory is kept for the next step")
 
 
 def check_shm(subject: Subject) -> Finding:

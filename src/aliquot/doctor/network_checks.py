@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+from contextlib import suppress
 
 import psutil
 
@@ -28,11 +29,8 @@ def check_interface(subject: Subject) -> Finding:
         meaning, fix = f"GLOO_SOCKET_IFNAME is {told}, which is not up: no rank can be joined", "unset or correct it"
         return Finding("interface", "network interface", "problem", found, meaning, fix)
     if told == "lo" and outside:
-        meaning, fix = (
-            "GLOO_SOCKET_IFNAME is lo: ranks of other nodes cannot reach this one",
-            "unset it for several nodes",
-        )
-        return Finding("interface", "network interface", "warning", found, meaning, fix)
+        meaning = "GLOO_SOCKET_IFNAME is lo: ranks of other nodes cannot reach this one"
+        return Finding("interface", "network interface", "warning", found, meaning, "unset it for several nodes")
     if not outside:
         meaning, fix = "one machine only: there is no way to another", "bring an interface up for several nodes"
         return Finding("interface", "network interface", "warning", found, meaning, fix)
@@ -77,15 +75,13 @@ def check_peers(subject: Subject) -> Finding:
     Raises UserError for one that is no address.
     """
     if not subject.peers:
-        return Finding(
-            "peers", "other nodes", "ok", "none given", "name them by --peers HOST,HOST to try the way there"
-        )
+        meaning = "name them by --peers HOST,HOST to try the way there"
+        return Finding("peers", "other nodes", "ok", "none given", meaning)
     bad, good = [], []
     for host, port in [_host_and_port(peer, subject.port) for peer in subject.peers]:
         try:
-            socket.create_connection((host, port), timeout=_CONNECT_S).close()
-            good.append(f"{host} by {interface_towards(host)}")
-        except ConnectionRefusedError:
+            with suppress(ConnectionRefusedError):
+                socket.create_connection((host, port), timeout=_CONNECT_S).close()
             good.append(f"{host} by {interface_towards(host)}")
         except (socket.gaierror, UnicodeError):  # UnicodeError: it cannot be a name, as `a..b`
             bad.append(f"{host} does not resolve")
@@ -119,14 +115,10 @@ def check_efa(subject: Subject) -> Finding:
         return Finding("efa", "EFA", "ok", "no EFA device", "ranks of several nodes talk through TCP")
     found = f"{len(devices)} EFA device{'s' if len(devices) > 1 else ''} ({', '.join(devices)})"
     if not any((root / "dev/infiniband").glob("uverbs*")):
-        meaning, fix = (
-            "the container was not given them: NCCL falls back to TCP",
-            "request vpc.amazonaws.com/efa in the pod",
-        )
-        return Finding("efa", "EFA", "warning", found, meaning, fix)
-    return Finding(
-        "efa", "EFA", "ok", found, "NCCL can use them through aws-ofi-nccl; gloo, on CPU, uses TCP all the same"
-    )
+        meaning = "the container was not given them: NCCL falls back to TCP"
+        return Finding("efa", "EFA", "warning", found, meaning, "request vpc.amazonaws.com/efa in the pod")
+    meaning = "NCCL can use them through aws-ofi-nccl; gloo, on CPU, uses TCP all the same"
+    return Finding("efa", "EFA", "ok", found, meaning)
 
 
 def check_nccl(subject: Subject) -> Finding:
@@ -138,11 +130,8 @@ def check_nccl(subject: Subject) -> Finding:
     if not devices and not seen:
         return Finding("nccl", "GPUs and NCCL", "ok", "no GPU", "training is on the CPU")
     if seen < len(devices):
-        built = f"torch {torch.__version__} sees {seen}"
-        meaning, fix = (
-            "GPUs stay unused",
-            "a torch built for CUDA and a driver that is new enough; CUDA_VISIBLE_DEVICES",
-        )
-        return Finding("nccl", "GPUs and NCCL", "problem", f"{len(devices)} GPUs, {built}", meaning, fix)
+        found = f"{len(devices)} GPUs, torch {torch.__version__} sees {seen}"
+        fix = "a torch built for CUDA and a driver that is new enough; CUDA_VISIBLE_DEVICES"
+        return Finding("nccl", "GPUs and NCCL", "problem", found, "GPUs stay unused", fix)
     version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return Finding("nccl", "GPUs and NCCL", "ok", f"{seen} GPUs, NCCL {version}", "one rank a GPU, connected by NCCL")

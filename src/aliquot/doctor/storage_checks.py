@@ -39,9 +39,8 @@ def check_storage(subject: Subject) -> Finding:
         "a checkpoint takes 12 bytes a parameter, and checkpoint.keep of them are kept, and one that is being written"
     )
     if free < _LEAST_BYTES:
-        return Finding(
-            "storage", "run directory", "problem", found, needs, "free space, or choose another run.directory"
-        )
+        fix = "free space, or choose another run.directory"
+        return Finding("storage", "run directory", "problem", found, needs, fix)
     if free < _GOOD_BYTES:
         return Finding("storage", "run directory", "warning", found, needs, "more space for models above some 500 M")
     if fsync_s > _SLOW_FSYNC_S:
@@ -50,9 +49,8 @@ def check_storage(subject: Subject) -> Finding:
     if not locks:
         meaning, fix = "two runs could write into one directory at once", "mount with locks (Lustre: -o flock)"
         return Finding("storage", "run directory", "warning", f"{found}, no locks", meaning, fix)
-    return Finding(
-        "storage", "run directory", "ok", found, "checkpoints are forced to the disk, then renamed into place"
-    )
+    meaning = "checkpoints are forced to the disk, then renamed into place"
+    return Finding("storage", "run directory", "ok", found, meaning)
 
 
 def check_storage_clock(subject: Subject) -> Finding:
@@ -72,9 +70,8 @@ def check_storage_clock(subject: Subject) -> Finding:
         meaning = "times of logs and checkpoints cannot be compared between nodes; caches may seem older than they are"
         fix = "run chrony or ntpd on this machine and on the file server"
         return Finding("storage-clock", "clock of the run directory", "warning", found, meaning, fix)
-    return Finding(
-        "storage-clock", "clock of the run directory", "ok", found, "times of files agree with those of logs"
-    )
+    meaning = "times of files agree with those of logs"
+    return Finding("storage-clock", "clock of the run directory", "ok", found, meaning)
 
 
 def file_system(place: Path, root: Path = Path("/")) -> str:

@@ -16,9 +16,8 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import psutil
 
@@ -37,22 +36,24 @@ _STORE_TIMEOUT_S = 30.0
 _GRACE_S = 2.0  # the first one stays so long, so that the others can read what it has found
 
 
-@dataclass(frozen=True)
 class _Deadline:
-    limit_s: float
-    until: float
+    """`limit_s` from when it is made."""
 
-    @classmethod
-    def in_(cls, limit_s: float) -> Self:
-        return cls(limit_s, time.monotonic() + limit_s)
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self._begun = self._said = time.monotonic()
 
     @property
     def passed(self) -> bool:
-        return time.monotonic() > self.until
+        return time.monotonic() - self._begun > self.limit_s
 
-    @property
-    def waited_s(self) -> float:
-        return self.limit_s - (self.until - time.monotonic())
+    def say(self, waiting_for: str, trouble: str = "") -> None:
+        """Tell the person once in a while what is waited for."""
+        now = time.monotonic()
+        if now > self._said + _SAY_EVERY_S:
+            self._said = now
+            text = f"aliquot: waiting for {waiting_for} since {now - self._begun:.0f} s{trouble}"
+            print(text, file=sys.stderr, flush=True)
 
 
 def meet_nodes(launch: LaunchSection, automatic: bool) -> tuple[Store, int]:
@@ -63,7 +64,7 @@ def meet_nodes(launch: LaunchSection, automatic: bool) -> tuple[Store, int]:
     """
     where = f"{launch.master_address}:{launch.master_port}"
     print(f"aliquot: node {launch.node_rank} of {launch.nodes} meets the others at {where}", file=sys.stderr)
-    deadline = _Deadline.in_(launch.join_timeout_s)
+    deadline = _Deadline(launch.join_timeout_s)
     store = _open(launch.master_address, launch.master_port, launch.node_rank == 0, deadline, "node 0")
     if launch.node_rank == 0:
         _check_own_address(launch, deadline)
@@ -91,7 +92,7 @@ def meet_ranks(topology: Topology, environ: Mapping[str, str], timeout_s: float)
     """
     rank, world_size = topology.rank, topology.world_size
     address, port = environ["MASTER_ADDR"], int(environ.get("MASTER_PORT", "29500"))
-    deadline = _Deadline.in_(timeout_s)
+    deadline = _Deadline(timeout_s)
     # Under an elastic launcher the store is the launcher's; else rank 0 opens it.
     opens = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = _open(address, port, opens, deadline, "rank 0")
@@ -151,17 +152,14 @@ def _open(address: str, port: int, first: bool, deadline: _Deadline, who: str) -
             return TCPStore("127.0.0.1", port, None, True, timedelta(seconds=_STORE_TIMEOUT_S), False, True)
         except DistError as error:
             raise RendezvousError(f"port {port} cannot be opened here: {_port_trouble(port, error)}") from None
-    said = time.monotonic()
     while trouble := _reach(address, port):
         if deadline.passed:
             raise RendezvousError(
                 f"{who} was not found at {address}:{port} within {deadline.limit_s:g} s (launch.join_timeout_s):"
                 f" {trouble}; is it started, and are address and port the same everywhere?"
             )
-        if time.monotonic() > said + _SAY_EVERY_S and os.environ.get("LOCAL_RANK", "0") == "0":
-            said = time.monotonic()
-            text = f"aliquot: waiting for {who} at {address}:{port} since {deadline.waited_s:.0f} s: {trouble}"
-            print(text, file=sys.stderr, flush=True)
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            deadline.say(f"{who} at {address}:{port}", f": {trouble}")
         time.sleep(_POLL_S)
     found: list[Store] = []
 
@@ -252,7 +250,6 @@ def _leave(store: Store, own: int, count: int) -> None:
 
 
 def _wait(store: Store, kind: str, own: int, count: int, deadline: _Deadline) -> None:
-    said = time.monotonic()
     missing = [other for other in range(count) if other != own]
     while missing := [other for other in missing if not store.check([str(other)])]:
         if store.check(["missing"]):
@@ -265,10 +262,8 @@ def _wait(store: Store, kind: str, own: int, count: int, deadline: _Deadline) ->
             if own == 0:
                 time.sleep(_GRACE_S)
             raise RendezvousError(text)
-        if own == 0 and time.monotonic() > said + _SAY_EVERY_S:
-            said = time.monotonic()
-            text = f"aliquot: waiting for {_numbers(kind, missing)} since {deadline.waited_s:.0f} s"
-            print(text, file=sys.stderr, flush=True)
+        if own == 0:
+            deadline.say(_numbers(kind, missing))
         time.sleep(_POLL_S)
 
 

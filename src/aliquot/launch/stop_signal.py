@@ -14,10 +14,9 @@ from aliquot.launch.rank_errors import report_error
 EXIT_CODE = 128 + signal.SIGTERM
 
 
-class Terminated(TrainingError):
+class Terminated(TrainingError, id="terminated"):
     """The run stopped because it was told to, with all saved."""
 
-    id = "terminated"
     exit_code = EXIT_CODE
 
 

@@ -11,8 +11,7 @@ import json
 import logging
 import math
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -181,7 +180,8 @@ def _prove(init: Any) -> None:
     """
     from deepspeed.runtime.zero.partition_parameters import Init
 
-    with _same_ids(Init):
+    before = Init.param_id
+    try:
         shapes = {"weight": (3, 5), "bias": (3,)}
         stock, meta = nn.Module(), nn.Module()
         for name, shape in shapes.items():
@@ -200,16 +200,8 @@ def _prove(init: Any) -> None:
             if not torch.equal(ours.data.cpu(), torch.arange(float(math.prod(shape))).view(shape)):
                 raise DeepspeedConfigError("this DeepSpeed gathers other partitions than load_zero3 makes: use 0.19.8")
             ours.partition()
-
-
-@contextmanager
-def _same_ids(init: Any) -> Iterator[None]:
-    """Give back the ids that the proof's parameters take: those of the model begin where they would have."""
-    before = init.param_id
-    try:
-        yield
-    finally:
-        init.param_id = before
+    finally:  # give back the ids that these parameters took: those of the model begin where they would have
+        Init.param_id = before
 
 
 def _partition_whole(model: nn.Module, settings: Mapping[str, Any] | None) -> torch.device:

@@ -23,7 +23,7 @@ class StepClock:
         self._inside = inside
         self._clock = clock
         self._seconds = dict.fromkeys(PARTS, 0.0)
-        self._reduce_known = True
+        self.reduce_known = True
         self._part: str | None = None
         self._since = (0.0, 0.0, 0.0)  # the clock, reduced, waited
         self.annotate: Callable[[str], AbstractContextManager[object]] | None = None
@@ -62,11 +62,7 @@ class StepClock:
         """By part, since the clock was made, up to the last `enter` or `leave`."""
         return dict(self._seconds)
 
-    @property
-    def reduce_known(self) -> bool:
-        return self._reduce_known
-
     def _now(self) -> tuple[float, float, float]:
         reduced, waited = self._inside()
-        self._reduce_known = reduced is not None
+        self.reduce_known = reduced is not None
         return self._clock(), reduced or 0.0, waited

@@ -52,10 +52,6 @@ class Display:
         if not self._quiet:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def header(self, *lines: str) -> None:
-        for text in lines:
-            self.line(text)
-
     def show(self, renderable: RenderableType) -> None:
         """A table."""
         if not self._quiet:
@@ -74,7 +70,7 @@ class Display:
         """A step is done: `saving` the checkpoint of which step is under way, `slow` the ranks that hold others up."""
         if self._is_live:
             self._view.saving, self._view.slow = saving, slow
-            self._bar("training", done, total, f"ETA {duration(eta_s)}" if eta_s is not None else "")
+            self._bar("training", done, total, eta_s)
 
     def saved(self, step: int, seconds: float, stall_s: float) -> None:
         """A checkpoint is complete."""
@@ -89,8 +85,7 @@ class Display:
             self.line("  ".join([f"step {metrics['step']}/{total_steps}", *_readings(metrics)]))
             return
         self._view.update(metrics)
-        eta_s = metrics.get("eta_s")
-        self._bar("training", metrics["step"], total_steps, f"ETA {duration(eta_s)}" if eta_s is not None else "")
+        self._bar("training", metrics["step"], total_steps, metrics.get("eta_s"))
 
     def progress(self, description: str, done: int, total: int) -> None:
         """Work other than training; plain output prints a line at each quarter."""
@@ -109,12 +104,13 @@ class Display:
             self._live.stop()
             self._live = None
 
-    def _bar(self, description: str, done: int, total: int, eta: str = "") -> None:
+    def _bar(self, description: str, done: int, total: int, eta_s: float | None = None) -> None:
         if self._live is None:
             self._live = Live(Group(self._bars, self._view), console=self._console, refresh_per_second=4)
             self._live.start()
         if description not in self._tasks:
             self._tasks[description] = self._bars.add_task(description, eta="")
+        eta = f"ETA {duration(eta_s)}" if eta_s is not None else ""
         self._bars.update(self._tasks[description], completed=done, total=total, eta=eta)
 
 

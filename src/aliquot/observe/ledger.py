@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +57,10 @@ class Ledger:
             raise ValueError(f"{phase!r} is not a phase of the ledger")
         if phase in self._rows and phase != STEADY_PEAK:
             return False
-        use = memory_use()
         self._rows[phase] = {
             "rank": self._rank,
             "phase": phase,
-            "rss_bytes": use.rss_bytes,
-            "private_bytes": use.private_bytes,
-            "shared_bytes": use.shared_bytes,
-            "pss_bytes": use.pss_bytes,
+            **asdict(memory_use()),
             "peak_rss_bytes": peak_rss(),
             "accounted_bytes": dict(accounted() if callable(accounted) else accounted),
         }

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from aliquot.observe.interface_traffic import InterfaceTraffic
+
+Step = tuple[float, int, int]  # its seconds, tokens and FLOP
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,8 @@ class Meter:
         self._warmup_steps = warmup_steps
         self._clock = clock
         self._traffic = traffic or InterfaceTraffic()
-        self._window: deque[tuple[float, int, int]] = deque(maxlen=window_steps)  # seconds, tokens, FLOP of a step
-        self._total = (0.0, 0, 0)
+        self._window: deque[Step] = deque(maxlen=window_steps)
+        self._total: Step = (0.0, 0, 0)
         self._steps = 0
 
     def begin(self) -> None:
@@ -54,14 +56,11 @@ class Meter:
             self._total = (0.0, 0, 0)
         step = (self._clock() - self._begun, tokens, flops)
         self._window.append(step)
-        self._total = _add(self._total, step)
+        self._total = _sum([self._total, step])
 
     def recent(self) -> Speed:
         """Over the last steps."""
-        total = (0.0, 0, 0)
-        for step in self._window:
-            total = _add(total, step)
-        return self._speed(total)
+        return self._speed(_sum(self._window))
 
     def overall(self) -> Speed:
         """Over all steps after the warm-up."""
@@ -77,7 +76,7 @@ class Meter:
         """The recent pace as metrics, and what has gone through this machine's network interfaces since the start."""
         return {**asdict(self.recent()), "eta_s": self.eta_s(steps_left), **self._traffic.readings()}
 
-    def _speed(self, total: tuple[float, int, int]) -> Speed:
+    def _speed(self, total: Step) -> Speed:
         seconds, tokens, flops = total
         if seconds == 0:
             return Speed(float("nan"), float("nan"), None)
@@ -85,5 +84,6 @@ class Meter:
         return Speed(tokens / seconds, flops_per_s, flops_per_s / self._ceiling if self._ceiling else None)
 
 
-def _add(total: tuple[float, int, int], step: tuple[float, int, int]) -> tuple[float, int, int]:
-    return total[0] + step[0], total[1] + step[1], total[2] + step[2]
+def _sum(steps: Iterable[Step]) -> Step:
+    seconds, tokens, flops = zip((0.0, 0, 0), *steps, strict=True)
+    return sum(seconds), sum(tokens), sum(flops)

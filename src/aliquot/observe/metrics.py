@@ -78,12 +78,9 @@ class Curve:
         self._writers: list[MetricsFile | TensorBoard | Exporter | KubeflowStatus] = []
         if enabled:
             self._writers.append(MetricsFile(metrics, resumed_step))
-        if enabled and observe.tensorboard:
-            self._writers.append(TensorBoard(tensorboard, resumed_step))
-        if enabled and exporter is not None:
-            self._writers.append(exporter)
-        if enabled and status is not None:
-            self._writers.append(status)
+            if observe.tensorboard:
+                self._writers.append(TensorBoard(tensorboard, resumed_step))
+            self._writers += [writer for writer in (exporter, status) if writer is not None]
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         """Raises UserError where a disk is full, once all writers have been given them: not all write to a disk."""

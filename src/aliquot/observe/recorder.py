@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from aliquot.config.schema import RunConfig
 from aliquot.errors import StorageError, UserError
@@ -25,19 +25,6 @@ from aliquot.observe.prometheus import Exporter
 from aliquot.observe.report.page import write_report
 from aliquot.observe.run_directory import RunDirectory
 from aliquot.observe.slow_ranks import SlowRanks
-
-
-class SavedCheckpoint(Protocol):
-    """A checkpoint that is complete: after how long, and how long training stood still for it."""
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def seconds(self) -> float: ...
-
-    @property
-    def stall_s(self) -> float: ...
 
 
 class Recorder:
@@ -190,10 +177,11 @@ class Recorder:
         self._display.line(f"step {self._done}: {told}")
         return perplexity
 
-    def saved(self, saved: SavedCheckpoint) -> None:
+    def saved(self, step: int, seconds: float, stall_s: float) -> None:
+        """A checkpoint is complete, after so many seconds, of which training stood still for `stall_s`."""
         with self._unless_full():
-            self._events.write("checkpoint", saved.step, seconds=saved.seconds, stall_s=saved.stall_s)
-        self._display.saved(saved.step, saved.seconds, saved.stall_s)
+            self._events.write("checkpoint", step, seconds=seconds, stall_s=stall_s)
+        self._display.saved(step, seconds, stall_s)
 
     def warn(self, text: str, event: str = "warning") -> None:
         self._display.warning(text)

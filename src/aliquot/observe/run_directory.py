@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from aliquot.config.read_config import dump_config
@@ -17,47 +16,20 @@ HEADER = "# The configuration of an aliquot run, complete, as it was run."
 LOCK = ".lock"
 
 
-@dataclass(frozen=True)
 class RunDirectory:
     """runs/<name>: config.yaml, metrics.jsonl, events.jsonl, ledger.json, report.html, and directories."""
 
-    path: Path
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def events(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
-
-    @property
-    def profile(self) -> Path:
-        return self.path / "profile"
-
-    @property
-    def ledger(self) -> Path:
-        return self.path / "ledger.json"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def export(self) -> Path:
-        return self.path / "export"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metrics = path / "metrics.jsonl"
+        self.events = path / "events.jsonl"
+        self.ledger = path / "ledger.json"
+        self.report = path / "report.html"
+        self.checkpoints = path / "checkpoints"
+        self.profile = path / "profile"
+        self.tensorboard = path / "tensorboard"
+        self.export = path / "export"
+        self.logs = path / "logs"
 
     def check(self, config: RunConfig) -> None:
         """Raises UserError when something else lives here or when `checkpoint.resume: never` meets an earlier run."""

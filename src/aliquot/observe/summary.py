@@ -17,12 +17,14 @@ from aliquot.observe.text import duration, gib, rate
 def begin(display: Display, config: RunConfig, about: Mapping[str, Any], *lines: str) -> None:
     """What is trained, with what, and where; then `lines`, and the plan."""
     machine, precision = about["machine"], config.train.precision
-    display.header(
+    told = (
         f"{about['model']}, {about['parameters']:,} parameters, {precision}, engine {about['engine']}",
         f"{about['placement']}; {machine['matmul_kernels'][precision]}, {machine['allocator']}",
         *lines,
         *(foreseen(about["plan"]) if about.get("plan") else ()),
     )
+    for text in told:
+        display.line(text)
 
 
 def foreseen(plan: Mapping[str, Any]) -> tuple[str, str, str]:

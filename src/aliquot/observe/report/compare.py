@@ -60,7 +60,7 @@ def labels(runs: Sequence[Run]) -> list[str]:
 def figures(runs: Sequence[Run]) -> list[Figure]:
     return [
         _lines(
-            runs, "loss", "Training loss over tokens", "nats per token", lambda run: _over_tokens(run, "loss"),
+            runs, "loss", "Training loss over tokens", "nats per token", lambda run: run.points("loss", x="tokens"),
             lambda v: f"{v:.3g}", from_zero=False,
         ),
         _lines(
@@ -138,11 +138,6 @@ def _memory(runs: Sequence[Run]) -> Figure:
         height=bars_height(len(drawn)),
         table=Table(("run", "peak of the largest rank", "a rank may have"), rows),
     )  # fmt: skip
-
-
-def _over_tokens(run: Run, key: str) -> Points:
-    found = [(number(line.get("tokens")), number(line.get(key))) for line in run.steps]
-    return [(tokens, value) for tokens, value in found if tokens is not None and value is not None]
 
 
 def _flat(values: Any, name: str = "") -> dict[str, Any]:

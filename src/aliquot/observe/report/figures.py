@@ -7,6 +7,7 @@ from aliquot.observe.report.figure import Figure, Key, Table
 from aliquot.observe.report.read_run import Run, number
 from aliquot.observe.report.series import (
     hints_of,
+    hints_of_layers,
     mean_parts,
     median,
     per_step,
@@ -16,8 +17,8 @@ from aliquot.observe.report.series import (
     timed,
     without_steps,
 )
-from aliquot.observe.report.svg import Frame, Line, area_chart, line_chart
-from aliquot.observe.report.words import compact, percent, seconds, significant
+from aliquot.observe.report.svg import Line, area_chart, line_chart
+from aliquot.observe.report.words import compact, in_bytes, percent, seconds, significant
 from aliquot.observe.text import rate
 
 _MOST_STRETCHES = 60  # of steps, of which a stacked area shows the means
@@ -147,19 +148,10 @@ def parts(run: Run) -> Figure:
     says += f", waiting for slower ranks {percent(shares['wait'] / total)}."
     if all(line.get("reduce_s") is None for line in lines):
         says += " Reducing is not told apart here: the collectives run inside forward and backward."
-    keys = [
-        Key(part, i, "area", f"{seconds(shares[part])}, {percent(shares[part] / total)}")
-        for i, part in enumerate(PARTS)
-    ]
+    notes = [f"{seconds(share)}, {percent(share / total)}" for share in shares.values()]
+    keys = [Key(part, i, "area", notes[i]) for i, part in enumerate(PARTS)]
     svg = area_chart(xs, layers, seconds, format_x=compact, marks=resumes(run, xs))
-    frame = Frame((xs[0], xs[-1]), (0, 1))
-    hints = [
-        (
-            frame.x(x),
-            "\n".join([f"until step {x:,.0f}", *(f"{part} {seconds(values[i])}" for part, values, _ in layers[::-1])]),
-        )
-        for i, x in enumerate(xs)
-    ]
+    hints = hints_of_layers(xs, layers, [f"until step {x:,.0f}" for x in xs], seconds)
     rows = [[f"{x:,.0f}", *(seconds(values[i]) for _, values, _ in layers)] for i, x in enumerate(xs)]
     return Figure(
         name, title, says, svg, unit="seconds a step, mean over ranks",
@@ -174,20 +166,16 @@ def traffic(run: Run) -> Figure:
         return Figure(name, title, "", missing="two logged steps of one attempt are needed, and there are fewer")
     lines = [Line("network, loopback included", wire, 1, "dashed"), Line("shared memory", staged, 2)]
     last = [points[-1][1] if points else 0.0 for points in (wire, staged)]
-    says = f"In a step {rate(last[0], 'B')} went over the network and {rate(last[1], 'B')} through shared memory."
-    svg = line_chart(
-        [line for line in lines if line.points], lambda v: rate(v, "B"), format_x=compact, from_zero=True,
-        marks=resumes(run),
-    )  # fmt: skip
+    says = f"In a step {in_bytes(last[0])} went over the network and {in_bytes(last[1])} through shared memory."
+    drawn = [line for line in lines if line.points]
+    svg = line_chart(drawn, in_bytes, format_x=compact, from_zero=True, marks=resumes(run))
     moved = dict(per_step(run, "moved_bytes"))
     at = dict(staged)
-    rows = [
-        [f"{step:,.0f}", rate(value, "B"), rate(at.get(step, 0.0), "B"), rate(moved.get(step, 0.0), "B")]
-        for step, value in wire
-    ]
+    passed_on = [(step, value, at.get(step, 0.0), moved.get(step, 0.0)) for step, value in wire]
+    rows = [[f"{step:,.0f}", *map(in_bytes, sizes)] for step, *sizes in passed_on]
     return Figure(
         name, title, says, svg, unit="bytes a step",
         keys=[Key("network, loopback included", 1, "dashed"), Key("shared memory", 2)],
         table=Table(("step", "network", "shared memory", "moved in memory"), rows),
-        hints=hints_of(staged or wire, lambda step, value: f"step {step:,.0f}\n{rate(value, 'B')}"),
+        hints=hints_of(staged or wire, lambda step, value: f"step {step:,.0f}\n{in_bytes(value)}"),
     )  # fmt: skip

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from aliquot.observe.ledger import PHASES
 from aliquot.observe.report.figure import Figure, Key, Table
 from aliquot.observe.report.read_run import Object, Points, Run, number
-from aliquot.observe.report.series import hints_of, resumes, without_steps
-from aliquot.observe.report.svg import PHASES_HEIGHT, Frame, Level, Line, area_chart, line_chart
+from aliquot.observe.report.series import hints_of, hints_of_layers, resumes, without_steps
+from aliquot.observe.report.svg import PHASES_HEIGHT, Level, Line, area_chart, line_chart
 from aliquot.observe.report.words import compact, significant
 from aliquot.observe.text import gib
 
@@ -42,17 +42,15 @@ def _memory_of(run: Run, rank: int, rows: Sequence[Object]) -> Figure:
     layers.insert(0, (REST, rest, 7))
     planned = [(float(i), value) for i, row in enumerate(rows) if (value := planned_bytes(run, row)) is not None]
     lines = [Line("plan", scaled(planned), 6, "dashed plan")] if planned else []
-    limit, highest = limit_bytes(run), max([*tops, *(y for _, y in planned)])
-    near = limit is not None and limit <= 2.5 * highest
-    levels = [Level(f"limit {gib(limit)}", limit / GIB)] if near and limit is not None else []
+    limit, levels = limit_bytes(run), _limit_near(run, max([*tops, *(y for _, y in planned)]))
     at = tops.index(max(tops))
     says = f"Rank {rank} held at most {gib(tops[at])}, in the phase “{names[at]}”, of which the legend tells the parts"
     says += f"; a rank may have {gib(limit)}" if limit is not None else ""
-    says += ", far above this picture." if limit is not None and not near else "."
+    says += ", far above this picture." if limit is not None and not levels else "."
     says += "" if planned else " No plan was recorded, so its line is missing."
     drawn = [(layer, [value / GIB for value in values], colour) for layer, values, colour in layers]
-    svg = area_chart([float(i) for i in range(len(rows))], drawn, significant, names=names, levels=levels, lines=lines)
-    frame = Frame((0.0, float(len(rows) - 1)), (0, 1))
+    xs = [float(i) for i in range(len(rows))]
+    svg = area_chart(xs, drawn, significant, names=names, levels=levels, lines=lines)
     head = ("phase", *(layer for layer, _, _ in layers), "sum", "plan", "RSS", "PSS", "peak RSS")
     body = [
         [
@@ -62,15 +60,11 @@ def _memory_of(run: Run, rank: int, rows: Sequence[Object]) -> Figure:
         ]
         for i, row in enumerate(rows)
     ]  # fmt: skip
-    hints = [
-        (frame.x(float(i)), "\n".join([phase, *(f"{layer} {gib(values[i])}" for layer, values, _ in layers[::-1])]))
-        for i, phase in enumerate(names)
-    ]
     keys = [Key(layer, colour, "area", gib(values[at])) for layer, values, colour in layers]
     keys += [Key("plan", 6, "dashed")] if planned else []
     return Figure(
         f"memory-{rank}", f"Memory of rank {rank}", says, svg, unit="GiB, the most during each phase", keys=keys,
-        height=PHASES_HEIGHT, table=Table(head, body), hints=hints,
+        height=PHASES_HEIGHT, table=Table(head, body), hints=hints_of_layers(xs, layers, names, gib),
     )  # fmt: skip
 
 
@@ -88,8 +82,6 @@ def memory_over_steps(run: Run) -> Figure:
         return Figure(name, title, "", missing=without_steps(run))
     highest = [(step, max(values)) for step, values in rows]
     lowest = [(step, min(values)) for step, values in rows]
-    limit = limit_bytes(run)
-    near = limit is not None and limit <= 2.5 * max(y for _, y in highest)
     lines = [Line("largest rank", scaled(highest), 0)]
     keys = [Key("largest rank", 0)]
     if any(len(values) > 1 for _, values in rows):
@@ -97,7 +89,7 @@ def memory_over_steps(run: Run) -> Figure:
         keys.append(Key("smallest rank", 4, "dashed"))
     svg = line_chart(
         lines, significant, format_x=compact, from_zero=True, marks=resumes(run),
-        levels=[Level(f"limit {gib(limit)}", limit / GIB)] if near and limit is not None else [],
+        levels=_limit_near(run, max(y for _, y in highest)),
     )  # fmt: skip
     grown = highest[-1][1] - highest[len(highest) // 2][1]
     says = f"The largest rank had {gib(highest[-1][1])} private at step {highest[-1][0]:,.0f}"
@@ -126,6 +118,12 @@ def limit_bytes(run: Run) -> float | None:
     if limit is None or not world or not nodes:
         return None
     return limit / (world / nodes)
+
+
+def _limit_near(run: Run, highest: float) -> list[Level]:
+    """A line for the limit of a rank, unless it lies far above everything that is drawn."""
+    limit = limit_bytes(run)
+    return [Level(f"limit {gib(limit)}", limit / GIB)] if limit is not None and limit <= 2.5 * highest else []
 
 
 def scaled(points: Points) -> Points:

@@ -33,14 +33,6 @@ class Status:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """One that lies in the run directory now."""
-
-    step: int
-    size_bytes: int
-
-
-@dataclass(frozen=True)
 class Run:
     path: Path
     name: str
@@ -52,7 +44,7 @@ class Run:
     rows: list[Object]  # of the ledger
     plan: Object  # as `aliquot plan --json` prints it, made when the run began; empty: none was recorded
     machine: Object
-    checkpoints: list[Checkpoint]
+    checkpoints: dict[int, int]  # step -> size in bytes of those that lie there now
     doctor: Any  # doctor.json as it is; None: there is none
     status: Status
 
@@ -66,10 +58,10 @@ class Run:
         """The newest attempt's facts."""
         return self.attempts[-1] if self.attempts else {}
 
-    def points(self, key: str, lines: list[Object] | None = None) -> Points:
-        """(step, value) of the logged steps (or of `lines`) where `key` is a number."""
-        found = [(number(line.get("step")), number(line.get(key))) for line in (self.steps if lines is None else lines)]
-        return [(step, value) for step, value in found if step is not None and value is not None]
+    def points(self, key: str, lines: list[Object] | None = None, x: str = "step") -> Points:
+        """(`x`, value) of the logged steps (or of `lines`) where `x` and `key` are numbers."""
+        found = [(number(line.get(x)), number(line.get(key))) for line in (self.steps if lines is None else lines)]
+        return [(at, value) for at, value in found if at is not None and value is not None]
 
     def setting(self, section: str, key: str) -> Any:
         values = self.config.get(section)
@@ -95,9 +87,7 @@ def read_run(path: Path) -> Run:
     rows, plan = ledger.get("rows"), ledger.get("plan")
     if not isinstance(plan, dict):  # before the first step the start alone tells of it
         plan = next((event["plan"] for event in reversed(events) if isinstance(event.get("plan"), dict)), {})
-    rows = (
-        [row for row in rows if isinstance(row, dict) and row.get("phase") in PHASES] if isinstance(rows, list) else []
-    )
+    rows = rows if isinstance(rows, list) else []
     machine = next(
         (event["machine"] for event in reversed(events) if isinstance(event.get("machine"), dict)),
         ledger.get("machine"),
@@ -113,7 +103,7 @@ def read_run(path: Path) -> Run:
         steps=steps,
         evaluations=[line for line in lines if "eval_loss" in line],
         events=events,
-        rows=rows,
+        rows=[row for row in rows if isinstance(row, dict) and row.get("phase") in PHASES],
         plan=plan,
         machine=machine if isinstance(machine, dict) else {},
         checkpoints=_checkpoints(directory.checkpoints),
@@ -131,13 +121,11 @@ def number(value: Any) -> float | None:
 
 def _status(path: Path, events: list[Object], steps: list[Object], config: Object) -> Status:
     last = next((event for event in reversed(events) if event.get("event") in (*ENDS, "start", "resume")), None)
-    text = str(last.get("text", "")) if last is not None else ""
     if last is not None and last["event"] == "end":
         return Status("complete", "all steps are done")
-    if last is not None and last["event"] == "stopped":
-        return Status("stopped", text or "told to stop by SIGTERM")
-    if last is not None and last["event"] == "failed":
-        return Status("failed", text or "it ended with an error")
+    if last is not None and last["event"] in ENDS:
+        unsaid = {"stopped": "told to stop by SIGTERM", "failed": "it ended with an error"}
+        return Status(last["event"], str(last.get("text", "")) or unsaid[last["event"]])
     if _is_locked(path / LOCK):
         return Status("running", "a process is training into this directory now")
     if last is None and not steps:
@@ -163,31 +151,26 @@ def _is_locked(lock: Path) -> bool:
     return False
 
 
-def _checkpoints(directory: Path) -> list[Checkpoint]:
-    found = []
+def _checkpoints(directory: Path) -> dict[int, int]:
+    found = {}
     for path in directory.glob("step-*") if directory.is_dir() else ():
         step = path.name.removeprefix("step-")
         if step.isdecimal() and path.is_dir():
             try:
-                found.append(Checkpoint(int(step), sum(file.stat().st_size for file in path.iterdir())))
+                found[int(step)] = sum(file.stat().st_size for file in path.iterdir())
             except OSError:  # retention removed it meanwhile
                 continue
-    return sorted(found, key=lambda checkpoint: checkpoint.step)
+    return dict(sorted(found.items()))
 
 
 def _lines(path: Path) -> list[Object]:
     """The objects of a file of JSON lines, without what is not one: the last line of a killed run may be half."""
-    found = []
-    for line in (_text(path) or "").split("\n"):
-        value = _parsed(line)
-        if isinstance(value, dict):
-            found.append(value)
-    return found
+    values = map(_parsed, (_text(path) or "").split("\n"))
+    return [value for value in values if isinstance(value, dict)]
 
 
 def _json(path: Path) -> Any:
-    text = _text(path)
-    return _parsed(text) if text is not None else None
+    return _parsed(_text(path) or "")
 
 
 def _parsed(text: str) -> Any:

@@ -10,7 +10,7 @@ from aliquot.observe.report.figure import Table
 from aliquot.observe.report.memory_figures import limit_bytes, top_bytes
 from aliquot.observe.report.read_run import Object, Run, number
 from aliquot.observe.report.series import ceiling_of, mean_parts, median, per_step, steady
-from aliquot.observe.report.words import compact, percent, seconds, significant
+from aliquot.observe.report.words import compact, in_bytes, percent, seconds, significant
 from aliquot.observe.text import duration, gib, rate
 
 NOT_RECORDED = "not recorded"
@@ -67,9 +67,8 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
         found.append(("peak memory", gib(max(top_bytes(row) for row in run.rows)), note))
     spent = mean_parts(run)
     if sum(spent.values()):
-        found.append(
-            ("a step", seconds(sum(spent.values())), f"{percent(spent['wait'] / sum(spent.values()))} waiting")
-        )
+        waiting = percent(spent["wait"] / sum(spent.values()))
+        found.append(("a step", seconds(sum(spent.values())), f"{waiting} waiting"))
     return found
 
 
@@ -86,7 +85,7 @@ def foresight(run: Run) -> Table:
         ("peak memory of a rank", number(plan.get("peak_bytes_per_rank")), peak, gib),
         ("real tokens/s", number(plan.get("tokens_per_s")), median(speed) if speed else None, compact),
         ("a step", number(plan.get("step_s")), spent or None, seconds),
-        ("network with loopback, all ranks, a step", passed_on, ranks * wire[-1][1] if wire else None, _bytes),
+        ("network with loopback, all ranks, a step", passed_on, ranks * wire[-1][1] if wire else None, in_bytes),
     ]
     rows = []
     for name, planned, value, words in compared:
@@ -98,7 +97,6 @@ def foresight(run: Run) -> Table:
 
 def checkpoints(run: Run) -> Table:
     """Saved while the events were written, and those that lie there now."""
-    there = {checkpoint.step: checkpoint for checkpoint in run.checkpoints}
     rows, told = [], set()
     for event in run.events:
         step = number(event.get("step"))
@@ -106,16 +104,13 @@ def checkpoints(run: Run) -> Table:
             continue
         told.add(int(step))
         took, stall = number(event.get("seconds")), number(event.get("stall_s"))
-        kept = there.get(int(step))
+        kept = run.checkpoints.get(int(step))
         rows.append([
             f"{step:,.0f}", seconds(took) if took is not None else NOT_RECORDED,
-            seconds(stall) if stall is not None else NOT_RECORDED, gib(kept.size_bytes) if kept else "removed since",
+            seconds(stall) if stall is not None else NOT_RECORDED, gib(kept) if kept is not None else "removed since",
         ])  # fmt: skip
-    rows += [
-        [f"{step:,}", NOT_RECORDED, NOT_RECORDED, gib(kept.size_bytes)]
-        for step, kept in there.items()
-        if step not in told
-    ]
+    unsaid = {step: kept for step, kept in run.checkpoints.items() if step not in told}
+    rows += [[f"{step:,}", NOT_RECORDED, NOT_RECORDED, gib(kept)] for step, kept in unsaid.items()]
     return Table(("step", "took", "stood still", "on disk"), rows)
 
 
@@ -204,10 +199,6 @@ def total_steps(run: Run) -> float | None:
 def _rank_count(event: Object) -> str:
     ranks = number(event.get("world_size"))
     return f"{ranks:.0f} rank{'s' if ranks != 1 else ''}" if ranks is not None else "ranks not recorded"
-
-
-def _bytes(size: float) -> str:
-    return rate(size, "B")
 
 
 def _moment(at: float) -> str:

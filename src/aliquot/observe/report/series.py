@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 
 from aliquot.observe.clock import PARTS
 from aliquot.observe.report.read_run import Object, Points, Run, number
-from aliquot.observe.report.svg import Frame, Mark, thinned
+from aliquot.observe.report.svg import Frame, Layer, Mark, thinned
 
 NO_STEP = "no step has been logged yet"
 
@@ -91,3 +91,14 @@ def hints_of(points: Points, text: Callable[[float, float], str]) -> list[tuple[
     kept = thinned(points, 200)
     frame = Frame((points[0][0], points[-1][0]), (0, 1))
     return [(frame.x(step), text(step, value)) for step, value in kept]
+
+
+def hints_of_layers(
+    xs: Sequence[float], layers: Sequence[Layer], heads: Sequence[str], words: Callable[[float], str]
+) -> list[tuple[float, str]]:
+    """At each x its head and what every layer has there, the uppermost first."""
+    frame = Frame((xs[0], xs[-1]), (0, 1))
+    return [
+        (frame.x(x), "\n".join([head, *(f"{name} {words(values[i])}" for name, values, _ in reversed(layers))]))
+        for i, (x, head) in enumerate(zip(xs, heads, strict=True))
+    ]

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 WIDTH, HEIGHT = 600, 276
 PHASES_HEIGHT = 350  # of an area chart over named phases, whose names need room
@@ -19,6 +19,7 @@ _MOST_POINTS = 400
 _ROW = 54  # of a bar with its name
 
 Points = Sequence[tuple[float, float]]
+Layer = tuple[str, Sequence[float], int]  # name, a value for each x, colour
 Format = Callable[[float], str]
 
 
@@ -61,24 +62,20 @@ class Frame:
     def y(self, value: float) -> float:
         return self.floor - (value - self.y0) / (self.y1 - self.y0) * (self.floor - _TOP)
 
-    def grid(self, format_y: Format) -> Markup:
+    def path(self, points: Points) -> str:
+        return " ".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in points)
+
+    def grid(self, format_y: Format) -> str:
         parts = []
         for value in ticks(self.y0, self.y1):
-            parts.append(
-                Markup('<line class="grid" x1="{}" x2="{}" y1="{:.1f}" y2="{:.1f}"/>').format(
-                    _LEFT, WIDTH - _RIGHT, self.y(value), self.y(value)
-                )
-            )
-            parts.append(_label(_LEFT - 8, self.y(value) + 4, format_y(value), "end"))
-        return Markup("").join(parts)
+            y = self.y(value)
+            parts.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+            parts.append(_label(_LEFT - 8, y + 4, format_y(value), "end"))
+        return "".join(parts)
 
-    def steps(self, format_x: Format) -> Markup:
-        parts = [
-            _label(self.x(value), self.floor + 24, format_x(value), "middle")
-            for value in ticks(self.x0, self.x1)
-            if value == int(value)
-        ]
-        return Markup("").join(parts)
+    def steps(self, format_x: Format) -> str:
+        whole = [value for value in ticks(self.x0, self.x1) if value == int(value)]
+        return "".join(_label(self.x(value), self.floor + 24, format_x(value), "middle") for value in whole)
 
 
 def line_chart(
@@ -99,21 +96,16 @@ def line_chart(
     for line in lines:
         kept = thinned(line.points, _MOST_POINTS)
         if len(kept) > 1:
-            path = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in kept)
-            parts.append(Markup('<polyline class="line c{} {}" points="{}"/>').format(line.colour, line.style, path))
+            parts.append(_polyline(frame, line, kept))
         if "dots" in line.style or len(kept) == 1:
-            parts += [
-                Markup('<circle class="dot c{}" cx="{:.1f}" cy="{:.1f}" r="4"/>').format(
-                    line.colour, frame.x(x), frame.y(y)
-                )
-                for x, y in kept
-            ]
-    return Markup("").join(parts)
+            places = [(frame.x(x), frame.y(y)) for x, y in kept]
+            parts += [f'<circle class="dot c{line.colour}" cx="{x:.1f}" cy="{y:.1f}" r="4"/>' for x, y in places]
+    return Markup("".join(parts))
 
 
 def area_chart(
     xs: Sequence[float],
-    layers: Sequence[tuple[str, Sequence[float], int]],
+    layers: Sequence[Layer],
     format_y: Format,
     *,
     format_x: Format | None = None,
@@ -122,7 +114,7 @@ def area_chart(
     lines: Sequence[Line] = (),
     marks: Sequence[Mark] = (),
 ) -> Markup:
-    """Layers (name, a value for each x, colour) on top of each other; `names`: words for the xs, instead of a scale."""
+    """Layers on top of each other; `names`: words for the xs, instead of a scale."""
     tops = [sum(values[i] for _, values, _ in layers) for i in range(len(xs))]
     high = max([*tops, *(level.value for level in levels), *(y for line in lines for _, y in line.points)])
     frame = Frame((xs[0], xs[-1]), (0.0, high * 1.06 or 1.0), *((94, PHASES_HEIGHT) if names else ()))
@@ -130,31 +122,22 @@ def area_chart(
     base = [0.0] * len(xs)
     for _, values, colour in layers:
         top = [below + value for below, value in zip(base, values, strict=True)]
-        edge = [f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in zip(xs, top, strict=True)]
-        back = [f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in zip(xs, base, strict=True)]
         if len(xs) == 1:  # a single moment is a bar
-            x, width = frame.x(xs[0]) - 60, 120
-            parts.append(
-                Markup('<rect class="area c{}" x="{:.1f}" width="{}" y="{:.1f}" height="{:.1f}"/>').format(
-                    colour, x, width, frame.y(top[0]), frame.y(base[0]) - frame.y(top[0])
-                )
-            )
+            x, y = frame.x(xs[0]) - 60, frame.y(top[0])
+            height = frame.y(base[0]) - y
+            parts.append(f'<rect class="area c{colour}" x="{x:.1f}" width="120" y="{y:.1f}" height="{height:.1f}"/>')
         elif any(values):
-            parts.append(Markup('<polygon class="area c{}" points="{}"/>').format(colour, " ".join(edge + back[::-1])))
+            outline = [*zip(xs, top, strict=True), *list(zip(xs, base, strict=True))[::-1]]
+            parts.append(f'<polygon class="area c{colour}" points="{frame.path(outline)}"/>')
         base = top
-    for line in lines:
-        path = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in line.points)
-        parts.append(Markup('<polyline class="line c{} {}" points="{}"/>').format(line.colour, line.style, path))
+    parts += [_polyline(frame, line, line.points) for line in lines]
     parts += [_marks(frame, marks), _levels(frame, levels)]
     for x, name in zip(xs, names, strict=False):
-        parts.append(
-            Markup(
-                '<text class="tick phase" text-anchor="end" transform="translate({:.1f} {}) rotate(-35)">{}</text>'
-            ).format(frame.x(x) + 4, frame.floor + 16, name)
-        )
+        turned = f"translate({frame.x(x) + 4:.1f} {frame.floor + 16}) rotate(-35)"
+        parts.append(f'<text class="tick phase" text-anchor="end" transform="{turned}">{escape(name)}</text>')
     if format_x is not None:
         parts.append(frame.steps(format_x))
-    return Markup("").join(parts)
+    return Markup("".join(parts))
 
 
 def bars(
@@ -170,23 +153,18 @@ def bars(
         parts.append(_label(2, y - 5, name, "start", "name"))
         x = 2.0
         for value, colour in pieces:
+            width = value * scale
             if value > 0:
                 parts.append(
-                    Markup('<rect class="area c{}" x="{:.1f}" y="{}" width="{:.1f}" height="22"/>').format(
-                        colour, x, y, max(1.0, value * scale)
-                    )
+                    f'<rect class="area c{colour}" x="{x:.1f}" y="{y}" width="{max(1.0, width):.1f}" height="22"/>'
                 )
-            x += value * scale
+            x += width
         parts.append(_label(x + 8, y + 16, format_x(sum(value for value, _ in pieces)), "start"))
     for level in levels:
         x = 2 + level.value * scale
-        parts.append(
-            Markup('<line class="level {0}" x1="{1:.1f}" x2="{1:.1f}" y1="6" y2="{2}"/>').format(
-                level.style, x, height - 4
-            )
-        )
+        parts.append(f'<line class="level {level.style}" x1="{x:.1f}" x2="{x:.1f}" y1="6" y2="{height - 4}"/>')
         parts.append(_label(x - 5, 12, level.name, "end", "note"))
-    return Markup("").join(parts)
+    return Markup("".join(parts))
 
 
 def bars_height(rows: int) -> int:
@@ -222,32 +200,31 @@ def _room(low: float, high: float, from_zero: bool) -> tuple[float, float]:
     return (0.0 if from_zero else low - 0.06 * span), high + 0.06 * span
 
 
-def _levels(frame: Frame, levels: Sequence[Level]) -> Markup:
+def _polyline(frame: Frame, line: Line, points: Points) -> str:
+    return f'<polyline class="line c{line.colour} {line.style}" points="{frame.path(points)}"/>'
+
+
+def _levels(frame: Frame, levels: Sequence[Level]) -> str:
     parts = []
+    right = WIDTH - _RIGHT
     for level in levels:
         y = frame.y(level.value)
-        parts.append(
-            Markup('<line class="level {}" x1="{}" x2="{}" y1="{:.1f}" y2="{:.1f}"/>').format(
-                level.style, _LEFT, WIDTH - _RIGHT, y, y
-            )
-        )
-        parts.append(_label(WIDTH - _RIGHT - 4, y - 5, level.name, "end", "note"))
-    return Markup("").join(parts)
+        parts.append(f'<line class="level {level.style}" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(_label(right - 4, y - 5, level.name, "end", "note"))
+    return "".join(parts)
 
 
-def _marks(frame: Frame, marks: Sequence[Mark]) -> Markup:
+def _marks(frame: Frame, marks: Sequence[Mark]) -> str:
     parts = []
     for mark in marks:
         x = frame.x(mark.x)
         if not _LEFT <= x <= WIDTH - _RIGHT:
             continue
-        anchor = "end" if x > WIDTH / 2 else "start"
-        parts.append(
-            Markup('<line class="mark" x1="{0:.1f}" x2="{0:.1f}" y1="{1}" y2="{2}"/>').format(x, 20, frame.floor)
-        )
-        parts.append(_label(x + (-8 if anchor == "end" else -3), 15, mark.text, anchor, "note"))
-    return Markup("").join(parts)
+        shift, anchor = (-8, "end") if x > WIDTH / 2 else (-3, "start")
+        parts.append(f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="20" y2="{frame.floor}"/>')
+        parts.append(_label(x + shift, 15, mark.text, anchor, "note"))
+    return "".join(parts)
 
 
-def _label(x: float, y: float, text: str, anchor: str, kind: str = "tick") -> Markup:
-    return Markup('<text class="{}" x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>').format(kind, x, y, anchor, text)
+def _label(x: float, y: float, text: str, anchor: str, kind: str = "tick") -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'

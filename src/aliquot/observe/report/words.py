@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from aliquot.observe.text import rate
+
 
 def compact(value: float) -> str:
     """`950`, `4.1k`, `12M`."""
@@ -25,3 +27,7 @@ def seconds(value: float) -> str:
     if value >= 1 or value == 0:
         return f"{value:.3g} s"
     return f"{1e3 * value:.3g} ms" if value >= 1e-3 else f"{1e6 * value:.0f} µs"
+
+
+def in_bytes(size: float) -> str:
+    return rate(size, "B")
