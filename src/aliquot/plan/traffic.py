@@ -34,7 +34,7 @@ def traffic(config: RunConfig, engine: str, shape: ModelShape, layout: RankLayou
     elif engine == "fsdp":
         wire, local, shared = _fsdp(config, shape, layout, micro_batches, compute)
     elif engine == "deepspeed":
-        # What is wanted again soon stays gathered (memory_deepspeed.py), small weights until they are updated;
+        # What is wanted again soon stays gathered (deepspeed_memory.py), small weights until they are updated;
         # gradients are reduced in the compute dtype.
         kept = persistent_numel(config, shape, layout)
         twice = shape.numel - min(shape.numel, KEPT_NUMEL)
