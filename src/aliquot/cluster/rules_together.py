@@ -103,10 +103,8 @@ def _selected(job: JobView, pool: PoolView) -> list[InstanceType]:
 
 def _too_large(job: JobView, each: InstanceType) -> Iterator[str]:
     memory, cpu = job.memory_bytes or 0, job.cpu_millicores or 0
-    room, cores = (
-        each.allocatable_memory_bytes - DAEMONSET_BYTES,
-        each.allocatable_cpu_millicores - DAEMONSET_MILLICORES,
-    )
+    room = each.allocatable_memory_bytes - DAEMONSET_BYTES
+    cores = each.allocatable_cpu_millicores - DAEMONSET_MILLICORES
     if memory > room:
         yield (
             f"{memory / GIB:.1f} GiB requested, a pod can have {room / GIB:.1f} of its {each.memory_bytes / GIB:g} GiB"

@@ -73,12 +73,9 @@ def prepare(
             f"data.tokenizer_vocab_size is {section.tokenizer_vocab_size}, but the model's embedding"
             f" has only {vocab_size} rows"
         )
-    train, held_out = train_source(section), eval_source(section)
-    if held_out is None and section.eval_fraction > 0:
-        train, held_out = (
-            HeldOut(train, section.eval_fraction, "rest"),
-            HeldOut(train, section.eval_fraction, "held out"),
-        )
+    train, held_out, fraction = train_source(section), eval_source(section), section.eval_fraction
+    if held_out is None and fraction > 0:
+        train, held_out = HeldOut(train, fraction, "rest"), HeldOut(train, fraction, "held out")
     root = cache_root(section.cache_directory)
     told = progress or (lambda what, done_bytes, total_bytes: None)
     tokenizer = configured_tokenizer(section, model_dir, train, root, partial(told, "training the tokenizer"))

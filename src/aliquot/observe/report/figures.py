@@ -133,14 +133,11 @@ def parts(run: Run) -> Figure:
     count = min(len(lines), _MOST_STRETCHES)
     stretches = [lines[len(lines) * i // count : len(lines) * (i + 1) // count] for i in range(count)]
     xs = [number(stretch[-1].get("step")) or 0.0 for stretch in stretches]
-    layers = [
-        (
-            part,
-            [sum(number(line.get(f"{part}_s")) or 0.0 for line in stretch) / len(stretch) for stretch in stretches],
-            i,
-        )
-        for i, part in enumerate(PARTS)
-    ]
+    means = {
+        part: [sum(number(line.get(f"{part}_s")) or 0.0 for line in stretch) / len(stretch) for stretch in stretches]
+        for part in PARTS
+    }
+    layers = [(part, means[part], i) for i, part in enumerate(PARTS)]
     largest = sorted(shares, key=lambda part: -shares[part])[:2]
     says = f"A step takes {seconds(total)}, the mean over ranks and steps: " + ", ".join(
         f"{part} {percent(shares[part] / total)}" for part in largest

@@ -1,7 +1,7 @@
 """Hand-written SVG: axes, lines and stacked areas, in user units that the page scales to its width.
 
 Text is given by class, so that the page's style can enlarge it where the picture is small. Colours are classes `c0` to
-`c7`. Everything that is not a number is escaped.
+`c7`. Every name and text is escaped.
 """
 
 from __future__ import annotations
