@@ -286,7 +286,7 @@ def _stall(out: Path, ranks: Any, measured: Measured) -> Any:
     import torch
     from transformers import AutoConfig
 
-    from aliquot.checkpoint.saver import Saver
+    from aliquot.checkpoint.background_saver import Saver
     from aliquot.config.schema import CheckpointSection
     from aliquot.engines.base import EngineSpec
     from aliquot.engines.fsdp.fsdp_engine import FsdpEngine

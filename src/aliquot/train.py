@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from aliquot.checkpoint.background_saver import Saver
 from aliquot.checkpoint.directories import newest
 from aliquot.checkpoint.resume import changes, check_continuity, resume
-from aliquot.checkpoint.saver import Saver
 from aliquot.config.batch_size import BatchSize, batch_size
 from aliquot.config.schema import RunConfig
 from aliquot.data.batches import Batches, StepBatch
@@ -48,7 +48,7 @@ from aliquot.observe.prometheus import Exporter
 from aliquot.observe.recorder import Recorder
 from aliquot.observe.run_directory import RunDirectory
 from aliquot.optim.schedule import learning_rate, warmup
-from aliquot.plan.before import plan_before
+from aliquot.plan.preflight import plan_before
 from aliquot.ranges.publish import remove_directory
 from aliquot.ranges.together import on_first
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from aliquot.cluster.document import to_yaml
 from aliquot.cluster.live_cluster import ask_cluster
+from aliquot.cluster.manifest_yaml import to_yaml
 from aliquot.cluster.manifests import parse_manifests
 from aliquot.cluster.render import documents, render, write
 from tests.cluster.cases import cpu_job

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aliquot.cluster.check import check_job_of_config, check_manifests
-from aliquot.cluster.document import to_yaml
 from aliquot.cluster.findings import RULES, RuleFinding
 from aliquot.cluster.job import Job, describe
+from aliquot.cluster.manifest_yaml import to_yaml
 from aliquot.cluster.manifests import ManifestObject, parse_manifests
 from aliquot.cluster.render import documents
 from aliquot.config.plan import PhaseMemory

@@ -14,10 +14,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aliquot.cluster.document import to_yaml
 from aliquot.cluster.job import Job, describe
+from aliquot.cluster.manifest_yaml import to_yaml
+from aliquot.cluster.pod_config import CONFIG_FILE, shipped_config
 from aliquot.cluster.render import documents, render
-from aliquot.cluster.shipped import CONFIG_FILE, shipped_config
 from aliquot.config.plan import PhaseMemory
 from aliquot.config.read_config import read_config
 from tests.cluster.cases import GIB, cluster_section, config, plan

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from aliquot.observe.flops import attention_pairs, model_flops
 from aliquot.observe.meter import Meter
-from aliquot.observe.text import duration, gib, rate
+from aliquot.observe.readable import duration, gib, rate
 
 
 class Clock:

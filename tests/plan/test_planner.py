@@ -19,7 +19,7 @@ from aliquot.machine.cpu import read_cpu
 from aliquot.models.model_shape import model_shape
 from aliquot.observe.ledger import PHASES
 from aliquot.plan import fit
-from aliquot.plan.picture import svg
+from aliquot.plan.memory_picture import svg
 from aliquot.plan.planned_machine import Machine
 from aliquot.plan.planner import Planner, plan
 from aliquot.plan.report import summary

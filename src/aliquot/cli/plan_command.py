@@ -50,7 +50,7 @@ def command(
         from aliquot.errors import PlanError, UsageError, writing
         from aliquot.models.model_shape import model_shape
         from aliquot.plan import fit, report, search
-        from aliquot.plan.picture import svg
+        from aliquot.plan.memory_picture import svg
         from aliquot.plan.planned_machine import chosen
         from aliquot.plan.planner import Planner
 

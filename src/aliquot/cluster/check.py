@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from aliquot.cluster.findings import RuleFinding
 from aliquot.cluster.job import Job
+from aliquot.cluster.job_view import job_views
 from aliquot.cluster.manifests import ManifestObject, of_kind
 from aliquot.cluster.pools import pool_view
 from aliquot.cluster.render import parsed
@@ -13,9 +14,8 @@ from aliquot.cluster.rules_config import check_config
 from aliquot.cluster.rules_fields import check_fields
 from aliquot.cluster.rules_job import check_job
 from aliquot.cluster.rules_nodes import check_node_class, check_pool, check_references
+from aliquot.cluster.rules_scheduling import check_together
 from aliquot.cluster.rules_storage import check_storage
-from aliquot.cluster.rules_together import check_together
-from aliquot.cluster.view import job_views
 
 
 def check_manifests(manifests: Sequence[ManifestObject], job: Job | None = None) -> list[RuleFinding]:

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from aliquot.cluster.aws import ask_account
-from aliquot.cluster.document import to_yaml
 from aliquot.cluster.findings import RuleFinding, finding
 from aliquot.cluster.job import Job
+from aliquot.cluster.job_view import JobView, job_views
+from aliquot.cluster.manifest_yaml import to_yaml
 from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping
 from aliquot.cluster.quantity import parse
 from aliquot.cluster.versions import Versions, check_versions
-from aliquot.cluster.view import JobView, job_views
 from aliquot.errors import MissingToolError
 
 _TIMEOUT_S = 60

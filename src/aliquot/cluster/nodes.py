@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from aliquot.cluster.document import Document, compact
 from aliquot.cluster.job import AMX_TAINT, GPU, Job
+from aliquot.cluster.manifest_yaml import Document, compact
 
 POOL_LABEL = "aliquot.io/pool"
 _DISCOVERY = "karpenter.sh/discovery"

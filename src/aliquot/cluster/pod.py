@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from aliquot.cluster.document import Document, literal
 from aliquot.cluster.job import Job
+from aliquot.cluster.manifest_yaml import Document, literal
 from aliquot.cluster.nodes import POOL_LABEL, taint
+from aliquot.cluster.pod_config import CONFIG_DIRECTORY, CONFIG_FILE, config_map_name, directories, hub_cache, uses_hub
 from aliquot.cluster.quantity import mebibytes
-from aliquot.cluster.shipped import CONFIG_DIRECTORY, CONFIG_FILE, config_map_name, directories, hub_cache, uses_hub
 from aliquot.cluster.storage import claim_name
 
 USER = 1000  # of the image

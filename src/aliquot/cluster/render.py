@@ -5,12 +5,12 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from aliquot.cluster.document import Document, to_yaml
 from aliquot.cluster.job import Job
+from aliquot.cluster.manifest_yaml import Document, to_yaml
 from aliquot.cluster.manifests import ManifestObject, parse_manifests
 from aliquot.cluster.nodes import node_class, node_pool
+from aliquot.cluster.pod_config import config_map
 from aliquot.cluster.quantity import GIB
-from aliquot.cluster.shipped import config_map
 from aliquot.cluster.storage import storage
 from aliquot.cluster.trainjob import NODE, train_job, training_runtime
 from aliquot.errors import StorageError

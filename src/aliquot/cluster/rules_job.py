@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from aliquot.cluster.findings import RuleFinding, finding
 from aliquot.cluster.job import EFA, GPU
+from aliquot.cluster.job_view import NODE, JobView
 from aliquot.cluster.manifests import mapping
 from aliquot.cluster.quantity import GIB, MIB, parse_bytes
-from aliquot.cluster.view import NODE, JobView
 from aliquot.config.plan import Plan
 
 RESERVED_ENV = frozenset({"PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"})

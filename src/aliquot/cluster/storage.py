@@ -5,8 +5,8 @@ Formats: github.com/kubernetes-sigs/aws-fsx-csi-driver, examples of v1.9.0.
 
 from __future__ import annotations
 
-from aliquot.cluster.document import Document, compact
 from aliquot.cluster.job import Job
+from aliquot.cluster.manifest_yaml import Document, compact
 from aliquot.cluster.nodes import labels
 
 _DRIVER = "fsx.csi.aws.com"

@@ -7,8 +7,8 @@ directories. The runtime is the job's own and lies in its namespace.
 from __future__ import annotations
 
 from aliquot.cluster import pod
-from aliquot.cluster.document import Document, compact
 from aliquot.cluster.job import EFA, GPU, Job
+from aliquot.cluster.manifest_yaml import Document, compact
 from aliquot.cluster.nodes import labels
 from aliquot.cluster.quantity import mebibytes
 

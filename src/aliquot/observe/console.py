@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from aliquot.observe.live_view import LiveView
-from aliquot.observe.text import duration, gib, rate
+from aliquot.observe.readable import duration, gib, rate
 
 _WORTH_BYTES = 10_000_000  # less traffic is not shown
 _FILE_COLUMNS = 200  # of a table; without them rich takes the 80 of a terminal and cuts words

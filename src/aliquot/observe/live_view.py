@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from aliquot.observe.clock import PARTS
-from aliquot.observe.text import gib, rate
+from aliquot.observe.readable import gib, rate
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARKS = 40

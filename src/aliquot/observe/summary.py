@@ -10,8 +10,8 @@ from aliquot.config.schema import RunConfig
 from aliquot.observe import ledger
 from aliquot.observe.console import Display
 from aliquot.observe.meter import Speed
+from aliquot.observe.readable import duration, gib, rate
 from aliquot.observe.run_directory import RunDirectory
-from aliquot.observe.text import duration, gib, rate
 
 
 def begin(display: Display, config: RunConfig, about: Mapping[str, Any], *lines: str) -> None:

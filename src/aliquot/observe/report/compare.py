@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from aliquot.observe.clock import PARTS
+from aliquot.observe.readable import gib, rate
 from aliquot.observe.report.figure import Figure, Key, Table
 from aliquot.observe.report.memory_figures import limit_bytes, top_bytes
 from aliquot.observe.report.read_run import Points, Run, number
@@ -13,7 +14,6 @@ from aliquot.observe.report.run_facts import NOT_RECORDED, steps_done
 from aliquot.observe.report.series import mean_parts, median, per_step, smoothed, steady
 from aliquot.observe.report.svg import Level, Line, bars, bars_height, line_chart
 from aliquot.observe.report.words import compact, percent, seconds, significant
-from aliquot.observe.text import gib, rate
 
 _STYLES = ("", "dashed", "dotted")  # seven colours, then the same with another stroke
 _COLOURS = 7

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from aliquot.observe.clock import PARTS
+from aliquot.observe.readable import rate
 from aliquot.observe.report.figure import Figure, Key, Table
 from aliquot.observe.report.read_run import Run, number
 from aliquot.observe.report.series import (
@@ -19,7 +20,6 @@ from aliquot.observe.report.series import (
 )
 from aliquot.observe.report.svg import Line, area_chart, line_chart
 from aliquot.observe.report.words import compact, in_bytes, percent, seconds, significant
-from aliquot.observe.text import rate
 
 _MOST_STRETCHES = 60  # of steps, of which a stacked area shows the means
 _SMOOTH_FROM = 60  # logged steps: fewer need no smoothing

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from aliquot.observe.ledger import PHASES
+from aliquot.observe.readable import gib
 from aliquot.observe.report.figure import Figure, Key, Table
 from aliquot.observe.report.read_run import Object, Points, Run, number
 from aliquot.observe.report.series import hints_of, hints_of_layers, resumes, without_steps
 from aliquot.observe.report.svg import PHASES_HEIGHT, Level, Line, area_chart, line_chart
 from aliquot.observe.report.words import compact, significant
-from aliquot.observe.text import gib
 
 GIB = 2**30
 REST = "process, libraries, allocator"

@@ -6,12 +6,12 @@ import shlex
 from collections.abc import Callable
 from datetime import UTC, datetime
 
+from aliquot.observe.readable import duration, gib, rate
 from aliquot.observe.report.figure import Table
 from aliquot.observe.report.memory_figures import limit_bytes, top_bytes
 from aliquot.observe.report.read_run import Object, Run, number
 from aliquot.observe.report.series import ceiling_of, mean_parts, median, per_step, steady
 from aliquot.observe.report.words import compact, in_bytes, percent, seconds, significant
-from aliquot.observe.text import duration, gib, rate
 
 NOT_RECORDED = "not recorded"
 _LEVELS = {"problem": 0, "warning": 1, "ok": 2}

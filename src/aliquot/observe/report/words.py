@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from aliquot.observe.text import rate
+from aliquot.observe.readable import rate
 
 
 def compact(value: float) -> str:

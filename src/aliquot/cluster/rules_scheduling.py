@@ -8,10 +8,10 @@ from typing import Any
 from aliquot.catalogue.instances import InstanceType
 from aliquot.cluster.findings import RuleFinding, finding
 from aliquot.cluster.job import EFA, GPU
+from aliquot.cluster.job_view import JobView
 from aliquot.cluster.manifests import dig, listed
 from aliquot.cluster.pools import CAPACITY, ZONE, PoolView, type_labels
 from aliquot.cluster.quantity import GIB, parse_bytes, parse_millicores
-from aliquot.cluster.view import JobView
 
 # What the daemonsets of an EKS node commonly request together: CNI, kube-proxy, EBS, FSx and EFA plugins.
 DAEMONSET_MILLICORES = 250

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from aliquot.checkpoint.background_saver import Saver
 from aliquot.checkpoint.directories import complete_directories
 from aliquot.checkpoint.live_parts import LiveParts
 from aliquot.checkpoint.restore import restore
-from aliquot.checkpoint.saver import Saver
 from aliquot.config.schema import CheckpointSection
 from aliquot.errors import UserError
 from aliquot.ranges.parts import KINDS, Part

@@ -6,8 +6,8 @@ import json
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from aliquot.cluster.document import Document, to_yaml
 from aliquot.cluster.job import Job
+from aliquot.cluster.manifest_yaml import Document, to_yaml
 from aliquot.cluster.nodes import labels
 from aliquot.errors import ClusterError
 
