@@ -17,3 +17,8 @@ class Topology:
     device: Literal["cpu", "cuda"]
     threads: int  # of the intra-op pool
     cores: tuple[int, ...]  # this rank is pinned to these; empty: not pinned
+
+    @property
+    def is_first(self) -> bool:
+        """Rank 0: the one that talks and writes what exists once."""
+        return self.rank == 0
