@@ -75,14 +75,13 @@ def train(config: RunConfig, force: bool = False) -> Result:
     bad input, TrainingError for a run that must stop.
     """
     topology, placement = place(config.launch, os.environ, read_cpu(), choose_device(config.launch.device))
-    first = topology.rank == 0  # the one that talks, and writes what exists once
-    machine = machine_facts() if first else None
+    machine = machine_facts() if topology.is_first else None
     ranks = Ranks.join(topology, _PREPARATION_TIMEOUT_S, config.launch.join_timeout_s)
-    display = Display(config.observe.console, enabled=first)
+    display = Display(config.observe.console, enabled=topology.is_first)
     exporter = Exporter(config.observe, config.run.name)
     directory = RunDirectory(config.run.directory)
     try:
-        with directory.locked() if first else nullcontext():
+        with directory.locked() if topology.is_first else nullcontext():
             on_first(ranks, exporter.listen)
             about = {"placement": placement, "machine": ranks.broadcast(machine)}
             run = Attempt(config, ranks, directory, display, exporter, Ledger(ranks.rank), about)
