@@ -10,24 +10,37 @@ from typing import Literal
 import torch
 
 _SECONDS = 0.3
-_SIZE = {"cpu": 1536, "cuda": 8192}
+_SIZES = {"cpu": (192, 384, 768, 1536), "cuda": (8192,)}
 
 
 def matmul_rate(
     device: Literal["cpu", "cuda"], precision: Literal["bf16", "fp32"], barrier: Callable[[], None]
 ) -> float:
-    """FLOP/s of this rank: the median over square products for about 0.3 s, which all ranks begin after `barrier`."""
-    size = _SIZE[device]
-    left, right, out = torch.randn(
-        3, size, size, device=device, dtype=torch.bfloat16 if precision == "bf16" else torch.float32
-    )
-    torch.mm(left, right, out=out)  # the first one chooses kernels and touches pages
+    """FLOP/s of this rank: the median over square products for about 0.3 s, which all ranks begin after `barrier`.
+
+    Products are as large as lets several of them fit: a CPU without bf16 instructions takes 15 s for the largest.
+    """
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+
+    def product(size: int) -> Callable[[], float]:
+        left, right, out = torch.randn(3, size, size, device=device, dtype=dtype)
+
+        def seconds() -> float:
+            start = time.perf_counter()
+            torch.mm(left, right, out=out)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            return time.perf_counter() - start
+
+        seconds()  # the first one chooses kernels and touches pages
+        return seconds
+
+    for size in _SIZES[device]:
+        seconds = product(size)
+        if 8 * seconds() > _SECONDS / 3:  # the next size takes eight times as long
+            break
     barrier()
     times: list[float] = []
     while sum(times) < _SECONDS or len(times) < 3:
-        start = time.perf_counter()
-        torch.mm(left, right, out=out)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
+        times.append(seconds())
     return 2 * size**3 / statistics.median(times)
