@@ -2,8 +2,7 @@
 
 As many processes as there are physical cores measure side by side, one thread each, as ranks of one thread would; one
 process with a thread a core then tells what threads are worth: much in a large product, nothing in a small tensor. The
-profile is kept in the cache directory,
-under the machine's own name: processor, number of cores and version of torch.
+profile is kept in the cache directory, under the machine's own name: processor, number of cores and version of torch.
 """
 
 from __future__ import annotations
