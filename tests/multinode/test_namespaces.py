@@ -36,7 +36,9 @@ def on_both(hosts: tuple[Host, Host], config: Path, *overrides: str) -> list[tup
     return [(node.returncode, output) for node, output in zip(nodes, outputs, strict=True)]
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+# The short cases beside it: "hosts" in tests/engines/test_host.py, two nodes of a job in tests/launch/test_launch.py.
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_two_hosts_train_what_one_does(tmp_path: Path, ranks: int) -> None:
     shard = {"engine": "host"}
     one = write_config(tmp_path, "one", shard=shard, launch={"ranks": 2 * ranks})

@@ -256,7 +256,7 @@ def test_any_text_in_the_files_is_survived(tmp_path_factory: pytest.TempPathFact
 
 
 def test_a_long_run_of_many_ranks_stays_small(tmp_path: Path) -> None:
-    lines = [step(n, loss=5 + (n % 7) / 7, memory_bytes=[500 * MIB] * 64) for n in range(1, 50_001)]
+    lines = [step(n, loss=5 + (n % 7) / 7, memory_bytes=[500 * MIB] * 64) for n in range(1, 10_001)]
     directory = write_run(tmp_path / "run", steps=lines, events=[start(world_size=64)], ledger=rows(64))
     text = render([read_run(directory)])
     assert len(text.encode()) < 2_000_000
