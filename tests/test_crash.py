@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 from tests import warm
 
 
+@pytest.mark.long
 def test_kills_at_random_moments_lose_nothing() -> None:
     """A few of what `make crash KILLS=...` does."""
     quiet = {**os.environ, "PYTHONWARNINGS": "ignore"}
-    result = warm.run("-m", "tests.crash", "--kills", "3", "--seed", "1", env=quiet, cwd=warm.REPOSITORY, timeout_s=300)
+    result = warm.run("-m", "tests.crash", "--kills", "5", "--seed", "1", env=quiet, cwd=warm.REPOSITORY, timeout_s=300)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "nothing was lost" in result.stdout

@@ -149,6 +149,7 @@ def test_quiet_says_nothing(folder: Path) -> None:
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
+@pytest.mark.long
 def test_a_rank_that_is_held_up_is_named(folder: Path) -> None:
     config = write_config(folder, "slow", launch={"ranks": 2}, train={"max_steps": 100000})
     process = warm.popen(

@@ -211,6 +211,7 @@ def test_findings_that_cannot_be_written_are_one_line(tmp_path: Path, monkeypatc
     assert (told.exit_code, told.stderr) == (2, line)
 
 
+@pytest.mark.long
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All checks on this machine, twice, its two ranks once; no test of what a particular machine has."""
     good = command("doctor", "--json", "--run-directory", tmp_path, "--port", "29533")

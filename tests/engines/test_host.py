@@ -94,10 +94,8 @@ def test_moments_of_eight_bits_take_a_quarter(runs: dict[str, Path]) -> None:
     assert (codes - codes.round()).abs().max() < 1e-2
 
 
-@pytest.mark.parametrize(
-    ("states", "bytes_per_parameter"),
-    [("fp32", 2 + 4 + 8), pytest.param("int8", 2 + 2 + 2, marks=pytest.mark.long)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("states", "bytes_per_parameter"), [("fp32", 2 + 4 + 8), ("int8", 2 + 2 + 2)])
 def test_a_rank_holds_its_share_and_nothing_else(tmp_path: Path, states: str, bytes_per_parameter: int) -> None:
     """What is accounted for is what /proc says is private: no gradient, master or moment of another's part."""
     run_ranks(Path(__file__).parent / "memory_worker.py", 2, tmp_path, states)

@@ -70,6 +70,7 @@ def start(opened: list[Terminal], folder: Path, columns: int, *options: str, **e
     return terminal
 
 
+@pytest.mark.long
 def test_the_live_view(tmp_path: Path, open_terminals: list[Terminal]) -> None:
     terminal = start(open_terminals, tmp_path, 100)
     shown = terminal.wait_for("training", "ETA", "MFU", "from ", "saved in")  # while it goes on
@@ -97,6 +98,7 @@ def test_a_narrow_terminal_without_colours(tmp_path: Path, open_terminals: list[
     assert not any(f"\x1b[{code}" in coloured for code in ("31", "32", "33", "34", "35", "36", "38"))
 
 
+@pytest.mark.long
 def test_quiet_leaves_the_terminal_empty(tmp_path: Path, open_terminals: list[Terminal]) -> None:
     terminal = start(open_terminals, tmp_path, 80, "train.max_steps=1", "launch.ranks=1", "--quiet")
     assert terminal.wait_for("exit code").split("\n")[0] == "exit code 0"

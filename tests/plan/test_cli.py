@@ -93,7 +93,8 @@ def test_training_ends_with_plan_and_measurement_side_by_side(tmp_path: Path) ->
     assert planned == ledger["plan"]["peak_bytes"]
 
 
-@pytest.mark.parametrize("engine", ["host", pytest.param("fsdp", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ["host", "fsdp"])
 def test_memory_is_foreseen(tmp_path: Path, engine: str) -> None:
     """Of a model that takes as much as the process itself: 8 % of all is 16 % of what it adds."""
     file = write_config(tmp_path, launch={"ranks": 2}, shard={"engine": engine})

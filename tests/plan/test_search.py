@@ -29,7 +29,11 @@ BATCHES = [
 ]
 
 
-@pytest.mark.parametrize("batch", BATCHES, ids=str)
+@pytest.mark.parametrize(
+    "batch",
+    [BATCHES[1], *(pytest.param(batch, marks=pytest.mark.long) for batch in BATCHES if batch != BATCHES[1])],
+    ids=str,
+)
 def test_proposed_lines_give_the_planned_batch(tmp_path: Path, batch: dict[str, int]) -> None:
     file = tmp_path / "run.yaml"
     sections: dict[str, Any] = {

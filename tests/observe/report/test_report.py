@@ -255,6 +255,7 @@ def test_any_text_in_the_files_is_survived(tmp_path_factory: pytest.TempPathFact
     page_of(directory)
 
 
+@pytest.mark.long
 def test_a_long_run_of_many_ranks_stays_small(tmp_path: Path) -> None:
     lines = [step(n, loss=5 + (n % 7) / 7, memory_bytes=[500 * MIB] * 64) for n in range(1, 10_001)]
     directory = write_run(tmp_path / "run", steps=lines, events=[start(world_size=64)], ledger=rows(64))
