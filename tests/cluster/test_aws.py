@@ -136,6 +136,7 @@ def test_no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     assert "no answer" in found()["permission"]
 
 
+@pytest.mark.long
 def test_live_types_agree_with_the_catalogue(ec2: Any) -> None:
     """moto's types are AWS' own answers of some day."""
     live = {each.name: each for each in live_instances()}

@@ -62,6 +62,7 @@ def test_a_model_whose_head_does_more_than_multiply(runs: dict[str, Path]) -> No
     assert host == fsdp
 
 
+@pytest.mark.long
 def test_two_numa_nodes_compute_what_one_does(runs: dict[str, Path]) -> None:
     same(runs["numa"], runs["four"], "llama-bf16", world_size=4)
 

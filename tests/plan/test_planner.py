@@ -91,6 +91,7 @@ def test_wire_of_fsdp_grows_with_micro_batches_and_splits_by_hosts() -> None:
     assert traffic(config, "fsdp", shape, RankLayout(1, 2, 1, "cpu"), 4).wire_bytes == 0
 
 
+@pytest.mark.long
 def test_slow_wires_favour_one_exchange_a_step() -> None:
     slow = Machine.of_numbers(64, 16, 1)
     config = planned_config(LLAMA, train={"global_batch_size": 64, "per_device_train_batch_size": 1})

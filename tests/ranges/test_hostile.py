@@ -26,6 +26,7 @@ from tests.examples import examples
 from tests.ranges.world import FakeStore, run_world
 
 
+@pytest.mark.long
 def test_a_header_of_very_many_entries(tmp_path: Path) -> None:
     count = 200_000
     fields = (b'"t%06d":{"dtype":"U8","shape":[1],"data_offsets":[%d,%d]}' % (i, i, i + 1) for i in range(count))
