@@ -159,7 +159,7 @@ FAULTS = (
         "plan-forgets-other-hosts", "engines/host/host_memory.py",
         "the plan forgets the gradient sums that a rank holds for its counterparts on other hosts",
         "gradients=kept * own * layout.nodes,", "gradients=kept * own,",
-        ("tests/plan",),
+        ("tests/engines/test_host_memory.py", "tests/plan"),
     ),
     Fault(
         "free-shm-not-looked-at", "doctor/memory_checks.py",

@@ -9,27 +9,24 @@ import pytest
 import torch
 
 from tests.engines.cases import CASES
-from tests.engines.test_engines import WORKER, assembled, result
-from tests.processes import World, run_ranks, run_worlds
+from tests.engines.test_engines import WORKER, Runs, assembled, result
+from tests.processes import run_ranks
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs[str]:
     far = ["llama-bf16-far", "llama-frugal", "llama-bf16-states"]
-    plan = {
-        "fsdp": (2, ["llama", "gemma2"]),
-        "fsdp-shared": (2, ["llama", "gemma2"]),
-        "host": (2, ["llama", "llama-bf16", "llama-int8", "gemma2", "qwen2-tied", *far]),
-        "again": (2, ["llama-bf16", "llama-int8"]),
-        "hosts": (2, ["llama", "llama-bf16", "llama-int8", "qwen2-tied"]),
-        "numa": (4, ["llama-bf16"]),
-        "four": (4, ["llama-bf16"]),
-        "one": (1, ["llama-int8"]),
+    worlds = {
+        "fsdp": ("fsdp", 2, ["llama", "gemma2"]),
+        "fsdp-shared": ("fsdp-shared", 2, ["llama", "gemma2"]),
+        "host": ("host", 2, ["llama", "llama-bf16", "llama-int8", "gemma2", "qwen2-tied", *far]),
+        "again": ("host", 2, ["llama-bf16", "llama-int8"]),
+        "hosts": ("hosts", 2, ["llama", "llama-bf16", "llama-int8", "qwen2-tied"]),
+        "numa": ("numa", 4, ["llama-bf16"]),
+        "four": ("host", 4, ["llama-bf16"]),
+        "one": ("host", 1, ["llama-int8"]),
     }
-    folders = {name: tmp_path_factory.mktemp(name) for name in plan}
-    kinds = {name: name if name in ("fsdp", "fsdp-shared", "hosts", "numa") else "host" for name in plan}
-    run_worlds(WORKER, [World(size, folders[name], (kinds[name], *cases)) for name, (size, cases) in plan.items()])
-    return folders
+    return Runs(tmp_path_factory.mktemp("worlds"), worlds)
 
 
 def same(a: Path, b: Path, name: str, world_size: int = 2, moments: bool = True) -> None:
@@ -41,34 +38,34 @@ def same(a: Path, b: Path, name: str, world_size: int = 2, moments: bool = True)
             assert torch.equal(left[tensor], right[tensor]), tensor
 
 
-def test_equals_fsdp_bit_for_bit_in_fp32(runs: dict[str, Path]) -> None:
+def test_equals_fsdp_bit_for_bit_in_fp32(runs: Runs[str]) -> None:
     """Clipped steps with uneven work and accumulation: a + b is b + a, and nothing else differs."""
     same(runs["host"], runs["fsdp"], "llama")
 
 
-def test_fsdp_through_shared_memory_is_fsdp_through_gloo(runs: dict[str, Path]) -> None:
+def test_fsdp_through_shared_memory_is_fsdp_through_gloo(runs: Runs[str]) -> None:
     same(runs["fsdp-shared"], runs["fsdp"], "llama")
     same(runs["fsdp-shared"], runs["fsdp"], "gemma2")
 
 
-def test_equals_itself_bit_for_bit(runs: dict[str, Path]) -> None:
+def test_equals_itself_bit_for_bit(runs: Runs[str]) -> None:
     same(runs["host"], runs["again"], "llama-bf16")
     same(runs["host"], runs["again"], "llama-int8")
 
 
-def test_a_model_whose_head_does_more_than_multiply(runs: dict[str, Path]) -> None:
+def test_a_model_whose_head_does_more_than_multiply(runs: Runs[str]) -> None:
     """Gemma 2 caps its logits: its own loss is taken, whole."""
     host, fsdp = result(runs["host"], "gemma2"), result(runs["fsdp"], "gemma2")
     assert host == fsdp
 
 
 @pytest.mark.long
-def test_two_numa_nodes_compute_what_one_does(runs: dict[str, Path]) -> None:
+def test_two_numa_nodes_compute_what_one_does(runs: Runs[str]) -> None:
     same(runs["numa"], runs["four"], "llama-bf16", world_size=4)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2-tied"])
-def test_two_hosts_compute_what_one_does(runs: dict[str, Path], name: str) -> None:
+def test_two_hosts_compute_what_one_does(runs: Runs[str], name: str) -> None:
     one, two = result(runs["host"], name), result(runs["hosts"], name)
     # Sums over micro-batches and hosts in another order: as between world sizes in test_engines.
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-5)
@@ -76,7 +73,7 @@ def test_two_hosts_compute_what_one_does(runs: dict[str, Path], name: str) -> No
     assert two["evaluated"] == pytest.approx(one["evaluated"], rel=1e-4)
 
 
-def test_frugal_states_learn_as_exact_ones_do(runs: dict[str, Path]) -> None:
+def test_frugal_states_learn_as_exact_ones_do(runs: Runs[str]) -> None:
     exact = result(runs["host"], "llama-bf16-far")["losses"]
     for name in ("llama-frugal", "llama-bf16-states"):
         frugal = result(runs["host"], name)["losses"]
@@ -86,7 +83,7 @@ def test_frugal_states_learn_as_exact_ones_do(runs: dict[str, Path]) -> None:
     assert result(runs["one"], "llama-int8")["losses"][0] == pytest.approx(exact[0], rel=1e-4)
 
 
-def test_moments_of_eight_bits_take_a_quarter(runs: dict[str, Path]) -> None:
+def test_moments_of_eight_bits_take_a_quarter(runs: Runs[str]) -> None:
     assert CASES["llama-frugal"].states == "int8"
     found = assembled(runs["host"], "llama-frugal", "final", 2, "exp_avg_sq")
     blocks = found["model.layers.0.mlp.down_proj.weight"].view(-1, 50)  # rows of 50: one block each
