@@ -168,12 +168,17 @@ def test_shm(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a mount namespace needs root")
-def test_small_shm() -> None:
-    mount = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
-    if subprocess.run(["unshare", "-m", "sh", "-c", mount, "sh", "true"], capture_output=True, check=False).returncode:
+@pytest.mark.parametrize(
+    ("size", "used", "found"), [("64m", "0", "0.06 GiB, 0.06 GiB free"), ("1040m", "32M", "1.02 GiB, 0.98 GiB free")]
+)
+def test_small_or_full_shm(size: str, used: str, found: str) -> None:
+    """What counts is what is free."""
+    mount = f'mount -t tmpfs -o size={size} tmpfs /dev/shm && head -c {used} /dev/zero > /dev/shm/used && exec "$@"'
+    shell = ["unshare", "-m", "sh", "-c", mount, "sh"]
+    if subprocess.run([*shell, "true"], capture_output=True, check=False).returncode:
         pytest.skip("no mount namespaces here")
-    finding = alone("memory_checks.check_shm", prefix=["unshare", "-m", "sh", "-c", mount, "sh"])
-    assert finding["level"] == "warning" and finding["found"] == "0.06 GiB, 0.06 GiB free"
+    finding = alone("memory_checks.check_shm", prefix=shell)
+    assert finding["level"] == "warning" and finding["found"] == found
     assert "emptyDir" in finding["fix"]
 
 
