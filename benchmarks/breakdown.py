@@ -181,7 +181,7 @@ def mark_engine() -> None:
     from torch.profiler import record_function
 
     from aliquot.collectives.peers import Peers
-    from aliquot.engines.host.host_engine import host_engine
+    from aliquot.engines.host import host_engine
     from aliquot.engines.host.host_gradients import HostGradients
     from aliquot.optim.blocked_adamw import BlockedAdamW
 
