@@ -114,9 +114,8 @@ def test_bits_per_byte_are_those_of_a_plain_loop(folder: Path, alone: Path, two_
         assert curve(run, "eval_bits_per_byte")[6] == pytest.approx(bits, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("asked", "used"), [("auto", "shared memory"), pytest.param("gloo", "gloo", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("asked", "used"), [("auto", "shared memory"), ("gloo", "gloo")])
 def test_a_run_says_what_carries_its_collectives(folder: Path, asked: str, used: str) -> None:
     shard = {"engine": "fsdp", "collectives": asked}
     output = trained(write_config(folder, asked, shard=shard, launch={"ranks": 2}, train={"max_steps": 1}))
@@ -291,6 +290,7 @@ def test_epochs_that_end_unevenly_cannot_be_continued_in_the_middle(folder: Path
     assert "cut short by the end of its last epoch" in refusal(config, "train.num_train_epochs=2")
 
 
+@pytest.mark.long
 def test_resume_from_a_path_starts_there_and_goes_on_from_its_own(folder: Path, alone: Path) -> None:
     shutil.copytree(alone / "checkpoints" / "step-00000003", folder / "best")
     config = write_config(folder, "branch", checkpoint={"resume": str(folder / "best")})

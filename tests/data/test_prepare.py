@@ -175,7 +175,8 @@ def test_a_truncating_tokenizer_json_truncates_nothing(corpus: Path, model: Path
     assert np.diff(store.offsets).min() > 50
 
 
-@pytest.mark.parametrize("num_proc", [1, 2])
+# Two processes each import transformers.
+@pytest.mark.parametrize("num_proc", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_conversations(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, num_proc: int) -> None:
     tokenizer = byte_level()
     tokenizer.chat_template = CHATML

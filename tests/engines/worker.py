@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 
@@ -30,6 +31,7 @@ ENGINES: dict[str, type[Engine]] = {
     "host": HostEngine,
     "fsdp-offload": FsdpEngine,
     "deepspeed": DeepspeedEngine,
+    "deepspeed-uncompiled": DeepspeedEngine,
     "deepspeed-offload": DeepspeedEngine,
 }
 
@@ -52,6 +54,8 @@ def train(kind: str, case: cases.Case, rank: int, world_size: int, folder: Path)
         deepspeed=deepspeed_settings(kind, case),
         offload=kind == "fsdp-offload",
     )
+    if kind == "deepspeed-uncompiled":  # as where DeepSpeed finds no way to build its shared-memory op
+        importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
     topology = Topology(rank, world_size, rank, world_size, 0, 1, "cpu", 1, ())
     if kind == "hosts":  # one rank each
         recompute.enable(built.model, case.checkpointing)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests import warm
 from tests.runs import write_config
 
@@ -27,7 +29,8 @@ assert not gloo_threads(), gloo_threads()
 """
 
 
-def test_the_host_engine_leaves_no_thread_of_gloos(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cold", [False, pytest.param(True, marks=pytest.mark.long)])  # one that really ends
+def test_the_host_engine_leaves_no_thread_of_gloos(tmp_path: Path, cold: bool) -> None:
     config = write_config(tmp_path, shard={"engine": "host"}, train={"max_steps": 2})
-    run = warm.run("-c", SCRIPT, config, cold=True)  # one that really ends
+    run = warm.run("-c", SCRIPT, config, cold=cold)
     assert run.returncode == 0, run.stdout + run.stderr

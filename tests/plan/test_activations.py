@@ -23,7 +23,7 @@ def step(mode: str, precision: str = "bf16") -> Step:
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3", marks=pytest.mark.long), "mistral"])
 def test_saved_bytes_are_those_of_a_real_forward_pass(name: str, mode: str) -> None:
     config = planned_config(MODELS[name])
     foreseen = micro_batch_cost(model_shape(config), step(mode), EDGES, 500).saved_bytes
@@ -44,7 +44,7 @@ def test_saved_bytes_are_those_of_a_real_forward_pass(name: str, mode: str) -> N
     assert 0.99 * saved.peak_bytes <= foreseen <= 1.02 * saved.peak_bytes + beside
 
 
-@pytest.mark.parametrize("model", [LLAMA, QWEN3, MISTRAL, GEMMA2], ids=lambda model: model["model_type"])
+@pytest.mark.parametrize("model", [LLAMA, GEMMA2], ids=lambda model: model["model_type"])
 def test_layers_add_up(model: dict[str, object]) -> None:
     """Few layers are run; twice as many must cost what running them all would."""
     few = micro_batch_cost(model_shape(planned_config(model)), step("none"), EDGES, 500)
