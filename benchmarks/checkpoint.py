@@ -294,7 +294,7 @@ def _stall(out: Path, ranks: Any, measured: Measured) -> Any:
     from aliquot.models.batch import MicroBatch
 
     built = meta.build(AutoConfig.for_model(**llama_config(LLAMA_125M)))
-    spec = EngineSpec("bf16", SEQUENCE, built.plain_head)
+    spec = EngineSpec("bf16", SEQUENCE, built.traits.plain_head)
     engine = FsdpEngine.build(built.model, spec, ranks.topology)
     initialize.initialize(engine, built.fills, 1)
     engine.ready()

@@ -58,7 +58,7 @@ def aliquot_steps(
     from aliquot.models.batch import MicroBatch
 
     built = meta.build(AutoConfig.for_model(**config))
-    spec = EngineSpec("bf16", work.tokens, built.plain_head, **settings)
+    spec = EngineSpec("bf16", work.tokens, built.traits.plain_head, **settings)
     engine: Any
     if engine_name == "alone":
         if spec.compile == "layers":

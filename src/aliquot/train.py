@@ -39,6 +39,7 @@ from aliquot.models.generate import continuation
 from aliquot.models.load import load_weights
 from aliquot.models.model_files import export_dtype, model_files
 from aliquot.models.source import ModelSource, resolve
+from aliquot.models.structure import attention_width
 from aliquot.observe import summary
 from aliquot.observe.clock import StepClock
 from aliquot.observe.console import Display
@@ -281,7 +282,7 @@ class Training:
             run.directory.checkpoints, model.engine, model.built.tensors, self._files, run.ranks, run.config.checkpoint,
             warn=record.warn, saved=record.saved,
         )  # fmt: skip
-        self._attention_width = meta.attention_width(inputs.source.config)
+        self._attention_width = attention_width(inputs.source.config)
         settings = run.config.train
         self._warmup_steps = warmup(settings.warmup_steps, settings.warmup_ratio, inputs.total_steps)
         self._done = start.step

@@ -10,7 +10,7 @@ from aliquot.attention.base import Documents
 from aliquot.attention.document_attention import IMPLEMENTATION, attention_on, register
 from aliquot.errors import UserError
 from aliquot.loss.base import summed_cross_entropy
-from aliquot.models import meta
+from aliquot.models import calls, meta
 from tests.engines.cases import SMALL, micro_batch
 
 MODELS = [
@@ -31,7 +31,7 @@ def build(shape: dict[str, object], implementation: str = IMPLEMENTATION) -> tor
 def logits_of(model: torch.nn.Module, sequence: list[torch.Tensor]) -> torch.Tensor:
     batch = micro_batch(sequence)
     documents = Documents(batch.edges, attention_on("cpu"))
-    return meta.forward(model, batch.input_ids[None], batch.position_ids[None], documents)
+    return calls.logits(model, batch.input_ids, batch.position_ids, documents)
 
 
 def three_documents() -> list[torch.Tensor]:

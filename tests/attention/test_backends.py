@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aliquot.attention.base import AttentionBackend, Documents
+from aliquot.attention.base import AttentionBackend, Documents, Scoring
 from aliquot.attention.cuda_attention import CudaAttention
 from aliquot.attention.reference_attention import ReferenceAttention
 from aliquot.attention.tiled_attention import TiledAttention
@@ -23,17 +23,26 @@ HEADS = {"grouped": (4, 2), "alone": (2, 2)}
 
 
 def results(
-    backend: AttentionBackend, lengths: tuple[int, ...], window: int | None, heads: tuple[int, int], dtype: torch.dtype
+    backend: AttentionBackend,
+    lengths: tuple[int, ...],
+    window: int | None,
+    heads: tuple[int, int],
+    dtype: torch.dtype,
+    softcap: float | None = None,
+    has_sinks: bool = False,
+    value_dim: int = HEAD_DIM,
 ) -> list[Tensor]:
-    """The output of a row of documents, and the gradients of queries, keys and values."""
+    """The output of a row of documents, and the gradients of queries, keys, values and sinks."""
     generator = torch.Generator().manual_seed(sum(lengths))
     edges = (0, *accumulate(lengths))
-    of_queries, of_keys = ((1, count, edges[-1], HEAD_DIM) for count in heads)
+    shapes = [(1, count, edges[-1], HEAD_DIM) for count in heads]
+    shapes += [(1, heads[1], edges[-1], value_dim), *([(heads[0],)] if has_sinks else [])]
     inputs = [
         torch.randn(shape, generator=generator, dtype=torch.float64).bfloat16().to(dtype).requires_grad_()
-        for shape in (of_queries, of_keys, of_keys)
+        for shape in shapes
     ]
-    out = backend.attend(*inputs, Documents(edges, backend), HEAD_DIM**-0.5, window)
+    scoring = Scoring(HEAD_DIM**-0.5, window, softcap, inputs[3] if has_sinks else None)
+    out = backend.attend(*inputs[:3], Documents(edges, backend), scoring)
     weights = torch.randn(out.shape, generator=generator, dtype=torch.float64).bfloat16().to(dtype)
     out.backward(weights)
     return [out.detach(), *(x.grad for x in inputs if x.grad is not None)]
@@ -67,6 +76,20 @@ def test_tiled_in_bf16_is_as_near_as_bf16_is() -> None:
     assert_equal(results(TiledAttention(), lengths, 100, HEADS["grouped"], torch.bfloat16), exact, 2**-6)
 
 
+@pytest.mark.parametrize("backend", [TiledAttention(), CudaAttention()], ids=["tiled", "cuda"])
+@pytest.mark.parametrize("window", [None, 100], ids=["whole", "window"])
+@pytest.mark.parametrize(
+    ("softcap", "has_sinks", "value_dim"),
+    [(0.7, False, HEAD_DIM), (None, True, HEAD_DIM), (None, False, 5), (0.7, True, 12)],
+    ids=["softcap", "sinks", "narrow-values", "all"],
+)
+def test_what_layers_ask_for(
+    backend: AttentionBackend, window: int | None, softcap: float | None, has_sinks: bool, value_dim: int
+) -> None:
+    case = ((*SHORT, 700), window, HEADS["grouped"], torch.float64, softcap, has_sinks, value_dim)
+    assert_equal(results(backend, *case), results(ReferenceAttention(), *case), 1e-12)
+
+
 @pytest.mark.parametrize("window", [None, 100], ids=["whole", "window"])
 def test_what_a_gpu_would_run_is_exact(window: int | None) -> None:
     """On CPU, by torch's kernels for it: what cuts the row is the same."""
@@ -78,7 +101,7 @@ def test_the_reference_sees_what_a_loop_sees() -> None:
     lengths, window = (3, 5), 2
     edges = (0, 3, 8)
     query, key, value = torch.randn(3, 1, 1, 8, HEAD_DIM, dtype=torch.float64)
-    found = ReferenceAttention().attend(query, key, value, Documents(edges, ReferenceAttention()), 0.5, window)
+    found = ReferenceAttention().attend(query, key, value, Documents(edges, ReferenceAttention()), Scoring(0.5, window))
     for start, length in zip(edges, lengths, strict=False):
         for at in range(start, start + length):
             seen = slice(max(start, at - window + 1), at + 1)

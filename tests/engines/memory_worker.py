@@ -28,7 +28,7 @@ def train(rank: int, world_size: int, shape: dict[str, object], states: str) -> 
     Not all private bytes: a page of the shared ring that only this rank has touched so far counts as private.
     """
     built = meta.build(AutoConfig.for_model("llama", **shape))
-    spec = EngineSpec("bf16", 64, built.plain_head, optimizer_states=states)  # type: ignore[arg-type]
+    spec = EngineSpec("bf16", 64, built.traits.plain_head, optimizer_states=states)  # type: ignore[arg-type]
     engine = HostEngine.build(built.model, spec, Topology(rank, world_size, rank, world_size, 0, 1, "cpu", 1, ()))
     initialize.initialize(engine, built.fills, 1)
     engine.ready()

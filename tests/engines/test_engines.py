@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from aliquot.attention.base import Documents
 from aliquot.attention.document_attention import IMPLEMENTATION, attention_on
 from aliquot.loss.base import summed_cross_entropy
-from aliquot.models import meta
+from aliquot.models import calls
 from tests import plain
 from tests.engines.cases import (
     BETAS,
@@ -175,7 +175,7 @@ def test_bf16_gradients_are_summed_in_fp32_over_micro_batches_and_ranks(runs: Ru
         batch = micro_batch(sequence)
         model.zero_grad()
         row = Documents(batch.edges, attention_on("cpu"))
-        logits = meta.forward(model, batch.input_ids[None], batch.position_ids[None], row)
+        logits = calls.logits(model, batch.input_ids, batch.position_ids, row)
         (summed_cross_entropy(logits, batch.labels) * (1 / predicted(0))).backward()
         for summed, parameter in zip(total, model.parameters(), strict=True):
             summed += parameter.grad.float()

@@ -42,7 +42,10 @@ def train(kind: str, case: cases.Case, rank: int, world_size: int, folder: Path)
     spec = EngineSpec(
         precision=case.precision,
         micro_batch_tokens=64,
-        fused_loss=built.plain_head,
+        fused_loss=built.traits.plain_head,
+        packs=built.traits.packs,
+        looks_up=built.traits.looks_up,
+        dropout=built.dropout,
         gradient_checkpointing=case.checkpointing,
         weight_decay=cases.WEIGHT_DECAY,
         adam_beta1=cases.BETAS[0],

@@ -8,7 +8,7 @@ import torch
 from aliquot.attention.base import Documents
 from aliquot.attention.document_attention import attention_on
 from aliquot.engines.saved_bytes import SavedBytes
-from aliquot.models import meta
+from aliquot.models import calls, meta
 from aliquot.models.model_shape import model_shape
 from aliquot.models.recompute import enable
 from aliquot.plan.activations import Step, micro_batch_cost
@@ -38,7 +38,7 @@ def test_saved_bytes_are_those_of_a_real_forward_pass(name: str, mode: str) -> N
     rows = model.get_input_embeddings()(ids).detach().requires_grad_()
     saved = SavedBytes(mode)  # type: ignore[arg-type]
     with saved.measure():
-        meta.hidden_states(model, rows, ids, Documents(EDGES, attention_on("cpu")))
+        calls.hidden_states(model, rows, ids, Documents(EDGES, attention_on("cpu")))
     # Alive, but not saved by autograd: the masks of the tiles and a few tensors [tokens, width], in and out.
     beside = 180_000 + 3 * rows.nbytes
     assert 0.99 * saved.peak_bytes <= foreseen <= 1.02 * saved.peak_bytes + beside

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aliquot.attention.base import Documents
+from aliquot.attention.base import Documents, Scoring
 from aliquot.attention.document_attention import attention_on
 from aliquot.loss.base import IGNORE, GradientRows
 from aliquot.loss.head_loss import FusedLoss
@@ -75,7 +75,7 @@ def test_attention(dtype: torch.dtype, window: int | None) -> None:
         documents = Documents(EDGES, attention)
 
         def work(live: Live) -> Tensor:
-            return attention.attend(query, key, value, documents, 0.5, window).sum()
+            return attention.attend(query, key, value, documents, Scoring(0.5, window)).sum()
 
         return followed(device, [query, key, value], work)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 if TYPE_CHECKING:
@@ -9,15 +10,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+@dataclass(frozen=True)
+class Scoring:
+    """What a layer does to the products of queries and keys before and in the softmax."""
+
+    scaling: float
+    window: int | None = None  # tokens that a token sees, itself included
+    softcap: float | None = None  # scores become softcap x tanh(scores / softcap): Gemma 2
+    sinks: Tensor | None = None  # [H]: a score a head that takes its share of the softmax and has no value: gpt-oss
+
+
 class AttentionBackend(Protocol):
     """Causal attention within each document. Without state: what it works out of a row is kept with the row."""
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, scaling: float, window: int | None
-    ) -> Tensor:
-        """query [1, H, T, D], key and value [1, H_kv, T, D] -> [1, T, H, D].
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, scoring: Scoring) -> Tensor:
+        """query [1, H, T, D], key [1, H_kv, T, D], value [1, H_kv, T, D_v] -> [1, T, H, D_v].
 
-        A token sees itself and those before it in its document; with `window`, so many tokens, itself included.
+        A token sees itself and those before it in its document.
         """
         ...
 
@@ -27,11 +36,13 @@ class AttentionBackend(Protocol):
 
 
 class Documents:
-    """Where the documents of a row lie: 0 = e0 < e1 < ... = T. `visits` counts the attention layers that saw it."""
+    """Where the documents of a row lie: 0 = e0 < e1 < ... = T, and what attends within them.
 
-    def __init__(self, edges: tuple[int, ...], backend: AttentionBackend) -> None:
+    Without a backend the model cannot have several documents in a row: it is called once for each, as it is.
+    """
+
+    def __init__(self, edges: tuple[int, ...], backend: AttentionBackend | None) -> None:
         self.edges = edges
         self.backend = backend
-        self.visits = 0
         # How the backend cuts the row for a window: by the first of the layers that share it.
         self.cuts: dict[tuple[int | None, torch.dtype], Any] = {}

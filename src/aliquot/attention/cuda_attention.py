@@ -13,18 +13,16 @@ from torch import Tensor
 from aliquot.attention.causal import Kernel, causal
 
 if TYPE_CHECKING:
-    from aliquot.attention.base import Documents
+    from aliquot.attention.base import Documents, Scoring
 
 
 @dataclass(frozen=True)
 class CudaAttention:
     kernel: Kernel = F.scaled_dot_product_attention
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, scaling: float, window: int | None
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, scoring: Scoring) -> Tensor:
         outputs = [
-            causal(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], scaling, window, self.kernel)
+            causal(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], scoring, self.kernel)
             for a, b in pairwise(documents.edges)
         ]
         return torch.cat(outputs, dim=2).transpose(1, 2)

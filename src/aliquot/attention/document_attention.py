@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from aliquot.attention.base import Scoring
 from aliquot.attention.causal import causal
 from aliquot.attention.cuda_attention import CudaAttention
 from aliquot.attention.tiled_attention import TiledAttention
@@ -20,9 +21,19 @@ if TYPE_CHECKING:
     from aliquot.attention.base import AttentionBackend, Documents
 
 IMPLEMENTATION = "aliquot_documents"
+# What models hand on to attention that changes nothing in it: positions are in queries and keys by then.
+_WITHOUT_EFFECT = frozenset(
+    {
+        "position_ids", "position_embeddings", "use_cache", "cache_position", "past_key_values", "past_key_value",
+        "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "layer_idx",
+    }
+)  # fmt: skip
 
 
-def attention_on(device: str) -> AttentionBackend:
+def attention_on(device: str, packs: bool = True) -> AttentionBackend | None:
+    """None: the model's own attention, a call a document."""
+    if not packs:
+        return None
     return CudaAttention() if device == "cuda" else TiledAttention()
 
 
@@ -49,22 +60,19 @@ def document_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     documents: Documents | None = None,
-    **_: object,
+    **more: object,
 ) -> tuple[Tensor, None]:
-    """query [1, H, T, D], key and value [1, H_kv, T_kv, D] -> ([1, T, H, D], None).
+    """query [1, H, T, D], key [1, H_kv, T_kv, D], value [1, H_kv, T_kv, D_v] -> ([1, T, H, D_v], None).
 
-    Without `documents` (generation) the row is one document whose last T of T_kv positions are queried.
+    Without `documents` (generation) the row is one document whose last T of T_kv positions are queried. Raises
+    UnsupportedModelError for what it would have to leave out.
     """
-    if softcap is not None or s_aux is not None or dropout:
-        raise UnsupportedModelError(
-            f"{type(module).__name__}: attention with soft-cap, sinks or dropout is not supported"
-        )
-    if attention_mask is not None:
-        raise UnsupportedModelError(
-            f"{type(module).__name__}: this model builds an attention mask of its own: not supported"
-        )
-    if documents is None:
-        return causal(query, key, value, scaling, sliding_window).transpose(1, 2), None
-    documents.visits += 1
+    unknown = sorted(key for key, value in more.items() if value is not None and key not in _WITHOUT_EFFECT)
+    if unknown or dropout or attention_mask is not None:
+        what = [*unknown, *(["dropout"] if dropout else []), *(["a mask"] if attention_mask is not None else [])]
+        raise UnsupportedModelError(f"{type(module).__name__} asks attention for {', '.join(what)}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return documents.backend.attend(query, key, value, documents, scale, sliding_window), None
+    scoring = Scoring(scale, sliding_window, softcap, s_aux)
+    if documents is None or documents.backend is None:
+        return causal(query, key, value, scoring).transpose(1, 2), None
+    return documents.backend.attend(query, key, value, documents, scoring), None

@@ -15,21 +15,20 @@ from torch.autograd.function import once_differentiable
 from aliquot.attention.tiles import QUERY_BLOCK, Bins, Block, Long, Tiles, cut
 
 if TYPE_CHECKING:
-    from aliquot.attention.base import Documents
+    from aliquot.attention.base import Documents, Scoring
 
 # Above this a block's probabilities are computed again in the backward pass: they would outweigh the layer.
 _KEPT_KEYS = 4 * QUERY_BLOCK
 
 
 class TiledAttention:
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, scaling: float, window: int | None
-    ) -> Tensor:
-        kind = (window, query.dtype)
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, scoring: Scoring) -> Tensor:
+        kind = (scoring.window, query.dtype)
         if kind not in documents.cuts:
-            documents.cuts[kind] = cut(documents.edges, window, query)
+            documents.cuts[kind] = cut(documents.edges, scoring.window, query)
         rows = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-        out: Tensor = _Tiled.apply(*rows, documents.cuts[kind], scaling)  # type: ignore[no-untyped-call]
+        sinks = None if scoring.sinks is None else scoring.sinks.to(query.dtype)
+        out: Tensor = _Tiled.apply(*rows, sinks, documents.cuts[kind], scoring.scaling, scoring.softcap)  # type: ignore[no-untyped-call]
         return out[None]
 
     def on_meta(self) -> TiledAttention:
@@ -37,53 +36,65 @@ class TiledAttention:
 
 
 class _Tiled(torch.autograd.Function):
-    """query [T, H, D], key and value [T, H_kv, D] -> [T, H, D], all contiguous."""
+    """query [T, H, D], key [T, H_kv, D], value [T, H_kv, D_v], sinks [H] or None -> [T, H, D_v], all contiguous."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, tiles: Tiles, scaling: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        tiles: Tiles,
+        scaling: float,
+        softcap: float | None,
+    ) -> Tensor:
         heads = (key.shape[1], query.shape[1] // key.shape[1])  # of keys and values, and queries sharing one of them
         q, k, v = (_to_slots(x, tiles) for x in (query, key, value))
-        out = torch.empty_like(q)
+        out = q.new_empty(*q.shape[:2], v.shape[2])
+        of_bins, of_blocks = _of_bins(sinks, heads), _of_blocks(sinks, heads)
         kept: list[Tensor | None] = []
         for bins in tiles.bins:
             queries, keys, values = _bin_queries(q, bins, heads), _bin_keys(k, bins), _bin_keys(v, bins)
-            scores = torch.bmm(queries, keys.mT)
-            grid = scores.view(bins.count, *heads, bins.width, bins.width)
-            torch.add(bins.bias[:, None, None], grid, alpha=scaling, out=grid)
-            probabilities = torch.softmax(scores, -1)
-            _bins_back(torch.bmm(probabilities, values), out, bins, heads)
-            kept.append(probabilities)
+            p, rest = _bin_probabilities(queries, keys, bins, scaling, softcap, of_bins, heads)
+            _bins_back(torch.bmm(p, values), out, bins, heads)
+            kept += [p, rest]
         for long in tiles.longs:
             queries, keys, values = _long_queries(q, long, heads), _long_keys(k, long), _long_keys(v, long)
-            result = torch.empty_like(queries)
+            result = queries.new_empty(*queries.shape[:2], v.shape[2])
             for block in long.blocks:
-                probabilities = _block_probabilities(queries, keys, block, scaling, heads)
+                p, rest = _block_probabilities(queries, keys, block, scaling, softcap, of_blocks, heads)
                 rows = slice(block.first * heads[1], block.last * heads[1])
-                result[:, rows] = torch.bmm(probabilities, values[:, block.key : block.last])
-                kept.append(probabilities if block.last - block.key <= _KEPT_KEYS else None)
+                result[:, rows] = torch.bmm(p, values[:, block.key : block.last])
+                kept += [p, rest] if block.last - block.key <= _KEPT_KEYS else [None, None]
             _long_back(result, out, long, heads)
-        ctx.save_for_backward(query, key, value, *(p for p in kept if p is not None))
-        ctx.tiles, ctx.scaling, ctx.kept = tiles, scaling, [p is not None for p in kept]
+        ctx.save_for_backward(query, key, value, sinks, *kept)
+        ctx.tiles, ctx.scaling, ctx.softcap = tiles, scaling, softcap
         return _from_slots(out, tiles)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         tiles: Tiles = ctx.tiles
-        query, key, value, *saved = ctx.saved_tensors
+        scaling, softcap = ctx.scaling, ctx.softcap
+        query, key, value, sinks, *saved = ctx.saved_tensors
         heads = (key.shape[1], query.shape[1] // key.shape[1])
-        probabilities = iter(saved)
-        kept = iter(ctx.kept)
+        kept = iter(saved)
         q, k, v, g = (_to_slots(x, tiles) for x in (query, key, value, gradient.contiguous()))
         if tiles.padding is not None:
             g.index_fill_(0, tiles.padding, 0)  # padding is queried by nobody and adds nothing to keys and values
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        of_blocks = _of_blocks(sinks, heads)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        of_sinks = None if sinks is None else torch.zeros(heads, dtype=wide, device=q.device)
         for bins in tiles.bins:
-            assert next(kept)
-            p = next(probabilities)
+            p, rest = next(kept), next(kept)
             queries, keys, values = _bin_queries(q, bins, heads), _bin_keys(k, bins), _bin_keys(v, bins)
             out_gradient = _bin_queries(g, bins, heads)
-            scores = _scores_gradient(p, torch.bmm(out_gradient, values.mT), ctx.scaling)
+            of_p = torch.bmm(out_gradient, values.mT)
+            if of_sinks is not None:
+                of_sinks -= (rest * (p * of_p).sum(-1)).view(bins.count, *heads, bins.width).sum((0, 3), dtype=wide)
+            scores = _scores_gradient(p, of_p, scaling, softcap, queries, keys)
             _bins_back(torch.bmm(scores, keys), dq, bins, heads)
             _bins_back(torch.bmm(scores.mT, queries), dk, bins, (heads[0], 1))
             _bins_back(torch.bmm(p.mT, out_gradient), dv, bins, (heads[0], 1))
@@ -92,38 +103,88 @@ class _Tiled(torch.autograd.Function):
             out_gradient = _long_queries(g, long, heads)
             result = torch.empty_like(queries)
             # A key's gradient is a sum over blocks of queries: rounded once, at the end.
-            wide = torch.promote_types(keys.dtype, torch.float32)
-            sum_k, sum_v = torch.zeros(2, *keys.shape, dtype=wide, device=keys.device)
+            sum_k, sum_v = (torch.zeros_like(each, dtype=wide) for each in (keys, values))
             for block in long.blocks:
                 rows, seen = slice(block.first * heads[1], block.last * heads[1]), slice(block.key, block.last)
-                p = (
-                    next(probabilities)
-                    if next(kept)
-                    else _block_probabilities(queries, keys, block, ctx.scaling, heads)
-                )
-                scores = _scores_gradient(p, torch.bmm(out_gradient[:, rows], values[:, seen].mT), ctx.scaling)
+                p, rest = next(kept), next(kept)
+                if p is None:
+                    p, rest = _block_probabilities(queries, keys, block, scaling, softcap, of_blocks, heads)
+                of_p = torch.bmm(out_gradient[:, rows], values[:, seen].mT)
+                if of_sinks is not None:
+                    of_sinks -= (rest * (p * of_p).sum(-1)).view(heads[0], -1, heads[1]).sum(1, dtype=wide)
+                scores = _scores_gradient(p, of_p, scaling, softcap, queries[:, rows], keys[:, seen])
                 result[:, rows] = torch.bmm(scores, keys[:, seen])
                 sum_k[:, seen] += torch.bmm(scores.mT, queries[:, rows])
                 sum_v[:, seen] += torch.bmm(p.mT, out_gradient[:, rows])
             _long_back(result, dq, long, heads)
             _long_back(sum_k, dk, long, (heads[0], 1))
             _long_back(sum_v, dv, long, (heads[0], 1))
-        return _from_slots(dq, tiles), _from_slots(dk, tiles), _from_slots(dv, tiles), None, None
+        sink_gradient = None if of_sinks is None else of_sinks.flatten().to(q.dtype)
+        return *(_from_slots(x, tiles) for x in (dq, dk, dv)), sink_gradient, None, None, None
 
 
-def _scores_gradient(probabilities: Tensor, gradient: Tensor, scaling: float) -> Tensor:
-    """Through softmax and scaling; `gradient` is that of the probabilities."""
+def _scores_gradient(
+    probabilities: Tensor, gradient: Tensor, scaling: float, softcap: float | None, queries: Tensor, keys: Tensor
+) -> Tensor:
+    """Through softmax, soft-cap and scaling; `gradient` is that of the probabilities."""
     scores: Tensor = torch.ops.aten._softmax_backward_data(gradient, probabilities, -1, gradient.dtype)
+    if softcap is not None:
+        capped = torch.bmm(queries, keys.mT).mul_(scaling / softcap).tanh_()
+        scores.mul_(1 - capped.square_())
     return scores.mul_(scaling)
 
 
-def _block_probabilities(queries: Tensor, keys: Tensor, block: Block, scaling: float, heads: tuple[int, int]) -> Tensor:
-    """[H_kv, queries of the block x group, keys that it sees]."""
+def _bin_probabilities(
+    queries: Tensor,
+    keys: Tensor,
+    bins: Bins,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    heads: tuple[int, int],
+) -> tuple[Tensor, Tensor | None]:
+    """[bins x H_kv, group x width, width], and the sinks' [bins x H_kv, group x width]."""
+    scores = torch.bmm(queries, keys.mT)
+    grid = scores.view(bins.count, *heads, bins.width, bins.width)
+    return _softmax(scores, grid, bins.bias[:, None, None], scaling, softcap, sinks)
+
+
+def _block_probabilities(
+    queries: Tensor,
+    keys: Tensor,
+    block: Block,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    heads: tuple[int, int],
+) -> tuple[Tensor, Tensor | None]:
+    """[H_kv, queries of the block x group, keys that it sees], and the sinks' [H_kv, queries of the block x group]."""
     rows = slice(block.first * heads[1], block.last * heads[1])
     scores = torch.bmm(queries[:, rows], keys[:, block.key : block.last].mT)
     grid = scores.view(heads[0], block.last - block.first, heads[1], block.last - block.key)
-    torch.add(block.bias[None, :, None], grid, alpha=scaling, out=grid)
-    return torch.softmax(scores, -1)
+    return _softmax(scores, grid, block.bias[None, :, None], scaling, softcap, sinks)
+
+
+def _softmax(
+    scores: Tensor, grid: Tensor, bias: Tensor, scaling: float, softcap: float | None, sinks: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """`grid` is a view of `scores` that `bias` and `sinks` fit."""
+    if softcap is not None:
+        grid.mul_(scaling / softcap).tanh_()
+    torch.add(bias, grid, alpha=scaling if softcap is None else softcap, out=grid)
+    if sinks is None:
+        return torch.softmax(scores, -1), None
+    column = sinks.expand(*grid.shape[:-1], 1).reshape(*scores.shape[:-1], 1)
+    both = torch.softmax(torch.cat([scores, column], -1), -1)
+    return both[..., :-1].contiguous(), both[..., -1].contiguous()
+
+
+def _of_bins(sinks: Tensor | None, heads: tuple[int, int]) -> Tensor | None:
+    return None if sinks is None else sinks.view(1, *heads, 1, 1)
+
+
+def _of_blocks(sinks: Tensor | None, heads: tuple[int, int]) -> Tensor | None:
+    return None if sinks is None else sinks.view(heads[0], 1, heads[1], 1)
 
 
 def _to_slots(x: Tensor, tiles: Tiles) -> Tensor:

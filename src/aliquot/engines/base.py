@@ -28,6 +28,9 @@ class EngineSpec:
     precision: Literal["bf16", "fp32"]
     micro_batch_tokens: int  # at most
     fused_loss: bool  # the model's head only multiplies, so logits need not exist as a whole
+    packs: bool = True  # several documents in one call, with attention of ours
+    looks_up: bool = True  # the model takes embeddings for ids
+    dropout: bool = False  # something is dropped in training, at random
     gradient_checkpointing: Literal["none", "selective", "full"] = "none"
     weight_decay: float = 0.0
     adam_beta1: float = 0.9
@@ -75,7 +78,10 @@ class EngineSpec:
             micro_batch_tokens=train.per_device_train_batch_size * config.data.sequence_length,
             compile=train.compile,
             collectives=config.shard.collectives,
-            fused_loss=model.plain_head,
+            fused_loss=model.traits.plain_head,
+            packs=model.traits.packs,
+            looks_up=model.traits.looks_up,
+            dropout=model.dropout,
             phase=phase,
             building=building,
             deepspeed=settings,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from aliquot.attention.document_attention import register
 from aliquot.errors import MissingToolError
-from aliquot.models import meta
+from aliquot.models.structure import decoder_layers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,5 +31,5 @@ def compile_layers(model: nn.Module, threads: int) -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
     register(compiled=True)
-    for layer in meta.decoder_layers(model):
+    for layer in decoder_layers(model):
         layer.compile()

@@ -16,7 +16,7 @@ from aliquot.collectives.json_values import JSON, gather
 from aliquot.errors import UsageError
 from aliquot.models.load import load_weights
 from aliquot.models.materialise import compute_buffers, materialise, tied_weights
-from aliquot.models.meta import decoder_layers
+from aliquot.models.structure import decoder_layers
 from aliquot.ranges.bytemap import Shape
 from aliquot.ranges.parts import Part
 from aliquot.ranges.together import Alone, RankGroup

@@ -25,6 +25,7 @@ class MicroBatch:
     labels: Tensor  # int64 [T]
     position_ids: Tensor  # int64 [T], restart at 0 at every edge
     edges: tuple[int, ...]
+    seed: int = 0  # of what is dropped at random
 
     @property
     def predicted(self) -> int:
@@ -33,7 +34,7 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         ids, labels, positions = (t.to(device) for t in (self.input_ids, self.labels, self.position_ids))
-        return MicroBatch(ids, labels, positions, self.edges)
+        return MicroBatch(ids, labels, positions, self.edges, self.seed)
 
     @classmethod
     def empty(cls) -> Self:

@@ -2,14 +2,18 @@
 
 transformers' own `_init_weights` runs once on the meta device while a dispatch mode writes down which in-place
 operation it makes on which parameter. Those operations are then replayed on fixed blocks of rows, each block with a
-generator seeded by (seed, name, block), so that any rank can draw any block alone.
+generator seeded by (seed, name, block), so that any rank can draw any block alone. What it computes in another way (the
+time steps of state-space layers) is had by running it on the whole layer, seeded by (seed, layer).
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,10 +21,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aliquot.errors import UnsupportedModelError
-from aliquot.models.materialise import compute_buffers
+from aliquot.models.materialise import compute_buffers, freeze_buffers
+from aliquot.models.structure import decoder_layers
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from aliquot.ranges.parts import PartStore
 
@@ -40,7 +45,25 @@ class Fill:
     stop: int
 
 
-Fills = Mapping[str, tuple[Fill, ...]]
+@dataclass(frozen=True)
+class OfLayer:
+    """A weight that only running `_init_weights` on all of a layer gives."""
+
+    config: PretrainedConfig
+    layer: str  # path of the module
+    name: str  # of the weight in it
+    reason: str
+
+    def whole(self, seed: int) -> Tensor:
+        """Flat fp32 values. Raises UnsupportedModelError where they are not given so either."""
+        kind: Any = type(self.config)
+        values = _layer_weights(kind, self.config.to_json_string(use_diff=False), self.layer, seed)
+        if bool(values[self.name].isnan().any()):
+            raise UnsupportedModelError(f"{self.layer}.{self.name} is not initialised by transformers ({self.reason})")
+        return values[self.name]
+
+
+Fills = Mapping[str, "tuple[Fill, ...] | OfLayer"]
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -71,8 +94,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def record(model: PreTrainedModel) -> Fills:
     """Run the model's own weight initialisation on meta parameters; fill its non-persistent buffers for real.
 
-    Returns the fills of every parameter by name. Raises UserError if a parameter is left out or is filled in a way
-    that cannot be replayed in blocks.
+    Returns the fills of every parameter by name.
     """
     owned: set[Tensor] = set()
     for module in model.modules():
@@ -85,27 +107,56 @@ def record(model: PreTrainedModel) -> Fills:
             vars(module).pop("_is_hf_initialized", None)
         owned |= weights
     compute_buffers(model)
+    refused = ""
     with _Recorder() as recorder, torch.no_grad():
-        model.initialize_weights()
+        try:
+            model.initialize_weights()
+        except (RuntimeError, NotImplementedError) as error:  # it needs values, which meta tensors have none of
+            refused = f"its initialisation needs values: {error}"
 
     name_of_storage = {_storage(parameter): name for name, parameter in model.named_parameters()}
     fills: dict[str, list[Fill]] = {name: [] for name, _ in model.named_parameters()}
+    otherwise: dict[str, str] = {}
     for target, fill in recorder.written:
         name = name_of_storage.get(_storage(target))
         if name is None:
             continue
         if isinstance(fill, str):
-            raise UnsupportedModelError(
-                f"{type(model).__name__}: initialises {name} by {fill}: cannot be drawn in blocks"
-            )
+            otherwise[name] = fill
+            continue
         numel = model.get_parameter(name).numel()
         if fill.operation in OVERWRITING and (fill.start, fill.stop) == (0, numel):
             fills[name].clear()
         fills[name].append(fill)
-    bare = [name for name, found in fills.items() if not found]
-    if bare:
-        raise UnsupportedModelError(f"{type(model).__name__}: does not initialise {', '.join(bare[:5])}: not supported")
-    return {name: tuple(found) for name, found in fills.items()}
+    otherwise |= {name: refused or "nothing fills it" for name, found in fills.items() if not found}
+    layers = [path for path, module in model.named_modules() if any(module is layer for layer in decoder_layers(model))]
+    return {
+        name: _of_layer(model, name, layers, otherwise[name]) if name in otherwise else tuple(found)
+        for name, found in fills.items()
+    }
+
+
+def _of_layer(model: PreTrainedModel, name: str, layers: list[str], reason: str) -> OfLayer:
+    layer = next((path for path in layers if name.startswith(path + ".")), name.rpartition(".")[0])
+    return OfLayer(model.config, layer, name.removeprefix(layer + "."), reason)
+
+
+@lru_cache(maxsize=1)  # a rank asks for all weights of a layer before it asks for those of the next
+def _layer_weights(kind: Any, config: str, path: str, seed: int) -> dict[str, Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(kind.from_dict(json.loads(config)), dtype=torch.float32)
+    freeze_buffers(model)
+    layer = model.get_submodule(path).to_empty(device="cpu")
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}:{path}".encode()).digest()[:8], "little"))
+        for parameter in layer.parameters():
+            parameter.fill_(math.nan)
+        for module in reversed(list(layer.modules())):  # what is inside before what it is in, as transformers does
+            vars(module).pop("_is_hf_initialized", None)
+            model._init_weights(module)
+    return {name: parameter.detach().float().flatten() for name, parameter in layer.named_parameters()}
 
 
 def initialize(store: PartStore, fills: Fills, seed: int) -> None:
@@ -113,8 +164,12 @@ def initialize(store: PartStore, fills: Fills, seed: int) -> None:
     for part in store.parts():
         if part.kind != "weight":
             continue
+        found = fills[part.name]
+        if isinstance(found, OfLayer):
+            store.write(part, part.start, found.whole(seed)[part.start : part.stop])
+            continue
         for index, start, stop in blocks(part.shape, part.start, part.stop):
-            values = draw(fills[part.name], seed, part.name, index, start, stop)
+            values = draw(found, seed, part.name, index, start, stop)
             first, last = max(start, part.start), min(stop, part.stop)
             store.write(part, first, values[first - start : last - start])
 

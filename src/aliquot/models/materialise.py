@@ -39,6 +39,25 @@ def materialise(
     replace_tensors(model, {**buffers, **{alias: model.get_parameter(name) for alias, name in tied.items()}})
 
 
+def freeze_buffers(model: nn.Module) -> None:
+    """Make weights that learn nothing of the buffers that a checkpoint holds: sharded, saved and exported as weights.
+
+    Routers have such biases. Raises UserError for one that is not floating point.
+    """
+    saved = model.state_dict().keys()
+    for path, module in model.named_modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            full_name = f"{path}.{name}".removeprefix(".")
+            if full_name not in saved:
+                continue
+            if not buffer.is_floating_point():
+                raise UnsupportedModelError(
+                    f"{type(model).__name__}: buffer {full_name} holds {buffer.dtype}, not weights: not supported"
+                )
+            delattr(module, name)
+            module.register_parameter(name, nn.Parameter(buffer.to(torch.float32), requires_grad=False))
+
+
 def compute_buffers(model: nn.Module) -> None:
     """Give buffers on the meta device their values, by the initialisation that transformers' models bring.
 
@@ -49,16 +68,21 @@ def compute_buffers(model: nn.Module) -> None:
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             full_name = f"{path}.{name}".removeprefix(".")
-            if buffer.is_meta and (full_name in saved or not buffer.is_floating_point()):
+            if buffer.is_meta and full_name in saved:
                 raise UsageError(f"buffer {full_name} of the model is on the meta device: give it a value first")
             if buffer.is_meta:
                 owners[full_name] = module
-                setattr(module, name, torch.full_like(buffer, float("nan"), device="cpu"))
-    if hasattr(model, "_init_weights"):
-        with torch.no_grad():
-            for module in dict.fromkeys(owners.values()):
-                cast("PreTrainedModel", model)._init_weights(module)
-    unset = [name for name in owners if bool(model.get_buffer(name).isnan().any())]
+    found = []
+    for filling in (0, 1):  # what the model computes does not depend on what was there
+        for full_name, module in owners.items():
+            name = full_name.rpartition(".")[2]
+            setattr(module, name, torch.full_like(getattr(module, name), filling, device="cpu"))
+        if hasattr(model, "_init_weights"):
+            with torch.no_grad():
+                for module in dict.fromkeys(owners.values()):
+                    cast("PreTrainedModel", model)._init_weights(module)
+        found.append({name: model.get_buffer(name).clone() for name in owners})
+    unset = [name for name in owners if not torch.equal(*(values[name] for values in found))]
     if unset:
         raise UnsupportedModelError(
             f"{type(model).__name__} does not compute its buffers {', '.join(unset)}: give them values first"

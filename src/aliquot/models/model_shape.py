@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 from aliquot.config.schema import RunConfig
 from aliquot.models import meta
 from aliquot.models.source import CONFIG_FILES, resolve
+from aliquot.models.structure import decoder_layers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -76,12 +77,13 @@ def model_shape(config: RunConfig, vocabulary: int | None = None) -> ModelShape:
     source.check_length(config.data.sequence_length)
     built = meta.build(source.config)
     model = built.model
-    layers = meta.decoder_layers(model)
+    layers = decoder_layers(model)
     found: dict[tuple[tuple[Shape, ...], int | None], list[int]] = {}
     for position, layer in enumerate(layers):
         weights = tuple(tuple(parameter.shape) for parameter in layer.parameters())
         found.setdefault((weights, _window(layer, source.config)), []).append(position)
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings()
+    head = embedding if output is None else output.weight
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
     rest = [p for p in model.parameters() if id(p) not in inside and p is not embedding and p is not head]
     return ModelShape(
@@ -102,7 +104,7 @@ def numel(shape: Shape) -> int:
 
 def padded_share(shape: Shape, ranks: int) -> int:
     """Elements of the largest part of a weight by the dim-0 rule: ceil(rows / ranks) rows."""
-    return -(-shape[0] // ranks) * math.prod(shape[1:])
+    return -(-(shape[0] if shape else 1) // ranks) * math.prod(shape[1:])
 
 
 def _window(layer: nn.Module, config: PretrainedConfig) -> int | None:

@@ -22,12 +22,11 @@ KEPT = frozenset(
 )
 
 
-def enable(model: nn.Module, mode: Literal["none", "selective", "full"]) -> None:
+def enable(model: nn.Module, mode: Literal["none", "selective", "full"], dropout: bool = False) -> None:
     """Recompute each decoder layer in the backward pass: all of it (full), or all but products and attention."""
     if mode == "none":
         return
-    # No dropout anywhere: recomputation draws no random numbers.
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": dropout}
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]

@@ -22,9 +22,10 @@ from aliquot.attention.document_attention import attention_on
 from aliquot.engines.host.host_memory import piece_edges
 from aliquot.loss.base import IGNORE, GradientRows
 from aliquot.loss.head_loss import head_loss_on
-from aliquot.models import meta
+from aliquot.models import calls
 from aliquot.models.model_shape import ModelShape
 from aliquot.models.recompute import enable
+from aliquot.models.structure import decoder_layers
 from aliquot.plan.live_storages import Live, Work
 
 Checkpointing = Literal["none", "selective", "full"]
@@ -92,7 +93,8 @@ def micro_batch_cost(shape: ModelShape, step: Step, edges: tuple[int, ...], pred
 
 def _run(shape: ModelShape, step: Step, edges: tuple[int, ...], predicted: int) -> MicroBatchCost:
     model = shape.built.model
-    attention = attention_on(step.device).on_meta()
+    own = attention_on(step.device, shape.built.traits.packs)
+    attention = None if own is None else own.on_meta()
     tokens = edges[-1]
     ids = torch.empty(tokens, dtype=torch.int64, device="meta")
     labels = torch.zeros(tokens, dtype=torch.int64)  # real ones: how many rows the loss works on depends on them
@@ -102,17 +104,17 @@ def _run(shape: ModelShape, step: Step, edges: tuple[int, ...], predicted: int) 
         def loss_of(inputs: Tensor) -> tuple[int, Tensor]:
             """What is alive after the layers, and the loss."""
             documents = Documents(edges, attention)
-            if not shape.built.plain_head:
-                loss = meta.whole_logits_loss(model, ids, ids, ids, documents)
+            if not shape.built.traits.plain_head:
+                loss = calls.whole_logits_loss(model, ids, ids, ids, documents)
                 return live.live_bytes, loss
-            hidden = meta.hidden_states(model, inputs, ids, documents)
+            hidden = calls.hidden_states(model, inputs, ids, documents)
             saved_bytes = live.live_bytes
             sink = None if step.head_gradient or not torch.is_grad_enabled() else _rows_in_a_ring(shape, step, live)
             head_loss = head_loss_on(step.device, live.two_for_all)
             return saved_bytes, head_loss(hidden, model.get_output_embeddings().weight, labels, 1.0, sink)[1]
 
         inputs = ids
-        if step.looks_up and shape.built.plain_head:
+        if step.looks_up and shape.built.traits.plain_head and shape.built.traits.looks_up:
             inputs = torch.empty(tokens, shape.width, dtype=_dtype(step), device="meta", requires_grad=True)
         saved_bytes, loss = loss_of(inputs)
         forward_bytes, forward = live.peak_bytes, live.take_work()
@@ -149,7 +151,7 @@ def _prepared(shape: ModelShape, step: Step) -> Iterator[Callable[[list[int]], A
         model.gradient_checkpointing_disable()
         enable(model, step.checkpointing)
     model.train()
-    layers = meta.decoder_layers(model)
+    layers = decoder_layers(model)
     holder = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) and m[0] is layers[0])
     kinds = getattr(model.config, "layer_types", None)
 

@@ -32,8 +32,9 @@ class Part:
 
 def row_ranges(shape: tuple[int, ...], ranks: int) -> tuple[tuple[int, int], ...]:
     """Each rank's flat range by FSDP2's dim-0 rule: ceil(rows / ranks) rows, the last what is left, perhaps none."""
-    row_numel, share = math.prod(shape[1:]), -(-shape[0] // ranks)
-    edges = [min(rank * share, shape[0]) * row_numel for rank in range(ranks + 1)]
+    rows = shape[0] if shape else 1
+    row_numel, share = math.prod(shape[1:]), -(-rows // ranks)
+    edges = [min(rank * share, rows) * row_numel for rank in range(ranks + 1)]
     return tuple(pairwise(edges))
 
 

@@ -30,8 +30,7 @@ from aliquot.launch.topology import Topology
 from aliquot.loaders.zero3 import cast_parameters, import_deepspeed, partition, partition_range
 from aliquot.loss.base import HeadLoss
 from aliquot.loss.head_loss import head_loss_on
-from aliquot.models import meta as meta_models
-from aliquot.models import recompute
+from aliquot.models import calls, recompute
 from aliquot.models.batch import MicroBatch
 from aliquot.ranges.parts import KINDS, Part
 
@@ -76,7 +75,7 @@ class DeepspeedEngine:
             name: _Partition(name, weight, *partition_range(weight.ds_numel, topology.rank, topology.world_size))
             for name, weight in cast("Any", model.model.named_parameters())
         }
-        self._attention = attention_on(topology.device)
+        self._attention = attention_on(topology.device, spec.packs)
         self._activations = SavedBytes(spec.gradient_checkpointing)
         self._wire_bytes = 0
 
@@ -89,7 +88,7 @@ class DeepspeedEngine:
             prepare_ops()
         deepspeed.init_distributed("nccl" if topology.device == "cuda" else "gloo", verbose=False)
         settings = dict(spec.deepspeed or {})
-        recompute.enable(meta, spec.gradient_checkpointing)
+        recompute.enable(meta, spec.gradient_checkpointing, spec.dropout)
         if spec.compile == "layers":
             compile_layers(meta, topology.threads)
         cast_parameters(meta, spec.compute_dtype)
@@ -141,9 +140,6 @@ class DeepspeedEngine:
         first.parameter.partition()
         if len(set(sums)) > 1:
             raise SelfTestError(f"{first.name} gathered by DeepSpeed differs among the ranks: {sums}")
-        self._model.eval()
-        if self._model.fused and not meta_models.losses_agree(self._model.model, self._loss, self._attention):
-            self._model.fused = False
 
     def restored(self, steps: int) -> None:
         set_steps(self._engine.optimizer, steps)
@@ -151,6 +147,8 @@ class DeepspeedEngine:
     def backward(self, batch: MicroBatch | None, scale: float, last: bool) -> Tensor:
         self._engine.train()
         self._engine.set_gradient_accumulation_boundary(last)
+        if batch is not None and self._spec.dropout:
+            torch.manual_seed(batch.seed)
         with self._activations.measure():
             # DeepSpeed averages over the ranks; `scale` already divides by what the whole batch holds.
             summed, scaled = self._loss(batch, scale * self._world_size)
@@ -238,9 +236,9 @@ class _Training(nn.Module):
         self, ids: Tensor, positions: Tensor, labels: Tensor, documents: Documents, scale: float
     ) -> tuple[Tensor, Tensor]:
         if not self.fused:
-            loss = meta_models.whole_logits_loss(self.model, ids, positions, labels, documents)
+            loss = calls.whole_logits_loss(self.model, ids, positions, labels, documents)
             return loss.detach(), loss * scale
-        hidden = meta_models.hidden_states(self.model, ids, positions, documents)
+        hidden = calls.hidden_states(self.model, ids, positions, documents)
         return self.head_loss(hidden, cast(nn.Parameter, self.head.weight), labels, scale)
 
 

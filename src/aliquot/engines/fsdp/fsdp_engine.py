@@ -11,6 +11,7 @@ from types import MethodType
 from typing import Self, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -37,10 +38,10 @@ from aliquot.errors import EngineError
 from aliquot.launch.topology import Topology
 from aliquot.loss.base import HeadLoss
 from aliquot.loss.head_loss import head_loss_on
-from aliquot.models import meta as meta_models
-from aliquot.models import recompute
+from aliquot.models import calls, recompute
 from aliquot.models.batch import MicroBatch
 from aliquot.models.materialise import materialise
+from aliquot.models.structure import decoder_layers
 from aliquot.optim.sharded_adamw import ShardedAdamW
 from aliquot.ranges.parts import KINDS, Part, row_ranges
 
@@ -69,13 +70,13 @@ class FsdpEngine:
         self._world_size = topology.world_size
         self._optimizer = ShardedAdamW(
             [shard.local for shard in shards],
-            [shard.parameter.ndim >= 2 for shard in shards],
+            [shard.parameter.ndim >= 2 and shard.parameter.requires_grad for shard in shards],
             betas=(spec.adam_beta1, spec.adam_beta2),
             epsilon=spec.adam_epsilon,
             weight_decay=spec.weight_decay,
         )
         self._activations = SavedBytes(spec.gradient_checkpointing)
-        self._attention = attention_on(topology.device)
+        self._attention = attention_on(topology.device, spec.packs)
         self._fused = spec.fused_loss
         self._wire_bytes = 0
         self._stage = stage  # None: gloo or nccl carries the collectives
@@ -88,16 +89,18 @@ class FsdpEngine:
         device = torch.device(topology.device)
         mesh = init_device_mesh(topology.device, (topology.world_size,))
         policy = MixedPrecisionPolicy(param_dtype=spec.compute_dtype, reduce_dtype=torch.float32)
-        recompute.enable(meta, spec.gradient_checkpointing)
+        recompute.enable(meta, spec.gradient_checkpointing, spec.dropout)
         if spec.compile == "layers":
             compile_layers(meta, topology.threads)
         # Pinned, FSDP2 would copy the shards to new memory at the first forward pass, and the optimizer would go on
         # to update the old ones.
         offload = CPUOffloadPolicy(pin_memory=False) if spec.offload else OffloadPolicy()
+        scalars = {parameter for parameter in meta.parameters() if parameter.ndim == 0}  # FSDP2 shards none
         for group in _groups(meta):
-            fully_shard(group, mesh=mesh, mp_policy=policy, offload_policy=offload)
+            fully_shard(group, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=scalars or None)
         stage = _share_memory(meta, spec, topology)
-        _add_fused_loss(meta, head_loss_on(topology.device))
+        if spec.fused_loss:
+            _add_fused_loss(meta, head_loss_on(topology.device))
         for module in meta.modules():
             if isinstance(module, FSDPModule):
                 # Gradients are summed; the division by the global number of tokens is in the loss's scale.
@@ -139,13 +142,17 @@ class FsdpEngine:
 
     def ready(self) -> None:
         check_collectives(self._device, self._stage)
-        self._fused = self._spec.fused_loss and meta_models.losses_agree(self._model, self._loss, self._attention)
+        for shard in self._shards:
+            if shard.parameter.ndim == 0:
+                dist.broadcast(shard.parameter.data, 0)  # each rank has all of it, and the first one's is saved
 
     def restored(self, steps: int) -> None:
         self._optimizer.set_steps(steps)
 
     def backward(self, batch: MicroBatch | None, scale: float, last: bool) -> Tensor:
         self._model.train()
+        if batch is not None and self._spec.dropout:
+            torch.manual_seed(batch.seed)
         # Reduced at every micro-batch: unsharded accumulation would cost 4 bytes x all parameters on every rank.
         with self._activations.measure():
             summed, scaled = self._loss(batch, scale)
@@ -166,7 +173,7 @@ class FsdpEngine:
         fed = (batch or MicroBatch.empty()).to(self._device)
         inputs = fed.input_ids, fed.position_ids, fed.labels, Documents(fed.edges, self._attention)
         if not self._fused:
-            loss = meta_models.whole_logits_loss(self._model, *inputs)
+            loss = calls.whole_logits_loss(self._model, *inputs)
             return loss.detach(), loss * scale
         result: tuple[Tensor, Tensor] = self._model.fused_loss(*inputs, scale)  # type: ignore[operator]
         return result
@@ -217,9 +224,9 @@ class FsdpEngine:
 
 def _groups(model: nn.Module) -> list[nn.Module]:
     """What is gathered together, inner before outer: each decoder layer, an untied head, then the rest in the root."""
-    groups = meta_models.decoder_layers(model)
+    groups = decoder_layers(model)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
-    if head.weight is not embedding.weight:
+    if head is not None and head.weight is not embedding.weight:
         groups.append(head)
     return [*groups, model]
 
@@ -262,7 +269,7 @@ def _add_fused_loss(model: nn.Module, head_loss: HeadLoss) -> None:
     def of_model(
         model: nn.Module, ids: Tensor, positions: Tensor, labels: Tensor, documents: Documents, scale: float
     ) -> tuple[Tensor, Tensor]:
-        hidden = meta_models.hidden_states(model, ids, positions, documents)
+        hidden = calls.hidden_states(model, ids, positions, documents)
         result: tuple[Tensor, Tensor] = head.fused_loss(hidden, labels, scale)
         return result
 
@@ -274,8 +281,11 @@ def _add_fused_loss(model: nn.Module, head_loss: HeadLoss) -> None:
 def _own_shards(model: nn.Module, topology: Topology) -> list[_Shard]:
     shards = []
     for name, parameter in model.named_parameters():
-        local = cast(DTensor, parameter).to_local().detach()
-        start, _ = row_ranges(tuple(parameter.shape), topology.world_size)[topology.rank]
+        start, stop = row_ranges(tuple(parameter.shape), topology.world_size)[topology.rank]
+        if isinstance(parameter, DTensor):
+            local = parameter.to_local().detach()
+        else:
+            local = parameter.detach().view(-1)[: stop - start]
         shards.append(_Shard(name, parameter, local, start))
     return shards
 

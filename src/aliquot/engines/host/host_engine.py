@@ -34,8 +34,7 @@ from aliquot.launch.topology import Topology
 from aliquot.loss.base import GradientRows
 from aliquot.loss.head_loss import head_loss_on
 from aliquot.machine.cpu import numa_nodes
-from aliquot.models import meta as meta_models
-from aliquot.models import recompute
+from aliquot.models import calls, recompute
 from aliquot.models.batch import MicroBatch
 from aliquot.models.materialise import replace_tensors, tied_weights
 from aliquot.optim.blocked_adamw import BlockedAdamW, FlatShard
@@ -66,9 +65,11 @@ class HostEngine:
         self._place_parameters()
         kept = torch.float32 if spec.optimizer_states == "fp32" else torch.bfloat16
         embedding = cast(nn.Module, model.get_input_embeddings())  # type: ignore[operator]
-        self._looks_up = type(embedding) is nn.Embedding  # a subclass may do more than look up
-        width = cast(nn.Parameter, embedding.weight).shape[1] if self._looks_up else 1
-        self._gradients = HostGradients(hosts, self._weights, self._compute, kept, spec.micro_batch_tokens, width)
+        self._cuts_look_up = spec.looks_up and spec.fused_loss
+        width = cast(nn.Parameter, embedding.weight).shape[1] if self._cuts_look_up else 1
+        self._gradients = HostGradients(
+            hosts, self._weights, self._by_autograd(), self._compute, kept, spec.micro_batch_tokens, width
+        )
         self._optimizer = BlockedAdamW(
             [self._shard(index) for index in range(len(self._weights))],
             betas=(spec.adam_beta1, spec.adam_beta2),
@@ -80,22 +81,42 @@ class HostEngine:
         self._owned = sum(shard.weights.numel for shard in shards)  # elements of the weights
         self._moments_bytes = sum(shard.exp_avg.size_bytes + shard.exp_avg_sq.size_bytes for shard in shards)
         self._hooks = list(self._listen())
-        self._attention, self._head_loss = attention_on("cpu"), head_loss_on("cpu")
-        self._fused = spec.fused_loss
+        self._attention, self._head_loss = attention_on("cpu", spec.packs), head_loss_on("cpu")
         self._updates = 0
         self._activations = SavedBytes(spec.gradient_checkpointing)
 
     @classmethod
     def build(cls, meta: nn.Module, spec: EngineSpec, topology: Topology) -> Self:
         node = numa_nodes(Path("/")).get(topology.cores[0], 0) if topology.cores else 0
-        recompute.enable(meta, spec.gradient_checkpointing)
+        recompute.enable(meta, spec.gradient_checkpointing, spec.dropout)
         if spec.compile == "layers":
             compile_layers(meta, topology.threads)
         return cls(meta, spec, Hosts.join(topology.rank, node, gather), topology)
 
+    def _by_autograd(self) -> list[int]:
+        """The weights whose gradients autograd completes; backward comes to the last ones of the model first."""
+        elsewhere = []
+        if self._spec.fused_loss:
+            elsewhere.append(self._model.get_output_embeddings().weight)  # type: ignore[operator]
+        embedding = self._model.get_input_embeddings().weight  # type: ignore[operator]
+        if self._cuts_look_up:
+            elsewhere.append(embedding)
+        elif self._spec.fused_loss and elsewhere[0] is embedding:
+            elsewhere.clear()  # tied, and looked up by the model itself: both contribute
+        found = [
+            index
+            for index, parameter in enumerate(self._model.parameters())
+            if parameter.requires_grad and not any(parameter is other for other in elsewhere)
+        ]
+        return found[::-1]
+
     def _place_parameters(self) -> None:
         """Replace the meta parameters by views of the shared copy; tied ones by one and the same."""
-        placed = {name: nn.Parameter(self._view_of(self._memory, index)) for name, index in self._index.items()}
+        learns = {name: parameter.requires_grad for name, parameter in self._model.named_parameters()}
+        placed = {
+            name: nn.Parameter(self._view_of(self._memory, index), requires_grad=learns[name])
+            for name, index in self._index.items()
+        }
         aliases = {alias: placed[name] for alias, name in tied_weights(self._model).items()}
         replace_tensors(self._model, placed | aliases)
 
@@ -118,17 +139,19 @@ class HostEngine:
             exp_avg=moment(states, stop - start, weight.row_numel, squared=False),
             exp_avg_sq=moment(states, stop - start, weight.row_numel, squared=True),
             gradient=self._gradients.own[index],
-            decays=len(weight.shape) >= 2,
+            decays=len(weight.shape) >= 2 and self._model.get_parameter(weight.name).requires_grad,
             start=start,
         )
 
     def _listen(self) -> Iterator[RemovableHandle]:
         """Hooks that hand each gradient on as soon as autograd has completed it, a tied weight's once."""
         for index, (_, parameter) in enumerate(self._model.named_parameters()):
+            if not parameter.requires_grad:
+                continue
 
             def leave(parameter: Tensor, index: int = index) -> None:
                 assert parameter.grad is not None
-                self._gradients.add(index, parameter.grad)
+                self._gradients.arrived(index, parameter.grad)
                 parameter.grad = None
 
             yield parameter.register_post_accumulate_grad_hook(leave)  # type: ignore[no-untyped-call]
@@ -172,7 +195,6 @@ class HostEngine:
         starts = [(index, *weight.ranges[self._rank]) for index, weight in enumerate(self._weights)]
         views = [self._view_of(self._memory, index).view(-1) for index in range(len(self._weights))]
         check_published([(index, start) for index, start, stop in starts if start < stop], views)
-        self._fused = self._spec.fused_loss and meta_models.losses_agree(self._model, self._loss, self._attention)
 
     def restored(self, steps: int) -> None:
         self._optimizer.steps = steps
@@ -180,9 +202,11 @@ class HostEngine:
     def backward(self, batch: MicroBatch | None, scale: float, last: bool) -> Tensor:
         self._model.train()
         batch = MicroBatch.empty() if batch is None else batch
+        if self._spec.dropout:
+            torch.manual_seed(batch.seed)
         embedding = self._model.get_input_embeddings()  # type: ignore[operator]
         rows = None
-        if self._looks_up and self._fused:
+        if self._cuts_look_up:
             # The look-up's gradient is a row per token, not a whole table: cut the graph here and sum rows instead.
             with torch.no_grad():
                 rows = F.embedding(batch.input_ids, embedding.weight)
@@ -191,6 +215,7 @@ class HostEngine:
             summed, scaled = self._loss(batch, scale, rows)
         self._spec.phase("forward")
         scaled.backward()  # type: ignore[no-untyped-call]
+        self._gradients.end_micro_batch()
         if rows is not None:
             self._add_embedding(embedding, batch.input_ids, rows.grad)
         self._spec.phase("backward")
@@ -206,13 +231,11 @@ class HostEngine:
     def _loss(self, batch: MicroBatch, scale: float, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The summed loss, detached, and what backward() starts from."""
         documents = Documents(batch.edges, self._attention)
-        if not self._fused:
-            loss = meta_models.whole_logits_loss(
-                self._model, batch.input_ids, batch.position_ids, batch.labels, documents
-            )
+        if not self._spec.fused_loss:
+            loss = calls.whole_logits_loss(self._model, batch.input_ids, batch.position_ids, batch.labels, documents)
             return loss.detach(), loss * scale
         tokens = batch.input_ids if rows is None else rows
-        hidden = meta_models.hidden_states(self._model, tokens, batch.position_ids, documents)
+        hidden = calls.hidden_states(self._model, tokens, batch.position_ids, documents)
         head = self._model.get_output_embeddings()  # type: ignore[operator]
         sink = self._head_sink(self._index_of(head.weight)) if torch.is_grad_enabled() else None
         return self._head_loss(hidden, head.weight, batch.labels, scale, sink)

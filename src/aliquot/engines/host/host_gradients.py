@@ -1,7 +1,8 @@
 """Gradients of the host engine: staged in shared memory as they arise, summed by their owners, never kept whole.
 
-Every rank stages the same pieces in the same order. Each owner adds to its fp32 part the sum over the ranks of its
-host, rank by rank: the result depends on neither speed nor chance. A rank holds the sums of its own part and, with
+Every rank stages the same pieces in the same order, whatever its autograd does first; each piece says whose it is, and
+a rank whose micro-batch did not touch a weight says that. Each owner adds to its fp32 part the sum over the ranks of
+its host, rank by rank: the result depends on neither speed nor chance. A rank holds the sums of its own part and, with
 several hosts, of its counterparts' parts on the others: those travel once, at the end of the step.
 """
 
@@ -20,7 +21,8 @@ from aliquot.collectives.hosts import Hosts
 from aliquot.collectives.reduce import add_sum
 from aliquot.collectives.ring import Piece, Ring
 from aliquot.collectives.shared import aligned
-from aliquot.engines.host.host_memory import looked_up_bytes, piece_edges, ring_bytes
+from aliquot.engines.host.host_memory import TAG_BYTES, looked_up_bytes, piece_edges, ring_bytes
+from aliquot.errors import SelfTestError
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,18 @@ class HostGradients:
     """`sums[h][weight]`: of the sum over this host's ranks, the rows that this rank's counterpart on host h owns."""
 
     def __init__(
-        self, hosts: Hosts, weights: Sequence[Weight], compute: torch.dtype, kept: torch.dtype, tokens: int, width: int
+        self,
+        hosts: Hosts,
+        weights: Sequence[Weight],
+        order: Sequence[int],
+        compute: torch.dtype,
+        kept: torch.dtype,
+        tokens: int,
+        width: int,
     ) -> None:
-        """`tokens` x `width`: the most rows of an embedding's gradient in one micro-batch. Collective."""
+        """`order`: the weights whose gradients `arrived` is told of, in the order in which they are staged. `tokens` x
+        `width`: the most rows of an embedding's gradient in one micro-batch. Collective.
+        """
         self._hosts = hosts
         self._peers = hosts.peers
         self._weights = weights
@@ -60,6 +71,9 @@ class HostGradients:
             [torch.zeros(stop - start, dtype=kept) for start, stop in (w.ranges[owner] for w in weights)]
             for owner in self._owners
         ]
+        self._order = order
+        self._turn = 0  # of which weight it is in this micro-batch
+        self._waiting: dict[int, Tensor] = {}  # gradients that came before their turn
         self._contributions: Counter[int] = Counter()  # to each sum in this optimizer step: the first replaces
         self.staged_bytes = 0
         self.moved_bytes = 0
@@ -73,13 +87,29 @@ class HostGradients:
     def size_bytes(self) -> int:
         return sum(tensor.nbytes for tensors in self.sums for tensor in tensors)
 
-    def add(self, index: int, gradient: Tensor) -> None:
-        """The gradient of weight `index`, of this rank's micro-batch; it may be freed afterwards."""
+    def arrived(self, index: int, gradient: Tensor) -> None:
+        """The gradient of weight `index`, of this rank's micro-batch, is complete."""
+        self._waiting[index] = gradient
+        while self._turn < len(self._order) and self._order[self._turn] in self._waiting:
+            self._stage_next()
+
+    def end_micro_batch(self) -> None:
+        """No further gradient will arrive: weights that have none are told as such."""
+        while self._turn < len(self._order):
+            self._stage_next()
+        self._turn = 0
+
+    def _stage_next(self) -> None:
+        index = self._order[self._turn]
+        self._turn += 1
+        gradient = self._waiting.pop(index, None)
         row_numel = self._weights[index].row_numel
         for start, stop in pairwise(edge * row_numel for edge in self.row_edges(index)):
-            self.buffer(index, start, stop).copy_(gradient.view(-1)[start:stop])
-            self.moved_bytes += (stop - start) * self._dtype.itemsize  # a copy that the head's does not need
-            self.publish()
+            buffer = self.buffer(index, start, stop)
+            if gradient is not None:
+                buffer.copy_(gradient.reshape(-1)[start:stop])
+                self.moved_bytes += (stop - start) * self._dtype.itemsize  # a copy that the head's does not need
+            self.publish(present=gradient is not None)
 
     def row_edges(self, index: int) -> tuple[int, ...]:
         """Where the rows of weight `index` are cut into pieces."""
@@ -88,17 +118,21 @@ class HostGradients:
 
     def buffer(self, index: int, start: int, stop: int) -> Tensor:
         """Room for elements [start, stop) of the gradient of weight `index`, flat; then call `publish`."""
-        self._piece = self.ring.stage((stop - start) * self._dtype.itemsize)
+        self._piece = self.ring.stage(TAG_BYTES + (stop - start) * self._dtype.itemsize)
         self._range = (index, start, stop)
-        return self.ring.own(self._piece, self._dtype, (stop - start,))
+        at = TAG_BYTES // self._dtype.itemsize
+        return self.ring.view(self._piece, self._peers.index, self._dtype, at, (stop - start,))
 
-    def publish(self) -> None:
+    def publish(self, present: bool = True) -> None:
+        """`present` false: this rank has nothing to add there."""
         index, start, stop = self._range
+        self._tag(self._piece, self._peers.index).copy_(torch.tensor([index, start, present]))
         first = not self._contributions[index]
         if stop == self._weights[index].numel:
             self._contributions[index] += 1
-        self.staged_bytes += (stop - start) * self._dtype.itemsize
-        self.moved_bytes += (stop - start) * self._dtype.itemsize
+        staged_bytes = (stop - start) * self._dtype.itemsize if present else 0
+        self.staged_bytes += staged_bytes
+        self.moved_bytes += staged_bytes
         self.ring.publish(self._piece, lambda piece: self._sum(piece, index, start, stop, first))
 
     def add_rows(self, index: int, ids: Tensor, rows: Tensor) -> None:
@@ -129,13 +163,23 @@ class HostGradients:
             self._hosts.wire.reduce_scatter(self.sums)
 
     def _sum(self, piece: Piece, index: int, start: int, stop: int, first: bool) -> None:
+        tags = [self._tag(piece, rank).tolist() for rank in range(self._peers.size)]
+        for rank, (of_index, of_start, _) in zip(self._peers.ranks, tags, strict=True):
+            if (of_index, of_start) != (index, start):
+                raise SelfTestError(
+                    f"rank {rank} hands on a gradient of {self._weights[of_index].name} where this rank expects one of"
+                    f" {self._weights[index].name}: nothing was summed"
+                )
+        present = [rank for rank, (_, _, has_any) in enumerate(tags) if has_any]
+        at = TAG_BYTES // self._dtype.itemsize - start
         for owner, sums in zip(self._owners, self.sums, strict=True):
             low, high = self._weights[index].ranges[owner]
             a, b = max(start, low), min(stop, high)
-            if a < b:
-                sources = [
-                    self.ring.view(piece, rank, self._dtype, a - start, (b - a,)) for rank in range(self._peers.size)
-                ]
+            if a < b and not present:
+                if first:
+                    sums[index][a - low : b - low].zero_()
+            elif a < b:
+                sources = [self.ring.view(piece, rank, self._dtype, at + a, (b - a,)) for rank in present]
                 add_sum(sums[index][a - low : b - low], sources, first)
                 of_sum = sums[index].element_size() * (1 if first else 2)
                 self.moved_bytes += (b - a) * (len(sources) * self._dtype.itemsize + of_sum)
@@ -161,6 +205,10 @@ class HostGradients:
                 total += part
                 at += len(own_ids)
             target.index_add_(0, unique, total.to(target.dtype))
+
+    def _tag(self, piece: Piece, rank: int) -> Tensor:
+        """What a piece of `publish` begins with: the weight, the first element, whether there is anything. int64 [3]"""
+        return self.ring.view(piece, rank, torch.int64, 0, (3,))
 
     def _view(self, piece: Piece, rank: int) -> tuple[Tensor, Tensor, Tensor]:
         """count [], ids int64 [tokens] and rows [tokens, E] of a piece of `add_rows`."""

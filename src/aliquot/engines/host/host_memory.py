@@ -15,6 +15,7 @@ from aliquot.optim.moments import moment
 # Ranks may be apart by what the ring holds: a layer or more of most models; more gains nothing.
 _RING_BYTES = 64 << 20
 _PIECE_BYTES = 8 << 20
+TAG_BYTES = 64  # before each piece: whose it is
 
 
 def host_memory(config: RunConfig, shape: ModelShape, layout: RankLayout) -> Held:
@@ -47,7 +48,7 @@ def host_memory(config: RunConfig, shape: ModelShape, layout: RankLayout) -> Hel
 
 def ring_bytes(row_numel: int, looked_up: int, itemsize: int) -> int:
     """Of a rank's ring: two of its largest pieces fit, be it one row of a weight or the rows of a look-up."""
-    return max(_RING_BYTES, 2 * row_numel * itemsize, 2 * looked_up)
+    return max(_RING_BYTES, 2 * (TAG_BYTES + row_numel * itemsize), 2 * looked_up)
 
 
 def looked_up_bytes(tokens: int, width: int, itemsize: int) -> int:

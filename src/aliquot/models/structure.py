@@ -1,0 +1,51 @@
+"""What a model is made of, by transformers' own words: its repeated layers, and what multiplies each token."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of the model, in order: the modules that transformers says not to split, else its longest
+    list of modules of one class."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    named = [module for module in model.modules() if type(module).__name__ in names and not _is_embedding(module)]
+    if named:
+        return named
+    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return max((layers for layers in lists if len({type(layer) for layer in layers}) == 1), key=len, default=[])
+
+
+def _is_embedding(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding) or not any(True for _ in module.parameters())
+
+
+def matmul_parameters(model: PreTrainedModel) -> int:
+    """Of experts, of which each token sees a few, as many as it sees."""
+    config = model.config
+    experts = next((n for key in EXPERTS if isinstance(n := getattr(config, key, None), int) and n), 0)
+    chosen = next((n for key in CHOSEN if isinstance(n := getattr(config, key, None), int) and n), experts)
+    matrices = 0.0
+    for parameter in model.parameters():
+        of_experts = parameter.ndim >= 3 and parameter.shape[0] == experts
+        matrices += parameter.numel() * (chosen / experts if of_experts else 1) if parameter.ndim >= 2 else 0
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head is not None and head.weight is embedding.weight
+    return int(matrices if tied else matrices - embedding.weight.numel())
+
+
+def attention_width(config: PretrainedConfig) -> int:
+    """Layers x heads x head size: what one (query, key) pair costs in attention, in multiply-adds of each product."""
+    heads = int(getattr(config, "num_attention_heads", None) or 0)
+    if not heads:
+        return 0
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return int(config.num_hidden_layers) * heads * int(head_dim)

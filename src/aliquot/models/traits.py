@@ -1,0 +1,212 @@
+"""What the code of a model does, found by running a narrow copy of it: what no name or signature tells for sure.
+
+A model *packs* if several documents in one row, with attention that we hand it, give each document exactly what it
+gives alone under the model's own eager attention. Mixers of other kinds, masks of its own, attention that does not go
+through transformers' interface: whatever it is that does not, the numbers differ or an error comes, and the model is
+called once a document instead.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from aliquot.attention.base import Documents
+from aliquot.attention.document_attention import IMPLEMENTATION, register
+from aliquot.attention.reference_attention import ReferenceAttention
+from aliquot.errors import UnsupportedModelError
+from aliquot.models import calls
+from aliquot.models.narrow import VOCABULARY, narrow
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+# Of two documents: one longer than a window or chunk of the narrow copy and one shorter than its convolutions.
+LENGTHS = (13, 3)
+_TOLERANCE = 1e-4  # relative, in fp32: the largest that honest rounding showed over all architectures was 2e-6
+
+
+@dataclass(frozen=True)
+class Traits:
+    attention: str  # the implementation to build it with: ours where it packs, else one of transformers'
+    why_alone: str | None  # why it does not pack; None: it does
+    plain_head: bool  # logits are the head's product with what the decoder returns: no bias, soft-cap or scale
+    looks_up: bool  # embeddings handed to the decoder give what ids give
+
+    @property
+    def packs(self) -> bool:
+        return self.why_alone is None
+
+
+def traits(config: PretrainedConfig) -> Traits:
+    """Raises UnsupportedModelError for a model that transformers cannot run or that sees what follows a token."""
+    kind: Any = type(config)
+    return _traits(kind, json.dumps(config.to_dict(), sort_keys=True, default=str))
+
+
+@cache
+def _traits(kind: Any, values: str) -> Traits:
+    config = kind.from_dict(json.loads(values))
+    register()
+    with quiet():
+        model = eager_copy(config)
+        alone = _logits_alone(model)
+        _check_causal(model, alone)
+        plain_head, looks_up = _plain_head(model), _looks_up(model)
+        why_alone = _why_alone(config, model, alone)
+        return Traits(IMPLEMENTATION if why_alone is None else _own_attention(config), why_alone, plain_head, looks_up)
+
+
+def eager_copy(config: PretrainedConfig, dropout: bool = True) -> PreTrainedModel:
+    """A narrow copy for evaluation with random weights, in fp32 on CPU, under transformers' own eager attention."""
+    try:
+        model = _build(narrow(config, dropout), "eager")
+    except Exception as error:  # each model's code fails in its own way on a config it does not like
+        raise UnsupportedModelError(
+            f"transformers cannot run this {config.model_type} model: {_line(error)}"
+        ) from error
+    redraw(model)
+    return model.eval()
+
+
+def redraw(model: nn.Module) -> None:
+    """Weights of a size at which attention, gates and caps matter; the usual initialisation leaves them hardly any."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim >= 2:
+                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+            else:
+                parameter.add_(0.1 * noise)
+
+
+def example(model: PreTrainedModel) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """Ids and positions [T] of a row of two documents, and its edges."""
+    vocabulary = min(VOCABULARY, model.get_input_embeddings().weight.shape[0])
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(vocabulary // 2, vocabulary, (sum(LENGTHS),), generator=generator)
+    return ids, torch.cat([torch.arange(length) for length in LENGTHS]), (0, LENGTHS[0], sum(LENGTHS))
+
+
+def agree(found: Tensor, expected: Tensor) -> bool:
+    return bool(((found - expected).abs() <= _TOLERANCE * expected.abs().max()).all())
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """transformers warns about what narrow copies lack: kernels, caches, special tokens."""
+    logger = logging.getLogger("transformers")
+    before, logger.level = logger.level, logging.CRITICAL
+    state = torch.random.get_rng_state()
+    try:
+        yield
+    finally:
+        logger.level = before
+        torch.random.set_rng_state(state)
+
+
+def _build(config: PretrainedConfig, attention: str) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    config.use_cache = False
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation=attention
+    )
+    return model
+
+
+def _logits_alone(model: PreTrainedModel) -> Tensor:
+    ids, positions, edges = example(model)
+    try:
+        with torch.no_grad():
+            found = calls.logits(model, ids, positions, Documents(edges, None))
+    except Exception as error:
+        kind = type(model).__name__
+        raise UnsupportedModelError(f"{kind} does not run on token ids alone: {_line(error)}") from error
+    return found
+
+
+def _check_causal(model: PreTrainedModel, alone: Tensor) -> None:
+    ids, positions, edges = example(model)
+    seen = LENGTHS[0] // 2
+    ids[seen : LENGTHS[0]] = ids[: LENGTHS[0] - seen].clone()
+    with torch.no_grad():
+        changed = calls.logits(model, ids, positions, Documents(edges, None))
+    if not agree(changed[:, :seen], alone[:, :seen]):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} sees tokens that follow: there is nothing to predict. Not a causal language model"
+        )
+
+
+def _plain_head(model: PreTrainedModel) -> bool:
+    head: Any = model.get_output_embeddings()
+    if type(head) is not nn.Linear or getattr(head, "bias", None) is not None:
+        return False
+    ids, positions, edges = example(model)
+    documents = Documents(edges, None)
+    try:
+        with torch.no_grad():
+            logits = calls.logits(model, ids, positions, documents)
+            hidden = calls.hidden_states(model, ids, positions, documents)
+    except Exception:
+        return False
+    return agree(F.linear(hidden, head.weight), logits[0])
+
+
+def _looks_up(model: PreTrainedModel) -> bool:
+    embedding = model.get_input_embeddings()
+    if type(embedding) is not nn.Embedding:  # a subclass may do more than look up
+        return False
+    ids, positions, edges = example(model)
+    documents = Documents(edges, None)
+    try:
+        with torch.no_grad():
+            of_ids = calls.hidden_states(model, ids, positions, documents)
+            of_rows = calls.hidden_states(model, F.embedding(ids, embedding.weight), positions, documents)
+    except Exception:
+        return False
+    return agree(of_rows, of_ids)
+
+
+def _why_alone(config: PretrainedConfig, model: PreTrainedModel, alone: Tensor) -> str | None:
+    if not calls.accepts(model, "position_ids"):
+        return "it takes no positions"
+    try:
+        packed = _build(narrow(config), IMPLEMENTATION)
+        packed.load_state_dict(model.state_dict())
+        ids, positions, edges = example(model)
+        with torch.no_grad():
+            # In training: what is dropped in attention is asked for there.
+            packed.train()
+            calls.logits(packed, ids, positions, Documents(edges, ReferenceAttention()))
+            packed.eval()
+            row = calls.logits(packed, ids, positions, Documents(edges, ReferenceAttention()))
+    except UnsupportedModelError as error:
+        return str(error)
+    except Exception as error:
+        return f"its attention cannot be replaced: {_line(error)}"
+    if agree(row, alone):
+        return None
+    return "something in it but attention mixes tokens, or attention needs more than it is told"
+
+
+def _own_attention(config: PretrainedConfig) -> str:
+    try:
+        _build(narrow(config), "sdpa")
+    except Exception:
+        return "eager"
+    return "sdpa"
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
