@@ -7,25 +7,18 @@ from collections.abc import Callable
 
 import torch
 
-from aliquot.config.batch_size import BatchSize
-from aliquot.config.schema import DataSection
 from aliquot.data.batches import EvalBatches
-from aliquot.data.prepare import Prepared
 from aliquot.engines.base import Engine
 from aliquot.launch.ranks import Ranks
 
 
 def evaluate(
-    engine: Engine, data: Prepared, settings: DataSection, size: BatchSize, ranks: Ranks, beat: Callable[[], None]
-) -> tuple[float, float, float | None] | None:
-    """Loss and perplexity per predicted token, bits per byte of their text where its size is known; None where there
-    are no evaluation documents. Collective.
+    engine: Engine, batches: EvalBatches, ranks: Ranks, beat: Callable[[], None]
+) -> tuple[float, float, float | None]:
+    """Loss and perplexity per predicted token, bits per byte of their text where its size is known. Collective.
 
     `beat` is called after each micro-batch.
     """
-    batches = EvalBatches.of(data, settings, size)
-    if batches is None:
-        return None
     summed = torch.zeros((), dtype=torch.float64)
     for micro_batch in batches.micro_batches(ranks.rank, ranks.world_size):
         summed += engine.evaluate(micro_batch).cpu()

@@ -16,7 +16,7 @@ from aliquot.checkpoint.directories import newest
 from aliquot.checkpoint.resume import changes, check_continuity, resume
 from aliquot.config.batch_size import BatchSize, batch_size
 from aliquot.config.schema import RunConfig
-from aliquot.data.batches import Batches, StepBatch
+from aliquot.data.batches import Batches, EvalBatches, StepBatch
 from aliquot.data.batches_ahead import BatchesAhead
 from aliquot.data.prepare import Prepared, prepare_together
 from aliquot.engines.base import Engine, EngineSpec
@@ -40,6 +40,7 @@ from aliquot.models.load import load_weights
 from aliquot.models.model_files import export_dtype, model_files
 from aliquot.models.source import ModelSource, resolve
 from aliquot.models.structure import attention_width
+from aliquot.models.traits import traits
 from aliquot.observe import summary
 from aliquot.observe.clock import StepClock
 from aliquot.observe.console import Display
@@ -186,7 +187,8 @@ def _read_inputs(run: Attempt) -> Inputs:
     source.check_length(config.data.sequence_length)
     size = batch_size(config.train, ranks.world_size)
     epochs = None if config.train.max_steps else config.train.num_train_epochs
-    batches = Batches.of(data, config.data, config.run.seed, size, epochs)
+    packs = traits(source.config).packs
+    batches = Batches.of(data, config.data, config.run.seed, size, epochs, packs)
     total_steps = config.train.max_steps or batches.steps_in(config.train.num_train_epochs)
     return Inputs(source, data, tokenizer, size, batches, total_steps)
 
@@ -250,8 +252,17 @@ def _introduce(run: Attempt, inputs: Inputs, model: Model, start: Start) -> None
         plan=run.ledger.plan,
     )
     connections = group_lines(ranks, model.engine.transport)
-    notes = (*model.notes, *torchrun_advice(os.environ, config.checkpoint.grace_s))
+    notes = (*model.notes, *_a_call_each(model.built), *torchrun_advice(os.environ, config.checkpoint.grace_s))
     summary.begin(run.display, config, run.about, inputs.batches.described(inputs.total_steps), *connections, *notes)
+
+
+def _a_call_each(built: meta.MetaModel) -> list[str]:
+    if built.traits.packs:
+        return []
+    return [
+        f"attention: each document is a call of its own ({built.traits.attention}), because {built.traits.why_alone};"
+        " short documents cost more than in packed rows"
+    ]
 
 
 # Stepping
@@ -351,7 +362,8 @@ class Training:
 
     def _evaluate(self) -> None:
         run, inputs = self._run, self._inputs
-        found = evaluate(self._engine, inputs.data, run.config.data, inputs.size, run.ranks, self._watchdog.beat)
+        batches = EvalBatches.of(inputs.data, run.config.data, inputs.size, inputs.batches.packs)
+        found = None if batches is None else evaluate(self._engine, batches, run.ranks, self._watchdog.beat)
         if found is not None:
             self._perplexity = self._record.evaluated(*found)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
@@ -68,8 +69,11 @@ class Batches:
         micro_batch_size: int,
         pad_id: int,
         epochs: float | None = None,
+        packs: bool = True,
     ) -> None:
+        """`packs`: the model takes several documents in a call; else each is one."""
         self.store = store
+        self.packs = packs
         self.sequence_length = sequence_length
         self.seed = seed
         self.global_batch_size = global_batch_size
@@ -81,7 +85,9 @@ class Batches:
         self._epochs: dict[int, Epoch] = {}
 
     @classmethod
-    def of(cls, data: Prepared, section: DataSection, seed: int, size: BatchSize, epochs: float | None) -> Self:
+    def of(
+        cls, data: Prepared, section: DataSection, seed: int, size: BatchSize, epochs: float | None, packs: bool = True
+    ) -> Self:
         """The training batches of a run."""
         return cls(
             data.open_train(),
@@ -92,6 +98,7 @@ class Batches:
             micro_batch_size=size.micro,
             pad_id=data.pad_id,
             epochs=epochs,
+            packs=packs,
         )
 
     def workload(self) -> Workload:
@@ -100,7 +107,8 @@ class Batches:
         edges = []
         for index in range(min(size, _PLANNED_SEQUENCES)):
             ends = np.cumsum([length for _, length in epoch.sequence(index)]).tolist()
-            edges.append((0, *ends, *([self.sequence_length] if ends[-1] < self.sequence_length else [])))
+            padded = self.packed and self.packs and ends[-1] < self.sequence_length
+            edges.append((0, *ends, *([self.sequence_length] if padded else [])))
         return Workload(
             samples=tuple(edges),
             tokens=float(epoch.tokens.mean()),
@@ -112,7 +120,7 @@ class Batches:
 
     def described(self, total_steps: int) -> str:
         """The data and what is made of them, in one line."""
-        packed = "packed" if self.packed else "padded"
+        packed = "packed" if self.packed else "a document each"
         return (
             f"{self.store.documents:,} documents, {len(self.store.tokens):,} tokens; {total_steps} steps of"
             f" {self.global_batch_size} sequences of {self.sequence_length}, {packed}"
@@ -148,10 +156,14 @@ class Batches:
             predicted += int(self._epoch(epoch).predicted[start:end].sum())
             tokens += int(self._epoch(epoch).tokens[start:end].sum())
             pairs += int(self._epoch(epoch).pairs[start:end].sum())
+        layout = Layout(self.store, self.sequence_length, self.pad_id, self.packed and self.packs)
+        of_ranks = [shares(first, stop, self.micro_batch_size, each, world_size) for each in range(world_size)]
         micro_batches: list[MicroBatch | None] = []
-        for share in shares(first, stop, self.micro_batch_size, rank, world_size):
-            sequences = [self._sequence(index) for index in share]
-            micro_batches.append(lay_out(self.store, sequences, self.sequence_length, self.pad_id) if share else None)
+        for turn, share in enumerate(of_ranks[rank]):
+            calls = 0 if self.packs else max(self._pieces(of_rank[turn]) for of_rank in of_ranks)
+            found = layout.micro_batch([self._sequence(index) for index in share], calls)
+            # Of what is trained on and nothing else: the same at any world size.
+            micro_batches.append(found and replace(found, seed=_seed(self.seed, share.start)))
         return StepBatch(micro_batches, predicted, tokens, pairs, stop - first, stop / self.packing.sequences)
 
     def _sequences_in(self, epochs: float) -> int:
@@ -164,6 +176,9 @@ class Batches:
             end = min(self.packing.sequences, start + stop - first)
             yield epoch, start, end
             first += end - start
+
+    def _pieces(self, share: range) -> int:
+        return sum(len(self._sequence(index)) for index in share)
 
     def _sequence(self, index: int) -> Sequence:
         epoch, within = divmod(index, self.packing.sequences)
@@ -181,9 +196,18 @@ class EvalBatches:
     """All sequences of a store once, in a fixed order. Raises UserError where there is none."""
 
     def __init__(
-        self, store: TokenStore, *, sequence_length: int, packing: bool, micro_batch_size: int, pad_id: int
+        self,
+        store: TokenStore,
+        *,
+        sequence_length: int,
+        packing: bool,
+        micro_batch_size: int,
+        pad_id: int,
+        packs: bool = True,
     ) -> None:
         self.store = store
+        self.packs = packs
+        self.packed = packing
         self.sequence_length = sequence_length
         self.micro_batch_size = micro_batch_size
         self.pad_id = pad_id
@@ -191,7 +215,7 @@ class EvalBatches:
         self.predicted = int(self.epoch.predicted.sum())  # over all ranks: what perplexity is taken over
 
     @classmethod
-    def of(cls, data: Prepared, section: DataSection, size: BatchSize) -> Self | None:
+    def of(cls, data: Prepared, section: DataSection, size: BatchSize, packs: bool = True) -> Self | None:
         """The evaluation batches of a run; None where it has no evaluation data."""
         store = data.open_eval()
         if store is None:
@@ -202,13 +226,20 @@ class EvalBatches:
             packing=section.packing,
             micro_batch_size=size.micro,
             pad_id=data.pad_id,
+            packs=packs,
         )
 
     def micro_batches(self, rank: int, world_size: int) -> Iterator[MicroBatch | None]:
         """This rank's share; equally many on every rank, None where it has nothing left."""
-        for share in shares(0, self.epoch.packing.sequences, self.micro_batch_size, rank, world_size):
-            sequences = [self.epoch.sequence(index) for index in share]
-            yield lay_out(self.store, sequences, self.sequence_length, self.pad_id) if share else None
+        layout = Layout(self.store, self.sequence_length, self.pad_id, self.packed and self.packs)
+        count = self.epoch.packing.sequences
+        of_ranks = [shares(0, count, self.micro_batch_size, each, world_size) for each in range(world_size)]
+        for turn, share in enumerate(of_ranks[rank]):
+            calls = 0 if self.packs else max(self._pieces(of_rank[turn]) for of_rank in of_ranks)
+            yield layout.micro_batch([self.epoch.sequence(index) for index in share], calls)
+
+    def _pieces(self, share: range) -> int:
+        return sum(len(self.epoch.sequence(index)) for index in share)
 
 
 def shares(first: int, stop: int, micro_batch_size: int, rank: int, world_size: int) -> list[range]:
@@ -222,23 +253,38 @@ def shares(first: int, stop: int, micro_batch_size: int, rank: int, world_size: 
     return own + [range(0)] * (most - len(own))
 
 
-def lay_out(store: TokenStore, sequences: list[Sequence], sequence_length: int, pad_id: int) -> MicroBatch:
-    """A MicroBatch of len(sequences) * sequence_length tokens; each sequence padded on its right."""
-    length = len(sequences) * sequence_length
-    ids = np.full(length, pad_id, np.int64)
-    labels = np.full(length, IGNORE, np.int64)
-    edges = [0]
-    for row, pieces in enumerate(sequences):
-        at = row * sequence_length
-        for start, tokens in pieces:
-            ids[at : at + tokens] = store.tokens[start : start + tokens]
-            labels[at : at + tokens - 1] = ids[at + 1 : at + tokens]
-            if store.mask is not None:
-                unsaid = store.mask[start + 1 : start + tokens] == 0
-                labels[at : at + tokens - 1][unsaid] = IGNORE
-            at += tokens
-            edges.append(at)
-        if at < (row + 1) * sequence_length:
-            edges.append((row + 1) * sequence_length)
-    positions = np.arange(length) - np.repeat(edges[:-1], np.diff(edges))
-    return MicroBatch(torch.from_numpy(ids), torch.from_numpy(labels), torch.from_numpy(positions), tuple(edges))
+def _seed(seed: int, sequence: int) -> int:
+    return int.from_bytes(hashlib.sha256(f"dropout:{seed}:{sequence}".encode()).digest()[:7], "little")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How sequences become the row of a micro-batch. `padded`: each to the full length, on its right."""
+
+    store: TokenStore
+    sequence_length: int
+    pad_id: int
+    padded: bool
+
+    def micro_batch(self, sequences: list[Sequence], calls: int) -> MicroBatch | None:
+        """None for no sequences, but where ranks must make so many calls of the model all the same."""
+        if not sequences:
+            return MicroBatch.empty(calls) if calls else None
+        pieces: list[tuple[int, int]] = []  # (start, length), padding from nowhere
+        for sequence in sequences:
+            room = self.sequence_length - sum(length for _, length in sequence)
+            pieces += [*sequence, *([(-1, room)] if room and self.padded else [])]
+        edges = np.concatenate([[0], np.cumsum([length for _, length in pieces])])
+        ids = np.full(edges[-1], self.pad_id, np.int64)
+        labels = np.full(edges[-1], IGNORE, np.int64)
+        for (start, length), at in zip(pieces, edges.tolist(), strict=False):
+            if start < 0:
+                continue
+            ids[at : at + length] = self.store.tokens[start : start + length]
+            labels[at : at + length - 1] = ids[at + 1 : at + length]
+            if self.store.mask is not None:
+                unsaid = self.store.mask[start + 1 : start + length] == 0
+                labels[at : at + length - 1][unsaid] = IGNORE
+        positions = np.arange(edges[-1]) - np.repeat(edges[:-1], np.diff(edges))
+        of_ids, of_labels, of_positions = (torch.from_numpy(array) for array in (ids, labels, positions))
+        return MicroBatch(of_ids, of_labels, of_positions, tuple(edges.tolist()), calls=calls)

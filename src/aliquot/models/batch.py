@@ -26,6 +26,7 @@ class MicroBatch:
     position_ids: Tensor  # int64 [T], restart at 0 at every edge
     edges: tuple[int, ...]
     seed: int = 0  # of what is dropped at random
+    calls: int = 0  # documents that the longest of the ranks has, where each is a call of the model
 
     @property
     def predicted(self) -> int:
@@ -34,10 +35,19 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         ids, labels, positions = (t.to(device) for t in (self.input_ids, self.labels, self.position_ids))
-        return MicroBatch(ids, labels, positions, self.edges, self.seed)
+        return MicroBatch(ids, labels, positions, self.edges, self.seed, self.calls)
+
+    def with_equal_calls(self) -> MicroBatch:
+        """With documents of one token that predicts nothing, for engines whose ranks gather weights at every call."""
+        more = max(0, self.calls - (len(self.edges) - 1))
+        zeros = torch.zeros(more, dtype=torch.int64, device=self.input_ids.device)
+        ids, positions = (torch.cat([own, zeros]) for own in (self.input_ids, self.position_ids))
+        labels = torch.cat([self.labels, torch.full_like(zeros, IGNORE)])
+        edges = (*self.edges, *range(self.edges[-1] + 1, self.edges[-1] + 1 + more))
+        return MicroBatch(ids, labels, positions, edges, self.seed, self.calls)
 
     @classmethod
-    def empty(cls) -> Self:
+    def empty(cls, calls: int = 0) -> Self:
         """One token that predicts nothing: it joins every collective and adds a gradient of exactly zero."""
         zero = torch.zeros(1, dtype=torch.int64)
-        return cls(zero, torch.full_like(zero, IGNORE), zero, (0, 1))
+        return cls(zero, torch.full_like(zero, IGNORE), zero, (0, 1), calls=calls)

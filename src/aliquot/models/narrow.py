@@ -70,9 +70,9 @@ def has_dropout(config: PretrainedConfig) -> bool:
 
 
 def _some_dropout(values: dict[str, Any]) -> bool:
-    return any(
-        _some_dropout(value) if isinstance(value, dict) else is_dropout(str(key)) and isinstance(value, float) and value > 0
-        for key, value in values.items()
+    inner = any(_some_dropout(value) for value in values.values() if isinstance(value, dict))
+    return inner or any(
+        is_dropout(str(key)) for key, value in values.items() if isinstance(value, float | int) and value > 0
     )
 
 

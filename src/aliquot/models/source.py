@@ -136,18 +136,15 @@ def _refuse_out_of_scope(config: PretrainedConfig, where: str) -> None:
         raise UnsupportedModelError("encoder-decoder models are not supported", where)
     if getattr(config, "vision_config", None) is not None:
         raise UnsupportedModelError("vision models are not supported", where)
-    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if getattr(config, key, None):
-            raise UnsupportedModelError(
-                f"mixture-of-experts models are not supported ({key} = {getattr(config, key)})", where
-            )
-    for key, value in config.to_dict().items():
-        # Those of heads for summaries and classes are no part of a language model.
-        is_dropout = key.endswith(("dropout", "pdrop", "dropout_prob")) and not key.startswith(
-            ("summary", "classifier")
+    if getattr(config, "audio_config", None) is not None:
+        raise UnsupportedModelError("audio models are not supported", where)
+    dropped = [key for key, value in config.to_dict().items() if "layerdrop" in str(key) and value]
+    if dropped:
+        raise UnsupportedModelError(
+            f"layers that are left out at random are not supported: set {dropped[0]} to 0", where
         )
-        if is_dropout and isinstance(value, int | float) and value > 0:
-            raise UnsupportedModelError(f"dropout is not supported: set {key} to 0 (it is {value})", where)
+    if getattr(config, "is_decoder", None) is False:
+        config.is_decoder = True  # BERT and its kin see both ways unless told that they predict what follows
 
 
 def _one_line(error: Exception) -> str:

@@ -170,7 +170,7 @@ class FsdpEngine:
 
     def _loss(self, batch: MicroBatch | None, scale: float) -> tuple[Tensor, Tensor]:
         """The summed loss, detached, and what backward() starts from."""
-        fed = (batch or MicroBatch.empty()).to(self._device)
+        fed = (batch or MicroBatch.empty()).to(self._device).with_equal_calls()
         inputs = fed.input_ids, fed.position_ids, fed.labels, Documents(fed.edges, self._attention)
         if not self._fused:
             loss = calls.whole_logits_loss(self._model, *inputs)
