@@ -238,14 +238,28 @@ def judge(model_type: str, runs: tuple[tuple[str, int], ...] = RUNS) -> Outcome:
                 error = max(abs(a - b) / abs(b) for a, b in pairs)
                 worst = max(worst, error) if math.isfinite(error) else math.inf
                 if not worst <= TOLERANCE:
-                    return outcome("wrong", road=road, error=worst, line=f"{name}: {found} instead of {expected['losses']} {expected['norms']}")
+                    return outcome(
+                        "wrong",
+                        road=road,
+                        error=worst,
+                        line=f"{name}: {found} instead of {expected['losses']} {expected['norms']}",
+                    )
         if expected["drops"]:
-            told = [run(lambda rank, folder, n=n: _rank(small_config(model_type, dropout=True), "host", rank, n, folder), n, f"dropped-{n}")[0] for n in (1, 2)]
+            told = [
+                run(
+                    lambda rank, folder, n=n: _rank(small_config(model_type, dropout=True), "host", rank, n, folder),
+                    n,
+                    f"dropped-{n}",
+                )[0]
+                for n in (1, 2)
+            ]
             if any("failed" in each or "refused" in each for each in told):
                 return outcome("wrong", road=road, line=f"with dropout: {told}")
             error = max(abs(a - b) / abs(b) for a, b in zip(told[0]["losses"], told[1]["losses"], strict=True))
             if error > TOLERANCE or told[0]["losses"][0] == expected["losses"][0]:
-                return outcome("wrong", road=road, error=error, line="dropout depends on the world size, or there is none")
+                return outcome(
+                    "wrong", road=road, error=error, line="dropout depends on the world size, or there is none"
+                )
         return outcome("exact", road=road, error=worst)
 
 
@@ -265,7 +279,10 @@ def main() -> None:
     for model_type in types:
         found = judge(model_type)
         outcomes.append(found)
-        print(f"{found.type:26} {found.verdict:8} {found.road:11} {found.error:7.0e} {found.seconds:5.1f} s  {found.line[:150]}", flush=True)
+        print(
+            f"{found.type:26} {found.verdict:8} {found.road:11} {found.error:7.0e} {found.seconds:5.1f} s  {found.line[:150]}",
+            flush=True,
+        )
     counts = {verdict: sum(each.verdict == verdict for each in outcomes) for verdict in ("exact", "refused", "wrong")}
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
     if arguments.json:

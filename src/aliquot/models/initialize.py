@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from aliquot.errors import UnsupportedModelError
 from aliquot.models.materialise import compute_buffers, freeze_buffers
+from aliquot.models.narrow import built, narrow
 from aliquot.models.structure import decoder_layers
 
 if TYPE_CHECKING:
@@ -58,9 +59,16 @@ class OfLayer:
         """Flat fp32 values. Raises UnsupportedModelError where they are not given so either."""
         kind: Any = type(self.config)
         values = _layer_weights(kind, self.config.to_json_string(use_diff=False), self.layer, seed)
-        if bool(values[self.name].isnan().any()):
+        found = values[self.name]
+        if not bool(found.isnan().any()):
+            return found
+        # Given by the constructor alone: the narrow copy has been constructed for real.
+        suffix = f".{self.name}" if self.layer else self.name
+        values = built(narrow(self.config), "eager").state_dict()
+        constants = {float(value) for name in values if name.endswith(suffix) for value in values[name].unique()}
+        if len(constants) != 1:
             raise UnsupportedModelError(f"{self.layer}.{self.name} is not initialised by transformers ({self.reason})")
-        return values[self.name]
+        return torch.full_like(found, constants.pop())
 
 
 Fills = Mapping[str, "tuple[Fill, ...] | OfLayer"]

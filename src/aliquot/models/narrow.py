@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 VOCABULARY = 128
 WINDOW = 5
@@ -56,6 +58,17 @@ def narrow(config: PretrainedConfig, dropout: bool = True) -> PretrainedConfig:
     """
     values = _narrowed(config.to_dict())
     return type(config).from_dict(values if dropout else _without_dropout(values))
+
+
+def built(config: PretrainedConfig, attention: str) -> PreTrainedModel:
+    """The model of a narrow configuration, for real, in fp32 on CPU. Raises whatever the model's code does."""
+    from transformers import AutoModelForCausalLM
+
+    config.use_cache = False
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation=attention
+    )
+    return model
 
 
 def is_dropout(key: str) -> bool:

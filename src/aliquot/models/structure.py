@@ -14,18 +14,13 @@ CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of the model, in order: the modules that transformers says not to split, else its longest
-    list of modules of one class."""
+    """The repeated blocks of the model, in order: the modules of a list that transformers says not to split, else those
+    of its longest list."""
     names = set(getattr(model, "_no_split_modules", None) or ())
-    named = [module for module in model.modules() if type(module).__name__ in names and not _is_embedding(module)]
-    if named:
-        return named
     lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return max((layers for layers in lists if len({type(layer) for layer in layers}) == 1), key=len, default=[])
-
-
-def _is_embedding(module: nn.Module) -> bool:
-    return isinstance(module, nn.Embedding) or not any(True for _ in module.parameters())
+    named = [layer for layers in lists for layer in layers if type(layer).__name__ in names]
+    alike = [layers for layers in lists if len({type(layer) for layer in layers}) == 1]
+    return named or max(alike, key=len, default=[])
 
 
 def matmul_parameters(model: PreTrainedModel) -> int:

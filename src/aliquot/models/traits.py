@@ -25,7 +25,7 @@ from aliquot.attention.document_attention import IMPLEMENTATION, register
 from aliquot.attention.reference_attention import ReferenceAttention
 from aliquot.errors import UnsupportedModelError
 from aliquot.models import calls
-from aliquot.models.narrow import VOCABULARY, narrow
+from aliquot.models.narrow import VOCABULARY, built, narrow
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -69,7 +69,7 @@ def _traits(kind: Any, values: str) -> Traits:
 def eager_copy(config: PretrainedConfig, dropout: bool = True) -> PreTrainedModel:
     """A narrow copy for evaluation with random weights, in fp32 on CPU, under transformers' own eager attention."""
     try:
-        model = _build(narrow(config, dropout), "eager")
+        model = built(narrow(config, dropout), "eager")
     except Exception as error:  # each model's code fails in its own way on a config it does not like
         raise UnsupportedModelError(
             f"transformers cannot run this {config.model_type} model: {_line(error)}"
@@ -113,16 +113,6 @@ def quiet() -> Iterator[None]:
     finally:
         logger.level = before
         torch.random.set_rng_state(state)
-
-
-def _build(config: PretrainedConfig, attention: str) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
-
-    config.use_cache = False
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, attn_implementation=attention
-    )
-    return model
 
 
 def _logits_alone(model: PreTrainedModel) -> Tensor:
@@ -182,7 +172,7 @@ def _why_alone(config: PretrainedConfig, model: PreTrainedModel, alone: Tensor) 
     if not calls.accepts(model, "position_ids"):
         return "it takes no positions"
     try:
-        packed = _build(narrow(config), IMPLEMENTATION)
+        packed = built(narrow(config), IMPLEMENTATION)
         packed.load_state_dict(model.state_dict())
         ids, positions, edges = example(model)
         with torch.no_grad():
@@ -202,7 +192,7 @@ def _why_alone(config: PretrainedConfig, model: PreTrainedModel, alone: Tensor) 
 
 def _own_attention(config: PretrainedConfig) -> str:
     try:
-        _build(narrow(config), "sdpa")
+        built(narrow(config), "sdpa")
     except Exception:
         return "eager"
     return "sdpa"
