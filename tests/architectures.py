@@ -3,8 +3,8 @@
     python -m tests.architectures [--types llama,gpt2] [--json FILE] [--table]
 
 Each is made small from its own configuration class, with the defaults of everything else, and trained in fp32 by the
-engines host (1 and 2 ranks) and fsdp (2 ranks) on packed documents of up to 300 tokens. The plain loop runs transformers'
-eager attention on the same initial weights, one document at a time, and updates by torch.optim.AdamW.
+engines host (1 and 2 ranks) and fsdp (2 ranks) on packed documents of up to 300 tokens. The plain loop runs the eager
+attention of transformers on the same initial weights, one document at a time, and updates by torch.optim.AdamW.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from aliquot.config.schema import ModelSection
 from aliquot.engines.base import Engine, EngineSpec
 from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
 from aliquot.engines.host.host_engine import HostEngine
+from aliquot.engines.startup_proof import prove
 from aliquot.errors import UserError
 from aliquot.launch.topology import Topology
 from aliquot.models import initialize, meta
@@ -59,7 +60,7 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Outcome:
-    """`verdict`: exact, refused or wrong; `road`: packed or a call each; `line`: why it is refused, or what is wrong."""
+    """`verdict`: exact, refused or wrong; `road`: packed or a call each; `line`: why it is not exact."""
 
     type: str
     verdict: str
@@ -130,6 +131,7 @@ def ours(config: Any, engine_name: str, rank: int, world_size: int) -> dict[str,
     )  # fmt: skip
     topology = Topology(rank, world_size, rank, world_size, 0, 1, "cpu", 1, ())
     kind: type[Engine] = HostEngine if engine_name == "host" else FsdpEngine
+    prove(config, built.traits, kind, spec, topology)
     engine = kind.build(built.model, spec, topology)
     initialize.initialize(engine, built.fills, SEED)
     engine.ready()
@@ -279,10 +281,8 @@ def main() -> None:
     for model_type in types:
         found = judge(model_type)
         outcomes.append(found)
-        print(
-            f"{found.type:26} {found.verdict:8} {found.road:11} {found.error:7.0e} {found.seconds:5.1f} s  {found.line[:150]}",
-            flush=True,
-        )
+        told = f"{found.type:26} {found.verdict:8} {found.road:11} {found.error:7.0e} {found.seconds:5.1f} s"
+        print(f"{told}  {found.line[:150]}", flush=True)
     counts = {verdict: sum(each.verdict == verdict for each in outcomes) for verdict in ("exact", "refused", "wrong")}
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
     if arguments.json:

@@ -22,6 +22,7 @@ from aliquot.data.prepare import Prepared, prepare_together
 from aliquot.engines.base import Engine, EngineSpec
 from aliquot.engines.connections import group_lines
 from aliquot.engines.select import engine_class
+from aliquot.engines.startup_proof import prove
 from aliquot.errors import DivergedError
 from aliquot.evaluate import evaluate
 from aliquot.launch.device import choose_device
@@ -213,6 +214,8 @@ def _build_model(run: Attempt, inputs: Inputs) -> Model:
         clock.ended(name)
 
     spec = EngineSpec.of(run.config, topology, engine_name, built, phase_ended, lambda name: ledger.mark(name, {}))
+    if engine_name != "deepspeed":  # which can be started once in a process
+        prove(inputs.source.config, built.traits, engine_type, spec, topology)
     engine: Engine = engine_type.build(built.model, spec, topology)
     ledger.mark("model built", engine.counters().memory())
     return Model(built, engine, engine_name, clock, spec.notes)

@@ -38,14 +38,14 @@ class MetaModel:
         return sum(torch.Size(shape).numel() for _, shape in self.tensors)
 
 
-def build(config: PretrainedConfig) -> MetaModel:
+def build(config: PretrainedConfig, known: Traits | None = None) -> MetaModel:
     """The model of `config` on the meta device, with attention per document where it packs.
 
     Raises UserError for one that transformers cannot run, that is not causal, or whose parts cannot be told apart.
     """
     from transformers import AutoModelForCausalLM
 
-    found = traits(config)
+    found = known or traits(config)
     register()
     config.use_cache = False
     with torch.device("meta"):

@@ -16,6 +16,7 @@ VOCABULARY = 128
 WINDOW = 5
 _WIDTH = 64
 _OF_A_KIND = 2  # layers
+_CAP = 1.0  # small enough to matter at the scores and logits of random weights
 
 # What transformers' configurations call what is made small.
 _SIZES = {
@@ -129,6 +130,8 @@ def _positions(lists: dict[str, list[Any]], layers: int) -> list[int]:
 def _small(key: str, value: Any, heads: int) -> Any:
     if isinstance(value, list) and value and all(isinstance(each, int) for each in value):
         return [_small(key, each, heads) for each in value]
+    if key.endswith(("softcapping", "softcap", "soft_cap")) and value:
+        return _CAP
     if not isinstance(value, int) or isinstance(value, bool):
         return value
     if key.endswith(("_token_id", "_token_index", "mask_index")):

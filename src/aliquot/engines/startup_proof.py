@@ -1,0 +1,118 @@
+"""Before a run: its engine, on a narrow copy of its model, against transformers' own eager attention.
+
+Two rows of two documents go through the engine as micro-batches do, over all ranks. Losses and the gradient of every
+weight must be those of the same model fed one document at a time. What is wrong in attention, masks, windows, heads,
+sums or the exchange of gradients shows here, and not in a curve that looks plausible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from aliquot.attention.base import Documents
+from aliquot.collectives.json_values import gather
+from aliquot.engines.base import Engine, EngineSpec
+from aliquot.errors import SelfTestError
+from aliquot.launch.topology import Topology
+from aliquot.loss.base import IGNORE
+from aliquot.models import calls, meta
+from aliquot.models.batch import MicroBatch
+from aliquot.models.narrow import narrow
+from aliquot.models.traits import Traits, eager_copy, example, quiet
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_ROWS = 2
+# Relative, of each weight's gradient. Rounding in fp32 gave at most 2e-5 over all architectures; a window that is one
+# token too wide gives more than 1e-2.
+_TOLERANCE = 1e-3
+_NOISE = 1e-5  # of the whole gradient: what is left of one that is zero
+
+
+def prove(config: PretrainedConfig, traits: Traits, kind: type[Engine], spec: EngineSpec, topology: Topology) -> None:
+    """Collective. Raises SelfTestError on every rank, naming the module whose gradient is wrong."""
+    with quiet():
+        model = eager_copy(config, dropout=False)
+        ids, positions, edges = example(model)
+        rows = [_row(ids.roll(number), positions, edges) for number in range(_ROWS)]
+        scale = 1 / sum(row.predicted for row in rows)
+        losses = []
+        for row in rows:
+            loss = calls.whole_logits_loss(model, row.input_ids, row.position_ids, row.labels, Documents(edges, None))
+            (loss * scale).backward()  # type: ignore[no-untyped-call]
+            losses.append(float(loss.detach()))
+        weights = model.state_dict()
+        expected = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad.detach() for name, p in model.named_parameters()
+        }
+        found, parts = _by_engine(config, traits, kind, spec, topology, rows, scale, weights)
+    wrong = [f"loss is {sum(found):.6g} instead of {sum(losses):.6g}"] if not _near(sum(found), sum(losses)) else []
+    whole = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    for name, (start, gradient) in parts.items():
+        right = expected.get(name)
+        right = torch.zeros_like(gradient) if right is None else right.view(-1)[start : start + len(gradient)]
+        bound = _TOLERANCE * float(expected[name].norm() if name in expected else 0) + _NOISE * float(whole)
+        if not float((gradient - right).norm()) <= bound:
+            wrong.append(name)
+    told = [each for of_rank in gather(wrong) for each in of_rank]
+    if told:
+        module = told[0] if told[0].startswith("loss") else f"the gradient of {told[0]} is not what it is"
+        raise SelfTestError(
+            f"{type(model).__name__}: {module} with transformers' own eager attention ({len(set(told))} findings on a"
+            " narrow copy): this model would be trained wrongly, so nothing was begun"
+        )
+
+
+def _row(ids: Tensor, positions: Tensor, edges: tuple[int, ...]) -> MicroBatch:
+    labels = ids.roll(-1)
+    labels[[edge - 1 for edge in edges[1:]]] = IGNORE
+    return MicroBatch(ids, labels, positions, edges, calls=len(edges) - 1)
+
+
+def _by_engine(
+    config: PretrainedConfig,
+    traits: Traits,
+    kind: type[Engine],
+    spec: EngineSpec,
+    topology: Topology,
+    rows: list[MicroBatch],
+    scale: float,
+    weights: Mapping[str, Tensor],
+) -> tuple[list[float], dict[str, tuple[int, Tensor]]]:
+    """The summed losses of the rows, and of this rank's parts where they begin and their gradients."""
+    built = meta.build(narrow(config, dropout=False), traits)
+    exact = replace(
+        spec, precision="fp32", optimizer_states="fp32", compile="none", weight_decay=0.0, adam_beta1=0.5,
+        micro_batch_tokens=len(rows[0].input_ids), phase=lambda _: None, building=lambda _: None,
+    )  # fmt: skip
+    engine = kind.build(built.model, exact, topology)
+    try:
+        for part in engine.parts():
+            if part.kind == "weight":
+                engine.write(part, part.start, weights[part.name].view(-1)[part.start : part.stop])
+        engine.ready()
+        rounds = -(-len(rows) // topology.world_size)
+        own: list[MicroBatch | None] = [*rows[topology.rank :: topology.world_size]]
+        idle = None if traits.packs else MicroBatch.empty(rows[0].calls)
+        own += [idle] * (rounds - len(own))
+        losses = [float(engine.backward(row, scale, number == rounds - 1)) for number, row in enumerate(own)]
+        engine.step(0.0, None)
+        gradients = {}
+        for part in engine.parts():
+            if part.kind == "exp_avg":  # (1 - beta1) x the gradient, after one step
+                values = torch.empty(part.numel)
+                engine.read(part, part.start, values)
+                gradients[part.name] = (part.start, values / (1 - exact.adam_beta1))
+    finally:
+        engine.close()
+    return [loss for of_rank in gather(losses) for loss in of_rank], gradients
+
+
+def _near(found: float, expected: float) -> bool:
+    return abs(found - expected) <= 1e-4 * abs(expected)

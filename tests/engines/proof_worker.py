@@ -1,0 +1,82 @@
+"""One rank of the tests of the start-up proof: plants a fault, runs the proof, tells what it says."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from aliquot.attention.base import Documents
+from aliquot.attention.tiled_attention import TiledAttention
+from aliquot.engines.base import Engine, EngineSpec
+from aliquot.engines.fsdp import fsdp_engine
+from aliquot.engines.host import host_engine, host_gradients
+from aliquot.engines.startup_proof import prove
+from aliquot.errors import SelfTestError
+from aliquot.launch.topology import Topology
+from aliquot.models.traits import traits
+from tests.architectures import small_config
+from tests.processes import as_ranks
+
+
+class Faulty(TiledAttention):
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    def attend(self, query: Any, key: Any, value: Any, documents: Any, scoring: Any) -> Any:
+        if self.fault == "scale":
+            scoring = replace(scoring, scaling=1.0)
+        if self.fault == "softcap":
+            scoring = replace(scoring, softcap=None)
+        if self.fault == "sinks":
+            scoring = replace(scoring, sinks=None)
+        if self.fault == "window" and scoring.window is not None:
+            scoring = replace(scoring, window=scoring.window + 1)
+        if self.fault == "leak":
+            key, value = (x.roll(-1, 2) for x in (key, value))
+        if self.fault == "neighbours":
+            documents = Documents((0, documents.edges[-1]), self)
+        return super().attend(query, key, value, documents, scoring)
+
+
+class Forgetful(Counter[int]):
+    """Each contribution of a step is taken for its first: it replaces what is there."""
+
+    def __getitem__(self, key: int) -> int:
+        return 0
+
+
+def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None:
+    torch.set_num_threads(1)
+    told = {}
+    for argument in arguments:
+        model_type, engine, fault = argument.split(":")
+        module: Any = host_engine if engine == "host" else fsdp_engine
+        attention_on, contributions = module.attention_on, host_gradients.Counter
+        if fault == "contributions":
+            host_gradients.Counter = Forgetful  # type: ignore[misc]
+        elif fault != "none":
+            module.attention_on = lambda *_, fault=fault: Faulty(fault)
+        kind: type[Engine] = host_engine.HostEngine if engine == "host" else fsdp_engine.FsdpEngine
+        topology = Topology(rank, world_size, rank, world_size, 0, 1, "cpu", 1, ())
+        config = small_config(model_type, dropout=True)
+        found = traits(config)
+        spec = EngineSpec(
+            "bf16", 512, found.plain_head, found.packs, found.looks_up, True, collectives="shared_memory",
+            optimizer_states="int8" if engine == "host" else "fp32",
+        )  # fmt: skip
+        try:
+            prove(config, found, kind, spec, topology)
+            told[argument] = ""
+        except SelfTestError as error:
+            told[argument] = str(error)
+        module.attention_on, host_gradients.Counter = attention_on, contributions  # type: ignore[misc]
+    (folder / f"{rank}.json").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    as_ranks(work)

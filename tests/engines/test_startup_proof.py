@@ -1,0 +1,35 @@
+"""The proof before a run passes for what is right and names what is wrong, on every rank."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.processes import World, run_worlds
+
+RIGHT = ("llama:host:none", "gemma:host:none", "gpt2:host:none", "mistral:fsdp:none")
+WRONG = (
+    "llama:host:scale", "llama:host:leak", "llama:fsdp:leak", "llama:host:neighbours", "mistral:host:window",
+    "gemma2:host:softcap", "gpt_oss:host:sinks", "gemma:host:contributions",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    folder = tmp_path_factory.mktemp("proof")
+    run_worlds(Path(__file__).parent / "proof_worker.py", [World(2, folder, (*RIGHT, *WRONG))])
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("case", RIGHT)
+def test_what_is_right_passes(told: list[dict[str, str]], case: str) -> None:
+    assert [of_rank[case] for of_rank in told] == ["", ""]
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_named(told: list[dict[str, str]], case: str) -> None:
+    first, second = (of_rank[case] for of_rank in told)
+    assert first == second and "would be trained wrongly" in first
+    assert "\n" not in first and ("the gradient of " in first or "loss is " in first)
