@@ -70,10 +70,13 @@ class Outcome:
     seconds: float = 0.0
 
 
-def micro_batches(vocabulary: int) -> list[MicroBatch]:
+def micro_batches(config: Any) -> list[MicroBatch]:
+    text = config.get_text_config(decoder=True)
+    vocabulary, longest = int(text.vocab_size), getattr(text, "max_position_embeddings", None) or LENGTHS[1][0]
     generator = torch.Generator().manual_seed(1)
     batches = []
-    for number, lengths in enumerate(LENGTHS):
+    for number, wanted in enumerate(LENGTHS):
+        lengths = [min(length, longest - 8) for length in wanted]
         documents = [torch.randint(4, vocabulary, (length,), generator=generator) for length in lengths]
         labels = [torch.cat([document[1:], torch.tensor([-100])]) for document in documents]
         edges = [sum(lengths[:count]) for count in range(len(lengths) + 1)]
@@ -98,7 +101,7 @@ def reference(config: Any) -> dict[str, Any]:
     model.tie_weights()
     learns = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(plain.parameter_groups(learns, 0.1), lr=RATE, betas=(0.9, 0.95), eps=1e-8)
-    batches = micro_batches(vocabulary(config))
+    batches = micro_batches(config)
     predicted = sum(batch.predicted for batch in batches)
     losses, norms = [], []
     model.train()
@@ -118,10 +121,6 @@ def reference(config: Any) -> dict[str, Any]:
     return {"losses": losses, "norms": norms}
 
 
-def vocabulary(config: Any) -> int:
-    return int(config.get_text_config(decoder=True).vocab_size)
-
-
 def ours(config: Any, engine_name: str, rank: int, world_size: int) -> dict[str, Any]:
     torch.manual_seed(rank)
     built = meta.build(config)
@@ -135,7 +134,7 @@ def ours(config: Any, engine_name: str, rank: int, world_size: int) -> dict[str,
     engine = kind.build(built.model, spec, topology)
     initialize.initialize(engine, built.fills, SEED)
     engine.ready()
-    batches = micro_batches(vocabulary(config))
+    batches = micro_batches(config)
     if built.traits.packs:
         batches = [replace(batch, calls=0) for batch in batches]
     predicted = sum(batch.predicted for batch in batches)

@@ -45,11 +45,8 @@ def _calls(
         inputs = {name: tokens[None], "position_ids": positions[None]}
         return [called(**inputs, use_cache=False, documents=documents)]
     options: dict[str, Any] = {"use_cache": False} if accepts(called, "use_cache") else {}
-    takes_positions = accepts(called, "position_ids")
     results = []
     for start, stop in pairwise(documents.edges):
-        if takes_positions:
-            options["position_ids"] = positions[None, start:stop]
         _forget_lengths(model)
         results.append(called(**{name: tokens[None, start:stop]}, **options))
     return results

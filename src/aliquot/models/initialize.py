@@ -58,7 +58,7 @@ class OfLayer:
     def whole(self, seed: int) -> Tensor:
         """Flat fp32 values. Raises UnsupportedModelError where they are not given so either."""
         kind: Any = type(self.config)
-        values = _layer_weights(kind, self.config.to_json_string(use_diff=False), self.layer, seed)
+        values = _layer_weights(kind, json.dumps(self.config.to_dict(), default=str), self.layer, seed)
         found = values[self.name]
         if not bool(found.isnan().any()):
             return found
