@@ -50,6 +50,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 8},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "big_bird": {"attention_type": "original_full"},
     "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "greedy"},
 }
 LENGTHS = ((7, 23, 2, 41), (300,), (5, 64, 1, 17, 90), (33, 3))  # documents of each micro-batch
@@ -89,6 +90,7 @@ def micro_batches(config: Any) -> list[MicroBatch]:
 def small_config(model_type: str, dropout: bool) -> Any:
     """Raises UserError as a run would."""
     full = AutoConfig.for_model(model_type, **REQUIRED.get(model_type, {}))
+    resolve(ModelSection(config={**full.to_dict(), "model_type": model_type}))
     values = narrow(full, dropout).to_dict()
     return resolve(ModelSection(config={**values, "model_type": model_type})).config
 

@@ -182,7 +182,8 @@ def _read_inputs(run: Attempt) -> Inputs:
     config, ranks = run.config, run.ranks
     on_first(ranks, lambda: bool(resolve(config.model)))  # from the hub only rank 0 downloads
     source = resolve(config.model)
-    data = prepare_together(config.data, source.directory, source.largest_vocabulary, ranks, run.display.progress)
+    beside, largest = source.config.to_dict(), source.largest_vocabulary
+    data = prepare_together(config.data, source.directory, largest, ranks, run.display.progress, beside)
     tokenizer = data.load_tokenizer()
     source.adopt_tokenizer(tokenizer)
     source.check_length(config.data.sequence_length)
@@ -291,7 +292,7 @@ class Training:
         self._stop = stop
         self._watchdog = watchdog
         self._engine = model.engine
-        self._files = model_files(inputs.source.config, inputs.tokenizer, inputs.source.directory)
+        self._files = model_files(inputs.source.config, inputs.tokenizer, inputs.source.directory, inputs.data.prefix)
         self._saver = Saver(
             run.directory.checkpoints, model.engine, model.built.tensors, self._files, run.ranks, run.config.checkpoint,
             warn=record.warn, saved=record.saved,
@@ -409,8 +410,10 @@ class Training:
         exported = self._export() if run.config.checkpoint.export else None
         said = None
         if observe.sample_prompt is not None:
-            ask = (self._engine.generate, self._inputs.tokenizer, observe.sample_prompt, observe.sample_tokens)
-            said = continuation(*ask)
+            inputs, prompt = self._inputs, observe.sample_prompt
+            said = continuation(
+                self._engine.generate, inputs.tokenizer, prompt, inputs.data.prefix, observe.sample_tokens
+            )
         rows = run.ledger.publish(run.directory.ledger, run.ranks, run.about)
         if run.ranks.rank == 0:
             speed = self._record.meter.overall()

@@ -7,10 +7,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from aliquot.attention.base import Documents
-from aliquot.attention.document_attention import IMPLEMENTATION, attention_on, register
-from aliquot.errors import UserError
+from aliquot.attention.document_attention import IMPLEMENTATION, attention_on, document_attention, register
+from aliquot.errors import UnsupportedModelError
 from aliquot.loss.base import summed_cross_entropy
-from aliquot.models import calls, meta
+from aliquot.models import calls
 from tests.engines.cases import SMALL, micro_batch
 
 MODELS = [
@@ -88,7 +88,11 @@ def test_generation_equals_stock_transformers() -> None:
     assert torch.equal(model.generate(ids, **options), stock.generate(ids, **options))
 
 
-def test_soft_cap_is_refused_not_dropped() -> None:
-    config = AutoConfig.for_model(**{**SMALL, "model_type": "gemma2", "pad_token_id": 0})
-    with pytest.raises(UserError, match="soft-cap"):
-        meta.build(config)
+def test_what_attention_does_not_know_is_an_error() -> None:
+    query, key, value = torch.randn(3, 1, 2, 4, 8)
+    for more in ({"dropout": 0.1}, {"position_bias": query}):
+        with pytest.raises(UnsupportedModelError, match=next(iter(more))):
+            document_attention(torch.nn.Identity(), query, key, value, None, **more)
+    with pytest.raises(UnsupportedModelError, match="a mask"):
+        document_attention(torch.nn.Identity(), query, key, value, torch.zeros(1, 1, 4, 4))
+    document_attention(torch.nn.Identity(), query, key, value, None, position_bias=None, position_ids=key)

@@ -84,7 +84,8 @@ def test_labels_are_the_next_token_of_the_same_document_or_nothing(
             assert micro.edges[0] == 0
             assert micro.edges[-1] == len(micro.input_ids) == len(micro.labels)
             assert list(micro.edges) == sorted(set(micro.edges))
-            assert set(range(0, micro.edges[-1], length)) < set(micro.edges), "a sequence ends at an edge"
+            if packing:
+                assert set(range(0, micro.edges[-1], length)) < set(micro.edges), "a sequence ends at an edge"
             for start, stop in zip(micro.edges[:-1], micro.edges[1:], strict=True):
                 assert micro.position_ids[start:stop].tolist() == list(range(stop - start))
                 assert micro.labels[stop - 1] == IGNORE
@@ -94,6 +95,7 @@ def test_labels_are_the_next_token_of_the_same_document_or_nothing(
                     transitions += zip(inputs, labels, strict=True)
                     real += stop - start
                 else:
+                    assert packing, "nothing is padded"
                     assert (micro.input_ids[start:stop] == made.pad_id).all()
                     assert (micro.labels[start:stop] == IGNORE).all()
         assert batch.tokens == real
@@ -103,16 +105,33 @@ def test_labels_are_the_next_token_of_the_same_document_or_nothing(
 
 def test_a_pad_that_is_eos_hides_no_real_eos() -> None:
     eos = 2
-    made = batches(memory_store([[1, 5, eos], [1, 6, 7, eos]]), packing=False, pad_id=eos, sequence_length=6)
+    made = batches(memory_store([[1, 5, eos], [1, 6, 7, eos]]), pad_id=eos, sequence_length=5)
     rows = {
-        tuple(micro.input_ids[at : at + 6].tolist()): micro.labels[at : at + 6].tolist()
+        tuple(micro.input_ids[at : at + 5].tolist()): micro.labels[at : at + 5].tolist()
         for micro in made.step_batch(0, 0, 1).micro_batches
-        for at in range(0, len(micro.input_ids), 6)
+        for at in range(0, len(micro.input_ids), 5)
     }
     assert rows == {
-        (1, 5, eos, eos, eos, eos): [5, eos, IGNORE, IGNORE, IGNORE, IGNORE],
-        (1, 6, 7, eos, eos, eos): [6, 7, eos, IGNORE, IGNORE, IGNORE],
+        (1, 5, eos, eos, eos): [5, eos, IGNORE, IGNORE, IGNORE],
+        (1, 6, 7, eos, eos): [6, 7, eos, IGNORE, IGNORE],
     }
+
+
+def test_where_each_document_is_a_call_ranks_make_equally_many() -> None:
+    made = batches(numbered(SIZES), packs=False, micro_batch_size=1)
+    lists = [made.step_batch(0, rank, 3).micro_batches for rank in range(3)]
+    for turn in zip(*lists, strict=True):
+        assert all(micro is not None and micro.edges[-1] <= 16 for micro in turn), "nothing is padded"
+        equal = [micro.with_equal_calls() for micro in turn]
+        assert len({len(micro.edges) for micro in equal}) == 1
+        assert [micro.predicted for micro in equal] == [micro.predicted for micro in turn]
+
+
+def test_what_is_dropped_depends_on_the_data_alone() -> None:
+    made = batches(numbered(SIZES))
+    seeds = [micro.seed for micro in in_order([made.step_batch(1, rank, 2).micro_batches for rank in range(2)])]
+    assert seeds == [micro.seed for micro in made.step_batch(1, 0, 1).micro_batches]
+    assert len(set(seeds)) == len(seeds)
 
 
 def test_a_chat_learns_only_what_its_mask_shows() -> None:

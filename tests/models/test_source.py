@@ -37,10 +37,11 @@ def test_what_does_not_look_like_a_hub_id_is_a_directory(path: str) -> None:
         ({}, "model_type is missing"),
         ({"model_type": "no-such-thing"}, "not a causal language model"),
         ({"model_type": "t5"}, "not a causal language model"),
-        ({**SMALL, "model_type": "mixtral"}, "mixture-of-experts"),
-        ({**SMALL, "model_type": "llama", "attention_dropout": 0.1}, "dropout is not supported"),
-        ({**SMALL, "model_type": "llama", "hidden_act": "no-such-thing"}, "cannot build this llama model"),
-        ({**SMALL, "model_type": "gemma2", "pad_token_id": 0}, "soft-cap"),
+        ({"model_type": "bart"}, "encoder-decoder"),
+        ({"model_type": "xlm"}, "Not a causal language model"),
+        ({**SMALL, "model_type": "xglm", "layerdrop": 0.1}, "set layerdrop to 0"),
+        ({"model_type": "big_bird"}, "set attention_type to original_full"),
+        ({**SMALL, "model_type": "llama", "hidden_act": "no-such-thing"}, "cannot run this llama model"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(config: dict[str, object], expected: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from aliquot.data.token_store import FORMAT, TokenStore, token_dtype
 from aliquot.data.tokenize import Progress, tokenize
 from aliquot.data.tokenizer import (
     Convention,
+    as_loaded_with,
     check_vocabulary,
     configured_tokenizer,
     convention_of,
@@ -27,6 +28,7 @@ from aliquot.data.tokenizer import (
 )
 from aliquot.errors import DataError, TokenizerError
 from aliquot.launch.ranks import Ranks
+from aliquot.models.model_files import trained_prefix
 from aliquot.ranges.together import on_first, together
 
 NamedProgress = Callable[[str, int, int], None]  # (what is being made, bytes of the source done, of how many)
@@ -40,13 +42,15 @@ class Prepared:
     eval: str | None
     tokenizer: str  # a directory that save_pretrained wrote
     pad_id: int
+    prefix: tuple[int, ...]  # before each document
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Prepared:
-        return cls(**json.loads(text))
+        values = json.loads(text)
+        return cls(**{**values, "prefix": tuple(values["prefix"])})
 
     def open_train(self) -> TokenStore:
         return TokenStore.open(Path(self.train))
@@ -60,11 +64,16 @@ class Prepared:
 
 
 def prepare(
-    section: DataSection, model_dir: Path | None, vocab_size: int, progress: NamedProgress | None = None
+    section: DataSection,
+    model_dir: Path | None,
+    vocab_size: int,
+    progress: NamedProgress | None = None,
+    config: Mapping[str, Any] | None = None,
 ) -> Prepared:
     """Find the tokens of `section` in the cache, or make them.
 
-    `model_dir` holds the model's own tokenizer; None: from scratch. `vocab_size` is the number of rows of the model's
+    `model_dir` holds the model's own tokenizer; None: from scratch. `config`: the fields of the config.json that the
+    tokenizer will lie beside. `vocab_size` is the number of rows of the model's
     embedding. `progress(what, done_bytes, total_bytes)` is told while something is made, and never where all is cached.
     Raises UserError for whatever is wrong with sources, tokenizer or cache; TrainingError where a process dies.
     """
@@ -79,14 +88,19 @@ def prepare(
     root = cache_root(section.cache_directory)
     told = progress or (lambda what, done_bytes, total_bytes: None)
     tokenizer = configured_tokenizer(section, model_dir, train, root, partial(told, "training the tokenizer"))
+    if config is not None:
+        tokenizer = as_loaded_with(tokenizer, config)
     check_vocabulary(tokenizer, vocab_size)
     directory = publish_tokenizer(tokenizer, root)
-    builder = _Builder(section, tokenizer, directory, root)
+    trained = None if model_dir is None else trained_prefix(model_dir)
+    builder = _Builder(section, tokenizer, directory, root, trained)
+    convention = convention_of(tokenizer, section.add_bos, section.add_eos, trained)
     return Prepared(
         train=str(builder.store(train, partial(told, "tokenising"))),
         eval=None if held_out is None else str(builder.store(held_out, partial(told, "tokenising what is held out"))),
         tokenizer=str(directory),
-        pad_id=convention_of(tokenizer, section.add_bos, section.add_eos).pad_id,
+        pad_id=convention.pad_id,
+        prefix=convention.prefix,
     )
 
 
@@ -96,6 +110,7 @@ def prepare_together(
     vocab_size: int,
     ranks: Ranks,
     progress: NamedProgress,
+    config: Mapping[str, Any],
 ) -> Prepared:
     """`prepare` once a node. Collective: rank 0 first; then one rank of each further node, which finds the work done
     where the cache is shared.
@@ -103,7 +118,7 @@ def prepare_together(
 
     def build() -> str:
         with ranks.unpinned():
-            return prepare(section, model_dir, vocab_size, progress).to_json()
+            return prepare(section, model_dir, vocab_size, progress, config).to_json()
 
     first = on_first(ranks, build)
     local_rank = ranks.topology.local_rank
@@ -117,11 +132,12 @@ class _Builder:
     tokenizer: Any
     tokenizer_directory: Path
     root: Path
+    trained: list[int] | None  # what the model was trained with before each document, where it says so
 
     def store(self, source: Source, progress: Progress) -> Path:
         """The directory with the tokens of `source`; made where the cache has none."""
         conventions = [self.section.add_bos, self.section.add_eos]
-        made_of = [FORMAT, source.digest, self.tokenizer_directory.name, conventions]
+        made_of = [FORMAT, source.digest, self.tokenizer_directory.name, conventions, self.trained]
         path = self.root / "tokens" / hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
         if not path.is_dir():
             self._make(source, path, progress)
@@ -167,4 +183,4 @@ class _Builder:
                 )
             # The template writes bos and eos itself; on explicit request they are added where it does not.
             add_bos, add_eos = add_bos is True, add_eos is True
-        return convention_of(self.tokenizer, add_bos, add_eos)
+        return convention_of(self.tokenizer, add_bos, add_eos, None if chat else self.trained)

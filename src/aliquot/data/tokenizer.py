@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,12 @@ from aliquot.data.sources import Source
 from aliquot.errors import TokenizerError
 
 BOS, EOS = "<|bos|>", "<|eos|>"
+# Where tokenizers split words differently, they do it in one of these.
+_TELLING = (
+    "It's 12345 o'clock,\n\n  isn't it?\tYES!  ",
+    "def f(x):\n    return x**2 # caf\u00e9 \u00bd \uff21 \u338f \u65e5\u672c\u8a9e",
+    " a  b\r\n\r\nc",
+)
 SMALLEST_VOCABULARY = 256 + 2  # every byte, bos and eos
 
 
@@ -121,6 +128,27 @@ def publish_tokenizer(tokenizer: Any, root: Path) -> Path:
     return directory
 
 
+def as_loaded_with(tokenizer: Any, config: Mapping[str, Any]) -> Any:
+    """`tokenizer` as AutoTokenizer will load it from beside a config.json of these fields: what training has to use.
+
+    For some model types transformers builds a tokenizer of its own class from the vocabulary, with a way of its own to
+    split words, whatever tokenizer.json says.
+    """
+    from transformers import AutoTokenizer
+
+    with tempfile.TemporaryDirectory() as beside:
+        tokenizer.save_pretrained(beside)
+        Path(beside, "config.json").write_text(json.dumps(config, default=str))
+        try:
+            loaded = AutoTokenizer.from_pretrained(beside)
+        except Exception as error:  # tokenizers raises plain Exception
+            reason = " ".join(str(error).split())[:300]
+            kind = config.get("model_type")
+            raise TokenizerError(f"transformers cannot load this tokenizer beside a {kind} model: {reason}") from error
+    same = all(tokenizer.encode(text) == loaded.encode(text) for text in _TELLING)
+    return tokenizer if same and len(tokenizer) == len(loaded) else loaded
+
+
 @dataclass(frozen=True)
 class Convention:
     """What goes around each document, and what fills a row. Padding is masked by position, never by its id."""
@@ -130,18 +158,21 @@ class Convention:
     pad_id: int
 
 
-def convention_of(tokenizer: Any, add_bos: bool | None, add_eos: bool | None) -> Convention:
+def convention_of(
+    tokenizer: Any, add_bos: bool | None, add_eos: bool | None, trained: Sequence[int] | None = None
+) -> Convention:
     """The model's convention, as its tokenizer shows it, unless `add_bos` or `add_eos` say otherwise.
 
-    bos is what the tokenizer itself puts in front of a text. eos is added where the tokenizer has one, even where the
-    tokenizer itself would not add it (Llama's): a model learns to end a document only from documents that end.
-    The pad id is the pad token's, else eos, else 0. Raises UserError for a bos or eos that the tokenizer lacks.
+    bos is what the model was trained with (`trained`), else what the tokenizer itself puts in front of a text. eos is
+    added where the tokenizer has one, even where the tokenizer itself would not add it (Llama's): a model learns to end
+    a document only from documents that end. The pad id is the pad token's, else eos, else 0. Raises UserError for a bos
+    or eos that the tokenizer lacks.
     """
     probe = "a b"
     bare = list(tokenizer.encode(probe, add_special_tokens=False))
     dressed = list(tokenizer.encode(probe, add_special_tokens=True))
     at = next((i for i in range(len(dressed)) if dressed[i : i + len(bare)] == bare), 0)
-    prefix = tuple(dressed[:at])
+    prefix = tuple(dressed[:at] if trained is None else trained)
     bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
     if add_bos and not prefix:
         if bos is None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aliquot.errors import ModelFilesError
+from aliquot.models.model_files import trained_prefix
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,20 +28,22 @@ def generate(directory: Path, prompt: str, max_new_tokens: int, temperature: flo
         raise ModelFilesError(
             f"transformers cannot load this model: {' '.join(str(error).split())}", directory
         ) from error
-    return continuation(model.generate, tokenizer, prompt, max_new_tokens, temperature, seed)
+    return continuation(model.generate, tokenizer, prompt, trained_prefix(directory), max_new_tokens, temperature, seed)
 
 
 def continuation(
     generate: Callable[..., Tensor],
     tokenizer: Any,
     prompt: str,
+    prefix: Sequence[int] | None,
     max_new_tokens: int,
     temperature: float = 0.8,
     seed: int = 42,
 ) -> str:
     """The prompt and what `generate`, transformers' or an engine's, adds; temperature 0: the likeliest token each time.
 
-    The seed makes all ranks of an engine draw the same tokens.
+    `prefix`: what training put before each document; None: what the tokenizer puts there. The seed makes all ranks of
+    an engine draw the same tokens.
     """
     import torch
 
@@ -49,5 +52,6 @@ def continuation(
         options["temperature"] = temperature
     torch.manual_seed(seed)
     with torch.no_grad():
-        ids = generate(tokenizer(prompt, return_tensors="pt").input_ids, **options)
+        asked = tokenizer.encode(prompt) if prefix is None else tokenizer.encode(prompt, add_special_tokens=False)
+        ids = generate(torch.tensor([[*(prefix or ()), *asked]]), **options)
     return str(tokenizer.decode(ids[0], skip_special_tokens=True))

@@ -56,12 +56,19 @@ def build(config: PretrainedConfig, known: Traits | None = None) -> MetaModel:
         except Exception as error:  # each model's code fails in its own way on a config it does not like
             raise UnsupportedModelError(f"transformers cannot build this {config.model_type} model: {error}") from error
     config.architectures = [type(model).__name__]
+    if any(parameter.ndim == 3 and _is_misaligned(parameter) for parameter in model.parameters()):
+        model.set_experts_implementation("eager")
     freeze_buffers(model)
     _check_layout(model)
     fills = initialize.record(model)
     tensors = tuple((name, tuple(parameter.shape)) for name, parameter in model.named_parameters())
     tied, multiply = tied_weights(model), matmul_parameters(model)
     return MetaModel(type(model).__name__, model, tensors, tied, fills, multiply, found, has_dropout(config))
+
+
+def _is_misaligned(experts: torch.Tensor) -> bool:
+    """Whether torch's grouped product, which transformers takes by default, refuses rows of bf16."""
+    return any(2 * size % 16 for size in experts.shape[1:])
 
 
 def _check_layout(model: PreTrainedModel) -> None:

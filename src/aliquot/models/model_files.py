@@ -1,19 +1,30 @@
-"""The small files beside the weights: config, generation config and tokenizer, as transformers writes them."""
+"""The small files beside the weights: config, generation config and tokenizer, for transformers 4.57 and 5 alike."""
 
 from __future__ import annotations
 
+import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from aliquot.ranges.jsonfile import parse_json
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+CONVENTION_FILE = "aliquot.json"  # what training puts in front of a document, for `aliquot generate` and later training
+_SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
-def model_files(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, source: Path | None) -> dict[str, bytes]:
-    """File name -> content, for fp32 weights. The generation config is the one of `source`, if it has one."""
+
+def model_files(
+    config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, source: Path | None, prefix: Sequence[int]
+) -> dict[str, bytes]:
+    """File name -> content, for fp32 weights. The generation config is the one of `source`, if it has one; from
+    scratch, special tokens are the tokenizer's. `prefix`: the ids before each document.
+    """
     saved = type(config).from_dict(config.to_dict())
     saved.dtype = torch.float32
     saved.use_cache = True  # switched off for training
@@ -21,9 +32,26 @@ def model_files(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, so
         saved.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         files = {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir()) if file.is_file()}
-    if source is not None and (source / "generation_config.json").is_file():
+    special = {key: getattr(tokenizer, key) for key in _SPECIAL if getattr(tokenizer, key) is not None}
+    fields = parse_json(files["config.json"], "config.json")
+    if source is None:
+        fields |= special
+        files["generation_config.json"] = _json(special)
+    elif (source / "generation_config.json").is_file():
         files["generation_config.json"] = (source / "generation_config.json").read_bytes()
+    files["config.json"] = _json(_with_old_names(fields))
+    files["tokenizer_config.json"] = _json(_known_class(parse_json(files["tokenizer_config.json"], "tokenizer_config")))
+    files[CONVENTION_FILE] = _json({"prefix": list(prefix)})
     return files
+
+
+def trained_prefix(directory: Path) -> list[int] | None:
+    """What the training of an exported model put before each document; None: nothing says so."""
+    file = directory / CONVENTION_FILE
+    if not file.is_file():
+        return None
+    prefix = parse_json(file.read_bytes(), CONVENTION_FILE).get("prefix")
+    return prefix if isinstance(prefix, list) and all(isinstance(token, int) for token in prefix) else None
 
 
 def export_dtype(wanted: str, stored: torch.dtype | None, precision: str) -> torch.dtype:
@@ -32,3 +60,34 @@ def export_dtype(wanted: str, stored: torch.dtype | None, precision: str) -> tor
         named: torch.dtype = getattr(torch, wanted)
         return named
     return stored or (torch.bfloat16 if precision == "bf16" else torch.float32)
+
+
+def _with_old_names(fields: dict[str, Any]) -> dict[str, Any]:
+    """With what transformers 4 calls the rotary embedding's numbers: it would silently take its defaults instead."""
+    rope = fields.get("rope_parameters")
+    if not isinstance(rope, dict):
+        return fields
+    local = rope.get("sliding_attention")
+    whole = rope.get("full_attention") if isinstance(rope.get("full_attention"), dict) else rope
+    if not isinstance(whole, dict) or "rope_theta" not in whole:
+        return fields
+    old: dict[str, Any] = {"rope_theta": whole["rope_theta"]}
+    if isinstance(local, dict) and "rope_theta" in local:
+        old["rope_local_base_freq"] = local["rope_theta"]
+    if "partial_rotary_factor" in whole:
+        old["partial_rotary_factor"] = whole["partial_rotary_factor"]
+    scaling = {key: value for key, value in whole.items() if key not in ("rope_theta", "partial_rotary_factor")}
+    if scaling.get("rope_type", "default") != "default" and whole is rope:
+        old["rope_scaling"] = {**scaling, "rope_theta": whole["rope_theta"]}
+    return old | fields
+
+
+def _known_class(fields: dict[str, Any]) -> dict[str, Any]:
+    """transformers 4 does not know what version 5 calls a tokenizer that is nothing but its tokenizer.json."""
+    if fields.get("tokenizer_class") == "TokenizersBackend":
+        fields["tokenizer_class"] = "PreTrainedTokenizerFast"
+    return fields
+
+
+def _json(fields: dict[str, Any]) -> bytes:
+    return (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode()

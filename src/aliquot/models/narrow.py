@@ -67,7 +67,7 @@ def built(config: PretrainedConfig, attention: str) -> PreTrainedModel:
 
     config.use_cache = False
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, attn_implementation=attention
+        config, dtype=torch.float32, attn_implementation=attention, experts_implementation="eager"
     )
     return model
 

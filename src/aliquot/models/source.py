@@ -143,6 +143,10 @@ def _refuse_out_of_scope(config: PretrainedConfig, where: str) -> None:
         raise UnsupportedModelError(
             f"layers that are left out at random are not supported: set {dropped[0]} to 0", where
         )
+    if getattr(config, "attention_type", None) == "block_sparse":
+        raise UnsupportedModelError(
+            "attention over random blocks is not supported: set attention_type to original_full", where
+        )
     if getattr(config, "is_decoder", None) is False:
         config.is_decoder = True  # BERT and its kin see both ways unless told that they predict what follows
 
