@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from aliquot.config.schema import ModelSection
@@ -42,7 +42,7 @@ from aliquot.models import initialize, meta
 from aliquot.models.batch import MicroBatch
 from aliquot.models.narrow import has_dropout, narrow
 from aliquot.models.source import resolve
-from aliquot.models.traits import traits
+from aliquot.models.traits import Traits, traits
 from tests import plain
 
 # What a configuration cannot be without, and has no default that its own model takes.
@@ -89,8 +89,7 @@ def micro_batches(config: Any) -> list[MicroBatch]:
 
 def small_config(model_type: str, dropout: bool) -> Any:
     """Raises UserError as a run would."""
-    full = AutoConfig.for_model(model_type, **REQUIRED.get(model_type, {}))
-    resolve(ModelSection(config={**full.to_dict(), "model_type": model_type}))
+    full = resolve(ModelSection(config={"model_type": model_type, **REQUIRED.get(model_type, {})})).config
     values = narrow(full, dropout).to_dict()
     return resolve(ModelSection(config={**values, "model_type": model_type})).config
 
@@ -123,16 +122,17 @@ def reference(config: Any) -> dict[str, Any]:
     return {"losses": losses, "norms": norms}
 
 
-def ours(config: Any, engine_name: str, rank: int, world_size: int) -> dict[str, Any]:
+def ours(config: Any, known: Traits, engine_name: str, rank: int, world_size: int) -> dict[str, Any]:
     torch.manual_seed(rank)
-    built = meta.build(config)
+    built = meta.build(config, known)
     spec = EngineSpec(
         "fp32", 512, built.traits.plain_head, built.traits.packs, built.traits.looks_up, built.dropout,
         weight_decay=0.1, adam_beta2=0.95, collectives="shared_memory",
     )  # fmt: skip
     topology = Topology(rank, world_size, rank, world_size, 0, 1, "cpu", 1, ())
     kind: type[Engine] = HostEngine if engine_name == "host" else FsdpEngine
-    prove(config, built.traits, kind, spec, topology)
+    if world_size > 1:
+        prove(config, built.traits, kind, spec, topology)
     engine = kind.build(built.model, spec, topology)
     initialize.initialize(engine, built.fills, SEED)
     engine.ready()
@@ -195,10 +195,10 @@ def _answer(work: Any, rank: int, folder: Path) -> None:
     os._exit(0)
 
 
-def _rank(config: Any, engine: str, rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+def _rank(config: Any, known: Traits, engine: str, rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
-    return ours(config, engine, rank, world_size)
+    return ours(config, known, engine, rank, world_size)
 
 
 def judge(model_type: str, runs: tuple[tuple[str, int], ...] = RUNS) -> Outcome:
@@ -216,54 +216,46 @@ def judge(model_type: str, runs: tuple[tuple[str, int], ...] = RUNS) -> Outcome:
 
         def prepare(_rank: int, _folder: Path) -> dict[str, Any]:
             torch.set_num_threads(1)
-            config = small_config(model_type, dropout=False)
-            road = "packed" if traits(config).packs else "a call each"
-            drops = has_dropout(small_config(model_type, dropout=True))
-            return {"config": config.to_dict(), "road": road, "drops": drops, **reference(config)}
+            config, dropping = small_config(model_type, dropout=False), small_config(model_type, dropout=True)
+            found, dropped = traits(config), traits(dropping) if has_dropout(dropping) else None
+            return {"traits": vars(found), "dropped": dropped and vars(dropped), **reference(config)}
+
+        def trained(engine: str, world_size: int, dropout: bool, known: dict[str, Any]) -> list[dict[str, Any]]:
+            def train(rank: int, folder: Path) -> dict[str, Any]:
+                return _rank(small_config(model_type, dropout), Traits(**known), engine, rank, world_size, folder)
+
+            return run(train, world_size, f"{engine}-{world_size}-{dropout}")
 
         (expected,) = run(prepare, 1, "plain")
         if "refused" in expected:
             return outcome("refused", line=expected["refused"])
         if "failed" in expected:
             return outcome("wrong", line=f"plain loop: {expected['failed']}")
-        road, worst = expected["road"], 0.0
+        road, worst = "a call each" if expected["traits"]["why_alone"] else "packed", 0.0
         for engine, world_size in runs:
-
-            def train(rank: int, folder: Path, engine: str = engine, world_size: int = world_size) -> dict[str, Any]:
-                return _rank(small_config(model_type, dropout=False), engine, rank, world_size, folder)
-
-            for found in run(train, world_size, f"{engine}-{world_size}"):
-                name = f"{engine} on {world_size}"
-                if "failed" in found or "refused" in found:
-                    verdict = "refused" if "refused" in found else "wrong"
-                    return outcome(verdict, road=road, line=f"{name}: {found.get('refused') or found['failed']}")
-                pairs = [(a, b) for key in ("losses", "norms") for a, b in zip(found[key], expected[key], strict=True)]
-                error = max(abs(a - b) / abs(b) for a, b in pairs)
-                worst = max(worst, error) if math.isfinite(error) else math.inf
-                if not worst <= TOLERANCE:
-                    return outcome(
-                        "wrong",
-                        road=road,
-                        error=worst,
-                        line=f"{name}: {found} instead of {expected['losses']} {expected['norms']}",
-                    )
-        if expected["drops"]:
-            told = [
-                run(
-                    lambda rank, folder, n=n: _rank(small_config(model_type, dropout=True), "host", rank, n, folder),
-                    n,
-                    f"dropped-{n}",
-                )[0]
-                for n in (1, 2)
-            ]
-            if any("failed" in each or "refused" in each for each in told):
-                return outcome("wrong", road=road, line=f"with dropout: {told}")
-            error = max(abs(a - b) / abs(b) for a, b in zip(told[0]["losses"], told[1]["losses"], strict=True))
-            if error > TOLERANCE or told[0]["losses"][0] == expected["losses"][0]:
-                return outcome(
-                    "wrong", road=road, error=error, line="dropout depends on the world size, or there is none"
-                )
+            name, found = f"{engine} on {world_size}", trained(engine, world_size, False, expected["traits"])
+            lines = [line for each in found for line in (each.get("refused"), each.get("failed")) if line]
+            if lines:
+                return outcome("wrong", road=road, line=f"{name}: {max(lines, key=len)}")
+            worst = max(worst, *(_difference(each, expected) for each in found))
+            if not worst <= TOLERANCE:
+                return outcome("wrong", road=road, error=worst, line=f"{name}: {found[0]}")
+        if expected["dropped"]:
+            alone, (first, *_) = (trained("host", count, True, expected["dropped"]) for count in (1, 2))
+            if "losses" not in alone[0] or "losses" not in first:
+                return outcome("wrong", road=road, line=f"with dropout: {alone[0]} {first}")
+            error = _difference(first, alone[0])
+            if error > TOLERANCE or first["losses"][0] == expected["losses"][0]:
+                return outcome("wrong", road=road, error=error, line="dropout is not the same on 1 and on 2 ranks")
+            road = f"{road}, dropout"
         return outcome("exact", road=road, error=worst)
+
+
+def _difference(found: dict[str, Any], expected: dict[str, Any]) -> float:
+    """The largest relative one of losses and norms."""
+    pairs = [(a, b) for key in ("losses", "norms") for a, b in zip(found[key], expected[key], strict=True)]
+    error = max(abs(a - b) / abs(b) for a, b in pairs)
+    return error if math.isfinite(error) else math.inf
 
 
 def quiet() -> None:
@@ -282,7 +274,7 @@ def main() -> None:
     for model_type in types:
         found = judge(model_type)
         outcomes.append(found)
-        told = f"{found.type:26} {found.verdict:8} {found.road:11} {found.error:7.0e} {found.seconds:5.1f} s"
+        told = f"{found.type:26} {found.verdict:8} {found.road:20} {found.error:7.0e} {found.seconds:5.1f} s"
         print(f"{told}  {found.line[:150]}", flush=True)
     counts = {verdict: sum(each.verdict == verdict for each in outcomes) for verdict in ("exact", "refused", "wrong")}
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aliquot.errors import UnsupportedModelError
-from aliquot.models.materialise import compute_buffers, freeze_buffers
+from aliquot.models.materialise import compute_buffers, freeze_buffers, initialize_module
 from aliquot.models.narrow import built, narrow
 from aliquot.models.structure import decoder_layers
 
@@ -163,7 +163,7 @@ def _layer_weights(kind: Any, config: str, path: str, seed: int) -> dict[str, Te
             parameter.fill_(math.nan)
         for module in reversed(list(layer.modules())):  # what is inside before what it is in, as transformers does
             vars(module).pop("_is_hf_initialized", None)
-            model._init_weights(module)
+            initialize_module(model, module)
     return {name: parameter.detach().float().flatten() for name, parameter in layer.named_parameters()}
 
 

@@ -58,6 +58,12 @@ def freeze_buffers(model: nn.Module) -> None:
             module.register_parameter(name, nn.Parameter(buffer.to(torch.float32), requires_grad=False))
 
 
+def initialize_module(model: nn.Module, module: nn.Module) -> None:
+    """As transformers does: by the innermost of its models that holds `module`."""
+    holders = [each for each in model.modules() if hasattr(each, "_init_weights") and module in set(each.modules())]
+    cast("PreTrainedModel", holders[-1])._init_weights(module)
+
+
 def compute_buffers(model: nn.Module) -> None:
     """Give buffers on the meta device their values, by the initialisation that transformers' models bring.
 
@@ -72,6 +78,9 @@ def compute_buffers(model: nn.Module) -> None:
                 raise UsageError(f"buffer {full_name} of the model is on the meta device: give it a value first")
             if buffer.is_meta:
                 owners[full_name] = module
+    # A buffer may be filled by what holds its owner; what is inside goes first.
+    inside = [(module, set(module.modules())) for module in model.modules()]
+    above = [module for module, within in reversed(inside) if not within.isdisjoint(owners.values())]
     found = []
     for filling in (0, 1):  # what the model computes does not depend on what was there
         for full_name, module in owners.items():
@@ -79,8 +88,8 @@ def compute_buffers(model: nn.Module) -> None:
             setattr(module, name, torch.full_like(getattr(module, name), filling, device="cpu"))
         if hasattr(model, "_init_weights"):
             with torch.no_grad():
-                for module in dict.fromkeys(owners.values()):
-                    cast("PreTrainedModel", model)._init_weights(module)
+                for module in above:
+                    initialize_module(model, module)
         found.append({name: model.get_buffer(name).clone() for name in owners})
     unset = [name for name in owners if not torch.equal(*(values[name] for values in found))]
     if unset:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 from aliquot.config.schema import RunConfig
@@ -55,6 +55,29 @@ class ModelShape:
     @property
     def layers(self) -> int:
         return sum(len(kind.positions) for kind in self.kinds)
+
+    def as_llama(self) -> ModelShape:
+        """A Llama of as many layers of about as many weights each, with the same vocabulary and width."""
+        from transformers import AutoConfig
+
+        heads = int(getattr(self.config, "num_attention_heads", None) or max(1, self.width // 64))
+        of_layers = sum(numel(weight) * len(kind.positions) for kind in self.kinds for weight in kind.weights)
+        inner = (of_layers // self.layers - 4 * self.width**2) // (3 * self.width)
+        config = AutoConfig.for_model(
+            "llama",
+            vocab_size=self.vocabulary,
+            hidden_size=self.width,
+            intermediate_size=max(inner, self.width),
+            num_hidden_layers=self.layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            head_dim=max(2, self.width // heads // 2 * 2),
+            tie_word_embeddings=self.head is None,
+        )
+        built = meta.build(config)
+        weights = tuple(tuple(parameter.shape) for parameter in decoder_layers(built.model)[0].parameters())
+        kind = LayerKind(weights, None, tuple(range(self.layers)))
+        return replace(self, config=config, built=built, kinds=(kind,))
 
     def groups(self) -> list[list[Shape]]:
         """What engine fsdp gathers together, in the order of the forward pass after the root: root, layers, head."""

@@ -137,7 +137,7 @@ def _small(key: str, value: Any, heads: int) -> Any:
     if key.endswith(("_token_id", "_token_index", "mask_index")):
         return value if value < VOCABULARY else 3
     if key in _KEY_HEADS:
-        return 4 if value == heads else min(value, 2)
+        return min(value, 4 if value == heads else 2)
     return min(value, _SIZE_OF[key]) if key in _SIZE_OF else value
 
 

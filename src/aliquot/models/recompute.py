@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from aliquot.errors import UnsupportedModelError
+
 # `selective` keeps the results that are dear to compute and recomputes the cheap ones: norms, rotary, activations.
 KEPT = frozenset(
     {
@@ -29,7 +31,12 @@ def enable(model: nn.Module, mode: Literal["none", "selective", "full"], dropout
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": dropout}
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]
+    try:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]
+    except ValueError as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no activation checkpointing: set train.gradient_checkpointing to none"
+        ) from error
 
 
 def _policy(_context: object, operation: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:

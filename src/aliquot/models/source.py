@@ -125,7 +125,7 @@ def _parse_config(values: dict[str, Any], where: str) -> PretrainedConfig:
         raise ModelFilesError(f"model_type {model_type!r} is not a causal language model of transformers", where)
     try:
         config = AutoConfig.for_model(model_type, **values)
-    except (TypeError, ValueError, KeyError) as error:
+    except Exception as error:  # each configuration checks itself in its own way
         raise ModelFilesError(f"not a valid {model_type} configuration: {_one_line(error)}", where) from error
     _refuse_out_of_scope(config, where)
     return config

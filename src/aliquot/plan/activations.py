@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from aliquot.attention.base import Documents
 from aliquot.attention.document_attention import attention_on
 from aliquot.engines.host.host_memory import piece_edges
+from aliquot.errors import UserError
 from aliquot.loss.base import IGNORE, GradientRows
 from aliquot.loss.head_loss import head_loss_on
 from aliquot.models import calls
@@ -70,7 +71,19 @@ class MicroBatchCost:
 
 
 def micro_batch_cost(shape: ModelShape, step: Step, edges: tuple[int, ...], predicted: int) -> MicroBatchCost:
-    """Of one row with documents at `edges`, `predicted` of whose tokens have a label."""
+    """Of one row with documents at `edges`, `predicted` of whose tokens have a label.
+
+    A model whose code does not run without values is taken for a Llama of its sizes.
+    """
+    try:
+        return _of_kinds(shape, step, edges, predicted)
+    except UserError:
+        raise
+    except Exception:  # each model's code fails in its own way on tensors that hold nothing
+        return _of_kinds(shape.as_llama(), step, edges, predicted)
+
+
+def _of_kinds(shape: ModelShape, step: Step, edges: tuple[int, ...], predicted: int) -> MicroBatchCost:
     with _prepared(shape, step) as run_layers:
         first = [kind.positions[0] for kind in shape.kinds]
 
@@ -157,9 +170,9 @@ def _prepared(shape: ModelShape, step: Step) -> Iterator[Callable[[list[int]], A
 
     @contextmanager
     def only(positions: list[int]) -> Iterator[None]:
-        holder._modules = {str(at): layers[position] for at, position in enumerate(positions)}
         if kinds is not None:
             model.config.layer_types = [kinds[position] for position in positions]
+        holder._modules = {str(at): layers[position] for at, position in enumerate(positions)}
         try:
             yield
         finally:
@@ -176,7 +189,11 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) not in placed:
-                placed[id(parameter)] = nn.Parameter(torch.empty_like(parameter, dtype=dtype))
+                learns = parameter.requires_grad
+                placed[id(parameter)] = nn.Parameter(torch.empty_like(parameter, dtype=dtype), requires_grad=learns)
+                if not learns:
+                    module.register_parameter(name, placed[id(parameter)])
+                    continue
                 placed[id(parameter)].register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
             module.register_parameter(name, placed[id(parameter)])
 
