@@ -41,7 +41,7 @@ from aliquot.models.load import load_weights
 from aliquot.models.model_files import export_dtype, model_files
 from aliquot.models.source import ModelSource, resolve
 from aliquot.models.structure import attention_width
-from aliquot.models.traits import traits
+from aliquot.models.traits import Traits, traits
 from aliquot.observe import summary
 from aliquot.observe.clock import StepClock
 from aliquot.observe.console import Display
@@ -151,6 +151,7 @@ class Inputs:
     """What is trained on what: a model's description, and the batches of every step."""
 
     source: ModelSource
+    traits: Traits
     data: Prepared
     tokenizer: Any  # of transformers
     size: BatchSize
@@ -189,10 +190,10 @@ def _read_inputs(run: Attempt) -> Inputs:
     source.check_length(config.data.sequence_length)
     size = batch_size(config.train, ranks.world_size)
     epochs = None if config.train.max_steps else config.train.num_train_epochs
-    packs = traits(source.config).packs
-    batches = Batches.of(data, config.data, config.run.seed, size, epochs, packs)
+    found = traits(source.config, config.data.sequence_length)
+    batches = Batches.of(data, config.data, config.run.seed, size, epochs, found.packs)
     total_steps = config.train.max_steps or batches.steps_in(config.train.num_train_epochs)
-    return Inputs(source, data, tokenizer, size, batches, total_steps)
+    return Inputs(source, found, data, tokenizer, size, batches, total_steps)
 
 
 def _foresee(run: Attempt, inputs: Inputs, force: bool) -> dict[str, Any]:
@@ -206,7 +207,7 @@ def _foresee(run: Attempt, inputs: Inputs, force: bool) -> dict[str, Any]:
 
 def _build_model(run: Attempt, inputs: Inputs) -> Model:
     topology, ledger = run.ranks.topology, run.ledger
-    built = meta.build(inputs.source.config)
+    built = meta.build(inputs.source.config, inputs.traits)
     engine_name, engine_type = engine_class(run.config, topology, built.numel)
     clock = StepClock(lambda: engine.counters().inside_s())
 

@@ -53,7 +53,13 @@ def _calls(
 
 
 def _forget_lengths(model: nn.Module) -> None:
-    """Rotary frequencies that follow the length (dynamic NTK) are those of the longest document so far: of this one."""
+    """Rotary frequencies that grow with the longest document so far (dynamic NTK) begin anew with each document."""
     for module in model.modules():
-        if hasattr(module, "max_seq_len_cached") and hasattr(module, "original_max_seq_len"):
-            module.max_seq_len_cached = module.original_max_seq_len
+        if not hasattr(module, "max_seq_len_cached") or "dynamic" not in str(getattr(module, "rope_type", "")):
+            continue
+        for name in [name for name, _ in module.named_buffers(recurse=False) if name.endswith("inv_freq")]:
+            prefix = name.removesuffix("inv_freq")
+            original = getattr(module, f"{prefix}original_inv_freq", None)
+            if original is not None:
+                module.register_buffer(name, original.clone(), persistent=False)
+                setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)

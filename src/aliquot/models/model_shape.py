@@ -10,6 +10,7 @@ from aliquot.config.schema import RunConfig
 from aliquot.models import meta
 from aliquot.models.source import CONFIG_FILES, resolve
 from aliquot.models.structure import decoder_layers
+from aliquot.models.traits import traits
 
 if TYPE_CHECKING:
     from torch import nn
@@ -98,7 +99,7 @@ def model_shape(config: RunConfig, vocabulary: int | None = None) -> ModelShape:
         vocabulary = vocabulary or config.data.tokenizer_vocab_size or source.config.vocab_size
         source.config.vocab_size = -(-vocabulary // 64) * 64
     source.check_length(config.data.sequence_length)
-    built = meta.build(source.config)
+    built = meta.build(source.config, traits(source.config, config.data.sequence_length))
     model = built.model
     layers = decoder_layers(model)
     found: dict[tuple[tuple[Shape, ...], int | None], list[int]] = {}

@@ -12,7 +12,7 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -47,10 +47,28 @@ class Traits:
         return self.why_alone is None
 
 
-def traits(config: PretrainedConfig) -> Traits:
-    """Raises UnsupportedModelError for a model that transformers cannot run or that sees what follows a token."""
+def traits(config: PretrainedConfig, longest: int | None = None) -> Traits:
+    """Of a model that is given documents of at most `longest` tokens; None: of any length.
+
+    Raises UnsupportedModelError for a model that transformers cannot run or that sees what follows a token.
+    """
     kind: Any = type(config)
-    return _traits(kind, json.dumps(config.to_dict(), sort_keys=True, default=str))
+    found = _traits(kind, json.dumps(config.to_dict(), sort_keys=True, default=str))
+    if found.packs and (limit := _length_that_changes_frequencies(config)) and (longest is None or longest > limit):
+        why = f"its rotary frequencies depend on whether a document has more than {limit} tokens"
+        return replace(found, attention=_own_attention(config), why_alone=why)
+    return found
+
+
+def _length_that_changes_frequencies(config: PretrainedConfig) -> int | None:
+    """None: none does."""
+    text = config.get_text_config(decoder=True)
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    told = [each for each in kinds if each.get("rope_type") in ("dynamic", "longrope")]
+    known = [getattr(text, "original_max_position_embeddings", None), getattr(text, "max_position_embeddings", None)]
+    limits = [each.get("original_max_position_embeddings") or known[0] or known[1] or 1 for each in told]
+    return min(limits, default=None)
 
 
 @cache

@@ -5,6 +5,7 @@ Master weights are fp32 and sharded along dim 0; a layer is gathered in bf16 (or
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MethodType
@@ -223,8 +224,16 @@ class FsdpEngine:
 
 
 def _groups(model: nn.Module) -> list[nn.Module]:
-    """What is gathered together, inner before outer: each decoder layer, an untied head, then the rest in the root."""
-    groups = decoder_layers(model)
+    """What is gathered together, inner before outer: each decoder layer, an untied head, then the rest in the root.
+
+    A layer that shares weights with another is part of the rest.
+    """
+    uses = Counter(weight for _, weight in model.named_parameters(remove_duplicate=False))
+    groups = []
+    for layer in decoder_layers(model):
+        own = Counter(weight for _, weight in layer.named_parameters(remove_duplicate=False))
+        if all(uses[weight] == count for weight, count in own.items()):
+            groups.append(layer)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
     if head is not None and head.weight is not embedding.weight:
         groups.append(head)

@@ -1,0 +1,82 @@
+"""What a narrow copy tells of a model, and that each document alone is what it is in transformers."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from aliquot.attention.base import Documents
+from aliquot.errors import UnsupportedModelError
+from aliquot.models import calls
+from aliquot.models.narrow import has_dropout, narrow
+from aliquot.models.traits import traits
+
+SMALL = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "pad_token_id": 0,
+}  # fmt: skip
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8,
+            "original_max_position_embeddings": 32}  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+ROPES = {
+    "longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}),
+    "dynamic": ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 32}),
+}
+
+
+def config_of(model_type: str, **more: Any) -> PretrainedConfig:
+    return AutoConfig.for_model(model_type, **{**SMALL, **more})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "packs", "plain_head", "looks_up"),
+    [
+        ("llama", True, True, True),
+        ("gemma2", True, False, False),  # its logits are capped and its embeddings scaled
+        ("cohere", True, False, True),  # its logits are scaled
+        ("deepseek_v3", True, True, True),  # values narrower than keys
+        ("stablelm", False, True, True),  # attention of its own
+        ("mamba", False, True, True),
+        ("qwen3_next", False, True, True),  # mixes tokens by more than attention
+        ("gpt2", False, True, True),  # drops probabilities by default
+    ],
+)
+def test_traits(model_type: str, packs: bool, plain_head: bool, looks_up: bool) -> None:
+    found = traits(AutoConfig.for_model(model_type))
+    assert (found.packs, found.plain_head, found.looks_up) == (packs, plain_head, looks_up), found
+
+
+def test_a_model_that_sees_what_follows_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="Not a causal language model"):
+        traits(AutoConfig.for_model("xlm"))
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_frequencies_are_those_of_each_document(rope: str) -> None:
+    model_type, more = ROPES[rope]
+    config = config_of(model_type, **more)
+    assert traits(config, 32).packs and not traits(config, 33).packs and not traits(config).packs
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    edges = (0, 60, 70, 150, 190, 222)  # long, short, longer, in between, as long as the original
+    ids = torch.randint(4, 128, (edges[-1],))
+    positions = torch.cat([torch.arange(b - a) for a, b in pairwise(edges)])
+    with torch.no_grad():
+        found = calls.logits(model, ids, positions, Documents(edges, None))[0]
+        for start, stop in pairwise(edges):
+            fresh = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+            fresh.load_state_dict(model.state_dict())
+            torch.testing.assert_close(found[start:stop], fresh(ids[None, start:stop]).logits[0], atol=1e-5, rtol=1e-4)
+
+
+def test_narrow_keeps_kinds_and_switches() -> None:
+    config = AutoConfig.for_model("gemma3_text", num_hidden_layers=26, attention_dropout=0.1)
+    small = narrow(config)
+    assert small.hidden_size < 100 < config.hidden_size and small.vocab_size < 200
+    assert set(small.layer_types) == set(config.layer_types) and len(small.layer_types) == small.num_hidden_layers == 4
+    assert small.sliding_window < 13 and small.rms_norm_eps == config.rms_norm_eps
+    assert has_dropout(small) and not has_dropout(narrow(config, dropout=False))
