@@ -46,3 +46,5 @@ class Documents:
         self.backend = backend
         # How the backend cuts the row for a window: by the first of the layers that share it.
         self.cuts: dict[tuple[int | None, torch.dtype], Any] = {}
+        # Of each call of a mixture of experts that is to balance them: [tokens, experts] of each layer.
+        self.router_logits: list[tuple[Tensor, ...]] = []

@@ -44,9 +44,12 @@ def prove(config: PretrainedConfig, traits: Traits, kind: type[Engine], spec: En
         scale = 1 / sum(row.predicted for row in rows)
         losses = []
         for row in rows:
-            loss = calls.whole_logits_loss(model, row.input_ids, row.position_ids, row.labels, Documents(edges, None))
-            (loss * scale).backward()  # type: ignore[no-untyped-call]
+            documents = Documents(edges, None)
+            loss = calls.whole_logits_loss(model, row.input_ids, row.position_ids, row.labels, documents)
             losses.append(float(loss.detach()))
+            auxiliary = calls.auxiliary_loss(model, row.labels, documents)
+            loss = loss if auxiliary is None else loss + auxiliary
+            (loss * scale).backward()  # type: ignore[no-untyped-call]
         weights = model.state_dict()
         expected = {
             name: torch.zeros_like(p) if p.grad is None else p.grad.detach() for name, p in model.named_parameters()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from aliquot.loss.base import summed_cross_entropy
+from aliquot.errors import UnsupportedModelError
+from aliquot.loss.base import IGNORE, summed_cross_entropy
 
 if TYPE_CHECKING:
     from aliquot.attention.base import Documents
@@ -34,6 +36,25 @@ def whole_logits_loss(model: nn.Module, ids: Tensor, positions: Tensor, labels: 
     return summed_cross_entropy(logits(model, ids, positions, documents), labels)
 
 
+def auxiliary_loss(model: nn.Module, labels: Tensor, documents: Documents) -> Tensor | None:
+    """What a mixture of experts adds to the summed loss for its routers' balance, where its configuration asks for it.
+
+    `router_aux_loss_coef` x the balance of the micro-batch x its predicted tokens: so that, divided by all of the
+    global batch, it is the mean over micro-batches. None: nothing is asked for.
+    """
+    if not documents.router_logits:
+        return None
+    balance = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+    if balance is None:
+        raise UnsupportedModelError(f"{type(model).__name__} has no loss for output_router_logits: set it to false")
+    learned = labels != IGNORE
+    real = torch.cat([learned[a:b].any().expand(b - a) for a, b in pairwise(documents.edges)])  # no padded tail
+    of_layers = tuple(torch.cat(layer)[real] for layer in zip(*documents.router_logits, strict=True))
+    own: Any = model
+    found: Tensor = own.router_aux_loss_coef * balance(of_layers, own.num_experts, own.num_experts_per_tok)
+    return found * learned.sum()
+
+
 def accepts(module: nn.Module, name: str) -> bool:
     return name in inspect.signature(module.forward).parameters
 
@@ -41,14 +62,21 @@ def accepts(module: nn.Module, name: str) -> bool:
 def _calls(
     model: nn.Module, called: nn.Module, name: str, tokens: Tensor, positions: Tensor, documents: Documents
 ) -> list[Any]:
+    balanced = torch.is_grad_enabled() and getattr(cast(Any, model).config, "output_router_logits", False)
+    more = {"output_router_logits": True} if balanced else {}
     if documents.backend is not None:
-        inputs = {name: tokens[None], "position_ids": positions[None]}
-        return [called(**inputs, use_cache=False, documents=documents)]
-    options: dict[str, Any] = {"use_cache": False} if accepts(called, "use_cache") else {}
+        inputs = {name: tokens[None], "position_ids": positions[None], **more}
+        result = called(**inputs, use_cache=False, documents=documents)
+        if balanced:
+            documents.router_logits.append(result.router_logits)
+        return [result]
+    options: dict[str, Any] = {"use_cache": False, **more} if accepts(called, "use_cache") else more
     results = []
     for start, stop in pairwise(documents.edges):
         _forget_lengths(model)
         results.append(called(**{name: tokens[None, start:stop]}, **options))
+        if balanced:
+            documents.router_logits.append(results[-1].router_logits)
     return results
 
 

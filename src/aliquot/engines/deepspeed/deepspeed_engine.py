@@ -237,9 +237,12 @@ class _Training(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         if not self.fused:
             loss = calls.whole_logits_loss(self.model, ids, positions, labels, documents)
-            return loss.detach(), loss * scale
-        hidden = calls.hidden_states(self.model, ids, positions, documents)
-        return self.head_loss(hidden, cast(nn.Parameter, self.head.weight), labels, scale)
+            summed, scaled = loss.detach(), loss * scale
+        else:
+            hidden = calls.hidden_states(self.model, ids, positions, documents)
+            summed, scaled = self.head_loss(hidden, cast(nn.Parameter, self.head.weight), labels, scale)
+        auxiliary = calls.auxiliary_loss(self.model, labels, documents)
+        return summed, scaled if auxiliary is None else scaled + scale * auxiliary
 
 
 @contextmanager

@@ -175,9 +175,11 @@ class FsdpEngine:
         inputs = fed.input_ids, fed.position_ids, fed.labels, Documents(fed.edges, self._attention)
         if not self._fused:
             loss = calls.whole_logits_loss(self._model, *inputs)
-            return loss.detach(), loss * scale
-        result: tuple[Tensor, Tensor] = self._model.fused_loss(*inputs, scale)  # type: ignore[operator]
-        return result
+            summed, scaled = loss.detach(), loss * scale
+        else:
+            summed, scaled = self._model.fused_loss(*inputs, scale)  # type: ignore[operator]
+        auxiliary = calls.auxiliary_loss(self._model, fed.labels, inputs[-1])
+        return summed, scaled if auxiliary is None else scaled + scale * auxiliary
 
     def step(self, learning_rate: float, max_grad_norm: float | None) -> StepResult:
         for shard in self._shards:

@@ -1,0 +1,48 @@
+"""The loss that balances a mixture's routers is transformers' own, with gradients, on both engines' ways to call it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from aliquot.attention.base import AttentionBackend, Documents
+from aliquot.attention.document_attention import IMPLEMENTATION, register
+from aliquot.attention.tiled_attention import TiledAttention
+from aliquot.loss.base import IGNORE
+from aliquot.models import calls
+from aliquot.models.narrow import narrow
+from aliquot.models.traits import redraw
+
+
+@pytest.mark.parametrize("backend", [TiledAttention(), None], ids=["packed", "a call each"])
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
+def test_equals_transformers_own(model_type: str, backend: AttentionBackend | None) -> None:
+    config = narrow(AutoConfig.for_model(model_type, output_router_logits=True, router_aux_loss_coef=0.5))
+    register()
+    stock = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    redraw(stock)
+    ids = torch.arange(20) % 7 + 4
+    stock(input_ids=ids[None], labels=ids[None], use_cache=False).loss.backward()
+
+    implementation = "eager" if backend is None else IMPLEMENTATION
+    own = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=implementation)
+    own.load_state_dict(stock.state_dict())
+    # A padded tail, which is no document, does not count.
+    row, edges = torch.cat([ids, torch.zeros(3, dtype=torch.int64)]), (0, 20, 23)
+    labels = torch.cat([ids[1:], torch.full((4,), IGNORE)])
+    documents = Documents(edges, backend)
+    positions = torch.cat([torch.arange(20), torch.arange(3)])
+    summed = calls.whole_logits_loss(own, row, positions, labels, documents)
+    auxiliary = calls.auxiliary_loss(own, labels, documents)
+    assert auxiliary is not None
+    ((summed + auxiliary) / 19).backward()
+    for (name, ours), theirs in zip(own.named_parameters(), stock.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_a_model_that_is_not_asked_to_has_none() -> None:
+    documents = Documents((0, 4), None)
+    assert calls.auxiliary_loss(nn.Linear(1, 1), torch.zeros(4), documents) is None
