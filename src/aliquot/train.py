@@ -24,7 +24,7 @@ from aliquot.engines.connections import group_lines
 from aliquot.engines.select import engine_class
 from aliquot.engines.startup_proof import prove
 from aliquot.errors import DivergedError
-from aliquot.evaluate import evaluate
+from aliquot.evaluate import evaluate, first_loss, with_prefix
 from aliquot.launch.device import choose_device
 from aliquot.launch.launcher import torchrun_advice
 from aliquot.launch.placement import place
@@ -58,6 +58,7 @@ from aliquot.ranges.together import on_first
 # Only training steps are on the watchdog's clock: reading data and weights may take long. A rank that dies ends the
 # run at once anyway; this only bounds the wait for one that hangs.
 _PREPARATION_TIMEOUT_S = 24 * 3600.0
+_MUCH_BETTER = 0.5  # nats a token
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,8 @@ def _train(run: Attempt, force: bool) -> Result:
     model.engine.ready()
     run.ledger.mark("optimizer state", model.engine.counters().memory())
     _introduce(run, inputs, model, start)
+    if start.step == 0 and inputs.source.directory is not None:
+        _check_beginning(run, inputs, model)
 
     if (done := start.step) >= inputs.total_steps:
         run.display.line(f"this run is complete at step {done}: raise train.max_steps, or choose another run.name")
@@ -259,6 +262,32 @@ def _introduce(run: Attempt, inputs: Inputs, model: Model, start: Start) -> None
     connections = group_lines(ranks, model.engine.transport)
     notes = (*model.notes, *_a_call_each(model.built), *torchrun_advice(os.environ, config.checkpoint.grace_s))
     summary.begin(run.display, config, run.about, inputs.batches.described(inputs.total_steps), *connections, *notes)
+
+
+def _check_beginning(run: Attempt, inputs: Inputs, model: Model) -> None:
+    """Warn where a pretrained model meets documents in a way that it was not trained on. Collective."""
+    tokenizer, data = inputs.tokenizer, inputs.data
+    batch = inputs.batches.step_batch(0, run.ranks.rank, run.ranks.world_size).micro_batches[0]
+    found = first_loss(model.engine, batch, run.ranks)
+    guess = math.log(inputs.source.config.get_text_config(decoder=True).vocab_size)
+    advice = (
+        "" if data.prefix or tokenizer.bos_token_id is None else "; data.add_bos=true may be what it was trained with"
+    )
+    if advice:
+        longest = run.config.data.sequence_length
+        dressed = None if batch is None else with_prefix(batch, [tokenizer.bos_token_id], longest)
+        better = first_loss(model.engine, dressed, run.ranks)
+        if better < found - _MUCH_BETTER:
+            run.display.warning(
+                f"the documents begin at a loss of {found:.2f}, and at {better:.2f} with {tokenizer.bos_token} before"
+                " each: set data.add_bos=true"
+            )
+            return
+    if found > guess:
+        run.display.warning(
+            f"the documents begin at a loss of {found:.2f}, and guessing gives {guess:.2f}: are model, tokenizer and"
+            f" text made for each other?{advice}"
+        )
 
 
 def _a_call_each(built: meta.MetaModel) -> list[str]:

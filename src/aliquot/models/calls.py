@@ -44,7 +44,8 @@ def auxiliary_loss(model: nn.Module, labels: Tensor, documents: Documents) -> Te
     """
     if not documents.router_logits:
         return None
-    balance = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+    modules = (sys.modules[kind.__module__] for kind in type(model).__mro__)  # FSDP2 gives it a class of its own
+    balance = next((found for m in modules if (found := getattr(m, "load_balancing_loss_func", None))), None)
     if balance is None:
         raise UnsupportedModelError(f"{type(model).__name__} has no loss for output_router_logits: set it to false")
     learned = labels != IGNORE

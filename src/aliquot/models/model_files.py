@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from aliquot.models.source import SPECIAL
 from aliquot.ranges.jsonfile import parse_json
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 CONVENTION_FILE = "aliquot.json"  # what training puts in front of a document, for `aliquot generate` and later training
-_SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def model_files(
@@ -32,7 +32,7 @@ def model_files(
         saved.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         files = {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir()) if file.is_file()}
-    special = {key: getattr(tokenizer, key) for key in _SPECIAL if getattr(tokenizer, key) is not None}
+    special = {key: getattr(tokenizer, key) for key in SPECIAL if getattr(tokenizer, key) is not None}
     fields = parse_json(files["config.json"], "config.json")
     if source is None:
         fields |= special

@@ -94,10 +94,7 @@ def model_shape(config: RunConfig, vocabulary: int | None = None) -> ModelShape:
     `vocabulary`: rows of its embedding, where the tokenizer has told them.
     """
     source = resolve(config.model, CONFIG_FILES)
-    if source.from_scratch and "vocab_size" not in source.given:
-        # What adopt_tokenizer will do with a tokenizer of that size; another one is not opened here.
-        vocabulary = vocabulary or config.data.tokenizer_vocab_size or source.config.vocab_size
-        source.config.vocab_size = -(-vocabulary // 64) * 64
+    source.assume_vocabulary(vocabulary or config.data.tokenizer_vocab_size or source.config.vocab_size)
     source.check_length(config.data.sequence_length)
     built = meta.build(source.config, traits(source.config, config.data.sequence_length))
     model = built.model

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 # What a run needs of a hub repository; never code, pickles or other frameworks' weights.
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 CONFIG_FILES = ["config.json"]
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass(frozen=True)
@@ -49,14 +50,23 @@ class ModelSource:
         if "vocab_size" not in self.given:
             # Rounded up: matrix products are fastest on whole blocks.
             self.config.vocab_size = -(-len(tokenizer) // 64) * 64
-        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        for key in SPECIAL:
             if key not in self.given:
                 setattr(self.config, key, getattr(tokenizer, key))
+
+    def assume_vocabulary(self, size: int) -> None:
+        """What adopt_tokenizer will do with a tokenizer of that size, where none has been opened yet."""
+        if not self.from_scratch or "vocab_size" in self.given:
+            return
+        self.config.vocab_size = -(-size // 64) * 64
+        for key in SPECIAL:
+            if key not in self.given:
+                setattr(self.config, key, None)
 
     def check_length(self, sequence_length: int) -> None:
         """Raises UserError where sequences are longer than the positions that the model knows."""
         positions = getattr(self.config, "max_position_embeddings", None)
-        if positions is not None and sequence_length > positions:
+        if positions is not None and 0 < positions < sequence_length:
             raise ConfigError(
                 f"data.sequence_length is {sequence_length}, but the model has {positions} positions"
                 " (max_position_embeddings): shorten the sequences"
