@@ -45,7 +45,8 @@ def auxiliary_loss(model: nn.Module, labels: Tensor, documents: Documents) -> Te
     if not documents.router_logits:
         return None
     modules = (sys.modules[kind.__module__] for kind in type(model).__mro__)  # FSDP2 gives it a class of its own
-    balance = next((found for m in modules if (found := getattr(m, "load_balancing_loss_func", None))), None)
+    functions = [getattr(module, "load_balancing_loss_func", None) for module in modules]
+    balance = next((function for function in functions if function is not None), None)
     if balance is None:
         raise UnsupportedModelError(f"{type(model).__name__} has no loss for output_router_logits: set it to false")
     learned = labels != IGNORE
