@@ -60,7 +60,7 @@ class DataSection(Section):
         None, description="Train a byte-level BPE tokenizer of this size on the training text instead."
     )
     sequence_length: PositiveInt = Field(1024, ge=2, description="Tokens of a sequence, documents packed into it.")
-    packing: bool = Field(True, description="Pack documents, exactly isolated. false: pad each to sequence_length.")
+    packing: bool = Field(True, description="Pack documents, exactly isolated. false: each is a sequence, unpadded.")
     eval_path: str | list[str] | None = Field(None, description="Files to evaluate on, as data.path.")
     eval_split: str | None = Field(None, description="A split of data.dataset to evaluate on.")
     eval_fraction: float = Field(

@@ -1,0 +1,35 @@
+"""Model types of transformers against a plain loop: ten here, all of them by `make test-long`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tests import warm
+
+TEN = ("gemma", "mamba", "gemma2", "mixtral", "gpt_oss", "deepseek_v3", "gpt2", "apertus", "qwen3_next", "bert")
+
+
+def outcomes(folder: Path, *arguments: str, timeout_s: float) -> list[dict[str, Any]]:
+    file = folder / "outcomes.json"
+    run = warm.run("-m", "tests.architectures", *arguments, "--json", file, timeout_s=timeout_s)
+    assert file.exists(), run.stdout + run.stderr
+    found: list[dict[str, Any]] = json.loads(file.read_text())
+    return found
+
+
+def test_ten_of_all_kinds_are_exact(tmp_path: Path) -> None:
+    found = outcomes(tmp_path, "--quick", "--types", ",".join(TEN), timeout_s=240)
+    assert [(each["type"], each["verdict"]) for each in found] == [(name, "exact") for name in TEN], found
+
+
+@pytest.mark.long
+def test_no_architecture_is_wrong(tmp_path: Path) -> None:
+    found = outcomes(tmp_path, timeout_s=3 * 3600)
+    assert [each["type"] for each in found] == list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert [each for each in found if each["verdict"] == "wrong"] == []
+    assert sum(each["verdict"] == "exact" for each in found) >= 150
