@@ -17,18 +17,20 @@ TEXT = """\
 
 <!-- made by `python -m tests.docs_models FILE`, of what `python -m tests.architectures --json FILE` found -->
 
-transformers {version} knows {types} types of causal language models. {exact} of them train exactly: each, made small from
-its own configuration class with the defaults of everything else, was trained for two steps in fp32 by engine `host` on 1
-and on 2 ranks and by engine `fsdp` on 2, on documents of 1 to 300 tokens. Every loss and gradient norm is within 1e-5 of
-a plain loop that runs transformers' eager attention on one document at a time. Where defaults drop something at random,
-1 and 2 ranks drop the same. `python -m tests.architectures` repeats all of it, in about half an hour on two cores.
+transformers {version} knows {types} types of causal language models. {exact} of them train exactly: each, made
+small from its own configuration class with the defaults of everything else, was trained for two steps in fp32 by
+engine `host` on 1 and on 2 ranks and by engine `fsdp` on 2, on documents of 1 to 300 tokens. Every loss and
+gradient norm is within 1e-5 of a plain loop that runs transformers' eager attention on one document at a time.
+Where defaults drop something at random, 1 and 2 ranks drop the same. `python -m tests.architectures` repeats all of
+it, in about half an hour on two cores.
 
-{packed} are *packed*: documents of a row are kept apart by aliquot's own attention. *A call each* means that every document
-is a call of the model with its own attention or mixer: as exact, and slower where documents are short. Dropout of
-attention probabilities, too, makes a call each: set it to 0 where you can. A run says which way it goes, and why.
+{packed} are *packed*: documents of a row are kept apart by aliquot's own attention. *A call each* means that every
+document is a call of the model with its own attention or mixer: as exact, and slower where documents are short.
+Dropout of attention probabilities, too, makes a call each: set it to 0 where you can. A run says which way it goes,
+and why.
 
-What this does not show: weights that were published. A mixture of experts whose checkpoint holds each expert apart, as
-most on the hub do, is not yet loaded: its run ends with the names of the tensors that are missing.
+What this does not show: weights that were published. A mixture of experts whose checkpoint holds each expert apart,
+as most on the hub do, is not yet loaded: its run ends with the names of the tensors that are missing.
 
 | model type | documents |
 |--|--|
