@@ -137,7 +137,8 @@ def record(model: PreTrainedModel) -> Fills:
             fills[name].clear()
         fills[name].append(fill)
     otherwise |= {name: refused or "nothing fills it" for name, found in fills.items() if not found}
-    layers = [path for path, module in model.named_modules() if any(module is layer for layer in decoder_layers(model))]
+    repeated = set(decoder_layers(model))
+    layers = [path for path, module in model.named_modules() if module in repeated]
     return {
         name: _of_layer(model, name, layers, otherwise[name]) if name in otherwise else tuple(found)
         for name, found in fills.items()

@@ -160,14 +160,18 @@ class FsdpEngine:
         self._spec.phase("forward")
         scaled.backward()  # type: ignore[no-untyped-call]
         self._spec.phase("backward")
-        self._count_wire(gathers=2, reduces=1)
+        calls = self._calls_of(batch)
+        self._count_wire(gathers=2 * calls, reduces=calls)
         return summed
 
     def evaluate(self, batch: MicroBatch | None) -> Tensor:
         self._model.eval()
-        self._count_wire(gathers=1, reduces=0)
+        self._count_wire(gathers=self._calls_of(batch), reduces=0)
         with torch.no_grad():
             return self._loss(batch, 1.0)[0]
+
+    def _calls_of(self, batch: MicroBatch | None) -> int:
+        return 1 if batch is None or self._spec.packs else max(batch.calls, len(batch.edges) - 1)
 
     def _loss(self, batch: MicroBatch | None, scale: float) -> tuple[Tensor, Tensor]:
         """The summed loss, detached, and what backward() starts from."""
