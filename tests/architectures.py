@@ -252,8 +252,12 @@ def judge(model_type: str, runs: tuple[tuple[str, int], ...] = RUNS) -> Outcome:
 
 
 def _difference(found: dict[str, Any], expected: dict[str, Any]) -> float:
-    """The largest relative one of losses and norms."""
-    pairs = [(a, b) for key in ("losses", "norms") for a, b in zip(found[key], expected[key], strict=True)]
+    """The largest relative one of all losses and of the first gradient's norm.
+
+    Where a gradient is zero but for rounding (of a key's bias), AdamW makes whole steps of the noise: the second norm
+    tells of that.
+    """
+    pairs = [*zip(found["losses"], expected["losses"], strict=True), (found["norms"][0], expected["norms"][0])]
     error = max(abs(a - b) / abs(b) for a, b in pairs)
     return error if math.isfinite(error) else math.inf
 

@@ -48,6 +48,12 @@ class Case:
     steps: int = STEPS
 
 
+ZAMBA = {
+    "model_type": "zamba", "num_hidden_layers": 4, "attention_hidden_size": 64, "attention_head_dim": 16,
+    "n_mamba_heads": 2, "mamba_dt_rank": 4, "use_mamba_kernels": False, "num_key_value_heads": 4,
+    "layers_block_type": ["linear_attention", "hybrid", "hybrid", "hybrid"], "tie_word_embeddings": True,
+}  # fmt: skip
+
 CASES = {
     case.name: case
     for case in [
@@ -66,6 +72,21 @@ CASES = {
         Case("qwen3", {"model_type": "qwen3"}),
         # Tied, and its embedding is a subclass: head and look-up contribute as wholes, one in the forward pass.
         Case("gemma", {"model_type": "gemma", "tie_word_embeddings": True}),
+        Case("gemma-untied", {"model_type": "gemma", "tie_word_embeddings": False}),
+        # One block, in several layers.
+        Case(
+            "zamba",
+            {
+                "model_type": "zamba",
+                "num_hidden_layers": 4,
+                "attention_hidden_size": 64,
+                "attention_head_dim": 16,
+                "n_mamba_heads": 2,
+                "mamba_dt_rank": 4,
+                "use_mamba_kernels": False,
+                "layers_block_type": ["linear_attention", "hybrid", "hybrid", "hybrid"],
+            },
+        ),
         Case("mistral-window", {"model_type": "mistral", "sliding_window": 6}),
     ]
 }

@@ -36,11 +36,11 @@ from tests.processes import World, run_worlds
 
 WORKER = Path(__file__).parent / "worker.py"
 BY_WORLD = {
-    1: ["llama"],
+    1: ["llama", "gemma"],
     2: ["llama", "llama-bf16", "llama-full", "llama-selective", "qwen2-tied", "qwen3", "gemma",
         "mistral-window"],
-    3: ["llama", "llama-bf16"],
-    4: ["llama-far", "llama-bf16-far"],
+    3: ["llama", "llama-bf16", "gemma", "gemma-untied"],
+    4: ["llama-far", "llama-bf16-far", "qwen2-tied", "zamba"],
 }  # fmt: skip
 Key = TypeVar("Key", int, str)
 FOUR = pytest.param(4, marks=pytest.mark.long)
@@ -149,6 +149,24 @@ def test_models_and_checkpointing_equal_the_plain_loop(runs: Runs[int], name: st
     ours = result(runs[2], name)
     assert ours["losses"] == pytest.approx(losses, rel=1e-5)
     assert ours["norms"] == pytest.approx(norms, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "name"),
+    [
+        (1, "gemma"),
+        (3, "gemma"),
+        (3, "gemma-untied"),
+        pytest.param(4, "qwen2-tied", marks=pytest.mark.long),
+        pytest.param(4, "zamba", marks=pytest.mark.long),
+    ],
+)
+def test_weights_that_are_used_more_than_once(runs: Runs[int], world_size: int, name: str) -> None:
+    losses, norms, _ = plain_loop(name, bf16=False)
+    ours = result(runs[world_size], name)
+    assert ours["norms"][0] == pytest.approx(norms[0], rel=1e-5)
+    assert ours["losses"] == pytest.approx(losses, rel=1e-4)
+    assert ours["norms"] == pytest.approx(norms, rel=1e-3)
 
 
 @pytest.mark.parametrize(

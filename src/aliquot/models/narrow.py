@@ -49,6 +49,7 @@ _LAYERS = (
 )  # fmt: skip
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads", "swa_num_key_value_heads", "num_query_groups")
+_DROPS = ("dropout", "pdrop", "dropout_prob", "layerdrop", "drop_rate", "jitter_noise")
 _NOT_NARROWED = ("rope_parameters", "rope_scaling", "id2label", "label2id")
 
 
@@ -73,10 +74,9 @@ def built(config: PretrainedConfig, attention: str) -> PreTrainedModel:
 
 
 def is_dropout(key: str) -> bool:
-    """Whether a key of a configuration is a probability with which something is dropped in training."""
-    return key.endswith(("dropout", "pdrop", "dropout_prob", "layerdrop", "drop_rate")) and not key.startswith(
-        ("summary", "classifier")  # of heads that are no part of a language model
-    )
+    """Whether a key of a configuration is how much is dropped, or blurred, at random in training."""
+    of_a_head = key.startswith(("summary", "classifier"))  # which is no part of a language model
+    return key.endswith(_DROPS) and not of_a_head
 
 
 def has_dropout(config: PretrainedConfig) -> bool:
@@ -144,21 +144,22 @@ def _small(key: str, value: Any, heads: int) -> Any:
 def _derived(values: dict[str, Any], found: dict[str, Any], layers: int) -> dict[str, Any]:
     """What some configurations hold although other numbers of theirs fix it."""
     more: dict[str, Any] = {}
+    width = found.get("hidden_size", _WIDTH)
     if "head_dim" in values and values["head_dim"] is None and "num_attention_heads" in found:
-        more["head_dim"] = _WIDTH // found["num_attention_heads"]
+        more["head_dim"] = width // found["num_attention_heads"]
     if "qk_rope_head_dim" in values and values.get("head_dim") == values["qk_rope_head_dim"]:
         more["head_dim"] = found["qk_rope_head_dim"]
     if "expand" in values and "num_heads" in values:
-        more["num_heads"] = values["expand"] * _WIDTH // found["head_dim"]
+        more["num_heads"] = values["expand"] * width // found["head_dim"]
     if values.get("attention_hidden_size"):
-        inner = _WIDTH * (values["attention_hidden_size"] // values["hidden_size"])
+        inner = width * (values["attention_hidden_size"] // values["hidden_size"])
         more["attention_hidden_size"] = inner
         if "attention_head_dim" in values:
             more["attention_head_dim"] = inner // found["num_attention_heads"]
     if values.get("mamba_d_ssm"):
         more["mamba_d_ssm"] = found["mamba_n_heads"] * found["mamba_d_head"]
     if "mamba_headdim" in values:
-        more["mamba_headdim"] = values["mamba_expand"] * _WIDTH // values["n_mamba_heads"]
+        more["mamba_headdim"] = values["mamba_expand"] * width // values["n_mamba_heads"]
     if values.get("num_kv_shared_layers"):
         more["num_kv_shared_layers"] = layers // 2
     if isinstance(values.get("hybrid_layer_ids"), list):

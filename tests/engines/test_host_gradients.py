@@ -1,0 +1,73 @@
+"""Sums of gradients, whatever comes in whatever order: the first of a step replaces, each later one adds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from aliquot.collectives.hosts import Hosts
+from aliquot.engines.host.host_gradients import HostGradients, Weight
+from aliquot.errors import SelfTestError
+
+SHAPE = (3, 2)
+
+
+@pytest.fixture
+def gradients() -> Iterator[HostGradients]:
+    """Of three weights of one rank, staged in the order 2, 1, 0."""
+    hosts = Hosts.join(0, 0, lambda value: [value])
+    weights = [Weight(name, SHAPE, ((0, 6),)) for name in ("first", "second", "third")]
+    yield HostGradients(hosts, weights, [2, 1, 0], torch.float32, torch.float32, tokens=4, width=2)
+    hosts.peers.close()
+
+
+def full(value: float) -> torch.Tensor:
+    return torch.full(SHAPE, value)
+
+
+def sums(gradients: HostGradients) -> list[float]:
+    gradients.finish()
+    assert all(len(of_weight.unique()) == 1 for of_weight in gradients.own)
+    return [float(of_weight[0]) for of_weight in gradients.own]
+
+
+def test_gradients_may_arrive_in_any_order(gradients: HostGradients) -> None:
+    for value, order in ((1.0, (0, 1, 2)), (10.0, (2, 0, 1)), (100.0, (1, 2, 0))):
+        for index in order:
+            gradients.arrived(index, full(value * (index + 1)))
+        gradients.end_micro_batch()
+    assert sums(gradients) == [111, 222, 333]
+
+
+def test_a_weight_that_a_micro_batch_does_not_touch_adds_nothing(gradients: HostGradients) -> None:
+    gradients.arrived(1, full(5))
+    gradients.end_micro_batch()
+    gradients.arrived(0, full(7))
+    gradients.arrived(1, full(1))
+    gradients.end_micro_batch()
+    assert sums(gradients) == [7, 6, 0]
+    gradients.arrived(2, full(3))  # the next step: nothing of the one before is left
+    gradients.end_micro_batch()
+    assert sums(gradients) == [0, 0, 3]
+
+
+def test_all_contributions_of_a_weight_add_up(gradients: HostGradients) -> None:
+    """Of a tied embedding: the head's in pieces, the look-up's by rows, autograd's as a whole, twice."""
+    for _ in range(2):
+        gradients.buffer(0, 0, 6).fill_(1)
+        gradients.publish()
+        gradients.arrived(0, full(10))
+        gradients.end_micro_batch()
+        gradients.add_rows(
+            0, torch.tensor([0, 1, 2, 0]), torch.tensor([[100.0, 100], [200, 200], [200, 200], [100, 100]])
+        )
+    assert sums(gradients) == [422, 0, 0]
+
+
+def test_a_piece_of_another_weight_is_never_summed(gradients: HostGradients) -> None:
+    gradients.buffer(0, 0, 6).fill_(1)
+    gradients._tag(gradients._piece, 0).copy_(torch.tensor([1, 0, 1]))
+    with pytest.raises(SelfTestError, match="a gradient of second where this rank expects one of first"):
+        gradients._sum(gradients._piece, 0, 0, 6, first=True)
