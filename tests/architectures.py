@@ -50,6 +50,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 8},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "xmod": {"default_language": "en_XX"},
     "big_bird": {"attention_type": "original_full"},
     "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "greedy"},
 }
