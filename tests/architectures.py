@@ -272,13 +272,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--types", help="only these, separated by commas")
     parser.add_argument("--json", type=Path, help="write all outcomes there")
-    parser.add_argument("--quick", action="store_true", help="two ranks of engine host, or of fsdp, in turn")
+    parser.add_argument("--quick", action="store_true", help="one rank of engine host, or two of fsdp, in turn")
     arguments = parser.parse_args()
     quiet()
     types = arguments.types.split(",") if arguments.types else list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     outcomes = []
     for number, model_type in enumerate(types):
-        found = judge(model_type, RUNS[1 + number % 2 :][:1] if arguments.quick else RUNS)
+        found = judge(model_type, RUNS[2 * (number % 2) :][:1] if arguments.quick else RUNS)
         outcomes.append(found)
         told = f"{found.type:26} {found.verdict:8} {found.road:20} {found.error:7.0e} {found.seconds:5.1f} s"
         print(f"{told}  {found.line[:150]}", flush=True)

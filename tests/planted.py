@@ -126,7 +126,7 @@ FAULTS = (
     Fault(
         "positions-run-on", "data/batches.py",
         "positions do not begin at 0 again in each document of a row",
-        "positions = np.arange(length) - np.repeat(edges[:-1], np.diff(edges))", "positions = np.arange(length)",
+        "positions = np.arange(edges[-1]) - np.repeat(edges[:-1], np.diff(edges))", "positions = np.arange(edges[-1])",
         ("tests/data/test_batches.py",),
     ),
     Fault(

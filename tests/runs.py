@@ -53,6 +53,7 @@ def write_config(folder: Path, name: str = "run", **sections: dict[str, Any]) ->
         "train": {
             "max_steps": 6,
             "global_batch_size": 5,
+            "per_device_train_batch_size": 2,
             "learning_rate": 1e-3,
             "lr_scheduler_type": "cosine",
             "warmup_steps": 2,

@@ -283,6 +283,7 @@ def test_the_export_has_the_dtype_of_the_source(folder: Path, alone: Path, tmp_p
     assert written["dtype"] == "bfloat16" and written["architectures"] == ["LlamaForCausalLM"]
 
 
+@pytest.mark.long
 def test_epochs_that_end_unevenly_cannot_be_continued_in_the_middle(folder: Path) -> None:
     config = write_config(folder, "epochs", train={"max_steps": None, "num_train_epochs": 1, "global_batch_size": 7})
     result = aliquot.train(aliquot.read_config(config))
@@ -358,8 +359,7 @@ def test_bad_input(folder: Path, alone: Path, tmp_path: Path) -> None:
     assert "no config.json here" in refusal(config, *no_config, f"model.path={tmp_path}")
     assert "no such directory" in refusal(config, *no_config, f"model.path={tmp_path}/nowhere")
     assert "only 200 rows" in refusal(config, "model.config.vocab_size=200")
-    assert "dropout" in refusal(config, "model.config.attention_dropout=0.1")
-    assert "mixture-of-experts" in refusal(config, "model.config.model_type=mixtral")
+    assert "encoder-decoder" in refusal(config, "model.config.model_type=bart")
     bare = tmp_path / "bare"
     bare.mkdir()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):

@@ -25,7 +25,7 @@ class CudaAttention:
             causal(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], scoring, self.kernel)
             for a, b in pairwise(documents.edges)
         ]
-        return torch.cat(outputs, dim=2).transpose(1, 2)
+        return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
 
     def on_meta(self) -> CudaAttention:
         return CudaAttention(_flash)

@@ -74,5 +74,5 @@ def document_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scoring = Scoring(scale, sliding_window, softcap, s_aux)
     if documents is None or documents.backend is None:
-        return causal(query, key, value, scoring).transpose(1, 2), None
+        return causal(query, key, value, scoring).transpose(1, 2).contiguous(), None
     return documents.backend.attend(query, key, value, documents, scoring), None

@@ -19,7 +19,7 @@ class ReferenceAttention:
         seen = (document[:, None] == document) & (back >= 0)
         if scoring.window is not None:
             seen &= back < scoring.window
-        return masked_attention(query, key, value, seen, scoring).transpose(1, 2)
+        return masked_attention(query, key, value, seen, scoring).transpose(1, 2).contiguous()
 
     def on_meta(self) -> ReferenceAttention:
         return self

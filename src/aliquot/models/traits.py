@@ -53,7 +53,9 @@ def traits(config: PretrainedConfig, longest: int | None = None) -> Traits:
     Raises UnsupportedModelError for a model that transformers cannot run or that sees what follows a token.
     """
     kind: Any = type(config)
-    found = _traits(kind, json.dumps(config.to_dict(), sort_keys=True, default=str))
+    # The ids of special tokens, which a run and its plan may know differently, change none of it.
+    values = {key: value for key, value in config.to_dict().items() if not key.endswith("_token_id")}
+    found = _traits(kind, json.dumps(values, sort_keys=True, default=str))
     if found.packs and (limit := _length_that_changes_frequencies(config)) and (longest is None or longest > limit):
         why = f"its rotary frequencies depend on whether a document has more than {limit} tokens"
         return replace(found, attention=_own_attention(config), why_alone=why)
