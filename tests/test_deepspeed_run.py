@@ -117,5 +117,10 @@ def test_the_batch_of_the_json_must_multiply_out(folder: Path) -> None:
     file = folder / "wrong.json"
     sizes = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4}
     file.write_text(json.dumps(SETTINGS | sizes))
-    config = write_config(folder, "wrong", shard={"deepspeed_config": str(file)}, train={"global_batch_size": None})
+    config = write_config(
+        folder,
+        "wrong",
+        shard={"deepspeed_config": str(file)},
+        train={"global_batch_size": None, "per_device_train_batch_size": 1},
+    )
     assert "train_batch_size is 64" in refused(config)
