@@ -1,0 +1,52 @@
+"""How a pretrained model meets its documents: with the beginning that it was trained with, or with a warning."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from aliquot.evaluate import with_prefix
+from aliquot.loss.base import IGNORE
+from aliquot.models.batch import MicroBatch
+from tests.runs import command, trained, write_config
+
+GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "attn_pdrop": 0.0,
+        "resid_pdrop": 0.0, "embd_pdrop": 0.0}  # fmt: skip
+
+
+def test_a_prefix_comes_before_each_document_and_is_not_predicted() -> None:
+    labels = torch.tensor([6, IGNORE, 8, 9, IGNORE])
+    batch = MicroBatch(torch.tensor([5, 6, 7, 8, 9]), labels, torch.tensor([0, 1, 0, 1, 2]), (0, 2, 5))
+    found = with_prefix(batch, [1], longest=3)
+    assert found.input_ids.tolist() == [1, 5, 6, 1, 7, 8]
+    assert found.labels.tolist() == [IGNORE, 6, IGNORE, IGNORE, 8, 9]
+    assert found.position_ids.tolist() == [0, 1, 2, 0, 1, 2] and found.edges == (0, 3, 6)
+
+
+@pytest.mark.long
+def test_a_warning_says_what_to_try(tmp_path: Path) -> None:
+    """A model that knows a text by its positions, each of which is one off without bos."""
+    words = random.Random(0).choices(["the", "a", "rank", "waits"], k=12)
+    text = tmp_path / "song.txt"
+    text.write_text((" ".join(words) + "\n") * 40)
+    data = {"path": str(text), "eval_fraction": 0.0, "tokenizer_vocab_size": 290}
+    train = {"max_steps": 60, "learning_rate": 5e-3, "lr_scheduler_type": "constant", "warmup_steps": 0}
+    taught = write_config(tmp_path, "taught", model={"config": GPT2}, data=data, train=train)
+    trained(taught)
+    export = tmp_path / "taught" / "export"
+    again = {**data, "tokenizer_vocab_size": None}
+    model = {"config": None, "path": str(export)}
+    tuned = write_config(tmp_path, "tuned", model=model, data={**again, "add_bos": False}, train={"max_steps": 1})
+    told = command("train", tuned)
+    assert told.returncode == 0 and "set data.add_bos=true" in told.stdout + told.stderr
+    right = command("train", write_config(tmp_path, "right", model=model, data=again, train={"max_steps": 1}))
+    assert right.returncode == 0 and "begin at a loss" not in right.stdout + right.stderr
+
+    weights = load_file(export / "model.safetensors")
+    save_file({name: -3 * values for name, values in weights.items()}, export / "model.safetensors")
+    worse = command("train", write_config(tmp_path, "worse", model=model, data=again, train={"max_steps": 1}))
+    assert "guessing gives" in worse.stdout + worse.stderr
