@@ -182,7 +182,7 @@ def test_a_rank_that_is_held_up_is_named(folder: Path) -> None:
     assert '<span class="state stopped">' in (directory / "report.html").read_text()
 
 
-@pytest.mark.parametrize("on_error", ["warn", "stop"])
+@pytest.mark.parametrize("on_error", ["warn", pytest.param("stop", marks=pytest.mark.long)])
 def test_metrics_that_cannot_be_written(folder: Path, on_error: str) -> None:
     """A file of the run may grow to a limit, as on a full disk; of metrics.jsonl that is what it has already."""
     config = write_config(folder, on_error, checkpoint={"on_error": on_error}, train={"max_steps": 100000})

@@ -388,6 +388,7 @@ def test_a_non_finite_loss_names_step_and_rank(folder: Path, alone: Path, tmp_pa
         aliquot.train(aliquot.read_config(config, overrides))
 
 
+@pytest.mark.long
 def test_a_diverging_run_stops_and_keeps_the_last_checkpoint(folder: Path) -> None:
     config = write_config(
         folder, "diverged", checkpoint={"every": 1}, launch={"ranks": 2},

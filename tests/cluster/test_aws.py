@@ -161,6 +161,7 @@ def test_live_types_agree_with_the_catalogue(ec2: Any) -> None:
     assert compared >= 5
 
 
+@pytest.mark.long
 def test_the_generation_is_that_of_the_catalogue(ec2: Any) -> None:
     for each in live_instances():
         if each.name in {known.name for known in instances()}:

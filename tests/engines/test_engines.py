@@ -39,10 +39,11 @@ BY_WORLD = {
     1: ["llama"],
     2: ["llama", "llama-bf16", "llama-full", "llama-selective", "qwen2-tied", "gemma",
         "mistral-window"],
-    3: ["llama", "llama-bf16"],
+    3: ["llama"],
     4: ["llama-far", "llama-bf16-far", "qwen2-tied", "qwen3", "gemma", "gemma-untied", "zamba"],
 }  # fmt: skip
 Key = TypeVar("Key", int, str)
+THREE = pytest.param(3, marks=pytest.mark.long)
 FOUR = pytest.param(4, marks=pytest.mark.long)
 
 
@@ -130,7 +131,7 @@ def assembled(folder: Path, name: str, when: str, world_size: int, kind: str = "
     return whole
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, FOUR])
+@pytest.mark.parametrize("world_size", [1, 2, THREE, FOUR])
 def test_fp32_equals_the_plain_loop(runs: Runs[int], world_size: int) -> None:
     name = BY_WORLD[world_size][0]
     losses, norms, weights = plain_loop(name, bf16=False)
@@ -200,13 +201,12 @@ def test_bf16_gradients_are_summed_in_fp32_over_micro_batches_and_ranks(runs: Ru
         for summed, parameter in zip(total, model.parameters(), strict=True):
             summed += parameter.grad.float()
     norm = float(torch.stack([g.double().norm() for g in total]).norm())
-    for world_size in (2, 3):
-        # A reduction in bf16 is off by more than 1e-5 of the norm already at two ranks. The host engine also sums a
-        # token's rows of the embedding gradient in fp32, where this loop and FSDP2 round each sum to bf16.
-        assert result(runs[world_size], "llama-bf16")["norms"][0] == pytest.approx(norm, rel=6e-6)
+    # A reduction in bf16 is off by more than 1e-5 of the norm already at two ranks. The host engine also sums a token's
+    # rows of the embedding gradient in fp32, where this loop and FSDP2 round each sum to bf16.
+    assert result(runs[2], "llama-bf16")["norms"][0] == pytest.approx(norm, rel=6e-6)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, FOUR])
+@pytest.mark.parametrize("world_size", [1, 2, THREE, FOUR])
 def test_initial_weights_do_not_depend_on_the_world_size(runs: Runs[int], world_size: int) -> None:
     expected = initial_weights(CASES["llama"])
     found = assembled(runs[world_size], BY_WORLD[world_size][0], "initial", world_size)
@@ -215,7 +215,7 @@ def test_initial_weights_do_not_depend_on_the_world_size(runs: Runs[int], world_
         assert torch.equal(found[name], values.flatten()), name
 
 
-@pytest.mark.parametrize("world_size", [2, 3, FOUR])
+@pytest.mark.parametrize("world_size", [2, THREE, FOUR])
 def test_every_rank_owns_at_most_its_share(runs: Runs[int], world_size: int) -> None:
     total = sum(v.numel() for v in initial_weights(CASES["llama"]).values())
     names = len(initial_weights(CASES["llama"]))
@@ -228,9 +228,9 @@ def test_every_rank_owns_at_most_its_share(runs: Runs[int], world_size: int) -> 
 
 
 def test_all_ranks_agree(runs: Runs[int]) -> None:
-    ranks = [result(runs[3], "llama", rank) for rank in range(3)]
-    assert ranks[0]["losses"] == ranks[1]["losses"] == ranks[2]["losses"]
-    assert ranks[0]["norms"] == ranks[1]["norms"] == ranks[2]["norms"]
+    ranks = [result(runs[2], "llama", rank) for rank in range(2)]
+    assert ranks[0]["losses"] == ranks[1]["losses"]
+    assert ranks[0]["norms"] == ranks[1]["norms"]
     assert ranks[0]["evaluated"] > 0 and ranks[1]["evaluated"] == 0
 
 

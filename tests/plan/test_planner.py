@@ -47,7 +47,7 @@ def test_phases_are_those_of_the_ledger(engine: str) -> None:
     assert made.peak_bytes_per_rank == max(phase.per_rank(2) for phase in made.phases)
 
 
-@pytest.mark.parametrize("engine", ["host", "fsdp"])
+@pytest.mark.parametrize("engine", ["host", pytest.param("fsdp", marks=pytest.mark.long)])
 def test_more_ranks_hold_less_each_and_larger_micro_batches_more(engine: str) -> None:
     def steady(ranks: int, micro: int) -> Plan:
         train = {"per_device_train_batch_size": micro, "global_batch_size": 32}
