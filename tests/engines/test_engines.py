@@ -39,8 +39,8 @@ BY_WORLD = {
     1: ["llama"],
     2: ["llama", "llama-bf16", "llama-full", "llama-selective", "qwen2-tied", "gemma",
         "mistral-window"],
-    3: ["llama"],
-    4: ["llama-far", "llama-bf16-far", "qwen2-tied", "qwen3", "gemma", "gemma-untied", "zamba"],
+    3: ["llama", "llama-bf16", "qwen2-tied", "qwen3", "gemma", "gemma-untied", "zamba"],
+    4: ["llama-far", "llama-bf16-far"],
 }  # fmt: skip
 Key = TypeVar("Key", int, str)
 THREE = pytest.param(3, marks=pytest.mark.long)
@@ -157,19 +157,18 @@ def test_models_and_checkpointing_equal_the_plain_loop(runs: Runs[int], name: st
     [
         (2, "gemma"),
         (2, "qwen2-tied"),
-        pytest.param(4, "gemma", marks=pytest.mark.long),
-        pytest.param(4, "gemma-untied", marks=pytest.mark.long),
-        pytest.param(4, "qwen2-tied", marks=pytest.mark.long),
-        pytest.param(4, "qwen3", marks=pytest.mark.long),
-        pytest.param(4, "zamba", marks=pytest.mark.long),
+        pytest.param(3, "gemma", marks=pytest.mark.long),
+        pytest.param(3, "gemma-untied", marks=pytest.mark.long),
+        pytest.param(3, "qwen2-tied", marks=pytest.mark.long),
+        pytest.param(3, "qwen3", marks=pytest.mark.long),
+        pytest.param(3, "zamba", marks=pytest.mark.long),
     ],
 )
-def test_weights_that_are_used_more_than_once(runs: Runs[int], world_size: int, name: str) -> None:
+def test_embeddings_and_shared_weights_equal_the_plain_loop(runs: Runs[int], world_size: int, name: str) -> None:
     losses, norms, _ = plain_loop(name, bf16=False)
     ours = result(runs[world_size], name)
-    assert ours["norms"][0] == pytest.approx(norms[0], rel=1e-5)
-    assert ours["losses"] == pytest.approx(losses, rel=1e-4)
-    assert ours["norms"] == pytest.approx(norms, rel=1e-3)
+    assert ours["losses"] == pytest.approx(losses, rel=1e-5)
+    assert ours["norms"] == pytest.approx(norms, rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +182,8 @@ def test_bf16_is_as_near_to_fp32_as_the_plain_bf16_loop(runs: Runs[int], world_s
     assert max(abs(a - b) for a, b in zip(ours, exact, strict=True)) <= 2 * gap
 
 
-def test_bf16_gradients_are_summed_in_fp32_over_micro_batches_and_ranks(runs: Runs[int]) -> None:
+@pytest.mark.parametrize("world_size", [2, THREE])
+def test_bf16_gradients_are_summed_in_fp32_over_micro_batches_and_ranks(runs: Runs[int], world_size: int) -> None:
     case = CASES["llama-bf16"]
     config = AutoConfig.for_model(**{**SMALL, **case.model})
     weights = initial_weights(case)
@@ -203,7 +203,7 @@ def test_bf16_gradients_are_summed_in_fp32_over_micro_batches_and_ranks(runs: Ru
     norm = float(torch.stack([g.double().norm() for g in total]).norm())
     # A reduction in bf16 is off by more than 1e-5 of the norm already at two ranks. The host engine also sums a token's
     # rows of the embedding gradient in fp32, where this loop and FSDP2 round each sum to bf16.
-    assert result(runs[2], "llama-bf16")["norms"][0] == pytest.approx(norm, rel=6e-6)
+    assert result(runs[world_size], "llama-bf16")["norms"][0] == pytest.approx(norm, rel=6e-6)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, THREE, FOUR])
@@ -227,11 +227,11 @@ def test_every_rank_owns_at_most_its_share(runs: Runs[int], world_size: int) -> 
             assert own <= total / world_size + names * 50
 
 
-def test_all_ranks_agree(runs: Runs[int]) -> None:
-    ranks = [result(runs[2], "llama", rank) for rank in range(2)]
-    assert ranks[0]["losses"] == ranks[1]["losses"]
-    assert ranks[0]["norms"] == ranks[1]["norms"]
-    assert ranks[0]["evaluated"] > 0 and ranks[1]["evaluated"] == 0
+@pytest.mark.parametrize("world_size", [2, THREE])
+def test_all_ranks_agree(runs: Runs[int], world_size: int) -> None:
+    first, *others = [result(runs[world_size], "llama", rank) for rank in range(world_size)]
+    assert all(rank["losses"] == first["losses"] and rank["norms"] == first["norms"] for rank in others)
+    assert first["evaluated"] > 0 and all(rank["evaluated"] == 0 for rank in others)
 
 
 @pytest.mark.long

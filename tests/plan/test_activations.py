@@ -44,7 +44,11 @@ def test_saved_bytes_are_those_of_a_real_forward_pass(name: str, mode: str) -> N
     assert 0.99 * saved.peak_bytes <= foreseen <= 1.02 * saved.peak_bytes + beside
 
 
-@pytest.mark.parametrize("model", [LLAMA, GEMMA2], ids=lambda model: model["model_type"])
+@pytest.mark.parametrize(
+    "model",
+    [LLAMA, GEMMA2, *(pytest.param(model, marks=pytest.mark.long) for model in (QWEN3, MISTRAL))],
+    ids=lambda model: model["model_type"],
+)
 def test_layers_add_up(model: dict[str, object]) -> None:
     """Few layers are run; twice as many must cost what running them all would."""
     few = micro_batch_cost(model_shape(planned_config(model)), step("none"), EDGES, 500)
