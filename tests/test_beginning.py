@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from aliquot.evaluate import with_prefix
+from aliquot.beginning import with_prefix
 from aliquot.loss.base import IGNORE
 from aliquot.models.batch import MicroBatch
 from tests.runs import command, trained, write_config
@@ -21,10 +21,10 @@ GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positi
 def test_a_prefix_comes_before_each_document_and_is_not_predicted() -> None:
     labels = torch.tensor([6, IGNORE, 8, 9, IGNORE])
     batch = MicroBatch(torch.tensor([5, 6, 7, 8, 9]), labels, torch.tensor([0, 1, 0, 1, 2]), (0, 2, 5))
-    found = with_prefix(batch, [1], longest=3)
-    assert found.input_ids.tolist() == [1, 5, 6, 1, 7, 8]
-    assert found.labels.tolist() == [IGNORE, 6, IGNORE, IGNORE, 8, 9]
-    assert found.position_ids.tolist() == [0, 1, 2, 0, 1, 2] and found.edges == (0, 3, 6)
+    found = with_prefix(batch, [1])
+    assert found.input_ids.tolist() == [1, 5, 1, 7, 8], "as long as they were: a model may know no more positions"
+    assert found.labels.tolist() == [IGNORE, 6, IGNORE, 8, 9]
+    assert found.position_ids.tolist() == [0, 1, 0, 1, 2] and found.edges == (0, 2, 5)
 
 
 @pytest.mark.long

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from aliquot.beginning import doubts
 from aliquot.checkpoint.background_saver import Saver
 from aliquot.checkpoint.directories import newest
 from aliquot.checkpoint.resume import changes, check_continuity, resume
@@ -24,7 +25,7 @@ from aliquot.engines.connections import group_lines
 from aliquot.engines.select import engine_class
 from aliquot.engines.startup_proof import prove
 from aliquot.errors import DivergedError
-from aliquot.evaluate import evaluate, first_loss, with_prefix
+from aliquot.evaluate import evaluate
 from aliquot.launch.device import choose_device
 from aliquot.launch.launcher import torchrun_advice
 from aliquot.launch.placement import place
@@ -58,7 +59,6 @@ from aliquot.ranges.together import on_first
 # Only training steps are on the watchdog's clock: reading data and weights may take long. A rank that dies ends the
 # run at once anyway; this only bounds the wait for one that hangs.
 _PREPARATION_TIMEOUT_S = 24 * 3600.0
-_MUCH_BETTER = 0.5  # nats a token
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def _read_inputs(run: Attempt) -> Inputs:
     source.check_length(config.data.sequence_length)
     size = batch_size(config.train, ranks.world_size)
     epochs = None if config.train.max_steps else config.train.num_train_epochs
-    found = traits(source.config, config.data.sequence_length)
+    found = Traits(**on_first(ranks, lambda: vars(traits(source.config, config.data.sequence_length))))
     batches = Batches.of(data, config.data, config.run.seed, size, epochs, found.packs)
     total_steps = config.train.max_steps or batches.steps_in(config.train.num_train_epochs)
     return Inputs(source, found, data, tokenizer, size, batches, total_steps)
@@ -265,29 +265,11 @@ def _introduce(run: Attempt, inputs: Inputs, model: Model, start: Start) -> None
 
 
 def _check_beginning(run: Attempt, inputs: Inputs, model: Model) -> None:
-    """Warn where a pretrained model meets documents in a way that it was not trained on. Collective."""
-    tokenizer, data = inputs.tokenizer, inputs.data
     batch = inputs.batches.step_batch(0, run.ranks.rank, run.ranks.world_size).micro_batches[0]
-    found = first_loss(model.engine, batch, run.ranks)
-    guess = math.log(inputs.source.config.get_text_config(decoder=True).vocab_size)
-    advice = (
-        "" if data.prefix or tokenizer.bos_token_id is None else "; data.add_bos=true may be what it was trained with"
-    )
-    if advice:
-        longest = run.config.data.sequence_length
-        dressed = None if batch is None else with_prefix(batch, [tokenizer.bos_token_id], longest)
-        better = first_loss(model.engine, dressed, run.ranks)
-        if better < found - _MUCH_BETTER:
-            run.display.warning(
-                f"the documents begin at a loss of {found:.2f}, and at {better:.2f} with {tokenizer.bos_token} before"
-                " each: set data.add_bos=true"
-            )
-            return
-    if found > guess:
-        run.display.warning(
-            f"the documents begin at a loss of {found:.2f}, and guessing gives {guess:.2f}: are model, tokenizer and"
-            f" text made for each other?{advice}"
-        )
+    vocabulary = inputs.source.config.get_text_config(decoder=True).vocab_size
+    told = doubts(model.engine, batch, inputs.data.prefix, inputs.tokenizer, vocabulary, run.ranks)
+    if told is not None:
+        run.display.warning(told)
 
 
 def _a_call_each(built: meta.MetaModel) -> list[str]:

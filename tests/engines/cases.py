@@ -73,7 +73,7 @@ CASES = {
         # Tied, and its embedding is a subclass: head and look-up contribute as wholes, one in the forward pass.
         Case("gemma", {"model_type": "gemma", "tie_word_embeddings": True}),
         Case("gemma-untied", {"model_type": "gemma", "tie_word_embeddings": False}),
-        # One block, in several layers.
+        # One block, in several layers. Two steps: those of AdamW amplify rounding more than in the others.
         Case(
             "zamba",
             {
@@ -86,6 +86,7 @@ CASES = {
                 "use_mamba_kernels": False,
                 "layers_block_type": ["linear_attention", "hybrid", "hybrid", "hybrid"],
             },
+            steps=2,
         ),
         Case("mistral-window", {"model_type": "mistral", "sliding_window": 6}),
     ]

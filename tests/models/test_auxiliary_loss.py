@@ -35,14 +35,12 @@ def test_equals_transformers_own(model_type: str, backend: AttentionBackend | No
     documents = Documents(edges, backend)
     positions = torch.cat([torch.arange(20), torch.arange(3)])
     summed = calls.whole_logits_loss(own, row, positions, labels, documents)
-    auxiliary = calls.auxiliary_loss(own, labels, documents)
-    assert auxiliary is not None
-    ((summed + auxiliary) / 19).backward()
+    calls.with_auxiliary(own, summed / 19, 1 / 19, labels, documents).backward()
     for (name, ours), theirs in zip(own.named_parameters(), stock.parameters(), strict=True):
         assert ours.grad is not None and theirs.grad is not None
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_a_model_that_is_not_asked_to_has_none() -> None:
-    documents = Documents((0, 4), None)
-    assert calls.auxiliary_loss(nn.Linear(1, 1), torch.zeros(4), documents) is None
+    summed = torch.ones(())
+    assert calls.with_auxiliary(nn.Linear(1, 1), summed, 1.0, torch.zeros(4), Documents((0, 4), None)) is summed

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Self
 
 import numpy as np
@@ -156,14 +157,10 @@ class Batches:
             predicted += int(self._epoch(epoch).predicted[start:end].sum())
             tokens += int(self._epoch(epoch).tokens[start:end].sum())
             pairs += int(self._epoch(epoch).pairs[start:end].sum())
-        layout = Layout(self.store, self.sequence_length, self.pad_id, self.packed and self.packs)
-        of_ranks = [shares(first, stop, self.micro_batch_size, each, world_size) for each in range(world_size)]
-        micro_batches: list[MicroBatch | None] = []
-        for turn, share in enumerate(of_ranks[rank]):
-            calls = 0 if self.packs else max(self._pieces(of_rank[turn]) for of_rank in of_ranks)
-            found = layout.micro_batch([self._sequence(index) for index in share], calls)
-            # Of what is trained on and nothing else: the same at any world size.
-            micro_batches.append(found and replace(found, seed=_seed(self.seed, share.start)))
+        layout = Layout(self.store, self.sequence_length, self.pad_id, self.packed, self.packs)
+        own = layout.micro_batches(range(first, stop), self.micro_batch_size, rank, world_size, self._sequence)
+        # What is dropped depends on what is trained on and nothing else: the same at any world size.
+        micro_batches = [found and replace(found, seed=_seed(self.seed, start)) for start, found in own]
         return StepBatch(micro_batches, predicted, tokens, pairs, stop - first, stop / self.packing.sequences)
 
     def _sequences_in(self, epochs: float) -> int:
@@ -176,9 +173,6 @@ class Batches:
             end = min(self.packing.sequences, start + stop - first)
             yield epoch, start, end
             first += end - start
-
-    def _pieces(self, share: range) -> int:
-        return sum(len(self._sequence(index)) for index in share)
 
     def _sequence(self, index: int) -> Sequence:
         epoch, within = divmod(index, self.packing.sequences)
@@ -231,15 +225,10 @@ class EvalBatches:
 
     def micro_batches(self, rank: int, world_size: int) -> Iterator[MicroBatch | None]:
         """This rank's share; equally many on every rank, None where it has nothing left."""
-        layout = Layout(self.store, self.sequence_length, self.pad_id, self.packed and self.packs)
-        count = self.epoch.packing.sequences
-        of_ranks = [shares(0, count, self.micro_batch_size, each, world_size) for each in range(world_size)]
-        for turn, share in enumerate(of_ranks[rank]):
-            calls = 0 if self.packs else max(self._pieces(of_rank[turn]) for of_rank in of_ranks)
-            yield layout.micro_batch([self.epoch.sequence(index) for index in share], calls)
-
-    def _pieces(self, share: range) -> int:
-        return sum(len(self.epoch.sequence(index)) for index in share)
+        layout = Layout(self.store, self.sequence_length, self.pad_id, self.packed, self.packs)
+        every = range(self.epoch.packing.sequences)
+        for _, found in layout.micro_batches(every, self.micro_batch_size, rank, world_size, self.epoch.sequence):
+            yield found
 
 
 def shares(first: int, stop: int, micro_batch_size: int, rank: int, world_size: int) -> list[range]:
@@ -259,21 +248,41 @@ def _seed(seed: int, sequence: int) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """How sequences become the row of a micro-batch. `padded`: each to the full length, on its right."""
+    """How sequences become the rows of micro-batches.
+
+    Packed sequences are padded to the full length on their right, where the model `packs` them in one call too.
+    """
 
     store: TokenStore
     sequence_length: int
     pad_id: int
-    padded: bool
+    packed: bool
+    packs: bool
 
-    def micro_batch(self, sequences: list[Sequence], calls: int) -> MicroBatch | None:
-        """None for no sequences, but where ranks must make so many calls of the model all the same."""
-        if not sequences:
-            return MicroBatch.empty(calls) if calls else None
+    def micro_batches(
+        self, indices: range, size: int, rank: int, world_size: int, sequence: Callable[[int], Sequence]
+    ) -> Iterator[tuple[int, MicroBatch | None]]:
+        """This rank's share of the sequences `indices`, and where each begins; equally many on every rank.
+
+        Where each document is a call, a rank without sequences gets a micro-batch that only makes the calls.
+        """
+        own = shares(indices.start, indices.stop, size, rank, world_size)
+        for turn, share in enumerate(own):
+            calls = 0
+            if not self.packs:  # ranks make equally many
+                first = indices.start + turn * world_size * size
+                turns = (range(at, min(at + size, indices.stop)) for at in range(first, indices.stop, size))
+                calls = max(sum(len(sequence(index)) for index in each) for each in islice(turns, world_size))
+            if share:
+                yield share.start, self._row([sequence(index) for index in share], calls)
+            else:
+                yield share.start, MicroBatch.empty(calls) if calls else None
+
+    def _row(self, sequences: list[Sequence], calls: int) -> MicroBatch:
         pieces: list[tuple[int, int]] = []  # (start, length), padding from nowhere
         for sequence in sequences:
             room = self.sequence_length - sum(length for _, length in sequence)
-            pieces += [*sequence, *([(-1, room)] if room and self.padded else [])]
+            pieces += [*sequence, *([(-1, room)] if room and self.packed and self.packs else [])]
         edges = np.concatenate([[0], np.cumsum([length for _, length in pieces])])
         ids = np.full(edges[-1], self.pad_id, np.int64)
         labels = np.full(edges[-1], IGNORE, np.int64)

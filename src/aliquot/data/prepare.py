@@ -73,8 +73,8 @@ def prepare(
     """Find the tokens of `section` in the cache, or make them.
 
     `model_dir` holds the model's own tokenizer; None: from scratch. `config`: the fields of the config.json that the
-    tokenizer will lie beside. `vocab_size` is the number of rows of the model's
-    embedding. `progress(what, done_bytes, total_bytes)` is told while something is made, and never where all is cached.
+    tokenizer will lie beside. `vocab_size` is the number of rows of the model's embedding. `progress(what, done_bytes,
+    total_bytes)` is told while something is made, and never where all is cached.
     Raises UserError for whatever is wrong with sources, tokenizer or cache; TrainingError where a process dies.
     """
     if section.tokenizer_vocab_size is not None and section.tokenizer_vocab_size > vocab_size:
@@ -88,7 +88,8 @@ def prepare(
     root = cache_root(section.cache_directory)
     told = progress or (lambda what, done_bytes, total_bytes: None)
     tokenizer = configured_tokenizer(section, model_dir, train, root, partial(told, "training the tokenizer"))
-    if config is not None:
+    own = section.tokenizer is None and section.tokenizer_vocab_size is None
+    if config is not None and not own:  # the model's own was loaded from beside its config.json
         tokenizer = as_loaded_with(tokenizer, config)
     check_vocabulary(tokenizer, vocab_size)
     directory = publish_tokenizer(tokenizer, root)

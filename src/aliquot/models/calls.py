@@ -36,14 +36,14 @@ def whole_logits_loss(model: nn.Module, ids: Tensor, positions: Tensor, labels: 
     return summed_cross_entropy(logits(model, ids, positions, documents), labels)
 
 
-def auxiliary_loss(model: nn.Module, labels: Tensor, documents: Documents) -> Tensor | None:
-    """What a mixture of experts adds to the summed loss for its routers' balance, where its configuration asks for it.
+def with_auxiliary(model: nn.Module, summed: Tensor, scale: float, labels: Tensor, documents: Documents) -> Tensor:
+    """`summed`, and `scale` times what a mixture of experts adds for its routers' balance, where it is asked for.
 
-    `router_aux_loss_coef` x the balance of the micro-batch x its predicted tokens: so that, divided by all of the
-    global batch, it is the mean over micro-batches. None: nothing is asked for.
+    That is `router_aux_loss_coef` x the balance of the micro-batch x its predicted tokens: so that, divided by all of
+    the global batch, it is the mean over micro-batches.
     """
     if not documents.router_logits:
-        return None
+        return summed
     modules = (sys.modules[kind.__module__] for kind in type(model).__mro__)  # FSDP2 gives it a class of its own
     functions = [getattr(module, "load_balancing_loss_func", None) for module in modules]
     balance = next((function for function in functions if function is not None), None)
@@ -54,7 +54,7 @@ def auxiliary_loss(model: nn.Module, labels: Tensor, documents: Documents) -> Te
     of_layers = tuple(torch.cat(layer)[real] for layer in zip(*documents.router_logits, strict=True))
     own: Any = model
     found: Tensor = own.router_aux_loss_coef * balance(of_layers, own.num_experts, own.num_experts_per_tok)
-    return found * learned.sum()
+    return summed + scale * found * learned.sum()
 
 
 def accepts(module: nn.Module, name: str) -> bool:

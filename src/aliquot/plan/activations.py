@@ -7,6 +7,7 @@ one of each kind, and one more of each kind to see what it adds.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -28,6 +29,8 @@ from aliquot.models.model_shape import ModelShape
 from aliquot.models.recompute import enable
 from aliquot.models.structure import decoder_layers
 from aliquot.plan.live_storages import Live, Work
+
+_log = logging.getLogger(__name__)
 
 Checkpointing = Literal["none", "selective", "full"]
 
@@ -79,7 +82,8 @@ def micro_batch_cost(shape: ModelShape, step: Step, edges: tuple[int, ...], pred
         return _of_kinds(shape, step, edges, predicted)
     except UserError:
         raise
-    except Exception:  # each model's code fails in its own way on tensors that hold nothing
+    except Exception as error:  # each model's code fails in its own way on tensors that hold nothing
+        _log.warning("%s is planned as a Llama of its sizes: without values it does not run (%s)", shape.name, error)
         return _of_kinds(shape.as_llama(), step, edges, predicted)
 
 

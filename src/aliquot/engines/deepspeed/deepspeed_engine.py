@@ -241,8 +241,7 @@ class _Training(nn.Module):
         else:
             hidden = calls.hidden_states(self.model, ids, positions, documents)
             summed, scaled = self.head_loss(hidden, cast(nn.Parameter, self.head.weight), labels, scale)
-        auxiliary = calls.auxiliary_loss(self.model, labels, documents)
-        return summed, scaled if auxiliary is None else scaled + scale * auxiliary
+        return summed, calls.with_auxiliary(self.model, scaled, scale, labels, documents)
 
 
 @contextmanager

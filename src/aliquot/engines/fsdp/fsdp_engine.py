@@ -182,8 +182,7 @@ class FsdpEngine:
             summed, scaled = loss.detach(), loss * scale
         else:
             summed, scaled = self._model.fused_loss(*inputs, scale)  # type: ignore[operator]
-        auxiliary = calls.auxiliary_loss(self._model, fed.labels, inputs[-1])
-        return summed, scaled if auxiliary is None else scaled + scale * auxiliary
+        return summed, calls.with_auxiliary(self._model, scaled, scale, fed.labels, inputs[-1])
 
     def step(self, learning_rate: float, max_grad_norm: float | None) -> StepResult:
         for shard in self._shards:

@@ -233,17 +233,13 @@ class HostEngine:
         documents = Documents(batch.edges, self._attention)
         if not self._spec.fused_loss:
             loss = calls.whole_logits_loss(self._model, batch.input_ids, batch.position_ids, batch.labels, documents)
-            return loss.detach(), self._with_auxiliary(loss * scale, batch, scale, documents)
+            return loss.detach(), calls.with_auxiliary(self._model, loss * scale, scale, batch.labels, documents)
         tokens = batch.input_ids if rows is None else rows
         hidden = calls.hidden_states(self._model, tokens, batch.position_ids, documents)
         head = self._model.get_output_embeddings()  # type: ignore[operator]
         sink = self._head_sink(self._index_of(head.weight)) if torch.is_grad_enabled() else None
         summed, scaled = self._head_loss(hidden, head.weight, batch.labels, scale, sink)
-        return summed, self._with_auxiliary(scaled, batch, scale, documents)
-
-    def _with_auxiliary(self, scaled: Tensor, batch: MicroBatch, scale: float, documents: Documents) -> Tensor:
-        auxiliary = calls.auxiliary_loss(self._model, batch.labels, documents)
-        return scaled if auxiliary is None else scaled + scale * auxiliary
+        return summed, calls.with_auxiliary(self._model, scaled, scale, batch.labels, documents)
 
     def _head_sink(self, index: int) -> GradientRows:
         row_numel = self._weights[index].row_numel
