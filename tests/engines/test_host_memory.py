@@ -6,14 +6,14 @@ import pytest
 
 from aliquot.engines.host.host_memory import host_memory
 from aliquot.launch.rank_layout import RankLayout
-from aliquot.models.model_shape import model_shape
+from aliquot.models.shaped_model import shaped_model
 from tests.plan.shapes import LLAMA, planned_config
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 4])
 def test_a_host_keeps_sums_for_its_counterparts(nodes: int) -> None:
     config = planned_config(LLAMA, train={"precision": "fp32"})
-    shape = model_shape(config)
+    shape = shaped_model(config).shape
     held = host_memory(config, shape, RankLayout(nodes, 2, 1, "cpu"))
     # Every weight of this shape has rows that the ranks divide evenly.
     assert held.gradients == 4 * shape.numel // 2  # its own part and one for each other host: half the model, always

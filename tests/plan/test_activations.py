@@ -9,9 +9,10 @@ from aliquot.attention.base import Documents
 from aliquot.attention.document_attention import attention_on
 from aliquot.engines.saved_bytes import SavedBytes
 from aliquot.models import calls, meta
-from aliquot.models.model_shape import model_shape
 from aliquot.models.recompute import enable
-from aliquot.plan.activations import Step, micro_batch_cost
+from aliquot.models.shaped_model import shaped_model
+from aliquot.plan.activations import micro_batch_cost
+from aliquot.plan.micro_batch_cost import Step
 from tests.plan.shapes import GEMMA2, LLAMA, MISTRAL, QWEN3, planned_config
 
 EDGES = (0, 300, 340, 400, 512)
@@ -26,9 +27,9 @@ def step(mode: str, precision: str = "bf16") -> Step:
 @pytest.mark.parametrize("name", ["llama", pytest.param("qwen3", marks=pytest.mark.long), "mistral"])
 def test_saved_bytes_are_those_of_a_real_forward_pass(name: str, mode: str) -> None:
     config = planned_config(MODELS[name])
-    foreseen = micro_batch_cost(model_shape(config), step(mode), EDGES, 500).saved_bytes
+    foreseen = micro_batch_cost(shaped_model(config), step(mode), EDGES, 500).saved_bytes
 
-    model = meta.build(model_shape(config).config).model
+    model = meta.build(shaped_model(config).config).model
     model.to_empty(device="cpu").to(torch.bfloat16)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
@@ -51,16 +52,16 @@ def test_saved_bytes_are_those_of_a_real_forward_pass(name: str, mode: str) -> N
 )
 def test_layers_add_up(model: dict[str, object]) -> None:
     """Few layers are run; twice as many must cost what running them all would."""
-    few = micro_batch_cost(model_shape(planned_config(model)), step("none"), EDGES, 500)
-    more = micro_batch_cost(model_shape(planned_config({**model, "num_hidden_layers": 8})), step("none"), EDGES, 500)
-    whole = micro_batch_cost(model_shape(planned_config({**model, "num_hidden_layers": 2})), step("none"), EDGES, 500)
+    few = micro_batch_cost(shaped_model(planned_config(model)), step("none"), EDGES, 500)
+    more = micro_batch_cost(shaped_model(planned_config({**model, "num_hidden_layers": 8})), step("none"), EDGES, 500)
+    whole = micro_batch_cost(shaped_model(planned_config({**model, "num_hidden_layers": 2})), step("none"), EDGES, 500)
     assert more.saved_bytes - few.saved_bytes == 2 * (few.saved_bytes - whole.saved_bytes)
     assert more.saved_bytes > few.saved_bytes > whole.saved_bytes
 
 
 def test_checkpointing_saves_memory_and_costs_products() -> None:
-    shape = model_shape(planned_config(LLAMA))
-    costs = [micro_batch_cost(shape, step(mode), EDGES, 500) for mode in ("none", "selective", "full")]
+    model = shaped_model(planned_config(LLAMA))
+    costs = [micro_batch_cost(model, step(mode), EDGES, 500) for mode in ("none", "selective", "full")]
     saved = [cost.saved_bytes for cost in costs]
     assert saved[0] > saved[1] > saved[2]
     products = [sum(v * k[1] * k[2] * k[3] * k[4] for k, v in c.backward.items() if k[0] == "matmul") for c in costs]
@@ -69,20 +70,20 @@ def test_checkpointing_saves_memory_and_costs_products() -> None:
 
 def test_products_are_those_of_the_formula() -> None:
     """6 x matmul parameters x tokens, attention apart: the dispatch mode misses no product."""
-    shape = model_shape(planned_config(LLAMA))
-    cost = micro_batch_cost(shape, step("none"), (0, 512), 512)
+    model = shaped_model(planned_config(LLAMA))
+    cost = micro_batch_cost(model, step("none"), (0, 512), 512)
     flops = sum(
         2 * v * k[1] * k[2] * k[3] * k[4]
         for work in (cost.forward, cost.backward)
         for k, v in work.items()
         if k[0] == "matmul" and k[1] == 1
     )
-    assert flops == pytest.approx(6 * shape.built.matmul_parameters * 512, rel=0.01)
+    assert flops == pytest.approx(6 * model.built.matmul_parameters * 512, rel=0.01)
 
 
 def test_logits_exist_once_and_in_the_compute_dtype() -> None:
     """As what the plan's forward pass holds beyond what is saved."""
-    shape = model_shape(planned_config(LLAMA))
-    cost = micro_batch_cost(shape, step("none"), (0, 512), 512)
-    logits = 512 * shape.vocabulary * 2
+    model = shaped_model(planned_config(LLAMA))
+    cost = micro_batch_cost(model, step("none"), (0, 512), 512)
+    logits = 512 * model.shape.vocabulary * 2
     assert logits <= cost.forward_bytes - cost.saved_bytes <= logits + (8 << 20)

@@ -12,7 +12,8 @@ from aliquot.attention.base import Documents, Scoring
 from aliquot.attention.document_attention import attention_on
 from aliquot.loss.base import IGNORE, GradientRows
 from aliquot.loss.head_loss import FusedLoss
-from aliquot.plan.live_storages import Live, Work
+from aliquot.plan.live_storages import Live
+from aliquot.plan.micro_batch_cost import Work
 
 TOKENS, LABELLED, WIDTH, VOCABULARY = 75, 61, 16, 101
 EDGES = (0, 700, 701, 760, 1060)

@@ -16,11 +16,12 @@ from aliquot.config.workload import Workload
 from aliquot.errors import UserError
 from aliquot.launch.rank_layout import RankLayout
 from aliquot.machine.cpu import read_cpu
-from aliquot.models.model_shape import model_shape
+from aliquot.models.shaped_model import shaped_model
 from aliquot.observe.ledger import PHASES
 from aliquot.plan import fit
 from aliquot.plan.memory_picture import svg
 from aliquot.plan.planned_machine import Machine
+from aliquot.plan.planned_model import PlannedModel
 from aliquot.plan.planner import Planner, plan
 from aliquot.plan.report import summary
 from aliquot.plan.search import best, remedies
@@ -74,7 +75,7 @@ def test_frugal_states_and_precision() -> None:
 
 def test_wire_of_the_host_engine_is_once_per_step() -> None:
     config = planned_config(LLAMA)
-    shape = model_shape(config)
+    shape = shaped_model(config).shape
     for micro_batches in (1, 8):
         sent = traffic(config, "host", shape, RankLayout(3, 2, 1, "cpu"), micro_batches)
         assert sent.wire_bytes == 2 * shape.numel * (4 + 2)
@@ -84,7 +85,7 @@ def test_wire_of_the_host_engine_is_once_per_step() -> None:
 
 def test_wire_of_fsdp_grows_with_micro_batches_and_splits_by_hosts() -> None:
     config = planned_config(LLAMA)
-    shape = model_shape(config)
+    shape = shaped_model(config).shape
     one, four = (traffic(config, "fsdp", shape, RankLayout(2, 2, 1, "cpu"), count) for count in (1, 4))
     assert four.wire_bytes == 4 * one.wire_bytes
     assert four.wire_bytes == four.local_bytes  # of the four edges of the ring two lead to the other host
@@ -95,7 +96,7 @@ def test_wire_of_fsdp_grows_with_micro_batches_and_splits_by_hosts() -> None:
 def test_slow_wires_favour_one_exchange_a_step() -> None:
     slow = Machine.of_numbers(64, 16, 1)
     config = planned_config(LLAMA, train={"global_batch_size": 64, "per_device_train_batch_size": 1})
-    planner = Planner(model_shape(config), slow)
+    planner = Planner(PlannedModel(config), slow)
     found = best(planner, config, RankLayout(2, 2, 8, "cpu"), Workload.assumed(config), "time")
     assert all(each.plan.engine == "host" for each in found)
     fsdp = plan(planned_config(LLAMA, shard={"engine": "fsdp"}), slow, 2, 2)
@@ -114,7 +115,7 @@ def test_a_foreign_machine_has_the_same_numbers_here_and_there() -> None:
 def test_a_run_that_does_not_fit_names_settings_that_do() -> None:
     tight = Machine.of_numbers(1.2, 4, 10)
     config = planned_config(LLAMA | {"vocab_size": 16384}, train={"per_device_train_batch_size": 16})
-    planner = Planner(model_shape(config), tight)
+    planner = Planner(PlannedModel(config), tight)
     layout = RankLayout(1, 2, 2, "cpu")
     made = planner.plan(config, layout, Workload.assumed(config))
     assert not made.fits

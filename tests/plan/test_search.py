@@ -13,8 +13,8 @@ from aliquot.config.read_config import read_config
 from aliquot.config.workload import Workload
 from aliquot.errors import EngineError
 from aliquot.launch.rank_layout import RankLayout
-from aliquot.models.model_shape import model_shape
 from aliquot.plan.planned_machine import Machine
+from aliquot.plan.planned_model import PlannedModel
 from aliquot.plan.planner import Planner
 from aliquot.plan.search import candidates
 from tests.plan.shapes import LLAMA, planned_config
@@ -45,7 +45,7 @@ def test_proposed_lines_give_the_planned_batch(tmp_path: Path, batch: dict[str, 
     file.write_text(yaml.safe_dump(sections))
     config = read_config(file)
     total = batch_size(config.train, 2).total
-    planner = Planner(model_shape(config), SERVER)
+    planner = Planner(PlannedModel(config), SERVER)
     found = list(candidates(planner, config, RankLayout(1, 2, 2, "cpu"), Workload.assumed(config)))
     assert {"(as it is)"} < {each.lines for each in found} and len(found) > 10
     for each in found:
@@ -72,4 +72,4 @@ def test_proposed_lines_give_the_planned_batch(tmp_path: Path, batch: dict[str, 
 def test_what_train_refuses_is_not_planned(sections: dict[str, Any]) -> None:
     config = planned_config(SMALL, **sections)
     with pytest.raises(EngineError):
-        Planner(model_shape(config), SERVER).plan(config, RankLayout(1, 2, 2, "cpu"), Workload.assumed(config))
+        Planner(PlannedModel(config), SERVER).plan(config, RankLayout(1, 2, 2, "cpu"), Workload.assumed(config))

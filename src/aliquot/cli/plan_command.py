@@ -48,10 +48,10 @@ def command(
         from aliquot.config.read_config import dump_with_places, read_with_places
         from aliquot.config.workload import Workload
         from aliquot.errors import PlanError, UsageError, writing
-        from aliquot.models.model_shape import model_shape
         from aliquot.plan import fit, report, search
         from aliquot.plan.memory_picture import svg
         from aliquot.plan.planned_machine import chosen
+        from aliquot.plan.planned_model import PlannedModel
         from aliquot.plan.planner import Planner
 
         for option, value in (("--memory", memory), ("--network", network)):
@@ -71,7 +71,7 @@ def command(
             return
         machine = chosen(instance, memory, cores, network)
         workload = Workload.assumed(settings, document_tokens)
-        planner = Planner(model_shape(settings), machine)
+        planner = Planner(PlannedModel(settings), machine)
         layout = machine.layout(settings, nodes, ranks_per_node)
         plan = planner.plan(settings, layout, workload)
         problems = fit.problems(plan, machine)

@@ -24,17 +24,17 @@ def planner_of(config: RunConfig) -> Callable[[str, int], Plan]:
 
     from aliquot.cluster.job import pod_cpus
     from aliquot.config.workload import Workload
-    from aliquot.models.model_shape import model_shape
     from aliquot.plan.planned_machine import Machine
+    from aliquot.plan.planned_model import PlannedModel
     from aliquot.plan.planner import Planner
 
-    shape = model_shape(config)
+    model = PlannedModel(config)
 
     def plan(instance: str, nodes: int) -> Plan:
         machine = Machine.of_instance(instance)
         if config.cluster is not None and machine.instance is not None:
             cpus = pod_cpus(config.cluster, [machine.instance])
             machine = replace(machine, cores=max(1, min(machine.cores, cpus)))
-        return Planner(shape, machine).plan(config, machine.layout(config, nodes), Workload.assumed(config))
+        return Planner(model, machine).plan(config, machine.layout(config, nodes), Workload.assumed(config))
 
     return plan

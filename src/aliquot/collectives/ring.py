@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from aliquot.collectives.alignment import aligned
 from aliquot.collectives.peers import Peers
-from aliquot.collectives.shared import aligned
 
 PUBLISHED, READ = 1, 2  # kinds of token
 # A socket buffers some 250 tokens before sending blocks; two ranks that block on each other would wait for ever.

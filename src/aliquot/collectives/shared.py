@@ -11,8 +11,6 @@ import os
 import torch
 from torch import Tensor
 
-ALIGN_BYTES = 64  # a cache line: tensors of two ranks never share one
-
 
 class Memory:
     """`size_bytes` of zeros, mapped here; `descriptor` is what a peer maps it by."""
@@ -41,8 +39,3 @@ class Memory:
     def close_descriptor(self) -> None:
         """When every peer has mapped it. The mapping stays."""
         os.close(self.descriptor)
-
-
-def aligned(size_bytes: int) -> int:
-    """Rounded up to whole cache lines."""
-    return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES

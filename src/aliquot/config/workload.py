@@ -9,6 +9,7 @@ from typing import Self
 from aliquot.config.schema import RunConfig
 
 Edges = tuple[int, ...]  # 0 = e0 < e1 < ... = the length of a sequence
+INDEX_BYTES = 48  # a piece of a document: what packing and the order of one epoch hold of it
 
 
 @dataclass(frozen=True)

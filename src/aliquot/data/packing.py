@@ -21,7 +21,6 @@ from aliquot.errors import DataError
 Ints = npt.NDArray[np.int64]
 
 _DOCUMENTS_AT_ONCE = 1 << 16
-INDEX_BYTES = 48  # a piece: what packing and the order of one epoch hold of it
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from aliquot.optim.moments import ExactMoment, Moment, Noise
+from aliquot.optim.sizes import BLOCK, SCRATCH_ROWS
 from aliquot.optim.weights import SplitWeights, Weights
-
-BLOCK = 1 << 18  # elements: 1 MiB of fp32
-_ROWS = 4  # of scratch, a block each
-SCRATCH_BYTES = _ROWS * 4 * BLOCK
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,7 @@ class BlockedAdamW:
         self._weight_decay = weight_decay
         self._compiled = CompiledUpdate(betas, epsilon) if compiled else None
         longest = max(map(_block_size, shards), default=1)
-        self._scratch = torch.empty(_ROWS, longest)
+        self._scratch = torch.empty(SCRATCH_ROWS, longest)
         frugal = any(not isinstance(shard.exp_avg, ExactMoment) for shard in shards)
         self._noise = Noise(longest) if frugal else None
 

@@ -7,15 +7,14 @@ an element's place in the whole tensor, so results do not depend on the world si
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-States = Literal["fp32", "bf16", "int8"]
+from aliquot.optim.sizes import States, block_numel
 
 _NOISE = 1 << 16  # elements after which the noise repeats
-_LONGEST_BLOCK, _SHORTEST_BLOCK = 256, 32
 
 
 class Noise:
@@ -148,9 +147,3 @@ class Int8Moment:
             codes.clamp_(max=127).mul_(values.sign())
         self._codes[start : start + values.numel()].copy_(codes)
         self._scales[start // self.block : (start + values.numel()) // self.block].copy_(scales)
-
-
-def block_numel(row_numel: int) -> int:
-    """The largest divisor of a row's length that is at most 256; the whole row if that were very small."""
-    best = max(size for size in range(1, min(row_numel, _LONGEST_BLOCK) + 1) if row_numel % size == 0)
-    return best if best >= _SHORTEST_BLOCK else row_numel

@@ -7,13 +7,11 @@ one of each kind, and one more of each kind to see what it adds.
 
 from __future__ import annotations
 
-import logging
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,96 +19,45 @@ from torch import Tensor, nn
 from aliquot.attention.base import Documents
 from aliquot.attention.document_attention import attention_on
 from aliquot.engines.host.host_memory import piece_edges
-from aliquot.errors import UserError
 from aliquot.loss.base import IGNORE, GradientRows
 from aliquot.loss.head_loss import head_loss_on
 from aliquot.models import calls
 from aliquot.models.model_shape import ModelShape
 from aliquot.models.recompute import enable
+from aliquot.models.shaped_model import ShapedModel
 from aliquot.models.structure import decoder_layers
-from aliquot.plan.live_storages import Live, Work
-
-_log = logging.getLogger(__name__)
-
-Checkpointing = Literal["none", "selective", "full"]
+from aliquot.plan.live_storages import Live
+from aliquot.plan.micro_batch_cost import MicroBatchCost, Step
 
 
-@dataclass(frozen=True)
-class Step:
-    """How micro-batches are computed."""
-
-    precision: Literal["bf16", "fp32"]
-    checkpointing: Checkpointing
-    device: Literal["cpu", "cuda"]
-    looks_up: bool  # the embedding's gradient is a row a token, as in engine host; else a whole table
-    head_gradient: bool  # the head's gradient exists as a whole; engine host writes it into its ring piece by piece
-
-
-@dataclass(frozen=True)
-class MicroBatchCost:
-    """Bytes alive beside weights and their gradients, and the operations of one micro-batch."""
-
-    saved_bytes: int  # for the backward pass, when the forward pass of the layers is done
-    layer_bytes: int  # of them, what the largest layer saved
-    forward_bytes: int  # most at once, head and loss included
-    backward_bytes: int
-    evaluation_bytes: int  # most at once in a forward pass without gradients
-    largest_bytes: int  # the largest block of a forward and backward pass
-    forward: Work
-    backward: Work
-
-    def plus(self, other: MicroBatchCost, base: MicroBatchCost, times: int) -> MicroBatchCost:
-        """This, and `times` what `other` has more than `base`; the largest block is the largest of all."""
-        values: dict[str, Any] = {}
-        for field in fields(self):
-            own, less, more = (getattr(each, field.name) for each in (self, base, other))
-            if isinstance(own, int):
-                values[field.name] = own + times * (more - less)
-            else:
-                work: Work = defaultdict(float)
-                work.update({key: own[key] + times * (more[key] - less[key]) for key in {*own, *less, *more}})
-                values[field.name] = work
-        return replace(MicroBatchCost(**values), largest_bytes=max(self.largest_bytes, other.largest_bytes))
-
-
-def micro_batch_cost(shape: ModelShape, step: Step, edges: tuple[int, ...], predicted: int) -> MicroBatchCost:
+def micro_batch_cost(shaped: ShapedModel, step: Step, edges: tuple[int, ...], predicted: int) -> MicroBatchCost:
     """Of one row with documents at `edges`, `predicted` of whose tokens have a label.
 
-    A model whose code does not run without values is taken for a Llama of its sizes.
+    Raises what the model's code raises on tensors that hold nothing.
     """
-    try:
-        return _of_kinds(shape, step, edges, predicted)
-    except UserError:
-        raise
-    except Exception as error:  # each model's code fails in its own way on tensors that hold nothing
-        _log.warning("%s is planned as a Llama of its sizes: without values it does not run (%s)", shape.name, error)
-        return _of_kinds(shape.as_llama(), step, edges, predicted)
-
-
-def _of_kinds(shape: ModelShape, step: Step, edges: tuple[int, ...], predicted: int) -> MicroBatchCost:
-    with _prepared(shape, step) as run_layers:
-        first = [kind.positions[0] for kind in shape.kinds]
+    with _prepared(shaped, step) as run_layers:
+        first = [kind.positions[0] for kind in shaped.shape.kinds]
 
         def measure(positions: list[int]) -> MicroBatchCost:
             with run_layers(positions):
-                return _run(shape, step, edges, predicted)
+                return _run(shaped, step, edges, predicted)
 
         base = measure(first)
         total = base
         layer_bytes = 0
-        for kind in shape.kinds:
+        for kind in shaped.shape.kinds:
             more = len(kind.positions) - 1
             if more == 0:
                 continue
             other = measure(sorted([*first, kind.positions[1]]))
             layer_bytes = max(layer_bytes, other.saved_bytes - base.saved_bytes)
             total = total.plus(other, base, more)
-        return replace(total, layer_bytes=layer_bytes or total.saved_bytes // shape.layers)
+        return replace(total, layer_bytes=layer_bytes or total.saved_bytes // shaped.shape.layers)
 
 
-def _run(shape: ModelShape, step: Step, edges: tuple[int, ...], predicted: int) -> MicroBatchCost:
-    model = shape.built.model
-    own = attention_on(step.device, shape.built.traits.packs)
+def _run(shaped: ShapedModel, step: Step, edges: tuple[int, ...], predicted: int) -> MicroBatchCost:
+    shape, model, traits = shaped.shape, shaped.built.model, shaped.built.traits
+    own = attention_on(step.device, traits.packs)
     attention = None if own is None else own.on_meta()
     tokens = edges[-1]
     ids = torch.empty(tokens, dtype=torch.int64, device="meta")
@@ -121,7 +68,7 @@ def _run(shape: ModelShape, step: Step, edges: tuple[int, ...], predicted: int) 
         def loss_of(inputs: Tensor) -> tuple[int, Tensor]:
             """What is alive after the layers, and the loss."""
             documents = Documents(edges, attention)
-            if not shape.built.traits.plain_head:
+            if not traits.plain_head:
                 loss = calls.whole_logits_loss(model, ids, ids, ids, documents)
                 return live.live_bytes, loss
             hidden = calls.hidden_states(model, inputs, ids, documents)
@@ -131,7 +78,7 @@ def _run(shape: ModelShape, step: Step, edges: tuple[int, ...], predicted: int) 
             return saved_bytes, head_loss(hidden, model.get_output_embeddings().weight, labels, 1.0, sink)[1]
 
         inputs = ids
-        if step.looks_up and shape.built.traits.plain_head and shape.built.traits.looks_up:
+        if step.looks_up and traits.plain_head and traits.looks_up:
             inputs = torch.empty(tokens, shape.width, dtype=_dtype(step), device="meta", requires_grad=True)
         saved_bytes, loss = loss_of(inputs)
         forward_bytes, forward = live.peak_bytes, live.take_work()
@@ -159,9 +106,9 @@ def _rows_in_a_ring(shape: ModelShape, step: Step, live: Live) -> GradientRows:
 
 
 @contextmanager
-def _prepared(shape: ModelShape, step: Step) -> Iterator[Callable[[list[int]], Any]]:
-    """The model of `shape` with weights of the compute dtype, and a way to leave only some of its layers in it."""
-    model = shape.built.model
+def _prepared(shaped: ShapedModel, step: Step) -> Iterator[Callable[[list[int]], Any]]:
+    """The model with weights of the compute dtype, and a way to leave only some of its layers in it."""
+    model = shaped.built.model
     _cast(model, _dtype(step))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # transformers is about to rename these

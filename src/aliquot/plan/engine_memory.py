@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from aliquot.config.plan import PhaseMemory
 from aliquot.config.schema import RunConfig
-from aliquot.data.packing import INDEX_BYTES
+from aliquot.config.workload import INDEX_BYTES
 from aliquot.engines.held_memory import Held
-from aliquot.plan.activations import MicroBatchCost
-from aliquot.ranges.transfer import MEMORY_BYTES
+from aliquot.plan.micro_batch_cost import MicroBatchCost
+from aliquot.ranges.piece_size import MEMORY_BYTES
 
 MIB = 1 << 20
 

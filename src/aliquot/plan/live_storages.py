@@ -12,9 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# ("matmul", batch, m, k, n, itemsize) -> how often; ("memory", operation, bytes of its largest tensor) -> bytes moved;
-# ("calls",) -> operations of any kind.
-Work = defaultdict[tuple[Any, ...], float]
+from aliquot.plan.micro_batch_cost import Work
 
 _PRODUCTS = {
     torch.ops.aten.mm.default: (0, 1),

@@ -15,11 +15,11 @@ from aliquot.engines.fsdp.fsdp_memory import fsdp_memory
 from aliquot.engines.held_memory import Held
 from aliquot.engines.host.host_memory import host_memory
 from aliquot.launch.rank_layout import RankLayout
-from aliquot.models.model_shape import ModelShape, model_shape
-from aliquot.plan.activations import MicroBatchCost, Step, micro_batch_cost
 from aliquot.plan.calibrate import profile_of
 from aliquot.plan.engine_memory import phases
+from aliquot.plan.micro_batch_cost import MicroBatchCost, Step
 from aliquot.plan.planned_machine import Machine
+from aliquot.plan.planned_model import PlannedModel
 from aliquot.plan.rates import Rates, estimated
 from aliquot.plan.timing import step_time
 from aliquot.plan.traffic import traffic
@@ -41,17 +41,18 @@ def plan(
     """
     machine = machine or Machine.this()
     layout = machine.layout(config, nodes, ranks_per_node)
-    return Planner(model_shape(config), machine).plan(config, layout, workload or Workload.assumed(config))
+    return Planner(PlannedModel(config), machine).plan(config, layout, workload or Workload.assumed(config))
 
 
 @dataclass
 class Planner:
     """Plans of one model on one kind of machine; what a micro-batch costs is worked out once for each way to run it."""
 
-    shape: ModelShape
+    model: PlannedModel
     machine: Machine
 
     def __post_init__(self) -> None:
+        self.shape = self.model.shape
         self._costs: dict[tuple[Step, tuple[int, ...], int], MicroBatchCost] = {}
 
     def plan(self, config: RunConfig, layout: RankLayout, workload: Workload, approximate: bool = False) -> Plan:
@@ -120,7 +121,7 @@ class Planner:
         predicted = round(workload.predicted * sequences)
         key = (step, edges, predicted)
         if key not in self._costs:
-            self._costs[key] = micro_batch_cost(self.shape, step, edges, predicted)
+            self._costs[key] = self.model.cost(step, edges, predicted)
         return self._costs[key]
 
     def _held(self, config: RunConfig, engine: str, layout: RankLayout, cost: MicroBatchCost) -> Held:

@@ -11,9 +11,9 @@ from aliquot.errors import DoesNotFitError, UserError
 from aliquot.launch.rank_layout import RankLayout
 from aliquot.launch.topology import Topology
 from aliquot.machine.cpu import read_cpu
-from aliquot.models.model_shape import model_shape
 from aliquot.plan import fit
 from aliquot.plan.planned_machine import Machine
+from aliquot.plan.planned_model import PlannedModel
 from aliquot.plan.planner import Planner
 from aliquot.plan.search import remedies
 
@@ -37,7 +37,7 @@ def plan_before(
         layout = RankLayout(
             topology.nodes, topology.local_world_size, topology.threads, topology.device, machine.numa_nodes
         )
-        planner = Planner(model_shape(config, vocabulary), machine)
+        planner = Planner(PlannedModel(config, vocabulary), machine)
         plan = planner.plan(config, layout, workload)
         found = "; ".join(fit.problems(plan, machine))
         advice = remedies(planner, config, layout, workload) if found and fit.hopeless(plan) and not force else None

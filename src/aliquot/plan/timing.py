@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from aliquot.engines.held_memory import Held
 from aliquot.launch.rank_layout import RankLayout
-from aliquot.plan.activations import MicroBatchCost
-from aliquot.plan.live_storages import Work
+from aliquot.plan.micro_batch_cost import MicroBatchCost, Work
 from aliquot.plan.rates import Rates
 from aliquot.plan.traffic import Traffic
 

@@ -13,9 +13,9 @@ from typing import Self
 
 import torch
 
+from aliquot.ranges.piece_size import DEPTH, PIECE_BYTES
+
 THREADS = 4  # more gain nothing on a local disk; a network file system wants several requests at once
-DEPTH = 6  # two more than threads, so that none waits while the calling thread converts
-PIECE_BYTES = 4 << 20  # of a file; DEPTH buffers of this size are all the memory there is
 
 
 class Pipeline:

@@ -18,11 +18,11 @@ from aliquot.ranges.checksums import BlockChecksums
 from aliquot.ranges.header import TensorEntry
 from aliquot.ranges.pagecache import too_large_to_keep
 from aliquot.ranges.parts import Kind, Part, PartSource, PartStore
-from aliquot.ranges.pipeline import DEPTH, PIECE_BYTES, Pipeline
+from aliquot.ranges.piece_size import PIECE_BYTES
+from aliquot.ranges.pipeline import Pipeline
 from aliquot.ranges.reader import SourceFile
 from aliquot.ranges.writer import TargetFile
 
-MEMORY_BYTES = (DEPTH + 4) * PIECE_BYTES  # the buffers of a Pipeline, and a piece of bytes as fp32
 Maps = Mapping[Kind, Mapping[str, TensorEntry]]  # where the tensors of each kind lie; other kinds stay untouched
 
 

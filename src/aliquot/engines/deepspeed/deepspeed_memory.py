@@ -38,14 +38,14 @@ _PERSISTENT_NUMEL = 100_000  # stage3_param_persistence_threshold where the JSON
 def persistent_numel(config: RunConfig, shape: ModelShape, layout: RankLayout) -> int:
     """Elements of the weights that stay gathered until an update changes them (parameter_offload.py)."""
     threshold = _settings(config, shape, layout).get("stage3_param_persistence_threshold", _PERSISTENT_NUMEL)
-    return sum(numel(weight) for _, weight in shape.built.tensors if numel(weight) <= threshold)
+    return sum(numel(weight) for weight in shape.weights if numel(weight) <= threshold)
 
 
 def deepspeed_memory(config: RunConfig, shape: ModelShape, layout: RankLayout) -> Held:
     """What a rank holds while it trains."""
     zero = _settings(config, shape, layout)
     compute = 2 if config.train.precision == "bf16" else 4
-    weights = [weight for _, weight in shape.built.tensors]
+    weights = shape.weights
     own = sum(_partition(weight, layout.world_size) for weight in weights)
     largest = max(numel(weight) for weight in weights)
     offloaded = _offloads(zero, "offload_optimizer")
@@ -76,7 +76,7 @@ def deepspeed_memory(config: RunConfig, shape: ModelShape, layout: RankLayout) -
 def building(config: RunConfig, shape: ModelShape, layout: RankLayout) -> list[tuple[str, dict[str, int]]]:
     """Private bytes in each phase of the ledger in which DeepSpeed builds its optimizer, beside the process itself."""
     zero = _settings(config, shape, layout)
-    weights = [weight for _, weight in shape.built.tensors]
+    weights = shape.weights
     compute = 2 if config.train.precision == "bf16" else 4
     parts = [_partition(weight, layout.world_size) for weight in weights]
     own = sum(parts)

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from aliquot.attention.base import Documents
 from aliquot.attention.document_attention import attention_on
+from aliquot.collectives.alignment import aligned
 from aliquot.collectives.hosts import Hosts
 from aliquot.collectives.json_values import gather
-from aliquot.collectives.shared import Memory, aligned
+from aliquot.collectives.shared import Memory
 from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.compiling import compile_layers
 from aliquot.engines.global_norm import global_norm

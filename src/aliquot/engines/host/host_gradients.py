@@ -17,10 +17,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from aliquot.collectives.alignment import aligned
 from aliquot.collectives.hosts import Hosts
 from aliquot.collectives.reduce import add_sum
 from aliquot.collectives.ring import Piece, Ring
-from aliquot.collectives.shared import aligned
 from aliquot.engines.host.host_memory import TAG_BYTES, looked_up_bytes, piece_edges, ring_bytes
 from aliquot.errors import SelfTestError
 

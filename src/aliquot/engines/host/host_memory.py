@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import torch
-
-from aliquot.collectives.shared import aligned
+from aliquot.collectives.alignment import aligned
 from aliquot.config.schema import RunConfig
 from aliquot.engines.held_memory import Held
 from aliquot.launch.rank_layout import RankLayout
 from aliquot.models.model_shape import ModelShape, numel, padded_share
-from aliquot.optim.blocked_adamw import SCRATCH_BYTES
-from aliquot.optim.moments import moment
+from aliquot.optim.sizes import SCRATCH_BYTES, moment_bytes
 
 # Ranks may be apart by what the ring holds: a layer or more of most models; more gains nothing.
 _RING_BYTES = 64 << 20
@@ -20,23 +17,20 @@ TAG_BYTES = 64  # before each piece: whose it is
 
 def host_memory(config: RunConfig, shape: ModelShape, layout: RankLayout) -> Held:
     states, compute = config.train.optimizer_states, 2 if config.train.precision == "bf16" else 4
-    shapes = [weight for _, weight in shape.built.tensors]
-    own = sum(padded_share(weight, layout.world_size) for weight in shapes)
+    shares = {weight: padded_share(weight, layout.world_size) for weight in shape.alike}
+    own = sum(shares[weight] * count for weight, count in shape.alike.items())
     kept = 4 if states == "fp32" else 2
     tokens = config.train.per_device_train_batch_size * config.data.sequence_length
-    row_numel = max(numel(weight[1:]) for weight in shapes)
+    row_numel = max(numel(weight[1:]) for weight in shape.alike)
     copies = min(layout.numa_nodes, layout.ranks_per_node)
-    with torch.device("meta"):
-        moments = [
-            moment(states, padded_share(weight, layout.world_size), numel(weight[1:]), squared)
-            for weight in shapes
-            for squared in (False, True)
-        ]
+    moments = sum(
+        count * moment_bytes(states, shares[weight], numel(weight[1:])) for weight, count in shape.alike.items()
+    )
     return Held(
         weights=2 * own if compute == 2 else 0,
         gradients=kept * own * layout.nodes,  # and its counterparts' parts on the other hosts
         gradients_from_start=True,
-        moments=sum(each.size_bytes for each in moments),
+        moments=2 * moments,
         update=SCRATCH_BYTES,
         forward=0,
         backward=0,

@@ -1,0 +1,28 @@
+"""How much an optimizer holds, told without torch: for what holds it and for what plans it."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Literal
+
+States = Literal["fp32", "bf16", "int8"]
+
+BLOCK = 1 << 18  # elements of a shard that are updated at a time: 1 MiB of fp32
+SCRATCH_ROWS = 4  # a block each
+SCRATCH_BYTES = SCRATCH_ROWS * 4 * BLOCK
+_LONGEST_SCALED, _SHORTEST_SCALED = 256, 32
+
+
+def moment_bytes(states: States, numel: int, row_numel: int) -> int:
+    """Of `numel` elements of a moment whose tensor has rows of `row_numel`; see moments.py."""
+    if states == "fp32" or row_numel == 1:
+        return 4 * numel
+    return 2 * numel if states == "bf16" else numel + 4 * (numel // block_numel(row_numel))
+
+
+@cache
+def block_numel(row_numel: int) -> int:
+    """Of the blocks of int8 that share a scale: the largest divisor of a row's length that is at most 256; the whole
+    row if that were very small."""
+    best = max(size for size in range(1, min(row_numel, _LONGEST_SCALED) + 1) if row_numel % size == 0)
+    return best if best >= _SHORTEST_SCALED else row_numel

@@ -1,0 +1,51 @@
+"""What a micro-batch costs: numbers alone, which activations.py finds and planned_model.py keeps. No torch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+# ("matmul", batch, m, k, n, itemsize) -> how often; ("memory", operation, bytes of its largest tensor) -> bytes moved;
+# ("calls",) -> operations of any kind.
+Work = defaultdict[tuple[Any, ...], float]
+
+Checkpointing = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """How micro-batches are computed."""
+
+    precision: Literal["bf16", "fp32"]
+    checkpointing: Checkpointing
+    device: Literal["cpu", "cuda"]
+    looks_up: bool  # the embedding's gradient is a row a token, as in engine host; else a whole table
+    head_gradient: bool  # the head's gradient exists as a whole; engine host writes it into its ring piece by piece
+
+
+@dataclass(frozen=True)
+class MicroBatchCost:
+    """Bytes alive beside weights and their gradients, and the operations of one micro-batch."""
+
+    saved_bytes: int  # for the backward pass, when the forward pass of the layers is done
+    layer_bytes: int  # of them, what the largest layer saved
+    forward_bytes: int  # most at once, head and loss included
+    backward_bytes: int
+    evaluation_bytes: int  # most at once in a forward pass without gradients
+    largest_bytes: int  # the largest block of a forward and backward pass
+    forward: Work
+    backward: Work
+
+    def plus(self, other: MicroBatchCost, base: MicroBatchCost, times: int) -> MicroBatchCost:
+        """This, and `times` what `other` has more than `base`; the largest block is the largest of all."""
+        values: dict[str, Any] = {}
+        for field in fields(self):
+            own, less, more = (getattr(each, field.name) for each in (self, base, other))
+            if isinstance(own, int):
+                values[field.name] = own + times * (more - less)
+            else:
+                work: Work = defaultdict(float)
+                work.update({key: own[key] + times * (more[key] - less[key]) for key in {*own, *less, *more}})
+                values[field.name] = work
+        return replace(MicroBatchCost(**values), largest_bytes=max(self.largest_bytes, other.largest_bytes))

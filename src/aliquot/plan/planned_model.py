@@ -1,0 +1,156 @@
+"""The model that is planned for: its shape, and what its micro-batches cost, kept from one plan to the next.
+
+Both come from running the model's own code on the meta device. That takes seconds, most of them to import it, so what
+was found is kept in the cache directory under all that it follows from: the model's configuration, the length of
+sequences and the software. To plan with what is kept imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections import defaultdict
+from contextlib import suppress
+from dataclasses import asdict
+from functools import cache, cached_property
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aliquot.config.schema import ModelSection, RunConfig
+from aliquot.errors import UserError
+from aliquot.models.model_shape import LayerKind, ModelShape
+from aliquot.models.source import CONFIG_FILES, local_directory
+from aliquot.plan.micro_batch_cost import MicroBatchCost, Step, Work
+from aliquot.textfile import publish_text
+
+if TYPE_CHECKING:
+    from aliquot.models.shaped_model import ShapedModel
+
+_log = logging.getLogger(__name__)
+
+_KEPT_FILES = 1000  # of some ten kilobytes each; those that were used least recently go
+
+
+class PlannedModel:
+    def __init__(self, config: RunConfig, vocabulary: int | None = None) -> None:
+        """`vocabulary`: rows of its embedding, where a tokenizer has told them. Raises UserError as training would."""
+        self._config = config
+        self._vocabulary = vocabulary
+        rows = vocabulary or config.data.tokenizer_vocab_size
+        self._key = [_configuration(config.model), rows, config.data.sequence_length, _software()]
+        kept = _read(self._key)
+        if kept is None:
+            kept = asdict(self._shaped.shape)
+            _keep(self._key, kept)
+        self.shape = _shape(kept)
+
+    def cost(self, step: Step, edges: tuple[int, ...], predicted: int) -> MicroBatchCost:
+        """Of one row with documents at `edges`, `predicted` of whose tokens have a label.
+
+        A model whose code does not run without values is taken for a Llama of its sizes.
+        """
+        key = [*self._key, asdict(step), edges, predicted]
+        kept = _read(key)
+        if kept is None:
+            kept = self._found(step, edges, predicted)
+            _keep(key, kept)
+        if (why := kept["as_llama"]) is not None:
+            _log.warning("%s is planned as a Llama of its sizes: %s", self.shape.name, why)
+        return _cost(kept["cost"])
+
+    @cached_property
+    def _shaped(self) -> ShapedModel:
+        from aliquot.models.shaped_model import shaped_model
+
+        return shaped_model(self._config, self._vocabulary)
+
+    def _found(self, step: Step, edges: tuple[int, ...], predicted: int) -> dict[str, Any]:
+        from aliquot.plan.activations import micro_batch_cost
+
+        why = None
+        try:
+            cost = micro_batch_cost(self._shaped, step, edges, predicted)
+        except UserError:
+            raise
+        except Exception as error:  # each model's code fails in its own way on tensors that hold nothing
+            cost = micro_batch_cost(self._shaped.as_llama(), step, edges, predicted)
+            why = f"without values it does not run ({error})"
+        works = {name: list(getattr(cost, name).items()) for name in ("forward", "backward")}
+        return {"as_llama": why, "cost": vars(cost) | works}
+
+
+def _shape(kept: dict[str, Any]) -> ModelShape:
+    kinds = tuple(
+        LayerKind(_tuples(kind["weights"]), kind["window"], tuple(kind["positions"])) for kind in kept["kinds"]
+    )
+    head = None if kept["head"] is None else tuple(kept["head"])
+    tuples = {"weights": _tuples(kept["weights"]), "rest": _tuples(kept["rest"]), "embedding": tuple(kept["embedding"])}
+    return ModelShape(**kept | tuples | {"kinds": kinds, "head": head})
+
+
+def _cost(kept: dict[str, Any]) -> MicroBatchCost:
+    return MicroBatchCost(**kept | {name: _work(kept[name]) for name in ("forward", "backward")})
+
+
+def _work(kept: list[tuple[list[Any], float]]) -> Work:
+    work: Work = defaultdict(float)
+    work.update({tuple(key): amount for key, amount in kept})
+    return work
+
+
+def _tuples(lists: list[list[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(map(tuple, lists))
+
+
+def _configuration(section: ModelSection) -> Any:
+    """What the model is made of, unread: the text of a file, or the values that stand in the run's configuration."""
+    if isinstance(section.config, dict):
+        return section.config
+    try:
+        file = section.config or local_directory(str(section.path), CONFIG_FILES) / "config.json"
+        return [section.path is not None, file.read_text()]
+    except OSError:
+        return str(section)  # what is wrong with it is said where it is read
+
+
+@cache
+def _software() -> list[Any]:
+    """Versions, and the state of our own files: who changes aliquot gets what it says now."""
+    versions = []
+    for name in ("torch", "transformers"):
+        with suppress(PackageNotFoundError):
+            versions.append(version(name))
+    package = Path(__file__).parents[1]
+    states = sorted((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in package.rglob("*.py"))
+    return [*versions, hashlib.sha256(repr(states).encode()).hexdigest()]
+
+
+def _file(key: list[Any]) -> Path:
+    root = Path(os.environ.get("ALIQUOT_CACHE") or Path.home() / ".cache" / "aliquot")
+    text = json.dumps(key, sort_keys=True, default=str)
+    return root / "plans" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+
+
+def _read(key: list[Any]) -> Any:
+    """None: it is not kept, or not readable."""
+    file = _file(key)
+    try:
+        kept = json.loads(file.read_text())
+        os.utime(file)
+    except (OSError, ValueError):
+        return None
+    return kept
+
+
+def _keep(key: list[Any], found: dict[str, Any]) -> None:
+    """Where the cache cannot be written nothing is kept: the next plan takes as long as this one."""
+    file = _file(key)
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        publish_text(file, json.dumps(found))
+        used = sorted(file.parent.glob("*.json"), key=lambda each: each.stat().st_mtime_ns)
+        for old in used[:-_KEPT_FILES]:
+            old.unlink(missing_ok=True)

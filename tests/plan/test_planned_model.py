@@ -1,0 +1,107 @@
+"""What the planner keeps of a model is what it would find again, and is enough for a plan without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from aliquot.config.schema import RunConfig
+from aliquot.errors import UserError
+from aliquot.plan import planned_model
+from aliquot.plan.micro_batch_cost import MicroBatchCost, Step
+from aliquot.plan.planned_model import PlannedModel
+from tests.plan.shapes import GEMMA2, LLAMA, planned_config
+from tests.runs import write_config
+
+EDGES = (0, 300, 512)
+STEP = Step("bf16", "none", "cpu", looks_up=True, head_gradient=False)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("ALIQUOT_CACHE", str(tmp_path / "cache"))
+    yield tmp_path / "cache"
+
+
+def cost(config: RunConfig, found: PlannedModel | None = None) -> MicroBatchCost:
+    return (found or PlannedModel(config)).cost(STEP, EDGES, 500)
+
+
+def never(*arguments: object) -> None:
+    raise AssertionError("the model was built")
+
+
+@pytest.mark.parametrize("model", [LLAMA, GEMMA2], ids=lambda model: model["model_type"])
+def test_what_is_kept_is_what_was_found(model: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = planned_config(model)
+    first = PlannedModel(config)
+    found = cost(config, first)
+    monkeypatch.setattr("aliquot.models.shaped_model.shaped_model", never)
+    again = PlannedModel(config)
+    assert again.shape == first.shape
+    assert cost(config, again) == found
+
+
+def test_another_model_or_another_aliquot_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = planned_config(LLAMA)
+    one, two = cost(config), cost(planned_config(LLAMA | {"num_hidden_layers": 8}))
+    assert two.saved_bytes > one.saved_bytes
+    monkeypatch.setattr(planned_model, "_software", lambda: ["changed"])
+    monkeypatch.setattr("aliquot.models.shaped_model.shaped_model", never)
+    with pytest.raises(AssertionError, match="built"):
+        PlannedModel(config)
+
+
+def test_a_changed_config_file_is_seen(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    rows = []
+    for layers in (2, 3):
+        file.write_text(json.dumps(LLAMA | {"num_hidden_layers": layers}))
+        config = planned_config(LLAMA)
+        config = config.model_copy(update={"model": config.model.model_copy(update={"config": file})})
+        rows.append(PlannedModel(config).shape.layers)
+    assert rows == [2, 3]
+    file.unlink()
+    with pytest.raises(UserError, match=r"no config\.json"):
+        PlannedModel(config)
+
+
+def test_what_is_kept_and_cannot_be_read_is_found_again(own_cache: Path) -> None:
+    config = planned_config(LLAMA)
+    found = cost(config)
+    for file in (own_cache / "plans").iterdir():
+        file.write_text(file.read_text()[:-9])
+    assert cost(config) == found
+
+
+def test_a_cache_that_cannot_be_written_costs_time_alone(own_cache: Path) -> None:
+    own_cache.write_text("not a directory")
+    assert cost(planned_config(LLAMA)).saved_bytes > 0
+
+
+def test_old_plans_go(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planned_model, "_KEPT_FILES", 2)
+    for layers in (2, 3, 4):
+        PlannedModel(planned_config(LLAMA | {"num_hidden_layers": layers}))
+    assert len(list((own_cache / "plans").iterdir())) == 2
+
+
+def test_the_second_plan_imports_no_torch(tmp_path: Path) -> None:
+    file = write_config(tmp_path)
+    program = (
+        "import sys; from aliquot.cli.main import app\n"
+        f"try: app(['plan', {str(file)!r}, '--instance', sys.argv[1], '--optimize', 'cost'])\n"
+        "except SystemExit: pass\n"
+        "print('torch' in sys.modules, 'transformers' in sys.modules)"
+    )
+    ends = []
+    for instance in ("c7i.8xlarge", "m7i.4xlarge"):
+        done = subprocess.run([sys.executable, "-c", program, instance], capture_output=True, text=True, check=True)
+        assert instance in done.stdout
+        ends.append(done.stdout.splitlines()[-1])
+    assert ends == ["True True", "False False"]
