@@ -210,7 +210,7 @@ def wire() -> list[Row]:
 
 
 def plan_itself() -> list[Row]:
-    """What plans of an 8 B model cost, the first and one for another instance, and what importing the model's code does."""
+    """What plans of an 8 B model cost, the first and one for another instance, and importing the model's code alone."""
     plan = ["-m", "aliquot", "plan", str(_EXAMPLE), "--nodes", "4", "--json", "--instance"]
     model = ["-c", "import transformers.models.llama.modeling_llama"]
     cases = {

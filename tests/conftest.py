@@ -9,6 +9,8 @@ import pytest
 from hypothesis import settings
 
 import tests.examples  # noqa: F401 (the profiles)
+from aliquot.machine.cpu import read_cpu
+from aliquot.plan.profiles import keep_quick
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
 # Read when torch is imported: threads that wait leave the core to others. A test run has more threads than cores.
@@ -19,6 +21,15 @@ settings.load_profile("short")  # `make test-long` asks for another: --hypothesi
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHARED = REPOSITORY.parent / "shared"
 
+
+RATES = {  # no machine's
+    "products": {size: [[128.0, 1e11], [1024.0, 1e12]] for size in ("2", "4")},
+    "small": {"2": 5e10, "4": 5e10},
+    "memory": {kind: [[1e6, 1e10], [1e7, 5e9]] for kind in ("copy", "add", "silu", "softmax", "sum")},
+    "call_s": 5e-6,
+    "socket_bytes_per_s": 1e9,
+    "spread": 0.0,
+}
 
 # Files that take longest: begun first, so that of several workers none has much to do when the others are done.
 LONGEST = (
@@ -34,7 +45,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """In which this machine is known: to measure it takes a second, and tests of it say that it is not."""
     os.environ["ALIQUOT_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    for ranks, threads in ((1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (4, 1)):
+        keep_quick(read_cpu(), ranks, threads, RATES)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import math
 import os
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,6 @@ from aliquot.launch.stop_signal import StopSignal, Terminated
 from aliquot.launch.watchdog import Watchdog
 from aliquot.machine.cpu import read_cpu
 from aliquot.machine.facts import machine_facts
-from aliquot.machine.matmul import matmul_rate
 from aliquot.models import initialize, meta
 from aliquot.models.export import export
 from aliquot.models.generate import continuation
@@ -52,6 +52,7 @@ from aliquot.observe.prometheus import Exporter
 from aliquot.observe.recorder import Recorder
 from aliquot.observe.run_directory import RunDirectory
 from aliquot.optim.schedule import learning_rate, warmup
+from aliquot.plan.own_rates import ceiling
 from aliquot.plan.preflight import plan_before
 from aliquot.ranges.publish import remove_directory
 from aliquot.ranges.together import on_first
@@ -136,6 +137,7 @@ def _train(run: Attempt, force: bool) -> Result:
     with (
         Recorder(
             run.config, run.directory, run.ranks, run.display, model.clock, run.exporter, run.about,
+            partial(ceiling, run.ranks, run.config.train.precision, again=True),
             steps_before=start.step, total_steps=inputs.total_steps,
         ) as record,
         StopSignal(run.config.checkpoint.grace_s) as stop,
@@ -200,6 +202,8 @@ def _read_inputs(run: Attempt) -> Inputs:
 
 
 def _foresee(run: Attempt, inputs: Inputs, force: bool) -> dict[str, Any]:
+    run.about["ceiling_flops_per_s"] = ceiling(run.ranks, run.config.train.precision)  # and all that plans go by
+
     def plan() -> dict[str, Any]:
         workload, vocabulary = inputs.batches.workload(), inputs.source.config.vocab_size
         topology, cores = run.ranks.topology, run.ranks.allowed_cores
@@ -250,13 +254,11 @@ def _fill_model(run: Attempt, inputs: Inputs, model: Model) -> Start:
 def _introduce(run: Attempt, inputs: Inputs, model: Model, start: Start) -> None:
     """Say what is trained on what and how, and keep it for the records."""
     config, ranks = run.config, run.ranks
-    rate = matmul_rate(ranks.topology.device, config.train.precision, ranks.barrier)
     run.about.update(
         resumed_from=None if start.resumed_from is None else str(start.resumed_from),
         model=model.built.name,
         parameters=model.built.numel,
         engine=model.engine_name,
-        ceiling_flops_per_s=sum(ranks.gather(rate)),
         plan=run.ledger.plan,
     )
     connections = group_lines(ranks, model.engine.transport)

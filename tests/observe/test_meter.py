@@ -50,6 +50,17 @@ def test_without_a_ceiling_there_is_no_mfu() -> None:
     assert meter.overall().mfu is None
 
 
+def test_a_step_that_beats_the_ceiling_shows_that_it_was_measured_too_low() -> None:
+    clock = Clock()
+    meter = Meter(ceiling_flops_per_s=5.0, clock=clock)
+    do_step(meter, clock, 1.0, 1)
+    assert meter.beats_ceiling
+    meter.raise_ceiling(2.0)  # lower than before: the machine is busier now
+    assert meter.recent().mfu == 2.0
+    meter.raise_ceiling(20.0)
+    assert meter.recent().mfu == 0.5 and not meter.beats_ceiling
+
+
 @given(st.lists(st.integers(1, 40), max_size=20))
 def test_attention_pairs_are_those_of_a_causal_mask(lengths: list[int]) -> None:
     assert attention_pairs(lengths) == sum(1 for length in lengths for query in range(length) for _ in range(query + 1))

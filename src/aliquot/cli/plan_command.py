@@ -49,6 +49,7 @@ def command(
         from aliquot.config.workload import Workload
         from aliquot.errors import PlanError, UsageError, writing
         from aliquot.plan import fit, report, search
+        from aliquot.plan.calibrate import make_known
         from aliquot.plan.memory_picture import svg
         from aliquot.plan.planned_machine import chosen
         from aliquot.plan.planned_model import PlannedModel
@@ -71,12 +72,18 @@ def command(
             return
         machine = chosen(instance, memory, cores, network)
         workload = Workload.assumed(settings, document_tokens)
-        planner = Planner(PlannedModel(settings), machine)
         layout = machine.layout(settings, nodes, ranks_per_node)
-        plan = planner.plan(settings, layout, workload)
-        problems = fit.problems(plan, machine)
-        advice = search.remedies(planner, settings, layout, workload) if problems else None
-        better = search.best(planner, settings, layout, workload, optimize) if optimize is not None else []
+        with Console(stderr=True).status("") as status:  # seen on a terminal alone
+            status.update("what the model needs")
+            planner = Planner(PlannedModel(settings), machine)
+            status.update("what this machine reaches")
+            make_known(machine, layout)
+            status.update("what the run needs")
+            plan = planner.plan(settings, layout, workload)
+            problems = fit.problems(plan, machine)
+            status.update("what else there is")
+            advice = search.remedies(planner, settings, layout, workload) if problems else None
+            better = search.best(planner, settings, layout, workload, optimize) if optimize is not None else []
         if as_json:
             alternatives = [{"set": each.lines, **each.plan.as_json()} for each in better]
             # The plan's own `fits` is about memory alone.

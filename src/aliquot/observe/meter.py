@@ -58,6 +58,15 @@ class Meter:
         self._window.append(step)
         self._total = _sum([self._total, step])
 
+    @property
+    def beats_ceiling(self) -> bool:
+        mfu = self.recent().mfu
+        return mfu is not None and mfu > 1
+
+    def raise_ceiling(self, flops_per_s: float) -> None:
+        """It was measured again: the higher one is the ceiling, of what is read from now on."""
+        self._ceiling = max(flops_per_s, self._ceiling or 0)
+
     def recent(self) -> Speed:
         """Over the last steps."""
         return self._speed(_sum(self._window))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
@@ -26,6 +26,8 @@ from aliquot.observe.report.page import write_report
 from aliquot.observe.run_directory import RunDirectory
 from aliquot.observe.slow_ranks import SlowRanks
 
+_MOST_MEASUREMENTS = 3  # of the matmul ceiling during an attempt, each of about a second
+
 
 class Recorder:
     """A context around the steps of a run; every rank has one, and what is written is written by rank 0.
@@ -43,10 +45,12 @@ class Recorder:
         clock: StepClock,
         exporter: Exporter,
         about: Mapping[str, Any],
+        measure_ceiling: Callable[[], float],
         steps_before: int,
         total_steps: int,
     ) -> None:
-        """`about`: what this attempt is made of, JSON; `steps_before`: those of the runs that this one continues."""
+        """`about`: what this attempt is made of, JSON; `measure_ceiling`: collective; `steps_before`: those of the runs
+        that this one continues."""
         self.meter = Meter(about["ceiling_flops_per_s"])
         self._config = config
         self._directory = directory
@@ -63,6 +67,8 @@ class Recorder:
         self._logged = (steps_before, clock.seconds())  # the last step that was logged, and the seconds until then
         self._step_began = clock.seconds()
         self._said_full = False
+        self._measure_ceiling = measure_ceiling
+        self._measurements_left = _MOST_MEASUREMENTS
 
     def __enter__(self) -> Self:
         directory, first = self._directory, self._ranks.rank == 0
@@ -148,7 +154,11 @@ class Recorder:
         self._logged = (self._done, now)
         steps = self._done - step
         own = {part: (now[part] - before[part]) / steps for part in PARTS}
-        told = self._ranks.gather({"parts": own, "memory": memory_use().private_bytes})
+        beaten = self.meter.beats_ceiling
+        told = self._ranks.gather({"parts": own, "memory": memory_use().private_bytes, "beaten": beaten})
+        if told[0]["beaten"] and self._measurements_left:
+            self._measurements_left -= 1  # the machine was busy when it was measured, and is not any more
+            self.meter.raise_ceiling(self._measure_ceiling())
         parts: dict[str, float | None] = {
             f"{part}_s": sum(rank["parts"][part] for rank in told) / len(told) for part in PARTS
         }

@@ -58,7 +58,7 @@ def finish(
         ceiling = rate(speed.flops_per_s / speed.mfu, "FLOP/s")
         display.line(
             f"{speed.tokens_per_s:,.0f} real tokens/s on average: {rate(speed.flops_per_s, 'FLOP/s')} of the model,"
-            f" {100 * speed.mfu:.0f} % of the {ceiling} that a plain matmul reached here at the start"
+            f" {100 * speed.mfu:.0f} % of the {ceiling} that a plain matmul reached here"
         )
     if plan and speed.tokens_per_s > 0:
         wrong = 100 * (plan["tokens_per_s"] / speed.tokens_per_s - 1)

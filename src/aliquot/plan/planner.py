@@ -15,11 +15,12 @@ from aliquot.engines.fsdp.fsdp_memory import fsdp_memory
 from aliquot.engines.held_memory import Held
 from aliquot.engines.host.host_memory import host_memory
 from aliquot.launch.rank_layout import RankLayout
-from aliquot.plan.calibrate import profile_of
+from aliquot.plan.calibrate import make_known
 from aliquot.plan.engine_memory import phases
 from aliquot.plan.micro_batch_cost import MicroBatchCost, Step
 from aliquot.plan.planned_machine import Machine
 from aliquot.plan.planned_model import PlannedModel
+from aliquot.plan.profiles import rates_of
 from aliquot.plan.rates import Rates, estimated
 from aliquot.plan.timing import step_time
 from aliquot.plan.traffic import traffic
@@ -41,6 +42,7 @@ def plan(
     """
     machine = machine or Machine.this()
     layout = machine.layout(config, nodes, ranks_per_node)
+    make_known(machine, layout)
     return Planner(PlannedModel(config), machine).plan(config, layout, workload or Workload.assumed(config))
 
 
@@ -101,7 +103,7 @@ class Planner:
         return chosen_engine(config, layout.device, self.shape.numel, self.machine.memory_bytes)
 
     def rates(self, layout: RankLayout) -> Rates:
-        measured = profile_of(self.machine, layout)
+        measured = rates_of(self.machine, layout)
         return measured if measured is not None else estimated(self.machine, layout)
 
     def _cost(

@@ -1,4 +1,4 @@
-"""How fast a rank computes and moves bytes: measured on this machine (calibrate.py), or estimated for any other.
+"""How fast a rank computes and moves bytes: measured on this machine (profiles.py), or estimated for any other.
 
 An estimate is a peak from the maker's documents times a fraction that plain matmuls of training reach. It is an
 assumption, is always shown as one, and is replaced by a measurement where there is one.

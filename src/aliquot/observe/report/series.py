@@ -48,15 +48,12 @@ def per_step(run: Run, key: str) -> Points:
 
 
 def ceiling_of(run: Run) -> float | None:
-    """FLOP/s that a plain matmul reached on all ranks, measured when the run (or its newest attempt) began."""
-    told = number(run.about.get("ceiling_flops_per_s"))
-    if told:
-        return told
+    """FLOP/s that a plain matmul reached on all ranks, as the newest step was measured against it."""
     for line in reversed(run.steps):
         flops, mfu = number(line.get("flops_per_s")), number(line.get("mfu"))
         if flops and mfu:
             return flops / mfu
-    return None
+    return number(run.about.get("ceiling_flops_per_s")) or None
 
 
 def smoothed(points: Points) -> Points:

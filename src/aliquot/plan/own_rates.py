@@ -1,0 +1,36 @@
+"""What the ranks of a run reach on their machines: known from a run before, or measured by all of them together."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Literal
+
+from aliquot.launch.ranks import Ranks
+from aliquot.machine.cpu import read_cpu
+from aliquot.machine.matmul import matmul_rate
+from aliquot.plan import profiles
+from aliquot.plan.measure_rates import QUICK, measure_rates, medians
+
+
+def ceiling(ranks: Ranks, precision: Literal["bf16", "fp32"], again: bool = False) -> float:
+    """FLOP/s of all ranks together in plain matrix products. Collective.
+
+    On CPU it is measured with all else that plans go by, about a second, and kept for later runs and plans here;
+    `again`: although it is known.
+    """
+    topology = ranks.topology
+    if topology.device == "cuda":
+        return sum(ranks.gather(matmul_rate("cuda", precision, ranks.barrier)))
+    cpu = read_cpu(allowed=ranks.allowed_cores)
+    layout = (topology.local_world_size, topology.threads)
+    tables = None if again else profiles.quick(cpu, *layout)
+    if not all(ranks.gather(tables is not None)):
+        own = measure_rates(lambda value: max(ranks.gather(value)), QUICK)
+        found = ranks.gather([topology.node_rank, own])
+        tables = medians([told for node, told in found if node == topology.node_rank])
+        if topology.local_rank == 0:
+            with suppress(OSError):  # then the next run measures, too
+                profiles.keep_quick(cpu, *layout, tables)
+        ranks.barrier()
+    assert tables is not None
+    return sum(ranks.gather(profiles.ceiling(tables, 2 if precision == "bf16" else 4)))

@@ -1,0 +1,172 @@
+"""What was measured of this machine, kept in the cache directory under its name: processor, cores, version of torch.
+
+There are two kinds. A thorough one (`aliquot plan --calibrate`) knows a rank of one thread and one with a thread a
+core. A quick one, of which every run makes sure, knows the ranks and threads of that run.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from aliquot.launch.rank_layout import RankLayout
+from aliquot.machine.cpu import CpuFacts
+from aliquot.plan.measure_rates import Tables
+from aliquot.plan.planned_machine import Machine
+from aliquot.plan.rates import Rates, estimated, interpolated
+from aliquot.textfile import publish_text
+
+FORMAT = 3
+_BUSY = 0.1  # a spread of products above which a quick profile is measured again by the next run
+
+
+def rates_of(machine: Machine, layout: RankLayout) -> Rates | None:
+    """By what was measured of this machine; None for another one, for GPUs, or where nothing was."""
+    if machine.cpu is None or layout.device != "cpu":
+        return None
+    profile = _read(_path(machine.cpu)) or _nearest_quick(machine.cpu, layout)
+    return None if profile is None else Measured.of(profile, machine, layout)
+
+
+def keep_thorough(cpu: CpuFacts, core: Tables, all_cores: Tables) -> Path:
+    """`core`: of ranks of one thread, as many as there are cores; `all_cores`: of one rank. Raises OSError."""
+    return _keep(_path(cpu), cpu, {"core": core, "all_cores": all_cores, "cores": cpu.usable_cores})
+
+
+def keep_quick(cpu: CpuFacts, ranks: int, threads: int, tables: Tables) -> Path:
+    """`ranks`: of this machine, of so many threads each. Raises OSError."""
+    return _keep(_path(cpu, ranks, threads), cpu, {"ranks": ranks, "threads": threads, "tables": tables})
+
+
+def quick(cpu: CpuFacts, ranks: int, threads: int) -> Tables | None:
+    """None: not measured yet, or while the machine was busy."""
+    profile = _read(_path(cpu, ranks, threads))
+    return profile["tables"] if profile is not None and profile["tables"]["spread"] <= _BUSY else None
+
+
+def ceiling(tables: Tables, itemsize: int) -> float:
+    """FLOP/s of a rank in the products that it is fastest at."""
+    rates: list[float] = [rate for _, rate in tables["products"][str(itemsize)]]
+    return max(rates)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Rates of one rank."""
+
+    source: str
+    products: dict[int, list[tuple[float, float]]]  # itemsize -> (side of a cube, FLOP/s)
+    small: dict[int, float]  # itemsize -> FLOP/s of attention's batched products
+    memory: dict[str, list[tuple[float, float]]]  # kind of operation -> (bytes of a tensor, bytes/s)
+    call_s: float
+    socket_bytes_per_s: float
+    network: Rates  # what cannot be measured on one machine
+
+    @classmethod
+    def of(cls, profile: dict[str, Any], machine: Machine, layout: RankLayout) -> Measured:
+        if "core" in profile:
+            core, every, cores = profile["core"], profile["all_cores"], profile["cores"]
+            threads = min(layout.threads_per_rank, cores / layout.ranks_per_node)  # more share cores
+            share, factor, how = max(0.0, threads - 1) / max(1, cores - 1), min(1.0, threads), ""
+        else:
+            core = every = profile["tables"]
+            measured, wanted = (
+                min(threads, machine.cores / ranks)
+                for ranks, threads in (
+                    (profile["ranks"], profile["threads"]),
+                    (layout.ranks_per_node, layout.threads_per_rank),
+                )
+            )
+            share, factor, how = 0.0, wanted / measured, " in a second; --calibrate takes its time"
+
+        def between(one: Any, whole: Any) -> float:
+            return float(factor * (one + (whole - one) * share))
+
+        def table(kind: str, name: str) -> list[tuple[float, float]]:
+            pairs = zip(core[kind][name], every[kind][name], strict=True)
+            return [(size, between(one, whole)) for (size, one), (_, whole) in pairs]
+
+        return cls(
+            source=f"measured on this machine on {profile['date']}{how}",
+            products={int(size): table("products", size) for size in core["products"]},
+            small={int(size): between(rate, every["small"][size]) for size, rate in core["small"].items()},
+            memory={kind: table("memory", kind) for kind in core["memory"]},
+            call_s=core["call_s"],
+            socket_bytes_per_s=core["socket_bytes_per_s"],
+            network=estimated(machine, layout),
+        )
+
+    def matmul_s(self, batch: int, m: int, k: int, n: int, itemsize: int) -> float:
+        smallest = min(m, k, n)
+        # A product is as fast as a cube of its geometric mean, unless one side is very short.
+        size = min((m * k * n) ** (1 / 3), 4.0 * smallest)
+        rate = self.small[itemsize] if batch > 1 and size < 128 else interpolated(self.products[itemsize], size)
+        return 2.0 * batch * m * k * n / rate
+
+    def memory_s(self, operation: str, tensor_bytes: int, moved_bytes: float) -> float:
+        return moved_bytes / interpolated(self.memory[_kind(operation)], max(1, tensor_bytes))
+
+    def overhead_s(self, calls: float) -> float:
+        return calls * self.call_s
+
+    def stage_s(self, moved_bytes: float) -> float:
+        return moved_bytes / self.memory["copy"][-1][1]
+
+    def wire_s(self, sent_bytes: float) -> float:
+        return self.network.wire_s(sent_bytes)
+
+    def local_s(self, sent_bytes: float) -> float:
+        return sent_bytes / self.socket_bytes_per_s
+
+
+def _kind(operation: str) -> str:
+    if "softmax" in operation:
+        return "softmax"
+    if operation in ("silu", "silu_backward", "gelu", "gelu_backward", "exp", "sigmoid", "tanh", "pow", "rsqrt"):
+        return "silu"
+    if operation in ("mean", "sum", "amax"):
+        return "sum"
+    return "copy" if operation in ("copy_", "_to_copy", "clone", "cat", "zero_", "fill_") else "add"
+
+
+def _nearest_quick(cpu: CpuFacts, layout: RankLayout) -> dict[str, Any] | None:
+    """Of ranks whose threads come nearest to those of `layout`."""
+    own = _path(cpu)
+    found = [profile for path in own.parent.glob(f"{own.stem}-*.json") if (profile := _read(path)) is not None]
+
+    def distance(profile: dict[str, Any]) -> tuple[int, int]:
+        return abs(profile["threads"] - layout.threads_per_rank), abs(profile["ranks"] - layout.ranks_per_node)
+
+    return min(found, key=distance, default=None)
+
+
+def _path(cpu: CpuFacts, ranks: int | None = None, threads: int | None = None) -> Path:
+    root = Path(os.environ.get("ALIQUOT_CACHE") or Path.home() / ".cache" / "aliquot")
+    name = hashlib.sha256(_identity(cpu).encode()).hexdigest()[:16]
+    return root / "machines" / (f"{name}.json" if ranks is None else f"{name}-{ranks}x{threads}.json")
+
+
+def _identity(cpu: CpuFacts) -> str:
+    return f"{cpu.model}, {cpu.usable_cores} cores, torch {version('torch')}"
+
+
+def _keep(path: Path, cpu: CpuFacts, values: dict[str, Any]) -> Path:
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    publish_text(path, json.dumps({"format": FORMAT, "date": date, "machine": _identity(cpu), **values}, indent=1))
+    return path
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """None: there is none, it is an older aliquot's, or not readable."""
+    try:
+        profile: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return profile if profile.get("format") == FORMAT else None

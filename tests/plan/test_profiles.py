@@ -1,0 +1,121 @@
+"""This machine is measured once, for the ranks and threads at hand, and plans and the ceiling of MFU go by it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from aliquot.launch.rank_layout import RankLayout
+from aliquot.machine.cpu import read_cpu
+from aliquot.plan import calibrate, profiles
+from aliquot.plan.measure_rates import Effort, measure_rates, medians
+from aliquot.plan.planned_machine import Machine
+from tests.conftest import RATES
+from tests.runs import trained, write_config
+
+LITTLE = Effort((32, 64, 256), 20.0, (1 << 16,), 0.001, 1 << 20)
+ONE = RankLayout(1, 1, 1, "cpu")
+
+
+@pytest.fixture
+def unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache directory of a machine that nobody measured."""
+    monkeypatch.setenv("ALIQUOT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "machines"
+
+
+def test_all_that_plans_ask_for_is_measured() -> None:
+    tables = measure_rates(lambda value: value, LITTLE)
+    assert tables.keys() == RATES.keys() and tables["memory"].keys() == RATES["memory"].keys()
+    assert [side for side, _ in tables["products"]["4"]] == [32, 64, 256]
+    assert all(rate > 0 for table in (*tables["products"].values(), *tables["memory"].values()) for _, rate in table)
+    assert profiles.ceiling(tables, 4) == max(rate for _, rate in tables["products"]["4"])
+
+
+def test_products_that_would_take_long_are_left_out_by_all_ranks_alike() -> None:
+    """One rank may be slow: the slowest decides, or the others would wait for it in products that it leaves out."""
+    tables = measure_rates(lambda value: value or 1.0, Effort((32, 64), 4.0, (1 << 16,), 0.001, 1 << 20))
+    assert [len(table) for table in tables["products"].values()] == [2, 2]
+    slow = measure_rates(lambda value: 1.0 if value else 0.0, Effort((32, 64), 4.0, (1 << 16,), 0.001, 1 << 20))
+    assert [len(table) for table in slow["products"].values()] == [1, 1]
+
+
+def test_medians_are_of_each_number() -> None:
+    assert medians([{"a": [1.0, 8.0]}, {"a": [3.0, 2.0]}, {"a": [2.0, 4.0]}]) == {"a": [2.0, 4.0]}
+
+
+def test_a_plan_measures_an_unknown_machine_once(unknown: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "QUICK", LITTLE)
+    machine = Machine.this()
+    assert profiles.rates_of(machine, ONE) is None
+    calibrate.make_known(machine, RankLayout(1, 2, 1, "cpu"))
+    (kept,) = unknown.iterdir()
+    assert json.loads(kept.read_text())["ranks"] == 2
+    monkeypatch.setattr(calibrate, "measure_rates", None)
+    calibrate.make_known(machine, ONE)  # what is known of two ranks is enough to plan one
+    rates = profiles.rates_of(machine, ONE)
+    assert rates is not None and "measured on this machine" in rates.source
+    calibrate.make_known(Machine.of_instance("c7i.8xlarge"), ONE)  # not this one: nothing can be measured of it
+
+
+def test_rates_of_other_threads_follow_from_the_nearest(unknown: Path) -> None:
+    cpu = read_cpu()
+    profiles.keep_quick(cpu, 1, 1, RATES)
+    one, two = (
+        profiles.rates_of(Machine.this(cpu), RankLayout(1, 1, threads, "cpu")) for threads in (1, cpu.usable_cores)
+    )
+    assert one is not None and two is not None
+    assert one.matmul_s(1, 512, 512, 512, 2) == pytest.approx(
+        cpu.usable_cores * two.matmul_s(1, 512, 512, 512, 2), rel=1e-6
+    )
+    assert one.overhead_s(1) == two.overhead_s(1)
+
+
+def test_a_thorough_profile_goes_before_a_quick_one(unknown: Path) -> None:
+    cpu = read_cpu()
+    profiles.keep_quick(cpu, 1, 1, RATES)
+    profiles.keep_thorough(cpu, {**RATES, "call_s": 1.0}, RATES)
+    rates = profiles.rates_of(Machine.this(cpu), ONE)
+    assert rates is not None and rates.overhead_s(1) == 1.0
+
+
+def test_a_busy_machine_and_an_older_profile_are_measured_again(unknown: Path) -> None:
+    cpu = read_cpu()
+    path = profiles.keep_quick(cpu, 2, 1, RATES)
+    assert profiles.quick(cpu, 2, 1) == RATES
+    assert profiles.quick(cpu, 1, 1) is None  # other ranks reach something else
+    path.write_text(path.read_text().replace(f'"format": {profiles.FORMAT}', '"format": 1'))
+    assert profiles.quick(cpu, 2, 1) is None
+    profiles.keep_quick(cpu, 2, 1, {**RATES, "spread": 0.5})
+    assert profiles.quick(cpu, 2, 1) is None
+    assert profiles.rates_of(Machine.this(cpu), ONE) is not None  # better than an estimate
+
+
+def test_a_run_measures_its_machine_and_a_second_one_does_not(unknown: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, launch={"ranks": 2}, train={"max_steps": 2})
+    ceilings, kept = [], []
+    for name in ("first", "second"):
+        trained(config, f"run.directory={tmp_path / name}")
+        lines = (tmp_path / name / "events.jsonl").read_text().splitlines()
+        ceilings.append(json.loads(lines[0])["ceiling_flops_per_s"])
+        (file,) = unknown.iterdir()
+        profile = json.loads(file.read_text())
+        assert (profile["ranks"], profile["threads"]) == (2, 1)
+        profile["tables"]["spread"] = 0.0  # measured beside other tests, it may have been thought busy
+        file.write_text(json.dumps(profile))
+        kept.append(file.read_text())
+    assert ceilings[0] == ceilings[1] > 0 and kept[0] == kept[1]
+
+
+def test_a_ceiling_that_steps_beat_is_measured_again(unknown: Path, tmp_path: Path) -> None:
+    cpu = read_cpu()
+    low = {size: [[128.0, 1.0]] for size in ("2", "4")}
+    profiles.keep_quick(cpu, 1, cpu.usable_cores, {**RATES, "products": low})
+    trained(write_config(tmp_path, train={"max_steps": 3}))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["flops_per_s"] > 1  # floating-point operations: the ceiling that was known
+    assert 0 < lines[0]["mfu"] < 1 and 0 < lines[1]["mfu"] < 1
+    tables = profiles.quick(cpu, 1, cpu.usable_cores) or json.loads(next(unknown.iterdir()).read_text())["tables"]
+    assert profiles.ceiling(tables, 4) > 1e6  # and later runs know it
