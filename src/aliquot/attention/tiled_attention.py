@@ -6,6 +6,7 @@ probabilities are of the compute dtype, softmax works in fp32 inside, as in tran
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,18 +53,18 @@ class _Tiled(torch.autograd.Function):
         heads = (key.shape[1], query.shape[1] // key.shape[1])  # of keys and values, and queries sharing one of them
         q, k, v = (_to_slots(x, tiles) for x in (query, key, value))
         out = q.new_empty(*q.shape[:2], v.shape[2])
-        of_bins, of_blocks = _of_bins(sinks, heads), _of_blocks(sinks, heads)
+        scores = _Scores(scaling, softcap, sinks, heads)
         kept: list[Tensor | None] = []
         for bins in tiles.bins:
             queries, keys, values = _bin_queries(q, bins, heads), _bin_keys(k, bins), _bin_keys(v, bins)
-            p, rest = _bin_probabilities(queries, keys, bins, scaling, softcap, of_bins, heads)
+            p, rest = scores.of_bins(queries, keys, bins)
             _bins_back(torch.bmm(p, values), out, bins, heads)
             kept += [p, rest]
         for long in tiles.longs:
             queries, keys, values = _long_queries(q, long, heads), _long_keys(k, long), _long_keys(v, long)
             result = queries.new_empty(*queries.shape[:2], v.shape[2])
             for block in long.blocks:
-                p, rest = _block_probabilities(queries, keys, block, scaling, softcap, of_blocks, heads)
+                p, rest = scores.of_block(queries, keys, block)
                 rows = slice(block.first * heads[1], block.last * heads[1])
                 result[:, rows] = torch.bmm(p, values[:, block.key : block.last])
                 kept += [p, rest] if block.last - block.key <= _KEPT_KEYS else [None, None]
@@ -76,7 +77,6 @@ class _Tiled(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         tiles: Tiles = ctx.tiles
-        scaling, softcap = ctx.scaling, ctx.softcap
         query, key, value, sinks, *saved = ctx.saved_tensors
         heads = (key.shape[1], query.shape[1] // key.shape[1])
         kept = iter(saved)
@@ -84,7 +84,7 @@ class _Tiled(torch.autograd.Function):
         if tiles.padding is not None:
             g.index_fill_(0, tiles.padding, 0)  # padding is queried by nobody and adds nothing to keys and values
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        of_blocks = _of_blocks(sinks, heads)
+        scores = _Scores(ctx.scaling, ctx.softcap, sinks, heads)
         wide = torch.promote_types(q.dtype, torch.float32)
         of_sinks = None if sinks is None else torch.zeros(heads, dtype=wide, device=q.device)
         for bins in tiles.bins:
@@ -94,9 +94,9 @@ class _Tiled(torch.autograd.Function):
             of_p = torch.bmm(out_gradient, values.mT)
             if of_sinks is not None:
                 of_sinks -= (rest * (p * of_p).sum(-1)).view(bins.count, *heads, bins.width).sum((0, 3), dtype=wide)
-            scores = _scores_gradient(p, of_p, scaling, softcap, queries, keys)
-            _bins_back(torch.bmm(scores, keys), dq, bins, heads)
-            _bins_back(torch.bmm(scores.mT, queries), dk, bins, (heads[0], 1))
+            of_scores = scores.gradient(p, of_p, queries, keys)
+            _bins_back(torch.bmm(of_scores, keys), dq, bins, heads)
+            _bins_back(torch.bmm(of_scores.mT, queries), dk, bins, (heads[0], 1))
             _bins_back(torch.bmm(p.mT, out_gradient), dv, bins, (heads[0], 1))
         for long in tiles.longs:
             queries, keys, values = _long_queries(q, long, heads), _long_keys(k, long), _long_keys(v, long)
@@ -108,13 +108,13 @@ class _Tiled(torch.autograd.Function):
                 rows, seen = slice(block.first * heads[1], block.last * heads[1]), slice(block.key, block.last)
                 p, rest = next(kept), next(kept)
                 if p is None:
-                    p, rest = _block_probabilities(queries, keys, block, scaling, softcap, of_blocks, heads)
+                    p, rest = scores.of_block(queries, keys, block)
                 of_p = torch.bmm(out_gradient[:, rows], values[:, seen].mT)
                 if of_sinks is not None:
                     of_sinks -= (rest * (p * of_p).sum(-1)).view(heads[0], -1, heads[1]).sum(1, dtype=wide)
-                scores = _scores_gradient(p, of_p, scaling, softcap, queries[:, rows], keys[:, seen])
-                result[:, rows] = torch.bmm(scores, keys[:, seen])
-                sum_k[:, seen] += torch.bmm(scores.mT, queries[:, rows])
+                of_scores = scores.gradient(p, of_p, queries[:, rows], keys[:, seen])
+                result[:, rows] = torch.bmm(of_scores, keys[:, seen])
+                sum_k[:, seen] += torch.bmm(of_scores.mT, queries[:, rows])
                 sum_v[:, seen] += torch.bmm(p.mT, out_gradient[:, rows])
             _long_back(result, dq, long, heads)
             _long_back(sum_k, dk, long, (heads[0], 1))
@@ -123,68 +123,53 @@ class _Tiled(torch.autograd.Function):
         return *(_from_slots(x, tiles) for x in (dq, dk, dv)), sink_gradient, None, None, None
 
 
-def _scores_gradient(
-    probabilities: Tensor, gradient: Tensor, scaling: float, softcap: float | None, queries: Tensor, keys: Tensor
-) -> Tensor:
-    """Through softmax, soft-cap and scaling; `gradient` is that of the probabilities."""
-    scores: Tensor = torch.ops.aten._softmax_backward_data(gradient, probabilities, -1, gradient.dtype)
-    if softcap is not None:
-        capped = torch.bmm(queries, keys.mT).mul_(scaling / softcap).tanh_()
-        scores.mul_(1 - capped.square_())
-    return scores.mul_(scaling)
+@dataclass(frozen=True)
+class _Scores:
+    """How the products of queries and keys become probabilities, and the way back."""
 
+    scaling: float
+    softcap: float | None
+    sinks: Tensor | None  # [H]
+    heads: tuple[int, int]  # of keys and values, and queries sharing one of them
 
-def _bin_probabilities(
-    queries: Tensor,
-    keys: Tensor,
-    bins: Bins,
-    scaling: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    heads: tuple[int, int],
-) -> tuple[Tensor, Tensor | None]:
-    """[bins x H_kv, group x width, width], and the sinks' [bins x H_kv, group x width]."""
-    scores = torch.bmm(queries, keys.mT)
-    grid = scores.view(bins.count, *heads, bins.width, bins.width)
-    return _softmax(scores, grid, bins.bias[:, None, None], scaling, softcap, sinks)
+    def of_bins(self, queries: Tensor, keys: Tensor, bins: Bins) -> tuple[Tensor, Tensor | None]:
+        """[bins x H_kv, group x width, width], and the sinks' [bins x H_kv, group x width]."""
+        scores = torch.bmm(queries, keys.mT)
+        grid = scores.view(bins.count, *self.heads, bins.width, bins.width)
+        sinks = None if self.sinks is None else self.sinks.view(1, *self.heads, 1, 1)
+        return self._softmax(scores, grid, bins.bias[:, None, None], sinks)
 
+    def of_block(self, queries: Tensor, keys: Tensor, block: Block) -> tuple[Tensor, Tensor | None]:
+        """[H_kv, queries of the block x group, keys that it sees], and the sinks' without the last."""
+        kv_heads, group = self.heads
+        rows = slice(block.first * group, block.last * group)
+        scores = torch.bmm(queries[:, rows], keys[:, block.key : block.last].mT)
+        grid = scores.view(kv_heads, block.last - block.first, group, block.last - block.key)
+        sinks = None if self.sinks is None else self.sinks.view(kv_heads, 1, group, 1)
+        return self._softmax(scores, grid, block.bias[None, :, None], sinks)
 
-def _block_probabilities(
-    queries: Tensor,
-    keys: Tensor,
-    block: Block,
-    scaling: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    heads: tuple[int, int],
-) -> tuple[Tensor, Tensor | None]:
-    """[H_kv, queries of the block x group, keys that it sees], and the sinks' [H_kv, queries of the block x group]."""
-    rows = slice(block.first * heads[1], block.last * heads[1])
-    scores = torch.bmm(queries[:, rows], keys[:, block.key : block.last].mT)
-    grid = scores.view(heads[0], block.last - block.first, heads[1], block.last - block.key)
-    return _softmax(scores, grid, block.bias[None, :, None], scaling, softcap, sinks)
+    def _softmax(
+        self, scores: Tensor, grid: Tensor, bias: Tensor, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """`grid` is a view of `scores` that `bias` and `sinks` fit."""
+        if self.softcap is not None:
+            grid.mul_(self.scaling / self.softcap).tanh_()
+        torch.add(bias, grid, alpha=self.scaling if self.softcap is None else self.softcap, out=grid)
+        if sinks is None:
+            return torch.softmax(scores, -1), None
+        column = sinks.expand(*grid.shape[:-1], 1).reshape(*scores.shape[:-1], 1)
+        both = torch.softmax(torch.cat([scores, column], -1), -1)
+        return both[..., :-1].contiguous(), both[..., -1].contiguous()
 
-
-def _softmax(
-    scores: Tensor, grid: Tensor, bias: Tensor, scaling: float, softcap: float | None, sinks: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """`grid` is a view of `scores` that `bias` and `sinks` fit."""
-    if softcap is not None:
-        grid.mul_(scaling / softcap).tanh_()
-    torch.add(bias, grid, alpha=scaling if softcap is None else softcap, out=grid)
-    if sinks is None:
-        return torch.softmax(scores, -1), None
-    column = sinks.expand(*grid.shape[:-1], 1).reshape(*scores.shape[:-1], 1)
-    both = torch.softmax(torch.cat([scores, column], -1), -1)
-    return both[..., :-1].contiguous(), both[..., -1].contiguous()
-
-
-def _of_bins(sinks: Tensor | None, heads: tuple[int, int]) -> Tensor | None:
-    return None if sinks is None else sinks.view(1, *heads, 1, 1)
-
-
-def _of_blocks(sinks: Tensor | None, heads: tuple[int, int]) -> Tensor | None:
-    return None if sinks is None else sinks.view(heads[0], 1, heads[1], 1)
+    def gradient(self, probabilities: Tensor, of_probabilities: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+        """Through softmax, soft-cap and scaling."""
+        scores: Tensor = torch.ops.aten._softmax_backward_data(
+            of_probabilities, probabilities, -1, of_probabilities.dtype
+        )
+        if self.softcap is not None:
+            capped = torch.bmm(queries, keys.mT).mul_(self.scaling / self.softcap).tanh_()
+            scores.mul_(1 - capped.square_())
+        return scores.mul_(self.scaling)
 
 
 def _to_slots(x: Tensor, tiles: Tiles) -> Tensor:

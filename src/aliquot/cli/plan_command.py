@@ -29,7 +29,9 @@ def command(
     optimize: Annotated[Literal["time", "cost"] | None, typer.Option(help="Other settings, the best first.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     picture: Annotated[Path | None, typer.Option(help="Write memory over the phases as SVG.")] = None,
-    calibrate: Annotated[bool, typer.Option("--calibrate", help="Measure this machine for later plans.")] = False,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure this machine thoroughly, for later plans.")
+    ] = False,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the complete config, with where each value was written.")
     ] = False,
