@@ -94,7 +94,7 @@ def test_a_busy_machine_and_an_older_profile_are_measured_again(unknown: Path) -
 
 
 def test_a_run_measures_its_machine_and_a_second_one_does_not(unknown: Path, tmp_path: Path) -> None:
-    config = write_config(tmp_path, launch={"ranks": 2}, train={"max_steps": 2})
+    config = write_config(tmp_path, launch={"ranks": 2}, train={"max_steps": 1})
     ceilings, kept = [], []
     for name in ("first", "second"):
         trained(config, f"run.directory={tmp_path / name}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
 import torch.nn.functional as F
@@ -23,6 +24,9 @@ class GradientRows:
         self.edges = edges  # 0 = e0 < e1 < ... = V
         self.buffer = buffer
         self.publish = publish  # called when the buffer is filled
+
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        return pairwise(self.edges)
 
 
 class HeadLoss(Protocol):

@@ -116,7 +116,7 @@ class _HeadLoss(torch.autograd.Function):
             for a, b in fused.column_chunks(hidden, weight) if whole is None else [(0, len(weight))]:
                 fill(a, b, weight_gradient[a:b])
         else:
-            for a, b in zip(rows.edges[:-1], rows.edges[1:], strict=True):
+            for a, b in rows.blocks():
                 fill(a, b, rows.buffer(a, b))
                 rows.publish()
         ctx.gradients = (hidden_gradient, weight_gradient)
