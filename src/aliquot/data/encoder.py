@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aliquot.errors import TrainingError, UserError, kinds
+from aliquot.models.code_of_strangers import without_code
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Encoder:
         else:
             from transformers import AutoTokenizer
 
-            self.tokenizer = AutoTokenizer.from_pretrained(spec.tokenizer, model_max_length=sys.maxsize)
+            self.tokenizer = without_code(AutoTokenizer.from_pretrained)(spec.tokenizer, model_max_length=sys.maxsize)
 
     def encode(self, batch: Texts) -> Encoded:
         """Raises UserError where a conversation cannot be rendered."""

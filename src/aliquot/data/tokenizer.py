@@ -14,6 +14,7 @@ from aliquot.config.schema import DataSection
 from aliquot.data.cache import digest_of_directory, publishing
 from aliquot.data.sources import Source
 from aliquot.errors import TokenizerError
+from aliquot.models.code_of_strangers import without_code
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 # Where tokenizers split words differently, they do it in one of these.
@@ -35,9 +36,9 @@ def load_tokenizer(name: str | Path) -> Any:
     try:
         if path.is_file():
             if path.name == "tokenizer.json" and path.with_name("tokenizer_config.json").exists():
-                return AutoTokenizer.from_pretrained(path.parent)  # the config names bos and eos
+                return without_code(AutoTokenizer.from_pretrained)(path.parent)  # the config names bos and eos
             return PreTrainedTokenizerFast(tokenizer_file=str(path))
-        return AutoTokenizer.from_pretrained(path if path.is_dir() else str(name))
+        return without_code(AutoTokenizer.from_pretrained)(path if path.is_dir() else str(name))
     except Exception as error:  # tokenizers raises plain Exception
         if path.is_dir() and not any(path.glob("tokenizer*")):
             raise TokenizerError(
@@ -140,7 +141,7 @@ def as_loaded_with(tokenizer: Any, config: Mapping[str, Any]) -> Any:
         tokenizer.save_pretrained(beside)
         Path(beside, "config.json").write_text(json.dumps(config, default=str))
         try:
-            loaded = AutoTokenizer.from_pretrained(beside)
+            loaded = without_code(AutoTokenizer.from_pretrained)(beside)
         except Exception as error:  # tokenizers raises plain Exception
             reason = " ".join(str(error).split())[:300]
             kind = config.get("model_type")

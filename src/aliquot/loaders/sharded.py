@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from aliquot.collectives.json_values import JSON, gather
 from aliquot.errors import UsageError
+from aliquot.models.code_of_strangers import without_code
 from aliquot.models.load import load_weights
 from aliquot.models.materialise import compute_buffers, materialise, tied_weights
 from aliquot.models.structure import decoder_layers
@@ -111,7 +112,9 @@ def _build(config: PretrainedConfig, mesh: DeviceMesh | None, dtype: torch.dtype
     if mesh is None:
         raise UsageError("load_sharded of a configuration needs a mesh: init_device_mesh('cpu', (world_size,))")
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
+        model: PreTrainedModel = without_code(AutoModelForCausalLM.from_config)(
+            config, dtype=dtype or config.dtype or torch.float32
+        )
     for module in [*decoder_layers(model), model]:
         fully_shard(module, mesh=mesh)
     return model

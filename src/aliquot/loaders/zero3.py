@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from aliquot.errors import DeepspeedConfigError, MissingToolError, UsageError
 from aliquot.loaders.sharded import HeldWeights, Members
+from aliquot.models.code_of_strangers import without_code
 from aliquot.models.load import load_weights
 from aliquot.models.materialise import compute_buffers, replace_tensors, tied_weights
 from aliquot.ranges.parts import Part
@@ -57,7 +58,7 @@ def load_zero3(
     from transformers import AutoConfig, GenerationConfig
 
     if isinstance(model, str | Path):
-        model, directory = AutoConfig.from_pretrained(model), model
+        model, directory = without_code(AutoConfig.from_pretrained)(model), model
     if directory is None:
         raise UsageError("load_zero3 of a configuration needs the directory of the weights")
     settings = _settings(config)

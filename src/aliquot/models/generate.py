@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aliquot.errors import ModelFilesError
+from aliquot.models.code_of_strangers import without_code
 from aliquot.models.model_files import trained_prefix
 
 if TYPE_CHECKING:
@@ -22,8 +23,8 @@ def generate(directory: Path, prompt: str, max_new_tokens: int, temperature: flo
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory)
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+        tokenizer = without_code(AutoTokenizer.from_pretrained)(directory)
+        model = without_code(AutoModelForCausalLM.from_pretrained)(directory, dtype="auto")
     except (OSError, ValueError) as error:
         raise ModelFilesError(
             f"transformers cannot load this model: {' '.join(str(error).split())}", directory

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aliquot.errors import UnsupportedModelError
+from aliquot.models.code_of_strangers import without_code
 from aliquot.models.materialise import compute_buffers, freeze_buffers, initialize_module
 from aliquot.models.narrow import built, narrow
 from aliquot.models.structure import decoder_layers
@@ -155,7 +156,7 @@ def _layer_weights(kind: Any, config: str, path: str, seed: int) -> dict[str, Te
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(kind.from_dict(json.loads(config)), dtype=torch.float32)
+        model = without_code(AutoModelForCausalLM.from_config)(kind.from_dict(json.loads(config)), dtype=torch.float32)
     freeze_buffers(model)
     layer = model.get_submodule(path).to_empty(device="cpu")
     with torch.random.fork_rng(devices=[]), torch.no_grad():

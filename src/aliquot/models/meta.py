@@ -10,6 +10,7 @@ import torch
 from aliquot.attention.document_attention import register
 from aliquot.errors import UnsupportedModelError
 from aliquot.models import initialize
+from aliquot.models.code_of_strangers import without_code
 from aliquot.models.materialise import freeze_buffers, tied_weights
 from aliquot.models.narrow import has_dropout
 from aliquot.models.structure import decoder_layers, matmul_parameters
@@ -50,7 +51,7 @@ def build(config: PretrainedConfig, known: Traits | None = None) -> MetaModel:
     config.use_cache = False
     with torch.device("meta"):
         try:
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            model: PreTrainedModel = without_code(AutoModelForCausalLM.from_config)(
                 config, dtype=torch.float32, attn_implementation=found.attention
             )
         except Exception as error:  # each model's code fails in its own way on a config it does not like

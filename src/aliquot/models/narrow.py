@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from aliquot.models.code_of_strangers import without_code
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
@@ -67,7 +69,7 @@ def built(config: PretrainedConfig, attention: str) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     config.use_cache = False
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+    model: PreTrainedModel = without_code(AutoModelForCausalLM.from_config)(
         config, dtype=torch.float32, attn_implementation=attention, experts_implementation="eager"
     )
     return model

@@ -1,0 +1,63 @@
+"""Python that comes with a model or a tokenizer is not run, whoever says yes on standard input."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests import warm
+from tests.runs import write_config
+
+MODULE = """
+from pathlib import Path
+Path({ran!r}).touch()
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+class Config(LlamaConfig): model_type = "strange"
+class Model(LlamaForCausalLM): config_class = Config
+class Tokenizer(PreTrainedTokenizerFast): pass
+"""
+
+
+def strange(folder: Path, ran: Path, model_type: str) -> Path:
+    """A directory of a model and a tokenizer whose classes are in a module beside them."""
+    folder.mkdir()
+    (folder / "strange.py").write_text(MODULE.format(ran=str(ran)))
+    names = {"AutoConfig": "strange.Config", "AutoModelForCausalLM": "strange.Model"}
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type, "auto_map": names}))
+    told = {"tokenizer_class": "Tokenizer", "auto_map": {"AutoTokenizer": ["strange.Tokenizer", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(told))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("train", "CONFIG", "data.tokenizer_vocab_size=null", "data.tokenizer=STRANGE"),
+        ("train", "CONFIG", "data.tokenizer_vocab_size=null", "model.config=null", "model.path=STRANGE"),
+        ("plan", "CONFIG", "model.config=null", "model.path=STRANGE"),
+        ("generate", "STRANGE", "--prompt", "hello"),
+    ],
+    ids=lambda command: f"{command[0]} {command[-1]}",
+)
+@pytest.mark.parametrize("model_type", ["strange", "llama"])
+def test_it_is_not_run(tmp_path: Path, command: tuple[str, ...], model_type: str) -> None:
+    ran = tmp_path / "ran"
+    directory, config = strange(tmp_path / "strange", ran, model_type), write_config(tmp_path)
+    if "data.tokenizer=STRANGE" in command:
+        (directory / "config.json").unlink()
+    words = [word.replace("STRANGE", str(directory)).replace("CONFIG", str(config)) for word in command]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    environ = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    process = warm.popen("-m", "aliquot", *words, env=environ, **pipes)
+    out, errors = process.communicate("yes\n" * 50, timeout=100)
+    assert not ran.exists(), "it was run"
+    assert "Do you wish to run" not in out + errors
+    if command[0] == "plan" and model_type == "llama":  # whose own code and default sizes are planned
+        assert process.returncode in (0, 1), errors
+    else:
+        last = errors.splitlines()[-1]  # transformers may have warned before
+        assert process.returncode == 2 and last.startswith("aliquot: ") and "Traceback" not in errors, errors
