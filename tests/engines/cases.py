@@ -19,6 +19,7 @@ MAX_GRAD_NORM = 0.5  # below the norms of these runs, so that every step clips
 SEED = 7
 VOCABULARY = 67  # no world size above 1 divides it: ranks own unequal numbers of rows
 SEQUENCES = 5  # per global batch: uneven over 2, 3 and 4 ranks
+DOCUMENTS = 3  # of a sequence
 
 SMALL = {
     "vocab_size": VOCABULARY,
@@ -98,7 +99,7 @@ def documents(step: int) -> list[list[Tensor]]:
     generator = torch.Generator().manual_seed(1000 + step)
     sequences = []
     for _ in range(SEQUENCES):
-        lengths = torch.randint(2, 20, (3,), generator=generator).tolist()
+        lengths = torch.randint(2, 20, (DOCUMENTS,), generator=generator).tolist()
         sequences.append([torch.randint(0, VOCABULARY, (n,), generator=generator) for n in lengths])
     return sequences
 
