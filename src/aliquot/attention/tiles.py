@@ -1,13 +1,18 @@
 """How attention over packed documents is cut into a few dense products on CPU.
 
-Short documents are sorted by length and packed into bins: each bin is a small dense matrix with a mask inside, and all
-bins of one width are one batched product. A long document is cut into blocks of queries, each against all keys that it
-can see. Both are laid out in *slots*: the row's tokens reordered, with a few padding slots.
+Short documents are sorted by length and packed into bins: each bin is a small dense matrix with a mask inside, and bins
+of one width are batched products. A long document is cut into blocks of queries, each against all keys that it can see.
+Both are laid out in *slots*: the row's tokens reordered, with a few padding slots.
+
+Packings change with every step, and the library below (oneDNN) keeps a compiled kernel of some 200 KiB for every shape
+of product that it has met. So the shapes are few, whatever the documents: bins are multiplied in batches of a few fixed
+sizes, and long documents are padded to whole blocks.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -18,6 +23,7 @@ NARROWEST = 64  # width of a bin: several documents share one
 _STEP = 32  # wider bins come in multiples of this and hold one document, or a long and a short one
 LONGEST_BINNED = 256  # documents above are cut into blocks of queries
 QUERY_BLOCK = 128
+_BATCHES = (16, 4, 1)  # bins of one width that are multiplied at once
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Long:
-    """A document of its own, at slots [start, start + length)."""
+    """A document of its own and the padding behind it, at slots [start, start + length)."""
 
     start: int
     length: int
@@ -85,12 +91,15 @@ def cut(edges: tuple[int, ...], window: int | None, like: Tensor) -> Tiles:
             # A padding slot sees itself: a row of -inf only would be nan.
             bias[number].diagonal()[at:] = 0
             order.extend([-1] * (width - at))
-        bins.append(Bins(start, len(filled), width, bias))
+        bins += _in_batches(Bins(start, len(filled), width, bias))
     longs = []
     for document, length in enumerate(lengths):
         if length > LONGEST_BINNED:
-            longs.append(Long(len(order), length, _blocks(length, window, like)))
+            # Padding comes after all that is real, so that no real token sees it.
+            padded = -(-length // QUERY_BLOCK) * QUERY_BLOCK
+            longs.append(Long(len(order), padded, _blocks(padded, window, like)))
             order.extend(range(edges[document], edges[document + 1]))
+            order.extend([-1] * (padded - length))
     if order == list(range(edges[-1])):
         return Tiles(tuple(bins), tuple(longs), None, None, None)
     tokens = torch.tensor(order)
@@ -100,6 +109,14 @@ def cut(edges: tuple[int, ...], window: int | None, like: Tensor) -> Tiles:
     slots[tokens[real]] = real
     tokens, slots, padding = (x.to(like.device) for x in (tokens.clamp(min=0), slots, padding))
     return Tiles(tuple(bins), tuple(longs), tokens, slots, padding if len(padding) else None)
+
+
+def _in_batches(bins: Bins) -> Iterator[Bins]:
+    done = 0
+    for size in _BATCHES:
+        while bins.count - done >= size:
+            yield Bins(bins.start + done * bins.width, size, bins.width, bins.bias[done : done + size])
+            done += size
 
 
 def _fill_bins(lengths: list[int]) -> dict[int, list[list[int]]]:
@@ -126,7 +143,7 @@ def _fill_bins(lengths: list[int]) -> dict[int, list[list[int]]]:
 def _blocks(length: int, window: int | None, like: Tensor) -> tuple[Block, ...]:
     blocks = []
     for first in range(0, length, QUERY_BLOCK):
-        last = min(first + QUERY_BLOCK, length)
+        last = first + QUERY_BLOCK
         key = 0 if window is None else max(0, first - window + 1)
         blocks.append(Block(first, last, key, _causal_bias(last - first, last - key, window, like)))
     return tuple(blocks)

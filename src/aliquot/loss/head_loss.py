@@ -1,7 +1,7 @@
 """The head loss that engines train with: logits never exist as a whole in fp32, nor all at once where they are many.
 
 The gradients of the head are computed in the forward pass, so logits live once, in place, in the compute dtype, and
-only for tokens with a label. Where even that is too much they are computed twice, in chunks.
+only for tokens with a label and a few others. Where even that is too much they are computed twice, in chunks.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from aliquot.loss.base import IGNORE, GradientRows, HeadLoss, summed_cross_entro
 
 if TYPE_CHECKING:
     Blocks = Callable[[range], Iterable[int]]
+
+_ROW_COUNTS = 8
 
 
 def head_loss_on(device: str, blocks: Blocks = iter) -> HeadLoss:
@@ -36,7 +38,8 @@ class FusedLoss:
     ) -> tuple[Tensor, Tensor]:
         labelled = labels != IGNORE
         if not bool(labelled.all()):
-            hidden, labels = hidden[labelled], labels[labelled]
+            taken = _labelled_first(labelled)
+            hidden, labels = hidden[taken], labels[taken]
         if not torch.is_grad_enabled():
             total = torch.zeros((), device=hidden.device)
             for a, b in self.row_chunks(hidden, weight):
@@ -84,6 +87,14 @@ class FusedLoss:
         return summed
 
 
+def _labelled_first(labelled: Tensor) -> Tensor:
+    """The tokens that have a label, then some that have none: so many that together they are a multiple of an eighth of
+    all. Every number of rows would be another shape of product, of which oneDNN keeps a kernel."""
+    own, others = labelled.nonzero().flatten(), (~labelled).nonzero().flatten()
+    step = -(-len(labelled) // _ROW_COUNTS)
+    return torch.cat([own, others[: -len(own) % step]])
+
+
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -98,11 +109,15 @@ class _HeadLoss(torch.autograd.Function):
         chunks = list(fused.row_chunks(hidden, weight))
         summed = torch.zeros((), device=hidden.device)
         hidden_gradient = torch.empty_like(hidden)
-        normalizers = torch.empty(len(labels), device=hidden.device)  # log of the sum of exp(logits)
+        learned = int((labels != IGNORE).sum())  # those come first
+        # The log of the sum of exp(logits); infinite where nothing is learned: all probabilities are 0 there.
+        normalizers = torch.full((len(labels),), float("inf"), device=hidden.device)
         logits = hidden.new_empty(0, weight.shape[0])
         for a, b in chunks:
             logits = F.linear(hidden[a:b], weight)
-            summed += fused.to_gradient_(logits, labels[a:b], scale, normalizers[a:b])
+            end = min(max(a, learned), b)
+            summed += fused.to_gradient_(logits[: end - a], labels[a:end], scale, normalizers[a:end])
+            logits[end - a :].zero_()
             torch.mm(logits, weight, out=hidden_gradient[a:b])
         whole = logits if len(chunks) == 1 else None
 

@@ -59,13 +59,13 @@ def measure_rates(agree: Agree, effort: Effort) -> Tables:
         for side in effort.sides:
             if table and agree(_fastest(times)) * (side / table[-1][0]) ** 3 > effort.longest_s:
                 break
-            left, right, out = torch.randn(3, side, side).to(dtype)
+            left, right, out = torch.randn(3, side, side, dtype=dtype)
             times = seconds(partial(torch.mm, left, right, out=out))
             table.append([float(side), 2.0 * side**3 / _fastest(times)])
         spreads.append(statistics.median(times) / _fastest(times) - 1)
         products[str(dtype.itemsize)] = table
         batch, m, k, n = _SMALL
-        left, right = torch.randn(batch, m, k).to(dtype), torch.randn(batch, k, n).to(dtype)
+        left, right = torch.randn(batch, m, k, dtype=dtype), torch.randn(batch, k, n, dtype=dtype)
         multiply = partial(torch.bmm, left, right, out=torch.empty(batch, m, n, dtype=dtype))
         small[str(dtype.itemsize)] = 2.0 * batch * m * k * n / _fastest(seconds(multiply))
     memory: dict[str, list[list[float]]] = {}
@@ -79,7 +79,7 @@ def measure_rates(agree: Agree, effort: Effort) -> Tables:
     for kind, (operation, moves) in operations.items():
         memory[kind] = []
         for size in effort.tensor_bytes:
-            x = torch.randn(size // 1024, 512).to(torch.bfloat16)
+            x = torch.randn(size // 1024, 512, dtype=torch.bfloat16)
             memory[kind].append([float(size), moves * size / _fastest(seconds(partial(operation, x)))])
     tiny = torch.ones(8, requires_grad=True)
     return {

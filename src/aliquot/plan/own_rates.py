@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import Literal
 
 from aliquot.launch.ranks import Ranks
+from aliquot.machine.allocator import give_back
 from aliquot.machine.cpu import read_cpu
 from aliquot.machine.matmul import matmul_rate
 from aliquot.plan import profiles
@@ -26,6 +27,7 @@ def ceiling(ranks: Ranks, precision: Literal["bf16", "fp32"], again: bool = Fals
     tables = None if again else profiles.quick(cpu, *layout)
     if not all(ranks.gather(tables is not None)):
         own = measure_rates(lambda value: max(ranks.gather(value)), QUICK)
+        give_back()  # matrices of tens of megabytes: a run that measures holds no more than one that does not
         found = ranks.gather([topology.node_rank, own])
         tables = medians([told for node, told in found if node == topology.node_rank])
         if topology.local_rank == 0:

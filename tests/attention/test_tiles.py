@@ -1,0 +1,110 @@
+"""However documents lie in a row, the products that attention and the head make of it have few different shapes."""
+
+from __future__ import annotations
+
+import random
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from aliquot.attention.base import Documents, Scoring
+from aliquot.attention.tiled_attention import TiledAttention
+from aliquot.attention.tiles import LONGEST_BINNED, NARROWEST, QUERY_BLOCK, cut
+from aliquot.loss.base import IGNORE
+from aliquot.loss.head_loss import head_loss_on
+
+TOKENS = 1024
+WIDTHS = (LONGEST_BINNED - NARROWEST) // 32 + 1
+
+
+class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The shapes of all matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.shapes: set[tuple[Any, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm):
+            self.shapes.add((str(func.overloadpacket), *(tuple(x.shape) for x in args[:2])))
+        return func(*args, **(kwargs or {}))
+
+
+def packing(draw: random.Random) -> tuple[int, ...]:
+    """Documents of very unequal lengths that fill a row."""
+    longest = draw.choice((20, 100, 300, TOKENS))
+    lengths: list[int] = []
+    while (room := TOKENS - sum(lengths)) > 0:
+        lengths.append(min(room, draw.randint(1, longest)))
+    return (0, *accumulate(lengths))
+
+
+@pytest.mark.parametrize("window", [None, 200])
+def test_bins_and_blocks_come_in_few_sizes(window: int | None) -> None:
+    draw = random.Random(0)
+    bins: set[tuple[int, int]] = set()
+    blocks: set[tuple[int, int]] = set()
+    for _ in range(300):
+        tiles = cut(packing(draw), window, torch.zeros(0))
+        bins |= {(each.count, each.width) for each in tiles.bins}
+        blocks |= {(block.last - block.first, block.last - block.key) for long in tiles.longs for block in long.blocks}
+    assert len(bins) <= 3 * WIDTHS
+    assert {queries for queries, _ in blocks} == {QUERY_BLOCK}
+    assert len(blocks) <= TOKENS // QUERY_BLOCK
+
+
+def test_products_of_a_run_come_in_few_shapes() -> None:
+    """Forward and backward: three kernels a size, for the two products each way and the two of keys and values."""
+    draw = random.Random(0)
+    seen = []
+    with Products() as products:
+        for _ in range(50):
+            query, key, value = (torch.randn(1, heads, TOKENS, 4, requires_grad=True) for heads in (2, 1, 1))
+            documents = Documents(packing(draw), TiledAttention())
+            TiledAttention().attend(query, key, value, documents, Scoring(0.3)).sum().backward()
+            seen.append(len(products.shapes))
+    assert seen[-1] <= 5 * (3 * WIDTHS + TOKENS // QUERY_BLOCK)
+    assert seen[-1] - seen[20] <= 25  # most of them in the first steps
+
+
+def test_products_of_the_head_come_in_few_shapes() -> None:
+    draw = random.Random(0)
+    weight = torch.randn(50, 8, requires_grad=True)
+    with Products() as products:
+        for _ in range(100):
+            hidden = torch.randn(256, 8, requires_grad=True)
+            labels = torch.randint(0, 50, (256,))
+            labels[torch.rand(256) < draw.random()] = IGNORE
+            _, scaled = head_loss_on("cpu")(hidden, weight, labels, 1.0)
+            scaled.backward()
+    assert len(products.shapes) <= 3 * 9  # forward, and the gradients of both: of 0 to 8 eighths of the rows
+
+
+@pytest.mark.parametrize("learned", [0, 1, 31, 33, 255, 256])
+def test_rows_without_a_label_add_nothing(learned: int) -> None:
+    """They fill up the products: loss and gradients are those of the rows with a label alone."""
+
+    def computed(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        leaf, weight = hidden.clone().requires_grad_(), torch.randn(50, 8, generator=torch.Generator().manual_seed(1))
+        weight.requires_grad_()
+        summed, scaled = head_loss_on("cpu")(leaf, weight, labels, 0.5)
+        scaled.backward()
+        assert leaf.grad is not None and weight.grad is not None
+        with torch.no_grad():
+            assert torch.allclose(head_loss_on("cpu")(leaf, weight, labels, 0.5)[0], summed, rtol=1e-5)
+        return summed, leaf.grad, weight.grad
+
+    hidden = torch.randn(256, 8, generator=torch.Generator().manual_seed(2))
+    labels = torch.full((256,), IGNORE)
+    places = torch.randperm(256, generator=torch.Generator().manual_seed(3))[:learned].sort().values
+    labels[places] = places % 50
+    summed, of_hidden, of_weight = computed(hidden, labels)
+    alone, of_own, weight_alone = computed(hidden[places], labels[places])
+    assert torch.allclose(summed, alone, rtol=1e-6)
+    assert torch.allclose(of_weight, weight_alone, rtol=1e-5, atol=1e-6)
+    assert torch.allclose(of_hidden[places], of_own, rtol=1e-5, atol=1e-6)
+    assert of_hidden.count_nonzero() == of_hidden[places].count_nonzero()
