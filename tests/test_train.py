@@ -197,18 +197,44 @@ def test_killed_and_resumed_is_bit_for_bit_the_undisturbed_run(folder: Path, two
         assert (directory / "checkpoints" / "step-00000006" / file.name).read_bytes() == file.read_bytes()
 
 
+def told_to_stop(number: signal.Signals, directory: Path, *arguments: str | Path, steps: int = 2) -> str:
+    """What a run that gets a signal after so many steps says on stderr; it must end with the signal's exit code."""
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    process = warm.popen("-m", "aliquot", "train", *arguments, **streams)
+    while not (directory / "metrics.jsonl").exists() or len(curve(directory)) < steps:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == 128 + number, errors
+    assert f"stopped by {number.name} after step" in errors and "Traceback" not in errors
+    return str(errors)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ctrl_c_saves_and_says_how_to_continue(folder: Path, ranks: int) -> None:
+    config, directory = write_config(folder, f"ctrl-c-{ranks}", launch={"ranks": ranks}), folder / f"ctrl-c-{ranks}"
+    errors = told_to_stop(signal.SIGINT, directory, config, "train.max_steps=100000")
+    assert "once more ends the run at once, losing all" in errors and "start again to continue" in errors
+    (saved,) = (directory / "checkpoints").iterdir()
+    assert list(curve(directory)) == list(range(1, int(saved.name.removeprefix("step-")) + 1))
+
+
+def test_a_signal_during_an_evaluation_saves_and_gives_it_up(folder: Path) -> None:
+    config, directory = write_config(folder, "evaluating", launch={"ranks": 2}), folder / "evaluating"
+    lines = (folder / "text.txt").read_text().splitlines()
+    (folder / "much.txt").write_text("\n".join(lines * 400) + "\n")
+    more = [f"data.eval_path={folder / 'much.txt'}", "data.eval_fraction=0", "train.eval_steps=1"]
+    began = time.monotonic()
+    told_to_stop(signal.SIGTERM, directory, config, *more, steps=1)
+    assert [path.name for path in (directory / "checkpoints").iterdir()] == ["step-00000001"], time.monotonic() - began
+    assert not curve(directory, "eval_loss")
+
+
 def test_sigterm_saves_and_exits_143(folder: Path, two_ranks: Path) -> None:
     config, directory = write_config(folder, "told", launch={"ranks": 2}), folder / "told"
     endless = [config, "train.max_steps=100000", "train.lr_scheduler_type=constant"]
-    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    process = warm.popen("-m", "aliquot", "train", *endless, **streams)
-    while not (directory / "metrics.jsonl").exists() or len(curve(directory)) < 2:
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=100)
-    assert process.returncode == 143, errors
-    assert "SIGTERM" in errors and "Traceback" not in errors
+    told_to_stop(signal.SIGTERM, directory, *endless)
     (saved,) = (directory / "checkpoints").iterdir()
     step = int(saved.name.removeprefix("step-"))
     assert list(curve(directory)) == list(range(1, step + 1))

@@ -18,7 +18,7 @@ class UserError(Exception):
     """
 
     id: ClassVar[str] = "input"
-    exit_code: ClassVar[int] = 2
+    exit_code: int = 2
 
     def __init_subclass__(cls, id: str) -> None:
         cls.id = id

@@ -11,16 +11,20 @@ from aliquot.data.batches import EvalBatches
 from aliquot.engines.base import Engine
 from aliquot.launch.ranks import Ranks
 
+_ASKED_EVERY = 4  # micro-batches, of seconds each for a large model
+
 
 def evaluate(
-    engine: Engine, batches: EvalBatches, ranks: Ranks, beat: Callable[[], None]
-) -> tuple[float, float, float | None]:
+    engine: Engine, batches: EvalBatches, ranks: Ranks, beat: Callable[[], None], stopped: Callable[[], int]
+) -> tuple[float, float, float | None] | None:
     """Loss and perplexity per predicted token, bits per byte of their text where its size is known. Collective.
 
-    `beat` is called after each micro-batch.
+    `beat` is called after each micro-batch. None: given up, because `stopped`, which is collective, said so.
     """
     summed = torch.zeros((), dtype=torch.float64)
-    for micro_batch in batches.micro_batches(ranks.rank, ranks.world_size):
+    for done, micro_batch in enumerate(batches.micro_batches(ranks.rank, ranks.world_size)):
+        if done % _ASKED_EVERY == 0 and stopped():
+            return None
         summed += engine.evaluate(micro_batch).cpu()
         beat()
     nats = math.fsum(ranks.gather(float(summed)))

@@ -14,7 +14,7 @@ import torch
 
 from aliquot.beginning import doubts
 from aliquot.checkpoint.background_saver import Saver
-from aliquot.checkpoint.directories import newest
+from aliquot.checkpoint.directories import complete_directories, newest
 from aliquot.checkpoint.resume import changes, check_continuity, resume
 from aliquot.config.batch_size import BatchSize, batch_size
 from aliquot.config.schema import RunConfig
@@ -140,7 +140,7 @@ def _train(run: Attempt, force: bool) -> Result:
             partial(ceiling, run.ranks, run.config.train.precision, again=True),
             steps_before=start.step, total_steps=inputs.total_steps,
         ) as record,
-        StopSignal(run.config.checkpoint.grace_s) as stop,
+        StopSignal(run.config.checkpoint.grace_s, run.ranks.rank == 0, partial(_would_be_lost, run.directory)) as stop,
         Watchdog(run.config.launch.step_timeout_s, stacks, run.ranks.rank) as watchdog,
     ):  # fmt: skip
         training = Training(run, inputs, model, start, record, stop, watchdog)
@@ -320,7 +320,7 @@ class Training:
         self._perplexity: float | None = None
 
     def all_steps(self) -> None:
-        """Raises Terminated once it is saved what SIGTERM has cut short, DivergedError for numbers that are none."""
+        """Raises Terminated once it is saved what a signal has cut short, DivergedError for numbers that are none."""
         ranks, first, stop = self._run.ranks, self._done, self._inputs.total_steps
         with BatchesAhead(self._inputs.batches, ranks.rank, ranks.world_size, first, stop) as batches:
             for step in range(first, stop):
@@ -329,8 +329,8 @@ class Training:
                 stopping, metrics = self._step(step, batch)
                 self._between_steps(stopping, metrics)
 
-    def _step(self, step: int, batch: StepBatch) -> tuple[bool, dict[str, Any]]:
-        """Whether any rank was told to stop, and what is to be logged."""
+    def _step(self, step: int, batch: StepBatch) -> tuple[int, dict[str, Any]]:
+        """The signal by which a rank was told to stop, or 0, and what is to be logged."""
         settings, engine, record, saver = self._run.config.train, self._engine, self._record, self._saver
         summed = torch.zeros((), dtype=torch.float64)
         record.enter("forward")
@@ -360,30 +360,39 @@ class Training:
         record.end(batch.tokens, flops, saver.under_way)
         self._watchdog.beat()
         metrics = {"loss": self._loss, "learning_rate": rate, "grad_norm": grad_norm, "tokens": self._tokens}
-        return any(report["stop"] for report in reports), {**metrics, "epoch": batch.epoch}
+        return max(report["stop"] for report in reports), {**metrics, "epoch": batch.epoch}
 
-    def _between_steps(self, stopping: bool, metrics: dict[str, Any]) -> None:
+    def _between_steps(self, stopping: int, metrics: dict[str, Any]) -> None:
         """In this order: measure, log, evaluate, save, stop. Every rank takes the same way."""
         config, done, last = self._run.config, self._done, self._done == self._inputs.total_steps
         if self._run.ledger.mark("first step", lambda: self._engine.counters().memory()):
             self._run.ledger.publish(self._run.directory.ledger, self._run.ranks, self._run.about)
         if self._record.due(done):
             self._record.log({**metrics, **self._engine.counters().traffic()})
-        if last or _is_due(config.train.eval_steps, done):
-            self._evaluate()
+        if not stopping and (last or _is_due(config.train.eval_steps, done)):
+            stopping = self._evaluate()
         if last or stopping or _is_due(config.checkpoint.every, done):
             with self._record.between_steps("checkpoint"):
                 self._saver.start(done, self._state())
         if stopping and not last:
             self._saver.finish()
-            raise Terminated(f"stopped by SIGTERM after step {done}, which is saved: start again to continue")
+            raise Terminated(stopping, f"after step {done}, which is saved: start again to continue")
 
-    def _evaluate(self) -> None:
+    def _evaluate(self) -> int:
+        """The signal for which it was given up, or 0."""
         run, inputs = self._run, self._inputs
         batches = EvalBatches.of(inputs.data, run.config.data, inputs.size, inputs.batches.packs)
-        found = None if batches is None else evaluate(self._engine, batches, run.ranks, self._watchdog.beat)
-        if found is not None:
-            self._perplexity = self._record.evaluated(*found)
+        if batches is None:
+            return 0
+        found = evaluate(self._engine, batches, run.ranks, self._watchdog.beat, self._stopped)
+        if found is None:
+            return self._stopped()
+        self._perplexity = self._record.evaluated(*found)
+        return 0
+
+    def _stopped(self) -> int:
+        """The signal by which any rank was told to stop, or 0. Collective."""
+        return int(max(self._run.ranks.gather(self._stop.requested)))
 
     def _mean_loss(self, step: int, sums: list[float], predicted: int) -> float:
         """The loss of the global batch: the mean over all of its predicted tokens."""
@@ -419,6 +428,9 @@ class Training:
         run, observe = self._run, self._run.config.observe
         self._watchdog.stop()
         self._saver.finish()
+        self._stop.saved = True  # from here on a signal ends the run at once
+        if stopping := self._stopped():
+            raise Terminated(stopping, f"after step {self._done}, the last, which is saved: start again for the rest")
         run.ledger.mark(STEADY_PEAK, self._engine.counters().memory())
         self._record.finish()
         exported = self._export() if run.config.checkpoint.export else None
@@ -442,6 +454,11 @@ class Training:
         dtype = export_dtype(run.config.model.dtype, source.dtype, run.config.train.precision)
         export(self._engine, built.tensors, target, dtype, self._files, run.ranks)
         return target
+
+
+def _would_be_lost(directory: RunDirectory) -> str:
+    kept = complete_directories(directory.checkpoints)
+    return f"losing what came after {kept[-1].name}" if kept else "losing all that it has trained"
 
 
 def _is_due(every: int, done: int) -> bool:

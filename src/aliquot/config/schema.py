@@ -141,7 +141,7 @@ class CheckpointSection(Section):
     buffer_bytes: NonNegativeInt = Field(
         256 << 20, description="Copied at most when the next update comes before all is written; beyond, it waits."
     )
-    grace_s: PositiveFloat = Field(90.0, description="After SIGTERM: finish the step, save and exit within this time.")
+    grace_s: PositiveFloat = Field(90.0, description="After SIGTERM or Ctrl-C: finish the step, save, end.")
     on_error: Literal["stop", "warn"] = Field(
         "stop", description="When a checkpoint, metrics or events cannot be written."
     )

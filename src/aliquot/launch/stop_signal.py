@@ -1,43 +1,60 @@
-"""SIGTERM (a spot reclaim, a pod's deletion) asks a rank to stop at the end of a step, with a deadline."""
+"""SIGTERM (a spot reclaim, a pod's deletion) or Ctrl-C asks a rank to stop at the end of a step, with a deadline."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Self
 
 from aliquot.errors import TrainingError
 from aliquot.launch.rank_errors import report_error
 
-EXIT_CODE = 128 + signal.SIGTERM
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Terminated(TrainingError, id="terminated"):
-    """The run stopped because it was told to, with all saved."""
+    """The run stopped because signal `number` told it to, with all saved."""
 
-    exit_code = EXIT_CODE
+    def __init__(self, number: int, message: str) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name} {message}")
+        self.exit_code = 128 + number
 
 
 class StopSignal:
-    """`requested` once SIGTERM has come. `grace_s` later the process ends, saved or not; a second one ends it at once.
+    """`requested` is the number of the signal that has come, or 0. `grace_s` later the process ends, saved or not; a
+    second signal ends it at once. Once `saved` is set the first one does.
 
-    A context on the main thread, which gives the signal its former meaning back.
+    A context on the main thread, which gives the signals their former meaning back.
     """
 
-    def __init__(self, grace_s: float) -> None:
-        self.requested = False
+    def __init__(self, grace_s: float, tells: bool, kept: Callable[[], str]) -> None:
+        """`tells`: this rank says that a signal has come, and by `kept`, which names the last checkpoint, what another
+        one would lose."""
+        self.requested = 0
+        self.saved = False
         self._grace_s = grace_s
+        self._tells = tells
+        self._kept = kept
         self._deadline: threading.Timer | None = None
-        self._former = signal.signal(signal.SIGTERM, self._receive)
+        self._former = {number: signal.signal(number, self._receive) for number in _SIGNALS}
 
-    def _receive(self, _number: int, _frame: FrameType | None) -> None:
-        self.requested = True
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        self._deadline = threading.Timer(self._grace_s, _end, [self._grace_s])
+    def _receive(self, number: int, _frame: FrameType | None) -> None:
+        if self.saved:
+            report_error(Terminated(number, "after the last step, which is saved: start again for the rest"))
+            os._exit(128 + number)
+        self.requested = number
+        for each in _SIGNALS:
+            signal.signal(each, signal.SIG_DFL)
+        self._deadline = threading.Timer(self._grace_s, _end, [self._grace_s, number])
         self._deadline.daemon = True
         self._deadline.start()
+        if self._tells:
+            name = signal.Signals(number).name
+            text = f"{name}: the step is finished and saved; once more ends the run at once, {self._kept()}"
+            os.write(2, f"aliquot: {text}\n".encode())  # whatever was being printed when the signal came
 
     def __enter__(self) -> Self:
         return self
@@ -45,9 +62,11 @@ class StopSignal:
     def __exit__(self, *_: object) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
-        signal.signal(signal.SIGTERM, self._former)
+        for number, former in self._former.items():
+            signal.signal(number, former)
 
 
-def _end(grace_s: float) -> None:
-    report_error(TrainingError(f"not saved within checkpoint.grace_s = {grace_s:g} s of SIGTERM"))
+def _end(grace_s: float, number: int) -> None:
+    name = signal.Signals(number).name
+    report_error(TrainingError(f"not saved within checkpoint.grace_s = {grace_s:g} s of {name}"))
     os._exit(TrainingError.exit_code)

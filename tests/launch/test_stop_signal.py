@@ -1,0 +1,66 @@
+"""The first signal asks, the second one ends; after all is saved the first one does."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+RANK = """
+import os, signal, sys, time
+from aliquot.launch.stop_signal import StopSignal
+with StopSignal(grace_s=float(sys.argv[1]), tells=True, kept=lambda: "losing 3 steps") as stop:
+    stop.saved = sys.argv[2] == "saved"
+    print("ready", flush=True)
+    while not stop.requested:
+        time.sleep(0.01)
+    print(stop.requested, flush=True)
+    while sys.argv[2] != "obeys":
+        time.sleep(0.01)
+given_back = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+assert given_back == [signal.SIG_DFL, signal.default_int_handler]
+"""
+
+
+def started(grace_s: float, how: str) -> subprocess.Popen[str]:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-c", RANK, str(grace_s), how], text=True, **pipes)  # type: ignore[call-overload]
+    assert process.stdout.readline() == "ready\n"
+    return process  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_asks_and_the_second_ends(number: signal.Signals) -> None:
+    with started(60, "hangs") as process:
+        process.send_signal(number)
+        assert process.stdout is not None and process.stdout.readline() == f"{int(number)}\n"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == -signal.SIGINT
+    assert (
+        errors
+        == f"aliquot: {number.name}: the step is finished and saved; once more ends the run at once, losing 3 steps\n"
+    )
+
+
+def test_a_rank_that_obeys_has_its_signals_back() -> None:
+    with started(60, "obeys") as process:
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == 0 and "Assertion" not in errors
+
+
+def test_what_is_not_saved_in_time_is_said() -> None:
+    with started(0.1, "hangs") as process:
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == 1 and "not saved within checkpoint.grace_s = 0.1 s of SIGINT" in errors
+
+
+def test_after_the_last_save_a_signal_ends_at_once() -> None:
+    with started(60, "saved") as process:
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == 143 and "after the last step, which is saved: start again" in errors
