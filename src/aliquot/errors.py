@@ -53,6 +53,10 @@ class RendezvousError(UserError, id="rendezvous"):
     """The nodes or ranks of a run have not found each other."""
 
 
+class NodesDifferError(UserError, id="nodes-differ"):
+    """The nodes of a run do not have the same configuration, software, data, model or run directory."""
+
+
 class DeviceError(UserError, id="device"):
     """A device that is not there."""
 

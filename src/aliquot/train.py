@@ -31,6 +31,7 @@ from aliquot.launch.device import choose_device
 from aliquot.launch.launcher import torchrun_advice
 from aliquot.launch.placement import place
 from aliquot.launch.ranks import Ranks
+from aliquot.launch.same_everywhere import check_configs, check_same
 from aliquot.launch.stop_signal import StopSignal, Terminated
 from aliquot.launch.watchdog import Watchdog
 from aliquot.machine.cpu import read_cpu
@@ -55,7 +56,7 @@ from aliquot.optim.schedule import learning_rate, warmup
 from aliquot.plan.own_rates import ceiling
 from aliquot.plan.preflight import plan_before
 from aliquot.ranges.publish import remove_directory
-from aliquot.ranges.together import on_first
+from aliquot.ranges.together import on_first, together
 
 # Only training steps are on the watchdog's clock: reading data and weights may take long. A rank that dies ends the
 # run at once anyway; this only bounds the wait for one that hangs.
@@ -117,8 +118,11 @@ class Attempt:
 
 def _train(run: Attempt, force: bool) -> Result:
     run.ledger.mark("process start", {})
+    check_configs(run.ranks, run.config)
     on_first(run.ranks, lambda: run.directory.check(run.config))
+    _check_directory(run)
     inputs = _read_inputs(run)
+    check_same(run.ranks, _told_of(inputs))
     run.ledger.plan = _foresee(run, inputs, force)
     model = _build_model(run, inputs)
     start = _fill_model(run, inputs, model)
@@ -149,6 +153,24 @@ def _train(run: Attempt, force: bool) -> Result:
 
 
 # Preparing
+
+
+def _check_directory(run: Attempt) -> None:
+    nonce, topology = run.ranks.broadcast(run.directory.nonce), run.ranks.topology
+    looks = topology.node_rank > 0 and topology.local_rank == 0
+    together(run.ranks, lambda: run.directory.check_shared(nonce) if looks else None)
+
+
+def _told_of(inputs: Inputs) -> dict[str, Any]:
+    """Of data and model, what must be the same on all nodes wherever they lie."""
+    data, config = inputs.data, inputs.source.config.to_dict()
+    return {
+        "data (hash of the tokens)": Path(data.train).name,
+        "held-out data (hash of the tokens)": None if data.eval is None else Path(data.eval).name,
+        "tokenizer (hash of its files)": Path(data.tokenizer).name,
+        "model.config": {key: value for key, value in config.items() if not key.startswith("_")},
+        "weights (hash of samples)": inputs.source.fingerprint(),
+    }
 
 
 @dataclass(frozen=True)

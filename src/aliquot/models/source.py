@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 # What a run needs of a hub repository; never code, pickles or other frameworks' weights.
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 CONFIG_FILES = ["config.json"]
+_SAMPLES, _SAMPLE_BYTES = 64, 16 << 10  # of a file of weights
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -62,6 +64,20 @@ class ModelSource:
         for key in SPECIAL:
             if key not in self.given:
                 setattr(self.config, key, None)
+
+    def fingerprint(self) -> str | None:
+        """Of the weights: a hash of sizes and of samples all over the files, a few megabytes of reading. None: none."""
+        if self.directory is None:
+            return None
+        total = hashlib.sha256()
+        for path in sorted(self.directory.glob("*.safetensors")):
+            size = path.stat().st_size
+            total.update(f"{path.name} {size} ".encode())
+            with path.open("rb") as file:
+                for number in range(_SAMPLES):
+                    file.seek(number * max(0, size - _SAMPLE_BYTES) // (_SAMPLES - 1))
+                    total.update(file.read(_SAMPLE_BYTES))
+        return total.hexdigest()[:16]
 
     def check_length(self, sequence_length: int) -> None:
         """Raises UserError where sequences are longer than the positions that the model knows."""

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import fcntl
+import secrets
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from aliquot.config.read_config import dump_config
 from aliquot.config.schema import RunConfig
-from aliquot.errors import RunDirectoryError, StorageError
+from aliquot.errors import NodesDifferError, RunDirectoryError, StorageError
 from aliquot.textfile import publish_text
 
 HEADER = "# The configuration of an aliquot run, complete, as it was run."
 LOCK = ".lock"
+_SEEN_S = 15.0  # within which a network file system shows to a node what another one has written
 
 
 class RunDirectory:
@@ -21,6 +24,7 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.nonce = secrets.token_hex(8)  # in the lock of who trains into it
         self.metrics = path / "metrics.jsonl"
         self.events = path / "events.jsonl"
         self.ledger = path / "ledger.json"
@@ -45,6 +49,21 @@ class RunDirectory:
                 self.path,
             )
 
+    def check_shared(self, nonce: str) -> None:
+        """Raises UserError where this is not the directory that the node with that nonce trains into."""
+        until = time.monotonic() + _SEEN_S
+        while True:
+            with suppress(OSError):
+                if (self.path / LOCK).read_text() == nonce:
+                    return
+            if time.monotonic() > until:
+                raise NodesDifferError(
+                    "this node does not see what node 0 writes here, and every node has to write its part of each"
+                    " checkpoint: set run.directory to a directory on a file system that all nodes share",
+                    self.path,
+                )
+            time.sleep(0.1)
+
     def _is_a_run(self) -> bool:
         """A config.yaml alone may be the person's own."""
         try:
@@ -57,7 +76,7 @@ class RunDirectory:
         """Raises UserError while another process trains into this directory; the kernel unlocks when a process dies."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = (self.path / LOCK).open("w")
+            lock = (self.path / LOCK).open("a")
         except OSError as error:  # no permission, read-only, a file where a directory should be
             raise StorageError(
                 f"cannot write the run directory: {error.strerror}; choose another run.directory", self.path
@@ -70,6 +89,10 @@ class RunDirectory:
             except OSError:
                 pass  # a file system without locks (Lustre may be mounted so): nothing to hold on to
             try:
+                with suppress(OSError):  # a full disk is met by what needs it
+                    lock.truncate(0)
+                    lock.write(self.nonce)
+                    lock.flush()
                 yield
             finally:
                 with suppress(OSError):  # what the body raised must be what is told

@@ -1,0 +1,122 @@
+"""Nodes that do not train the same end in one line that names the difference; nothing is trained."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from aliquot.errors import UserError
+from aliquot.observe import run_directory
+from aliquot.observe.run_directory import RunDirectory
+from tests import warm
+from tests.runs import write_config
+
+
+def two_nodes(config: Path, *others: str) -> list[tuple[int, str]]:
+    """Exit code and last words of two nodes of one rank each; `others` are settings of node 1 alone."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    own = [
+        f"launch.master_port={port}",
+        "launch.master_address=127.0.0.1",
+        "launch.nodes=2",
+        "launch.join_timeout_s=60",
+    ]
+    nodes = [
+        warm.popen(
+            "-m", "aliquot", "train", config, *own, f"launch.node_rank={node}", *(others if node else ()),
+            env=dict(os.environ), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+        for node in range(2)
+    ]  # fmt: skip
+    outputs = [node.communicate(timeout=120)[0] for node in nodes]
+    return [(node.returncode, output.splitlines()[-1]) for node, output in zip(nodes, outputs, strict=True)]
+
+
+def another_text(folder: Path) -> str:
+    """Of the same length, elsewhere."""
+    text = (folder / "text.txt").read_text()
+    (folder / "other.txt").write_text(text.replace("rank", "bank"))
+    return f"data.path={folder / 'other.txt'}"
+
+
+def another_directory(folder: Path) -> str:
+    return f"run.directory={folder / 'elsewhere'}"
+
+
+CASES: dict[str, tuple[Callable[[Path], str], str]] = {
+    "steps": (lambda folder: "train.max_steps=7", "train.max_steps is 6 there and 7 here"),
+    "text": (another_text, "data (hash of the tokens) is"),
+    "directory": (another_directory, "does not see what node 0 writes"),
+    "seed": (lambda folder: "run.seed=6", "run.seed is 5 there and 6 here"),
+    "engine": (lambda folder: "shard.engine=fsdp", "shard.engine is auto there and fsdp here"),
+    "sequence": (lambda folder: "data.sequence_length=16", "data.sequence_length is 32 there and 16 here"),
+    "batch": (lambda folder: "train.global_batch_size=4", "train.global_batch_size is 5 there and 4 here"),
+    "precision": (lambda folder: "train.precision=bf16", "train.precision is fp32 there and bf16 here"),
+    "checkpoints": (lambda folder: "checkpoint.every=2", "checkpoint.every is 0 there and 2 here"),
+    "model": (lambda folder: "model.config.hidden_size=64", "model.config.hidden_size is 32 there and 64 here"),
+}
+SHORT = ("steps", "text")
+MARKED = [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in CASES]
+
+
+@pytest.mark.parametrize("case", MARKED)
+def test_a_node_that_differs_is_named_by_all(tmp_path: Path, case: str) -> None:
+    config = write_config(tmp_path)
+    change, words = CASES[case]
+    ended = two_nodes(config, change(tmp_path))
+    for code, line in ended:
+        assert code == 2 and line.startswith("aliquot: ") and line.endswith("[nodes-differ]"), ended
+    assert any(words in line for _, line in ended), ended
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.long
+def test_other_weights_of_the_same_sizes_are_noticed(tmp_path: Path) -> None:
+    trained = tmp_path / "model"
+    sizes = {"hidden_size": 32, "intermediate_size": 50, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=320, **sizes)).save_pretrained(trained)
+    other = shutil.copytree(trained, tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    save_file({name: 3 * weight for name, weight in weights.items()}, other / "model.safetensors", {"format": "pt"})
+    config = write_config(tmp_path)
+    text = config.read_text()
+    start, stop = text.index("model:\n"), text.index("observe:\n")
+    config.write_text(text[:start] + f"model:\n  path: {trained}\n" + text[stop:])
+    ended = two_nodes(config, f"model.path={other}")
+    assert all(code == 2 and "weights (hash of samples) is" in line for code, line in ended), ended
+
+
+@pytest.mark.long
+def test_what_is_a_nodes_own_may_differ(tmp_path: Path) -> None:
+    config = write_config(tmp_path, train={"max_steps": 1})
+    copy = shutil.copy(tmp_path / "text.txt", tmp_path / "copy.txt")
+    ended = two_nodes(
+        config, f"data.path={copy}", f"data.cache_directory={tmp_path / 'cache'}", "observe.console=quiet"
+    )
+    assert [code for code, _ in ended] == [0, 0], ended
+
+
+def test_a_directory_that_is_not_shared_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_directory, "_SEEN_S", 0.2)
+    first, own = RunDirectory(tmp_path / "run"), RunDirectory(tmp_path / "elsewhere")
+    with first.locked():
+        RunDirectory(tmp_path / "run").check_shared(first.nonce)
+        with pytest.raises(UserError, match="does not see what node 0 writes here"):
+            own.check_shared(first.nonce)
+        with own.locked(), pytest.raises(UserError, match="does not see"):  # another run's
+            own.check_shared(first.nonce)
+        with pytest.raises(UserError, match="another process is training"), RunDirectory(tmp_path / "run").locked():
+            pass
+        RunDirectory(tmp_path / "run").check_shared(first.nonce)  # who was refused has left the lock as it was
