@@ -331,7 +331,7 @@ class Training:
         self._files = model_files(inputs.source.config, inputs.tokenizer, inputs.source.directory, inputs.data.prefix)
         self._saver = Saver(
             run.directory.checkpoints, model.engine, model.built.tensors, self._files, run.ranks, run.config.checkpoint,
-            warn=record.warn, saved=record.saved,
+            warn=record.warn, saved=record.saved, beat=watchdog.beat,
         )  # fmt: skip
         self._attention_width = attention_width(inputs.source.config)
         settings = run.config.train
@@ -448,8 +448,8 @@ class Training:
     def finish(self) -> Result:
         """All is saved and measured, then exported, then shown."""
         run, observe = self._run, self._run.config.observe
-        self._watchdog.stop()
         self._saver.finish()
+        self._watchdog.stop()
         self._stop.saved = True  # from here on a signal ends the run at once
         if stopping := self._stopped():
             raise Terminated(stopping, f"after step {self._done}, the last, which is saved: start again for the rest")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from aliquot.config.schema import CheckpointSection
 from aliquot.errors import UserError
 from aliquot.ranges.parts import KINDS, Part
 from aliquot.ranges.together import Alone
+from tests import warm
 
 TENSORS = [("a.weight", (7, 3)), ("b.weight", (5,)), ("c.weight", (40, 10))]
 
@@ -49,9 +51,16 @@ class Store:
             values += 1.0
 
 
-def saver_of(root: Path, store: Store, warnings: list[str] | None = None, **settings: object) -> Saver:
+def saver_of(
+    root: Path,
+    store: Store,
+    warnings: list[str] | None = None,
+    beat: Callable[[], None] = lambda: None,
+    **settings: object,
+) -> Saver:
     section = CheckpointSection.model_validate(settings)
-    return Saver(root, store, TENSORS, {}, Alone(), section, ([] if warnings is None else warnings).append)
+    warn = ([] if warnings is None else warnings).append
+    return Saver(root, store, TENSORS, {}, Alone(), section, warn, beat=beat)
 
 
 def poll(saver: Saver) -> None:
@@ -152,3 +161,36 @@ def test_live_parts_end_a_drain_that_nobody_wants() -> None:
     began = time.monotonic()
     live.release()
     assert time.monotonic() - began < 10
+
+
+SLOW = """
+import sys, time
+from pathlib import Path
+from aliquot.checkpoint import background_saver
+from aliquot.launch.watchdog import Watchdog
+from tests.checkpoint.test_background_saver import Store, TENSORS, saver_of
+
+class Slow(Store):
+    def read(self, part, start, out):
+        time.sleep(float(sys.argv[2]))
+        super().read(part, start, out)
+
+background_saver._ASKED_S = 0.05
+folder = Path(sys.argv[1])
+store, watchdog = Slow(), Watchdog(1.2, folder / "stacks.txt", 0, grace_s=0.1)
+saver = saver_of(folder, store, beat=watchdog.beat, buffer_bytes=0)
+saver.start(1, {"step": 1})
+saver.before_update()
+saver.start(2, {"step": 2})  # waits for the first
+saver.finish()
+watchdog.stop()
+"""
+
+
+@pytest.mark.parametrize(("each_s", "ends"), [(0.17, 0), (30, 1)])
+def test_a_slow_save_is_no_hang_and_a_hanging_one_is(tmp_path: Path, each_s: float, ends: int) -> None:
+    """Nine parts, each far quicker than the watchdog, all of them far slower; then one that takes longer alone."""
+    done = warm.run("-c", SLOW, tmp_path, str(each_s), cwd=warm.REPOSITORY)
+    assert done.returncode == ends, done.stderr
+    assert ("no progress for 1.2 s" in done.stderr) == (ends == 1)
+    assert len(complete_directories(tmp_path)) == (2 if ends == 0 else 0)

@@ -19,12 +19,16 @@ from aliquot.checkpoint.live_parts import LiveParts
 from aliquot.checkpoint.save import Draft
 from aliquot.config.schema import CheckpointSection
 from aliquot.errors import StorageError, UserError
+from aliquot.machine.memory import unwritten_bytes
 from aliquot.ranges.bytemap import Shape
 from aliquot.ranges.checksums import Piece
 from aliquot.ranges.parts import PartSource
 from aliquot.ranges.together import RankGroup
+from aliquot.ranges.transfer import Progress
 
 Report = dict[str, Any]
+
+_ASKED_S = 0.5  # ranks that wait for a save tell each other how far they are
 
 
 class Saver:
@@ -44,6 +48,7 @@ class Saver:
         settings: CheckpointSection,
         warn: Callable[[str], None],
         saved: Callable[[int, float, float], None] = lambda *_: None,
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
         self._root = root
         self._store = store
@@ -53,6 +58,8 @@ class Saver:
         self._settings = settings
         self._warn = warn
         self._saved = saved
+        self._beat = beat
+        self._written_bytes = 0
         self._step = 0
         self._begun_at = 0.0
         self._stall_s = 0.0
@@ -70,9 +77,10 @@ class Saver:
             except UserError as error:
                 self._give_up(error)
                 return
+            self._written_bytes = 0
             draft, live = self._draft, LiveParts(self._store, self._settings.buffer_bytes)
             self._live = live
-            self._work = _Background(lambda: draft.write(live), on_error=live.stop)
+            self._work = _Background(lambda: draft.write(live, self._count), on_error=live.stop)
         if not self._settings.asynchronous:
             self.finish()
 
@@ -102,17 +110,39 @@ class Saver:
 
     def before_update(self) -> None:
         """Return when the live weights and moments may change."""
-        if self._live is not None:
+        if (live := self._live) is not None:
             with self._standing_still():
-                self._live.release()
+                self._wait(live.release)
 
     def finish(self) -> None:
         """Wait for the save that is under way. Collective."""
-        while self._work is not None:
+        while (work := self._work) is not None:
             with self._standing_still():
-                self._work.join()
+                self._wait(work.join)
                 reports = self._ranks.gather(self.report())
             self.poll(reports)
+
+    def _wait(self, arrived: Callable[[float], bool]) -> None:
+        """Until `arrived`, which takes seconds to wait at most, is true on every rank. Collective.
+
+        A slow disk is not a hang: as long as any rank writes, or its machine has less and less left to write, `beat`
+        is called on all of them.
+        """
+        before: list[tuple[int, int]] = []
+        while True:
+            own = arrived(_ASKED_S)
+            told = self._ranks.gather([own, self._written_bytes, unwritten_bytes()])
+            if all(there for there, _, _ in told):
+                self._beat()
+                return
+            now = [(written, left) for _, written, left in told]
+            lowest = [min(left, low) for (_, left), (_, low) in zip(now, before or now, strict=True)]
+            if any(written > past or left < low for (written, left), (past, low) in zip(now, before, strict=False)):
+                self._beat()
+            before = [(written, low) for (written, _), low in zip(now, lowest, strict=True)]
+
+    def _count(self, progress: Progress) -> None:
+        self._written_bytes = progress.done_bytes
 
     def _advance(self, draft: Draft, work: _Background) -> None:
         if self._live is None:
@@ -170,5 +200,6 @@ class _Background:
     def report(self) -> Report:
         return {"done": not self._thread.is_alive(), "error": self._error}
 
-    def join(self) -> None:
-        self._thread.join()
+    def join(self, timeout_s: float | None = None) -> bool:
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()

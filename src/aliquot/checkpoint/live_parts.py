@@ -22,7 +22,7 @@ class LiveParts:
 
     def __init__(self, store: PartSource, buffer_bytes: int) -> None:
         self._store = store
-        self._buffer_bytes = buffer_bytes
+        self._room_bytes = buffer_bytes
         self._parts = sorted(store.parts(), key=lambda part: STEMS[part.kind])  # as the drain goes: by file
         self._left = set(self._parts)
         self._copies: dict[Part, Tensor] = {}
@@ -50,17 +50,18 @@ class LiveParts:
                 self._copies.pop(part, None)
             self._changed.notify_all()
 
-    def release(self) -> None:
-        """Return when the live values may change."""
+    def release(self, timeout_s: float | None = None) -> bool:
+        """Return when the live values may change: True, or False if that is not so after `timeout_s`."""
         with self._changed:
-            room_bytes = self._buffer_bytes
             # The drain goes through them in order: those it will come to last are copied, so that the wait is short.
             for part in reversed([part for part in self._parts if part in self._left]):
-                if 4 * part.numel <= room_bytes and part not in self._copies:
-                    room_bytes -= 4 * part.numel
+                if 4 * part.numel <= self._room_bytes and part not in self._copies:
+                    self._room_bytes -= 4 * part.numel
                     self._copies[part] = torch.empty(part.numel)
                     self._store.read(part, part.start, self._copies[part])
-            self._changed.wait_for(lambda: self._stopped or (not self._reading and self._left <= self._copies.keys()))
+            return self._changed.wait_for(
+                lambda: self._stopped or (not self._reading and self._left <= self._copies.keys()), timeout_s
+            )
 
     def stop(self) -> None:
         """Nothing will be read any more: a drain that is under way fails at its next piece."""

@@ -26,7 +26,7 @@ from aliquot.ranges.manifest import MANIFEST, FileRecord, checksum, manifest_byt
 from aliquot.ranges.parts import PartSource
 from aliquot.ranges.publish import begin, check_names, check_space, commit, remove_directory, set_aside, write_file
 from aliquot.ranges.together import RankGroup, on_first, together
-from aliquot.ranges.transfer import drain
+from aliquot.ranges.transfer import Watch, drain
 
 MAX_FILE_BYTES = 4 << 30
 
@@ -97,10 +97,11 @@ class Draft:
         draft.partial = begin(draft.target, ranks, draft._prepare)
         return draft
 
-    def write(self, store: PartSource) -> list[Piece]:
+    def write(self, store: PartSource, watch: Watch | None = None) -> list[Piece]:
         """Write and fsync the parts that this rank owns; what `publish` needs to know of them. Raises UserError."""
         checksums = BlockChecksums()
-        drain(store, {kind: layout.byte_map(self.partial).entries for kind, layout in self._layouts.items()}, checksums)
+        entries = {kind: layout.byte_map(self.partial).entries for kind, layout in self._layouts.items()}
+        drain(store, entries, checksums, watch)
         return checksums.pieces()
 
     def publish(self, written: Sequence[Sequence[Piece]], keep: int) -> None:

@@ -49,6 +49,12 @@ def reset_peak_rss(process: Path = _SELF) -> bool:
     return True
 
 
+def unwritten_bytes() -> int:
+    """What this machine has been given to write to disks and has not written yet."""
+    fields = _kib_fields(Path("/proc/meminfo"))
+    return fields.get("Dirty", 0) + fields.get("Writeback", 0)
+
+
 def memory_limit(root: Path = Path("/")) -> int:
     """Bytes that this process and its siblings in the container can have: the tightest group's limit, or all RAM."""
     limits = [_kib_fields(root / "proc/meminfo")["MemTotal"]]
