@@ -28,6 +28,7 @@ def test_ten_of_all_kinds_are_exact(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3 * 3600)
 def test_no_architecture_is_wrong(tmp_path: Path) -> None:
     found = outcomes(tmp_path, timeout_s=3 * 3600)
     assert [each["type"] for each in found] == list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
