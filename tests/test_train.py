@@ -211,7 +211,7 @@ def told_to_stop(number: signal.Signals, directory: Path, *arguments: str | Path
     return str(errors)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_ctrl_c_saves_and_says_how_to_continue(folder: Path, ranks: int) -> None:
     config, directory = write_config(folder, f"ctrl-c-{ranks}", launch={"ranks": ranks}), folder / f"ctrl-c-{ranks}"
     errors = told_to_stop(signal.SIGINT, directory, config, "train.max_steps=100000")

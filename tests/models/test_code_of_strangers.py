@@ -43,7 +43,7 @@ def strange(folder: Path, ran: Path, model_type: str) -> Path:
     ],
     ids=lambda command: f"{command[0]} {command[-1]}",
 )
-@pytest.mark.parametrize("model_type", ["strange", "llama"])
+@pytest.mark.parametrize("model_type", ["strange", pytest.param("llama", marks=pytest.mark.long)])
 def test_it_is_not_run(tmp_path: Path, command: tuple[str, ...], model_type: str) -> None:
     ran = tmp_path / "ran"
     directory, config = strange(tmp_path / "strange", ran, model_type), write_config(tmp_path)
