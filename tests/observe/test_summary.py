@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from aliquot.config.plan import PhaseMemory, Plan
 from aliquot.observe.summary import foreseen
 
@@ -27,3 +29,9 @@ def test_memory_time_and_traffic() -> None:
 
 def test_money_where_it_is_known() -> None:
     assert "1 min 20 s in all, 1.00 USD;" in foreseen(plan(45.0).as_json())[1]
+
+
+def test_an_estimate_is_a_band() -> None:
+    """A number of tokens/s alone is one that was planned by what was measured."""
+    assert replace(plan(None), off_by=2.5).speed == "1,600 to 10,000 real tokens/s (estimate: 4,000)"
+    assert "1,600 to 10,000" in foreseen(replace(plan(None), off_by=2.5).as_json())[1]

@@ -94,6 +94,9 @@ def _fitting(types: Sequence[InstanceType], file: Path, nodes: int | None) -> It
 
     Raises UserError where no type is to blame: for what is wrong with the config, or where each of them has an error.
     """
+    from rich.console import Console
+    from rich.progress import track
+
     from aliquot.cli.plan_on_instances import planner_of
     from aliquot.cluster.job import placed
     from aliquot.config.read_config import read_config
@@ -104,7 +107,8 @@ def _fitting(types: Sequence[InstanceType], file: Path, nodes: int | None) -> It
     settings = placed(config) if config.cluster is not None else config
     plan_on = planner_of(settings)
     refused = []
-    for each in types:
+    console = Console(stderr=True)
+    for each in track(types, "planned", console=console, transient=True, disable=not console.is_terminal):
         try:
             plan = plan_on(each.name, count)
         # No GPU or only GPUs, not in the catalogue (--live), ranks that the batch of a DeepSpeed JSON is not for.

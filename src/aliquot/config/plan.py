@@ -45,6 +45,7 @@ class Plan:
     bottleneck: str  # e.g. "compute-bound", "network-bound 4.1x"
     rates: str  # where the machine's rates come from: measured here on a date, or the catalogue's
     usd_per_hour: float | None  # of all nodes, on demand
+    off_by: float = 1.0  # factor by which the time of a step may be wrong, either way; 1: rates were measured
 
     @property
     def peak(self) -> PhaseMemory:
@@ -68,6 +69,14 @@ class Plan:
         return self.tokens_per_step / self.step_s
 
     @property
+    def speed(self) -> str:
+        """For people: tokens/s, between what and what where rates are an estimate."""
+        if self.off_by == 1:
+            return f"{self.tokens_per_s:,.0f} real tokens/s"
+        low, high = self.tokens_per_s / self.off_by, self.tokens_per_s * self.off_by
+        return f"{low:,.0f} to {high:,.0f} real tokens/s (estimate: {self.tokens_per_s:,.0f})"
+
+    @property
     def total_s(self) -> float:
         return self.steps * self.step_s
 
@@ -80,5 +89,5 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """Every field, and what follows from them, under the names that `aliquot plan --json` prints."""
-        derived = ("peak_bytes_per_rank", "limit_bytes", "fits", "tokens_per_s", "total_s", "cost_usd")
+        derived = ("peak_bytes_per_rank", "limit_bytes", "fits", "tokens_per_s", "speed", "total_s", "cost_usd")
         return {**asdict(self), **{name: getattr(self, name) for name in derived}, "peak_phase": self.peak.name}

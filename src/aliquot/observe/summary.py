@@ -32,7 +32,7 @@ def foreseen(plan: Mapping[str, Any]) -> tuple[str, str, str]:
     cost = f", {plan['cost_usd']:,.2f} USD" if plan["cost_usd"] is not None else ""
     return (
         f"plan: {gib(plan['peak_bytes_per_rank'])} of {gib(plan['limit_bytes'])} a rank at most ({plan['peak_phase']})",
-        f"plan: {plan['step_s']:.3g} s a step, {plan['tokens_per_s']:,.0f} real tokens/s, {plan['bottleneck']};"
+        f"plan: {plan['step_s']:.3g} s a step, {plan['speed']}, {plan['bottleneck']};"
         f" {duration(plan['total_s'])} in all{cost}; rates: {plan['rates']}",
         f"plan: {rate(plan['wire_bytes_per_step'], 'B')} a step between hosts,"
         f" {rate(plan['local_bytes_per_step'], 'B')} through sockets on them;"

@@ -95,6 +95,7 @@ class Planner:
             step_s=took.total_s,
             bottleneck=took.bottleneck,
             rates=rates.source,
+            off_by=rates.off_by,
             usd_per_hour=None if hourly is None else hourly * layout.nodes,
         )
 

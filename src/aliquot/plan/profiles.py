@@ -67,6 +67,7 @@ class Measured:
     call_s: float
     socket_bytes_per_s: float
     network: Rates  # what cannot be measured on one machine
+    off_by: float = 1.0
 
     @classmethod
     def of(cls, profile: dict[str, Any], machine: Machine, layout: RankLayout) -> Measured:

@@ -24,6 +24,11 @@ class Rates(Protocol):
         """For the reader: measured when, or estimated from what."""
         ...
 
+    @property
+    def off_by(self) -> float:
+        """Factor by which times may be wrong, either way; 1: they were measured."""
+        ...
+
     def matmul_s(self, batch: int, m: int, k: int, n: int, itemsize: int) -> float:
         """Seconds of `batch` products [m, k] x [k, n]."""
         ...
@@ -83,6 +88,7 @@ _GPUS = {
     "b200": (2250e12, 8000e9),
 }
 _GPU_REACHED = 0.45
+_OFF_BY = 2.5  # on machines that were measured afterwards, estimates were up to 2.4 times too slow
 _GPU_LINK_BYTES_PER_S = 20e9  # among the GPUs of a host without NVLink: PCIe 4
 
 
@@ -97,6 +103,7 @@ class Estimated:
     network_bytes_per_s: float
     local_bytes_per_s: float
     call_s: float
+    off_by: float = _OFF_BY
 
     def matmul_s(self, batch: int, m: int, k: int, n: int, itemsize: int) -> float:
         flops = self.bf16_flops if itemsize == 2 else self.fp32_flops

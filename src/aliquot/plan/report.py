@@ -37,7 +37,7 @@ def summary(plan: Plan, problems: Sequence[str], machine: str, assumed: str) -> 
         f"between hosts   {_size(plan.wire_bytes_per_step)} a step; on a host through sockets"
         f" {_size(plan.local_bytes_per_step)}",
         f"disk            {_size(plan.disk_read_bytes)} read at start, {_size(plan.checkpoint_bytes)} a checkpoint",
-        f"step            {_seconds(plan.step_s)}, {plan.bottleneck}; {plan.tokens_per_s:,.0f} tokens/s ({assumed})",
+        f"step            {_seconds(plan.step_s)}, {plan.bottleneck}; {plan.speed} ({assumed})",
         _whole(plan),
         f"rates           {plan.rates}",
     ]
