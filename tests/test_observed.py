@@ -32,6 +32,7 @@ def run(folder: Path) -> Path:
     """Two ranks; six steps, then two more."""
     config = write_config(folder, "run", launch={"ranks": 2}, checkpoint={"every": 3}, observe={"profile": 2})
     trained(config)
+    (folder / "run" / "export" / "NOTES.md").write_text("mine")
     trained(config, "train.max_steps=8", "observe.profile=0")
     return folder / "run"
 
@@ -57,6 +58,13 @@ def test_the_parts_of_each_step_are_in_the_metrics(run: Path) -> None:
         assert all(seconds >= 0 for seconds in parts.values()), parts
         assert parts["forward"] > 0 and parts["backward"] > 0 and parts["reduce"] > 0 and parts["optimizer"] > 0
         assert len(line["own_work_s"]) == 2
+
+
+def test_an_export_that_holds_a_persons_files_is_kept(run: Path) -> None:
+    assert (run / "export-1" / "NOTES.md").read_text() == "mine"
+    assert {path.name for path in (run / "export-1").iterdir()} - {"NOTES.md"} == {
+        path.name for path in (run / "export").iterdir()
+    }
 
 
 def test_events_tell_of_both_attempts(run: Path) -> None:

@@ -7,6 +7,7 @@ import os
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -471,11 +472,21 @@ class Training:
 
     def _export(self) -> Path:
         run, source, built = self._run, self._inputs.source, self._model.built
-        target = run.directory.export  # an export of an earlier stage of this run is replaced
-        on_first(run.ranks, lambda: remove_directory(target) if target.exists() else None)
+        target = run.directory.export
+        on_first(run.ranks, lambda: self._make_room(target) if target.exists() else None)
         dtype = export_dtype(run.config.model.dtype, source.dtype, run.config.train.precision)
         export(self._engine, built.tensors, target, dtype, self._files, run.ranks)
         return target
+
+    def _make_room(self, target: Path) -> None:
+        """An export of an earlier stage of this run is replaced; one in which a person has put files is kept."""
+        own = {path.name for path in target.iterdir() if path.match("model*.safetensors*")} | self._files.keys()
+        if foreign := sorted({path.name for path in target.iterdir()} - own):
+            kept = next(at for n in count(1) if not (at := target.with_name(f"{target.name}-{n}")).exists())
+            target.rename(kept)
+            self._run.display.warning(f"{target} held {foreign[0]}, which is not of an export: it is {kept} now")
+            return
+        remove_directory(target)
 
 
 def _would_be_lost(directory: RunDirectory) -> str:

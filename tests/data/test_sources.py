@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sysconfig
 from pathlib import Path
@@ -120,6 +121,9 @@ def test_a_dataset_by_name_is_the_same_documents(tmp_path: Path) -> None:
         ("pictures", {}, "pictures: data.path: no .jsonl, .md, .parquet, .py, .txt file in this directory"),
         ("latin.txt", {}, r"latin.txt: not UTF-8 text \(invalid continuation byte at byte 3\)"),
         ("latin.txt", {"document": "line"}, r"latin.txt:1: not UTF-8 text"),
+        ("packed.txt", {}, "packed.txt: a gzip archive, not text: unpack it first"),
+        ("packed.txt", {"document": "line"}, "packed.txt:1: a gzip archive, not text: unpack it first"),
+        ("packed.jsonl", {}, "packed.jsonl:1: a gzip archive, not text: unpack it first"),
         ("plain.txt", {"document": "field"}, "plain.txt: data.document: field is for .jsonl and .parquet"),
         ("bad.jsonl", {"document": "line"}, "bad.jsonl: data.document: line is for plain text"),
         ("bad.jsonl", {}, r"bad.jsonl:2: not a JSON record \(.*\); write one record a line"),
@@ -140,6 +144,8 @@ def test_bad_input_gets_one_line(
     (tmp_path / "pictures" / "a.png").write_bytes(b"\0")
     for name, content in {
         "latin.txt": "caf\u00e9s".encode("latin-1"),
+        "packed.txt": gzip.compress(b"some text"),
+        "packed.jsonl": gzip.compress(b'{"text": "some"}'),
         "plain.txt": b"plain",
         "bad.jsonl": b'{"text": "good"}\n{"text": \n',
         "list.jsonl": b"[1]\n",

@@ -12,6 +12,9 @@ from aliquot.errors import DataError
 Unit = Literal["file", "line", "block", "field"]
 
 
+_PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK\x03\x04": "zip"}
+
+
 class Document(NamedTuple):
     """One document. `text` is a JSON list of messages where `chat`. `done_bytes`: how far its source had been read."""
 
@@ -63,7 +66,7 @@ def jsonl_documents(path: Path, field: str) -> Iterator[Document]:
             try:
                 record = json.loads(line.removeprefix(b"\xef\xbb\xbf"))
             except UnicodeDecodeError as error:
-                raise DataError(f"not UTF-8 text ({error.reason} at byte {error.start} of the line)", where) from error
+                raise _no_text(line, error, where) from error
             except ValueError as error:
                 raise DataError(f"not a JSON record ({error}); write one record a line", where) from error
             if not isinstance(record, dict):
@@ -126,4 +129,11 @@ def _decode(data: bytes, where: str) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(f"not UTF-8 text ({error.reason} at byte {error.start})", where) from error
+        raise _no_text(data, error, where) from error
+
+
+def _no_text(data: bytes, error: UnicodeDecodeError, where: str) -> DataError:
+    packed = next((name for start, name in _PACKED.items() if data.startswith(start)), None)
+    if packed is not None:
+        return DataError(f"a {packed} archive, not text: unpack it first", where)
+    return DataError(f"not UTF-8 text ({error.reason} at byte {error.start})", where)
