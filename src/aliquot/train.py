@@ -123,7 +123,7 @@ def _train(run: Attempt, force: bool) -> Result:
     on_first(run.ranks, lambda: run.directory.check(run.config))
     _check_directory(run)
     inputs = _read_inputs(run)
-    check_same(run.ranks, _told_of(inputs))
+    check_same(run.ranks, lambda: _told_of(inputs))
     run.ledger.plan = _foresee(run, inputs, force)
     model = _build_model(run, inputs)
     start = _fill_model(run, inputs, model)

@@ -128,11 +128,11 @@ class Gathered:
 def test_what_differs_is_named_with_both_values() -> None:
     own = {"train": {"max_steps": 5, "seed": 1}, "model.config": {"layer_types": ["a", "b"]}, "tuple": (1, 2)}
     other = {"train.max_steps": 5, "train.seed": 1, "model.config.layer_types": ["a", "b"], "tuple": [1, 2]}
-    check_same(Gathered(other), own)  # type: ignore[arg-type]
+    check_same(Gathered(other), lambda: own)  # type: ignore[arg-type]
     differing = {**other, "train.max_steps": 7, "new": 3}
     del differing["train.seed"]
     with pytest.raises(UserError) as told:
-        check_same(Gathered(differing), own)  # type: ignore[arg-type]
+        check_same(Gathered(differing), lambda: own)  # type: ignore[arg-type]
     assert "node 1 (rank 1) does not train what node 0 does: train.max_steps is 5 there and 7 here;" in str(told.value)
     assert "train.seed is 1 there and not set here; new is not set there and 3 here" in str(told.value)
 

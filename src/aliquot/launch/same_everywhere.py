@@ -5,7 +5,8 @@ A node with another text, another batch size or other weights would train to the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from typing import Any
 
@@ -26,15 +27,15 @@ def check_configs(ranks: Ranks, config: RunConfig) -> None:
     """Settings and versions. Collective; raises NodesDifferError on every rank."""
     settings = dict(_flat(config.model_dump(mode="json", by_alias=True)))
     common = {key: value for key, value in settings.items() if not key.startswith(_OWN)}
-    check_same(ranks, {**common, **{f"version of {name}": version(name) for name in _PACKAGES}})
+    check_same(ranks, lambda: {**common, **{f"version of {name}": version(name) for name in _PACKAGES}})
 
 
-def check_same(ranks: Ranks, told: Mapping[str, Any]) -> None:
-    """Whether each rank tells the same. Collective; raises NodesDifferError on every rank."""
-    flat = dict(_flat(told))
-    everybody = ranks.gather([ranks.topology.node_rank, flat])
+def check_same(ranks: Ranks, tell: Callable[[], Mapping[str, Any]]) -> None:
+    """Whether each node tells the same, by its first rank. Collective; raises NodesDifferError on every rank."""
+    topology = ranks.topology
+    everybody = ranks.gather([topology.node_rank, dict(_flat(tell()))] if topology.local_rank == 0 else None)
     first = everybody[0][1]
-    for rank, (node, own) in enumerate(everybody):
+    for rank, (node, own) in ((rank, told) for rank, told in enumerate(everybody) if told is not None):
         different = [key for key in {**first, **own} if first.get(key) != own.get(key)]
         if different:
             words = [f"{key} is {_shown(first, key)} there and {_shown(own, key)} here" for key in different]
@@ -49,7 +50,7 @@ def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, An
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{before}{key}.")
         else:
-            yield f"{before}{key}", list(value) if isinstance(value, tuple) else value
+            yield f"{before}{key}", json.loads(json.dumps(value, default=str))  # as others will get it
 
 
 def _shown(values: Mapping[str, Any], key: str) -> str:
