@@ -209,6 +209,14 @@ def test_fuzz_manifest(fields: dict[str, Any]) -> None:
         assert all((directory / name).stat().st_size == record.bytes for name, record in manifest.files.items())
 
 
+def test_a_name_with_a_newline_stays_in_its_line(tmp_path: Path) -> None:
+    fields = {"files": {"\n": {}}, "config_files": [], "format": "aliquot-checkpoint", "version": 1}
+    (tmp_path / MANIFEST).write_bytes(signed({**fields, "block_bytes": 16777216}))
+    with pytest.raises(DamagedCheckpoint, match="Field required") as told:
+        read_manifest(tmp_path)
+    assert "\n" not in str(told.value)
+
+
 @pytest.mark.parametrize("size", [10**12, 2**62])
 def test_a_manifest_of_endless_blocks(tmp_path: Path, size: int) -> None:
     (tmp_path / "a").write_bytes(b"")

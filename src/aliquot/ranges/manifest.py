@@ -74,7 +74,8 @@ def read_manifest(directory: Path) -> Manifest:
         manifest = Manifest.model_validate(fields)
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
-        raise DamagedCheckpoint(f"{'.'.join(map(str, first['loc']))}: {first['msg']}"[:200], path) from error
+        where = ascii(".".join(map(str, first["loc"])))  # a name in it may hold anything, a newline too
+        raise DamagedCheckpoint(f"{where[1:-1]}: {first['msg']}"[:200], path) from error
     except UserError as error:
         raise DamagedCheckpoint(str(error)) from error
     for name, record in manifest.files.items():
