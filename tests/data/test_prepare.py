@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from transformers import ByT5Tokenizer
 
+from aliquot.config.cache_root import cache_root
 from aliquot.config.schema import DataSection
 from aliquot.data import tokenize
-from aliquot.data.cache import cache_root
 from aliquot.data.encoder import EncoderProcess, EncoderSpec, Texts
 from aliquot.data.prepare import Prepared, prepare
 from aliquot.data.token_store import TokenStore, token_dtype

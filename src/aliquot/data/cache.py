@@ -5,7 +5,6 @@ written beside and published by one rename, so that a directory that exists is c
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -14,11 +13,6 @@ from pathlib import Path
 
 from aliquot.errors import StorageError
 from aliquot.ranges.publish import begin_alone, commit, sync
-
-
-def cache_root(configured: Path | None) -> Path:
-    """`data.cache_directory`, else $ALIQUOT_CACHE, else ~/.cache/aliquot."""
-    return Path(configured or os.environ.get("ALIQUOT_CACHE") or "~/.cache/aliquot").expanduser().absolute()
 
 
 @contextmanager

@@ -10,8 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from aliquot.config.cache_root import cache_root
 from aliquot.config.schema import DataSection
-from aliquot.data.cache import cache_root, publishing
+from aliquot.data.cache import publishing
 from aliquot.data.cuts import cut_of
 from aliquot.data.encoder import EncoderSpec
 from aliquot.data.sources import HeldOut, Source, eval_source, train_source

@@ -19,6 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from aliquot.config.cache_root import cache_root
 from aliquot.config.schema import ModelSection, RunConfig
 from aliquot.errors import UserError
 from aliquot.models.model_shape import LayerKind, ModelShape
@@ -129,9 +130,8 @@ def _software() -> list[Any]:
 
 
 def _file(key: list[Any]) -> Path:
-    root = Path(os.environ.get("ALIQUOT_CACHE") or Path.home() / ".cache" / "aliquot")
     text = json.dumps(key, sort_keys=True, default=str)
-    return root / "plans" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+    return cache_root() / "plans" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 
 def _read(key: list[Any]) -> Any:

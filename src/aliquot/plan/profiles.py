@@ -9,12 +9,12 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-import os
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from aliquot.config.cache_root import cache_root
 from aliquot.launch.rank_layout import RankLayout
 from aliquot.machine.cpu import CpuFacts
 from aliquot.plan.measure_rates import Tables
@@ -148,9 +148,8 @@ def _nearest_quick(cpu: CpuFacts, layout: RankLayout) -> dict[str, Any] | None:
 
 
 def _path(cpu: CpuFacts, ranks: int | None = None, threads: int | None = None) -> Path:
-    root = Path(os.environ.get("ALIQUOT_CACHE") or Path.home() / ".cache" / "aliquot")
     name = hashlib.sha256(_identity(cpu).encode()).hexdigest()[:16]
-    return root / "machines" / (f"{name}.json" if ranks is None else f"{name}-{ranks}x{threads}.json")
+    return cache_root() / "machines" / (f"{name}.json" if ranks is None else f"{name}-{ranks}x{threads}.json")
 
 
 def _identity(cpu: CpuFacts) -> str:

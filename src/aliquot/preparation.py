@@ -1,0 +1,203 @@
+"""What comes before the first step, in this order: read data, foresee, build and fill the model, say what it is."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from aliquot.beginning import doubts
+from aliquot.checkpoint.resume import changes, check_continuity, resume
+from aliquot.config.batch_size import BatchSize, batch_size
+from aliquot.config.schema import RunConfig
+from aliquot.data.batches import Batches
+from aliquot.data.prepare import Prepared, prepare_together
+from aliquot.engines.base import Engine, EngineSpec
+from aliquot.engines.connections import group_lines
+from aliquot.engines.select import engine_class
+from aliquot.engines.startup_proof import prove
+from aliquot.launch.launcher import torchrun_advice
+from aliquot.launch.ranks import Ranks
+from aliquot.launch.same_everywhere import check_same
+from aliquot.models import initialize, meta
+from aliquot.models.load import load_weights
+from aliquot.models.source import ModelSource, resolve
+from aliquot.models.traits import Traits, traits
+from aliquot.observe import summary
+from aliquot.observe.clock import StepClock
+from aliquot.observe.console import Display
+from aliquot.observe.ledger import Ledger
+from aliquot.observe.prometheus import Exporter
+from aliquot.observe.run_directory import RunDirectory
+from aliquot.plan.own_rates import ceiling
+from aliquot.plan.preflight import plan_before
+from aliquot.ranges.together import on_first, together
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What an attempt at a run has before there is anything to train: who takes part, and where everything is told."""
+
+    config: RunConfig
+    ranks: Ranks
+    directory: RunDirectory
+    display: Display
+    exporter: Exporter
+    ledger: Ledger
+    about: dict[str, Any]  # placement, machine, model, engine: what it is made of, as JSON
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What is trained on what: a model's description, and the batches of every step."""
+
+    source: ModelSource
+    traits: Traits
+    data: Prepared
+    tokenizer: Any  # of transformers
+    size: BatchSize
+    batches: Batches
+    total_steps: int
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model in the hands of its engine."""
+
+    built: meta.MetaModel
+    engine: Engine
+    engine_name: str
+    clock: StepClock
+    notes: tuple[str, ...]  # for the person, of the engine
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where training begins: behind the steps and real tokens of the runs that this one continues."""
+
+    step: int = 0
+    tokens: int = 0
+    resumed_from: Path | None = None
+
+
+def check_directory(run: Attempt) -> None:
+    """Whether the run directory is one for all nodes. Collective; raises NodesDifferError on every rank."""
+    nonce, topology = run.ranks.broadcast(run.directory.nonce), run.ranks.topology
+    looks = topology.node_rank > 0 and topology.local_rank == 0
+    together(run.ranks, lambda: run.directory.check_shared(nonce) if looks else None)
+
+
+def read_inputs(run: Attempt) -> Inputs:
+    config, ranks = run.config, run.ranks
+    on_first(ranks, lambda: bool(resolve(config.model)))  # from the hub only rank 0 downloads
+    source = resolve(config.model)
+    beside, largest = source.config.to_dict(), source.largest_vocabulary
+    data = prepare_together(config.data, source.directory, largest, ranks, run.display.progress, beside)
+    tokenizer = data.load_tokenizer()
+    source.adopt_tokenizer(tokenizer)
+    source.check_length(config.data.sequence_length)
+    size = batch_size(config.train, ranks.world_size)
+    epochs = None if config.train.max_steps else config.train.num_train_epochs
+    found = Traits(**on_first(ranks, lambda: vars(traits(source.config, config.data.sequence_length))))
+    batches = Batches.of(data, config.data, config.run.seed, size, epochs, found.packs)
+    total_steps = config.train.max_steps or batches.steps_in(config.train.num_train_epochs)
+    return Inputs(source, found, data, tokenizer, size, batches, total_steps)
+
+
+def check_inputs(run: Attempt, inputs: Inputs) -> None:
+    """Whether data and model are the same on all nodes, wherever they lie. Collective; raises NodesDifferError."""
+
+    def told() -> dict[str, Any]:
+        data, config = inputs.data, inputs.source.config.to_dict()
+        return {
+            "data (hash of the tokens)": Path(data.train).name,
+            "held-out data (hash of the tokens)": None if data.eval is None else Path(data.eval).name,
+            "tokenizer (hash of its files)": Path(data.tokenizer).name,
+            "model.config": {key: value for key, value in config.items() if not key.startswith("_")},
+            "weights (hash of samples)": inputs.source.fingerprint(),
+        }
+
+    check_same(run.ranks, told)
+
+
+def foresee(run: Attempt, inputs: Inputs, force: bool) -> dict[str, Any]:
+    run.about["ceiling_flops_per_s"] = ceiling(run.ranks, run.config.train.precision)  # and all that plans go by
+
+    def plan() -> dict[str, Any]:
+        workload, vocabulary = inputs.batches.workload(), inputs.source.config.vocab_size
+        topology, cores = run.ranks.topology, run.ranks.allowed_cores
+        return plan_before(run.config, topology, cores, workload, vocabulary, force, run.display.warning)
+
+    return on_first(run.ranks, plan)
+
+
+def build_model(run: Attempt, inputs: Inputs) -> Model:
+    topology, ledger = run.ranks.topology, run.ledger
+    built = meta.build(inputs.source.config, inputs.traits)
+    engine_name, engine_type = engine_class(run.config, topology, built.numel)
+    clock = StepClock(lambda: engine.counters().inside_s())
+
+    def phase_ended(name: str) -> None:
+        ledger.mark(f"first {name}", lambda: engine.counters().memory())
+        clock.ended(name)
+
+    spec = EngineSpec.of(run.config, topology, engine_name, built, phase_ended, lambda name: ledger.mark(name, {}))
+    if engine_name != "deepspeed":  # which can be started once in a process
+        prove(inputs.source.config, built.traits, engine_type, spec, topology)
+    engine: Engine = engine_type.build(built.model, spec, topology)
+    ledger.mark("model built", engine.counters().memory())
+    return Model(built, engine, engine_name, clock, spec.notes)
+
+
+def fill_model(run: Attempt, inputs: Inputs, model: Model) -> Start:
+    """With a checkpoint of this run, with the source's weights, or from scratch."""
+    config, engine, built, batches = run.config, model.engine, model.built, inputs.batches
+    start = Start()
+    resumed = resume(config.checkpoint, run.directory.checkpoints, engine, built.tensors, run.ranks)
+    if resumed is not None:
+        where, state = resumed
+        check_continuity(state, batches.determinants(), vars(batches.position(state["step"])), where)
+        engine.restored(state["step"])
+        start = Start(state["step"], state["tokens"], where)
+        run.display.line(f"resuming from {where}")
+        for change in changes(state, config.model_dump(mode="json", by_alias=True)):
+            run.display.line(f"changed since: {change}")
+    elif inputs.source.directory is not None:
+        load_weights(engine, inputs.source.directory, built.tensors, built.tied, run.ranks)
+    else:
+        initialize.initialize(engine, built.fills, config.run.seed)
+    run.ledger.mark("weights loaded", engine.counters().memory())
+    return start
+
+
+def introduce(run: Attempt, inputs: Inputs, model: Model, start: Start) -> None:
+    """Say what is trained on what and how, and keep it for the records."""
+    config, ranks = run.config, run.ranks
+    run.about.update(
+        resumed_from=None if start.resumed_from is None else str(start.resumed_from),
+        model=model.built.name,
+        parameters=model.built.numel,
+        engine=model.engine_name,
+        plan=run.ledger.plan,
+    )
+    connections = group_lines(ranks, model.engine.transport)
+    notes = (*model.notes, *_a_call_each(model.built), *torchrun_advice(os.environ, config.checkpoint.grace_s))
+    summary.begin(run.display, config, run.about, inputs.batches.described(inputs.total_steps), *connections, *notes)
+
+
+def check_beginning(run: Attempt, inputs: Inputs, model: Model) -> None:
+    batch = inputs.batches.step_batch(0, run.ranks.rank, run.ranks.world_size).micro_batches[0]
+    vocabulary = inputs.source.config.get_text_config(decoder=True).vocab_size
+    told = doubts(model.engine, batch, inputs.data.prefix, inputs.tokenizer, vocabulary, run.ranks)
+    if told is not None:
+        run.display.warning(told)
+
+
+def _a_call_each(built: meta.MetaModel) -> list[str]:
+    if built.traits.packs:
+        return []
+    return [
+        f"attention: each document is a call of its own ({built.traits.attention}), because {built.traits.why_alone};"
+        " short documents cost more than in packed rows"
+    ]
