@@ -22,6 +22,7 @@ from aliquot.data.batches_ahead import BatchesAhead
 from aliquot.errors import DivergedError
 from aliquot.evaluate import evaluate
 from aliquot.launch.device import choose_device
+from aliquot.launch.local_ranks import told_local_ranks
 from aliquot.launch.placement import place
 from aliquot.launch.ranks import Ranks
 from aliquot.launch.same_everywhere import check_configs
@@ -68,9 +69,10 @@ def train(config: RunConfig, force: bool = False) -> Result:
     Every rank calls it with the same config. `force`: even if the plan says that it does not fit. Raises UserError for
     bad input, TrainingError for a run that must stop.
     """
-    topology, placement = place(config.launch, os.environ, read_cpu(), choose_device(config.launch.device))
-    machine = machine_facts() if topology.is_first else None
-    ranks = Ranks.join(topology, _PREPARATION_TIMEOUT_S, config.launch.join_timeout_s)
+    with told_local_ranks(os.environ, config.launch.join_timeout_s):
+        topology, placement = place(config.launch, os.environ, read_cpu(), choose_device(config.launch.device))
+        machine = machine_facts() if topology.is_first else None
+        ranks = Ranks.join(topology, _PREPARATION_TIMEOUT_S, config.launch.join_timeout_s)
     display = Display(config.observe.console, enabled=topology.is_first)
     exporter = Exporter(config.observe, config.run.name)
     directory = RunDirectory(config.run.directory)

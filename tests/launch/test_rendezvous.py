@@ -16,7 +16,7 @@ import pytest
 
 from tests import warm
 from tests.launch.launcher import JOIN, environment
-from tests.multinode.namespaces import two_hosts, why_not
+from tests.multinode.namespaces import INTERFACE, two_hosts, why_not
 
 NODE = """
 import sys
@@ -38,11 +38,17 @@ import os, sys
 from aliquot.config.schema import LaunchSection
 from aliquot.errors import UserError
 from aliquot.machine.cpu import read_cpu
+from aliquot.launch.local_ranks import told_local_ranks
 from aliquot.launch.placement import place
 from aliquot.launch.ranks import Ranks
 print("joins", flush=True)
 try:
-    Ranks.join(place(LaunchSection(), os.environ, read_cpu(), "cpu")[0], 60, float(sys.argv[1])).close()
+    with told_local_ranks(os.environ, float(sys.argv[1])):
+        topology = place(LaunchSection(), os.environ, read_cpu(), "cpu")[0]
+        ranks = Ranks.join(topology, 60, float(sys.argv[1]))
+    own = [topology.local_rank, topology.local_world_size, topology.node_rank, topology.nodes]
+    print(ranks.gather(own), os.environ["GLOO_SOCKET_IFNAME"])
+    ranks.close()
 except UserError as error:
     sys.exit(str(error))
 """
@@ -176,6 +182,52 @@ def test_automatic_ranks_are_the_fewest_of_all_nodes(tmp_path: Path) -> None:
         outputs = [process.communicate(timeout=240) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     assert outputs[0][0] == "[1, 1]\n"
+
+
+def by_number_only(own: int, count: int, port: str, address: str, **more: str) -> tuple[list[str], dict[str, str]]:
+    variables = {"RANK": str(own), "WORLD_SIZE": str(count), "MASTER_ADDR": address, "MASTER_PORT": port, **more}
+    return ["-c", RANK, "60"], environment(**variables)
+
+
+def test_ranks_of_a_loop_find_out_that_they_share_a_host() -> None:
+    """As `for i in 0 1; do RANK=$i WORLD_SIZE=2 MASTER_ADDR=... aliquot train ... & done`; one has LOCAL_RANK, too."""
+    port = free_port()
+    commands = [by_number_only(0, 2, port, "127.0.0.1"), by_number_only(1, 2, port, "127.0.0.1", LOCAL_RANK="0")]
+    with started(commands) as processes:
+        outputs = [process.communicate(timeout=240) for process in processes]
+    assert [out.splitlines()[-1] for out, _ in outputs] == ["[[0, 2, 0, 1], [1, 2, 0, 1]] lo"] * 2, outputs
+
+
+@pytest.mark.parametrize(
+    "variables, told",
+    [
+        ({"MASTER_ADDR": "http://node0"}, "'http://node0' cannot be the name of a host"),
+        ({"MASTER_ADDR": ""}, "'' cannot be the name of a host"),
+        ({"MASTER_PORT": "29500/tcp"}, "the environment variable MASTER_PORT is '29500/tcp', a number is needed"),
+        ({"RANK": "2"}, "the environment says rank 2 of 2"),
+    ],
+)
+def test_what_a_person_exports_wrong_is_one_line(variables: dict[str, str], told: str) -> None:
+    command, environ = by_number_only(1, 2, free_port(), "127.0.0.1")
+    (line,) = last_lines([(command, environ | variables)])
+    assert line.startswith(told)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_ranks_of_two_hosts_find_out_where_they_are() -> None:
+    """Dealt out like cards, as `srun --distribution=cyclic` does."""
+    port = free_port()
+    with two_hosts() as hosts:
+        processes = []
+        for number in range(4):
+            command, environ = by_number_only(number, 4, port, hosts[0].address)
+            inside = hosts[number % 2].command(sys.executable, *command)
+            streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+            processes.append(subprocess.Popen(inside, env=environ, text=True, **streams))
+        outputs = [process.communicate(timeout=240) for process in processes]
+    expected = f"[[0, 2, 0, 2], [0, 2, 1, 2], [1, 2, 0, 2], [1, 2, 1, 2]] {INTERFACE}"
+    assert [out.splitlines()[-1] for out, _ in outputs] == [expected] * 4, outputs
 
 
 @pytest.mark.long

@@ -21,7 +21,7 @@ from aliquot.errors import LaunchError, RendezvousError, StorageError
 from aliquot.launch.rank_errors import LOG_DIRECTORY
 from aliquot.launch.rank_failures import explain, explain_stop
 
-RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR")  # the rest is found out: local_ranks.py
 _TORCHRUN_SHUTDOWN_S = 30  # torchrun's default
 
 

@@ -28,9 +28,9 @@ def place(
     """
     # WORLD_SIZE without RANK is what a person exports for torchrun: it says how many ranks to start (launcher.py).
     alone = "RANK" not in environ
-    rank, world_size = _number(environ, "RANK", 0), 1 if alone else _number(environ, "WORLD_SIZE", 1)
-    local_rank = 0 if alone else _number(environ, "LOCAL_RANK", 0)
-    local_ranks = 1 if alone else _number(environ, "LOCAL_WORLD_SIZE", world_size)
+    rank, world_size = number(environ, "RANK", 0), 1 if alone else number(environ, "WORLD_SIZE", 1)
+    local_rank = 0 if alone else number(environ, "LOCAL_RANK", 0)
+    local_ranks = 1 if alone else number(environ, "LOCAL_WORLD_SIZE", world_size)
     if rank >= world_size or local_rank >= local_ranks:
         raise LaunchError(
             f"the environment says rank {rank} of {world_size}, local rank {local_rank} of {local_ranks}: not possible"
@@ -42,8 +42,8 @@ def place(
         world_size=world_size,
         local_rank=local_rank,
         local_world_size=local_ranks,
-        node_rank=_number(environ, "GROUP_RANK", rank // local_ranks),
-        nodes=_number(environ, "GROUP_WORLD_SIZE", world_size // local_ranks),
+        node_rank=number(environ, "GROUP_RANK", rank // local_ranks),
+        nodes=number(environ, "GROUP_WORLD_SIZE", world_size // local_ranks),
         device=device,
         threads=threads,
         cores=cores[local_rank],
@@ -128,7 +128,8 @@ def _set_by_torchrun(environ: Mapping[str, str], local_ranks: int) -> bool:
     )
 
 
-def _number(environ: Mapping[str, str], name: str, default: int) -> int:
+def number(environ: Mapping[str, str], name: str, default: int) -> int:
+    """That of an environment variable. Raises UserError for anything else."""
     text = environ.get(name, str(default))
     if not text.isdecimal():
         raise LaunchError(f"the environment variable {name} is {text!r}, a number is needed")

@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import platform
+import re
 import socket
 import sys
 import threading
@@ -24,11 +25,14 @@ import psutil
 # Public, but not re-exported for type checkers.
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from aliquot.collectives.peers import host_identity
 from aliquot.config.schema import LaunchSection
-from aliquot.errors import RendezvousError
+from aliquot.errors import LaunchError, RendezvousError
 from aliquot.launch.gloo_interface import address_of, gloo_interface
+from aliquot.launch.placement import number
 from aliquot.launch.topology import Topology
 
+_NAME = re.compile(r"[\w.-]+|[0-9a-fA-F:]+(%\w+)?")  # of a host, IPv6 addresses included
 _POLL_S = 0.1
 _CONNECT_S = 5.0
 _SAY_EVERY_S = 30.0
@@ -91,7 +95,7 @@ def meet_ranks(topology: Topology, environ: Mapping[str, str], timeout_s: float)
     Raises UserError, which names who is missing, or which two hosts cannot reach each other.
     """
     rank, world_size = topology.rank, topology.world_size
-    address, port = environ["MASTER_ADDR"], int(environ.get("MASTER_PORT", "29500"))
+    address, port = _master(environ)
     deadline = _Deadline(timeout_s)
     # Under an elastic launcher the store is the launcher's; else rank 0 opens it.
     opens = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -104,6 +108,26 @@ def meet_ranks(topology: Topology, environ: Mapping[str, str], timeout_s: float)
         _check_paths(own, rank, told)
     _leave(own, rank, world_size)
     return PrefixStore("group", own)
+
+
+def meet_hosts(rank: int, world_size: int, environ: Mapping[str, str], timeout_s: float) -> tuple[Store, list[str]]:
+    """As a rank that was told nothing of its host: the store, to be kept until `meet_ranks`, and each rank's host.
+
+    Raises UserError, which names who is missing.
+    """
+    address, port = _master(environ)
+    if rank >= world_size:
+        raise LaunchError(f"the environment says rank {rank} of {world_size}: not possible")
+    deadline = _Deadline(timeout_s)
+    store = _open(address, port, rank == 0, deadline, "rank 0")
+    own = PrefixStore("aliquot/hosts", store)
+    told = _arrive(own, "rank", rank, world_size, {"identity": host_identity()}, deadline)
+    _leave(own, rank, world_size)
+    return store, [entry["identity"] for entry in told]
+
+
+def _master(environ: Mapping[str, str]) -> tuple[str, int]:
+    return environ["MASTER_ADDR"], number(environ, "MASTER_PORT", 29500)
 
 
 def _listen() -> socket.socket:
@@ -179,6 +203,8 @@ def _open(address: str, port: int, first: bool, deadline: _Deadline, who: str) -
 def _reach(address: str, port: int) -> str | None:
     """What keeps a connection from `address`:`port`, in words; None: nothing. Raises UserError for what is no name."""
     try:
+        if not _NAME.fullmatch(address):
+            raise UnicodeError
         socket.create_connection((address, port), timeout=_CONNECT_S).close()
     except UnicodeError:  # unlike a name that does not resolve yet, `a..b` never will: nothing to wait for
         raise RendezvousError(
