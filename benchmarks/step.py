@@ -206,7 +206,7 @@ def tuned_topology(tuned: bool) -> Topology:
 
 def step_flops(numbers: dict[str, Any], work: Work, rank_number: int, step: int) -> int:
     """Of one rank's micro-batches of one step."""
-    from aliquot.observe.flops import attention_pairs, model_flops
+    from aliquot.observe.flops import model_flops
 
     hidden, mlp = numbers["hidden_size"], numbers["intermediate_size"]
     key = numbers["num_key_value_heads"] * numbers["head_dim"]
@@ -214,8 +214,8 @@ def step_flops(numbers: dict[str, Any], work: Work, rank_number: int, step: int)
     layer = 2 * hidden * query + 2 * hidden * key + 3 * hidden * mlp
     parameters = numbers["num_hidden_layers"] * layer + hidden * numbers["vocab_size"]
     edges = [work.edges((step * work.rows + row) * RANKS + rank_number) for row in range(work.rows)]
-    pairs = sum(attention_pairs(b - a for a, b in pairwise(of_row)) for of_row in edges)
-    return model_flops(parameters, work.tokens * work.rows, pairs, numbers["num_hidden_layers"] * query)
+    lengths = [b - a for of_row in edges for a, b in pairwise(of_row)]
+    return model_flops(parameters, work.tokens * work.rows, lengths, {None: numbers["num_hidden_layers"] * query})
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from aliquot.machine.facts import machine_facts
 from aliquot.models.export import export
 from aliquot.models.generate import continuation
 from aliquot.models.model_files import export_dtype, model_files
-from aliquot.models.structure import attention_width
+from aliquot.models.structure import attention_widths
 from aliquot.observe import summary
 from aliquot.observe.console import Display
 from aliquot.observe.flops import model_flops
@@ -154,7 +154,7 @@ class Training:
             run.directory.checkpoints, model.engine, model.built.tensors, self._files, run.ranks, run.config.checkpoint,
             warn=record.warn, saved=record.saved, beat=watchdog.beat,
         )  # fmt: skip
-        self._attention_width = attention_width(inputs.source.config)
+        self._attention_widths = attention_widths(inputs.source.config)
         settings = run.config.train
         self._warmup_steps = warmup(settings.warmup_steps, settings.warmup_ratio, inputs.total_steps)
         self._done = start.step
@@ -198,8 +198,8 @@ class Training:
             raise self._diverged(step, f"the gradient norm is {grad_norm}")
         self._done = step + 1
         self._tokens += batch.tokens
-        width = self._attention_width
-        flops = model_flops(self._model.built.matmul_parameters, batch.tokens, batch.attention_pairs, width)
+        matrices = self._model.built.matmul_parameters
+        flops = model_flops(matrices, batch.tokens, batch.lengths, self._attention_widths)
         record.end(batch.tokens, flops, saver.under_way)
         self._watchdog.beat()
         metrics = {"loss": self._loss, "learning_rate": rate, "grad_norm": grad_norm, "tokens": self._tokens}

@@ -18,7 +18,7 @@ from tests.examples import examples
 TOKENIZERS = {"byte level": byte_level, "sentencepiece": sentencepiece_like}
 # Everything that a cut could get wrong: runs of spaces and newlines, contractions, digits, specials, other scripts.
 BITS = ["a", "Fox", "dog", "'s", "'", "1", "23", " ", "  ", "\n", "\n\n", "\r\n", "\t", "é", "e\u0301", "語", "🙂"]
-BITS += ["</s>", "<s>", ".", "(", "x\ny", "the\nlazy", "now:\n", "\u0301"]
+BITS += ["</s>", "<s>", ".", "(", "x\ny", "the\nlazy", "now:\n", "\u0301", "x y", "the lazy", "a  b", "s It's", "다 그"]
 texts = st.lists(st.sampled_from(BITS), max_size=40).map("".join)
 
 
@@ -31,9 +31,11 @@ def in_pieces(tokenizer: PreTrainedTokenizerFast, text: str, characters: int) ->
     cut = cut_of(tokenizer.backend_tokenizer.to_str())
     assert cut is not None
     parts = list(pieces(text, cut, characters))
-    assert "".join(parts) == text
-    ids = [tokenizer.encode(part, add_special_tokens=False) for part in parts]
-    return ids[0] + [token for row in ids[1:] for token in row[cut.drop :]]
+    rows = [tokenizer.encode(part, add_special_tokens=False) for part in parts]
+    drops = [0, *(cut.drop if part.startswith("\n") else 0 for part in parts[1:])]
+    missing = sum(not part.startswith("\n") for part in parts[1:]) if cut.drop else 0  # spaces
+    assert len("".join(parts)) == len(text) - missing
+    return [token for row, drop in zip(rows, drops, strict=True) for token in row[drop:]]
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -55,8 +57,9 @@ def test_real_tokenizers_and_text(shared: Path, path: str) -> None:
     real = PreTrainedTokenizerFast(tokenizer_file=str(shared / path / "tokenizer.json"))
     for name in ("tinyshakespeare.txt", "wikitext2-raw-train-head.txt"):
         text = (shared / "data" / name).read_text()[:60_000]
-        whole = real.encode(text, add_special_tokens=False)
-        assert in_pieces(real, text, 200) == whole
+        for each in (text, text.replace("\n", " ")):  # the second has no line at all
+            assert len(list(pieces(each, cut_of(real.backend_tokenizer.to_str()), 200))) > 200
+            assert in_pieces(real, each, 200) == real.encode(each, add_special_tokens=False)
     assert in_pieces(real, TEXT * 20, 30) == real.encode(TEXT * 20, add_special_tokens=False)
 
 
@@ -80,7 +83,12 @@ def test_what_is_not_known_to_be_exact_is_not_cut() -> None:
     ):
         assert cut_of(json.dumps({**spec, **change})) is None, change
     assert list(pieces(TEXT, None, 5)) == [TEXT]
+    spaced = {**spec["added_tokens"][0], "content": "<|a b|>"}
+    cut = cut_of(json.dumps({**spec, "added_tokens": [spaced]}))
+    assert list(pieces("x y x\ny <|a b|>", cut, 1)) == ["x y x\n", "y <|a b|>"]
     spec = json.loads(tokenizer("sentencepiece").backend_tokenizer.to_str())
+    across = {**spec["model"], "vocab": {**spec["model"]["vocab"], "a▁": 999}}
+    assert list(pieces("x y x\ny", cut_of(json.dumps({**spec, "model": across})), 1)) == ["x y x", "\ny"]
     merged = {**spec["model"], "vocab": {**spec["model"]["vocab"], "a\n": 999}}
     assert cut_of(json.dumps({**spec, "model": merged})) is None
     assert cut_of(json.dumps({**spec, "model": {**spec["model"], "ignore_merges": True}})) is None

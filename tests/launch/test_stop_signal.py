@@ -11,6 +11,7 @@ import pytest
 RANK = """
 import os, signal, sys, time
 from aliquot.launch.stop_signal import StopSignal
+signal.signal(signal.SIGINT, signal.SIG_IGN if sys.argv[2] == "background" else signal.default_int_handler)
 with StopSignal(grace_s=float(sys.argv[1]), tells=True, kept=lambda: "losing 3 steps") as stop:
     stop.saved = sys.argv[2] == "saved"
     print("ready", flush=True)
@@ -50,6 +51,14 @@ def test_a_rank_that_obeys_has_its_signals_back() -> None:
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=20)
     assert process.returncode == 0 and "Assertion" not in errors
+
+
+def test_ctrl_c_is_not_meant_for_what_runs_in_the_background() -> None:
+    with started(60, "background") as process:
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout is not None and process.stdout.readline() == f"{int(signal.SIGTERM)}\n"
+        process.kill()
 
 
 def test_what_is_not_saved_in_time_is_said() -> None:

@@ -61,16 +61,19 @@ def test_a_step_that_beats_the_ceiling_shows_that_it_was_measured_too_low() -> N
     assert meter.recent().mfu == 0.5 and not meter.beats_ceiling
 
 
-@given(st.lists(st.integers(1, 40), max_size=20))
-def test_attention_pairs_are_those_of_a_causal_mask(lengths: list[int]) -> None:
-    assert attention_pairs(lengths) == sum(1 for length in lengths for query in range(length) for _ in range(query + 1))
+@given(st.lists(st.integers(1, 40), max_size=20), st.none() | st.integers(1, 50))
+def test_attention_pairs_are_those_of_a_causal_mask(lengths: list[int], window: int | None) -> None:
+    seen = [min(query + 1, window or query + 1) for length in lengths for query in range(length)]
+    assert attention_pairs(lengths, window) == sum(seen)
 
 
-def test_model_flops_of_one_layer_by_hand() -> None:
-    # 3 tokens in one document: 6 (query, key) pairs. A weight: multiply and add, forward and twice backward.
-    # A pair and head dimension: score and value, each multiply and add, forward and twice backward.
-    assert model_flops(matmul_parameters=5, tokens=3, pairs=6, attention_width=2 * 4) == (
-        5 * 3 * 2 * 3 + 6 * 2 * 4 * 2 * 2 * 3
+def test_model_flops_of_two_layers_by_hand() -> None:
+    # 3 tokens in one document: 6 (query, key) pairs, of which a window of one key leaves 3. A weight: multiply and add,
+    # forward and twice backward. A pair and head dimension: score and value, each multiply and add, forward and twice
+    # backward.
+    widths = {None: 2 * 4, 1: 2 * 4}
+    assert model_flops(matmul_parameters=5, tokens=3, lengths=[3], attention_widths=widths) == (
+        5 * 3 * 2 * 3 + (6 + 3) * 2 * 4 * 2 * 2 * 3
     )
 
 

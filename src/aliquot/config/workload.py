@@ -9,7 +9,8 @@ from typing import Self
 from aliquot.config.schema import RunConfig
 
 Edges = tuple[int, ...]  # 0 = e0 < e1 < ... = the length of a sequence
-INDEX_BYTES = 48  # a piece of a document: what packing and the order of one epoch hold of it
+_INDEX_BYTES = 48  # a piece of a document: what packing and the order of one epoch hold of it
+MAPPED_PIECES = 1 << 20  # with more of them the index is in files, which the kernel may take from memory again
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,11 @@ class Workload:
         return cls(
             ((edges if edges[-1] == length else (*edges, length)),), count * each, count * (each - 1), None, 0, said
         )
+
+    @property
+    def index_bytes(self) -> int:
+        """What each rank holds of the data's index."""
+        return self.pieces * _INDEX_BYTES if self.pieces <= MAPPED_PIECES else 0
 
     def heaviest(self, sequences: int) -> Edges:
         """Edges of the row of so many sequences that costs most memory among the samples."""

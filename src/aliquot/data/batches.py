@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from aliquot.config.batch_size import BatchSize
@@ -41,7 +42,7 @@ class StepBatch:
     micro_batches: list[MicroBatch | None]  # equally long on every rank; None where this rank has nothing left
     predicted: int  # labels: what the mean of the loss is taken over
     tokens: int  # real tokens, padding not counted
-    attention_pairs: int  # (query, key) pairs of causal attention within documents: what attention costs
+    lengths: npt.NDArray[np.int32]  # of the documents, or pieces of them: what attention costs
     sequences: int
     epoch: float  # epochs done after this step
 
@@ -152,16 +153,16 @@ class Batches:
         stop = first + self.global_batch_size if self.stop is None else min(first + self.global_batch_size, self.stop)
         if first >= stop:
             raise IndexError(f"step {step} begins after the last sequence")
-        predicted = tokens = pairs = 0
+        predicted = tokens = 0
         for epoch, start, end in self._stretches(first, stop):
             predicted += int(self._epoch(epoch).predicted[start:end].sum())
             tokens += int(self._epoch(epoch).tokens[start:end].sum())
-            pairs += int(self._epoch(epoch).pairs[start:end].sum())
         layout = Layout(self.store, self.sequence_length, self.pad_id, self.packed, self.packs)
         own = layout.micro_batches(range(first, stop), self.micro_batch_size, rank, world_size, self._sequence)
         # What is dropped depends on what is trained on and nothing else: the same at any world size.
         micro_batches = [found and replace(found, seed=_seed(self.seed, start)) for start, found in own]
-        return StepBatch(micro_batches, predicted, tokens, pairs, stop - first, stop / self.packing.sequences)
+        lengths = np.concatenate([self._epoch(epoch).lengths(at) for epoch, at in map(self._place, range(first, stop))])
+        return StepBatch(micro_batches, predicted, tokens, lengths, stop - first, stop / self.packing.sequences)
 
     def _sequences_in(self, epochs: float) -> int:
         return max(1, math.ceil(epochs * self.packing.sequences - 1e-6))
@@ -175,8 +176,12 @@ class Batches:
             first += end - start
 
     def _sequence(self, index: int) -> Sequence:
-        epoch, within = divmod(index, self.packing.sequences)
+        epoch, within = self._place(index)
         return self._epoch(epoch).sequence(within)
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """Epoch of a sequence of the endless stream, and which it is there."""
+        return divmod(index, self.packing.sequences)
 
     def _epoch(self, epoch: int) -> Epoch:
         if epoch not in self._epochs:

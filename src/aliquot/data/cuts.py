@@ -4,10 +4,12 @@ Encoding takes about a hundred bytes of memory a token, so a document of hundred
 exact for two families of tokenizers; any other text is left whole.
 
 - byte-level BPE whose pre-tokenizer splits by one of the patterns below: in `x\\ny`, with x and y ASCII letters, the
-  newline is always a word of its own under each of them, and no word looks further than one character ahead.
+  newline is always a word of its own under each of them, and no word looks further than one character ahead. In `x y`,
+  with any letters, a word ends at x, and the next one begins with the space.
 - sentencepiece-style BPE with byte fallback whose vocabulary has no newline but the byte token: nothing merges across
   a newline. A piece begins with its newline, so the "▁" that is put in front of each encoded text stands alone there
-  and is dropped (`Cut.drop`).
+  and is dropped (`Cut.drop`). Where no token has a "▁" behind another character, nothing merges across `x y` either:
+  the next piece is without the space, and the "▁" that is put in front stands for it.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 PIECE_CHARACTERS = 1 << 20
+_LETTER = r"[^\W\d_]"
 
 _WORDS = (
     # Llama 3
@@ -32,10 +35,10 @@ _WORDS = (
 
 @dataclass(frozen=True)
 class Cut:
-    """A cut lies `offset` characters into a match of `pattern`; a later piece then has `drop` tokens too many."""
+    """A cut is a match of `pattern`, which is no part of any piece; a piece that begins with a newline then has `drop`
+    tokens too many."""
 
     pattern: re.Pattern[str]
-    offset: int
     drop: int
 
 
@@ -49,24 +52,30 @@ def cut_of(tokenizer: str) -> Cut | None:
         and not token["content"][-1:].isalpha()
         for token in spec["added_tokens"]
     )
+    spaces = not any(" " in token["content"] for token in spec["added_tokens"])
     if model.get("type") != "BPE" or model.get("dropout") or not plain:
         return None
     if _is_byte_level(splitter) and (normalizer is None or normalizer["type"] == "NFC"):
-        return Cut(re.compile(r"[A-Za-z]\n[A-Za-z]"), offset=2, drop=0)
+        return _cut(r"(?<=[A-Za-z]\n)(?=[A-Za-z])", rf"(?<={_LETTER})(?= {_LETTER})" if spaces else None, drop=0)
     if _is_sentencepiece(normalizer, splitter) and _has_barrier(model):
-        return Cut(re.compile(r"[A-Za-z]\n"), offset=1, drop=1)
+        spaces = spaces and not any("▁" in token.lstrip("▁") for token in model["vocab"])
+        return _cut(r"(?<=[A-Za-z])(?=\n)", rf"(?<={_LETTER}) (?={_LETTER})" if spaces else None, drop=1)
     return None
+
+
+def _cut(newline: str, space: str | None, drop: int) -> Cut:
+    return Cut(re.compile(newline if space is None else f"{newline}|{space}"), drop)
 
 
 def pieces(text: str, cut: Cut | None, characters: int = PIECE_CHARACTERS) -> Iterator[str]:
     """`text` in pieces of a little over so many `characters`, or whole where no cut is exact."""
     start = 0
     while cut is not None and len(text) - start > characters:
-        match = cut.pattern.search(text, start + characters)
+        match = cut.pattern.search(text, start + max(1, characters))
         if match is None:
             break
-        yield text[start : match.start() + cut.offset]
-        start = match.start() + cut.offset
+        yield text[start : match.start()]
+        start = match.end()
     yield text[start:] if start else text
 
 

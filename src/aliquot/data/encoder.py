@@ -33,7 +33,7 @@ class EncoderSpec:
     chat: bool
     prefix: tuple[int, ...]  # before each document
     suffix: tuple[int, ...]  # after it
-    drop: int  # tokens too many at the begin of a later piece of a document
+    drop: int  # tokens too many at the begin of a later piece of a document, where that is a newline
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,10 @@ class Encoder:
         else:
             rows = [self.tokenizer.encode(text, add_special_tokens=False) for text in batch.texts]
         for index, (first, last) in enumerate(zip(batch.first.tolist(), batch.last.tolist(), strict=True)):
-            row = rows[index] if first else rows[index][self.spec.drop :]
+            drop = 0 if first else self.spec.drop
+            if drop and not batch.texts[index].startswith("\n"):  # cut at a space: what was put in front is the space
+                drop, text_bytes = 0, text_bytes + 1
+            row = rows[index][drop:]
             if row:
                 rows[index] = (prefix if first else []) + row + (suffix if last else [])
         return _encoded(rows, [], text_bytes if self.spec.fast or prefix else None)

@@ -9,18 +9,23 @@ sequences, and the position of any step is found without looking at the epochs b
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from aliquot.config.workload import MAPPED_PIECES
+from aliquot.data.kept_arrays import Arrays, kept_arrays
 from aliquot.data.token_store import TokenStore
 from aliquot.errors import DataError
 
 Ints = npt.NDArray[np.int64]
 
 _DOCUMENTS_AT_ONCE = 1 << 16
+_KEPT_EPOCHS = 4  # of a packing, on disk: two runs with two epochs each
 
 
 @dataclass(frozen=True)
@@ -125,23 +130,18 @@ class Packing:
     slots: npt.NDArray[Any]  # [P], sequence after sequence
     edges: Ints  # [S + 1]; sequence s has slots[edges[s] : edges[s + 1]]
     tokens: Ints  # [S], real tokens
-    pairs: Ints  # [S], (query, key) pairs of causal attention within the pieces
+    kept_in: Path | None  # where its epochs are kept, too; None: in memory
 
     @classmethod
     def of(cls, store: TokenStore, sequence_length: int, packing: bool) -> Packing:
         """Raises UserError where no piece predicts anything. `packing` false: each piece is a sequence of its own."""
-        pieces = split(store, sequence_length)
-        if len(pieces.start) == 0:
-            raise DataError("no usable document: none has a token to learn from", store.path)
-        histogram = np.bincount(pieces.length, minlength=sequence_length + 1)
-        sequence = best_fit(histogram, sequence_length) if packing else np.arange(len(pieces.start))
-        slots = np.argsort(sequence, kind="stable").astype(_index_dtype(len(sequence)))
-        edges = np.concatenate([[0], np.cumsum(np.bincount(sequence))])
-        lengths = np.repeat(np.arange(sequence_length, -1, -1), histogram[::-1])  # of each slot
-        tokens, pairs = (
-            np.add.reduceat(of_slot[slots], edges[:-1]) for of_slot in (lengths, lengths * (lengths + 1) // 2)
-        )
-        return cls(pieces, slots, edges, tokens, pairs)
+        most = store.documents + int(store.offsets[-1]) // sequence_length
+        kept_in = store.path if most > MAPPED_PIECES else None
+        name = f"{'packed' if packing else 'apart'}-{sequence_length}"
+        found = _kept(kept_in, name, lambda: _packed(store, sequence_length, packing))
+        pieces = Pieces(found["start"], found["length"], found["predicted"])
+        within = None if kept_in is None else kept_in / name
+        return cls(pieces, found["slots"], found["edges"], found["tokens"], within)
 
     @property
     def sequences(self) -> int:
@@ -149,20 +149,53 @@ class Packing:
 
     def epoch(self, seed: int, epoch: int) -> Epoch:
         """The sequences of `epoch`, shuffled by (seed, epoch)."""
-        return self._fill(shuffled(len(self.slots), seed, 2 * epoch), shuffled(self.sequences, seed, 2 * epoch + 1))
+        return self._filled(
+            f"epoch-{seed}-{epoch}",
+            lambda: (shuffled(len(self.slots), seed, 2 * epoch), shuffled(self.sequences, seed, 2 * epoch + 1)),
+        )
 
     def in_order(self) -> Epoch:
         """The sequences without a shuffle."""
-        return self._fill(np.arange(len(self.slots)), np.arange(self.sequences))
+        return self._filled("in-order", lambda: (np.arange(len(self.slots)), np.arange(self.sequences)))
 
-    def _fill(self, order: Ints, sequences: Ints) -> Epoch:
+    def _filled(self, name: str, orders: Callable[[], tuple[Ints, Ints]]) -> Epoch:
+        """`orders`: of the pieces, and of the sequences."""
+        found = _kept(self.kept_in, name, lambda: self._fill(*orders()), most=("epoch-*", _KEPT_EPOCHS))
+        return Epoch(self, found["piece"], found["order"], found["predicted"], found["tokens"])
+
+    def _fill(self, order: Ints, sequences: Ints) -> Arrays:
         shortfall = self.pieces.length.max() - self.pieces.length[order]
         if shortfall.max() < 1 << 16:
             shortfall = shortfall.astype(np.uint16)  # for which a stable sort is a radix sort
         by_slot = order[np.argsort(shortfall, kind="stable")]
         piece = by_slot[self.slots].astype(_index_dtype(len(order)))
         predicted = np.add.reduceat(self.pieces.predicted[piece], self.edges[:-1], dtype=np.int64)
-        return Epoch(self, piece, sequences, predicted[sequences], self.tokens[sequences], self.pairs[sequences])
+        return {
+            "piece": piece,
+            "order": sequences,
+            "predicted": predicted[sequences],
+            "tokens": self.tokens[sequences],
+        }
+
+
+def _packed(store: TokenStore, sequence_length: int, packing: bool) -> Arrays:
+    """All arrays of a `Packing`. Raises UserError where no piece predicts anything."""
+    pieces = split(store, sequence_length)
+    if len(pieces.start) == 0:
+        raise DataError("no usable document: none has a token to learn from", store.path)
+    histogram = np.bincount(pieces.length, minlength=sequence_length + 1)
+    sequence = best_fit(histogram, sequence_length) if packing else np.arange(len(pieces.start))
+    slots = np.argsort(sequence, kind="stable").astype(_index_dtype(len(sequence)))
+    edges = np.concatenate([[0], np.cumsum(np.bincount(sequence))])
+    lengths = np.repeat(np.arange(sequence_length, -1, -1), histogram[::-1])  # of each slot
+    tokens = np.add.reduceat(lengths[slots], edges[:-1])
+    return {**vars(pieces), "slots": slots, "edges": edges, "tokens": tokens}
+
+
+def _kept(
+    directory: Path | None, name: str, build: Callable[[], Arrays], most: tuple[str, int] | None = None
+) -> Arrays:
+    return build() if directory is None else kept_arrays(directory / name, build, most)
 
 
 @dataclass(frozen=True)
@@ -174,14 +207,20 @@ class Epoch:
     order: Ints  # [S]: the i-th sequence of the epoch is packing's sequence order[i]
     predicted: Ints  # [S], labels of the i-th sequence
     tokens: Ints  # [S], real tokens of the i-th sequence
-    pairs: Ints  # [S], attention pairs of the i-th sequence
 
     def sequence(self, index: int) -> list[tuple[int, int]]:
         """(start, length) in the store of each piece of the `index`-th sequence."""
-        at = self.order[index]
-        piece = self.piece[self.packing.edges[at] : self.packing.edges[at + 1]]
-        pieces = self.packing.pieces
+        piece, pieces = self._piece(index), self.packing.pieces
         return list(zip(pieces.start[piece].tolist(), pieces.length[piece].tolist(), strict=True))
+
+    def lengths(self, index: int) -> npt.NDArray[np.int32]:
+        """Of the pieces of the `index`-th sequence."""
+        lengths: npt.NDArray[np.int32] = self.packing.pieces.length[self._piece(index)]
+        return lengths
+
+    def _piece(self, index: int) -> npt.NDArray[Any]:
+        at = self.order[index]
+        return self.piece[self.packing.edges[at] : self.packing.edges[at + 1]]
 
 
 def shuffled(count: int, seed: int, stream: int) -> Ints:

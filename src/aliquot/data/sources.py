@@ -9,14 +9,14 @@ import hashlib
 import os
 import sysconfig
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from aliquot.config.cache_root import cache_root
 from aliquot.config.schema import DataSection
-from aliquot.data.cache import digest_of_file
+from aliquot.data.digests import digests
 from aliquot.data.documents import (
     Document,
     Unit,
@@ -60,7 +60,7 @@ class Source(Protocol):
 def train_source(section: DataSection) -> Source:
     """Raises UserError where there is nothing to read, or `data.document` does not fit what is there."""
     if section.path is not None:
-        return FileSource.find(section.path, section.document, section.text_field, "data.path")
+        return FileSource.find(section, section.path, "data.path")
     return HubSource.load(section, section.split)
 
 
@@ -69,7 +69,7 @@ def eval_source(section: DataSection) -> Source | None:
     if section.eval_path is not None and section.eval_split is not None:
         raise ConfigError("give only one of data.eval_path and data.eval_split")
     if section.eval_path is not None:
-        return FileSource.find(section.eval_path, section.document, section.text_field, "data.eval_path")
+        return FileSource.find(section, section.eval_path, "data.eval_path")
     if section.eval_split is None:
         return None
     if section.dataset is None:
@@ -84,29 +84,35 @@ class FileSource:
     text_field: str
     label: str
     total_bytes: int
+    cache: Path  # where digests are kept
 
     @classmethod
-    def find(cls, path: str | list[str], unit: Unit | None, text_field: str, key: str) -> FileSource:
+    def find(cls, section: DataSection, path: str | list[str], key: str) -> FileSource:
+        """The files at `path`, which `key` of the section names."""
         entries = [path] if isinstance(path, str) else path
         files = list(dict.fromkeys(file for entry in entries for file in _find(entry, key)))
         if not files:
             raise ConfigError(f"{key} is an empty list")
         return cls(
             files=tuple(files),
-            units=tuple(_unit(file, unit) for file in files),
-            text_field=text_field,
+            units=tuple(_unit(file, section.document) for file in files),
+            text_field=section.text_field,
             label=f"{key} {', '.join(entries)}",
             total_bytes=sum(file.stat().st_size for file in files),
+            cache=cache_root(section.cache_directory),
         )
 
     @cached_property
     def digest(self) -> str:
         total = hashlib.sha256()
-        with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock
-            for file, unit, content in zip(self.files, self.units, pool.map(_content, self.files), strict=True):
-                reader = file.suffix if file.suffix in RECORDS else "text"
-                field = self.text_field if unit == "field" else ""
-                total.update(f"{reader}\0{unit}\0{field}\0{content}\0".encode())
+        try:
+            contents = digests(self.files, self.cache)
+        except OSError as error:
+            raise DataError(f"cannot be read ({error.strerror or error})", error.filename or self.label) from error
+        for file, unit, content in zip(self.files, self.units, contents, strict=True):
+            reader = file.suffix if file.suffix in RECORDS else "text"
+            field = self.text_field if unit == "field" else ""
+            total.update(f"{reader}\0{unit}\0{field}\0{content}\0".encode())
         return total.hexdigest()
 
     def documents(self) -> Iterator[Document]:
@@ -155,13 +161,6 @@ def _walk(root: Path, suffixes: set[str]) -> list[Path]:
         directories[:] = [name for name in directories if not name.startswith(".")]
         found += [Path(parent, name) for name in names if Path(name).suffix in suffixes and not name.startswith(".")]
     return sorted((file for file in found if file.is_file()), key=lambda file: file.relative_to(root).as_posix())
-
-
-def _content(file: Path) -> str:
-    try:
-        return digest_of_file(file)
-    except OSError as error:
-        raise DataError(f"cannot be read ({error.strerror or error})", file) from error
 
 
 def _is_utf8(file: Path) -> bool:

@@ -39,14 +39,16 @@ class StopSignal:
         self._tells = tells
         self._kept = kept
         self._deadline: threading.Timer | None = None
-        self._former = {number: signal.signal(number, self._receive) for number in _SIGNALS}
+        # Ctrl-C is not meant for what a shell has put into the background: it is ignored there, and stays so.
+        obeyed = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        self._former = {number: signal.signal(number, self._receive) for number in obeyed}
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         if self.saved:
             report_error(Terminated(number, "after the last step, which is saved: start again for the rest"))
             os._exit(128 + number)
         self.requested = number
-        for each in _SIGNALS:
+        for each in self._former:
             signal.signal(each, signal.SIG_DFL)
         self._deadline = threading.Timer(self._grace_s, _end, [self._grace_s, number])
         self._deadline.daemon = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -23,6 +24,9 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return named or max(alike, key=len, default=[])
 
 
+_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "attention", "hybrid")
+
+
 def matmul_parameters(model: PreTrainedModel) -> int:
     """Of experts, of which each token sees a few, as many as it sees."""
     config = model.config
@@ -37,10 +41,20 @@ def matmul_parameters(model: PreTrainedModel) -> int:
     return int(matrices if tied else matrices - embedding.weight.numel())
 
 
-def attention_width(config: PretrainedConfig) -> int:
-    """Layers x heads x head size: what one (query, key) pair costs in attention, in multiply-adds of each product."""
+def attention_widths(config: PretrainedConfig) -> dict[int | None, int]:
+    """Layers x heads x head size by the layers' window (None: all keys): what one (query, key) pair costs in attention,
+    in multiply-adds of each product. Layers without attention (state-space, linear) are not in it.
+    """
+    config = config.get_text_config(decoder=True)
     heads = int(getattr(config, "num_attention_heads", None) or 0)
     if not heads:
-        return 0
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return int(config.num_hidden_layers) * heads * int(head_dim)
+        return {}
+    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    window = getattr(config, "sliding_window", None)
+    everywhere = "full_attention" if window is None else "sliding_attention"
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    widths: Counter[int | None] = Counter()
+    for kind in kinds or [everywhere] * int(config.num_hidden_layers):
+        if kind in _ATTENTION:
+            widths[window if kind == "sliding_attention" else None] += heads * head_dim
+    return dict(widths)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from aliquot.config.plan import PhaseMemory
 from aliquot.config.schema import RunConfig
-from aliquot.config.workload import INDEX_BYTES
 from aliquot.engines.held_memory import Held
 from aliquot.plan.micro_batch_cost import MicroBatchCost
 from aliquot.ranges.piece_size import MEMORY_BYTES
@@ -27,7 +26,7 @@ def phases(
     config: RunConfig,
     held: Held,
     cost: MicroBatchCost,
-    pieces: int,
+    index_bytes: int,
     steps: int | None,
     building: list[tuple[str, dict[str, int]]],
 ) -> tuple[PhaseMemory, ...]:
@@ -39,7 +38,7 @@ def phases(
     start = PhaseMemory("process start", {"process": START_PRIVATE_BYTES}, {"process": START_SHARED_BYTES})
     states = {
         "process": PROCESS_PRIVATE_BYTES,
-        "data": pieces * INDEX_BYTES,
+        "data": index_bytes,
         "weights": held.weights,
         "gradients": held.gradients if held.gradients_from_start else 0,
         "moments": held.moments,

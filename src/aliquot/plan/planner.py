@@ -71,7 +71,7 @@ class Planner:
         took = step_time(engine, cost, held, moved, layout, micro_batches, rates)
         steps = _steps(config, workload, size.total)
         told = building(config, self.shape, layout) if engine == "deepspeed" else []
-        found = phases(config, held, cost, workload.pieces, steps, told)
+        found = phases(config, held, cost, workload.index_bytes, steps, told)
         limit = self.machine.memory_for(layout)
         hourly = self.machine.instance.usd_per_hour if self.machine.instance is not None else None
         return Plan(
