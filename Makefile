@@ -57,6 +57,7 @@ seed: $(DEVELOPED)
 # Tables on the console, JSON beside: two hours or three, 20 GB of disk. Peers that are not installed get a row saying so.
 # What frugal states do to the loss needs a small model and a text: make bench MODEL=DIRECTORY TEXT=FILE
 bench: $(DEVELOPED)
+	$(BIN)/python benchmarks/prepare.py --json benchmarks/prepare.json
 	$(BIN)/python benchmarks/load.py --json benchmarks/load.json
 	$(BIN)/python benchmarks/checkpoint.py --json benchmarks/checkpoint.json
 	$(BIN)/python benchmarks/parts.py --json benchmarks/parts.json
