@@ -120,7 +120,7 @@ def measured(case: Case, scratch: Path, steps: int) -> Row:
     if ran.returncode != 0:
         return {"case": case.name, "held_out": case.held_out, "failed": ran.stderr.strip().splitlines()[-1]}
     ledger = json.loads((directory / "ledger.json").read_text())
-    plan, found = ledger["plan"], [row["peak_rss_bytes"] for row in ledger["rows"]]
+    plan, found = ledger["plan"], [row["peak_bytes"] for row in ledger["rows"]]
     planned = max(plan["peak_bytes"].values())
     speeds = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     tokens_per_s = statistics.median(line["tokens_per_s"] for line in speeds[1:] if "tokens_per_s" in line)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from aliquot.beginning import doubts
 from aliquot.checkpoint.resume import changes, check_continuity, resume
 from aliquot.config.batch_size import BatchSize, batch_size
 from aliquot.config.schema import RunConfig
-from aliquot.data.batches import Batches
+from aliquot.data.batches import Batches, EvalBatches
 from aliquot.data.prepare import Prepared, prepare_together
 from aliquot.engines.base import Engine, EngineSpec
 from aliquot.engines.connections import group_lines
@@ -58,6 +58,7 @@ class Inputs:
     tokenizer: Any  # of transformers
     size: BatchSize
     batches: Batches
+    held_out: EvalBatches | None  # None: there is nothing to evaluate on
     total_steps: int
 
 
@@ -102,7 +103,8 @@ def read_inputs(run: Attempt) -> Inputs:
     found = Traits(**on_first(ranks, lambda: vars(traits(source.config, config.data.sequence_length))))
     batches = Batches.of(data, config.data, config.run.seed, size, epochs, found.packs)
     total_steps = config.train.max_steps or batches.steps_in(config.train.num_train_epochs)
-    return Inputs(source, found, data, tokenizer, size, batches, total_steps)
+    held_out = EvalBatches.of(data, config.data, size, found.packs)
+    return Inputs(source, found, data, tokenizer, size, batches, held_out, total_steps)
 
 
 def check_inputs(run: Attempt, inputs: Inputs) -> None:
@@ -125,7 +127,9 @@ def foresee(run: Attempt, inputs: Inputs, force: bool) -> dict[str, Any]:
     run.about["ceiling_flops_per_s"] = ceiling(run.ranks, run.config.train.precision)  # and all that plans go by
 
     def plan() -> dict[str, Any]:
-        workload, vocabulary = inputs.batches.workload(), inputs.source.config.vocab_size
+        evaluated = None if inputs.held_out is None else inputs.held_out.epoch.packing.sequences
+        workload = replace(inputs.batches.workload(), eval_sequences=evaluated)
+        vocabulary = inputs.source.config.vocab_size
         topology, cores = run.ranks.topology, run.ranks.allowed_cores
         return plan_before(run.config, topology, cores, workload, vocabulary, force, run.display.warning)
 

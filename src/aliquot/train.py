@@ -17,7 +17,7 @@ from aliquot import preparation
 from aliquot.checkpoint.background_saver import Saver
 from aliquot.checkpoint.directories import complete_directories, newest
 from aliquot.config.schema import RunConfig
-from aliquot.data.batches import EvalBatches, StepBatch
+from aliquot.data.batches import StepBatch
 from aliquot.data.batches_ahead import BatchesAhead
 from aliquot.errors import DivergedError
 from aliquot.evaluate import evaluate
@@ -223,11 +223,14 @@ class Training:
 
     def _evaluate(self) -> int:
         """The signal for which it was given up, or 0."""
-        run, inputs = self._run, self._inputs
-        batches = EvalBatches.of(inputs.data, run.config.data, inputs.size, inputs.batches.packs)
-        if batches is None:
+        if self._inputs.held_out is None:
             return 0
-        found = evaluate(self._engine, batches, run.ranks, self._watchdog.beat, self._stopped)
+
+        def progress(done: int, total: int) -> None:
+            self._watchdog.beat()
+            self._record.evaluating(done, total)
+
+        found = evaluate(self._engine, self._inputs.held_out, self._run.ranks, progress, self._stopped)
         if found is None:
             return self._stopped()
         self._perplexity = self._record.evaluated(*found)

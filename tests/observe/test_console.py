@@ -52,11 +52,24 @@ def test_plain_lines(kind: Literal["auto", "live", "plain"]) -> None:
         "reading: 75 %",
         "reading: 100 %",
         "step 3/10  loss 2.5000  lr 3.00e-04  grad norm 1.000  12,346 tokens/s  1.2 TFLOP/s  MFU 45 %"
-        "  memory 1.00 GiB | 2.00 GiB  ETA 1 min 05 s",
+        "  memory 1.00 GiB | 2.00 GiB a rank  ETA 1 min 05 s",
         "half way",
         "step 4/10",
     ]
     assert err == "warning: careful\n"
+
+
+def test_a_long_evaluation_says_how_far_it_is_and_a_short_one_nothing() -> None:
+    out = Console(file=io.StringIO(), width=200)
+    display = Display("plain", console=out)
+    for done in range(5):
+        display.evaluating(done, 4, seconds=done)
+    assert out.file.getvalue() == ""  # type: ignore[attr-defined]
+    for done in range(5):
+        display.evaluating(done, 4, seconds=done * 15.0)
+    told = out.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert told == ["evaluating: 2 of 4 micro-batches, ETA 30 s", "evaluating: 3 of 4 micro-batches, ETA 15 s",
+                    "evaluating: 4 of 4 micro-batches, ETA 0 s"]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["auto", "live"])

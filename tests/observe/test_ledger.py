@@ -34,8 +34,8 @@ def test_peak_belongs_to_the_phase_in_which_it_was() -> None:
     ledger.mark("model built", {})
     ledger.mark("weights loaded", {})
     start, built, loaded = ledger.rows()
-    assert built["peak_rss_bytes"] > start["rss_bytes"] + 100 * MIB
-    assert loaded["peak_rss_bytes"] < built["peak_rss_bytes"] - 50 * MIB
+    assert built["peak_bytes"] > start["pss_bytes"] + 100 * MIB
+    assert loaded["peak_bytes"] < built["peak_bytes"] - 50 * MIB
 
 
 def test_first_mark_stays_and_the_steady_peak_is_that_of_all_steps() -> None:
@@ -44,11 +44,11 @@ def test_first_mark_stays_and_the_steady_peak_is_that_of_all_steps() -> None:
     ledger.mark("first step", {"weights": 2})
     occupy(128 * MIB)
     ledger.mark("steady peak", {"weights": 3})
-    high = ledger.rows()[1]["peak_rss_bytes"]
+    high = ledger.rows()[1]["peak_bytes"]
     ledger.mark("steady peak", {"weights": 4})
     first, steady = ledger.rows()
     assert first["accounted_bytes"] == {"weights": 1} and steady["accounted_bytes"] == {"weights": 4}
-    assert steady["peak_rss_bytes"] >= high
+    assert steady["peak_bytes"] >= high - MIB  # what is shared with others may have been divided anew
     assert first["rank"] == 1
 
 

@@ -31,7 +31,7 @@ def do_step(meter: Meter, clock: Clock, seconds: float, tokens: int, pause: floa
 def test_warm_up_and_pauses_are_not_counted() -> None:
     clock = Clock()
     meter = Meter(ceiling_flops_per_s=2000.0, window_steps=2, clock=clock)
-    assert meter.eta_s(5) is None and math.isnan(meter.recent().tokens_per_s)
+    assert meter.steps_s(5) is None and math.isnan(meter.recent().tokens_per_s)
     do_step(meter, clock, 100.0, 100)
     assert meter.recent().tokens_per_s == meter.overall().tokens_per_s == 1.0
     for seconds in (1.0, 2.0, 2.0):
@@ -40,7 +40,7 @@ def test_warm_up_and_pauses_are_not_counted() -> None:
     assert meter.recent().tokens_per_s == pytest.approx(200 / 4)
     assert meter.recent().flops_per_s == pytest.approx(500)
     assert meter.recent().mfu == pytest.approx(0.25)
-    assert meter.eta_s(5) == pytest.approx(10.0)
+    assert meter.steps_s(5) == pytest.approx(10.0)
 
 
 def test_without_a_ceiling_there_is_no_mfu() -> None:

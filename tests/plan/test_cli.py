@@ -103,7 +103,7 @@ def test_memory_is_foreseen(tmp_path: Path, engine: str) -> None:
     changes += ["train.precision=bf16", "train.max_steps=3", "train.global_batch_size=4"]
     trained(file, *changes, cold=True)  # a warm process holds what the server has imported
     ledger = json.loads((tmp_path / "run" / "ledger.json").read_text())
-    measured = max(row["peak_rss_bytes"] for row in ledger["rows"])
+    measured = max(row["peak_bytes"] for row in ledger["rows"])
     assert max(ledger["plan"]["peak_bytes"].values()) == pytest.approx(measured, rel=0.08)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -23,7 +24,7 @@ from aliquot.plan.memory_picture import svg
 from aliquot.plan.planned_machine import Machine
 from aliquot.plan.planned_model import PlannedModel
 from aliquot.plan.planner import Planner, plan
-from aliquot.plan.report import summary
+from aliquot.plan.report import COLUMNS, summary
 from aliquot.plan.search import best, remedies
 from aliquot.plan.traffic import traffic
 from tests.plan.shapes import LLAMA, QWEN3, planned_config
@@ -46,6 +47,8 @@ def test_phases_are_those_of_the_ledger(engine: str) -> None:
         assert min([*private.values(), *shared.values()]) >= 0
         assert phase.per_rank(2) == sum(private.values()) + math.ceil(sum(shared.values()) / 2)
     assert made.peak_bytes_per_rank == max(phase.per_rank(2) for phase in made.phases)
+    columns = {name for names in COLUMNS.values() for name in names}
+    assert all(set(phase.private_bytes) <= columns for phase in made.phases), "the table leaves something out"
 
 
 @pytest.mark.parametrize("engine", ["host", pytest.param("fsdp", marks=pytest.mark.long)])
@@ -90,6 +93,38 @@ def test_wire_of_fsdp_grows_with_micro_batches_and_splits_by_hosts() -> None:
     assert four.wire_bytes == 4 * one.wire_bytes
     assert four.wire_bytes == four.local_bytes  # of the four edges of the ring two lead to the other host
     assert traffic(config, "fsdp", shape, RankLayout(1, 2, 1, "cpu"), 4).wire_bytes == 0
+
+
+def test_gpus_of_a_host_pass_on_through_nvlink_while_they_compute() -> None:
+    """Eight H100 on a host: priced as sockets, or without overlap, a person would buy CPUs instead."""
+    train = {"per_device_train_batch_size": 8, "global_batch_size": 64}
+    model = LLAMA | {"hidden_size": 1024, "intermediate_size": 4096}
+    config = planned_config(model, train=train, launch={"device": "cuda"})
+    nvlink, pcie = (plan(config, Machine.of_instance(name), 1, 8) for name in ("p5.48xlarge", "g6e.48xlarge"))
+    assert "NVLink at 338 GB/s" in nvlink.rates and "PCIe at 20 GB/s" in pcie.rates
+    assert pcie.bottleneck.startswith("network-bound") and pcie.step_s > 2 * nvlink.step_s
+
+
+def test_a_run_that_waits_for_the_wire_is_told_what_helps() -> None:
+    made = plan(planned_config(LLAMA, train={"global_batch_size": 4}), Machine.of_numbers(64, 16, 0.1), 2, 2)
+    found = re.fullmatch(
+        r"network-bound [\d.]+x: a global batch of (\d+) sequences would be ([\d.]+)x", made.bottleneck
+    )
+    assert found, made.bottleneck
+    larger = planned_config(LLAMA, train={"global_batch_size": int(found[1])})
+    gained = plan(larger, Machine.of_numbers(64, 16, 0.1), 2, 2).tokens_per_s / made.tokens_per_s
+    assert gained == pytest.approx(float(found[2]), rel=0.06)
+
+
+def test_evaluations_saves_and_export_are_in_the_time() -> None:
+    config = planned_config(LLAMA, train={"max_steps": 25, "eval_steps": 10}, checkpoint={"every": 5, "async": False})
+    workload = replace(Workload.assumed(config), eval_sequences=64)
+    made = plan(config, SERVER, 1, 2, workload)
+    assert (made.evaluations, made.saves) == (3, 5)
+    assert made.evaluation_s > 0 and made.save_s > made.export_s > 0
+    beside_s = 3 * made.evaluation_s + 5 * made.save_s + made.export_s
+    assert made.total_s == pytest.approx(25 * made.step_s + beside_s)
+    assert plan(config, SERVER, 1, 2).evaluations == 0  # nothing is known of the held-out data
 
 
 @pytest.mark.long

@@ -42,10 +42,15 @@ class Plan:
     steps: int  # 0: not known before the data are read
     tokens_per_step: float  # real ones
     step_s: float
-    bottleneck: str  # e.g. "compute-bound", "network-bound 4.1x"
+    bottleneck: str  # e.g. "compute-bound", "network-bound 4.1x", with what would help
     rates: str  # where the machine's rates come from: measured here on a date, or the catalogue's
     usd_per_hour: float | None  # of all nodes, on demand
     off_by: float = 1.0  # factor by which the time of a step may be wrong, either way; 1: rates were measured
+    evaluations: int = 0  # those that are known of
+    evaluation_s: float = 0.0  # of one
+    saves: int = 0  # for which training waits
+    save_s: float = 0.0  # of one, and like `export_s` at an assumed rate of disks
+    export_s: float = 0.0
 
     @property
     def peak(self) -> PhaseMemory:
@@ -78,7 +83,14 @@ class Plan:
 
     @property
     def total_s(self) -> float:
-        return self.steps * self.step_s
+        """Preparing the data and the first step's compilation are not in it."""
+        return self.steps * self.step_s + self.beside_steps_s
+
+    @property
+    def beside_steps_s(self) -> float:
+        if not self.steps:
+            return 0.0
+        return self.evaluations * self.evaluation_s + self.saves * self.save_s + self.export_s
 
     @property
     def cost_usd(self) -> float | None:
@@ -89,5 +101,14 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """Every field, and what follows from them, under the names that `aliquot plan --json` prints."""
-        derived = ("peak_bytes_per_rank", "limit_bytes", "fits", "tokens_per_s", "speed", "total_s", "cost_usd")
+        derived = (
+            "peak_bytes_per_rank",
+            "limit_bytes",
+            "fits",
+            "tokens_per_s",
+            "speed",
+            "total_s",
+            "beside_steps_s",
+            "cost_usd",
+        )
         return {**asdict(self), **{name: getattr(self, name) for name in derived}, "peak_phase": self.peak.name}

@@ -23,6 +23,7 @@ class Workload:
     sequences: int | None  # of one epoch; None: not known before the data are read
     pieces: int  # of documents, of which the data's index is made; 0: not known
     source: str  # where this comes from, for the reader
+    eval_sequences: int | None = None  # of one evaluation; None: there is none, or it is not known before the data are
 
     @classmethod
     def assumed(cls, config: RunConfig, document_tokens: int | None = None) -> Self:

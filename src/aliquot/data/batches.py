@@ -228,6 +228,10 @@ class EvalBatches:
             packs=packs,
         )
 
+    def count(self, world_size: int) -> int:
+        """Micro-batches of each rank."""
+        return -(-self.epoch.packing.sequences // (world_size * self.micro_batch_size))
+
     def micro_batches(self, rank: int, world_size: int) -> Iterator[MicroBatch | None]:
         """This rank's share; equally many on every rank, None where it has nothing left."""
         layout = Layout(self.store, self.sequence_length, self.pad_id, self.packed, self.packs)

@@ -39,6 +39,12 @@ def peak_rss(process: Path = _SELF) -> int:
     return _kib_fields(process / "status")["VmHWM"]
 
 
+def peak_pss(now: MemoryUse, process: Path = _SELF) -> int:
+    """The peak of PSS since the last `reset_peak_rss`. The kernel keeps that of RSS only, which counts shared pages in
+    full; what that is too much is taken as it is `now`."""
+    return max(now.pss_bytes, peak_rss(process) - (now.rss_bytes - now.pss_bytes))
+
+
 def reset_peak_rss(process: Path = _SELF) -> bool:
     """Let the peak start again from what is resident now. False where the kernel does not permit it."""
     try:

@@ -13,6 +13,7 @@ from aliquot.observe.live_view import LiveView
 from aliquot.observe.readable import duration, gib, rate
 
 _WORTH_BYTES = 10_000_000  # less traffic is not shown
+_EVALUATING_EVERY_S = 20.0
 _FILE_COLUMNS = 200  # of a table; without them rich takes the 80 of a terminal and cuts words
 
 
@@ -99,6 +100,19 @@ class Display:
             self._shown[description] = quarter
             self.line(f"{description}: {25 * quarter} %")
 
+    def evaluating(self, done: int, total: int, seconds: float) -> None:
+        """So many micro-batches of an evaluation, for so long; plain output says so of long ones, once in a while."""
+        left_s = seconds / done * (total - done) if done else None
+        if self._is_live:
+            self._bar("evaluating", done, total, left_s)
+            if done >= total:
+                self._bars.remove_task(self._tasks.pop("evaluating"))
+            return
+        turn = int(seconds // _EVALUATING_EVERY_S)
+        if turn > self._shown.get("evaluating", 0) and left_s is not None:
+            self.line(f"evaluating: {done} of {total} micro-batches, ETA {duration(left_s)}")
+        self._shown["evaluating"] = turn
+
     def finish(self) -> None:
         if self._live is not None:
             self._live.stop()
@@ -123,7 +137,7 @@ def _readings(metrics: Mapping[str, Any]) -> list[str]:
         "tokens_per_s": lambda value: f"{value:,.0f} tokens/s",
         "flops_per_s": lambda value: rate(value, "FLOP/s"),
         "mfu": lambda value: f"MFU {100 * value:.0f} %",
-        "memory_bytes": lambda value: f"memory {' | '.join(gib(size) for size in value)}",
+        "memory_bytes": lambda value: f"memory {' | '.join(gib(size) for size in value)} a rank",
         "staged_bytes": lambda value: f"shared memory {value / 1e9:.2f} GB" if value >= _WORTH_BYTES else None,
         "interface_bytes": _interfaces,
         "eta_s": lambda value: f"ETA {duration(value)}",

@@ -1,4 +1,8 @@
-"""The memory ledger: what each rank held at the end of each phase of a run, measured, beside what we account for."""
+"""The memory ledger: what each rank held at the end of each phase of a run, measured, beside what we account for.
+
+The memory of a rank is, here and wherever a run or a plan states it, what it has alone and its share of what it has in
+common with others (PSS). All ranks of a host together have as much as the host has lost to them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from rich.table import Table
 
 from aliquot.errors import writing
 from aliquot.launch.ranks import Ranks
-from aliquot.machine.memory import memory_use, peak_rss, reset_peak_rss
+from aliquot.machine.memory import memory_use, peak_pss, reset_peak_rss
 from aliquot.textfile import publish_text
 
 STEADY_PEAK = "steady peak"
@@ -57,11 +61,12 @@ class Ledger:
             raise ValueError(f"{phase!r} is not a phase of the ledger")
         if phase in self._rows and phase != STEADY_PEAK:
             return False
+        now = memory_use()
         self._rows[phase] = {
             "rank": self._rank,
             "phase": phase,
-            **asdict(memory_use()),
-            "peak_rss_bytes": peak_rss(),
+            **asdict(now),
+            "peak_bytes": peak_pss(now),
             "accounted_bytes": dict(accounted() if callable(accounted) else accounted),
         }
         if phase != STEADY_PEAK:
@@ -82,14 +87,19 @@ class Ledger:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """A line a phase, each number the largest over the ranks; the peak is that of RSS, private and shared.
+    """A line a phase, each number the largest over the ranks; `shared` is the share of a rank.
 
-    The plan is of that peak, and its error is signed: positive where less was needed than planned.
+    The plan is of the peak, and its error is signed: positive where less was needed than planned.
     """
     found = (category for row in rows for category, size in row["accounted_bytes"].items() if size)
     categories = list(dict.fromkeys(found))
     # No frame: with one, a terminal of 80 columns cuts the words.
-    result = Table(title="memory in MiB, the largest over the ranks", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    result = Table(
+        title="MiB of a rank: its own and its share of what is shared; the largest",
+        box=None,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
     result.add_column("phase", no_wrap=True)
     for column in ("plan", "peak", "err. %", "private", "shared", *categories):
         result.add_column(_SHORT.get(column, column), justify="right", overflow="fold")
@@ -97,8 +107,9 @@ def table(rows: Sequence[Row]) -> Table:
         of_phase = [row for row in rows if row["phase"] == phase]
         if not of_phase:
             continue
-        measured = [max(row[f"{name}_bytes"] for row in of_phase) for name in ("private", "shared")]
-        peak, planned = max(row["peak_rss_bytes"] for row in of_phase), of_phase[0].get("planned_bytes")
+        measured = [max(row["private_bytes"] for row in of_phase)]
+        measured.append(max(row["pss_bytes"] - row["private_bytes"] for row in of_phase))
+        peak, planned = max(row["peak_bytes"] for row in of_phase), of_phase[0].get("planned_bytes")
         foreseen = ("", f"{peak / 2**20:,.0f}", "")
         if planned:
             foreseen = (f"{planned / 2**20:,.0f}", foreseen[1], f"{100 * (planned / peak - 1):+.1f}")

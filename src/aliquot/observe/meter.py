@@ -1,4 +1,4 @@
-"""How fast training is: real tokens per second, model FLOP/s, MFU and the time that is left."""
+"""How fast training is: real tokens per second, model FLOP/s, MFU and the time that the steps left take."""
 
 from __future__ import annotations
 
@@ -75,15 +75,15 @@ class Meter:
         """Over all steps after the warm-up."""
         return self._speed(self._total)
 
-    def eta_s(self, steps_left: int) -> float | None:
+    def steps_s(self, steps_left: int) -> float | None:
         """Seconds that so many more steps take at the recent pace."""
         if not self._window:
             return None
         return steps_left * sum(seconds for seconds, _, _ in self._window) / len(self._window)
 
-    def readings(self, steps_left: int) -> dict[str, Any]:
+    def readings(self) -> dict[str, Any]:
         """The recent pace as metrics, and what has gone through this machine's network interfaces since the start."""
-        return {**asdict(self.recent()), "eta_s": self.eta_s(steps_left), **self._traffic.readings()}
+        return {**asdict(self.recent()), **self._traffic.readings()}
 
     def _speed(self, total: Step) -> Speed:
         seconds, tokens, flops = total

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
 from types import TracebackType
@@ -22,6 +24,7 @@ from aliquot.observe.meter import Meter
 from aliquot.observe.metrics import Curve
 from aliquot.observe.profile import Profile
 from aliquot.observe.prometheus import Exporter
+from aliquot.observe.remaining import Remaining
 from aliquot.observe.report.page import write_report
 from aliquot.observe.run_directory import RunDirectory
 from aliquot.observe.slow_ranks import SlowRanks
@@ -69,6 +72,8 @@ class Recorder:
         self._said_full = False
         self._measure_ceiling = measure_ceiling
         self._measurements_left = _MOST_MEASUREMENTS
+        self._remaining = Remaining(config, total_steps, about["plan"])
+        self._evaluation_began = 0.0
 
     def __enter__(self) -> Self:
         directory, first = self._directory, self._ranks.rank == 0
@@ -99,13 +104,14 @@ class Recorder:
 
     def _ended(self, error: BaseException | None) -> None:
         """The last event."""
+        speed = asdict(self.meter.overall()) if self._done > self._before else {}
         if error is None:
-            self._events.write("end", self._done)
+            self._events.write("end", self._done, **speed)
         elif isinstance(error, Terminated):
-            self._events.write("stopped", self._done, text=str(error))
+            self._events.write("stopped", self._done, text=str(error), **speed)
         else:
             text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-            self._events.write("failed", self._done, text=text)
+            self._events.write("failed", self._done, text=text, **speed)
 
     def begin(self) -> None:
         self._profile.step()
@@ -142,7 +148,7 @@ class Recorder:
             names = ", ".join(f"rank {rank} ({ratio:.1f} x the median)" for rank, ratio in found.items())
             self.warn(f"slow for {self._slow.window_steps} steps, the others wait: {names}", "slow_ranks")
         self._slow_ranks = found
-        self._display.tick(self._done, self._total, self.meter.eta_s(self._total - self._done), saving, list(found))
+        self._display.tick(self._done, self._total, self._eta_s(), saving, list(found))
 
     def due(self, step: int) -> bool:
         return step % self._config.train.logging_steps == 0 or step in (self._before + 1, self._total)
@@ -155,7 +161,7 @@ class Recorder:
         steps = self._done - step
         own = {part: (now[part] - before[part]) / steps for part in PARTS}
         beaten = self.meter.beats_ceiling
-        told = self._ranks.gather({"parts": own, "memory": memory_use().private_bytes, "beaten": beaten})
+        told = self._ranks.gather({"parts": own, "memory": memory_use().pss_bytes, "beaten": beaten})
         if told[0]["beaten"] and self._measurements_left:
             self._measurements_left -= 1  # the machine was busy when it was measured, and is not any more
             self.meter.raise_ceiling(self._measure_ceiling())
@@ -168,7 +174,8 @@ class Recorder:
             "step": self._done,
             "engine": self._about["engine"],
             **metrics,
-            **self.meter.readings(steps_left=self._total - self._done),
+            **self.meter.readings(),
+            "eta_s": self._eta_s(),
             **parts,
             "own_work_s": [sum(rank["parts"][part] for part in OWN_WORK) for rank in told],
             "memory_bytes": [rank["memory"] for rank in told],
@@ -177,8 +184,19 @@ class Recorder:
             self._curve.write(line)
         self._display.step(line, self._total)
 
+    def _eta_s(self) -> float | None:
+        steps_s = self.meter.steps_s(self._total - self._done)
+        return None if steps_s is None else steps_s + self._remaining.seconds(self._done)
+
+    def evaluating(self, done: int, of: int) -> None:
+        """So many micro-batches of an evaluation are done."""
+        if done == 0:
+            self._evaluation_began = time.perf_counter()
+        self._display.evaluating(done, of, time.perf_counter() - self._evaluation_began)
+
     def evaluated(self, loss: float, perplexity: float, bits_per_byte: float | None) -> float:
         """Record an evaluation after the steps done so far; returns the perplexity."""
+        self._remaining.evaluation_s = time.perf_counter() - self._evaluation_began
         with self._unless_full():
             found = {"step": self._done, "eval_loss": loss, "eval_perplexity": perplexity}
             self._curve.write(found if bits_per_byte is None else {**found, "eval_bits_per_byte": bits_per_byte})
@@ -191,6 +209,7 @@ class Recorder:
         """A checkpoint is complete, after so many seconds, of which training stood still for `stall_s`."""
         with self._unless_full():
             self._events.write("checkpoint", step, seconds=seconds, stall_s=stall_s)
+        self._remaining.saved(seconds, stall_s)
         self._display.saved(step, seconds, stall_s)
 
     def warn(self, text: str, event: str = "warning") -> None:

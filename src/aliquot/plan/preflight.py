@@ -27,7 +27,7 @@ def plan_before(
     force: bool,
     warn: Callable[[str], None],
 ) -> dict[str, Any]:
-    """The plan as JSON, and in `peak_bytes` what a rank will hold at most in each phase, with all that its host shares.
+    """The plan as JSON, and in `peak_bytes` what a rank will hold at most in each phase.
 
     Raises UserError where they are too many even if the plan is as far off as plans have been, unless `force`; warns
     where that is not sure. A plan that cannot be made keeps no run from starting: it warns, and returns nothing.
@@ -50,5 +50,5 @@ def plan_before(
         raise DoesNotFitError(f"this run would not fit: {found}. {advice} (--force starts it all the same)")
     if found:
         warn(f"this run may not fit: {found}")
-    peaks = {p.name: sum(p.private_bytes.values()) + sum(p.shared_bytes.values()) for p in plan.phases}
+    peaks = {phase.name: phase.per_rank(plan.ranks_per_node) for phase in plan.phases}
     return plan.as_json() | {"peak_bytes": peaks}

@@ -75,21 +75,23 @@ _CALL_S = 6e-6  # an operation with autograd around it, whatever its size
 _SOCKET_BYTES_PER_S = 1.5e9  # loopback TCP through gloo, a rank
 _NETWORK_REACHED = 0.8  # of the nominal rate, by gloo
 
-# Dense bf16 FLOP/s and memory bytes/s, from NVIDIA's data sheets; T4 and V100 have no bf16: fp16.
-_GPUS = {
-    "t4": (65e12, 320e9),
-    "v100": (125e12, 900e9),
-    "a10g": (70e12, 600e9),
-    "l4": (121e12, 300e9),
-    "l40s": (362e12, 864e9),
-    "a100": (312e12, 2039e9),
-    "h100": (989e12, 3350e9),
-    "h200": (989e12, 4800e9),
-    "b200": (2250e12, 8000e9),
+# Dense bf16 FLOP/s, memory bytes/s, and NVLink bytes/s in one direction (None: PCIe), from NVIDIA's data sheets; T4 and
+# V100 have no bf16: fp16.
+_GPUS: dict[str, tuple[float, float, float | None]] = {
+    "t4": (65e12, 320e9, None),
+    "v100": (125e12, 900e9, 150e9),
+    "a10g": (70e12, 600e9, None),
+    "l4": (121e12, 300e9, None),
+    "l40s": (362e12, 864e9, None),
+    "a100": (312e12, 2039e9, 300e9),
+    "h100": (989e12, 3350e9, 450e9),
+    "h200": (989e12, 4800e9, 450e9),
+    "b200": (2250e12, 8000e9, 900e9),
 }
 _GPU_REACHED = 0.45
 _OFF_BY = 2.5  # on machines that were measured afterwards, estimates were up to 2.4 times too slow
-_GPU_LINK_BYTES_PER_S = 20e9  # among the GPUs of a host without NVLink: PCIe 4
+_PCIE_BYTES_PER_S = 20e9  # among the GPUs of a host without NVLink: PCIe 4
+_NVLINK_REACHED = 0.75  # by NCCL's rings, of one direction
 
 
 @dataclass(frozen=True)
@@ -132,11 +134,14 @@ def estimated(machine: Machine, layout: RankLayout) -> Estimated:
     assumed = "" if machine.network_bytes_per_s else ", 10 Gbit/s between hosts assumed"
     if layout.device == "cuda":
         name = next((name for name in sorted(_GPUS, key=len, reverse=True) if name in _plain(machine.gpu_name)), "l4")
-        flops, memory = _GPUS[name]
-        said = f"estimate: {_GPU_REACHED:.0%} of {flops / 1e12:.0f} TFLOP/s ({name.upper()}'s data sheet){assumed}"
-        return Estimated(
-            said, flops * _GPU_REACHED, flops / 8, memory * 0.7, network, _GPU_LINK_BYTES_PER_S, _CALL_S / 2
-        )
+        flops, memory, nvlink = _GPUS[name]
+        if "pcie" in _plain(machine.gpu_name):
+            nvlink = None
+        link = _PCIE_BYTES_PER_S if nvlink is None else nvlink * _NVLINK_REACHED
+        linked = f", {'PCIe' if nvlink is None else 'NVLink'} at {link / 1e9:.0f} GB/s" if machine.gpus > 1 else ""
+        sheet = f"{_GPU_REACHED:.0%} of {flops / 1e12:.0f} TFLOP/s ({name.upper()}'s data sheet)"
+        said = f"estimate: {sheet}{linked}{assumed}"
+        return Estimated(said, flops * _GPU_REACHED, flops / 8, memory * 0.7, network, link, _CALL_S / 2)
     isa = next((name for name in _FLOP_PER_CYCLE if name in machine.isa), "avx2")
     clock = machine.clock_hz or _CLOCK_HZ
     threads = min(layout.threads_per_rank, machine.cores / layout.ranks_per_node)  # more share cores

@@ -15,17 +15,15 @@ from aliquot.plan.search import Candidate
 # EC2's spot price changes by the hour; over the last years it has been 30 to 50 % of on demand for these families.
 SPOT_FACTOR = 0.4
 
-# The table fits 80 columns.
-_SHORT = {
-    "process": "proc.",
-    "weights": "weig.",
-    "gradients": "grad.",
-    "moments": "mom.",
-    "gathered": "gath.",
-    "activations": "activ.",
-    "buffers": "buff.",
-    "allocator": "alloc.",
-    "snapshot": "snap.",
+# Columns of the table, which fits 80 of a terminal, and what they add up; --json tells each.
+COLUMNS = {
+    "proc.": ("process",),
+    "weig.": ("weights",),
+    "grad.": ("gradients",),
+    "mom.": ("moments",),
+    "gath.": ("gathered",),
+    "activ.": ("activations", "loss"),
+    "rest": ("data", "buffers", "snapshot", "allocator"),
 }
 
 
@@ -37,8 +35,9 @@ def summary(plan: Plan, problems: Sequence[str], machine: str, assumed: str) -> 
         f"between hosts   {_size(plan.wire_bytes_per_step)} a step; on a host through sockets"
         f" {_size(plan.local_bytes_per_step)}",
         f"disk            {_size(plan.disk_read_bytes)} read at start, {_size(plan.checkpoint_bytes)} a checkpoint",
-        f"step            {_seconds(plan.step_s)}, {plan.bottleneck}; {plan.speed} ({assumed})",
-        _whole(plan),
+        f"step            {_seconds(plan.step_s)}, {plan.bottleneck}",
+        f"speed           {plan.speed} ({assumed})",
+        *_whole(plan),
         f"rates           {plan.rates}",
     ]
     if problems:  # not `plan.fits`: that is about memory alone
@@ -52,20 +51,14 @@ def phases(plan: Plan) -> Table:
     """Bytes by category, a line a phase; shared memory as this rank's share."""
     large = plan.peak_bytes_per_rank >= 8 << 30
     unit, divisor, form = ("GiB", 2**30, ",.2f") if large else ("MiB", 2**20, ",.0f")
-    categories = list(
-        dict.fromkeys(name for phase in plan.phases for name, size in phase.private_bytes.items() if size)
-    )
-    table = Table(title=f"memory of a rank in {unit}, foreseen", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    title = f"{unit} of a rank, foreseen: its own, and its share of what is shared"
+    table = Table(title=title, box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("phase", no_wrap=True)
-    for column in ("all", *categories, "shared"):
-        table.add_column(_SHORT.get(column, column), justify="right", overflow="fold")
+    for column in ("all", *COLUMNS, "shared"):
+        table.add_column(column, justify="right", no_wrap=True)
     for phase in plan.phases:
-        shared = sum(phase.shared_bytes.values()) / plan.ranks_per_node
-        sizes = (
-            phase.per_rank(plan.ranks_per_node),
-            *(phase.private_bytes.get(name, 0) for name in categories),
-            shared,
-        )
+        own = [sum(phase.private_bytes.get(name, 0) for name in names) for names in COLUMNS.values()]
+        sizes = (phase.per_rank(plan.ranks_per_node), *own, sum(phase.shared_bytes.values()) / plan.ranks_per_node)
         row = [f"{size / divisor:{form}}" if size else "" for size in sizes]
         table.add_row(phase.name, *row, style="bold" if phase is plan.peak else None)
     return table
@@ -84,16 +77,22 @@ def alternatives(candidates: Sequence[Candidate], now: Plan) -> Table:
     return table
 
 
-def _whole(plan: Plan) -> str:
+def _whole(plan: Plan) -> list[str]:
     if not plan.steps:
-        return "whole run       not known before the data are read: set train.max_steps"
-    text = f"whole run       {plan.steps:,} steps, {_seconds(plan.total_s)}"
+        return ["whole run       not known before the data are read: set train.max_steps"]
+    beside = [
+        f"{plan.evaluations} evaluations of {_seconds(plan.evaluation_s)}" if plan.evaluations else "",
+        f"{plan.saves} {'save' if plan.saves == 1 else 'saves'} of {_seconds(plan.save_s)}",
+        f"the export {_seconds(plan.export_s)}" if plan.export_s else "",
+    ]
+    lines = [
+        f"whole run       {plan.steps:,} steps, {_seconds(plan.total_s)}",
+        f"beside steps    {', '.join(filter(None, beside))} (a disk of 0.5 GB/s a node, assumed)",
+    ]
     if plan.cost_usd is not None:
-        text += (
-            f", {plan.cost_usd:,.2f} USD on demand ({PRICES_REGION}, {PRICES_DATE}),"
-            f" about {plan.cost_usd * SPOT_FACTOR:,.2f} on spot (factor {SPOT_FACTOR}, assumed)"
-        )
-    return text
+        spot = f"about {plan.cost_usd * SPOT_FACTOR:,.2f} on spot (factor {SPOT_FACTOR}, assumed)"
+        lines.append(f"cost            {plan.cost_usd:,.2f} USD on demand ({PRICES_REGION}, {PRICES_DATE}), {spot}")
+    return lines
 
 
 def _gib(size_bytes: float) -> str:

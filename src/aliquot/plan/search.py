@@ -7,9 +7,9 @@ states, ranks per node and nodes. Every candidate is planned as a run would be.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from aliquot.config.batch_size import BatchSize, batch_size
 from aliquot.config.plan import Plan
@@ -17,7 +17,9 @@ from aliquot.config.schema import RunConfig
 from aliquot.config.workload import Workload
 from aliquot.errors import UserError
 from aliquot.launch.rank_layout import RankLayout
-from aliquot.plan.planner import Planner
+
+if TYPE_CHECKING:
+    from aliquot.plan.planner import Planner
 
 _MOST_RANKS = 16
 _REMEDIES = 3
@@ -116,15 +118,17 @@ def _settings(
                         changes.pop("train.per_device_train_batch_size", None)
                     elif train.gradient_accumulation_steps is not None:
                         changes["train.gradient_accumulation_steps"] = "null"  # the other two fix it
-                    yield _with(config, wanted), changes
+                    yield with_settings(config, wanted), changes
 
 
-def _with(config: RunConfig, wanted: dict[str, object]) -> RunConfig:
+def with_settings(config: RunConfig, wanted: Mapping[str, object]) -> RunConfig:
+    """`section.key` -> value; the batch's two sizes fix the third."""
     sections: dict[str, dict[str, object]] = {}
     for key, value in wanted.items():
         section, _, name = key.partition(".")
         sections.setdefault(section, {})[name] = value
-    sections["train"]["gradient_accumulation_steps"] = None
+    if "train.global_batch_size" in wanted:
+        sections["train"]["gradient_accumulation_steps"] = None
     changed = {name: getattr(config, name).model_copy(update=update) for name, update in sections.items()}
     return config.model_copy(update=changed)
 

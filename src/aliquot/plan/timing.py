@@ -13,8 +13,9 @@ from aliquot.plan.traffic import Traffic
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of the slowest rank; nothing overlaps, as on CPU."""
+    """Seconds of the slowest rank. On CPU nothing overlaps; a GPU computes while it sends and gathers."""
 
+    overlaps: bool
     matmul_s: float
     memory_s: float  # elementwise operations, gradients and their sums, the update
     local_s: float  # sockets of one host
@@ -22,7 +23,8 @@ class StepTime:
 
     @property
     def total_s(self) -> float:
-        return self.matmul_s + self.memory_s + self.local_s + self.wire_s
+        computing, sending = self.matmul_s + self.memory_s, self.local_s + self.wire_s
+        return max(computing, sending) if self.overlaps else computing + sending
 
     @property
     def bottleneck(self) -> str:
@@ -56,11 +58,23 @@ def step_time(
         memory_s += rates.stage_s(3 * staged + 2 * held.gradients * micro_batches)
         memory_s += rates.stage_s(2 * (held.weights + held.moments + held.gradients))
     return StepTime(
+        layout.device == "cuda",
         matmul_s,
         memory_s,
         rates.local_s(moved.local_bytes / layout.world_size),
         rates.wire_s(moved.wire_bytes / layout.nodes),
     )
+
+
+def evaluation_time(
+    cost: MicroBatchCost, moved: Traffic, layout: RankLayout, micro_batches: int, steps_micro_batches: int, rates: Rates
+) -> float:
+    """Seconds of an evaluation of so many micro-batches a rank; `moved` is of a step of `steps_micro_batches`."""
+    passed = moved.evaluated * micro_batches / steps_micro_batches
+    sending = rates.local_s(passed * moved.local_bytes / layout.world_size)
+    sending += rates.wire_s(passed * moved.wire_bytes / layout.nodes)
+    staging = rates.stage_s(3 * passed * moved.shared_bytes / layout.world_size)
+    return micro_batches * sum(work_s(cost.forward, rates)) + staging + sending
 
 
 def work_s(work: Work, rates: Rates) -> tuple[float, float]:

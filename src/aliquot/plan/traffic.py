@@ -19,13 +19,17 @@ class Traffic:
     shared_bytes: int  # per optimizer step, staged in shared memory
     disk_read_bytes: int  # at start
     checkpoint_bytes: int  # per checkpoint
+    export_bytes: int
+    evaluated: float  # of what a micro-batch sends or stages, the fraction that its evaluation does
 
 
 def traffic(config: RunConfig, engine: str, shape: ModelShape, layout: RankLayout, micro_batches: int) -> Traffic:
     """`micro_batches`: of a rank and optimizer step."""
     compute = 2 if config.train.precision == "bf16" else 4
     read = shape.numel * shape.dtype_bytes if config.model.path is not None else 0
+    export = shape.numel * (4 if config.train.precision == "fp32" else 2) if config.checkpoint.export else 0
     wire = local = shared = 0
+    evaluated = 0.0
     if engine == "host":
         # collectives/wire.py: every host sends each other one that one's gradient sums, and gets its weights back.
         kept = 4 if config.train.optimizer_states == "fp32" else 2
@@ -33,6 +37,7 @@ def traffic(config: RunConfig, engine: str, shape: ModelShape, layout: RankLayou
         shared = micro_batches * layout.world_size * _staged(config, shape, compute)
     elif engine == "fsdp":
         wire, local, shared = _fsdp(config, shape, layout, micro_batches, compute)
+        evaluated = 1 / 6 if layout.device == "cpu" else 1 / 4  # gathered once, beside again and reduced in fp32
     elif engine == "deepspeed":
         # What is wanted again soon stays gathered (deepspeed_memory.py), small weights until they are updated;
         # gradients are reduced in the compute dtype.
@@ -41,7 +46,8 @@ def traffic(config: RunConfig, engine: str, shape: ModelShape, layout: RankLayou
         reduced = compute * shape.numel * (2 if layout.device == "cpu" else 1)
         each = compute * max(0, shape.numel + twice - kept) + reduced
         wire, local = _ring(layout, micro_batches * each + compute * kept)
-    return Traffic(wire, local, shared, read, 12 * shape.numel)
+        evaluated = 1 / 4 if layout.device == "cpu" else 1 / 3
+    return Traffic(wire, local, shared, read, 12 * shape.numel, export, evaluated)
 
 
 def _staged(config: RunConfig, shape: ModelShape, compute: int) -> int:

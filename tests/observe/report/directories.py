@@ -43,7 +43,7 @@ def rows(ranks: int = 2, planned: bool = True) -> list[dict[str, Any]]:
     return [
         {
             "rank": rank, "phase": phase, "rss_bytes": (400 + 100 * i) * MIB, "private_bytes": 300 * MIB,
-            "shared_bytes": 100 * MIB, "pss_bytes": (350 + 100 * i) * MIB, "peak_rss_bytes": (450 + 100 * i) * MIB,
+            "shared_bytes": 100 * MIB, "pss_bytes": (350 + 100 * i) * MIB, "peak_bytes": (400 + 100 * i) * MIB,
             "accounted_bytes": {"weights": 40 * i * MIB, "gradients": 20 * i * MIB, "moments": 60 * MIB, "gathered": 0},
             **({"planned_bytes": (420 + 90 * i) * MIB} if planned else {}),
         }

@@ -80,7 +80,16 @@ def test_a_whole_run_has_every_picture(tmp_path: Path) -> None:
     assert "bits per byte 0.910 of held-out text" in text
     assert text.count("Not shown") == 1 and "doctor" in text.split("Not shown")[1]
     pictured = " ".join(page.pictures).lower()
-    for what in ("loss", "perplexity", "tokens", "flop/s", "time of a step", "memory of rank 1", "private", "bytes"):
+    for what in (
+        "loss",
+        "perplexity",
+        "tokens",
+        "flop/s",
+        "time of a step",
+        "memory of rank 1",
+        "memory while training",
+        "bytes",
+    ):
         assert what in pictured, what
 
 

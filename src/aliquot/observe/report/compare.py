@@ -11,7 +11,7 @@ from aliquot.observe.report.figure import Figure, Key, Table
 from aliquot.observe.report.memory_figures import limit_bytes, top_bytes
 from aliquot.observe.report.read_run import Points, Run, number
 from aliquot.observe.report.run_facts import NOT_RECORDED, steps_done
-from aliquot.observe.report.series import mean_parts, median, per_step, smoothed, steady
+from aliquot.observe.report.series import average, mean_parts, per_step, smoothed, steady
 from aliquot.observe.report.svg import Level, Line, bars, bars_height, line_chart
 from aliquot.observe.report.words import compact, percent, seconds, significant
 
@@ -28,15 +28,15 @@ def table(runs: Sequence[Run]) -> Table:
     for run in runs:
         losses = run.points("loss")
         evaluated, bits = (run.points(f"eval_{name}", run.evaluations) for name in ("perplexity", "bits_per_byte"))
-        speed, mfu = steady(run, "tokens_per_s"), steady(run, "mfu")
+        speed, mfu = average(run, "tokens_per_s"), average(run, "mfu")
         step_s, wire = sum(mean_parts(run).values()), per_step(run, "wire_bytes")
         ranks = number(run.about.get("world_size"))
         columns.append([
             run.status.word, str(run.about.get("engine") or NOT_RECORDED), f"{ranks:.0f}" if ranks else NOT_RECORDED,
             f"{steps_done(run):,.0f}", f"{losses[-1][1]:.4f}" if losses else _NONE,
             significant(evaluated[-1][1]) if evaluated else _NONE, f"{bits[-1][1]:.3f}" if bits else _NONE,
-            compact(median(speed)) if speed else _NONE,
-            percent(median(mfu)) if mfu else _NONE, seconds(step_s) if step_s else _NONE,
+            compact(speed[0]) if speed is not None else _NONE,
+            percent(mfu[0]) if mfu is not None else _NONE, seconds(step_s) if step_s else _NONE,
             gib(max(top_bytes(row) for row in run.rows)) if run.rows else NOT_RECORDED,
             rate(wire[-1][1], "B") if wire else NOT_RECORDED,
         ])  # fmt: skip

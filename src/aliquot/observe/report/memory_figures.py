@@ -51,12 +51,12 @@ def _memory_of(run: Run, rank: int, rows: Sequence[Object]) -> Figure:
     drawn = [(layer, [value / GIB for value in values], colour) for layer, values, colour in layers]
     xs = [float(i) for i in range(len(rows))]
     svg = area_chart(xs, drawn, significant, names=names, levels=levels, lines=lines)
-    head = ("phase", *(layer for layer, _, _ in layers), "sum", "plan", "RSS", "PSS", "peak RSS")
+    head = ("phase", *(layer for layer, _, _ in layers), "most", "plan", "RSS at its end", "PSS at its end")
     body = [
         [
             names[i], *(gib(values[i]) for _, values, _ in layers), gib(tops[i]),
             gib(planned_bytes(run, row) or 0.0) if planned_bytes(run, row) is not None else "none",
-            *(gib(number(row.get(f"{kind}_bytes")) or 0.0) for kind in ("rss", "pss", "peak_rss")),
+            *(gib(number(row.get(f"{kind}_bytes")) or 0.0) for kind in ("rss", "pss")),
         ]
         for i, row in enumerate(rows)
     ]  # fmt: skip
@@ -69,7 +69,7 @@ def _memory_of(run: Run, rank: int, rows: Sequence[Object]) -> Figure:
 
 
 def memory_over_steps(run: Run) -> Figure:
-    name, title = "memory-steps", "Private memory while training"
+    name, title = "memory-steps", "Memory while training"
     rows = [
         (step, [float(value) for value in line["memory_bytes"]])
         for line in run.steps
@@ -92,10 +92,10 @@ def memory_over_steps(run: Run) -> Figure:
         levels=_limit_near(run, max(y for _, y in highest)),
     )  # fmt: skip
     grown = highest[-1][1] - highest[len(highest) // 2][1]
-    says = f"The largest rank had {gib(highest[-1][1])} private at step {highest[-1][0]:,.0f}"
+    says = f"The largest rank had {gib(highest[-1][1])} at step {highest[-1][0]:,.0f}"
     says += f"; {gib(grown)} more than half way." if grown > 0.02 * highest[-1][1] else ", no more than half way."
     return Figure(
-        name, title, says, svg, unit="GiB private to a rank", keys=keys,
+        name, title, says, svg, unit="GiB of a rank: its own and its share of what is shared", keys=keys,
         table=Table(("step", "smallest", "largest"),
                     [[f"{step:,.0f}", gib(min(values)), gib(max(values))] for step, values in rows]),
         hints=hints_of(highest, lambda step, value: f"step {step:,.0f}\nlargest rank {gib(value)}"),
@@ -103,12 +103,8 @@ def memory_over_steps(run: Run) -> Figure:
 
 
 def top_bytes(row: Object) -> float:
-    """The most that the rank held in the phase, shared pages divided among those who share them.
-
-    The peak of RSS counts shared pages in full; what it counts too much is taken as at the end of the phase.
-    """
-    rss, pss = number(row.get("rss_bytes")) or 0.0, number(row.get("pss_bytes")) or 0.0
-    return max(pss, (number(row.get("peak_rss_bytes")) or 0.0) - (rss - pss))
+    """The most that the rank held in the phase, shared pages divided among those who share them."""
+    return number(row.get("peak_bytes")) or 0.0
 
 
 def limit_bytes(run: Run) -> float | None:
@@ -137,10 +133,7 @@ def _accounted(row: Object, category: str) -> float:
 
 
 def planned_bytes(run: Run, row: Object) -> float | None:
-    """What the plan foresaw for the row's phase, shared pages divided as in `top_bytes`; None: it foresaw nothing.
-
-    A row's own `planned_bytes` counts shared pages in full: it serves where the plan itself is not recorded.
-    """
+    """What the plan foresaw for the row's phase, shared pages divided as in `top_bytes`; None: it foresaw nothing."""
     ranks = number(run.plan.get("ranks_per_node")) or 1.0
     phases = run.plan.get("phases")
     for phase in phases if isinstance(phases, list) else ():

@@ -10,7 +10,7 @@ from aliquot.observe.readable import duration, gib, rate
 from aliquot.observe.report.figure import Table
 from aliquot.observe.report.memory_figures import limit_bytes, top_bytes
 from aliquot.observe.report.read_run import Object, Run, number
-from aliquot.observe.report.series import ceiling_of, mean_parts, median, per_step, steady
+from aliquot.observe.report.series import average, ceiling_of, mean_parts, per_step
 from aliquot.observe.report.words import compact, in_bytes, percent, seconds, significant
 
 NOT_RECORDED = "not recorded"
@@ -53,13 +53,13 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
                  ("perplexity", "none", "nothing was evaluated"))  # fmt: skip
     if bits:
         found.append(("bits per byte", f"{bits[-1][1]:.3f}", "of held-out text"))
-    speed, mfu, ceiling = steady(run, "tokens_per_s"), steady(run, "mfu"), ceiling_of(run)
-    if speed:
-        found.append(("real tokens/s", compact(median(speed)), "median of the logged steps"))
-    if mfu:
+    speed, mfu, ceiling = average(run, "tokens_per_s"), average(run, "mfu"), ceiling_of(run)
+    if speed is not None:
+        found.append(("real tokens/s", compact(speed[0]), speed[1]))
+    if mfu is not None:
         of = f"of {rate(ceiling, 'FLOP/s')}, a plain matmul here" if ceiling else "of a plain matmul here"
-        found.append(("MFU", percent(median(mfu)), of))
-    elif speed:
+        found.append(("MFU", percent(mfu[0]), of))
+    elif speed is not None:
         found.append(("MFU", "unknown", "the matmul ceiling was not measured"))
     if run.rows:
         limit = limit_bytes(run)
@@ -75,7 +75,7 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
 def foresight(run: Run) -> Table:
     """The plan beside what was measured; no rows where there is no plan."""
     plan, spent = run.plan, sum(mean_parts(run).values())
-    speed, wire = steady(run, "tokens_per_s"), per_step(run, "wire_bytes")
+    speed, wire = average(run, "tokens_per_s"), per_step(run, "wire_bytes")
     ranks = number(run.about.get("world_size")) or 1.0
     # What ranks count as passed on to the network includes loopback.
     between, on_hosts = (number(plan.get(f"{where}_bytes_per_step")) for where in ("wire", "local"))
@@ -83,7 +83,7 @@ def foresight(run: Run) -> Table:
     peak = max(map(top_bytes, run.rows)) if run.rows else None
     compared: list[tuple[str, float | None, float | None, Callable[[float], str]]] = [
         ("peak memory of a rank", number(plan.get("peak_bytes_per_rank")), peak, gib),
-        ("real tokens/s", number(plan.get("tokens_per_s")), median(speed) if speed else None, compact),
+        ("real tokens/s", number(plan.get("tokens_per_s")), speed[0] if speed is not None else None, compact),
         ("a step", number(plan.get("step_s")), spent or None, seconds),
         ("network with loopback, all ranks, a step", passed_on, ranks * wire[-1][1] if wire else None, in_bytes),
     ]

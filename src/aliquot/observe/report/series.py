@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 from aliquot.observe.clock import PARTS
+from aliquot.observe.events import ENDS
 from aliquot.observe.report.read_run import Object, Points, Run, number
 from aliquot.observe.report.svg import Frame, Layer, Mark, thinned
 
@@ -16,6 +17,16 @@ def steady(run: Run, key: str) -> Points:
     """Without the first step of each attempt, unless there are no others."""
     points = run.points(key)
     return [point for point in points if point[0] not in run.first_steps] or points
+
+
+def average(run: Run, key: str) -> tuple[float, str] | None:
+    """Of `tokens_per_s` or `mfu`, and over what: what the run itself said at the end of its last attempt."""
+    last = run.events[-1] if run.events else {}
+    told = number(last.get(key)) if last.get("event") in ENDS else None
+    if told is not None:
+        return told, "over all steps since the last start but the first"
+    logged = steady(run, key)
+    return (median(logged), "median of the logged steps") if logged else None
 
 
 def timed(run: Run) -> list[Object]:

@@ -1,0 +1,73 @@
+"""What would make a run faster that waits for the network or for memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from aliquot.config.batch_size import batch_size
+from aliquot.config.schema import RunConfig
+from aliquot.config.workload import Workload
+from aliquot.errors import UserError
+from aliquot.launch.rank_layout import RankLayout
+from aliquot.plan.search import with_settings
+
+if TYPE_CHECKING:
+    from aliquot.config.plan import Plan
+    from aliquot.plan.planner import Planner
+
+_LARGER = (2, 4, 8, 16)
+_WORTH = 1.1  # a gain in tokens/s below is no reason to change a setting
+_NEARLY_BEST = 0.9  # of what the best of a kind gains
+
+
+def helps(planner: Planner, config: RunConfig, layout: RankLayout, workload: Workload) -> str | None:
+    """`a global batch of 64 sequences would be 1.4x`: the change that gains most of those that fit; None: nothing does.
+
+    Of a series that goes on gaining, the first that comes near its best.
+    """
+    now = planner.plan(config, layout, workload, approximate=True).tokens_per_s
+    gains: list[tuple[float, str]] = []
+    for kind in (_batches(config, layout), _micro_batches(config, layout), _engines(config, planner, layout)):
+        series = [(made.tokens_per_s / now, words) for words, made in _planned(kind, planner, layout, workload)]
+        if series:
+            most = max(gain for gain, _ in series)
+            gains.append(next(each for each in series if each[0] >= _NEARLY_BEST * most))
+    gain, words = max(gains, default=(0.0, ""))
+    return f"{words} would be {gain:.1f}x" if gain >= _WORTH else None
+
+
+def _planned(
+    kind: Iterator[tuple[str, RunConfig]], planner: Planner, layout: RankLayout, workload: Workload
+) -> Iterator[tuple[str, Plan]]:
+    for words, changed in kind:
+        try:
+            made = planner.plan(changed, layout, workload, approximate=True)
+        except UserError:  # settings that exclude each other
+            continue
+        if made.fits:
+            yield words, made
+
+
+def _batches(config: RunConfig, layout: RankLayout) -> Iterator[tuple[str, RunConfig]]:
+    size = batch_size(config.train, layout.world_size)
+    for factor in _LARGER:
+        total = factor * size.total
+        yield f"a global batch of {total} sequences", _sized(config, total, size.micro)
+
+
+def _micro_batches(config: RunConfig, layout: RankLayout) -> Iterator[tuple[str, RunConfig]]:
+    size = batch_size(config.train, layout.world_size)
+    for factor in _LARGER:
+        if (micro := factor * size.micro) * layout.world_size <= size.total:
+            yield f"train.per_device_train_batch_size={micro}", _sized(config, size.total, micro)
+
+
+def _engines(config: RunConfig, planner: Planner, layout: RankLayout) -> Iterator[tuple[str, RunConfig]]:
+    if layout.device == "cpu" and planner.engine(config, layout) != "host":
+        yield "shard.engine=host", with_settings(config, {"shard.engine": "host"})
+
+
+def _sized(config: RunConfig, total: int, micro: int) -> RunConfig:
+    sizes = {"train.global_batch_size": total, "train.per_device_train_batch_size": micro}
+    return with_settings(config, sizes)

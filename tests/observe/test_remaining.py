@@ -1,0 +1,42 @@
+"""The time that is left knows what is due beside the steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from aliquot.config.schema import RunConfig
+from aliquot.observe.remaining import Remaining
+
+
+def remaining(eval_steps: int, every: int, total: int, **checkpoint: object) -> Remaining:
+    config = RunConfig.model_validate(
+        {
+            "model": {"config": {"model_type": "llama"}},
+            "data": {"path": "x"},
+            "train": {"eval_steps": eval_steps},
+            "checkpoint": {"every": every, **checkpoint},
+        }
+    )
+    return Remaining(config, total, {"evaluation_s": 10.0, "save_s": 3.0, "export_s": 1.0})
+
+
+def test_what_is_left_of_evaluations_and_saves() -> None:
+    left = remaining(eval_steps=10, every=0, total=25)  # evaluations after 10, 20 and 25; a save after 25
+    assert [left.seconds(done) for done in (0, 10, 11, 20, 21, 25)] == [34, 34, 24, 24, 14, 14]
+    left.evaluation_s = 2.0  # as it took
+    assert left.seconds(0) == 3 * 2 + 3 + 1
+    assert remaining(eval_steps=0, every=0, total=25).seconds(24) == 14  # at the end alone
+    assert remaining(eval_steps=5, every=0, total=25).seconds(24) == 14  # the last is due anyway: once
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_saves_count_with_what_training_waits_for_them(asynchronous: bool) -> None:
+    left = remaining(eval_steps=0, every=5, total=20, **{"async": asynchronous})
+    assert left.seconds(1) == 10 + (0 if asynchronous else 9) + 3 + 1  # the last is waited for
+    left.saved(4.0, 0.5)
+    assert left.seconds(1) == 10 + 1.5 + 4 + 1
+
+
+def test_without_a_plan_there_is_nothing_to_go_by_yet() -> None:
+    config = RunConfig.model_validate({"model": {"config": {"model_type": "llama"}}, "data": {"path": "x"}})
+    assert Remaining(config, 10, {}).seconds(0) == 0
