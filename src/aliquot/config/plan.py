@@ -51,6 +51,7 @@ class Plan:
     saves: int = 0  # for which training waits
     save_s: float = 0.0  # of one, and like `export_s` at an assumed rate of disks
     export_s: float = 0.0
+    launcher_bytes: int = 0  # of a node: the process that has started its ranks
 
     @property
     def peak(self) -> PhaseMemory:
@@ -63,7 +64,7 @@ class Plan:
     @property
     def limit_bytes(self) -> int:
         """What one rank may have of its node."""
-        return self.limit_bytes_per_node // self.ranks_per_node
+        return max(0, self.limit_bytes_per_node - self.launcher_bytes) // self.ranks_per_node
 
     @property
     def fits(self) -> bool:

@@ -19,6 +19,8 @@ MIB = 1 << 20
 # of the ledger of a model of 1 M parameters, less what that accounts for (torch 2.13.0+cpu, transformers 5.23, Python
 # 3.11, x86-64 Linux 6; tcmalloc and glibc differ by 2 %).
 START_PRIVATE_BYTES, START_SHARED_BYTES = 164 * MIB, 88 * MIB
+# The process that has started the ranks of a node: Python and torch.
+LAUNCHER_BYTES = 182 * MIB
 PROCESS_PRIVATE_BYTES, PROCESS_SHARED_BYTES = 292 * MIB, 116 * MIB
 
 

@@ -17,7 +17,7 @@ from aliquot.engines.host.host_memory import host_memory
 from aliquot.launch.rank_layout import RankLayout
 from aliquot.plan.advice import helps
 from aliquot.plan.calibrate import make_known
-from aliquot.plan.engine_memory import phases
+from aliquot.plan.engine_memory import LAUNCHER_BYTES, phases
 from aliquot.plan.micro_batch_cost import MicroBatchCost, Step
 from aliquot.plan.planned_machine import Machine
 from aliquot.plan.planned_model import PlannedModel
@@ -110,6 +110,7 @@ class Planner:
             saves=1 if config.checkpoint.asynchronous else _due(config.checkpoint.every, steps or 0),
             save_s=moved.checkpoint_bytes / disks,
             export_s=moved.export_bytes / disks,
+            launcher_bytes=LAUNCHER_BYTES if layout.world_size > 1 and layout.device == "cpu" else 0,
             rates=rates.source,
             off_by=rates.off_by,
             usd_per_hour=None if hourly is None else hourly * layout.nodes,
