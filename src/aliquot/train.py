@@ -197,6 +197,7 @@ class Training:
         if not math.isfinite(grad_norm):
             raise self._diverged(step, f"the gradient norm is {grad_norm}")
         self._done = step + 1
+        self._stop.nothing_to_save = None
         self._tokens += batch.tokens
         matrices = self._model.built.matmul_parameters
         flops = model_flops(matrices, batch.tokens, batch.lengths, self._attention_widths)
@@ -274,9 +275,10 @@ class Training:
         run, observe = self._run, self._run.config.observe
         self._saver.finish()
         self._watchdog.stop()
-        self._stop.saved = True  # from here on a signal ends the run at once
+        over = f"after step {self._done}, the last, which is saved: start again for the rest"
+        self._stop.nothing_to_save = over  # from here on a signal ends the run at once
         if stopping := self._stopped():
-            raise Terminated(stopping, f"after step {self._done}, the last, which is saved: start again for the rest")
+            raise Terminated(stopping, over)
         run.ledger.mark(STEADY_PEAK, self._engine.counters().memory())
         self._record.finish()
         exported = self._export() if run.config.checkpoint.export else None

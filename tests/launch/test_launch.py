@@ -164,7 +164,9 @@ ranks.barrier()
     )
     code, _, err = run(tmp_path, body, str(tmp_path))
     assert code == 1
-    assert "no progress for 1 s" in err.splitlines()[0] and "stacks-rank-*.txt" in err.splitlines()[0]
+    assert "no progress for 1 s; rank 1 stands still at rank.py:" in err.splitlines()[0]
+    assert " in stuck_in_this_function, and the others wait for it; where every rank was: " in err.splitlines()[0]
+    assert "stacks-rank-*.txt" in err.splitlines()[0]
     assert "stuck_in_this_function" in (tmp_path / "stacks-rank-1.txt").read_text()
     assert "barrier" in (tmp_path / "stacks-rank-0.txt").read_text()
 

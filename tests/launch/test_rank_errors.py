@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -53,7 +53,7 @@ def test_kinds(error: Exception, kind: str) -> None:
 
 
 def record(directory: Path, rank: int, kind: rank_errors.Kind, time: float, message: str = "what happened") -> None:
-    found = RankError(rank, kind, message, "", time, 2 if kind == "user" else 1)
+    found = RankError(rank, kind, message, "", time, 2 if kind == "user" else 1, uptime=time)
     rank_errors.publish_text(rank_errors.error_file(directory, rank), json.dumps(asdict(found)))
 
 
@@ -71,11 +71,13 @@ def test_cause_comes_before_echo_and_before_the_launchers_own_signal(tmp_path: P
 
 
 def test_a_run_that_saved_because_another_node_was_stopped_ends_as_one_that_was(tmp_path: Path) -> None:
-    terminated = RankError(0, "training", "saved [terminated]", "", 7.0, 143)
+    terminated = RankError(0, "training", "saved [terminated]", "", 7.0, 143, uptime=7.0)
     rank_errors.publish_text(rank_errors.error_file(tmp_path, 0), json.dumps(asdict(terminated)))
     assert explain({0: Dead(143)}, tmp_path) == (["aliquot: rank 0: saved [terminated]"], 143)
     assert explain_stop(signal.SIGTERM, tmp_path, 5) == (["aliquot: rank 0: saved [terminated]"], 143)
     assert explain_stop(signal.SIGTERM, tmp_path, 8) == (["aliquot: stopped by SIGTERM"], 143)  # of an earlier start
+    elsewhere = replace(terminated, rank=3, message="of another machine", boot="another", exit_code=1)
+    rank_errors.publish_text(rank_errors.error_file(tmp_path, 3), json.dumps(asdict(elsewhere)))
     record(tmp_path, 1, "training", 9.0, "no space left [disk]")
     record(tmp_path, 2, "peer_lost", 6.0)
     assert explain_stop(signal.SIGTERM, tmp_path, 5) == (["aliquot: rank 1: no space left [disk]"], 1)

@@ -13,7 +13,7 @@ import os, signal, sys, time
 from aliquot.launch.stop_signal import StopSignal
 signal.signal(signal.SIGINT, signal.SIG_IGN if sys.argv[2] == "background" else signal.default_int_handler)
 with StopSignal(grace_s=float(sys.argv[1]), tells=True, kept=lambda: "losing 3 steps") as stop:
-    stop.saved = sys.argv[2] == "saved"
+    stop.nothing_to_save = {"saved": "after the last step, which is saved"}.get(sys.argv[2])
     print("ready", flush=True)
     while not stop.requested:
         time.sleep(0.01)
@@ -61,6 +61,16 @@ def test_ctrl_c_is_not_meant_for_what_runs_in_the_background() -> None:
         process.kill()
 
 
+def test_before_the_first_step_there_is_nothing_to_wait_for() -> None:
+    program = RANK.replace("stop.nothing_to_save =", "_ =")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", program, "60", "hangs"], text=True, **pipes) as process:  # type: ignore[call-overload]
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == 143 and "before the first step was done: nothing is lost" in errors
+
+
 def test_what_is_not_saved_in_time_is_said() -> None:
     with started(0.1, "hangs") as process:
         process.send_signal(signal.SIGINT)
@@ -72,4 +82,4 @@ def test_after_the_last_save_a_signal_ends_at_once() -> None:
     with started(60, "saved") as process:
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=20)
-    assert process.returncode == 143 and "after the last step, which is saved: start again" in errors
+    assert process.returncode == 143 and "after the last step, which is saved [terminated]" in errors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from aliquot.config.schema import CheckpointSection
 from aliquot.errors import ResumeError
 from aliquot.ranges.bytemap import Shape
 from aliquot.ranges.parts import PartStore
-from aliquot.ranges.together import RankGroup, on_first
+from aliquot.ranges.together import RankGroup, on_first, together
 
 
 def resume(
@@ -27,6 +28,7 @@ def resume(
     if wanted == "never":
         return None
     if wanted != "auto" and not on_first(ranks, lambda: _has_begun(Path(wanted), root)):
+        together(ranks, lambda: _check_seen(Path(wanted)))
         return Path(wanted), restore(Path(wanted), store, tensors, ranks)
     restored = restore_newest(root, store, tensors, ranks)
     if restored is not None:
@@ -70,6 +72,15 @@ def changes(state: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
         for key, before in state["config"][section].items()
         if key in config[section] and config[section][key] != before
     ]
+
+
+def _check_seen(directory: Path) -> None:
+    if not (directory / STATE).is_file():
+        raise ResumeError(
+            f"checkpoint.resume: {platform.node()} does not see this checkpoint: every node needs its files, on a file"
+            " system that all share",
+            directory,
+        )
 
 
 def _has_begun(directory: Path, root: Path) -> bool:

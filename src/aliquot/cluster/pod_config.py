@@ -74,5 +74,5 @@ def _below(mount: str, path: Path) -> str:
 def _shape(file: Path) -> Any:
     try:
         return json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ClusterError(f"model.config cannot be read: {error}", file) from None

@@ -173,6 +173,8 @@ def _read(path: Path, locations: Locations) -> dict[str, Any]:
         found = json.loads(text)
     except json.JSONDecodeError as error:
         raise DeepspeedConfigError(f"not valid JSON: {error.msg}", f"{path}:{error.lineno}") from None
+    except RecursionError:
+        raise DeepspeedConfigError("nested too deeply", str(path)) from None
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
         raise DeepspeedConfigError(f"{where}: cannot read {path}: {reason}") from None

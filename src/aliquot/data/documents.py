@@ -67,7 +67,7 @@ def jsonl_documents(path: Path, field: str) -> Iterator[Document]:
                 record = json.loads(line.removeprefix(b"\xef\xbb\xbf"))
             except UnicodeDecodeError as error:
                 raise _no_text(line, error, where) from error
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:  # the second: endless nesting
                 raise DataError(f"not a JSON record ({error}); write one record a line", where) from error
             if not isinstance(record, dict):
                 raise DataError(f"a record must be a JSON object, not {type(record).__name__}", where)

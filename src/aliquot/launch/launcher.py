@@ -130,7 +130,7 @@ def start_ranks(
         shutdown_timeout=math.ceil(grace_s) + 10,  # torch elastic then kills: a rank must have saved by then
     )
     command = ["-m", "aliquot.launch.rank_start", str(os.getpid()), str(log_directory), *argv]
-    began = time.time()
+    began = time.monotonic()
     try:
         # The elastic launcher substitutes ${...} in arguments; $$ is its escape for a plain $.
         elastic_launch(config, sys.executable)(*(argument.replace("$", "$$") for argument in command))

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -33,6 +33,14 @@ _CONNECTION_WORDS = (
 )
 
 
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _uptime() -> float:
+    return time.monotonic()
+
+
 @dataclass(frozen=True)
 class RankError:
     """One rank's last words."""
@@ -43,6 +51,12 @@ class RankError:
     traceback: str
     time: float  # seconds since the epoch
     exit_code: int = 1
+    boot: str = field(default_factory=_boot)  # of the machine, and the time since then, which nobody sets
+    uptime: float = field(default_factory=_uptime)
+
+    def is_since(self, uptime: float) -> bool:
+        """Whether it happened on this machine, so long after it was started or later."""
+        return self.boot == _boot() and self.uptime >= uptime
 
     @property
     def line(self) -> str:

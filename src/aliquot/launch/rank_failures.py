@@ -40,10 +40,11 @@ def explain(failures: Mapping[int, Failure], log_directory: Path) -> tuple[list[
 def explain_stop(number: signal.Signals, log_directory: Path, since: float) -> tuple[list[str], int]:
     """Lines for the person and the exit code where this launcher was told to stop, and its ranks with it.
 
-    128 + signal, unless a rank has failed at it, to save for example. `since`: when the ranks were started.
+    128 + signal, unless a rank has failed at it, to save for example. `since`: when the ranks were started, by the
+    machine's uptime.
     """
     found = (read_error(log_directory, rank) for rank in recorded_ranks(log_directory))
-    words = [error for error in found if error is not None and error.time >= since]
+    words = [error for error in found if error is not None and error.is_since(since)]
     stopped = 128 + number
     failed = [error for error in words if error.exit_code != stopped and error.kind != "peer_lost"]
     for error in sorted(failed or words, key=lambda error: error.time)[:1]:

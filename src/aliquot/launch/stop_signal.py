@@ -25,7 +25,7 @@ class Terminated(TrainingError, id="terminated"):
 
 class StopSignal:
     """`requested` is the number of the signal that has come, or 0. `grace_s` later the process ends, saved or not; a
-    second signal ends it at once. Once `saved` is set the first one does.
+    second signal ends it at once. While `nothing_to_save` says why there is nothing to wait for the first one does.
 
     A context on the main thread, which gives the signals their former meaning back.
     """
@@ -34,7 +34,7 @@ class StopSignal:
         """`tells`: this rank says that a signal has come, and by `kept`, which names the last checkpoint, what another
         one would lose."""
         self.requested = 0
-        self.saved = False
+        self.nothing_to_save: str | None = "before the first step was done: nothing is lost"
         self._grace_s = grace_s
         self._tells = tells
         self._kept = kept
@@ -44,8 +44,8 @@ class StopSignal:
         self._former = {number: signal.signal(number, self._receive) for number in obeyed}
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
-        if self.saved:
-            report_error(Terminated(number, "after the last step, which is saved: start again for the rest"))
+        if self.nothing_to_save is not None:
+            report_error(Terminated(number, self.nothing_to_save))
             os._exit(128 + number)
         self.requested = number
         for each in self._former:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Self
 
 from aliquot.launch.rank_errors import RankError, record_error
+from aliquot.launch.stacks import standing_still
 
 
 class Watchdog:
@@ -57,7 +58,10 @@ class Watchdog:
             if self._stopped.wait(left):
                 return
         stacks = self.stack_file.with_name(self.stack_file.name.replace(f"rank-{self.rank}", "rank-*"))
-        message = f"no progress for {self.timeout_s:g} s; where every rank was: {stacks} [hung]"
+        stuck = standing_still(self.stack_file.parent)
+        told = ", ".join(f"rank {rank} stands still at {place}" for rank, place in stuck.items())
+        told = f"; {told}{', and the others wait for it' * (len(stuck) == 1)}" if stuck else ""
+        message = f"no progress for {self.timeout_s:g} s{told}; where every rank was: {stacks} [hung]"
         if not record_error(RankError(self.rank, "training", message, f"{message}\n", time.time())):
             print(f"aliquot: rank {self.rank}: {message}", file=sys.stderr, flush=True)
         os._exit(1)  # the main thread hangs: nothing that waits for it may run

@@ -248,7 +248,7 @@ def _settings(config: dict[str, Any] | Path | str | None) -> dict[str, Any] | No
     if isinstance(config, str | Path):
         try:
             whole = json.loads(Path(config).read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise DeepspeedConfigError(f"cannot read this DeepSpeed config: {error}", Path(config)) from None
     if whole is None:
         return None

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 CONFIG_FILES = ["config.json"]
 _SAMPLES, _SAMPLE_BYTES = 64, 16 << 10  # of a file of weights
+_MOST_LAYERS = 10_000
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -132,7 +133,7 @@ def _read_json(file: Path, key: str) -> dict[str, Any]:
         values = json.loads(file.read_text())
     except FileNotFoundError:
         raise ModelFilesError(f"{key}: no config.json here; is this a Hugging Face model directory?", file) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelFilesError(f"{key}: not readable as JSON: {error}", file) from None
     if not isinstance(values, dict):
         raise ModelFilesError(f"{key}: expected a JSON object", file)
@@ -149,6 +150,9 @@ def _parse_config(values: dict[str, Any], where: str) -> PretrainedConfig:
         raise ModelFilesError("model_type is missing; for example model_type: llama", where)
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ModelFilesError(f"model_type {model_type!r} is not a causal language model of transformers", where)
+    for key in ("num_hidden_layers", "n_layer", "n_layers"):  # lists of so many are made of it
+        if isinstance(count := values.get(key), int) and count > _MOST_LAYERS:
+            raise ModelFilesError(f"{key} is {count}: no model has more than {_MOST_LAYERS} layers", where)
     try:
         config = AutoConfig.for_model(model_type, **values)
     except Exception as error:  # each configuration checks itself in its own way

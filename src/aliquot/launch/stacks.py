@@ -1,0 +1,34 @@
+"""Which ranks of a run that hangs stand still, by the stacks that all have written down: the others wait for them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+_FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)$')
+_WAITS = re.compile(r"torch/distributed/|aliquot/collectives/|aliquot/launch/ranks\.py$")
+
+
+def standing_still(directory: Path) -> dict[int, str]:
+    """Of ranks that are not in a collective, where each is: `file:line in function`. Empty: no rank or all of them."""
+    found = {}
+    files = sorted(directory.glob("stacks-rank-*.txt"))
+    for file in files:
+        rank = re.search(r"(\d+)\.txt$", file.name)
+        frames = _main_thread(file.read_text(errors="replace"))
+        if rank is not None and frames and not any(_WAITS.search(frame["file"]) for frame in frames):
+            name = Path(frames[0]["file"]).name
+            found[int(rank[1])] = f"{name}:{frames[0]['line']} in {frames[0]['name']}"
+    return found if len(found) < len(files) else {}
+
+
+def _main_thread(text: str) -> list[re.Match[str]]:
+    """The frames of the thread that faulthandler writes last, from the innermost to the script."""
+    last = re.split(r"^(?:Current thread|Thread) .*$", text, flags=re.MULTILINE)[-1]
+    frames: list[re.Match[str]] = []
+    for line in last.splitlines():
+        if (frame := _FRAME.match(line)) is not None:
+            frames.append(frame)
+            if frame["name"] == "<module>":  # what started the script may wait in torch for something else
+                break
+    return frames
