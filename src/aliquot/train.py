@@ -28,6 +28,7 @@ from aliquot.launch.ranks import Ranks
 from aliquot.launch.same_everywhere import check_configs
 from aliquot.launch.stop_signal import StopSignal, Terminated
 from aliquot.launch.watchdog import Watchdog
+from aliquot.machine.allocator import give_back
 from aliquot.machine.cpu import read_cpu
 from aliquot.machine.facts import machine_facts
 from aliquot.models.export import export
@@ -152,7 +153,7 @@ class Training:
         self._files = model_files(inputs.source.config, inputs.tokenizer, inputs.source.directory, inputs.data.prefix)
         self._saver = Saver(
             run.directory.checkpoints, model.engine, model.built.tensors, self._files, run.ranks, run.config.checkpoint,
-            warn=record.warn, saved=record.saved, beat=watchdog.beat,
+            warn=record.warn, saved=self._saved, beat=watchdog.beat,
         )  # fmt: skip
         self._attention_widths = attention_widths(inputs.source.config)
         settings = run.config.train
@@ -235,7 +236,12 @@ class Training:
         if found is None:
             return self._stopped()
         self._perplexity = self._record.evaluated(*found)
+        give_back()  # blocks of other sizes than a step's, between which steps would find less and less room
         return 0
+
+    def _saved(self, step: int, seconds: float, stall_s: float) -> None:
+        self._record.saved(step, seconds, stall_s)
+        give_back()
 
     def _stopped(self) -> int:
         """The signal by which any rank was told to stop, or 0. Collective."""

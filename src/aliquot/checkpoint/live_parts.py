@@ -10,7 +10,10 @@ from torch import Tensor
 
 from aliquot.checkpoint.directories import STEMS
 from aliquot.errors import TrainingError
+from aliquot.ranges.mapped_memory import mapped_tensor
 from aliquot.ranges.parts import Part, PartSource
+
+_MAPPED_NUMEL = 1 << 16  # smaller copies find room between others in the heap
 
 
 class LiveParts:
@@ -57,7 +60,7 @@ class LiveParts:
             for part in reversed([part for part in self._parts if part in self._left]):
                 if 4 * part.numel <= self._room_bytes and part not in self._copies:
                     self._room_bytes -= 4 * part.numel
-                    self._copies[part] = torch.empty(part.numel)
+                    self._copies[part] = _buffer(part.numel)
                     self._store.read(part, part.start, self._copies[part])
             return self._changed.wait_for(
                 lambda: self._stopped or (not self._reading and self._left <= self._copies.keys()), timeout_s
@@ -68,3 +71,7 @@ class LiveParts:
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
+
+
+def _buffer(numel: int) -> Tensor:
+    return mapped_tensor(numel, torch.float32) if numel >= _MAPPED_NUMEL else torch.empty(numel)

@@ -21,10 +21,12 @@ def allocator_name() -> str:
 
 
 def give_back() -> None:
-    """Return what is free to the kernel, where glibc is the allocator, which keeps it; others return it in time."""
-    libc = ctypes.CDLL(None)
-    if allocator_name() == "glibc" and hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)
+    """Return what is free to the kernel: glibc keeps it, tcmalloc returns it slowly; jemalloc does by itself."""
+    loaded = ctypes.CDLL(None)
+    if hasattr(loaded, "MallocExtension_ReleaseFreeMemory"):
+        loaded.MallocExtension_ReleaseFreeMemory()
+    elif allocator_name() == "glibc" and hasattr(loaded, "malloc_trim"):
+        loaded.malloc_trim(0)
 
 
 def described() -> str:

@@ -13,6 +13,7 @@ from typing import Self
 
 import torch
 
+from aliquot.ranges.mapped_memory import mapped_tensor
 from aliquot.ranges.piece_size import DEPTH, PIECE_BYTES
 
 THREADS = 4  # more gain nothing on a local disk; a network file system wants several requests at once
@@ -42,12 +43,11 @@ class Pipeline:
         self._end_down_to(DEPTH - 1)
         index = self._pieces % DEPTH  # pieces end in order, so this one's last user has
         if not self._buffers[index].numel():
-            # To and from a GPU only pinned memory goes at the full speed of the bus.
-            self._buffers[index] = torch.empty(
-                PIECE_BYTES,
-                dtype=torch.uint8,
-                pin_memory=torch.cuda.is_initialized(),  # type: ignore[no-untyped-call]
-            )
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                # To and from a GPU only pinned memory goes at the full speed of the bus.
+                self._buffers[index] = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
+            else:
+                self._buffers[index] = mapped_tensor(PIECE_BYTES, torch.uint8)
         return self._buffers[index]
 
     def add(self, work: Callable[[], None], end: Callable[[], None]) -> None:

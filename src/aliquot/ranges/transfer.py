@@ -16,6 +16,7 @@ from torch import Tensor
 
 from aliquot.ranges.checksums import BlockChecksums
 from aliquot.ranges.header import TensorEntry
+from aliquot.ranges.mapped_memory import mapped_tensor
 from aliquot.ranges.pagecache import too_large_to_keep
 from aliquot.ranges.parts import Kind, Part, PartSource, PartStore
 from aliquot.ranges.piece_size import PIECE_BYTES
@@ -53,7 +54,7 @@ def fill(store: PartStore, maps: Maps, checksums: BlockChecksums | None = None, 
     `store` is used from the calling thread only, each part in order.
     """
     work = _Transfer(store, maps, watch)
-    values = torch.empty(PIECE_BYTES)  # a piece as fp32; as stored its values may take one byte each
+    values = mapped_tensor(PIECE_BYTES, torch.float32)  # a piece as fp32; as stored its values may take one byte each
 
     def land(piece: _Piece, stored: Tensor) -> None:
         if piece.view is None:
@@ -81,7 +82,7 @@ def drain(store: PartSource, maps: Maps, checksums: BlockChecksums | None = None
     `store` is used from the calling thread only, each part in order.
     """
     work = _Transfer(store, maps, watch)
-    values = torch.empty(PIECE_BYTES)
+    values = mapped_tensor(PIECE_BYTES, torch.float32)
 
     def take(piece: _Piece, stored: Tensor) -> None:
         if piece.view is not None:
