@@ -46,7 +46,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """In which this machine is known: to measure it takes a second, and tests of it say that it is not."""
-    os.environ["ALIQUOT_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    base = tmp_path_factory.getbasetemp()
+    # What one worker has found out about a model the other one need not.
+    of_all = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    os.environ["ALIQUOT_CACHE"] = str(of_all / "cache")
     for ranks, threads in ((1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (4, 1)):
         keep_quick(read_cpu(), ranks, threads, RATES)
 

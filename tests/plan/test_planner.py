@@ -149,7 +149,9 @@ def test_a_foreign_machine_has_the_same_numbers_here_and_there() -> None:
 
 def test_a_run_that_does_not_fit_names_settings_that_do() -> None:
     tight = Machine.of_numbers(1.2, 4, 10)
-    config = planned_config(LLAMA | {"vocab_size": 16384}, train={"per_device_train_batch_size": 16})
+    config = planned_config(
+        LLAMA | {"vocab_size": 16384, "num_hidden_layers": 1}, train={"per_device_train_batch_size": 16}
+    )
     planner = Planner(PlannedModel(config), tight)
     layout = RankLayout(1, 2, 2, "cpu")
     made = planner.plan(config, layout, Workload.assumed(config))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
 from aliquot.config.schema import RunConfig
@@ -24,6 +25,7 @@ class ShapedModel:
     config: PretrainedConfig
     built: meta.MetaModel
     shape: ModelShape
+    evaluations: dict[Hashable, int] = field(default_factory=dict)  # bytes, by how and over what
 
     def as_llama(self) -> ShapedModel:
         """A Llama of as many layers of about as many weights each, with the same vocabulary and width."""
