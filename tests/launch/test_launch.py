@@ -156,7 +156,7 @@ from aliquot.launch.watchdog import Watchdog
 def stuck_in_this_function():
     time.sleep(600)
 ranks.barrier()
-watchdog = Watchdog(1.0, Path(sys.argv[1]) / f"stacks-rank-{ranks.rank}.txt", ranks.rank)
+watchdog = Watchdog(1.0, Path(sys.argv[1]) / f"stacks-rank-{ranks.rank}.txt", ranks.rank, grace_s=1.0)
 if ranks.rank == 1:
     stuck_in_this_function()
 ranks.barrier()
