@@ -6,16 +6,17 @@ import fcntl
 import secrets
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from aliquot.config.read_config import dump_config
 from aliquot.config.schema import RunConfig
 from aliquot.errors import NodesDifferError, RunDirectoryError, StorageError
+from aliquot.observe.beating_lock import beating_lock
 from aliquot.textfile import publish_text
 
 HEADER = "# The configuration of an aliquot run, complete, as it was run."
-LOCK = ".lock"
+LOCK, BEATING_LOCK = ".lock", ".lock.held"
 _SEEN_S = 15.0  # within which a network file system shows to a node what another one has written
 
 
@@ -38,7 +39,11 @@ class RunDirectory:
     def check(self, config: RunConfig) -> None:
         """Raises UserError when something else lives here or when `checkpoint.resume: never` meets an earlier run."""
         # logs/ alone is no run: the launcher makes it before any rank starts.
-        held = {entry.name for entry in self.path.iterdir()} - {"logs", LOCK} if self.path.is_dir() else set()
+        held = (
+            {entry.name for entry in self.path.iterdir()} - {"logs", LOCK, BEATING_LOCK}
+            if self.path.is_dir()
+            else set()
+        )
         if held and not self._is_a_run():
             raise RunDirectoryError(
                 "exists and is not a run of aliquot; choose another run.name or run.directory", self.path
@@ -73,7 +78,9 @@ class RunDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Raises UserError while another process trains into this directory; the kernel unlocks when a process dies."""
+        """Raises UserError while another process trains into this directory; the kernel unlocks when a process dies.
+
+        Where the file system has no locks, a file that is touched for as long as a run lives stands for one."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = (self.path / LOCK).open("a")
@@ -81,13 +88,13 @@ class RunDirectory:
             raise StorageError(
                 f"cannot write the run directory: {error.strerror}; choose another run.directory", self.path
             ) from None
-        with lock:
+        with lock, ExitStack() as held:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise RunDirectoryError("another process is training into this run directory", self.path) from None
-            except OSError:
-                pass  # a file system without locks (Lustre may be mounted so): nothing to hold on to
+            except OSError:  # a file system without locks: Lustre may be mounted so
+                held.enter_context(beating_lock(self.path / BEATING_LOCK))
             try:
                 with suppress(OSError):  # a full disk is met by what needs it
                     lock.truncate(0)
@@ -96,6 +103,7 @@ class RunDirectory:
                 yield
             finally:
                 with suppress(OSError):  # what the body raised must be what is told
+                    held.close()
                     if [entry.name for entry in self.path.iterdir()] == [LOCK]:  # refused before it began
                         (self.path / LOCK).unlink()
                         self.path.rmdir()

@@ -1,0 +1,84 @@
+"""A lock for file systems that have none: a file that its holder touches, again and again, for as long as it lives."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from aliquot.errors import RunDirectoryError
+
+BEAT_S = 5.0
+WATCHED_S = 4 * BEAT_S  # without a beat in it, its holder on another machine is taken for dead
+
+
+@contextmanager
+def beating_lock(file: Path) -> Iterator[None]:
+    """Raises UserError while another process holds it, which is seen at once on its own machine."""
+    own = {"machine": machine(), "pid": os.getpid(), "mark": secrets.token_hex(8)}
+    while not _taken(file, own):
+        holder = _read(file)
+        if _lives(file, holder):
+            raise RunDirectoryError("another process is training into this run directory", file.parent)
+        if _read(file) == holder:
+            file.unlink(missing_ok=True)
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(BEAT_S):
+            with suppress(OSError):
+                os.utime(file)
+
+    threading.Thread(target=beat, name="aliquot-lock", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+        if _read(file) == own:
+            file.unlink(missing_ok=True)
+
+
+def _taken(file: Path, own: dict[str, Any]) -> bool:
+    try:
+        descriptor = os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+    except FileExistsError:
+        return False
+    with os.fdopen(descriptor, "w") as written:
+        json.dump(own, written)
+    return True
+
+
+def _lives(file: Path, holder: Any) -> bool:
+    """Whether the process still runs, on this machine; whether it beats, on another one, whose clock may be wrong."""
+    if isinstance(holder, dict) and holder.get("machine") == machine():
+        return Path(f"/proc/{holder.get('pid')}").exists()
+    before, until = _beat_of(file), time.monotonic() + WATCHED_S
+    while time.monotonic() < until:
+        if _beat_of(file) != before:
+            return True
+        time.sleep(WATCHED_S / 100)
+    return False
+
+
+def _beat_of(file: Path) -> int | None:
+    with suppress(OSError):
+        return file.stat().st_mtime_ns
+    return None
+
+
+def _read(file: Path) -> Any:
+    with suppress(OSError, ValueError):
+        return json.loads(file.read_text())
+    return None
+
+
+def machine() -> str:
+    """Within which process ids mean something: a start of this kernel, and a container's own numbering."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}:{Path('/proc/self/ns/pid').stat().st_ino}"
