@@ -155,6 +155,9 @@ def test_hung_rank_leaves_the_stacks_of_all(tmp_path: Path) -> None:
 from aliquot.launch.watchdog import Watchdog
 def stuck_in_this_function():
     time.sleep(600)
+left = Path(sys.argv[1]) / "stacks-rank-7.txt"  # by an earlier attempt of more ranks
+left.write_text('Thread 1:\\n  File "old.py", line 1 in <module>\\n')
+os.utime(left, (1e9, 1e9))
 ranks.barrier()
 watchdog = Watchdog(1.0, Path(sys.argv[1]) / f"stacks-rank-{ranks.rank}.txt", ranks.rank, grace_s=1.0)
 if ranks.rank == 1:

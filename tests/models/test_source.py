@@ -42,6 +42,8 @@ def test_what_does_not_look_like_a_hub_id_is_a_directory(path: str) -> None:
         ({**SMALL, "model_type": "xglm", "layerdrop": 0.1}, "set layerdrop to 0"),
         ({"model_type": "big_bird"}, "set attention_type to original_full"),
         ({**SMALL, "model_type": "llama", "hidden_act": "no-such-thing"}, "cannot run this llama model"),
+        ({**SMALL, "model_type": "llama", "hidden_size": "64"}, "expected int, got str"),
+        ({**SMALL, "model_type": "qwen3", "num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000: no model has"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(config: dict[str, object], expected: str) -> None:
@@ -52,6 +54,8 @@ def test_files_that_are_no_config(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     assert "no config.json here" in refused(path=str(tmp_path))
     file.write_text("{")
+    assert "not readable as JSON" in refused(path=str(tmp_path))
+    file.write_text("[" * 100_000)
     assert "not readable as JSON" in refused(path=str(tmp_path))
     file.write_text("[]")
     assert "expected a JSON object" in refused(path=str(tmp_path))

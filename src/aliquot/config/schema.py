@@ -100,7 +100,8 @@ class TrainSection(Section):
     adam_epsilon: PositiveFloat = 1e-8
     max_grad_norm: NonNegativeFloat = Field(1.0, description="Clip to this global norm; 0 = do not clip.")
     gradient_checkpointing: Literal["none", "selective", "full"] = Field(
-        "none", description="Recompute in the backward pass. selective: what is cheap to; full: whole layers."
+        "none",
+        description="Recompute in the backward pass. selective: what is cheap to, on CPU attention, too; full: layers.",
     )
     precision: Literal["bf16", "fp32"] = Field(
         "bf16", description="Of computing; master weights and moments are fp32 either way, see optimizer_states."

@@ -6,13 +6,19 @@ import re
 from pathlib import Path
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)$')
+_TOGETHER_S = 60.0
 _WAITS = re.compile(r"torch/distributed/|aliquot/collectives/|aliquot/launch/ranks\.py$")
 
 
-def standing_still(directory: Path) -> dict[int, str]:
-    """Of ranks that are not in a collective, where each is: `file:line in function`. Empty: no rank or all of them."""
+def standing_still(own: Path) -> dict[int, str]:
+    """Of ranks that are not in a collective, where each is: `file:line in function`. Empty: no rank or all of them.
+
+    `own`: this rank's stacks; beside it lie those of the others, and those that an earlier attempt has left.
+    """
     found = {}
-    files = sorted(directory.glob("stacks-rank-*.txt"))
+    written = own.stat().st_mtime
+    beside = sorted(own.parent.glob("stacks-rank-*.txt"))
+    files = [file for file in beside if abs(file.stat().st_mtime - written) < _TOGETHER_S]
     for file in files:
         rank = re.search(r"(\d+)\.txt$", file.name)
         frames = _main_thread(file.read_text(errors="replace"))

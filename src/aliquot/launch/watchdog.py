@@ -58,7 +58,7 @@ class Watchdog:
             if self._stopped.wait(left):
                 return
         stacks = self.stack_file.with_name(self.stack_file.name.replace(f"rank-{self.rank}", "rank-*"))
-        stuck = standing_still(self.stack_file.parent)
+        stuck = standing_still(self.stack_file)
         told = ", ".join(f"rank {rank} stands still at {place}" for rank, place in stuck.items())
         told = f"; {told}{', and the others wait for it' * (len(stuck) == 1)}" if stuck else ""
         message = f"no progress for {self.timeout_s:g} s{told}; where every rank was: {stacks} [hung]"

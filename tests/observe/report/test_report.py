@@ -199,6 +199,13 @@ def test_findings_of_the_doctor(tmp_path: Path) -> None:
     assert "holds no findings" in page_of(directory).text
 
 
+def test_the_speed_is_what_the_run_itself_said_at_its_end(tmp_path: Path) -> None:
+    ended = {"event": "end", "step": 100, "time": 1_700_000_150.0, "tokens_per_s": 3200.0, "mfu": 0.4}
+    text = page_of(whole_run(tmp_path / "run", events=[start(), ended])).text
+    assert "real tokens/s 3,200 over all steps since the last start but the first" in text
+    assert "real tokens/s 5,000 3,200 +56 %" in text and "MFU 40 %" in text
+
+
 def test_the_plan_beside_the_measurement(tmp_path: Path) -> None:
     text = page_of(whole_run(tmp_path / "run")).text
     assert "real tokens/s 5,000 4,000 +25 %" in text
