@@ -16,6 +16,7 @@ import torch
 from aliquot import preparation
 from aliquot.checkpoint.background_saver import Saver
 from aliquot.checkpoint.directories import complete_directories, newest
+from aliquot.config.due import is_due
 from aliquot.config.schema import RunConfig
 from aliquot.data.batches import StepBatch
 from aliquot.data.batches_ahead import BatchesAhead
@@ -214,9 +215,9 @@ class Training:
             self._run.ledger.publish(self._run.directory.ledger, self._run.ranks, self._run.about)
         if self._record.due(done):
             self._record.log({**metrics, **self._engine.counters().traffic()})
-        if not stopping and (last or _is_due(config.train.eval_steps, done)):
+        if not stopping and (last or is_due(config.train.eval_steps, done)):
             stopping = self._evaluate()
-        if last or stopping or _is_due(config.checkpoint.every, done):
+        if last or stopping or is_due(config.checkpoint.every, done):
             with self._record.between_steps("checkpoint"):
                 self._saver.start(done, self._state())
         if stopping and not last:
@@ -323,8 +324,3 @@ class Training:
 def _would_be_lost(directory: RunDirectory) -> str:
     kept = complete_directories(directory.checkpoints)
     return f"losing what came after {kept[-1].name}" if kept else "losing all that it has trained"
-
-
-def _is_due(every: int, done: int) -> bool:
-    """0: never."""
-    return every > 0 and done % every == 0

@@ -20,6 +20,7 @@ from aliquot.machine.cpu import read_cpu
 from aliquot.models.shaped_model import shaped_model
 from aliquot.observe.ledger import PHASES
 from aliquot.plan import fit
+from aliquot.plan.advice import with_advice
 from aliquot.plan.memory_picture import svg
 from aliquot.plan.planned_machine import Machine
 from aliquot.plan.planned_model import PlannedModel
@@ -106,13 +107,16 @@ def test_gpus_of_a_host_pass_on_through_nvlink_while_they_compute() -> None:
 
 
 def test_a_run_that_waits_for_the_wire_is_told_what_helps() -> None:
-    made = plan(planned_config(LLAMA, train={"global_batch_size": 4}), Machine.of_numbers(64, 16, 0.1), 2, 2)
+    slow, config = Machine.of_numbers(64, 16, 0.1), planned_config(LLAMA, train={"global_batch_size": 4})
+    planner, workload = Planner(PlannedModel(config), slow), Workload.assumed(config)
+    layout = slow.layout(config, 2, 2)
+    made = with_advice(planner.plan(config, layout, workload), planner, config, layout, workload)
     found = re.fullmatch(
         r"network-bound [\d.]+x: a global batch of (\d+) sequences would be ([\d.]+)x", made.bottleneck
     )
     assert found, made.bottleneck
     larger = planned_config(LLAMA, train={"global_batch_size": int(found[1])})
-    gained = plan(larger, Machine.of_numbers(64, 16, 0.1), 2, 2).tokens_per_s / made.tokens_per_s
+    gained = plan(larger, slow, 2, 2).tokens_per_s / made.tokens_per_s
     assert gained == pytest.approx(float(found[2]), rel=0.06)
 
 

@@ -51,6 +51,7 @@ def command(
         from aliquot.config.workload import Workload
         from aliquot.errors import PlanError, UsageError, writing
         from aliquot.plan import fit, report, search
+        from aliquot.plan.advice import with_advice
         from aliquot.plan.calibrate import make_known
         from aliquot.plan.memory_picture import svg
         from aliquot.plan.planned_machine import chosen
@@ -81,7 +82,7 @@ def command(
             status.update("what this machine reaches")
             make_known(machine, layout)
             status.update("what the run needs")
-            plan = planner.plan(settings, layout, workload)
+            plan = with_advice(planner.plan(settings, layout, workload), planner, settings, layout, workload)
             problems = fit.problems(plan, machine)
             status.update("what else there is")
             advice = search.remedies(planner, settings, layout, workload) if problems else None

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from aliquot.collectives.shared import Memory
+from aliquot.machine.boot import boot_id
 
 _SPIN_S = 50e-6  # most waits are shorter than what it costs to sleep
 _JOIN_TIMEOUT_S = 300.0
@@ -29,8 +30,7 @@ class PeerLost(ConnectionError):
 
 def host_identity() -> str:
     """The same for two processes exactly if they can reach each other's abstract sockets: one kernel, one network."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}:{Path('/proc/self/ns/net').stat().st_ino}"
+    return f"{boot_id()}:{Path('/proc/self/ns/net').stat().st_ino}"
 
 
 class Peers:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from aliquot.errors import TrainingError, UserError
+from aliquot.machine.boot import boot_id
 from aliquot.textfile import publish_text
 
 LOG_DIRECTORY = "ALIQUOT_LOG_DIRECTORY"  # set by our launcher in its ranks, and only there
@@ -33,10 +34,6 @@ _CONNECTION_WORDS = (
 )
 
 
-def _boot() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
 def _uptime() -> float:
     return time.monotonic()
 
@@ -51,12 +48,12 @@ class RankError:
     traceback: str
     time: float  # seconds since the epoch
     exit_code: int = 1
-    boot: str = field(default_factory=_boot)  # of the machine, and the time since then, which nobody sets
+    boot: str = field(default_factory=boot_id)  # of the machine, and the time since then, which nobody sets
     uptime: float = field(default_factory=_uptime)
 
     def is_since(self, uptime: float) -> bool:
         """Whether it happened on this machine, so long after it was started or later."""
-        return self.boot == _boot() and self.uptime >= uptime
+        return self.boot == boot_id() and self.uptime >= uptime
 
     @property
     def line(self) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from aliquot.errors import RunDirectoryError
+from aliquot.machine.boot import boot_id
 
 BEAT_S = 5.0
 WATCHED_S = 4 * BEAT_S  # without a beat in it, its holder on another machine is taken for dead
@@ -80,5 +81,4 @@ def _read(file: Path) -> Any:
 
 def machine() -> str:
     """Within which process ids mean something: a start of this kernel, and a container's own numbering."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}:{Path('/proc/self/ns/pid').stat().st_ino}"
+    return f"{boot_id()}:{Path('/proc/self/ns/pid').stat().st_ino}"

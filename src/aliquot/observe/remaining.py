@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from aliquot.config.due import times_due
 from aliquot.config.schema import RunConfig
 
 
@@ -33,7 +34,5 @@ class Remaining:
 
 
 def _left(every: int, done: int, total: int) -> int:
-    """How often something is due from step `done` to step `total`: every so many (0: never), and at the end."""
-    if not every:
-        return 1
-    return total // every - max(0, done - 1) // every + (total % every > 0)
+    """How often something is due from step `done` to step `total`."""
+    return times_due(every, total) - (max(0, done - 1) // every if every else 0)

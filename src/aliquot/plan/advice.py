@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 from aliquot.config.batch_size import batch_size
+from aliquot.config.plan import Plan
 from aliquot.config.schema import RunConfig
 from aliquot.config.workload import Workload
 from aliquot.errors import UserError
 from aliquot.launch.rank_layout import RankLayout
+from aliquot.plan.planner import Planner
 from aliquot.plan.search import with_settings
-
-if TYPE_CHECKING:
-    from aliquot.config.plan import Plan
-    from aliquot.plan.planner import Planner
 
 _LARGER = (2, 4, 8, 16)
 _WORTH = 1.1  # a gain in tokens/s below is no reason to change a setting
 _NEARLY_BEST = 0.9  # of what the best of a kind gains
 
 
-def helps(planner: Planner, config: RunConfig, layout: RankLayout, workload: Workload) -> str | None:
+def with_advice(plan: Plan, planner: Planner, config: RunConfig, layout: RankLayout, workload: Workload) -> Plan:
+    """`plan` of that run, and beside its bottleneck what would help most. It makes a dozen plans more: for a reader."""
+    if plan.bottleneck == "compute-bound" or (words := _helps(planner, config, layout, workload)) is None:
+        return plan
+    return replace(plan, bottleneck=f"{plan.bottleneck}: {words}")
+
+
+def _helps(planner: Planner, config: RunConfig, layout: RankLayout, workload: Workload) -> str | None:
     """`a global batch of 64 sequences would be 1.4x`: the change that gains most of those that fit; None: nothing does.
 
     Of a series that goes on gaining, the first that comes near its best.

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from aliquot.config.batch_size import batch_size
+from aliquot.config.due import times_due
 from aliquot.config.engine_choice import chosen_engine
 from aliquot.config.plan import Plan
 from aliquot.config.schema import RunConfig
@@ -15,7 +16,6 @@ from aliquot.engines.fsdp.fsdp_memory import fsdp_memory
 from aliquot.engines.held_memory import Held
 from aliquot.engines.host.host_memory import host_memory
 from aliquot.launch.rank_layout import RankLayout
-from aliquot.plan.advice import helps
 from aliquot.plan.calibrate import make_known
 from aliquot.plan.engine_memory import LAUNCHER_BYTES, phases
 from aliquot.plan.micro_batch_cost import MicroBatchCost, Step
@@ -27,7 +27,7 @@ from aliquot.plan.timing import evaluation_time, step_time
 from aliquot.plan.traffic import traffic
 
 _MOST_SEQUENCES = 64  # of a micro-batch that is run through on meta tensors as it is; larger ones are extrapolated
-_DISK_BYTES_PER_S = 0.5e9  # a node, assumed: a volume or file system of the cloud; local NVMe is faster
+DISK_BYTES_PER_S = 0.5e9  # a node, assumed: a volume or file system of the cloud; local NVMe is faster
 _NCCL_SHM_BYTES = 64 << 20  # a rank; NCCL's own buffers where GPUs of a host have no direct link
 
 
@@ -72,15 +72,8 @@ class Planner:
         rates = self.rates(layout)
         took = step_time(engine, cost, held, moved, layout, micro_batches, rates)
         steps = _steps(config, workload, size.total)
-        bottleneck = took.bottleneck
-        if (
-            not approximate
-            and took.bottleneck != "compute-bound"
-            and (would := helps(self, config, layout, workload)) is not None
-        ):
-            bottleneck = f"{bottleneck}: {would}"
         of_evaluation = -(-(workload.eval_sequences or 0) // (size.micro * layout.world_size))
-        disks = _DISK_BYTES_PER_S * layout.nodes
+        disks = DISK_BYTES_PER_S * layout.nodes
         told = building(config, self.shape, layout) if engine == "deepspeed" else []
         found = phases(config, held, cost, workload.index_bytes, steps, told)
         limit = self.machine.memory_for(layout)
@@ -104,10 +97,10 @@ class Planner:
             steps=steps or 0,
             tokens_per_step=size.total * workload.tokens,
             step_s=took.total_s,
-            bottleneck=bottleneck,
-            evaluations=_evaluations(config, steps or 0) if of_evaluation else 0,
+            bottleneck=took.bottleneck,
+            evaluations=times_due(config.train.eval_steps, steps or 0) if of_evaluation else 0,
             evaluation_s=evaluation_time(cost, moved, layout, of_evaluation, micro_batches, rates),
-            saves=1 if config.checkpoint.asynchronous else _due(config.checkpoint.every, steps or 0),
+            saves=1 if config.checkpoint.asynchronous else times_due(config.checkpoint.every, steps or 0),
             save_s=moved.checkpoint_bytes / disks,
             export_s=moved.export_bytes / disks,
             launcher_bytes=LAUNCHER_BYTES if layout.world_size > 1 and layout.device == "cpu" else 0,
@@ -150,15 +143,6 @@ class Planner:
         if engine == "deepspeed":
             return deepspeed_memory(config, self.shape, layout)
         return fsdp_memory(config, self.shape, layout, cost.backward_bytes, cost.layer_bytes)
-
-
-def _evaluations(config: RunConfig, steps: int) -> int:
-    return _due(config.train.eval_steps, steps)
-
-
-def _due(every: int, steps: int) -> int:
-    """How often in so many steps: every so many (0: never), and after the last."""
-    return -(-steps // every) if every else min(1, steps)
 
 
 def _steps(config: RunConfig, workload: Workload, total: int) -> int | None:

@@ -12,6 +12,7 @@ from aliquot.launch.rank_layout import RankLayout
 from aliquot.launch.topology import Topology
 from aliquot.machine.cpu import read_cpu
 from aliquot.plan import fit
+from aliquot.plan.advice import with_advice
 from aliquot.plan.planned_machine import Machine
 from aliquot.plan.planned_model import PlannedModel
 from aliquot.plan.planner import Planner
@@ -38,7 +39,7 @@ def plan_before(
             topology.nodes, topology.local_world_size, topology.threads, topology.device, machine.numa_nodes
         )
         planner = Planner(PlannedModel(config, vocabulary), machine)
-        plan = planner.plan(config, layout, workload)
+        plan = with_advice(planner.plan(config, layout, workload), planner, config, layout, workload)
         found = "; ".join(fit.problems(plan, machine))
         advice = remedies(planner, config, layout, workload) if found and fit.hopeless(plan) and not force else None
     except UserError:

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from aliquot.catalogue.instances import PRICES_DATE, PRICES_REGION
 from aliquot.config.plan import Plan
+from aliquot.plan.planner import DISK_BYTES_PER_S
 from aliquot.plan.search import Candidate
 
 # EC2's spot price changes by the hour; over the last years it has been 30 to 50 % of on demand for these families.
@@ -87,7 +88,8 @@ def _whole(plan: Plan) -> list[str]:
     ]
     lines = [
         f"whole run       {plan.steps:,} steps, {_seconds(plan.total_s)}",
-        f"beside steps    {', '.join(filter(None, beside))} (a disk of 0.5 GB/s a node, assumed)",
+        f"beside steps    {', '.join(filter(None, beside))}"
+        f" (a disk of {DISK_BYTES_PER_S / 1e9:g} GB/s a node, assumed)",
     ]
     if plan.cost_usd is not None:
         spot = f"about {plan.cost_usd * SPOT_FACTOR:,.2f} on spot (factor {SPOT_FACTOR}, assumed)"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from aliquot.config.batch_size import BatchSize, batch_size
 from aliquot.config.plan import Plan
@@ -17,9 +17,7 @@ from aliquot.config.schema import RunConfig
 from aliquot.config.workload import Workload
 from aliquot.errors import UserError
 from aliquot.launch.rank_layout import RankLayout
-
-if TYPE_CHECKING:
-    from aliquot.plan.planner import Planner
+from aliquot.plan.planner import Planner
 
 _MOST_RANKS = 16
 _REMEDIES = 3
