@@ -196,6 +196,7 @@ ranks.close()
     assert done.stdout.split() == ["True", "False", "True"], done.stderr
 
 
+@pytest.mark.long
 def test_two_ranks_that_cannot_be_joined() -> None:
     told = measure.run_two_ranks(Subject(environ=environment(GLOO_SOCKET_IFNAME="eth77")))
     finding = measure.judge_self_test(told)

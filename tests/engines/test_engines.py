@@ -43,6 +43,8 @@ BY_WORLD = {
     4: ["llama-far", "llama-bf16-far"],
 }  # fmt: skip
 Key = TypeVar("Key", int, str)
+# One rank alone is what test_train.py runs, too.
+ONE = pytest.param(1, marks=pytest.mark.long)
 THREE = pytest.param(3, marks=pytest.mark.long)
 FOUR = pytest.param(4, marks=pytest.mark.long)
 
@@ -131,7 +133,7 @@ def assembled(folder: Path, name: str, when: str, world_size: int, kind: str = "
     return whole
 
 
-@pytest.mark.parametrize("world_size", [1, 2, THREE, FOUR])
+@pytest.mark.parametrize("world_size", [ONE, 2, THREE, FOUR])
 def test_fp32_equals_the_plain_loop(runs: Runs[int], world_size: int) -> None:
     name = BY_WORLD[world_size][0]
     losses, norms, weights = plain_loop(name, bf16=False)
@@ -206,7 +208,7 @@ def test_bf16_gradients_are_summed_in_fp32_over_micro_batches_and_ranks(runs: Ru
     assert result(runs[world_size], "llama-bf16")["norms"][0] == pytest.approx(norm, rel=6e-6)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, THREE, FOUR])
+@pytest.mark.parametrize("world_size", [ONE, 2, THREE, FOUR])
 def test_initial_weights_do_not_depend_on_the_world_size(runs: Runs[int], world_size: int) -> None:
     expected = initial_weights(CASES["llama"])
     found = assembled(runs[world_size], BY_WORLD[world_size][0], "initial", world_size)
