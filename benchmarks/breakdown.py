@@ -183,6 +183,7 @@ def mark_engine() -> None:
     from aliquot.collectives.peers import Peers
     from aliquot.engines.host import host_engine
     from aliquot.engines.host.host_gradients import HostGradients
+    from aliquot.engines.host.host_sums import HostSums
     from aliquot.optim.blocked_adamw import BlockedAdamW
 
     def mark(owner: Any, method: str, name: str) -> None:
@@ -200,6 +201,7 @@ def mark_engine() -> None:
         mark(HostGradients, method, _STAGE)
     mark(HostGradients, "_sum", _SUM)
     mark(HostGradients, "_sum_rows", _SUM)
+    mark(HostSums, "squares", _NORM)
     mark(host_engine, "global_norm", _NORM)
     mark(BlockedAdamW, "step", _UPDATE)
     mark(host_engine.HostEngine, "_publish", _PUBLISH)

@@ -101,19 +101,20 @@ def updates(compiled: bool) -> dict[str, float]:
     import torch.distributed as dist
 
     from aliquot.optim.blocked_adamw import BlockedAdamW, FlatShard
-    from aliquot.optim.moments import ExactMoment
+    from aliquot.optim.moments import moment
     from aliquot.optim.weights import SplitWeights
 
     values, gradient = torch.randn(PARAMETERS), torch.randn(PARAMETERS)
     weights = SplitWeights(torch.empty(PARAMETERS, dtype=torch.bfloat16))
     weights.store(0, values)
-    shard = FlatShard(weights, ExactMoment(PARAMETERS), ExactMoment(PARAMETERS), gradient, True, 0)
-    ours = BlockedAdamW([shard], (0.9, 0.999), 1e-8, 0.1, compiled)
+    moments = [moment("fp32", PARAMETERS, PARAMETERS, squared) for squared in (False, True)]
+    shard = FlatShard(weights, *moments, gradient, True, 0)
+    ours = BlockedAdamW((0.9, 0.999), 1e-8, 0.1, compiled=compiled)
     parameter = torch.nn.Parameter(values)
     parameter.grad = gradient
     fused = torch.optim.AdamW([parameter], lr=1e-3, fused=True)
     return {
-        "ours": seconds(lambda: ours.step(1e-3, 2.0, 1.0), dist.barrier),
+        "ours": seconds(lambda: ours.step([shard], 1e-3, 2.0, 1.0), dist.barrier),
         "fused": seconds(fused.step, dist.barrier),
     }
 

@@ -17,6 +17,7 @@ from aliquot.collectives.json_values import gather
 from aliquot.collectives.peers import PeerLost, Peers
 from aliquot.collectives.reduce import add_sum
 from aliquot.collectives.ring import Piece, Ring
+from aliquot.collectives.wire import TensorSums
 from tests.processes import as_ranks
 
 
@@ -108,7 +109,7 @@ def hosts(rank: int, world_size: int) -> None:
             return [values(sender * 10 + host, i, n, torch.float32) for i, n in enumerate(lengths[host])]  # noqa: B023
 
         gradients = [of(rank, host) for host in range(len(found.table))]
-        found.wire.reduce_scatter(gradients)
+        found.wire.reduce_scatter(TensorSums(gradients, torch.float32))
         counterparts = [ranks[found.peers.index] for ranks in found.table]
         for index, summed in enumerate(gradients[found.own]):
             parts = [of(sender, found.own)[index] for sender in counterparts]

@@ -15,6 +15,7 @@ from tests.processes import run_ranks
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs[str]:
+    on_disk = ["llama", "llama-bf16", "llama-int8", "qwen2-tied"]
     far = ["llama-bf16-far", "llama-frugal", "llama-bf16-states"]
     worlds = {
         "fsdp": ("fsdp", 2, ["llama", "gemma2"]),
@@ -26,6 +27,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs[str]:
         "numa": ("numa", 4, ["llama-bf16"]),
         "four": ("host", 4, ["llama-bf16"]),
         "one": ("host", 1, ["llama-int8"]),
+        "blocks": ("host-blocks", 2, on_disk),
+        "disk": ("host-disk", 2, on_disk),
+        "states on disk": ("host-states-disk", 2, on_disk),
+        "blocks-3": ("host-blocks", 3, on_disk),
+        "disk-3": ("host-disk", 3, on_disk),
+        "hosts-blocks": ("hosts-blocks", 2, on_disk),
+        "hosts-disk": ("hosts-disk", 2, on_disk),
     }
     return Runs(tmp_path_factory.mktemp("worlds"), worlds)
 
@@ -58,6 +66,24 @@ def test_a_model_whose_head_does_more_than_multiply(runs: Runs[str]) -> None:
     """Gemma 2 caps its logits: its own loss is taken, whole."""
     host, fsdp = result(runs["host"], "gemma2"), result(runs["fsdp"], "gemma2")
     assert host == fsdp
+
+
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    ("disk", "memory", "world_size"),
+    [
+        ("disk", "blocks", 2),
+        pytest.param("states on disk", "blocks", 2, marks=LONG),
+        pytest.param("disk-3", "blocks-3", 3, marks=LONG),
+        pytest.param("hosts-disk", "hosts-blocks", 2, marks=LONG),
+    ],
+)
+def test_what_lies_on_disk_changes_no_bit(runs: Runs[str], disk: str, memory: str, world_size: int) -> None:
+    """Accumulation over uneven micro-batches, clipping, a tied embedding, frugal states, windows with a rest."""
+    for name in ("llama", "llama-bf16", "llama-int8", "qwen2-tied"):
+        same(runs[disk], runs[memory], name, world_size)
 
 
 @pytest.mark.long

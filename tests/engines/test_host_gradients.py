@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from aliquot.collectives.hosts import Hosts
-from aliquot.engines.host.host_gradients import HostGradients, Weight
+from aliquot.config.on_disk import OnDisk
+from aliquot.engines.host.host_disk import HostDisk
+from aliquot.engines.host.host_gradients import HostGradients
+from aliquot.engines.host.host_sums import HostSums
+from aliquot.engines.host.weight import Weight
 from aliquot.errors import SelfTestError
 
 SHAPE = (3, 2)
 
 
-@pytest.fixture
-def gradients() -> Iterator[HostGradients]:
-    """Of three weights of one rank, staged in the order 2, 1, 0."""
+@pytest.fixture(params=["memory", "disk"])
+def gradients(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[HostGradients]:
+    """Of three weights of one rank, staged in the order 2, 1, 0. The first's, which is looked up, stay in memory."""
     hosts = Hosts.join(0, 0, lambda value: [value])
     weights = [Weight(name, SHAPE, ((0, 6),)) for name in ("first", "second", "third")]
-    yield HostGradients(hosts, weights, [2, 1, 0], torch.float32, torch.float32, tokens=4, width=2)
+    disk = None
+    if request.param == "disk":
+        on_disk = OnDisk(((SHAPE, 3),), ((SHAPE, 2),))
+        disk = HostDisk(tmp_path, on_disk, weights, 0, [0], 0, "fp32", splits=False, kept_itemsize=4)
+    summed = HostSums(weights, [0], 0, torch.float32, "fp32", disk)
+    yield HostGradients(hosts, weights, summed, [2, 1, 0], torch.float32, tokens=4, width=2)
     hosts.peers.close()
+    if disk is not None:
+        disk.scratch.close()
 
 
 def full(value: float) -> torch.Tensor:
@@ -29,8 +41,10 @@ def full(value: float) -> torch.Tensor:
 
 def sums(gradients: HostGradients) -> list[float]:
     gradients.finish()
-    assert all(len(of_weight.unique()) == 1 for of_weight in gradients.own)
-    return [float(of_weight[0]) for of_weight in gradients.own]
+    found = list(gradients._sums.visit(0, 1 << 20, changes=False))
+    assert all(len(of_weight.unique()) == 1 for of_weight in found)
+    assert gradients._sums.squares() == pytest.approx([float(of_weight.square().sum()) for of_weight in found])
+    return [float(of_weight[0]) for of_weight in found]
 
 
 def test_gradients_may_arrive_in_any_order(gradients: HostGradients) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from transformers import AutoConfig
 
 from aliquot.collectives.hosts import Hosts
 from aliquot.collectives.json_values import gather
+from aliquot.config.on_disk import OnDisk
 from aliquot.engines.base import Engine, EngineSpec
 from aliquot.engines.deepspeed.deepspeed_engine import DeepspeedEngine
 from aliquot.engines.dtensors import dtensor
@@ -22,6 +24,7 @@ from aliquot.engines.host.host_engine import HostEngine
 from aliquot.launch.topology import Topology
 from aliquot.models import initialize, meta, recompute
 from aliquot.models.batch import MicroBatch
+from aliquot.optim import blocked_adamw, sizes
 from aliquot.ranges.parts import KINDS
 from tests.engines import cases
 from tests.processes import as_ranks
@@ -30,6 +33,9 @@ ENGINES: dict[str, type[Engine]] = {
     "fsdp": FsdpEngine,
     "fsdp-shared": FsdpEngine,
     "host": HostEngine,
+    "host-blocks": HostEngine,
+    "host-disk": HostEngine,
+    "host-states-disk": HostEngine,
     "fsdp-offload": FsdpEngine,
     "deepspeed": DeepspeedEngine,
     "deepspeed-uncompiled": DeepspeedEngine,
@@ -57,11 +63,15 @@ def train(kind: str, case: cases.Case, rank: int, world_size: int, folder: Path)
         collectives="shared_memory" if kind == "fsdp-shared" else "gloo",
         deepspeed=deepspeed_settings(kind, case),
         offload=kind == "fsdp-offload",
+        on_disk=on_disk(kind, [shape for _, shape in built.tensors]),
+        offload_directory=folder,
     )
+    if kind.endswith(("-blocks", "-disk")):  # several windows of a weight, and a rest
+        sizes.BLOCK = blocked_adamw.BLOCK = 64
     if kind == "deepspeed-uncompiled":  # as where DeepSpeed finds no way to build its shared-memory op
         importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
     topology = Topology(rank, world_size, rank, world_size, 0, 1, "cpu", 1, ())
-    if kind == "hosts":  # one rank each
+    if kind.startswith("hosts"):  # one rank each
         recompute.enable(built.model, case.checkpointing)
         engine: Engine = HostEngine(built.model, spec, Hosts.join(rank, 0, gather, f"host {rank}"), topology)
     elif kind == "numa":  # two nodes on one host
@@ -84,6 +94,7 @@ def train(kind: str, case: cases.Case, rank: int, world_size: int, folder: Path)
         dist.all_reduce(total)
         losses.append(float(total) / cases.predicted(step))
         norms.append(engine.step(cases.LEARNING_RATE, cases.MAX_GRAD_NORM).grad_norm)
+    assert kind.endswith("-disk") == (engine.counters().disk_written_bytes > 0)
     write_parts(engine, folder / f"{case.name}-final-{rank}.safetensors")
     if kind in ("fsdp", "host"):
         check_dtensors(engine, built, world_size)
@@ -109,6 +120,15 @@ def check_dtensors(engine: Engine, built: meta.MetaModel, world_size: int) -> No
                     assert (view is not None and found.to_local().data_ptr() == view.data_ptr()) == plain
             dist.all_reduce(own)
             assert torch.equal(found.full_tensor().view(-1), own), (name, kind)
+
+
+def on_disk(kind: str, shapes: list[tuple[int, ...]]) -> OnDisk | None:
+    """All but vectors, and every second weight of two alike in memory where states alone are on disk."""
+    matrices = Counter(shape for shape in shapes if len(shape) > 1)
+    if kind.endswith("states-disk"):
+        return OnDisk(tuple((shape, (count + 1) // 2) for shape, count in matrices.items()))
+    whole = tuple(matrices.items())
+    return OnDisk(whole, whole) if kind.endswith("-disk") else None
 
 
 def deepspeed_settings(kind: str, case: cases.Case) -> dict[str, object]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from aliquot.optim import blocked_adamw
 from aliquot.optim.blocked_adamw import BlockedAdamW, FlatShard
-from aliquot.optim.moments import Bf16Moment, ExactMoment, Int8Moment, Noise, block_numel, moment
+from aliquot.optim.moments import Int8Moment, Noise, block_numel, moment
 from aliquot.optim.squared_norm import squared_norm
 from aliquot.optim.weights import SplitWeights, WholeWeights
 from tests.examples import examples
@@ -65,7 +65,8 @@ def test_int8_moments_survive_a_checkpoint_bit_for_bit_in_any_pieces(row: int, r
     for squared in (False, True):
         values = torch.randn(row * rows, generator=generator) ** (4 if squared else 1)
         values[torch.rand(row * rows, generator=generator) < 0.1] = 0
-        first, second = Int8Moment(row * rows, row, squared), Int8Moment(row * rows, row, squared)
+        first, second = (moment("int8", row * rows, row, squared) for _ in range(2))
+        assert isinstance(first, Int8Moment)
         first.store(0, values, None)
         loaded = first.load(0, torch.empty(row * rows)).clone()
         edges = sorted({0, row * rows, *torch.randint(row * rows, (4,), generator=generator).tolist()})
@@ -123,15 +124,16 @@ def test_equals_torch_adamw_with_clipping(monkeypatch: pytest.MonkeyPatch, kind:
     else:
         weights = WholeWeights(torch.zeros(1000))
     weights.store(0, start)
-    shard = FlatShard(weights, ExactMoment(1000), ExactMoment(1000), gradient, True, 0)
-    ours = BlockedAdamW([shard], (0.9, 0.95), 1e-8, 0.1, compiled=kind == "compiled")
+    moments = [moment("fp32", 1000, 10, squared) for squared in (False, True)]
+    shard = FlatShard(weights, *moments, gradient, True, 0)
+    ours = BlockedAdamW((0.9, 0.95), 1e-8, 0.1, compiled=kind == "compiled")
     for step in range(5):
         gradient.copy_(torch.randn(1000, generator=torch.Generator().manual_seed(step)))
         theirs.grad = gradient.clone()
         norm = float(torch.nn.utils.clip_grad_norm_([theirs], 3.0))
         optimizer.step()
         assert squared_norm(gradient) ** 0.5 == pytest.approx(norm, rel=1e-6)
-        ours.step(1e-2, norm, 3.0)
+        ours.step([shard], 1e-2, norm, 3.0)
     # The split master is exact, so both are torch's kernel on the same numbers, clipped by a factor rounded alike.
     torch.testing.assert_close(weights.load(0, torch.empty(1000)), theirs.detach(), rtol=1e-6, atol=1e-7)
 
@@ -147,16 +149,16 @@ def test_frugal_states_do_not_depend_on_how_a_tensor_is_sharded(states: str) -> 
             moments = [moment(states, (b - a) * 512, 512, squared) for squared in (False, True)]
             own = gradient.view(-1)[a * 512 : b * 512].bfloat16()
             shards.append(FlatShard(weights, *moments, own, True, a * 512))
-        optimizer = BlockedAdamW(shards, (0.9, 0.999), 1e-8, 0.0)
+        optimizer = BlockedAdamW((0.9, 0.999), 1e-8, 0.0, frugal=True)
         for _ in range(6):
-            optimizer.step(1e-2, 1.0, None)
+            optimizer.step(shards, 1e-2, 1.0, None)
         return torch.cat([shard.weights.load(0, torch.empty(shard.weights.numel)) for shard in shards])
 
     assert torch.equal(run([0, 4]), run([0, 1, 3, 4]))
 
 
 def test_bf16_moments_restore_as_they_were() -> None:
-    stored = Bf16Moment(100)
+    stored = moment("bf16", 100, 10, squared=False)
     values = torch.randn(100).bfloat16().float()
     stored.store(0, values, None)
     assert torch.equal(stored.load(0, torch.empty(100)), values)

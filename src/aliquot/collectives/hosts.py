@@ -37,9 +37,13 @@ class Hosts:
                 f"the host engine needs equally many ranks on every host, and there are {counts}: use fsdp"
             )
         own = table.index(peers.ranks)
-        counterparts = [ranks[peers.index] for ranks in table]
-        wire = Wire(counterparts, own) if len(table) > 1 else None
+        wire = Wire([ranks[peers.index] for ranks in table], own) if len(table) > 1 else None
         return cls(peers, table, own, tuple(told[member][1] for member in peers.ranks), wire)
+
+    @property
+    def counterparts(self) -> list[int]:
+        """The rank on each host that this one exchanges with; on its own host itself."""
+        return [ranks[self.peers.index] for ranks in self.table]
 
     @property
     def transport(self) -> str:

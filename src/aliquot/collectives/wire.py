@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,36 @@ from torch import Tensor
 
 _PIECE_BYTES = 16 << 20
 _AHEAD = 2  # pieces under way while one is summed
+
+
+class Summed(Protocol):
+    """Flat sums of one dtype for every host, which are exchanged in pieces."""
+
+    dtype: torch.dtype
+
+    def pieces(self, h: int, most_bytes: int) -> list[int]:
+        """The elements of each piece of what is for host h; on every host the same."""
+        ...
+
+    def visit(self, h: int, most_bytes: int, changes: bool) -> Iterator[Tensor]:
+        """Those pieces one by one; with `changes` each is to be changed before the next is asked for."""
+        ...
+
+
+class TensorSums:
+    """`of[h]`: flat tensors for host h, in memory."""
+
+    def __init__(self, of: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> None:
+        self._of = of
+        self.dtype = dtype
+
+    def pieces(self, h: int, most_bytes: int) -> list[int]:
+        return [piece.numel() for piece in self.visit(h, most_bytes, changes=False)]
+
+    def visit(self, h: int, most_bytes: int, changes: bool) -> Iterator[Tensor]:
+        for tensor in self._of[h]:
+            if tensor.numel():
+                yield from torch.split(tensor, max(1, most_bytes // self.dtype.itemsize))
 
 
 class Wire:
@@ -28,21 +59,34 @@ class Wire:
         self.sent_bytes = 0
         self.busy_s = 0.0  # in the two collectives, waiting for other hosts included
 
-    def reduce_scatter(self, gradients: Sequence[Sequence[Tensor]]) -> None:
-        """`gradients[h]`: flat tensors for host h. `gradients[own]` becomes the sum over all hosts, in their order."""
+    def reduce_scatter(self, sums: Summed) -> None:
+        """What `sums` has for this host becomes the sum over all hosts, in their order."""
         begun = time.perf_counter()
-        # A peer's own tensors may be shorter or longer than these: each side cuts what it sends by the receiver's size.
-        outgoing = [self._send(piece, host) for host in self._others for piece in _pieces(gradients[host])]
-        arriving: deque[tuple[Tensor, list[tuple[int, Tensor, dist.Work]]]] = deque()
-        for own in _pieces(gradients[self._own]):
-            rooms = [(host, torch.empty_like(own)) for host in self._others]
-            arriving.append((own, [(host, room, self._receive(room, host)) for host, room in rooms]))
+        own = sums.visit(self._own, _PIECE_BYTES, changes=True)
+        to_come = deque(sums.pieces(self._own, _PIECE_BYTES))
+        # A peer's own pieces may be more or fewer than these: each side cuts what it sends as the receiver does.
+        outgoing = {host: sums.visit(host, _PIECE_BYTES, changes=False) for host in self._others}
+        arriving: deque[list[tuple[int, Tensor, dist.Work]]] = deque()
+        sending: deque[list[tuple[Tensor, dist.Work]]] = deque()
+        # Both sides have posted their sends and receives of a round before they wait for an earlier one.
+        while to_come or outgoing:
+            if to_come:
+                numel = to_come.popleft()
+                rooms = [(host, torch.empty(numel, dtype=sums.dtype)) for host in self._others]
+                arriving.append([(host, room, self._receive(room, host)) for host, room in rooms])
+            leaving = {host: next(pieces, None) for host, pieces in outgoing.items()}
+            sending.append([(piece, self._send(piece, host)) for host, piece in leaving.items() if piece is not None])
+            outgoing = {host: pieces for host, pieces in outgoing.items() if leaving[host] is not None}
             if len(arriving) > _AHEAD:
-                self._add(*arriving.popleft())
-        while arriving:
-            self._add(*arriving.popleft())
-        for work in outgoing:
-            work.wait()
+                self._add(next(own), arriving.popleft())
+            if len(sending) > _AHEAD:
+                _wait(sending.popleft())
+        for received in arriving:
+            self._add(next(own), received)
+        for sent in sending:
+            _wait(sent)
+        for _ in own:  # nothing is left; what was changed last is written where it lies
+            pass
         self.busy_s += time.perf_counter() - begun
 
     def all_gather(self, own: Sequence[Tensor], others: Sequence[Sequence[Tensor]]) -> None:
@@ -77,10 +121,9 @@ class Wire:
             own.copy_(ordered[0])
 
 
-def _pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Views of flat tensors, each of at most `_PIECE_BYTES`; none of an empty one."""
-    full = (tensor for tensor in tensors if tensor.numel())
-    return [piece for each in full for piece in torch.split(each, max(1, _PIECE_BYTES // each.element_size()))]
+def _wait(sent: Sequence[tuple[Tensor, dist.Work]]) -> None:
+    for _, work in sent:
+        work.wait()
 
 
 def _bytes(tensor: Tensor) -> Tensor:

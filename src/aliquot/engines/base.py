@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
 from aliquot.config import deepspeed_json
+from aliquot.config.on_disk import OnDisk
 from aliquot.config.schema import RunConfig
 from aliquot.launch.topology import Topology
 from aliquot.models.batch import MicroBatch
@@ -44,6 +46,8 @@ class EngineSpec:
     deepspeed: Mapping[str, Any] | None = None  # DeepSpeed's own settings, complete; only for that engine
     notes: tuple[str, ...] = ()  # lines for the person: settings that do not take effect as written, and why
     offload: bool = False  # of a GPU's weights, gradients and moments to host memory
+    on_disk: OnDisk | None = None  # what lies there between its uses, in `offload_directory`; only for engine host
+    offload_directory: Path = Path()
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -109,6 +113,8 @@ class Counters:
     wire_bytes: int  # handed by this rank to collectives that use the network, be it loopback
     shared_bytes: int = 0  # this rank's share of what all ranks of the host have in common
     staged_bytes: int = 0  # handed to peers through shared memory
+    disk_read_bytes: int = 0  # of states that lie on disk
+    disk_written_bytes: int = 0
     moved_bytes: int = 0  # read and written in memory for gradients, sums and update: what faster cores wait for
     reduce_s: float | None = None  # seconds since build in sums and collectives; None: not told apart from computing
     wait_s: float = 0.0  # seconds since build that this rank waited for others inside them
@@ -130,6 +136,8 @@ class Counters:
             "wire_bytes": self.wire_bytes,
             "staged_bytes": self.staged_bytes,
             "moved_bytes": self.moved_bytes,
+            "disk_read_bytes": self.disk_read_bytes,
+            "disk_written_bytes": self.disk_written_bytes,
         }
 
     def inside_s(self) -> tuple[float | None, float]:

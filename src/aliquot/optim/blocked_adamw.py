@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -32,26 +32,27 @@ class BlockedAdamW:
 
     def __init__(
         self,
-        shards: Sequence[FlatShard],
         betas: tuple[float, float],
         epsilon: float,
         weight_decay: float,
+        frugal: bool = False,
+        longest: int = BLOCK,
         compiled: bool = False,
     ) -> None:
-        """`compiled`: split weights with exact moments are updated by one compiled kernel."""
-        self.shards = list(shards)
+        """`frugal`: there are moments that are not exact. `longest`: elements of the longest block of a shard
+        (`update_block`). `compiled`: split weights with exact moments are updated by one compiled kernel."""
         self.steps = 0
         self._betas = betas
         self._epsilon = epsilon
         self._weight_decay = weight_decay
         self._compiled = CompiledUpdate(betas, epsilon) if compiled else None
-        longest = max(map(_block_size, shards), default=1)
         self._scratch = torch.empty(SCRATCH_ROWS, longest)
-        frugal = any(not isinstance(shard.exp_avg, ExactMoment) for shard in shards)
         self._noise = Noise(longest) if frugal else None
 
-    def step(self, learning_rate: float, grad_norm: float, max_grad_norm: float | None) -> None:
-        """Scale gradients so that their global norm is at most `max_grad_norm`, and update."""
+    def step(
+        self, shards: Iterable[FlatShard], learning_rate: float, grad_norm: float, max_grad_norm: float | None
+    ) -> None:
+        """Scale gradients so that their global norm is at most `max_grad_norm`, and update each shard as it comes."""
         clip = 1.0
         # As torch.nn.utils.clip_grad_norm_: the coefficient is clamped to 1.
         if max_grad_norm is not None and grad_norm + 1e-6 > max_grad_norm:
@@ -60,7 +61,7 @@ class BlockedAdamW:
             raise ValueError(f"the gradient norm is {grad_norm}: nothing to update by")
         if self._noise is not None:
             self._noise.draw(self.steps)
-        for shard in self.shards:
+        for shard in shards:
             done = 0
             if self._compiled is not None and self._compiled.suits(shard):
                 decay = self._weight_decay if shard.decays else 0.0

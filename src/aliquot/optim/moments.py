@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from aliquot.optim.sizes import States, block_numel
+from aliquot.optim.sizes import States, block_numel, moment_bytes
 
 _NOISE = 1 << 16  # elements after which the noise repeats
 
@@ -40,41 +40,46 @@ class Moment(Protocol):
         """Elements from `start` on, as many as fp32 `out` has room for: in `out`, or where they lie."""
         ...
 
-    def store(self, start: int, values: Tensor, noise: Tensor | None) -> None:
+    def store(self, start: int, values: Tensor, noise: Tensor | None = None) -> None:
         """Set them. Without noise they round to nearest: what was loaded is stored as it was."""
         ...
 
 
-def moment(states: States, numel: int, row_numel: int, squared: bool) -> Moment:
-    """Zeros. `row_numel`: elements of a row of the tensor; vectors stay fp32, they are few and sensitive."""
+def moment(states: States, numel: int, row_numel: int, squared: bool, memory: Tensor | None = None) -> Moment:
+    """What is in `memory`, uint8 [moment_bytes(states, numel, row_numel)]; by default zeros.
+
+    `row_numel`: elements of a row of the tensor; vectors stay fp32, they are few and sensitive.
+    """
+    if memory is None:
+        memory = torch.zeros(moment_bytes(states, numel, row_numel), dtype=torch.uint8)
     if states == "fp32" or row_numel == 1:
-        return ExactMoment(numel)
-    return Bf16Moment(numel) if states == "bf16" else Int8Moment(numel, row_numel, squared)
+        return ExactMoment(memory)
+    return Bf16Moment(memory) if states == "bf16" else Int8Moment(memory, numel, row_numel, squared)
 
 
 class ExactMoment:
-    def __init__(self, numel: int) -> None:
-        self.values = torch.zeros(numel)
-        self.size_bytes = self.values.nbytes
+    def __init__(self, memory: Tensor) -> None:
+        self.values = memory.view(torch.float32)
+        self.size_bytes = memory.nbytes
 
     def load(self, start: int, out: Tensor) -> Tensor:
         return self.values[start : start + out.numel()]
 
-    def store(self, start: int, values: Tensor, noise: Tensor | None) -> None:
+    def store(self, start: int, values: Tensor, noise: Tensor | None = None) -> None:
         target = self.values[start : start + values.numel()]
         if target.data_ptr() != values.data_ptr():
             target.copy_(values)
 
 
 class Bf16Moment:
-    def __init__(self, numel: int) -> None:
-        self._values = torch.zeros(numel, dtype=torch.bfloat16)
-        self.size_bytes = self._values.nbytes
+    def __init__(self, memory: Tensor) -> None:
+        self._values = memory.view(torch.bfloat16)
+        self.size_bytes = memory.nbytes
 
     def load(self, start: int, out: Tensor) -> Tensor:
         return out.copy_(self._values[start : start + out.numel()])
 
-    def store(self, start: int, values: Tensor, noise: Tensor | None) -> None:
+    def store(self, start: int, values: Tensor, noise: Tensor | None = None) -> None:
         if noise is not None:
             # Noise below the last kept bit, then the rest dropped: rounds up as often as the distance asks for.
             bits = values.view(torch.int32).add((noise * 0x10000).to(torch.int32)).bitwise_and_(-0x10000)
@@ -90,13 +95,14 @@ class Int8Moment:
     the same whatever the world size.
     """
 
-    def __init__(self, numel: int, row_numel: int, squared: bool) -> None:
+    def __init__(self, memory: Tensor, numel: int, row_numel: int, squared: bool) -> None:
         self.block = block_numel(row_numel)
         self._squared = squared
-        self._codes = torch.zeros(numel, dtype=torch.uint8 if squared else torch.int8)
-        self._scales = torch.zeros(numel // self.block)
+        scales_bytes = 4 * (numel // self.block)
+        self._scales = memory[:scales_bytes].view(torch.float32)
+        self._codes = memory[scales_bytes:].view(torch.uint8 if squared else torch.int8)
         self._partial: dict[int, tuple[Tensor, int]] = {}  # blocks of which only a part has been stored so far
-        self.size_bytes = self._codes.nbytes + self._scales.nbytes
+        self.size_bytes = memory.nbytes
 
     def load(self, start: int, out: Tensor) -> Tensor:
         first, last = start // self.block, -(-(start + out.numel()) // self.block)
@@ -110,7 +116,7 @@ class Int8Moment:
         skipped = start - first * self.block
         return out.copy_(values.view(-1)[skipped : skipped + out.numel()])
 
-    def store(self, start: int, values: Tensor, noise: Tensor | None) -> None:
+    def store(self, start: int, values: Tensor, noise: Tensor | None = None) -> None:
         """Pieces that begin or end inside a block wait for the rest of it: each element must then come once."""
         stop = start + values.numel()
         inner, end = -(-start // self.block) * self.block, stop // self.block * self.block

@@ -20,6 +20,17 @@ def moment_bytes(states: States, numel: int, row_numel: int) -> int:
     return 2 * numel if states == "bf16" else numel + 4 * (numel // block_numel(row_numel))
 
 
+def low_bytes(numel: int) -> int:
+    """Of what the masters of `numel` elements have beyond their bf16 copies; see weights.py."""
+    return 4 * -(-numel // 2)
+
+
+def update_block(states: States, row_numel: int) -> int:
+    """Elements of a shard that are updated at a time: whole blocks of quantised moments."""
+    unit = block_numel(row_numel) if states == "int8" and row_numel > 1 else 1
+    return max(unit, BLOCK // unit * unit)
+
+
 @cache
 def block_numel(row_numel: int) -> int:
     """Of the blocks of int8 that share a scale: the largest divisor of a row's length that is at most 256; the whole

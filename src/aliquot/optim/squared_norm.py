@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-_BLOCK = 1 << 16
+BLOCK = 1 << 16
 
 
 def squared_norm(flat: Tensor) -> float:
@@ -17,5 +17,10 @@ def squared_norm(flat: Tensor) -> float:
     """
     if flat.device.type != "cpu":
         return float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2
-    blocks = (flat[start : start + _BLOCK] for start in range(0, flat.numel(), _BLOCK))
-    return math.fsum(float(torch.linalg.vector_norm(block, dtype=torch.float32)) ** 2 for block in blocks)
+    return math.fsum(block_squares(flat))
+
+
+def block_squares(flat: Tensor) -> list[float]:
+    """The sum of squares of each block of a flat CPU tensor."""
+    blocks = (flat[start : start + BLOCK] for start in range(0, flat.numel(), BLOCK))
+    return [float(torch.linalg.vector_norm(block, dtype=torch.float32)) ** 2 for block in blocks]

@@ -47,18 +47,19 @@ class WholeWeights:
 
 
 class SplitWeights:
-    """bf16 `high` and, private, the int16 distances; `others` are copies of `high` on other NUMA nodes.
+    """bf16 `high` and, private, the int16 distances, in `low` or else 0; `others` are copies of `high` on other NUMA
+    nodes.
 
     Two distances share an int32: element i of the first half has the low 16 bits, element i of the second half the
     high ones. So one vector of them belongs to two vectors of weights, and a compiler can keep all in registers.
     """
 
-    def __init__(self, high: Tensor, others: Sequence[Tensor] = ()) -> None:
+    def __init__(self, high: Tensor, others: Sequence[Tensor] = (), low: Tensor | None = None) -> None:
         self.numel = high.numel()
         self.half = -(-self.numel // 2)
         self.high = high
         self.others = others
-        self.low = torch.zeros(self.half, dtype=torch.int32)
+        self.low = torch.zeros(self.half, dtype=torch.int32) if low is None else low
 
     def load(self, start: int, out: Tensor) -> Tensor:
         out.copy_(self.high[start : start + out.numel()])

@@ -44,6 +44,7 @@ from aliquot.models.batch import MicroBatch
 from aliquot.models.materialise import materialise
 from aliquot.models.structure import decoder_layers
 from aliquot.optim.sharded_adamw import ShardedAdamW
+from aliquot.optim.squared_norm import squared_norm
 from aliquot.ranges.parts import KINDS, Part, row_ranges
 
 
@@ -190,7 +191,9 @@ class FsdpEngine:
             # A shard without rows has no gradient of its own; the optimizer wants one for every weight.
             shard.local.grad = torch.zeros_like(shard.local) if gradient is None else gradient.to_local()
             shard.parameter.grad = None
-        norm = global_norm([cast("Tensor", shard.local.grad).view(-1) for shard in self._shards], self._device)
+        norm = global_norm(
+            [squared_norm(cast("Tensor", shard.local.grad).view(-1)) for shard in self._shards], self._device
+        )
         self._optimizer.step(learning_rate, norm, max_grad_norm)
         return StepResult(norm)
 

@@ -29,7 +29,11 @@ from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.compiling import compile_layers
 from aliquot.engines.global_norm import global_norm
 from aliquot.engines.host.host_check import check_published, check_sums
-from aliquot.engines.host.host_gradients import HostGradients, Weight
+from aliquot.engines.host.host_disk import HostDisk
+from aliquot.engines.host.host_gradients import HostGradients
+from aliquot.engines.host.host_states import HostStates, Owned
+from aliquot.engines.host.host_sums import HostSums
+from aliquot.engines.host.weight import Weight
 from aliquot.engines.saved_bytes import SavedBytes
 from aliquot.launch.topology import Topology
 from aliquot.loss.base import GradientRows
@@ -38,9 +42,8 @@ from aliquot.machine.cpu import numa_nodes
 from aliquot.models import calls, recompute
 from aliquot.models.batch import MicroBatch
 from aliquot.models.materialise import replace_tensors, tied_weights
-from aliquot.optim.blocked_adamw import BlockedAdamW, FlatShard
-from aliquot.optim.moments import ExactMoment, Moment, moment
-from aliquot.optim.weights import SplitWeights, Weights, WholeWeights
+from aliquot.optim.blocked_adamw import BlockedAdamW
+from aliquot.optim.sizes import update_block
 from aliquot.ranges.parts import KINDS, Part, row_ranges
 
 if TYPE_CHECKING:
@@ -65,22 +68,30 @@ class HostEngine:
         self._memory, self._copies = hosts.share_per_numa_node(self._offsets[-1])
         self._place_parameters()
         kept = torch.float32 if spec.optimizer_states == "fp32" else torch.bfloat16
-        embedding = cast(nn.Module, model.get_input_embeddings())  # type: ignore[operator]
+        embedding = cast(nn.Parameter, cast(nn.Module, model.get_input_embeddings()).weight)  # type: ignore[operator]
         self._cuts_look_up = spec.looks_up and spec.fused_loss
-        width = cast(nn.Parameter, embedding.weight).shape[1] if self._cuts_look_up else 1
+        states, owners = spec.optimizer_states, hosts.counterparts
+        self._disk = None
+        if spec.on_disk:
+            of_rows, splits = self._index_of(embedding), self._compute == torch.bfloat16
+            places = (self._weights, of_rows, owners, hosts.own, states, splits, kept.itemsize)
+            self._disk = HostDisk(spec.offload_directory, spec.on_disk, *places)
+        self._sums = HostSums(self._weights, owners, hosts.own, kept, states, self._disk)
+        width = embedding.shape[1] if self._cuts_look_up else 1
         self._gradients = HostGradients(
-            hosts, self._weights, self._by_autograd(), self._compute, kept, spec.micro_batch_tokens, width
+            hosts, self._weights, self._sums, self._by_autograd(), self._compute, spec.micro_batch_tokens, width
         )
+        owned = [self._owned(index) for index in range(len(self._weights))]
+        self._states = HostStates(owned, self._sums, states, self._disk)
         self._optimizer = BlockedAdamW(
-            [self._shard(index) for index in range(len(self._weights))],
             betas=(spec.adam_beta1, spec.adam_beta2),
             epsilon=spec.adam_epsilon,
             weight_decay=spec.weight_decay,
+            frugal=states != "fp32",
+            longest=max(update_block(states, own.row_numel) for own in owned),
             compiled=spec.compile == "layers",
         )
-        shards = self._optimizer.shards
-        self._owned = sum(shard.weights.numel for shard in shards)  # elements of the weights
-        self._moments_bytes = sum(shard.exp_avg.size_bytes + shard.exp_avg_sq.size_bytes for shard in shards)
+        self._owned_numel = sum(own.numel for own in owned)
         self._hooks = list(self._listen())
         self._attention, self._head_loss = attention_on("cpu", spec.packs), head_loss_on("cpu")
         self._updates = 0
@@ -129,19 +140,13 @@ class HostEngine:
         start, stop = self._weights[index].ranges[rank]
         return memory.tensor(self._offsets[index] + start * self._compute.itemsize, (stop - start,), self._compute)
 
-    def _shard(self, index: int) -> FlatShard:
+    def _owned(self, index: int) -> Owned:
         weight = self._weights[index]
-        start, stop = weight.ranges[self._rank]
-        own, *others = (self._range_of(memory, index, self._rank) for memory in (self._memory, *self._copies))
-        kind = WholeWeights if self._compute == torch.float32 else SplitWeights
-        states = self._spec.optimizer_states
-        return FlatShard(
-            weights=kind(own, others),
-            exp_avg=moment(states, stop - start, weight.row_numel, squared=False),
-            exp_avg_sq=moment(states, stop - start, weight.row_numel, squared=True),
-            gradient=self._gradients.own[index],
+        return Owned(
+            copies=[self._range_of(memory, index, self._rank) for memory in (self._memory, *self._copies)],
+            start=weight.ranges[self._rank][0],
+            row_numel=weight.row_numel,
             decays=len(weight.shape) >= 2 and self._model.get_parameter(weight.name).requires_grad,
-            start=start,
         )
 
     def _listen(self) -> Iterator[RemovableHandle]:
@@ -170,27 +175,16 @@ class HostEngine:
         ]
 
     def read(self, part: Part, start: int, out: Tensor) -> None:
-        found = self._store(part).load(start - part.start, out)
-        if found is not out:
-            out.copy_(found)
+        self._states.load(self._index[part.name], part.kind, start - part.start, out)
 
     def write(self, part: Part, start: int, values: Tensor) -> None:
-        shard = self._optimizer.shards[self._index[part.name]]
-        if part.kind == "weight":
-            shard.weights.store(start - part.start, values)
-        else:
-            (shard.exp_avg if part.kind == "exp_avg" else shard.exp_avg_sq).store(start - part.start, values, None)
+        self._states.store(self._index[part.name], part.kind, start - part.start, values)
 
     def view(self, part: Part) -> Tensor | None:
-        store = self._store(part)
-        return store.values if isinstance(store, ExactMoment | WholeWeights) else None
-
-    def _store(self, part: Part) -> Weights | Moment:
-        shard = self._optimizer.shards[self._index[part.name]]
-        stores: dict[str, Weights | Moment] = {"exp_avg": shard.exp_avg, "exp_avg_sq": shard.exp_avg_sq}
-        return stores.get(part.kind, shard.weights)
+        return self._states.view(self._index[part.name], part.kind)
 
     def ready(self) -> None:
+        self._states.put_away()
         self._publish()
         check_sums(self._hosts, self._gradients.ring)
         starts = [(index, *weight.ranges[self._rank]) for index, weight in enumerate(self._weights)]
@@ -265,9 +259,9 @@ class HostEngine:
         self._gradients.finish()  # not after each micro-batch: ranks need not wait for each other in between
         self._gradients.exchange()
         # All ranks wait for each other here: nobody computes from the weights any more.
-        norm = global_norm(self._gradients.own, torch.device("cpu"))
+        norm = global_norm(self._sums.squares(), torch.device("cpu"))
         if math.isfinite(norm):
-            self._optimizer.step(learning_rate, norm, max_grad_norm)
+            self._optimizer.step(self._states.to_update(), learning_rate, norm, max_grad_norm)
             self._updates += 1
         self._publish()
         return StepResult(norm)
@@ -287,12 +281,13 @@ class HostEngine:
         self._hosts.peers.barrier()
 
     def counters(self) -> Counters:
-        wire, own, moments_bytes = self._hosts.wire, self._owned, self._moments_bytes
+        wire, scratch = self._hosts.wire, None if self._disk is None else self._disk.scratch
+        moments_bytes = self._states.moments_bytes
         # Gradients are read twice, for the norm and for the update; moments and master weights are read and written.
-        update_bytes = 2 * self._gradients.size_bytes + 2 * moments_bytes + 2 * 4 * own
+        update_bytes = 2 * self._sums.size_bytes + 2 * moments_bytes + 2 * 4 * self._owned_numel
         return Counters(
-            weights_bytes=2 * own if self._compute == torch.bfloat16 else 0,
-            gradients_bytes=self._gradients.size_bytes,
+            weights_bytes=self._states.low_bytes,
+            gradients_bytes=self._sums.size_bytes,
             moments_bytes=moments_bytes,
             gathered_bytes=0,
             activations_bytes=self._activations.peak_bytes,
@@ -303,6 +298,8 @@ class HostEngine:
             moved_bytes=self._gradients.moved_bytes + self._updates * update_bytes,
             reduce_s=self._gradients.ring.reading_s + (wire.busy_s if wire is not None else 0.0),
             wait_s=self._hosts.peers.waited_s,
+            disk_read_bytes=0 if scratch is None else scratch.read_bytes,
+            disk_written_bytes=0 if scratch is None else scratch.written_bytes,
         )
 
     def generate(self, ids: Tensor, **options: object) -> Tensor:
@@ -315,4 +312,6 @@ class HostEngine:
         # Engine, weight, hook, engine: a cycle through autograd's own memory, which Python's collector does not see.
         for hook in self._hooks:
             hook.remove()
+        if self._disk is not None:
+            self._disk.scratch.close()
         self._hosts.peers.close()

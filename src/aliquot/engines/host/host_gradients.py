@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -22,36 +20,19 @@ from aliquot.collectives.hosts import Hosts
 from aliquot.collectives.reduce import add_sum
 from aliquot.collectives.ring import Piece, Ring
 from aliquot.engines.host.host_memory import TAG_BYTES, looked_up_bytes, piece_edges, ring_bytes
+from aliquot.engines.host.host_sums import HostSums
+from aliquot.engines.host.weight import Weight
 from aliquot.errors import SelfTestError
 
 
-@dataclass(frozen=True)
-class Weight:
-    """One weight of the model, in the order of the engine's lists."""
-
-    name: str
-    shape: tuple[int, ...]
-    ranges: tuple[tuple[int, int], ...]  # [rank]: the flat range that it owns
-
-    @property
-    def numel(self) -> int:
-        return torch.Size(self.shape).numel()
-
-    @property
-    def row_numel(self) -> int:
-        return torch.Size(self.shape[1:]).numel()
-
-
 class HostGradients:
-    """`sums[h][weight]`: of the sum over this host's ranks, the rows that this rank's counterpart on host h owns."""
-
     def __init__(
         self,
         hosts: Hosts,
         weights: Sequence[Weight],
+        sums: HostSums,
         order: Sequence[int],
         compute: torch.dtype,
-        kept: torch.dtype,
         tokens: int,
         width: int,
     ) -> None:
@@ -66,26 +47,14 @@ class HostGradients:
         self._rows_bytes = looked_up_bytes(tokens, width, compute.itemsize)
         longest = max(weight.row_numel for weight in weights)
         self.ring = Ring(self._peers, ring_bytes(longest, self._rows_bytes, compute.itemsize))
-        self._owners = [ranks[self._peers.index] for ranks in hosts.table]
-        self.sums = [
-            [torch.zeros(stop - start, dtype=kept) for start, stop in (w.ranges[owner] for w in weights)]
-            for owner in self._owners
-        ]
+        self._owners = hosts.counterparts
+        self._sums = sums
         self._order = order
         self._turn = 0  # of which weight it is in this micro-batch
         self._waiting: dict[int, Tensor] = {}  # gradients that came before their turn
         self._contributions: Counter[int] = Counter()  # to each sum in this optimizer step: the first replaces
         self.staged_bytes = 0
         self.moved_bytes = 0
-
-    @property
-    def own(self) -> list[Tensor]:
-        """The sums of the part that this rank owns."""
-        return self.sums[self._hosts.own]
-
-    @cached_property
-    def size_bytes(self) -> int:
-        return sum(tensor.nbytes for tensors in self.sums for tensor in tensors)
 
     def arrived(self, index: int, gradient: Tensor) -> None:
         """The gradient of weight `index`, of this rank's micro-batch, is complete."""
@@ -151,16 +120,17 @@ class HostGradients:
     def finish(self) -> None:
         """All of this host's sums are complete; what is added next belongs to the next optimizer step."""
         self.ring.drain()
-        for sums in self.sums:
-            for index, of_weight in enumerate(sums):
-                if not self._contributions[index]:
-                    of_weight.zero_()  # nothing replaced the sum of the step before
+        for index in range(len(self._weights)):
+            if not self._contributions[index]:  # nothing replaced the sum of the step before
+                for h in range(len(self._owners)):
+                    self._sums.zero(h, index)
         self._contributions.clear()
+        self._sums.settle()
 
     def exchange(self) -> None:
-        """Between hosts: `own` becomes the sum over all of them."""
+        """Between hosts: what each owns becomes the sum over all of them."""
         if self._hosts.wire is not None:
-            self._hosts.wire.reduce_scatter(self.sums)
+            self._hosts.wire.reduce_scatter(self._sums)
 
     def _sum(self, piece: Piece, index: int, start: int, stop: int, first: bool) -> None:
         tags = [self._tag(piece, rank).tolist() for rank in range(self._peers.size)]
@@ -172,24 +142,27 @@ class HostGradients:
                 )
         present = [rank for rank, (_, _, has_any) in enumerate(tags) if has_any]
         at = TAG_BYTES // self._dtype.itemsize - start
-        for owner, sums in zip(self._owners, self.sums, strict=True):
+        for h, owner in enumerate(self._owners):
             low, high = self._weights[index].ranges[owner]
             a, b = max(start, low), min(stop, high)
-            if a < b and not present:
-                if first:
-                    sums[index][a - low : b - low].zero_()
-            elif a < b:
-                sources = [self.ring.view(piece, rank, self._dtype, at + a, (b - a,)) for rank in present]
-                add_sum(sums[index][a - low : b - low], sources, first)
-                of_sum = sums[index].element_size() * (1 if first else 2)
-                self.moved_bytes += (b - a) * (len(sources) * self._dtype.itemsize + of_sum)
+            if a >= b or not (present or first):
+                continue
+            for sums, begin, end in self._sums.ranges(h, index, a - low, b - low, first):
+                if not present:
+                    sums.zero_()
+                    continue
+                count = end - begin
+                sources = [self.ring.view(piece, rank, self._dtype, at + low + begin, (count,)) for rank in present]
+                add_sum(sums, sources, first)
+                of_sum = sums.element_size() * (1 if first else 2)
+                self.moved_bytes += count * (len(sources) * self._dtype.itemsize + of_sum)
 
     def _sum_rows(self, piece: Piece, index: int, first: bool) -> None:
         """Rows of one token are summed over positions and ranks before they are added, as a dense gradient's would."""
         counts, ids, rows = zip(*(self._view(piece, rank) for rank in range(self._peers.size)), strict=True)
-        for owner, sums in zip(self._owners, self.sums, strict=True):
+        for h, owner in enumerate(self._owners):
             low, high = (edge // self._width for edge in self._weights[index].ranges[owner])
-            target = sums[index].view(-1, self._width)
+            target = self._sums.in_memory(h, index).view(-1, self._width)
             if first:
                 target.zero_()
             found = []

@@ -1,0 +1,37 @@
+"""What of a model's states lies on disk while it trains: what a plan decides and an engine does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+Shape = tuple[int, ...]
+Counts = tuple[tuple[Shape, int], ...]
+
+
+@dataclass(frozen=True)
+class OnDisk:
+    """Of each shape, how many weights, the first of the model, have it there."""
+
+    states: Counts = ()  # moments, and what the masters have beyond bf16: used once a step
+    gradients: Counts = ()  # their sums: used once a micro-batch. A weight that is here is in `states`, too. Those of
+    # the input embedding stay in memory: a look-up adds to rows that lie anywhere.
+
+    @classmethod
+    def of_json(cls, fields: Mapping[str, Any]) -> Self:
+        return cls(**{name: tuple((tuple(shape), count) for shape, count in of) for name, of in fields.items()})
+
+    def __bool__(self) -> bool:
+        return bool(self.states)
+
+
+def first_of(shapes: Sequence[Shape], counts: Counts, never: int | None = None) -> list[int]:
+    """Which of `shapes`, a model's in its order, are meant, leaving `never` out."""
+    left = dict(counts)
+    found = []
+    for index, shape in enumerate(shapes):
+        if index != never and left.get(shape, 0):
+            left[shape] -= 1
+            found.append(index)
+    return found

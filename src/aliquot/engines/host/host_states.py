@@ -1,0 +1,202 @@
+"""Master weights and moments of a rank of the host engine, in memory or, window by window, on disk.
+
+On disk lies all of them but the high halves of the masters, which are what every rank computes from. An update reads
+windows ahead of the arithmetic and writes them behind it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aliquot.engines.host.host_disk import HostDisk, Window
+from aliquot.engines.host.host_sums import HostSums
+from aliquot.offload.scratch_file import ScratchFile
+from aliquot.offload.stream import Move, Stream
+from aliquot.offload.windows import paged
+from aliquot.optim.blocked_adamw import FlatShard
+from aliquot.optim.moments import ExactMoment, Moment, moment
+from aliquot.optim.sizes import States
+from aliquot.optim.weights import SplitWeights, Weights, WholeWeights
+from aliquot.ranges.mapped_memory import mapped_tensor
+from aliquot.ranges.parts import Kind
+
+
+@dataclass(frozen=True)
+class Owned:
+    """This rank's range of a weight."""
+
+    copies: Sequence[Tensor]  # of what is computed from, flat: on this NUMA node, then on the others
+    start: int  # in the whole weight
+    row_numel: int
+    decays: bool
+
+    @property
+    def numel(self) -> int:
+        return self.copies[0].numel()
+
+
+class HostStates:
+    def __init__(self, owned: Sequence[Owned], sums: HostSums, states: States, disk: HostDisk | None) -> None:
+        self._owned = owned
+        self._sums = sums
+        self._states = states
+        self._splits = owned[0].copies[0].dtype == torch.bfloat16
+        self._windows = {} if disk is None else disk.states
+        self._scratch = None if disk is None else disk.scratch
+        self._at_hand: dict[Kind, _AtHand] = {}
+        self._handing = threading.Lock()  # a save reads in a thread of its own
+        self._shards: dict[int, FlatShard] = {}  # those in memory, by weight
+        for index, own in enumerate(owned):
+            if index not in self._windows:
+                gradient = sums.own(index)
+                assert gradient is not None  # what has its sums on disk has its states there, too
+                self._shards[index] = self._shard(own, 0, own.numel, gradient, {})
+
+    @property
+    def low_bytes(self) -> int:
+        """What the masters in memory have beyond what is computed from."""
+        found = (shard.weights for shard in self._shards.values())
+        return sum(weights.low.nbytes for weights in found if isinstance(weights, SplitWeights))
+
+    @property
+    def moments_bytes(self) -> int:
+        """In memory."""
+        return sum(shard.exp_avg.size_bytes + shard.exp_avg_sq.size_bytes for shard in self._shards.values())
+
+    def to_update(self) -> Iterator[FlatShard]:
+        """Every shard, each to be updated before the next is asked for. Raises StorageError."""
+        self.put_away()
+        visits = [(index, window) for index, windows in self._windows.items() for window in windows]
+        on_disk = None if self._scratch is None else Stream(self._scratch, [_move(window) for _, window in visits])
+        yield from self._shards.values()
+        for (index, window), buffer in zip(visits, on_disk or (), strict=True):
+            fields = {name: buffer[at : at + size] for name, (at, size) in window.record.fields.items()}
+            gradient = self._sums.own(index)
+            if gradient is None:
+                gradient = fields["gradient"].view(self._sums.dtype)
+            else:
+                gradient = gradient[window.start : window.stop]
+            yield self._shard(self._owned[index], window.start, window.stop, gradient, fields)
+
+    def view(self, index: int, kind: Kind) -> Tensor | None:
+        """This rank's range where it lies as fp32 in memory; None: it does not."""
+        store = None if self._on_disk(index, kind) else self._store(index, kind)
+        return store.values if isinstance(store, ExactMoment | WholeWeights) else None
+
+    def load(self, index: int, kind: Kind, start: int, out: Tensor) -> None:
+        """Fill fp32 `out` with elements of this rank's range from `start` on. Raises StorageError."""
+        for store, at, into in self._stores(index, kind, start, out, changes=False):
+            found = store.load(at, into)
+            if found is not into:
+                into.copy_(found)
+
+    def store(self, index: int, kind: Kind, start: int, values: Tensor) -> None:
+        """Set elements of this rank's range from `start` on. Raises StorageError."""
+        for store, at, some in self._stores(index, kind, start, values, changes=True):
+            store.store(at, some)
+
+    def put_away(self) -> None:
+        """What `store` has changed is on disk when this returns. Raises StorageError."""
+        with self._handing:
+            while self._at_hand:
+                self._at_hand.popitem()[1].put_away()
+
+    def _stores(
+        self, index: int, kind: Kind, start: int, values: Tensor, changes: bool
+    ) -> Iterator[tuple[Store, int, Tensor]]:
+        """Stores, of each the place where a part of `values` belongs, and that part."""
+        if not self._on_disk(index, kind):
+            yield self._store(index, kind), start, values
+            return
+        windows = self._windows[index]
+        with self._handing:
+            for window in windows[start // windows[0].stop :]:
+                low, high = max(start, window.start), min(start + values.numel(), window.stop)
+                if low < high:
+                    at_hand = self._hand(index, kind, window)
+                    at_hand.changed |= changes
+                    yield at_hand.store, low - window.start, values[low - start : high - start]
+
+    def _hand(self, index: int, kind: Kind, window: Window) -> _AtHand:
+        found = self._at_hand.get(kind)
+        if found is None or found.window is not window:
+            if found is not None:
+                found.put_away()
+            assert self._scratch is not None
+            own, start, stop = self._owned[index], window.start, window.stop
+            memory = mapped_tensor(paged(window.record.fields[kind][1]), torch.uint8)
+            field = memory[: window.record.fields[kind][1]]
+            store: Store
+            if kind == "weight":
+                store = self._weights(own, start, stop, field)
+            else:
+                store = self._moment(own, start, stop, field, squared=kind == "exp_avg_sq")
+            offset = window.record.offset + window.record.fields[kind][0]
+            self._scratch.read(offset, memory).result()
+            found = self._at_hand[kind] = _AtHand(self._scratch, window, offset, memory, store)
+        return found
+
+    def _on_disk(self, index: int, kind: Kind) -> bool:
+        return bool(self._windows.get(index)) and (kind != "weight" or self._splits)
+
+    def _store(self, index: int, kind: Kind) -> Store:
+        if index not in self._shards:  # of what is on disk, fp32 weights alone are not
+            own = self._owned[index]
+            return self._weights(own, 0, own.numel, None)
+        shard = self._shards[index]
+        stores: dict[str, Store] = {"weight": shard.weights, "exp_avg": shard.exp_avg, "exp_avg_sq": shard.exp_avg_sq}
+        return stores[kind]
+
+    def _shard(self, own: Owned, start: int, stop: int, gradient: Tensor, fields: Mapping[str, Tensor]) -> FlatShard:
+        """Elements [start, stop) of a range. What is not in `fields` is made of zeros."""
+        return FlatShard(
+            weights=self._weights(own, start, stop, fields.get("weight")),
+            exp_avg=self._moment(own, start, stop, fields.get("exp_avg"), squared=False),
+            exp_avg_sq=self._moment(own, start, stop, fields.get("exp_avg_sq"), squared=True),
+            gradient=gradient,
+            decays=own.decays,
+            start=own.start + start,
+        )
+
+    def _weights(self, own: Owned, start: int, stop: int, low: Tensor | None) -> Weights:
+        values, *others = (copy[start:stop] for copy in own.copies)
+        if not self._splits:
+            return WholeWeights(values, others)
+        return SplitWeights(values, others, None if low is None else low.view(torch.int32))
+
+    def _moment(self, own: Owned, start: int, stop: int, memory: Tensor | None, squared: bool) -> Moment:
+        return moment(self._states, stop - start, own.row_numel, squared, memory)
+
+
+Store = Weights | Moment
+
+
+@dataclass
+class _AtHand:
+    """One field of a window, in memory to be read or changed in pieces."""
+
+    scratch: ScratchFile
+    window: Window
+    offset: int
+    memory: Tensor
+    store: Store
+    changed: bool = False
+
+    def put_away(self) -> None:
+        if self.changed:
+            self.scratch.write(self.offset, self.memory).result()
+
+
+def _move(window: Window) -> Move:
+    """All of it is read; the gradient, its first field if it has one, is not written."""
+    fields = window.record.fields
+    return Move(
+        window.record.offset,
+        window.record.size_bytes,
+        next(at for name, (at, _) in fields.items() if name != "gradient"),
+    )

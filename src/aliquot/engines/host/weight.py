@@ -1,0 +1,27 @@
+"""A weight as the host engine sees it: its shape, and who owns which range of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One weight of the model, in the order of the engine's lists."""
+
+    name: str
+    shape: tuple[int, ...]
+    ranges: tuple[tuple[int, int], ...]  # [rank]: the flat range that it owns
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def row_numel(self) -> int:
+        return math.prod(self.shape[1:])
+
+    def numel_of(self, rank: int) -> int:
+        start, stop = self.ranges[rank]
+        return stop - start

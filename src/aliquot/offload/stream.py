@@ -1,0 +1,68 @@
+"""Pieces of a scratch file one after another: read ahead, handed out to be changed in place, written behind."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aliquot.offload.scratch_file import ScratchFile
+from aliquot.ranges.mapped_memory import mapped_tensor
+
+AHEAD = 2  # pieces being read, and as many being written, beside the one in hand
+BUFFERS = 2 * AHEAD + 1
+
+
+@dataclass(frozen=True)
+class Move:
+    """Bytes [offset, offset + size) are read; of them those from `written_from` on are written back. None: none are."""
+
+    offset: int
+    size: int
+    written_from: int | None
+
+
+class Stream:
+    """Begins to read when it is made. Iterating raises StorageError where the disk fails."""
+
+    def __init__(self, scratch: ScratchFile, moves: Sequence[Move]) -> None:
+        self._scratch = scratch
+        self._to_come = deque(moves)
+        largest = max((move.size for move in moves), default=0)
+        self._free = [mapped_tensor(largest, torch.uint8) for _ in range(min(BUFFERS, len(moves)))]
+        self._reading: deque[tuple[Move, Tensor, Future[None]]] = deque()
+        self._writing: deque[tuple[Tensor, Future[None]]] = deque()
+        self._read_ahead()
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Each piece as uint8 [size]; it is written back when the next one is asked for."""
+        try:
+            while self._reading:
+                move, buffer, arrives = self._reading.popleft()
+                arrives.result()
+                yield buffer[: move.size]
+                if move.written_from is not None:
+                    piece = buffer[move.written_from : move.size]
+                    self._writing.append((buffer, self._scratch.write(move.offset + move.written_from, piece)))
+                else:
+                    self._free.append(buffer)
+                self._read_ahead()
+            while self._writing:
+                self._writing.popleft()[1].result()
+        finally:
+            # Buffers must outlive the requests that are under way, also after an error.
+            for future in (*(each[2] for each in self._reading), *(each[1] for each in self._writing)):
+                future.exception()
+
+    def _read_ahead(self) -> None:
+        while self._to_come and len(self._reading) < AHEAD:
+            if not self._free:
+                buffer, written = self._writing.popleft()
+                written.result()
+                self._free.append(buffer)
+            move, buffer = self._to_come.popleft(), self._free.pop()
+            self._reading.append((move, buffer, self._scratch.read(move.offset, buffer[: move.size])))
