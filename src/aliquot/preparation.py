@@ -10,6 +10,7 @@ from typing import Any
 from aliquot.beginning import doubts
 from aliquot.checkpoint.resume import changes, check_continuity, resume
 from aliquot.config.batch_size import BatchSize, batch_size
+from aliquot.config.on_disk import OnDisk
 from aliquot.config.schema import RunConfig
 from aliquot.data.batches import Batches, EvalBatches
 from aliquot.data.prepare import Prepared, prepare_together
@@ -146,7 +147,10 @@ def build_model(run: Attempt, inputs: Inputs) -> Model:
         ledger.mark(f"first {name}", lambda: engine.counters().memory())
         clock.ended(name)
 
-    spec = EngineSpec.of(run.config, topology, engine_name, built, phase_ended, lambda name: ledger.mark(name, {}))
+    on_disk = OnDisk.of_json(ledger.plan["on_disk"]) if "on_disk" in ledger.plan else None
+    spec = EngineSpec.of(
+        run.config, topology, engine_name, built, phase_ended, lambda name: ledger.mark(name, {}), on_disk
+    )
     if engine_name != "deepspeed":  # which can be started once in a process
         prove(inputs.source.config, built.traits, engine_type, spec, topology)
     engine: Engine = engine_type.build(built.model, spec, topology)

@@ -152,8 +152,11 @@ class Training:
         self._watchdog = watchdog
         self._engine = model.engine
         self._files = model_files(inputs.source.config, inputs.tokenizer, inputs.source.directory, inputs.data.prefix)
+        saving = run.config.checkpoint
+        if run.ledger.plan.get("scratch_bytes_per_node"):
+            saving = saving.model_copy(update={"buffer_bytes": 0})  # copies of what does not fit would not fit either
         self._saver = Saver(
-            run.directory.checkpoints, model.engine, model.built.tensors, self._files, run.ranks, run.config.checkpoint,
+            run.directory.checkpoints, model.engine, model.built.tensors, self._files, run.ranks, saving,
             warn=record.warn, saved=self._saved, beat=watchdog.beat,
         )  # fmt: skip
         self._attention_widths = attention_widths(inputs.source.config)

@@ -53,6 +53,7 @@ def command(
         from aliquot.plan import fit, report, search
         from aliquot.plan.advice import with_advice
         from aliquot.plan.calibrate import make_known
+        from aliquot.plan.disks import with_disk
         from aliquot.plan.memory_picture import svg
         from aliquot.plan.planned_machine import chosen
         from aliquot.plan.planned_model import PlannedModel
@@ -73,7 +74,7 @@ def command(
         if print_config:
             print(dump_with_places(settings, places), end="")
             return
-        machine = chosen(instance, memory, cores, network)
+        machine = with_disk(chosen(instance, memory, cores, network), settings)
         workload = Workload.assumed(settings, document_tokens)
         layout = machine.layout(settings, nodes, ranks_per_node)
         with Console(stderr=True).status("") as status:  # seen on a terminal alone

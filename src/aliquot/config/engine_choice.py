@@ -20,12 +20,16 @@ def chosen_engine(
     name = config.shard.engine
     if name == "auto" and config.shard.deepspeed_config is not None:
         name = "deepspeed"
+    elif name == "auto" and config.shard.offload == "disk" and device == "cpu":
+        name = "host"
     elif name == "auto":
         copy_bytes = numel * (2 if config.train.precision == "bf16" else 4)
         suits = device == "cpu" and even and config.shard.collectives != "gloo"
         name = "host" if suits and copy_bytes <= _SHARED_FRACTION * memory_bytes else "fsdp"
     if config.shard.offload == "cpu" and device == "cpu":
         raise EngineError("shard.offload: cpu is for GPUs: on CPU everything is in host memory already")
+    if config.shard.offload == "disk" and name != "host":
+        raise EngineError(f"shard.offload: disk needs shard.engine: host on CPUs, not {name} on {device}")
     if name == "host" and device != "cpu":
         raise EngineError("shard.engine: host is for CPUs; with launch.device cuda use fsdp")
     if name == "host" and config.shard.collectives == "gloo":

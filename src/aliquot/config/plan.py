@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from aliquot.config.on_disk import Counts, OnDisk
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,13 @@ class Plan:
     saves: int = 0  # for which training waits
     save_s: float = 0.0  # of one, and like `export_s` at an assumed rate of disks
     export_s: float = 0.0
+    export_bytes: int = 0
     launcher_bytes: int = 0  # of a node: the process that has started its ranks
+    on_disk: OnDisk = field(default_factory=OnDisk)  # what does not fit into memory, where `shard.offload` is disk
+    scratch_bytes_per_node: int = 0  # on disk, of that
+    scratch_moved_per_step: int = 0  # by all ranks: read and written there
+    scratch_written_per_step: int = 0
+    disk_s: float = 0.0  # of `step_s`, in which all wait for disks
 
     @property
     def peak(self) -> PhaseMemory:
@@ -94,6 +103,20 @@ class Plan:
         return self.evaluations * self.evaluation_s + self.saves * self.save_s + self.export_s
 
     @property
+    def disk_words(self) -> str | None:
+        """For people: what lies on disk, and what that costs a step; None: nothing does."""
+        if not self.on_disk:
+            return None
+        shares = (("states", self.on_disk.states), ("gradient sums", self.on_disk.gradients))
+        kinds = [f"{name} of {_share(counts, self.parameters)}" for name, counts in shares if counts]
+        daily = self.scratch_written_per_step / self.step_s * 86400
+        return (
+            f"{' and '.join(kinds)} of the parameters: {self.scratch_bytes_per_node / 1e9:,.1f} GB a node,"
+            f" {self.scratch_moved_per_step / 1e9:,.1f} GB read and written a step, which waits {self.disk_s:.3g} s for"
+            f" it ({self.disk_s / self.step_s:.0%}); {daily / 1e12:,.1f} TB written a day"
+        )
+
+    @property
     def cost_usd(self) -> float | None:
         """On demand, for the whole run; None where price or length is not known."""
         if self.usd_per_hour is None or not self.steps:
@@ -110,6 +133,11 @@ class Plan:
             "speed",
             "total_s",
             "beside_steps_s",
+            "disk_words",
             "cost_usd",
         )
         return {**asdict(self), **{name: getattr(self, name) for name in derived}, "peak_phase": self.peak.name}
+
+
+def _share(counts: Counts, parameters: int) -> str:
+    return f"{sum(math.prod(shape) * count for shape, count in counts) / parameters:.0%}"

@@ -126,8 +126,16 @@ class ShardSection(Section):
         "auto", description="Among CPU ranks. auto: shared_memory where it can be; in fsdp that is one host."
     )
 
-    offload: Literal["none", "cpu"] = Field(
-        "none", description="cpu: weights, gradients and moments of a GPU run in host memory; engines fsdp, deepspeed."
+    offload: Literal["none", "cpu", "disk"] = Field(
+        "none",
+        description="cpu: weights, gradients and moments of a GPU run in host memory; engines fsdp, deepspeed."
+        " disk: what does not fit into memory, moments first, then gradient sums; engine host.",
+    )
+    offload_directory: Path | None = Field(
+        None, description="On a fast disk of each node, for offload: disk. Default: the run directory."
+    )
+    memory: PositiveFloat | None = Field(
+        None, description="GiB that a node's ranks may hold together, where that is less than there is."
     )
     deepspeed_config: dict[str, Any] | None = Field(
         None, description="A DeepSpeed JSON (its path, or its content): fills the keys above that are silent."
@@ -194,6 +202,10 @@ class RunConfig(Section):
     observe: ObserveSection = ObserveSection()
     launch: LaunchSection = LaunchSection()
     cluster: ClusterSection | None = None
+
+    @property
+    def offload_directory(self) -> Path:
+        return self.shard.offload_directory or self.run.directory
 
     @model_validator(mode="before")
     @classmethod

@@ -62,6 +62,7 @@ class EngineSpec:
         model: MetaModel,
         phase: Callable[[str], None],
         building: Callable[[str], object],
+        on_disk: OnDisk | None = None,
     ) -> Self:
         train = config.train
         settings: dict[str, Any] | None = None
@@ -90,6 +91,8 @@ class EngineSpec:
             building=building,
             deepspeed=settings,
             offload=config.shard.offload == "cpu",
+            on_disk=on_disk,
+            offload_directory=config.offload_directory,
             notes=tuple(notes),
         )
 

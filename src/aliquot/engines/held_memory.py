@@ -22,3 +22,4 @@ class Held:
     evaluation: int
     shared_weights: int  # of a host
     buffers: int  # of a host
+    streamed: int = 0  # more while an update is made, in mappings that the kernel has back after it

@@ -86,7 +86,7 @@ def _by_engine(
     """The summed losses of the rows, and of this rank's parts where they begin and their gradients."""
     built = meta.build(narrow(config, dropout=False), traits)
     exact = replace(
-        spec, precision="fp32", optimizer_states="fp32", compile="none", weight_decay=0.0, adam_beta1=0.5,
+        spec, precision="fp32", on_disk=None, optimizer_states="fp32", compile="none", weight_decay=0.0, adam_beta1=0.5,
         micro_batch_tokens=len(rows[0].input_ids), phase=lambda _: None, building=lambda _: None,
     )  # fmt: skip
     engine = kind.build(built.model, exact, topology)

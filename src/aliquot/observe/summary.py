@@ -27,8 +27,8 @@ def begin(display: Display, config: RunConfig, about: Mapping[str, Any], *lines:
         display.line(text)
 
 
-def foreseen(plan: Mapping[str, Any]) -> tuple[str, str, str]:
-    """The plan, as `aliquot plan --json` prints it, in three lines: memory, time, and what is passed on and written."""
+def foreseen(plan: Mapping[str, Any]) -> tuple[str, ...]:
+    """The plan, as `aliquot plan --json` prints it: memory, time, what is passed on and written, what lies on disk."""
     cost = f", {plan['cost_usd']:,.2f} USD" if plan["cost_usd"] is not None else ""
     return (
         f"plan: {gib(plan['peak_bytes_per_rank'])} of {gib(plan['limit_bytes'])} a rank at most ({plan['peak_phase']})",
@@ -37,6 +37,7 @@ def foreseen(plan: Mapping[str, Any]) -> tuple[str, str, str]:
         f"plan: {rate(plan['wire_bytes_per_step'], 'B')} a step between hosts,"
         f" {rate(plan['local_bytes_per_step'], 'B')} through sockets on them;"
         f" {rate(plan['checkpoint_bytes'], 'B')} a checkpoint",
+        *([f"plan: on disk {plan['disk_words']}"] if plan["disk_words"] else []),
     )
 
 

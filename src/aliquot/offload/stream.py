@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from aliquot.offload.scratch_file import ScratchFile
+from aliquot.offload.windows import AHEAD, STREAM_BUFFERS
 from aliquot.ranges.mapped_memory import mapped_tensor
-
-AHEAD = 2  # pieces being read, and as many being written, beside the one in hand
-BUFFERS = 2 * AHEAD + 1
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class Stream:
         self._scratch = scratch
         self._to_come = deque(moves)
         largest = max((move.size for move in moves), default=0)
-        self._free = [mapped_tensor(largest, torch.uint8) for _ in range(min(BUFFERS, len(moves)))]
+        self._free = [mapped_tensor(largest, torch.uint8) for _ in range(min(STREAM_BUFFERS, len(moves)))]
         self._reading: deque[tuple[Move, Tensor, Future[None]]] = deque()
         self._writing: deque[tuple[Tensor, Future[None]]] = deque()
         self._read_ahead()

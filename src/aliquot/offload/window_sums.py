@@ -11,12 +11,9 @@ import torch
 from torch import Tensor
 
 from aliquot.offload.scratch_file import ScratchFile
-from aliquot.offload.windows import paged
+from aliquot.offload.windows import AHEAD, SUMS_BUFFERS, paged
 from aliquot.optim.squared_norm import block_squares
 from aliquot.ranges.mapped_memory import mapped_tensor
-
-AHEAD = 2
-BUFFERS = 2 * AHEAD + 1
 
 Key = TypeVar("Key")  # of a window
 
@@ -36,7 +33,7 @@ class WindowSums(Generic[Key]):
         self._ahead: deque[tuple[Key, Tensor, Future[None]]] = deque()
         self._writing: dict[Key, tuple[Tensor, Future[None]]] = {}  # in the order in which they were begun
         largest = max((paged(numel * dtype.itemsize) for _, numel in places.values()), default=0)
-        self._free = [mapped_tensor(largest, torch.uint8) for _ in range(BUFFERS)]
+        self._free = [mapped_tensor(largest, torch.uint8) for _ in range(SUMS_BUFFERS)]
         self.squares: dict[Key, list[float]] = {}  # of each window as it was closed last, as block_squares() has them
 
     def open(self, key: Key, first: bool) -> Tensor:

@@ -1,7 +1,7 @@
 """Memory of a rank in each phase of a run, from what its engine says that it holds.
 
-Categories of private memory: process, weights, gradients, moments, gathered, activations, loss, buffers, snapshot, data
-and allocator; of shared memory, once per host: process, weights, buffers.
+Categories of private memory: process, weights, gradients, moments, gathered, activations, loss, buffers, streamed,
+snapshot, data and allocator; of shared memory, once per host: process, weights, buffers.
 """
 
 from __future__ import annotations
@@ -61,7 +61,11 @@ def phases(
     during = [
         PhaseMemory("first forward", {**states, **forward}, shared),
         PhaseMemory("first backward", {**with_gradients, **_kept(backward, most)}, whole),
-        PhaseMemory("first step", {**with_gradients, **_kept({"buffers": held.update}, most)}, whole),
+        PhaseMemory(
+            "first step",
+            {**with_gradients, **_kept({"buffers": held.update}, most), "streamed": held.streamed},
+            whole,
+        ),
     ]
     # The largest block does not find its place again once smaller ones lie where it was.
     slack = cost.largest_bytes
@@ -70,8 +74,8 @@ def phases(
         evaluation = {"gathered": held.evaluation, "activations": cost.evaluation_bytes}
         if sum(evaluation.values()) > sum(steady.values()):
             steady = evaluation
-    snapshot = _snapshot(config, own, steps)
-    steady |= {"allocator": slack, "snapshot": snapshot}
+    snapshot = 0 if held.streamed else _snapshot(config, own, steps)
+    steady |= {"allocator": slack, "snapshot": snapshot, "streamed": held.streamed}
     return (start, *built, loaded, ready, *during, PhaseMemory("steady peak", {**with_gradients, **steady}, whole))
 
 

@@ -40,6 +40,7 @@ class Machine:
     gpus: int = 0
     gpu_name: str | None = None
     gpu_memory_bytes: int | None = None
+    disk_bytes_per_s: float | None = None  # where states lie that do not fit into memory, both directions together
     cpu: CpuFacts | None = None  # of this machine; None: another one
 
     @property

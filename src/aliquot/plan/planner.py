@@ -8,21 +8,23 @@ from dataclasses import dataclass, replace
 from aliquot.config.batch_size import batch_size
 from aliquot.config.due import times_due
 from aliquot.config.engine_choice import chosen_engine
-from aliquot.config.plan import Plan
+from aliquot.config.on_disk import OnDisk
+from aliquot.config.plan import PhaseMemory, Plan
 from aliquot.config.schema import RunConfig
 from aliquot.config.workload import Workload
 from aliquot.engines.deepspeed.deepspeed_memory import building, deepspeed_memory
 from aliquot.engines.fsdp.fsdp_memory import fsdp_memory
 from aliquot.engines.held_memory import Held
-from aliquot.engines.host.host_memory import host_memory
+from aliquot.engines.host.host_memory import disk_use, host_memory
 from aliquot.launch.rank_layout import RankLayout
 from aliquot.plan.calibrate import make_known
 from aliquot.plan.engine_memory import LAUNCHER_BYTES, phases
 from aliquot.plan.micro_batch_cost import MicroBatchCost, Step
-from aliquot.plan.planned_machine import Machine
+from aliquot.plan.planned_machine import GIB, Machine
 from aliquot.plan.planned_model import PlannedModel
 from aliquot.plan.profiles import rates_of
 from aliquot.plan.rates import Rates, estimated
+from aliquot.plan.spill import MARGIN, spilled
 from aliquot.plan.timing import evaluation_time, step_time
 from aliquot.plan.traffic import traffic
 
@@ -65,18 +67,29 @@ class Planner:
         size = batch_size(config.train, layout.world_size)
         micro_batches = -(-size.total // (size.micro * layout.world_size))
         cost = self._cost(config, engine, layout, workload, size.micro, approximate)
-        held = self._held(config, engine, layout, cost)
-        if layout.device == "cuda" and config.shard.offload == "cpu":
-            held = replace(held, weights=0, gradients=0, moments=0, update=0)  # the phases are of the GPU's memory
         moved = traffic(config, engine, self.shape, layout, micro_batches)
         rates = self.rates(layout)
-        took = step_time(engine, cost, held, moved, layout, micro_batches, rates)
         steps = _steps(config, workload, size.total)
+        told = building(config, self.shape, layout) if engine == "deepspeed" else []
+        limit = self._limit(config, layout)
+        launcher = LAUNCHER_BYTES if layout.world_size > 1 and layout.device == "cpu" else 0
+
+        def phases_with(on_disk: OnDisk) -> tuple[Held, tuple[PhaseMemory, ...]]:
+            held = self._held(config, engine, layout, cost, on_disk)
+            return held, phases(config, held, cost, workload.index_bytes, steps, told)
+
+        def too_much(on_disk: OnDisk) -> float:
+            most = max(phase.per_rank(layout.ranks_per_node) for phase in phases_with(on_disk)[1])
+            return most - (1 - MARGIN) * (limit - launcher) / layout.ranks_per_node
+
+        goes_to_disk = config.shard.offload == "disk" and engine == "host"
+        on_disk = spilled(self.shape, layout.world_size, too_much) if goes_to_disk else OnDisk()
+        held, found = phases_with(on_disk)
+        disk = disk_use(config, self.shape, layout, on_disk, micro_batches)
+        disk_rate = self.machine.disk_bytes_per_s or DISK_BYTES_PER_S
+        took = step_time(engine, cost, held, moved, layout, micro_batches, rates, disk, disk_rate)
         of_evaluation = -(-(workload.eval_sequences or 0) // (size.micro * layout.world_size))
         disks = DISK_BYTES_PER_S * layout.nodes
-        told = building(config, self.shape, layout) if engine == "deepspeed" else []
-        found = phases(config, held, cost, workload.index_bytes, steps, told)
-        limit = self.machine.memory_for(layout)
         hourly = self.machine.instance.usd_per_hour if self.machine.instance is not None else None
         return Plan(
             model=self.shape.name,
@@ -103,7 +116,13 @@ class Planner:
             saves=1 if config.checkpoint.asynchronous else times_due(config.checkpoint.every, steps or 0),
             save_s=moved.checkpoint_bytes / disks,
             export_s=moved.export_bytes / disks,
-            launcher_bytes=LAUNCHER_BYTES if layout.world_size > 1 and layout.device == "cpu" else 0,
+            export_bytes=moved.export_bytes,
+            launcher_bytes=launcher,
+            on_disk=on_disk,
+            scratch_bytes_per_node=disk.size // layout.nodes,
+            scratch_moved_per_step=disk.update + disk.sums_read + disk.sums_written,
+            scratch_written_per_step=disk.written,
+            disk_s=took.disk_s,
             rates=rates.source,
             off_by=rates.off_by,
             usd_per_hour=None if hourly is None else hourly * layout.nodes,
@@ -137,12 +156,22 @@ class Planner:
             self._costs[key] = self.model.cost(step, edges, predicted)
         return self._costs[key]
 
-    def _held(self, config: RunConfig, engine: str, layout: RankLayout, cost: MicroBatchCost) -> Held:
+    def _limit(self, config: RunConfig, layout: RankLayout) -> int:
+        """Bytes that all ranks of a node may have together."""
+        there = self.machine.memory_for(layout)
+        wanted = config.shard.memory
+        return there if wanted is None or layout.device == "cuda" else min(there, int(wanted * GIB))
+
+    def _held(self, config: RunConfig, engine: str, layout: RankLayout, cost: MicroBatchCost, on_disk: OnDisk) -> Held:
         if engine == "host":
-            return host_memory(config, self.shape, layout)
+            return host_memory(config, self.shape, layout, on_disk)
         if engine == "deepspeed":
-            return deepspeed_memory(config, self.shape, layout)
-        return fsdp_memory(config, self.shape, layout, cost.backward_bytes, cost.layer_bytes)
+            held = deepspeed_memory(config, self.shape, layout)
+        else:
+            held = fsdp_memory(config, self.shape, layout, cost.backward_bytes, cost.layer_bytes)
+        if layout.device == "cuda" and config.shard.offload == "cpu":
+            held = replace(held, weights=0, gradients=0, moments=0, update=0)  # the phases are of the GPU's memory
+        return held
 
 
 def _steps(config: RunConfig, workload: Workload, total: int) -> int | None:

@@ -7,12 +7,13 @@ from typing import Any
 
 from aliquot.config.schema import RunConfig
 from aliquot.config.workload import Workload
-from aliquot.errors import DoesNotFitError, UserError
+from aliquot.errors import DoesNotFitError, PlanError, StorageError, UserError
 from aliquot.launch.rank_layout import RankLayout
 from aliquot.launch.topology import Topology
 from aliquot.machine.cpu import read_cpu
 from aliquot.plan import fit
 from aliquot.plan.advice import with_advice
+from aliquot.plan.disks import short_disks, with_disk
 from aliquot.plan.planned_machine import Machine
 from aliquot.plan.planned_model import PlannedModel
 from aliquot.plan.planner import Planner
@@ -35,20 +36,26 @@ def plan_before(
     """
     try:
         machine = Machine.this(read_cpu(allowed=allowed_cores))  # the rank itself is pinned to a few of them
+        machine = with_disk(machine, config)
         layout = RankLayout(
             topology.nodes, topology.local_world_size, topology.threads, topology.device, machine.numa_nodes
         )
         planner = Planner(PlannedModel(config, vocabulary), machine)
         plan = with_advice(planner.plan(config, layout, workload), planner, config, layout, workload)
         found = "; ".join(fit.problems(plan, machine))
+        full = "; ".join(short_disks(config, plan))
         advice = remedies(planner, config, layout, workload) if found and fit.hopeless(plan) and not force else None
     except UserError:
         raise
     except Exception as error:
+        if config.shard.offload == "disk":
+            raise PlanError(f"shard.offload: disk needs a plan, and none can be made: {error}") from error
         warn(f"no plan could be made of this run: {type(error).__name__}: {error}")
         return {}
     if advice is not None:
         raise DoesNotFitError(f"this run would not fit: {found}. {advice} (--force starts it all the same)")
+    if full and not force:
+        raise StorageError(f"this run would fill a disk: {full} (--force starts it all the same)")
     if found:
         warn(f"this run may not fit: {found}")
     peaks = {phase.name: phase.per_rank(plan.ranks_per_node) for phase in plan.phases}

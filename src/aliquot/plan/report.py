@@ -24,7 +24,7 @@ COLUMNS = {
     "mom.": ("moments",),
     "gath.": ("gathered",),
     "activ.": ("activations", "loss"),
-    "rest": ("data", "buffers", "snapshot", "allocator"),
+    "rest": ("data", "buffers", "streamed", "snapshot", "allocator"),
 }
 
 
@@ -36,6 +36,7 @@ def summary(plan: Plan, problems: Sequence[str], machine: str, assumed: str) -> 
         f"between hosts   {_size(plan.wire_bytes_per_step)} a step; on a host through sockets"
         f" {_size(plan.local_bytes_per_step)}",
         f"disk            {_size(plan.disk_read_bytes)} read at start, {_size(plan.checkpoint_bytes)} a checkpoint",
+        *([f"on disk         {plan.disk_words}"] if plan.disk_words else []),
         f"step            {_seconds(plan.step_s)}, {plan.bottleneck}",
         f"speed           {plan.speed} ({assumed})",
         *_whole(plan),

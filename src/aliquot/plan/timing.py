@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aliquot.engines.held_memory import Held
+from aliquot.engines.host.host_memory import DiskUse
 from aliquot.launch.rank_layout import RankLayout
 from aliquot.plan.micro_batch_cost import MicroBatchCost, Work
 from aliquot.plan.rates import Rates
@@ -20,16 +21,19 @@ class StepTime:
     memory_s: float  # elementwise operations, gradients and their sums, the update
     local_s: float  # sockets of one host
     wire_s: float  # between hosts
+    disk_s: float  # beyond what is done meanwhile
 
     @property
     def total_s(self) -> float:
         computing, sending = self.matmul_s + self.memory_s, self.local_s + self.wire_s
-        return max(computing, sending) if self.overlaps else computing + sending
+        return max(computing, sending) if self.overlaps else computing + sending + self.disk_s
 
     @property
     def bottleneck(self) -> str:
         """What takes longest, and how many times as long as the products: `network-bound 4.1x`."""
         network = self.wire_s + self.local_s
+        if self.disk_s > max(network, self.matmul_s, self.memory_s):
+            return f"disk-bound {self.disk_s / self.matmul_s:.1f}x"
         if network > max(self.matmul_s, self.memory_s):
             return f"network-bound {network / self.matmul_s:.1f}x"
         if self.memory_s > self.matmul_s:
@@ -38,10 +42,18 @@ class StepTime:
 
 
 def step_time(
-    engine: str, cost: MicroBatchCost, held: Held, moved: Traffic, layout: RankLayout, micro_batches: int, rates: Rates
+    engine: str,
+    cost: MicroBatchCost,
+    held: Held,
+    moved: Traffic,
+    layout: RankLayout,
+    micro_batches: int,
+    rates: Rates,
+    disk: DiskUse,
+    disk_bytes_per_s: float,
 ) -> StepTime:
-    """`micro_batches`: of a rank and optimizer step."""
-    matmul_s = memory_s = 0.0
+    """`micro_batches`: of a rank and optimizer step. `disk_bytes_per_s`: of a node, in both directions together."""
+    matmul_s = memory_s = disk_s = 0.0
     for work in (cost.forward, cost.backward):
         of_products, of_rest = work_s(work, rates)
         matmul_s += micro_batches * of_products
@@ -52,7 +64,12 @@ def step_time(
         own = held.gradients / layout.nodes
         memory_s += rates.stage_s(3 * staged + 2 * own * micro_batches)
         update = 2 * own + 2 * held.moments + 2 * 4 * own / 4 * 2
-        memory_s += rates.stage_s(update)
+        update_s = rates.stage_s(update + disk.update / layout.world_size)
+        # Sums go to disk while backward passes go on; an update streams through, as fast as the slower of both.
+        to_sum_s = (disk.sums_read + disk.sums_written) / layout.nodes / disk_bytes_per_s
+        to_update_s = disk.update / layout.nodes / disk_bytes_per_s
+        disk_s = max(0.0, to_sum_s - matmul_s - memory_s) + max(0.0, to_update_s - update_s)
+        memory_s += update_s
     else:
         # Cast and copied into flat buffers, out of them, gradients to fp32, staged and read where memory is shared.
         memory_s += rates.stage_s(3 * staged + 2 * held.gradients * micro_batches)
@@ -63,6 +80,7 @@ def step_time(
         memory_s,
         rates.local_s(moved.local_bytes / layout.world_size),
         rates.wire_s(moved.wire_bytes / layout.nodes),
+        disk_s,
     )
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 from aliquot.collectives.alignment import aligned
+from aliquot.config.on_disk import OnDisk
 from aliquot.config.schema import RunConfig
 from aliquot.engines.held_memory import Held
 from aliquot.launch.rank_layout import RankLayout
-from aliquot.models.model_shape import ModelShape, numel, padded_share
-from aliquot.optim.sizes import SCRATCH_BYTES, moment_bytes
+from aliquot.models.model_shape import ModelShape, Shape, numel, padded_share
+from aliquot.offload.windows import STREAM_BUFFERS, SUMS_BUFFERS, paged, state_bytes, windows
+from aliquot.optim.sizes import SCRATCH_BYTES, low_bytes, moment_bytes
 
 # Ranks may be apart by what the ring holds: a layer or more of most models; more gains nothing.
 _RING_BYTES = 64 << 20
@@ -15,29 +20,86 @@ _PIECE_BYTES = 8 << 20
 TAG_BYTES = 64  # before each piece: whose it is
 
 
-def host_memory(config: RunConfig, shape: ModelShape, layout: RankLayout) -> Held:
-    states, compute = config.train.optimizer_states, 2 if config.train.precision == "bf16" else 4
+def host_memory(config: RunConfig, shape: ModelShape, layout: RankLayout, on_disk: OnDisk) -> Held:
+    states, splits = config.train.optimizer_states, config.train.precision == "bf16"
+    compute, kept = 2 if splits else 4, _kept(states)
     shares = {weight: padded_share(weight, layout.world_size) for weight in shape.alike}
-    own = sum(shares[weight] * count for weight, count in shape.alike.items())
-    kept = 4 if states == "fp32" else 2
+    states_there, sums_there = dict(on_disk.states), dict(on_disk.gradients)
+    low = gradients = moments = 0
+    for weight, count in shape.alike.items():
+        here = count - states_there.get(weight, 0)
+        low += here * (low_bytes(shares[weight]) if splits else 0)
+        moments += here * 2 * moment_bytes(states, shares[weight], numel(weight[1:]))
+        gradients += (count - sums_there.get(weight, 0)) * kept * shares[weight]
     tokens = config.train.per_device_train_batch_size * config.data.sequence_length
     row_numel = max(numel(weight[1:]) for weight in shape.alike)
     copies = min(layout.numa_nodes, layout.ranks_per_node)
-    moments = sum(
-        count * moment_bytes(states, shares[weight], numel(weight[1:])) for weight, count in shape.alike.items()
-    )
+    streamed, summing = _windows_bytes(config, shares, on_disk)
     return Held(
-        weights=2 * own if compute == 2 else 0,
-        gradients=kept * own * layout.nodes,  # and its counterparts' parts on the other hosts
+        weights=low,
+        gradients=gradients * layout.nodes + summing,  # and its counterparts' parts on the other hosts
         gradients_from_start=True,
-        moments=2 * moments,
+        moments=moments,
         update=SCRATCH_BYTES,
         forward=0,
         backward=0,
         evaluation=0,
         shared_weights=shape.numel * compute * copies,
         buffers=ring_bytes(row_numel, looked_up_bytes(tokens, shape.width, compute), compute) * layout.ranks_per_node,
+        streamed=streamed,
     )
+
+
+@dataclass(frozen=True)
+class DiskUse:
+    """Of all ranks, bytes: what lies on disks, and what a step moves."""
+
+    size: int
+    update: int  # read and written while nothing else is done
+    sums_read: int  # beside forward and backward
+    sums_written: int
+    written: int  # of all that is moved
+
+
+def disk_use(config: RunConfig, shape: ModelShape, layout: RankLayout, on_disk: OnDisk, micro_batches: int) -> DiskUse:
+    """`micro_batches`: of a rank and optimizer step. What rounding to pages adds is left out."""
+    states, splits = config.train.optimizer_states, config.train.precision == "bf16"
+    of_states = sum(
+        count * sum(state_bytes(numel(weight), states, numel(weight[1:]), splits).values())
+        for weight, count in on_disk.states
+    )
+    # Every host has sums of the whole gradient. They travel once, and are the owner's then.
+    sums = _kept(states) * sum(count * numel(weight) for weight, count in on_disk.gradients)
+    exchanged = (layout.nodes - 1) * sums
+    return DiskUse(
+        size=of_states + layout.nodes * sums,
+        update=2 * of_states + sums + 2 * exchanged,
+        sums_read=(micro_batches - 1) * layout.nodes * sums,
+        sums_written=micro_batches * layout.nodes * sums,
+        written=of_states + micro_batches * layout.nodes * sums + (sums if layout.nodes > 1 else 0),
+    )
+
+
+def _windows_bytes(config: RunConfig, shares: Mapping[Shape, int], on_disk: OnDisk) -> tuple[int, int]:
+    """Of a rank, buffers for windows: those that an update streams through, those in which sums are made."""
+    states, splits = config.train.optimizer_states, config.train.precision == "bf16"
+    summed = dict(on_disk.gradients)
+    streamed = summing = 0
+    for weight, _ in on_disk.states:
+        cut = windows(shares[weight], states, numel(weight[1:]))
+        if not cut:
+            continue
+        longest = cut[0][1]
+        sums_bytes = paged(_kept(states) * longest) if weight in summed else 0
+        fields = state_bytes(longest, states, numel(weight[1:]), splits)
+        streamed = max(streamed, STREAM_BUFFERS * (sums_bytes + sum(map(paged, fields.values()))))
+        summing = max(summing, SUMS_BUFFERS * sums_bytes)
+    return streamed, summing
+
+
+def _kept(states: str) -> int:
+    """Bytes of an element of a gradient sum."""
+    return 4 if states == "fp32" else 2
 
 
 def ring_bytes(row_numel: int, looked_up: int, itemsize: int) -> int:

@@ -1,0 +1,51 @@
+"""The disks of this machine: how fast they are for states that lie there, and whether a run has room on them."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+from aliquot.config.due import times_due
+from aliquot.config.plan import Plan
+from aliquot.config.schema import RunConfig
+from aliquot.plan.planned_machine import Machine
+
+
+def with_disk(machine: Machine, config: RunConfig) -> Machine:
+    """With the rate of the disk that `config` puts states on, measured in half a second. Raises StorageError."""
+    if config.shard.offload != "disk" or not machine.here:
+        return machine
+    from aliquot.offload.disk_rate import disk_rate
+
+    return replace(machine, disk_bytes_per_s=disk_rate(config.offload_directory))
+
+
+def short_disks(config: RunConfig, plan: Plan) -> list[str]:
+    """A line for each file system that is too small: checkpoints that exist at once, the export, states on disk."""
+    run = config.run.directory
+    checkpoints = run / "checkpoints"
+    every = config.checkpoint.every
+    saves = times_due(every, plan.steps) if plan.steps else 2
+    there = sum(file.stat().st_size for file in checkpoints.rglob("*") if file.is_file())
+    at_once = min(saves + bool(there), config.checkpoint.keep + 1)  # a new one is complete before an old one goes
+    wanted: dict[int, list[tuple[str, int]]] = defaultdict(list)
+    free: dict[int, tuple[Path, int]] = {}
+    for directory, what, size in (
+        (run, f"{at_once} checkpoint{'s' if at_once > 1 else ''}", max(0, at_once * plan.checkpoint_bytes - there)),
+        (run, "the export", plan.export_bytes),
+        (config.offload_directory, "what lies on disk while it trains", plan.scratch_bytes_per_node),
+    ):
+        place = next(each for each in (directory.absolute(), *directory.absolute().parents) if each.is_dir())
+        found = os.statvfs(place)
+        if found.f_blocks and size:  # some network file systems say nothing
+            device = place.stat().st_dev
+            free[device] = (directory, found.f_bavail * found.f_frsize)
+            wanted[device].append((what, size))
+    return [
+        f"{free[device][0]} has {free[device][1] / 1e9:.2f} GB free, and"
+        f" {' and '.join(f'{what} take {size / 1e9:.2f} GB' for what, size in sizes)}"
+        for device, sizes in wanted.items()
+        if sum(size for _, size in sizes) > free[device][1]
+    ]
