@@ -4,7 +4,8 @@
 
 Saves happen at every step; fsync, rename and removal are slowed down by random pauses, so that kills fall into saving,
 publishing and retention too. After each kill every directory that is named like a checkpoint is verified byte by byte,
-and the run is started again; at its end the loss curve must equal the undisturbed one bit for bit.
+and the run is started again, with its states in memory or on disk as chance has it; at its end the loss curve must
+equal the undisturbed one bit for bit, and nothing may be left of what was on disk.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+import yaml
 
 import aliquot
 from aliquot.checkpoint.directories import directories
@@ -45,6 +48,9 @@ def crash(kills: int, seed: int, folder: Path) -> dict[str, int]:
     }
     undisturbed = write_config(folder, "undisturbed", **settings)
     config = write_config(folder, "killed", **settings)
+    on_disk = folder / "on-disk.yaml"
+    shard = {"offload": "disk", "memory": 0.1, "offload_directory": str(folder / "scratch")}
+    on_disk.write_text(yaml.safe_dump({**yaml.safe_load(config.read_text()), "shard": shard}))
     for name in ("aliquot.train", "transformers.models.llama.modeling_llama"):  # once, before ranks are forked, which
         importlib.import_module(name)  # must find no thread of OpenMP: nothing may be computed here
     began = time.monotonic()
@@ -55,7 +61,7 @@ def crash(kills: int, seed: int, folder: Path) -> dict[str, int]:
     kinds = ("kills", "of all ranks", "of one rank", "by SIGTERM", "runs completed", "checkpoints verified")
     counts = dict.fromkeys(kinds, 0)
     while counts["kills"] < kills:
-        children = _start(config, draw.randrange(1 << 30))
+        children = _start(draw.choice((config, on_disk)), draw.randrange(1 << 30))
         time.sleep(draw.uniform(0, 1.3 * run_s))
         kind = draw.choice(("of all ranks", "of one rank", "by SIGTERM"))
         victims = [draw.choice(children)] if kind == "of one rank" else children
@@ -73,6 +79,7 @@ def crash(kills: int, seed: int, folder: Path) -> dict[str, int]:
         if alive:
             counts["kills"] += 1
             counts[kind] += 1
+        assert not (folder / "scratch").exists() or not list((folder / "scratch").iterdir())
         for directory in directories(folder / "killed" / "checkpoints"):
             verify(directory)
             counts["checkpoints verified"] += 1
@@ -109,7 +116,7 @@ def _rank(config: Path, rank: int, port: int, pauses: int | None) -> int:
     if pauses is not None:
         _slow_down(random.Random(pauses + rank))
     try:
-        aliquot.train(aliquot.read_config(config))
+        aliquot.train(aliquot.read_config(config), force=True)
     except Terminated:
         return TERMINATED
     except Exception as error:

@@ -15,7 +15,7 @@ PAGE_BYTES = 4096  # what direct I/O aligns to on every disk of today
 _BLOCKS = 4  # of an update, in a window: 1 M elements, 14 MB of exact states and gradient
 AHEAD = 2  # windows that are read before they are wanted, and as many that are being written
 STREAM_BUFFERS = SUMS_BUFFERS = 2 * AHEAD + 1  # with the one in hand
-SMALLEST = 1 << 16  # elements; what has fewer stays in memory: pages would be wasted on it, and requests
+SMALLEST = 1 << 12  # elements; what has fewer stays in memory: pages would be wasted on it, and requests
 
 
 def windows(numel: int, states: States, row_numel: int) -> list[tuple[int, int]]:

@@ -1,0 +1,176 @@
+"""What lies on disk while a model trains: every byte as it would be in memory, errors in one line, nothing left."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aliquot.errors import StorageError
+from aliquot.offload.disk_rate import disk_rate
+from aliquot.offload.scratch_file import ScratchFile
+from aliquot.offload.stream import Move, Stream
+from aliquot.offload.window_sums import WindowSums
+from aliquot.offload.windows import PAGE_BYTES, paged, record, windows
+from aliquot.optim.squared_norm import block_squares
+from tests.examples import examples
+
+MIB = 1 << 20  # bytes
+
+
+@pytest.fixture
+def scratch(tmp_path: Path) -> Iterator[ScratchFile]:
+    file = ScratchFile(tmp_path / "fast" / "disk", 16 * PAGE_BYTES)
+    yield file
+    file.close()
+
+
+def pieces(scratch: ScratchFile, count: int, written_from: int | None = 0) -> Stream:
+    return Stream(scratch, [Move(at * PAGE_BYTES, PAGE_BYTES, written_from) for at in range(count)])
+
+
+def test_what_was_written_is_read_and_the_rest_is_zeros(scratch: ScratchFile) -> None:
+    for number, piece in enumerate(pieces(scratch, 12)):
+        assert not piece.any()
+        piece.fill_(number + 1)
+    for number, piece in enumerate(pieces(scratch, 12, written_from=PAGE_BYTES // 2)):
+        assert piece.unique().tolist() == [number + 1]
+        piece.fill_(99)
+    for number, piece in enumerate(pieces(scratch, 12, written_from=None)):
+        assert piece[: PAGE_BYTES // 2].unique().tolist() == [number + 1]
+        assert piece[PAGE_BYTES // 2 :].unique().tolist() == [99]
+        piece.fill_(7)
+    assert all((piece[0], piece[-1]) == (number + 1, 99) for number, piece in enumerate(pieces(scratch, 12, None)))
+    assert scratch.read_bytes == 4 * 12 * PAGE_BYTES and scratch.written_bytes == 12 * PAGE_BYTES * 3 // 2
+
+
+def test_it_has_no_name_and_takes_its_room_at_once(tmp_path: Path) -> None:
+    before = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
+    file = ScratchFile(tmp_path, 64 * MIB)
+    taken = before - os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
+    assert os.fstat(file._descriptor).st_blocks * 512 >= 64 * MIB and taken > 0
+    assert list(tmp_path.iterdir()) == []
+    file.close()
+
+
+def test_more_than_there_is_room_for_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"a rank needs 1073741824\.00 GiB here, and [0-9.]+ GiB are free .*: give"):
+        ScratchFile(tmp_path, 1 << 60)
+    (tmp_path / "taken").touch()
+    with pytest.raises(StorageError, match=r"taken: shard\.offload_directory: cannot write here: "):
+        ScratchFile(tmp_path / "taken", 1)
+
+
+def test_where_a_file_system_knows_neither_way_the_name_is_taken_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+
+    def refusing(path: object, flags: int, *more: int, **named: object) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "no such thing")
+        return real(path, flags, *more, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "open", refusing)
+    file = ScratchFile(tmp_path, 4 * PAGE_BYTES)
+    assert list(tmp_path.iterdir()) == []
+    for piece in pieces(file, 4):
+        piece.fill_(3)
+    assert all(piece.eq(3).all() for piece in pieces(file, 4))
+    file.close()
+
+
+@pytest.mark.parametrize("name", ["preadv", "pwritev"])
+@pytest.mark.parametrize("at", [0, 1, 5, 11])
+def test_a_failing_disk_is_one_line_whenever_it_fails(
+    scratch: ScratchFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, at: int
+) -> None:
+    real: Callable[[int, Sequence[memoryview], int], int] = getattr(os, name)
+
+    def failing(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if offset == at * PAGE_BYTES:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, name, failing)
+    doing = "read what lies" if name == "preadv" else "write"
+    with pytest.raises(StorageError) as caught:
+        for piece in pieces(scratch, 12):
+            piece.fill_(1)
+    assert caught.value.line == f"{tmp_path}/fast/disk: shard.offload: cannot {doing} here: Input/output error [disk]"
+
+
+def test_a_file_that_is_cut_short_is_one_line(scratch: ScratchFile) -> None:
+    os.ftruncate(scratch._descriptor, 3 * PAGE_BYTES)
+    with pytest.raises(StorageError, match="cut short while it was used"):
+        list(pieces(scratch, 12))
+
+
+def test_short_transfers_go_on(scratch: ScratchFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("preadv", "pwritev"):
+        real: Callable[[int, Sequence[memoryview], int], int] = getattr(os, name)
+        short = lambda descriptor, buffers, offset, real=real: real(descriptor, [buffers[0][:512]], offset)  # noqa: E731
+        monkeypatch.setattr(os, name, short)
+    for piece in pieces(scratch, 6):
+        piece.copy_(torch.arange(PAGE_BYTES) % 251)
+    assert all(piece.equal((torch.arange(PAGE_BYTES) % 251).byte()) for piece in pieces(scratch, 6, None))
+
+
+def test_the_rate_of_a_disk(tmp_path: Path) -> None:
+    assert disk_rate(tmp_path) > 1e6
+    assert list(tmp_path.iterdir()) == []
+
+
+@given(
+    numels=st.lists(st.integers(1, 3000), min_size=1, max_size=9),
+    rounds=st.integers(1, 3),
+    steps=st.integers(1, 2),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=examples(20), deadline=None)
+def test_sums_on_disk_are_those_in_memory(numels: list[int], rounds: int, steps: int, seed: int) -> None:
+    """Windows of any sizes and numbers, of which each round changes two ranges or, now and then, none."""
+    generator = torch.Generator().manual_seed(seed)
+    places, end = {}, 0
+    for key, numel in enumerate(numels):
+        places[key] = (end, numel)
+        end += paged(4 * numel)
+    expected = [torch.zeros(numel) for numel in numels]
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = ScratchFile(Path(folder), end)
+        sums = WindowSums(scratch, places, torch.float32)
+        for _ in range(steps):
+            for number in range(rounds):
+                for key, numel in enumerate(numels):
+                    if number and int(torch.randint(3, (), generator=generator)) == 0:
+                        continue
+                    values, middle = torch.randn(numel, generator=generator), numel // 2
+                    for part in (slice(0, middle), slice(middle, numel)):
+                        target = sums.open(key, first=number == 0)[part]
+                        target.copy_(values[part] if number == 0 else target + values[part])
+                    expected[key] = values if number == 0 else expected[key] + values
+            sums.settle()
+            for key, (offset, numel) in places.items():
+                (stored,) = Stream(scratch, [Move(offset, paged(4 * numel), None)])
+                assert torch.equal(stored[: 4 * numel].view(torch.float32), expected[key])
+                assert sums.squares[key] == block_squares(expected[key])
+        scratch.close()
+
+
+@given(numel=st.integers(0, 10_000_000), states=st.sampled_from(["fp32", "bf16", "int8"]), row=st.integers(1, 5000))
+@settings(max_examples=examples(60))
+def test_windows_cover_a_range_and_cut_no_block_of_int8(numel: int, states: str, row: int) -> None:
+    numel -= numel % row
+    found = windows(numel, states, row)  # type: ignore[arg-type]
+    assert [start for start, _ in found] == [0, *(stop for _, stop in found)][: len(found)]
+    assert (found[-1][1] if found else 0) == numel
+    placed = record(8 * PAGE_BYTES, {"a": 1, "b": PAGE_BYTES, "c": PAGE_BYTES + 1})
+    assert placed.fields == {"a": (0, 1), "b": (PAGE_BYTES, PAGE_BYTES), "c": (2 * PAGE_BYTES, PAGE_BYTES + 1)}
+    assert placed.size_bytes == 4 * PAGE_BYTES

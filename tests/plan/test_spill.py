@@ -1,0 +1,97 @@
+"""What goes to disk: as little as fits, what is touched rarely first."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aliquot.config.on_disk import OnDisk, first_of
+from aliquot.config.schema import RunConfig
+from aliquot.errors import EngineError
+from aliquot.models.model_shape import numel
+from aliquot.models.shaped_model import shaped_model
+from aliquot.plan.disks import short_disks
+from aliquot.plan.planned_machine import Machine
+from aliquot.plan.planner import plan
+from aliquot.plan.spill import spilled
+from tests.examples import examples
+from tests.plan.shapes import LLAMA, planned_config
+
+SHAPE = shaped_model(planned_config(LLAMA)).shape
+LARGE = sum(count * numel(each) for each, count in SHAPE.alike.items() if len(each) > 1)
+MACHINE = Machine.of_numbers(16, 4, None)
+WIDE = {**LLAMA, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8}
+
+
+def saved(on_disk: OnDisk) -> int:
+    return sum(8 * count * numel(each) for each, count in on_disk.states) + sum(
+        4 * count * numel(each) for each, count in on_disk.gradients
+    )
+
+
+@given(excess=st.integers(0, 14 * LARGE))
+@settings(max_examples=examples(40))
+def test_no_more_goes_there_than_must(excess: int) -> None:
+    found = spilled(SHAPE, 1, lambda on_disk: excess - saved(on_disk))
+    assert bool(found) == (excess > 0)
+    everything = spilled(SHAPE, 1, lambda on_disk: 1.0)
+    if excess > saved(everything):
+        assert found == everything
+    else:
+        assert excess <= saved(found) < excess + 8 * max(map(numel, SHAPE.weights))
+    if found.gradients:
+        assert found.states == everything.states
+        assert all(dict(found.states)[each] >= count for each, count in found.gradients)
+    assert OnDisk.of_json(json.loads(json.dumps(vars(found)))) == found
+
+
+def test_the_embedding_keeps_its_sums_in_memory() -> None:
+    everything = spilled(SHAPE, 1, lambda on_disk: 1.0)
+    shapes = list(SHAPE.weights)
+    embedding = shapes.index(SHAPE.embedding)
+    there = first_of(shapes, everything.gradients, never=embedding)
+    assert embedding not in there and embedding in first_of(shapes, everything.states)
+    assert len(there) == sum(len(each) > 1 for each in shapes) - 1
+
+
+def limited(gib: float, **train: object) -> RunConfig:
+    return planned_config(WIDE, shard={"engine": "host", "offload": "disk", "memory": gib}, train=train)
+
+
+def test_a_plan_says_what_lies_where_and_what_that_costs() -> None:
+    free = plan(limited(16), MACHINE, ranks_per_node=2)
+    assert not free.on_disk and free.disk_s == free.scratch_bytes_per_node == 0 and free.disk_words is None
+    limit = (2 * free.peak_bytes_per_rank + free.launcher_bytes) / 2**30
+    less = plan(limited(limit), MACHINE, ranks_per_node=2)  # 5 % stay free
+    assert less.fits and less.on_disk and not less.on_disk.gradients and less.disk_s > 0
+    assert less.peak_bytes_per_rank <= 0.95 * less.limit_bytes
+    assert less.step_s == pytest.approx(free.step_s + less.disk_s, rel=0.1)
+    assert less.disk_words is not None and "states of" in less.disk_words and "TB written a day" in less.disk_words
+    least = plan(limited(0.1), MACHINE, ranks_per_node=2)
+    assert not least.fits and least.on_disk.gradients and least.scratch_bytes_per_node > less.scratch_bytes_per_node
+
+
+def test_frugal_states_move_less() -> None:
+    exact, frugal = (plan(limited(0.1, optimizer_states=states), MACHINE) for states in ("fp32", "int8"))
+    assert frugal.scratch_moved_per_step < 0.5 * exact.scratch_moved_per_step
+
+
+@pytest.mark.parametrize("shard", [{"engine": "fsdp", "offload": "disk"}, {"engine": "deepspeed", "offload": "disk"}])
+def test_other_engines_have_no_disk(shard: dict[str, object]) -> None:
+    with pytest.raises(EngineError, match=r"shard\.offload: disk needs shard.engine: host"):
+        plan(planned_config(LLAMA, shard=shard), MACHINE)
+
+
+def test_disks_that_are_too_small_are_named_before_the_start(tmp_path: Path) -> None:
+    config = planned_config(LLAMA, checkpoint={"every": 1}, train={"max_steps": 9})
+    section = config.run.model_copy(update={"directory": tmp_path / "runs" / "name"})
+    config = config.model_copy(update={"run": section})
+    made = plan(config, MACHINE)
+    assert short_disks(config, made) == []
+    huge = vars(made) | {"checkpoint_bytes": 1 << 60}
+    (line,) = short_disks(config, type(made)(**huge))
+    assert line.startswith(f"{tmp_path}/runs/name has ") and "3 checkpoints take 3458764513.82 GB" in line
