@@ -254,6 +254,25 @@ def test_resumed_at_another_world_size(folder: Path, alone: Path, ranks: int) ->
     assert curve(folder / name) == pytest.approx(curve(alone), rel=1e-5)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("states", ["bf16", "int8"])
+def test_frugal_states_go_on_bit_for_bit(folder: Path, states: str) -> None:
+    """From a checkpoint that holds them as they are kept, in memory and on disk."""
+    name = f"frugal-{states}"
+    shape = {"train": {"optimizer_states": states}, "checkpoint": {"every": 2, "keep": 9}, "launch": {"ranks": 2}}
+    whole = write_config(folder, name, **shape)
+    trained(whole)
+    for place, shard in (("memory", []), ("disk", ["--force", "shard.offload=disk", "shard.memory=0.1"])):
+        directory = folder / f"{name}-{place}"
+        shutil.copytree(folder / name, directory)
+        for step in (4, 6):
+            shutil.rmtree(directory / "checkpoints" / f"step-{step:08d}")
+        trained(write_config(folder, directory.name, **shape), *shard)
+        assert curve(directory) == curve(folder / name)
+        for file in (folder / name / "checkpoints" / "step-00000006").glob("*.safetensors"):
+            assert (directory / "checkpoints" / "step-00000006" / file.name).read_bytes() == file.read_bytes()
+
+
 def test_export_is_a_model_of_transformers_and_trains_on_with_the_same_loss(folder: Path, alone: Path) -> None:
     directory = alone / "export"
     model = AutoModelForCausalLM.from_pretrained(directory)

@@ -157,7 +157,7 @@ class Training:
             saving = saving.model_copy(update={"buffer_bytes": 0})  # copies of what does not fit would not fit either
         self._saver = Saver(
             run.directory.checkpoints, model.engine, model.built.tensors, self._files, run.ranks, saving,
-            warn=record.warn, saved=self._saved, beat=watchdog.beat,
+            warn=record.warn, saved=self._saved, beat=watchdog.beat, states=run.config.train.optimizer_states,
         )  # fmt: skip
         self._attention_widths = attention_widths(inputs.source.config)
         settings = run.config.train

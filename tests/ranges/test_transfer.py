@@ -71,7 +71,7 @@ def test_shards_as_transformers_writes_them(tmp_path: Path) -> None:
         max_shard_size=400,
     )
     assert len(layout.files) > 1
-    assert {file.name: [name for name, _ in file.tensors] for file in layout.files} == split.filename_to_tensors
+    assert {file.name: [tensor.name for tensor in file.tensors] for file in layout.files} == split.filename_to_tensors
     layout.create_files(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {*split.filename_to_tensors, "model.safetensors.index.json"}
 

@@ -20,6 +20,7 @@ from aliquot.checkpoint.save import Draft
 from aliquot.config.schema import CheckpointSection
 from aliquot.errors import StorageError, UserError
 from aliquot.machine.memory import unwritten_bytes
+from aliquot.optim.sizes import States
 from aliquot.ranges.bytemap import Shape
 from aliquot.ranges.checksums import Piece
 from aliquot.ranges.parts import PartSource
@@ -49,6 +50,7 @@ class Saver:
         warn: Callable[[str], None],
         saved: Callable[[int, float, float], None] = lambda *_: None,
         beat: Callable[[], None] = lambda: None,
+        states: States = "fp32",
     ) -> None:
         self._root = root
         self._store = store
@@ -59,6 +61,7 @@ class Saver:
         self._warn = warn
         self._saved = saved
         self._beat = beat
+        self._states = states
         self._written_bytes = 0
         self._step = 0
         self._begun_at = 0.0
@@ -73,7 +76,9 @@ class Saver:
         self._step, self._begun_at, self._stall_s = step, time.perf_counter(), 0.0
         with self._standing_still():
             try:
-                self._draft = Draft.begin(self._root, step, self._tensors, state, self._config_files, self._ranks)
+                self._draft = Draft.begin(
+                    self._root, step, self._tensors, state, self._config_files, self._ranks, self._states
+                )
             except UserError as error:
                 self._give_up(error)
                 return

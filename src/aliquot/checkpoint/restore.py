@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from aliquot.checkpoint.directories import STATE, STEMS, directories, newest, step_of
+from aliquot.checkpoint.moment_files import StoredParts, values_of
 from aliquot.errors import DamagedCheckpoint, ResumeError, UserError
 from aliquot.ranges.bytemap import ByteMap, Shape, check_tensors
 from aliquot.ranges.checksums import BlockChecksums, Piece
@@ -58,10 +59,14 @@ def restore(
         with _damage():
             read_manifest(directory)
             maps = _maps(directory)
-        for found in maps.values():
-            check_tensors(tensors, found.entries, directory, set(found.entries) - {name for name, _ in tensors})
+            every = [values_of(found.entries) for found in maps.values()]
+        for values in every:
+            check_tensors(tensors, values, directory, set(values) - {name for name, _ in tensors})
+        entries = {kind: found.entries for kind, found in maps.items()}
+        stored = StoredParts(store, entries)
         with _damage():
-            fill(store, {kind: found.entries for kind, found in maps.items()}, checksums)
+            fill(stored.scales(), entries, checksums)
+            fill(stored.values(), entries, checksums)
         return checksums.pieces()
 
     pieces = together(ranks, read)

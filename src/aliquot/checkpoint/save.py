@@ -2,8 +2,8 @@
 
 step-00000100/
   model*.safetensors        fp32 master weights: with `config_files` a Hugging Face directory
-  exp_avg*.safetensors      first moments, fp32
-  exp_avg_sq*.safetensors   second moments, fp32
+  exp_avg*.safetensors      first moments, fp32, or as frugal ones are kept: moment_files.py
+  exp_avg_sq*.safetensors   second moments
   state.json                where the run stands
   manifest.json             size and block checksums of all the others, written last
 """
@@ -16,12 +16,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from aliquot.checkpoint.directories import STATE, STEMS, clean, directory_of, retain
+from aliquot.checkpoint.moment_files import StoredParts, laid_out
+from aliquot.optim.sizes import States
 from aliquot.ranges.bytemap import Shape
 from aliquot.ranges.checksums import BlockChecksums, Piece, combine_pieces
-from aliquot.ranges.file_layout import FilesLayout
 from aliquot.ranges.manifest import MANIFEST, FileRecord, checksum, manifest_bytes
 from aliquot.ranges.parts import PartSource
 from aliquot.ranges.publish import begin, check_names, check_space, commit, remove_directory, set_aside, write_file
@@ -40,15 +39,17 @@ def save(
     config_files: Mapping[str, bytes],
     ranks: RankGroup,
     keep: int,
+    states: States = "fp32",
 ) -> Path:
     """Write `root/step-<step>` and then keep only the `keep` newest complete checkpoints. Collective.
 
     `tensors`: names and shapes of the whole model in its order, the same on every rank. `state`: any JSON object.
+    `states`: how moments are stored.
     `config_files`: config.json, tokenizer files and so on by plain name. Of both, rank 0's are written. A checkpoint of
     the same step is replaced. Raises the same UserError on every rank where any of them cannot write: then nothing is
     left of this one and the earlier ones are as they were.
     """
-    draft = Draft.begin(root, step, tensors, state, config_files, ranks)
+    draft = Draft.begin(root, step, tensors, state, config_files, ranks, states)
     try:
         written = together(ranks, lambda: draft.write(store))
         on_first(ranks, lambda: draft.publish(written, keep))
@@ -69,13 +70,12 @@ class Draft:
         tensors: Sequence[tuple[str, Shape]],
         small_files: dict[str, bytes],
         names: list[str],
+        states: States,
     ) -> None:
         self.target = directory_of(root, step)
         self.partial = Path()
         self._root = root
-        self._layouts = {
-            kind: FilesLayout.of(tensors, torch.float32, MAX_FILE_BYTES, stem) for kind, stem in STEMS.items()
-        }
+        self._layouts = {kind: laid_out(tensors, kind, stem, states, MAX_FILE_BYTES) for kind, stem in STEMS.items()}
         self._files = {file.name: file for layout in self._layouts.values() for file in layout.files}
         self._small_files = small_files
         self._names = names  # of config_files
@@ -89,10 +89,11 @@ class Draft:
         state: Mapping[str, Any],
         config_files: Mapping[str, bytes],
         ranks: RankGroup,
+        states: States = "fp32",
     ) -> Draft:
         """Rank 0 makes the directory and lays the files out. Collective; arguments and errors as of `save`."""
         small_files = {STATE: json.dumps(state, indent=1).encode(), **config_files}
-        draft = cls(root, step, tensors, small_files, sorted(config_files))
+        draft = cls(root, step, tensors, small_files, sorted(config_files), states)
         on_first(ranks, lambda: clean(root))
         draft.partial = begin(draft.target, ranks, draft._prepare)
         return draft
@@ -101,7 +102,7 @@ class Draft:
         """Write and fsync the parts that this rank owns; what `publish` needs to know of them. Raises UserError."""
         checksums = BlockChecksums()
         entries = {kind: layout.byte_map(self.partial).entries for kind, layout in self._layouts.items()}
-        drain(store, entries, checksums, watch)
+        drain(StoredParts(store, entries), entries, checksums, watch)
         return checksums.pieces()
 
     def publish(self, written: Sequence[Sequence[Piece]], keep: int) -> None:

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from aliquot.optim.int8_codes import decoded, encoded
 from aliquot.optim.sizes import States, block_numel, moment_bytes
 
 _NOISE = 1 << 16  # elements after which the noise repeats
@@ -88,12 +89,7 @@ class Bf16Moment:
 
 
 class Int8Moment:
-    """Eight bits an element and one fp32 scale a block, the block's largest magnitude.
-
-    Codes are spread by a power, which gives small values relative precision: scale * (code / 127)^2 with a sign for the
-    first moment, scale * (code / 255)^4 for the second. Blocks divide the rows of the tensor, so that their edges are
-    the same whatever the world size.
-    """
+    """As in int8_codes.py. Blocks divide the rows of the tensor: their edges are the same whatever the world size."""
 
     def __init__(self, memory: Tensor, numel: int, row_numel: int, squared: bool) -> None:
         self.block = block_numel(row_numel)
@@ -106,15 +102,10 @@ class Int8Moment:
 
     def load(self, start: int, out: Tensor) -> Tensor:
         first, last = start // self.block, -(-(start + out.numel()) // self.block)
-        codes = self._codes[first * self.block : last * self.block].float().view(-1, self.block)
-        scales = self._scales[first:last, None]
-        if self._squared:
-            values = codes.div_(255).square_().square_().mul_(scales)
-        else:
-            codes.div_(127)
-            values = codes.mul_(codes.abs()).mul_(scales)
+        codes, scales = self._codes[first * self.block : last * self.block], self._scales[first:last]
+        values = decoded(codes, scales, self.block, self._squared)
         skipped = start - first * self.block
-        return out.copy_(values.view(-1)[skipped : skipped + out.numel()])
+        return out.copy_(values[skipped : skipped + out.numel()])
 
     def store(self, start: int, values: Tensor, noise: Tensor | None = None) -> None:
         """Pieces that begin or end inside a block wait for the rest of it: each element must then come once."""
@@ -138,18 +129,6 @@ class Int8Moment:
             self._encode(number * self.block, whole, None)
 
     def _encode(self, start: int, values: Tensor, noise: Tensor | None) -> None:
-        blocks = values.view(-1, self.block)
-        scales = blocks.abs().amax(1)
-        # A block of zeros has scale 0 and codes 0.
-        codes = blocks.abs().div_(scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).sqrt_()
-        codes = codes.sqrt_().mul_(255) if self._squared else codes.mul_(127)
-        codes = codes.view(-1)
-        codes.add_(0.5 if noise is None else noise[: values.numel()]).floor_()
-        if self._squared:
-            # A second moment that is not zero never becomes zero: the update divides by its root.
-            codes.clamp_(max=255)
-            codes.copy_(torch.where(values > 0, codes.clamp(min=1), codes))
-        else:
-            codes.clamp_(max=127).mul_(values.sign())
+        codes, scales = encoded(values, self.block, self._squared, noise)
         self._codes[start : start + values.numel()].copy_(codes)
         self._scales[start // self.block : (start + values.numel()) // self.block].copy_(scales)

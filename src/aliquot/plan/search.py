@@ -61,6 +61,8 @@ def remedies(planner: Planner, config: RunConfig, layout: RankLayout, workload: 
     """The nearest settings that fit, each with its price in time, in one sentence."""
     now = planner.plan(config, layout, workload)
     fitting = [each for each in candidates(planner, config, layout, workload) if each.plan.fits]
+    if not fitting and layout.device == "cpu":
+        fitting = [each for each in _with_a_disk(planner, config, layout, workload) if each.plan.fits]
     if not fitting:
         return "Nothing that was tried fits: more memory, or a smaller model"
     # Few changes first, then those that cost least time; one remedy of each kind.
@@ -86,6 +88,14 @@ def best(
     # What is gained by less than a plan can tell apart is not worth a change.
     steps = {id(each): round(math.log(measure(each.plan)) / _ALIKE) for each in fitting}
     return sorted(fitting, key=lambda each: (steps[id(each)], _distance(each.changes)))[:count]
+
+
+def _with_a_disk(planner: Planner, config: RunConfig, layout: RankLayout, workload: Workload) -> Iterator[Candidate]:
+    """Slower than all else, and the last resort."""
+    wanted = {"shard.offload": "disk", "shard.engine": "host"}
+    for each in candidates(planner, with_settings(config, wanted), layout, workload):
+        if each.changes.get("shard.engine", "host") == "host":
+            yield replace(each, changes={"shard.offload": "disk", **each.changes})
 
 
 def _settings(

@@ -8,6 +8,7 @@ from aliquot.config.schema import RunConfig
 from aliquot.engines.deepspeed.deepspeed_memory import KEPT_NUMEL, persistent_numel
 from aliquot.launch.rank_layout import RankLayout
 from aliquot.models.model_shape import ModelShape, numel, padded_share
+from aliquot.optim.sizes import moment_bytes
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,14 @@ def traffic(config: RunConfig, engine: str, shape: ModelShape, layout: RankLayou
         each = compute * max(0, shape.numel + twice - kept) + reduced
         wire, local = _ring(layout, micro_batches * each + compute * kept)
         evaluated = 1 / 4 if layout.device == "cpu" else 1 / 3
-    return Traffic(wire, local, shared, read, 12 * shape.numel, export, evaluated)
+    return Traffic(wire, local, shared, read, _checkpoint(config, shape), export, evaluated)
+
+
+def _checkpoint(config: RunConfig, shape: ModelShape) -> int:
+    """Master weights as fp32, moments as they are kept (checkpoint/moment_files.py)."""
+    states = config.train.optimizer_states
+    moments = sum(2 * count * moment_bytes(states, numel(each), numel(each[1:])) for each, count in shape.alike.items())
+    return 4 * shape.numel + moments
 
 
 def _staged(config: RunConfig, shape: ModelShape, compute: int) -> int:

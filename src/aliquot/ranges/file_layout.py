@@ -22,12 +22,26 @@ from aliquot.ranges.publish import write_file
 
 
 @dataclass(frozen=True)
+class Laid:
+    """A tensor that is to be stored."""
+
+    name: str
+    shape: Shape
+    dtype: torch.dtype
+    beside: bool = False  # in the file of the one before it
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
 class FileLayout:
     """One file: its header as bytes, then `tensors` back to back."""
 
     name: str
     header: bytes
-    tensors: tuple[tuple[str, Shape], ...]
+    tensors: tuple[Laid, ...]
     file_bytes: int
 
 
@@ -36,7 +50,6 @@ class FilesLayout:
     """All files of one stem; `index` is `{"<stem>.safetensors.index.json": content}`, empty for a single file."""
 
     stem: str
-    dtype: torch.dtype
     files: tuple[FileLayout, ...]
     index: Mapping[str, bytes]
 
@@ -44,21 +57,25 @@ class FilesLayout:
     def of(
         cls, tensors: Sequence[tuple[str, Shape]], dtype: torch.dtype, max_shard_bytes: int, stem: str
     ) -> FilesLayout:
-        """Tensors in the order given; a file is full when the next tensor would take it past `max_shard_bytes`."""
-        shards: list[list[tuple[str, Shape]]] = [[]]
+        """`of_tensors` for tensors of one dtype."""
+        return cls.of_tensors([Laid(name, shape, dtype) for name, shape in tensors], max_shard_bytes, stem)
+
+    @classmethod
+    def of_tensors(cls, tensors: Sequence[Laid], max_shard_bytes: int, stem: str) -> FilesLayout:
+        """In the order given; a file is full when the next tensor would take it past `max_shard_bytes`."""
+        shards: list[list[Laid]] = [[]]
         shard_bytes = 0
-        for name, shape in tensors:
-            tensor_bytes = math.prod(shape) * dtype.itemsize
-            if shards[-1] and shard_bytes + tensor_bytes > max_shard_bytes:
+        for tensor in tensors:
+            if shards[-1] and not tensor.beside and shard_bytes + tensor.size_bytes > max_shard_bytes:
                 shards.append([])
                 shard_bytes = 0
-            shards[-1].append((name, shape))
-            shard_bytes += tensor_bytes
+            shards[-1].append(tensor)
+            shard_bytes += tensor.size_bytes
         if len(shards) == 1:
-            return cls(stem, dtype, (_file(f"{stem}.safetensors", shards[0], dtype),), {})
+            return cls(stem, (_file(f"{stem}.safetensors", shards[0]),), {})
         names = [f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-        files = tuple(_file(name, shard, dtype) for name, shard in zip(names, shards, strict=True))
-        return cls(stem, dtype, files, {f"{stem}.safetensors.index.json": _index(files, dtype)})
+        files = tuple(_file(name, shard) for name, shard in zip(names, shards, strict=True))
+        return cls(stem, files, {f"{stem}.safetensors.index.json": _index(files)})
 
     @property
     def total_bytes(self) -> int:
@@ -69,10 +86,10 @@ class FilesLayout:
         entries = {}
         for file in self.files:
             offset = len(file.header)
-            for name, shape in file.tensors:
-                entry = TensorEntry(name, self.dtype, shape, directory / file.name, file.file_bytes, offset)
-                entries[name] = entry
-                offset += entry.numel * entry.itemsize
+            for tensor in file.tensors:
+                place = (directory / file.name, file.file_bytes, offset)
+                entries[tensor.name] = TensorEntry(tensor.name, tensor.dtype, tensor.shape, *place)
+                offset += tensor.size_bytes
         return ByteMap(entries, {directory / file.name: len(file.header) for file in self.files})
 
     def create_files(self, directory: Path) -> None:
@@ -88,22 +105,26 @@ class FilesLayout:
             write_file(directory / name, data)
 
 
-def _file(name: str, tensors: Sequence[tuple[str, Shape]], dtype: torch.dtype) -> FileLayout:
+def _file(name: str, tensors: Sequence[Laid]) -> FileLayout:
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for tensor, shape in tensors:
-        start, end = end, end + math.prod(shape) * dtype.itemsize
-        fields[tensor] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    for tensor in tensors:
+        start, end = end, end + tensor.size_bytes
+        dtype = DTYPE_NAMES[tensor.dtype]
+        fields[tensor.name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
     return FileLayout(name, header, tuple(tensors), len(header) + end)
 
 
-def _index(files: Sequence[FileLayout], dtype: torch.dtype) -> bytes:
-    numel = sum(math.prod(shape) for file in files for _, shape in file.tensors)
+def _index(files: Sequence[FileLayout]) -> bytes:
+    tensors = [tensor for file in files for tensor in file.tensors]
     index = {
-        "metadata": {"total_parameters": numel, "total_size": numel * dtype.itemsize},
-        "weight_map": {name: file.name for file in files for name, _ in file.tensors},
+        "metadata": {
+            "total_parameters": sum(math.prod(tensor.shape) for tensor in tensors),
+            "total_size": sum(tensor.size_bytes for tensor in tensors),
+        },
+        "weight_map": {tensor.name: file.name for file in files for tensor in file.tensors},
     }
     return (json.dumps(index, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()

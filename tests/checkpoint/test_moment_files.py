@@ -1,0 +1,140 @@
+"""Frugal moments are stored as they are kept: a fraction of the bytes, and nothing lost at any world size."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from aliquot.checkpoint.moment_files import SCALES
+from aliquot.checkpoint.restore import restore
+from aliquot.checkpoint.save import save
+from aliquot.errors import DamagedCheckpoint, ResumeError
+from aliquot.optim.int8_codes import decoded, encoded
+from aliquot.optim.sizes import block_numel
+from aliquot.ranges.manifest import verify
+from aliquot.ranges.parts import Part
+from aliquot.ranges.together import Alone
+from tests.checkpoint.test_checkpoint import digests
+from tests.examples import examples
+from tests.ranges.world import SMALL, FakeStore, Tensors, run_world
+
+LARGE: Tensors = [("embedding", (600, 4096)), ("norm", (4096,)), ("odd", (67, 515)), ("prime", (7, 5003))]
+
+
+class FrugalStore(FakeStore):
+    """Of moments that an engine has kept as `states`."""
+
+    def __init__(self, states: str, tensors: Tensors, rank: int = 0, world_size: int = 1, zeros: bool = False) -> None:
+        super().__init__(tensors, rank, world_size, zeros=zeros)
+        if not zeros:
+            self.values = {part: kept(states, part, values) for part, values in self.values.items()}
+
+
+def kept(states: str, part: Part, values: torch.Tensor) -> torch.Tensor:
+    row_numel, squared = math.prod(part.shape[1:]), part.kind == "exp_avg_sq"
+    values = values.abs() if squared else values
+    if part.kind == "weight" or states == "fp32" or row_numel == 1:
+        return values
+    if states == "bf16":
+        return values.bfloat16().float()
+    block = block_numel(row_numel)
+    codes, scales = encoded(values, block, squared)
+    return decoded(codes, scales, block, squared)
+
+
+def saved(root: Path, states: Any, tensors: Tensors, ranks: Any) -> Path:
+    store = FrugalStore(states, tensors, ranks.rank, ranks.world_size)
+    return save(root, 7, store, tensors, {"step": 7}, {}, ranks, 9, states)
+
+
+def restores(directory: Path, states: str, tensors: Tensors, ranks: Any) -> bool:
+    store = FrugalStore(states, tensors, ranks.rank, ranks.world_size, zeros=True)
+    assert restore(directory, store, tensors, ranks) == {"step": 7}
+    expected = FrugalStore(states, tensors, ranks.rank, ranks.world_size)
+    return all(torch.equal(store.values[part], expected.values[part]) for part in expected.parts())
+
+
+@pytest.mark.parametrize("states", ["bf16", "int8"])
+@pytest.mark.parametrize("tensors", [SMALL, LARGE])
+def test_files_are_the_same_and_restored_at_any_world_size(tmp_path: Path, states: str, tensors: Tensors) -> None:
+    found = {}
+    for world in (1, 2, 3):
+        run_world(world, lambda ranks, world=world: saved(tmp_path / str(world), states, tensors, ranks))
+        directory = tmp_path / str(world) / "step-00000007"
+        found[world] = digests(directory)
+        verify(directory)
+    assert found[1] == found[2] == found[3]
+    for world in (1, 2, 4):
+        assert run_world(world, lambda ranks: restores(directory, states, tensors, ranks)) == [True] * world
+
+
+def test_how_large_they_are_and_that_others_can_read_them(tmp_path: Path) -> None:
+    numel = sum(math.prod(shape) for _, shape in LARGE)
+    sizes = {}
+    for states in ("fp32", "bf16", "int8"):
+        directory = saved(tmp_path / states, states, LARGE, Alone())
+        sizes[states] = sum(file.stat().st_size for file in directory.iterdir()) / numel
+    assert 12 <= sizes["fp32"] < 12.1 and 8 <= sizes["bf16"] < 8.1 and 6 <= sizes["int8"] < 6.1
+    stored = load_file(directory / "exp_avg_sq.safetensors")
+    assert (stored["embedding"].dtype, stored["norm"].dtype) == (torch.uint8, torch.float32)
+    expected = FrugalStore("int8", LARGE).values[Part("embedding", (600, 4096), "exp_avg_sq", 0, 600 * 4096)]
+    codes, scales = stored["embedding"].flatten(), stored["embedding" + SCALES]
+    assert torch.equal(decoded(codes, scales, 256, squared=True), expected)
+
+
+def test_a_store_that_keeps_more_takes_what_was_stored_frugally(tmp_path: Path) -> None:
+    """And one that keeps less takes the exact values of old."""
+    directory = saved(tmp_path, "int8", SMALL, Alone())
+    assert restores(directory, "int8", SMALL, Alone())
+    exact = save(tmp_path, 8, FrugalStore("int8", SMALL), SMALL, {"step": 7}, {}, Alone(), 9)
+    assert restores(exact, "int8", SMALL, Alone())
+
+
+def test_parts_that_cut_a_block_are_refused(tmp_path: Path) -> None:
+    directory = saved(tmp_path, "int8", SMALL, Alone())
+    store = FrugalStore("int8", SMALL, zeros=True)
+    cut = Part("lm_head.weight", (13, 6), "exp_avg", 0, 7)
+    store._parts = [cut if part.name == cut.name and part.kind == cut.kind else part for part in store._parts]
+    with pytest.raises(ResumeError, match=r"lm_head\.weight: this checkpoint has frugal moments"):
+        restore(directory, store, SMALL, Alone())
+
+
+@pytest.mark.parametrize(("name", "shape"), [("odd" + SCALES, [68]), ("odd" + SCALES, [0]), ("odd", [67, 514])])
+def test_scales_that_are_not_those_of_the_codes_are_damage(tmp_path: Path, name: str, shape: list[int]) -> None:
+    directory = saved(tmp_path, "int8", LARGE, Alone())
+    file = directory / "exp_avg.safetensors"
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    fields = json.loads(data[8 : 8 + length])
+    fields[name]["shape"] = shape
+    at = fields[name]["data_offsets"][0]
+    tail, end = data[8 + length :], at + math.prod(shape) * (4 if name.endswith(SCALES) else 1)
+    moved = end - fields[name]["data_offsets"][1]
+    for field in fields.values():
+        if "data_offsets" in field and field["data_offsets"][0] > at:
+            field["data_offsets"] = [offset + moved for offset in field["data_offsets"]]
+    fields[name]["data_offsets"][1] = end
+    text = json.dumps(fields).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + tail[:at] + bytes(len(tail) - at + moved))
+    store = FrugalStore("int8", LARGE, zeros=True)
+    with pytest.raises(DamagedCheckpoint):
+        restore(directory, store, LARGE, Alone())
+
+
+@given(rows=st.integers(1, 9), row=st.integers(2, 600), seed=st.integers(0, 99))
+@settings(max_examples=examples(30), deadline=None)
+def test_what_was_decoded_is_encoded_as_it_was(rows: int, row: int, seed: int) -> None:
+    block = block_numel(row)
+    values = torch.randn(rows * row, generator=torch.Generator().manual_seed(seed)) ** 9
+    for squared in (False, True):
+        codes, scales = encoded(values.abs() if squared else values, block, squared)
+        again = encoded(decoded(codes.clone(), scales, block, squared), block, squared)
+        assert torch.equal(again[0], codes) and torch.equal(again[1], scales)
