@@ -89,6 +89,8 @@ CASES = {
             },
             steps=2,
         ),
+        Case("llama-deep", {"model_type": "llama", "num_hidden_layers": 5}, precision="bf16"),
+        Case("llama-deep-full", {"model_type": "llama", "num_hidden_layers": 5}, checkpointing="full"),
         Case("mistral-window", {"model_type": "mistral", "sliding_window": 6}),
     ]
 }

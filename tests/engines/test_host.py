@@ -16,6 +16,7 @@ from tests.processes import run_ranks
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs[str]:
     on_disk = ["llama", "llama-bf16", "llama-int8", "qwen2-tied"]
+    deep = ["llama-deep", "llama-deep-full"]
     far = ["llama-bf16-far", "llama-frugal", "llama-bf16-states"]
     worlds = {
         "fsdp": ("fsdp", 2, ["llama", "gemma2"]),
@@ -32,6 +33,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs[str]:
         "states on disk": ("host-states-disk", 2, on_disk),
         "blocks-3": ("host-blocks", 3, on_disk),
         "disk-3": ("host-disk", 3, on_disk),
+        "deep": ("host-blocks", 2, deep),
+        "layers on disk": ("host-layers-disk", 2, deep),
+        "deep-3": ("host-blocks", 3, deep),
+        "layers on disk-3": ("host-layers-disk", 3, deep),
         "hosts-blocks": ("hosts-blocks", 2, on_disk),
         "hosts-disk": ("hosts-disk", 2, on_disk),
     }
@@ -83,6 +88,18 @@ LONG = pytest.mark.long
 def test_what_lies_on_disk_changes_no_bit(runs: Runs[str], disk: str, memory: str, world_size: int) -> None:
     """Accumulation over uneven micro-batches, clipping, a tied embedding, frugal states, windows with a rest."""
     for name in ("llama", "llama-bf16", "llama-int8", "qwen2-tied"):
+        same(runs[disk], runs[memory], name, world_size)
+
+
+@pytest.mark.parametrize(
+    ("disk", "memory", "world_size"),
+    [("layers on disk", "deep", 2), pytest.param("layers on disk-3", "deep-3", 3, marks=LONG)],
+)
+def test_layers_that_are_read_for_each_use_change_no_bit(
+    runs: Runs[str], disk: str, memory: str, world_size: int
+) -> None:
+    """Of five layers four lie on disk and two of those are in memory at once, with recomputation and without."""
+    for name in ("llama-deep", "llama-deep-full"):
         same(runs[disk], runs[memory], name, world_size)
 
 

@@ -20,7 +20,9 @@ from aliquot.engines.base import Engine, EngineSpec
 from aliquot.engines.deepspeed.deepspeed_engine import DeepspeedEngine
 from aliquot.engines.dtensors import dtensor
 from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
+from aliquot.engines.host import streamed_layers
 from aliquot.engines.host.host_engine import HostEngine
+from aliquot.engines.host.owned import Owned
 from aliquot.launch.topology import Topology
 from aliquot.models import initialize, meta, recompute
 from aliquot.models.batch import MicroBatch
@@ -36,6 +38,7 @@ ENGINES: dict[str, type[Engine]] = {
     "host-blocks": HostEngine,
     "host-disk": HostEngine,
     "host-states-disk": HostEngine,
+    "host-layers-disk": HostEngine,
     "fsdp-offload": FsdpEngine,
     "deepspeed": DeepspeedEngine,
     "deepspeed-uncompiled": DeepspeedEngine,
@@ -125,10 +128,19 @@ def check_dtensors(engine: Engine, built: meta.MetaModel, world_size: int) -> No
 def on_disk(kind: str, shapes: list[tuple[int, ...]]) -> OnDisk | None:
     """All but vectors, and every second weight of two alike in memory where states alone are on disk."""
     matrices = Counter(shape for shape in shapes if len(shape) > 1)
+    if kind.endswith("layers-disk"):
+        streamed_layers.RESIDENT_LAYERS = 2
+        Owned.give_back = spoil  # type: ignore[method-assign]  # weights of this size fill no page
+        return OnDisk(tuple(matrices.items()), tuple(matrices.items()), layers=4)
     if kind.endswith("states-disk"):
         return OnDisk(tuple((shape, (count + 1) // 2) for shape, count in matrices.items()))
     whole = tuple(matrices.items())
     return OnDisk(whole, whole) if kind.endswith("-disk") else None
+
+
+def spoil(owned: Owned) -> None:
+    for copy in owned.copies:
+        copy.fill_(float("nan"))
 
 
 def deepspeed_settings(kind: str, case: cases.Case) -> dict[str, object]:

@@ -53,14 +53,17 @@ class Hosts:
             found.append("gloo between hosts")
         return ", ".join(found) or "one rank"
 
-    def share_per_numa_node(self, size_bytes: int) -> tuple[Memory, list[Memory]]:
-        """Zeroed memory that all ranks of a NUMA node share: this rank's, and those of the other nodes. Collective."""
+    def share_per_numa_node(self, size_bytes: int, touch: bool = True) -> tuple[Memory, list[Memory]]:
+        """Zeroed memory that all ranks of a NUMA node share: this rank's, and those of the other nodes. Collective.
+
+        `touch`: all of it is wanted, and where there are several nodes its pages are placed now.
+        """
         keeper = {node: self.numa.index(node) for node in self.numa}  # the first rank of a node makes its memory
         own_node = self.numa[self.peers.index]
         memories = self.peers.share(size_bytes if keeper[own_node] == self.peers.index else 0)
         own = memories[keeper[own_node]]
         others = [memories[index] for node, index in sorted(keeper.items()) if node != own_node]
-        if others:
+        if others and touch:
             self._touch(own)
         return own, others
 

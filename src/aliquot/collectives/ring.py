@@ -69,7 +69,11 @@ class Ring:
         """The piece is filled. Reads whatever all ranks have published by now."""
         self._peers.send(PUBLISHED)
         self._unread.append((piece, reader))
-        published = self._peers.received(PUBLISHED) if self._peers.size > 1 else piece.number
+        self.read_published()
+
+    def read_published(self) -> None:
+        """Read whatever all ranks have published by now."""
+        published = self._peers.received(PUBLISHED) if self._peers.size > 1 else self._staged
         while self._unread and self._unread[0][0].number <= published:
             self._read_oldest()
 

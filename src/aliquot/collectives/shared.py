@@ -11,6 +11,8 @@ import os
 import torch
 from torch import Tensor
 
+_MADV_REMOVE = 9  # of Linux; Python names it only where it was built with a header that does
+
 
 class Memory:
     """`size_bytes` of zeros, mapped here; `descriptor` is what a peer maps it by."""
@@ -35,6 +37,13 @@ class Memory:
         # One frombuffer a tensor: views of a common base would share its version counter, and autograd would take a
         # write to one for a write to all.
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset_bytes).view(shape)
+
+    def give_back(self, offset_bytes: int, size_bytes: int) -> None:
+        """The kernel gets these pages back, of every process that maps them: they are zeros when they are next touched.
+
+        Both are multiples of a page.
+        """
+        self._map.madvise(_MADV_REMOVE, offset_bytes, size_bytes)
 
     def close_descriptor(self) -> None:
         """When every peer has mapped it. The mapping stays."""

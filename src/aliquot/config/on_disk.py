@@ -17,13 +17,22 @@ class OnDisk:
     states: Counts = ()  # moments, and what the masters have beyond bf16: used once a step
     gradients: Counts = ()  # their sums: used once a micro-batch. A weight that is here is in `states`, too. Those of
     # the input embedding stay in memory: a look-up adds to rows that lie anywhere.
+    layers: int = 0  # decoder layers, evenly spread, whose weights are there and read for each use
 
     @classmethod
     def of_json(cls, fields: Mapping[str, Any]) -> Self:
-        return cls(**{name: tuple((tuple(shape), count) for shape, count in of) for name, of in fields.items()})
+        shapes = {
+            name: tuple((tuple(shape), count) for shape, count in fields[name]) for name in ("states", "gradients")
+        }
+        return cls(**shapes, layers=fields["layers"])
 
     def __bool__(self) -> bool:
         return bool(self.states)
+
+
+def streamed_layers(layers: int, count: int) -> list[int]:
+    """Which `count` of so many, evenly spread: while one is read, others compute."""
+    return [at for at in range(layers) if (at + 1) * count // layers > at * count // layers]
 
 
 def first_of(shapes: Sequence[Shape], counts: Counts, never: int | None = None) -> list[int]:

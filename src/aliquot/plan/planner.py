@@ -83,7 +83,7 @@ class Planner:
             return most - (1 - MARGIN) * (limit - launcher) / layout.ranks_per_node
 
         goes_to_disk = config.shard.offload == "disk" and engine == "host"
-        on_disk = spilled(self.shape, layout.world_size, too_much) if goes_to_disk else OnDisk()
+        on_disk = spilled(self.shape, layout, too_much) if goes_to_disk else OnDisk()
         held, found = phases_with(on_disk)
         disk = disk_use(config, self.shape, layout, on_disk, micro_batches)
         disk_rate = self.machine.disk_bytes_per_s or DISK_BYTES_PER_S
@@ -120,7 +120,7 @@ class Planner:
             launcher_bytes=launcher,
             on_disk=on_disk,
             scratch_bytes_per_node=disk.size // layout.nodes,
-            scratch_moved_per_step=disk.update + disk.sums_read + disk.sums_written,
+            scratch_moved_per_step=disk.update + disk.beside_read + disk.beside_written,
             scratch_written_per_step=disk.written,
             disk_s=took.disk_s,
             rates=rates.source,

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 from aliquot.config.on_disk import Counts, OnDisk
+from aliquot.launch.rank_layout import RankLayout
 from aliquot.models.model_shape import ModelShape, Shape, numel, padded_share
 from aliquot.offload.windows import SMALLEST
 
 MARGIN = 0.05  # of the limit stays free: a plan of memory may be so much too low
 
 
-def spilled(shape: ModelShape, world_size: int, too_much: Callable[[OnDisk], float]) -> OnDisk:
+def spilled(shape: ModelShape, layout: RankLayout, too_much: Callable[[OnDisk], float]) -> OnDisk:
     """The least that makes `too_much`, the bytes by which a rank holds more than it may, 0 or less; or all there is.
 
     Large weights first: then few have their states on disk, and windows are long.
     """
-    shapes = sorted((each for each in shape.alike if padded_share(each, world_size) >= SMALLEST), key=numel)[::-1]
+    large = (each for each in shape.alike if padded_share(each, layout.world_size) >= SMALLEST)
+    shapes = sorted(large, key=numel, reverse=True)
     chosen = OnDisk()
     kinds: tuple[Literal["states", "gradients"], ...] = ("states", "gradients")
     for kind in kinds:
@@ -27,23 +30,14 @@ def spilled(shape: ModelShape, world_size: int, too_much: Callable[[OnDisk], flo
                 return chosen
             # The look-up's gradient sums stay in memory.
             most = shape.alike[each] - (kind == "gradients" and each == shape.embedding)
-            chosen = _with_fewest(chosen, kind, each, most, too_much)
-    return chosen
+            chosen = _fewest(partial(_with_weights, chosen, kind, each), most, too_much)
+    if too_much(chosen) <= 0 or layout.nodes > 1:  # several hosts have all weights in memory
+        return chosen
+    return _fewest(lambda count: replace(chosen, layers=count), shape.layers, too_much)
 
 
-def _with_fewest(
-    chosen: OnDisk,
-    kind: Literal["states", "gradients"],
-    each: Shape,
-    most: int,
-    too_much: Callable[[OnDisk], float],
-) -> OnDisk:
-    """With as few weights of that shape as it takes, by bisection; `most` if even they are not enough."""
-
-    def with_count(count: int) -> OnDisk:
-        counts: Counts = (*getattr(chosen, kind), (each, count)) if count else getattr(chosen, kind)
-        return replace(chosen, states=counts) if kind == "states" else replace(chosen, gradients=counts)
-
+def _fewest(with_count: Callable[[int], OnDisk], most: int, too_much: Callable[[OnDisk], float]) -> OnDisk:
+    """With as little as it takes, by bisection; with `most` if even that is not enough."""
     low, high = 0, most
     while low < high:
         middle = (low + high) // 2
@@ -52,3 +46,8 @@ def _with_fewest(
         else:
             low = middle + 1
     return with_count(high)
+
+
+def _with_weights(chosen: OnDisk, kind: Literal["states", "gradients"], each: Shape, count: int) -> OnDisk:
+    counts: Counts = (*getattr(chosen, kind), (each, count)) if count else getattr(chosen, kind)
+    return replace(chosen, states=counts) if kind == "states" else replace(chosen, gradients=counts)

@@ -65,8 +65,8 @@ def step_time(
         memory_s += rates.stage_s(3 * staged + 2 * own * micro_batches)
         update = 2 * own + 2 * held.moments + 2 * 4 * own / 4 * 2
         update_s = rates.stage_s(update + disk.update / layout.world_size)
-        # Sums go to disk while backward passes go on; an update streams through, as fast as the slower of both.
-        to_sum_s = (disk.sums_read + disk.sums_written) / layout.nodes / disk_bytes_per_s
+        # Sums go to disk, and layers come, while others compute; an update is as fast as the slower of disk and cores.
+        to_sum_s = (disk.beside_read + disk.beside_written) / layout.nodes / disk_bytes_per_s
         to_update_s = disk.update / layout.nodes / disk_bytes_per_s
         disk_s = max(0.0, to_sum_s - matmul_s - memory_s) + max(0.0, to_update_s - update_s)
         memory_s += update_s

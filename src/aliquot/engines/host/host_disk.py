@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,9 +39,10 @@ class HostDisk:
         states: States,
         splits: bool,
         kept_itemsize: int,
+        streamed: Collection[int] = (),
     ) -> None:
         """`embedding`: the weight that is looked up. `owners[host]`: the rank there that is this one's counterpart;
-        `own`: this host. Raises StorageError.
+        `own`: this host. `streamed`: the weights that themselves lie there, too. Raises StorageError.
         """
         shapes = [weight.shape for weight in weights]
         summed = set(first_of(shapes, on_disk.gradients, never=embedding))
@@ -52,6 +53,8 @@ class HostDisk:
             weight, found = weights[index], []
             for start, stop in windows(weight.numel_of(owners[own]), states, weight.row_numel):
                 sizes = {"gradient": (stop - start) * kept_itemsize} if index in summed else {}
+                if index in streamed:
+                    sizes["compute"] = (stop - start) * (2 if splits else 4)
                 placed = record(end, sizes | state_bytes(stop - start, states, weight.row_numel, splits))
                 found.append(Window(start, stop, placed))
                 end += placed.size_bytes

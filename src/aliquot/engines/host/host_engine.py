@@ -11,6 +11,7 @@ clip, AdamW, owners write the shared weights -> between hosts: all-gather -> bar
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, cast
@@ -25,16 +26,21 @@ from aliquot.collectives.alignment import aligned
 from aliquot.collectives.hosts import Hosts
 from aliquot.collectives.json_values import gather
 from aliquot.collectives.shared import Memory
+from aliquot.config.on_disk import first_of, streamed_layers
 from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.compiling import compile_layers
 from aliquot.engines.global_norm import global_norm
 from aliquot.engines.host.host_check import check_published, check_sums
 from aliquot.engines.host.host_disk import HostDisk
 from aliquot.engines.host.host_gradients import HostGradients
-from aliquot.engines.host.host_states import HostStates, Owned
+from aliquot.engines.host.host_memory import RESIDENT_LAYERS
+from aliquot.engines.host.host_states import HostStates
 from aliquot.engines.host.host_sums import HostSums
+from aliquot.engines.host.owned import Owned
+from aliquot.engines.host.streamed_layers import StreamedLayers
 from aliquot.engines.host.weight import Weight
 from aliquot.engines.saved_bytes import SavedBytes
+from aliquot.errors import EngineError
 from aliquot.launch.topology import Topology
 from aliquot.loss.base import GradientRows
 from aliquot.loss.head_loss import head_loss_on
@@ -42,6 +48,7 @@ from aliquot.machine.cpu import numa_nodes
 from aliquot.models import calls, recompute
 from aliquot.models.batch import MicroBatch
 from aliquot.models.materialise import replace_tensors, tied_weights
+from aliquot.models.structure import decoder_layers
 from aliquot.optim.blocked_adamw import BlockedAdamW
 from aliquot.optim.sizes import update_block
 from aliquot.ranges.parts import KINDS, Part, row_ranges
@@ -65,24 +72,30 @@ class HostEngine:
         self._offsets = [0]
         for weight in self._weights:
             self._offsets.append(self._offsets[-1] + aligned(weight.numel * self._compute.itemsize))
-        self._memory, self._copies = hosts.share_per_numa_node(self._offsets[-1])
+        streamed = self._streamed()
+        self._memory, self._copies = hosts.share_per_numa_node(self._offsets[-1], touch=not streamed)
         self._place_parameters()
         kept = torch.float32 if spec.optimizer_states == "fp32" else torch.bfloat16
         embedding = cast(nn.Parameter, cast(nn.Module, model.get_input_embeddings()).weight)  # type: ignore[operator]
         self._cuts_look_up = spec.looks_up and spec.fused_loss
         states, owners = spec.optimizer_states, hosts.counterparts
         self._disk = None
+        on_disk = frozenset(index for _, indices in streamed for index in indices)
         if spec.on_disk:
             of_rows, splits = self._index_of(embedding), self._compute == torch.bfloat16
             places = (self._weights, of_rows, owners, hosts.own, states, splits, kept.itemsize)
-            self._disk = HostDisk(spec.offload_directory, spec.on_disk, *places)
+            self._disk = HostDisk(spec.offload_directory, spec.on_disk, *places, on_disk)
         self._sums = HostSums(self._weights, owners, hosts.own, kept, states, self._disk)
         width = embedding.shape[1] if self._cuts_look_up else 1
         self._gradients = HostGradients(
             hosts, self._weights, self._sums, self._by_autograd(), self._compute, spec.micro_batch_tokens, width
         )
         owned = [self._owned(index) for index in range(len(self._weights))]
-        self._states = HostStates(owned, self._sums, states, self._disk)
+        self._states = HostStates(owned, self._sums, states, self._disk, on_disk)
+        self._layers = None
+        if self._disk is not None and streamed:
+            serve = self._gradients.ring.read_published
+            self._layers = StreamedLayers(hosts.peers, serve, self._disk, owned, streamed)
         self._optimizer = BlockedAdamW(
             betas=(spec.adam_beta1, spec.adam_beta2),
             epsilon=spec.adam_epsilon,
@@ -142,12 +155,35 @@ class HostEngine:
 
     def _owned(self, index: int) -> Owned:
         weight = self._weights[index]
+        start = weight.ranges[self._rank][0]
         return Owned(
-            copies=[self._range_of(memory, index, self._rank) for memory in (self._memory, *self._copies)],
-            start=weight.ranges[self._rank][0],
+            memories=(self._memory, *self._copies),
+            offset_bytes=self._offsets[index] + start * self._compute.itemsize,
+            dtype=self._compute,
+            numel=weight.numel_of(self._rank),
+            start=start,
             row_numel=weight.row_numel,
             decays=len(weight.shape) >= 2 and self._model.get_parameter(weight.name).requires_grad,
         )
+
+    def _streamed(self) -> list[tuple[nn.Module, list[int]]]:
+        """The decoder layers whose weights lie on disk, and which of them do: not what other modules have, too."""
+        if self._spec.on_disk is None or not self._spec.on_disk.layers:
+            return []
+        if not self._spec.packs or self._hosts.wire is not None:
+            why = "several hosts" if self._spec.packs else "models of which each document is a call"
+            raise EngineError(f"shard.offload: disk keeps no weights there with {why}, and the rest does not fit")
+        there = set(first_of([weight.shape for weight in self._weights], self._spec.on_disk.states))
+        layers = decoder_layers(self._model)
+        users = Counter(id(parameter) for layer in layers for parameter in set(layer.parameters()))
+        chosen = [layers[at] for at in streamed_layers(len(layers), self._spec.on_disk.layers)]
+        return [
+            (
+                layer,
+                [at for each in layer.parameters() if users[id(each)] == 1 and (at := self._index_of(each)) in there],
+            )
+            for layer in chosen
+        ]
 
     def _listen(self) -> Iterator[RemovableHandle]:
         """Hooks that hand each gradient on as soon as autograd has completed it, a tied weight's once."""
@@ -188,6 +224,8 @@ class HostEngine:
         self._publish()
         check_sums(self._hosts, self._gradients.ring)
         starts = [(index, *weight.ranges[self._rank]) for index, weight in enumerate(self._weights)]
+        if self._layers is not None:
+            starts = [each for each in starts if each[0] not in self._layers.weights]
         views = [self._view_of(self._memory, index).view(-1) for index in range(len(self._weights))]
         check_published([(index, start) for index, start, stop in starts if start < stop], views)
 
@@ -219,6 +257,8 @@ class HostEngine:
     def evaluate(self, batch: MicroBatch | None) -> Tensor:
         self._model.eval()
         if batch is None:
+            if self._layers is not None:
+                self._layers.pass_through()
             return torch.zeros(())
         with torch.no_grad():
             return self._loss(batch, 1.0)[0]
@@ -260,6 +300,8 @@ class HostEngine:
         self._gradients.exchange()
         # All ranks wait for each other here: nobody computes from the weights any more.
         norm = global_norm(self._sums.squares(), torch.device("cpu"))
+        if self._layers is not None:
+            self._layers.forget()
         if math.isfinite(norm):
             self._optimizer.step(self._states.to_update(), learning_rate, norm, max_grad_norm)
             self._updates += 1
@@ -292,7 +334,7 @@ class HostEngine:
             gathered_bytes=0,
             activations_bytes=self._activations.peak_bytes,
             wire_bytes=wire.sent_bytes if wire is not None else 0,
-            shared_bytes=(self._memory.size_bytes + self._gradients.ring.size_bytes * self._hosts.peers.size)
+            shared_bytes=(self._resident_bytes() + self._gradients.ring.size_bytes * self._hosts.peers.size)
             // self._hosts.peers.size,
             staged_bytes=self._gradients.staged_bytes,
             moved_bytes=self._gradients.moved_bytes + self._updates * update_bytes,
@@ -301,6 +343,14 @@ class HostEngine:
             disk_read_bytes=0 if scratch is None else scratch.read_bytes,
             disk_written_bytes=0 if scratch is None else scratch.written_bytes,
         )
+
+    def _resident_bytes(self) -> int:
+        """Of the shared copy, at most: of the layers that lie on disk a few are there at once."""
+        if self._layers is None:
+            return self._memory.size_bytes
+        of_layers = [sum(self._weights[at].numel for at in each) for each in self._layers.layers]
+        elsewhere = sum(sorted(of_layers)[:-RESIDENT_LAYERS])
+        return self._memory.size_bytes - elsewhere * self._compute.itemsize
 
     def generate(self, ids: Tensor, **options: object) -> Tensor:
         self._model.eval()
@@ -312,6 +362,8 @@ class HostEngine:
         # Engine, weight, hook, engine: a cycle through autograd's own memory, which Python's collector does not see.
         for hook in self._hooks:
             hook.remove()
+        if self._layers is not None:
+            self._layers.close()
         if self._disk is not None:
             self._disk.scratch.close()
         self._hosts.peers.close()

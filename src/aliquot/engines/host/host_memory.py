@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from aliquot.collectives.alignment import aligned
-from aliquot.config.on_disk import OnDisk
+from aliquot.config.on_disk import OnDisk, streamed_layers
 from aliquot.config.schema import RunConfig
 from aliquot.engines.held_memory import Held
 from aliquot.launch.rank_layout import RankLayout
@@ -17,6 +17,7 @@ from aliquot.optim.sizes import SCRATCH_BYTES, low_bytes, moment_bytes
 # Ranks may be apart by what the ring holds: a layer or more of most models; more gains nothing.
 _RING_BYTES = 64 << 20
 _PIECE_BYTES = 8 << 20
+RESIDENT_LAYERS = 3  # of those that lie on disk: one computes, one is read, one is another rank's still
 TAG_BYTES = 64  # before each piece: whose it is
 
 
@@ -44,7 +45,7 @@ def host_memory(config: RunConfig, shape: ModelShape, layout: RankLayout, on_dis
         forward=0,
         backward=0,
         evaluation=0,
-        shared_weights=shape.numel * compute * copies,
+        shared_weights=(shape.numel - _elsewhere(shape, on_disk)) * compute * copies,
         buffers=ring_bytes(row_numel, looked_up_bytes(tokens, shape.width, compute), compute) * layout.ranks_per_node,
         streamed=streamed,
     )
@@ -56,8 +57,8 @@ class DiskUse:
 
     size: int
     update: int  # read and written while nothing else is done
-    sums_read: int  # beside forward and backward
-    sums_written: int
+    beside_read: int  # while forward and backward compute
+    beside_written: int
     written: int  # of all that is moved
 
 
@@ -71,20 +72,36 @@ def disk_use(config: RunConfig, shape: ModelShape, layout: RankLayout, on_disk: 
     # Every host has sums of the whole gradient. They travel once, and are the owner's then.
     sums = _kept(states) * sum(count * numel(weight) for weight, count in on_disk.gradients)
     exchanged = (layout.nodes - 1) * sums
+    of_layers = (2 if splits else 4) * sum(_streamed(shape, on_disk))
     return DiskUse(
-        size=of_states + layout.nodes * sums,
-        update=2 * of_states + sums + 2 * exchanged,
-        sums_read=(micro_batches - 1) * layout.nodes * sums,
-        sums_written=micro_batches * layout.nodes * sums,
-        written=of_states + micro_batches * layout.nodes * sums + (sums if layout.nodes > 1 else 0),
+        size=of_states + of_layers + layout.nodes * sums,
+        update=2 * (of_states + of_layers) + sums + 2 * exchanged,
+        # Layers come in the forward and in the backward pass, but for those that are still there when it turns.
+        beside_read=(micro_batches - 1) * layout.nodes * sums + micro_batches * 2 * of_layers,
+        beside_written=micro_batches * layout.nodes * sums,
+        written=of_states + of_layers + micro_batches * layout.nodes * sums + (sums if layout.nodes > 1 else 0),
     )
 
 
+def _streamed(shape: ModelShape, on_disk: OnDisk) -> list[int]:
+    """Elements of each layer that lie on disk."""
+    there = {weight for weight, _ in on_disk.states}
+    of_layer: dict[int, int] = {}
+    for kind in shape.kinds:
+        of_layer |= dict.fromkeys(kind.positions, sum(numel(each) for each in kind.weights if each in there))
+    return [of_layer[at] for at in streamed_layers(shape.layers, on_disk.layers)]
+
+
+def _elsewhere(shape: ModelShape, on_disk: OnDisk) -> int:
+    """Elements of the shared copy that are not in memory while others are."""
+    return sum(sorted(_streamed(shape, on_disk))[:-RESIDENT_LAYERS])
+
+
 def _windows_bytes(config: RunConfig, shares: Mapping[Shape, int], on_disk: OnDisk) -> tuple[int, int]:
-    """Of a rank, buffers for windows: those that an update streams through, those in which sums are made."""
+    """Of a rank, buffers for windows: in an update; beside forward and backward, for sums and for layers."""
     states, splits = config.train.optimizer_states, config.train.precision == "bf16"
     summed = dict(on_disk.gradients)
-    streamed = summing = 0
+    streamed = summing = reading = 0
     for weight, _ in on_disk.states:
         cut = windows(shares[weight], states, numel(weight[1:]))
         if not cut:
@@ -92,9 +109,11 @@ def _windows_bytes(config: RunConfig, shares: Mapping[Shape, int], on_disk: OnDi
         longest = cut[0][1]
         sums_bytes = paged(_kept(states) * longest) if weight in summed else 0
         fields = state_bytes(longest, states, numel(weight[1:]), splits)
-        streamed = max(streamed, STREAM_BUFFERS * (sums_bytes + sum(map(paged, fields.values()))))
+        own = paged(longest * (2 if splits else 4)) if on_disk.layers else 0
+        streamed = max(streamed, STREAM_BUFFERS * (sums_bytes + own + sum(map(paged, fields.values()))))
         summing = max(summing, SUMS_BUFFERS * sums_bytes)
-    return streamed, summing
+        reading = max(reading, STREAM_BUFFERS * own)
+    return streamed, summing + reading
 
 
 def _kept(states: str) -> int:

@@ -1,13 +1,13 @@
 """Master weights and moments of a rank of the host engine, in memory or, window by window, on disk.
 
-On disk lies all of them but the high halves of the masters, which are what every rank computes from. An update reads
-windows ahead of the arithmetic and writes them behind it.
+On disk lies all of them but what every rank computes from, the high halves of the masters, and of streamed layers that,
+too. An update reads windows ahead of the arithmetic and writes them behind it.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from aliquot.engines.host.host_disk import HostDisk, Window
 from aliquot.engines.host.host_sums import HostSums
+from aliquot.engines.host.owned import Owned
 from aliquot.offload.scratch_file import ScratchFile
 from aliquot.offload.stream import Move, Stream
 from aliquot.offload.windows import paged
@@ -26,26 +27,16 @@ from aliquot.ranges.mapped_memory import mapped_tensor
 from aliquot.ranges.parts import Kind
 
 
-@dataclass(frozen=True)
-class Owned:
-    """This rank's range of a weight."""
-
-    copies: Sequence[Tensor]  # of what is computed from, flat: on this NUMA node, then on the others
-    start: int  # in the whole weight
-    row_numel: int
-    decays: bool
-
-    @property
-    def numel(self) -> int:
-        return self.copies[0].numel()
-
-
 class HostStates:
-    def __init__(self, owned: Sequence[Owned], sums: HostSums, states: States, disk: HostDisk | None) -> None:
+    def __init__(
+        self, owned: Sequence[Owned], sums: HostSums, states: States, disk: HostDisk | None, streamed: Collection[int]
+    ) -> None:
+        """`streamed`: the weights that lie on disk whole, of `disk`."""
         self._owned = owned
         self._sums = sums
         self._states = states
-        self._splits = owned[0].copies[0].dtype == torch.bfloat16
+        self._splits = owned[0].dtype == torch.bfloat16
+        self._streamed = streamed
         self._windows = {} if disk is None else disk.states
         self._scratch = None if disk is None else disk.scratch
         self._at_hand: dict[Kind, _AtHand] = {}
@@ -129,25 +120,29 @@ class HostStates:
                 found.put_away()
             assert self._scratch is not None
             own, start, stop = self._owned[index], window.start, window.stop
-            memory = mapped_tensor(paged(window.record.fields[kind][1]), torch.uint8)
-            field = memory[: window.record.fields[kind][1]]
+            names = [name for name in ("compute", "weight") if name in window.record.fields]
+            names = names if kind == "weight" else [kind]
+            spans = [window.record.fields[name] for name in names]  # side by side
+            first = spans[0][0]
+            memory = mapped_tensor(spans[-1][0] + paged(spans[-1][1]) - first, torch.uint8)
+            fields = {name: memory[at - first :][:size] for name, (at, size) in zip(names, spans, strict=True)}
             store: Store
             if kind == "weight":
-                store = self._weights(own, start, stop, field)
+                store = self._weights(own, start, stop, fields)
             else:
-                store = self._moment(own, start, stop, field, squared=kind == "exp_avg_sq")
-            offset = window.record.offset + window.record.fields[kind][0]
+                store = self._moment(own, start, stop, fields[kind], squared=kind == "exp_avg_sq")
+            offset = window.record.offset + first
             self._scratch.read(offset, memory).result()
             found = self._at_hand[kind] = _AtHand(self._scratch, window, offset, memory, store)
         return found
 
     def _on_disk(self, index: int, kind: Kind) -> bool:
-        return bool(self._windows.get(index)) and (kind != "weight" or self._splits)
+        return bool(self._windows.get(index)) and (kind != "weight" or self._splits or index in self._streamed)
 
     def _store(self, index: int, kind: Kind) -> Store:
         if index not in self._shards:  # of what is on disk, fp32 weights alone are not
             own = self._owned[index]
-            return self._weights(own, 0, own.numel, None)
+            return self._weights(own, 0, own.numel, {})
         shard = self._shards[index]
         stores: dict[str, Store] = {"weight": shard.weights, "exp_avg": shard.exp_avg, "exp_avg_sq": shard.exp_avg_sq}
         return stores[kind]
@@ -155,7 +150,7 @@ class HostStates:
     def _shard(self, own: Owned, start: int, stop: int, gradient: Tensor, fields: Mapping[str, Tensor]) -> FlatShard:
         """Elements [start, stop) of a range. What is not in `fields` is made of zeros."""
         return FlatShard(
-            weights=self._weights(own, start, stop, fields.get("weight")),
+            weights=self._weights(own, start, stop, fields),
             exp_avg=self._moment(own, start, stop, fields.get("exp_avg"), squared=False),
             exp_avg_sq=self._moment(own, start, stop, fields.get("exp_avg_sq"), squared=True),
             gradient=gradient,
@@ -163,10 +158,14 @@ class HostStates:
             start=own.start + start,
         )
 
-    def _weights(self, own: Owned, start: int, stop: int, low: Tensor | None) -> Weights:
-        values, *others = (copy[start:stop] for copy in own.copies)
+    def _weights(self, own: Owned, start: int, stop: int, fields: Mapping[str, Tensor]) -> Weights:
+        if "compute" in fields:
+            values, others = fields["compute"].view(own.dtype), []
+        else:
+            values, *others = (copy[start:stop] for copy in own.copies)
         if not self._splits:
             return WholeWeights(values, others)
+        low = fields.get("weight")
         return SplitWeights(values, others, None if low is None else low.view(torch.int32))
 
     def _moment(self, own: Owned, start: int, stop: int, memory: Tensor | None, squared: bool) -> Moment:

@@ -1,0 +1,163 @@
+"""Decoder layers whose weights lie on disk: each is in shared memory while it computes, the next one being read.
+
+All ranks of the host use the same layers in the same order, forward and backward, so each knows without being told
+which layer is wanted next and which goes for it. Each reads its own ranges. A layer may be used when all have read
+theirs; its pages are given back when all have gone on to another.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from aliquot.collectives.peers import Peers
+from aliquot.engines.host.host_disk import HostDisk
+from aliquot.engines.host.host_memory import RESIDENT_LAYERS
+from aliquot.engines.host.owned import Owned
+from aliquot.offload.stream import Move, Stream
+from aliquot.offload.windows import paged
+
+_POLL_S = 2e-4
+_READ, _USED = 0, 1  # counters of a rank in shared memory
+
+
+@dataclass
+class _Resident:
+    number: int  # of its reading, counted from 1
+    last_use: int
+
+
+class StreamedLayers:
+    def __init__(
+        self,
+        peers: Peers,
+        serve: Callable[[], None],
+        disk: HostDisk,
+        owned: Sequence[Owned],
+        layers: Sequence[tuple[nn.Module, Sequence[int]]],
+    ) -> None:
+        """`layers`: of each the module, and which weights lie on disk. `serve` is called while this rank waits for
+        others, which may wait for what it does. Collective over the host.
+        """
+        self._serve = serve
+        self._disk = disk
+        self._owned = owned
+        self.layers = [indices for _, indices in layers]  # the weights of each
+        self.weights = frozenset(index for _, indices in layers for index in indices)
+        # Counters are written by one rank and read by all; the interpreter's lock, taken on both sides between them and
+        # the pages that they speak of, orders memory.
+        self._counters = [memory.tensor(0, (2,), torch.int64) for memory in peers.share(16)]
+        self._own = self._counters[peers.index]
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="aliquot-layers")
+        self._reading: Future[None] | None = None
+        self._resident: OrderedDict[int, _Resident] = OrderedDict()  # the one that was used last is the last
+        self._readings = 0
+        self._uses = 0
+        self._before: tuple[int, int] = (-1, -1)  # the layers used last
+        self._follower: dict[tuple[int, int], int] = {}  # which layer came after those two
+        self.waited_s = 0.0
+        self._hooks = [hook for at, (module, _) in enumerate(layers) for hook in self._listen(at, module)]
+
+    def pass_through(self) -> None:
+        """What a forward pass would use, by a rank that has nothing to compute."""
+        for layer in range(len(self.layers)):
+            self._use(layer)
+
+    def forget(self) -> None:
+        """The weights are about to change. Called where no rank computes."""
+        self._settle()
+        for layer in self._resident:
+            self._give_back(layer)
+        self._resident.clear()
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _listen(self, layer: int, module: nn.Module) -> list[RemovableHandle]:
+        def before(*_: Any) -> None:
+            self._use(layer)
+
+        def after(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            hidden = output[0] if isinstance(output, tuple) else output
+            if isinstance(hidden, Tensor) and hidden.requires_grad:
+                # When its gradient is known the layer's backward pass begins.
+                hidden.register_hook(before)  # type: ignore[no-untyped-call]
+
+        return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+
+    def _use(self, layer: int) -> None:
+        if layer == self._before[1] and layer in self._resident:
+            return
+        self._uses += 1
+        self._own[_USED] = self._uses  # those before are done with
+        self._follower[self._before] = layer
+        self._before = (self._before[1], layer)
+        if layer not in self._resident:
+            self._read(layer, keep=layer)
+        self._resident[layer].last_use = self._uses
+        self._resident.move_to_end(layer)
+        begun = time.perf_counter()
+        self._wait(_READ, self._resident[layer].number)
+        self.waited_s += time.perf_counter() - begun
+        following = self._follower.get(self._before)
+        if following is not None and following not in self._resident:
+            self._read(following, keep=layer)
+
+    def _read(self, layer: int, keep: int) -> None:
+        """Begin to read it, in place of the layer that was used longest ago, but not of `keep`."""
+        self._settle()
+        gone: tuple[int, int] | None = None
+        if len(self._resident) >= RESIDENT_LAYERS:
+            oldest = next(each for each in self._resident if each != keep)
+            gone = (oldest, self._resident.pop(oldest).last_use)
+        self._readings += 1
+        self._resident[layer] = _Resident(self._readings, self._uses)
+        self._resident.move_to_end(layer, last=layer == keep)
+        self._reading = self._thread.submit(self._exchange, layer, self._readings, gone)
+
+    def _exchange(self, layer: int, number: int, gone: tuple[int, int] | None) -> None:
+        """In a thread of its own: it neither sends nor receives."""
+        if gone is not None:
+            while any(int(counter[_USED]) <= gone[1] for counter in self._counters):
+                time.sleep(_POLL_S)
+            self._give_back(gone[0])
+        places = [(index, window) for index in self.layers[layer] for window in self._disk.states[index]]
+        moves = []
+        for _, window in places:
+            at, size = window.record.fields["compute"]
+            moves.append(Move(window.record.offset + at, paged(size), None))
+        for (index, window), buffer in zip(places, Stream(self._disk.scratch, moves), strict=True):
+            for copy in self._owned[index].copies:
+                target = copy[window.start : window.stop]
+                target.copy_(buffer[: target.nbytes].view(target.dtype))
+        self._own[_READ] = number
+
+    def _give_back(self, layer: int) -> None:
+        for index in self.layers[layer]:
+            self._owned[index].give_back()
+
+    def _settle(self) -> None:
+        """Nothing is being read. Raises what reading has raised."""
+        if self._reading is not None:
+            while not self._reading.done():
+                self._serve()
+                time.sleep(_POLL_S)
+            self._reading.result()
+            self._reading = None
+
+    def _wait(self, counter: int, count: int) -> None:
+        if int(self._own[counter]) < count:
+            self._settle()
+        while any(int(each[counter]) < count for each in self._counters):
+            self._serve()
+            time.sleep(_POLL_S)
