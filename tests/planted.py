@@ -158,7 +158,7 @@ FAULTS = (
     Fault(
         "plan-forgets-other-hosts", "engines/host/host_memory.py",
         "the plan forgets the gradient sums that a rank holds for its counterparts on other hosts",
-        "gradients=kept * own * layout.nodes,", "gradients=kept * own,",
+        "gradients=gradients * layout.nodes + summing,", "gradients=gradients + summing,",
         ("tests/engines/test_host_memory.py", "tests/plan"),
     ),
     Fault(

@@ -21,6 +21,7 @@ from aliquot.engines.startup_proof import prove
 from aliquot.launch.launcher import torchrun_advice
 from aliquot.launch.ranks import Ranks
 from aliquot.launch.same_everywhere import check_same
+from aliquot.machine.allocator import give_back
 from aliquot.models import initialize, meta
 from aliquot.models.load import load_weights
 from aliquot.models.source import ModelSource, resolve
@@ -176,6 +177,7 @@ def fill_model(run: Attempt, inputs: Inputs, model: Model) -> Start:
     else:
         initialize.initialize(engine, built.fills, config.run.seed)
     run.ledger.mark("weights loaded", engine.counters().memory())
+    give_back()  # whole tensors were drawn, of which a rank has kept its rows
     return start
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,17 +13,19 @@ from hypothesis import strategies as st
 from aliquot.config.on_disk import OnDisk, first_of
 from aliquot.config.schema import RunConfig
 from aliquot.errors import EngineError
+from aliquot.launch.rank_layout import RankLayout
 from aliquot.models.model_shape import numel
 from aliquot.models.shaped_model import shaped_model
 from aliquot.plan.disks import short_disks
 from aliquot.plan.planned_machine import Machine
 from aliquot.plan.planner import plan
-from aliquot.plan.spill import spilled
+from aliquot.plan.spill import MARGIN, spilled
 from tests.examples import examples
 from tests.plan.shapes import LLAMA, planned_config
 
 SHAPE = shaped_model(planned_config(LLAMA)).shape
 LARGE = sum(count * numel(each) for each, count in SHAPE.alike.items() if len(each) > 1)
+LAYOUT = RankLayout(2, 1, 1, "cpu")
 MACHINE = Machine.of_numbers(16, 4, None)
 WIDE = {**LLAMA, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8}
 
@@ -36,13 +39,15 @@ def saved(on_disk: OnDisk) -> int:
 @given(excess=st.integers(0, 14 * LARGE))
 @settings(max_examples=examples(40))
 def test_no_more_goes_there_than_must(excess: int) -> None:
-    found = spilled(SHAPE, 1, lambda on_disk: excess - saved(on_disk))
+    found = spilled(SHAPE, LAYOUT, lambda on_disk: excess - saved(on_disk))
     assert bool(found) == (excess > 0)
-    everything = spilled(SHAPE, 1, lambda on_disk: 1.0)
+    everything = spilled(SHAPE, LAYOUT, lambda on_disk: 1.0)
     if excess > saved(everything):
         assert found == everything
     else:
         assert excess <= saved(found) < excess + 8 * max(map(numel, SHAPE.weights))
+    assert everything.layers == SHAPE.layers and (found == everything or not found.layers)
+    assert not spilled(SHAPE, replace(LAYOUT, nodes=2), lambda on_disk: 1.0).layers
     if found.gradients:
         assert found.states == everything.states
         assert all(dict(found.states)[each] >= count for each, count in found.gradients)
@@ -50,7 +55,7 @@ def test_no_more_goes_there_than_must(excess: int) -> None:
 
 
 def test_the_embedding_keeps_its_sums_in_memory() -> None:
-    everything = spilled(SHAPE, 1, lambda on_disk: 1.0)
+    everything = spilled(SHAPE, LAYOUT, lambda on_disk: 1.0)
     shapes = list(SHAPE.weights)
     embedding = shapes.index(SHAPE.embedding)
     there = first_of(shapes, everything.gradients, never=embedding)
@@ -66,9 +71,9 @@ def test_a_plan_says_what_lies_where_and_what_that_costs() -> None:
     free = plan(limited(16), MACHINE, ranks_per_node=2)
     assert not free.on_disk and free.disk_s == free.scratch_bytes_per_node == 0 and free.disk_words is None
     limit = (2 * free.peak_bytes_per_rank + free.launcher_bytes) / 2**30
-    less = plan(limited(limit), MACHINE, ranks_per_node=2)  # 5 % stay free
+    less = plan(limited(limit), MACHINE, ranks_per_node=2)
     assert less.fits and less.on_disk and not less.on_disk.gradients and less.disk_s > 0
-    assert less.peak_bytes_per_rank <= 0.95 * less.limit_bytes
+    assert less.peak_bytes_per_rank <= (1 - MARGIN) * less.limit_bytes
     assert less.step_s == pytest.approx(free.step_s + less.disk_s, rel=0.1)
     assert less.disk_words is not None and "states of" in less.disk_words and "TB written a day" in less.disk_words
     least = plan(limited(0.1), MACHINE, ranks_per_node=2)
@@ -77,7 +82,7 @@ def test_a_plan_says_what_lies_where_and_what_that_costs() -> None:
 
 def test_frugal_states_move_less() -> None:
     exact, frugal = (plan(limited(0.1, optimizer_states=states), MACHINE) for states in ("fp32", "int8"))
-    assert frugal.scratch_moved_per_step < 0.5 * exact.scratch_moved_per_step
+    assert frugal.scratch_moved_per_step < 0.65 * exact.scratch_moved_per_step
 
 
 @pytest.mark.parametrize("shard", [{"engine": "fsdp", "offload": "disk"}, {"engine": "deepspeed", "offload": "disk"}])

@@ -11,8 +11,9 @@ from aliquot.config.on_disk import Counts, OnDisk
 from aliquot.launch.rank_layout import RankLayout
 from aliquot.models.model_shape import ModelShape, Shape, numel, padded_share
 from aliquot.offload.windows import SMALLEST
+from aliquot.plan.fit import UNCERTAINTY
 
-MARGIN = 0.05  # of the limit stays free: a plan of memory may be so much too low
+MARGIN = UNCERTAINTY  # of the limit stays free
 
 
 def spilled(shape: ModelShape, layout: RankLayout, too_much: Callable[[OnDisk], float]) -> OnDisk:
