@@ -25,7 +25,7 @@ from tests.plan.shapes import LLAMA, planned_config
 
 SHAPE = shaped_model(planned_config(LLAMA)).shape
 LARGE = sum(count * numel(each) for each, count in SHAPE.alike.items() if len(each) > 1)
-LAYOUT = RankLayout(2, 1, 1, "cpu")
+LAYOUT = RankLayout(1, 1, 1, "cpu")
 MACHINE = Machine.of_numbers(16, 4, None)
 WIDE = {**LLAMA, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8}
 
