@@ -74,7 +74,8 @@ def train(config: RunConfig, force: bool = False) -> Result:
     with told_local_ranks(os.environ, config.launch.join_timeout_s):
         topology, placement = place(config.launch, os.environ, read_cpu(), choose_device(config.launch.device))
         machine = machine_facts() if topology.is_first else None
-        ranks = Ranks.join(topology, _PREPARATION_TIMEOUT_S, config.launch.join_timeout_s)
+        sparing = config.shard.offload == "disk"
+        ranks = Ranks.join(topology, _PREPARATION_TIMEOUT_S, config.launch.join_timeout_s, sparing)
     display = Display(config.observe.console, enabled=topology.is_first)
     exporter = Exporter(config.observe, config.run.name)
     directory = RunDirectory(config.run.directory)

@@ -76,6 +76,12 @@ def cpu_job(**changes: Any) -> Job:
     return describe(config(cluster_section(**changes)), plan())
 
 
+def disk_job(scratch_gib: int = 60, **changes: Any) -> Job:
+    """States that do not fit lie on the nodes' own disks, by default those of the machine."""
+    section = cluster_section(**{"instance_types": ["r6id.8xlarge"], **changes})
+    return describe(config(section, shard={"offload": "disk"}), plan(scratch_bytes_per_node=scratch_gib * GIB))
+
+
 def gpu_job(**changes: Any) -> Job:
     section = cluster_section(instance_types=["g6e.8xlarge"], **changes)
     foreseen = plan(

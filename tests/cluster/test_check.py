@@ -21,7 +21,7 @@ from aliquot.cluster.render import documents
 from aliquot.config.plan import PhaseMemory
 from aliquot.config.read_config import read_config
 from aliquot.errors import UserError
-from tests.cluster.cases import cluster_section, config, cpu_job, dynamic_storage, gpu_job, plan
+from tests.cluster.cases import cluster_section, config, cpu_job, disk_job, dynamic_storage, gpu_job, plan
 from tests.cluster.crd import TRAINERS
 from tests.conftest import REPOSITORY
 from tests.examples import examples
@@ -105,7 +105,7 @@ def manifests_of(found: Documents) -> list[ManifestObject]:
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
-@pytest.mark.parametrize("make", [cpu_job, gpu_job])
+@pytest.mark.parametrize("make", [cpu_job, disk_job, gpu_job])
 @pytest.mark.parametrize("changes", [{}, {"storage": dynamic_storage(), "zone": None}])
 def test_nothing_is_found_in_a_render(make: Callable[..., Job], trainer: str, changes: dict[str, Any]) -> None:
     job = make(trainer=trainer, **changes)

@@ -9,7 +9,7 @@ import pytest
 
 from aliquot.cluster.job import Job
 from aliquot.cluster.render import documents
-from tests.cluster.cases import cpu_job, dynamic_storage, gpu_job
+from tests.cluster.cases import cpu_job, disk_job, dynamic_storage, gpu_job
 from tests.cluster.crd import TRAINERS, is_custom, needs_crds, problems
 
 KUBERNETES = "1.34"
@@ -21,6 +21,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         {"storage": {"kind": "claim", "claim": "mine"}, "capacity": ["spot", "on-demand"]},
     ),
     "cpu, Graviton": (cpu_job, {"instance_types": ["r8g.8xlarge"]}),
+    "cpu, states on disk": (disk_job, {}),
     "gpu": (gpu_job, {}),
     "gpu, user data, queue, account": (
         gpu_job,

@@ -17,6 +17,7 @@ EFA = "vpc.amazonaws.com/efa"
 GPU = "nvidia.com/gpu"
 AMX_TAINT = "intel.com/amx"
 
+_OF_THE_NODE_BYTES = 30 * GIB  # of its volume: the system, images, logs
 _GRACE_MARGIN_S = 30  # between the trainer's own deadline and the kubelet's kill
 
 
@@ -35,6 +36,8 @@ class Job:
     gpus: int
     efa_interfaces: int
     grace_s: int
+    scratch_bytes: int  # on disk, of states that do not fit into memory; 0: all do
+    local_disks: bool  # they lie on the disks of the machine itself, else on its volume
 
     @property
     def gpu_nodes(self) -> bool:
@@ -75,6 +78,8 @@ def describe(config: RunConfig, plan: Plan) -> Job:
         gpus=gpus,
         # gloo knows only TCP: EFA serves NCCL alone.
         efa_interfaces=types[0].efa_interfaces if gpus and section.efa == "auto" and plan.nodes > 1 else 0,
+        scratch_bytes=_scratch(section, types, plan),
+        local_disks=bool(plan.scratch_bytes_per_node) and all(each.local_nvme_bytes for each in types),
         grace_s=-int(-config.checkpoint.grace_s // 1) + _GRACE_MARGIN_S,
     )
 
@@ -116,6 +121,20 @@ def _alike(types: Sequence[InstanceType]) -> None:
                     f"cluster.instance_types: {first.name} and {other.name} differ in {what} ({getattr(first, name)}"
                     f" and {getattr(other, name)}); the ranks of one job need equal nodes"
                 )
+
+
+def _scratch(section: ClusterSection, types: Sequence[InstanceType], plan: Plan) -> int:
+    """Bytes, a little more than planned. Raises ClusterError where the nodes' disks are smaller."""
+    wanted = -(-plan.scratch_bytes_per_node * 51 // 50 // MIB) * MIB
+    local = min(each.local_nvme_bytes for each in types)
+    there = local if local else section.volume_gib * GIB - _OF_THE_NODE_BYTES
+    if wanted > there:
+        what = f"the disks of {types[0].name} have" if local else "cluster.volume_gib leaves"
+        raise ClusterError(
+            f"shard.offload: disk puts {wanted / GIB:.0f} GiB on each node, and {what} {max(0, there) / GIB:.0f} GiB:"
+            " take a type with larger disks, or a larger volume"
+        )
+    return wanted
 
 
 def _gpus(node: InstanceType, plan: Plan) -> int:

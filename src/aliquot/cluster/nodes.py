@@ -81,6 +81,7 @@ def node_class(job: Job) -> Document:
                     },
                 }
             ],
+            instanceStorePolicy="RAID0" if job.local_disks else None,  # pods have the local disks then, as one
             metadataOptions={"httpEndpoint": "enabled", "httpPutResponseHopLimit": 1, "httpTokens": "required"},
             userData=section.user_data,
         ),

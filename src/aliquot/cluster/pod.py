@@ -5,7 +5,15 @@ from __future__ import annotations
 from aliquot.cluster.job import Job
 from aliquot.cluster.manifest_yaml import Document, literal
 from aliquot.cluster.nodes import POOL_LABEL, taint
-from aliquot.cluster.pod_config import CONFIG_DIRECTORY, CONFIG_FILE, config_map_name, directories, hub_cache, uses_hub
+from aliquot.cluster.pod_config import (
+    CONFIG_DIRECTORY,
+    CONFIG_FILE,
+    OFFLOAD_DIRECTORY,
+    config_map_name,
+    directories,
+    hub_cache,
+    uses_hub,
+)
 from aliquot.cluster.quantity import mebibytes
 from aliquot.cluster.storage import claim_name
 
@@ -13,7 +21,7 @@ USER = 1000  # of the image
 ANNOTATIONS = {"karpenter.sh/do-not-disrupt": "true"}
 
 _ZONE = "topology.kubernetes.io/zone"
-_SHARED, _CONFIG, _SHM = "shared", "config", "shm"
+_SHARED, _CONFIG, _SHM, _OFFLOAD = "shared", "config", "shm", "offload"
 
 
 def command() -> list[str]:
@@ -41,6 +49,8 @@ def volumes(job: Job) -> list[Document]:
         {"name": _CONFIG, "configMap": {"name": config_map_name(job)}},
         {"name": _SHARED, "persistentVolumeClaim": {"claimName": claim_name(job)}},
     ]
+    if job.scratch_bytes:
+        found.append({"name": _OFFLOAD, "emptyDir": {"sizeLimit": mebibytes(job.scratch_bytes)}})
     if job.shm_bytes:
         found.append({"name": _SHM, "emptyDir": {"medium": "Memory", "sizeLimit": mebibytes(job.shm_bytes)}})
     return found
@@ -51,6 +61,8 @@ def volume_mounts(job: Job) -> list[Document]:
         {"name": _CONFIG, "mountPath": CONFIG_DIRECTORY, "readOnly": True},
         shared_mount(job),
     ]
+    if job.scratch_bytes:
+        found.append({"name": _OFFLOAD, "mountPath": OFFLOAD_DIRECTORY})
     if job.shm_bytes:
         found.append({"name": _SHM, "mountPath": "/dev/shm"})
     return found

@@ -13,6 +13,7 @@ from aliquot.errors import ClusterError
 
 CONFIG_DIRECTORY = "/etc/aliquot"
 CONFIG_FILE = "config.yaml"
+OFFLOAD_DIRECTORY = "/offload"  # on each node's own disk
 
 
 def config_map(job: Job) -> Document:
@@ -42,6 +43,8 @@ def shipped_config(job: Job) -> dict[str, Any]:
         device=plan.device, nodes=plan.nodes, ranks=plan.ranks_per_node, threads_per_rank=plan.threads_per_rank
     )
     values["shard"]["engine"] = plan.engine
+    if job.scratch_bytes:
+        values["shard"]["offload_directory"] = OFFLOAD_DIRECTORY
     values["observe"]["console"] = "plain"  # a pod's log is no terminal
     return values
 

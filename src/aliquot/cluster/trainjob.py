@@ -17,6 +17,8 @@ _API = "trainer.kubeflow.org/v1alpha1"
 _MANAGER = "aliquot.io/render"
 _ANCESTOR = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
 
+_LOGS_BYTES = 2 << 30  # of a pod's own disk, beside what is asked for
+
 # What the trainer exits with: aliquot.errors and aliquot.launch.stop_signal.
 _BAD_INPUT, _STOPPED = 2, 143
 
@@ -97,6 +99,8 @@ def training_runtime(job: Job) -> Document:
 def resources(job: Job) -> dict[str, str]:
     """Requests and limits alike: a pod that has what it was planned with, and is the last to be evicted."""
     found = {"cpu": str(job.cpus), "memory": mebibytes(job.memory_bytes)}
+    if job.scratch_bytes:
+        found["ephemeral-storage"] = mebibytes(job.scratch_bytes + _LOGS_BYTES)
     if job.gpus:
         found[GPU] = str(job.gpus)
     if job.efa_interfaces:
