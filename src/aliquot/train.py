@@ -25,6 +25,7 @@ from aliquot.evaluate import evaluate
 from aliquot.launch.device import choose_device
 from aliquot.launch.local_ranks import told_local_ranks
 from aliquot.launch.placement import place
+from aliquot.launch.preload import tune
 from aliquot.launch.ranks import Ranks
 from aliquot.launch.same_everywhere import check_configs
 from aliquot.launch.stop_signal import StopSignal, Terminated
@@ -104,6 +105,8 @@ def _train(run: Attempt, force: bool) -> Result:
     inputs = preparation.read_inputs(run)
     preparation.check_inputs(run, inputs)
     run.ledger.plan = preparation.foresee(run, inputs, force)
+    if run.config.shard.offload == "disk" and not run.ledger.plan.get("scratch_bytes_per_node"):
+        tune()  # all of it fits: memory may be kept for speed
     model = preparation.build_model(run, inputs)
     start = preparation.fill_model(run, inputs, model)
     on_first(run.ranks, lambda: run.directory.begin(run.config))

@@ -19,7 +19,7 @@ _NAMES = ("libtcmalloc.so.4", "libtcmalloc_minimal.so.4", "libjemalloc.so.2")
 _FOLDERS = ("usr/lib64", "usr/lib", "usr/local/lib", "usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES = 512 << 20
-_LARGE_BYTES = 8 << 20  # of smaller ones fresh pages would cost more time than they save memory
+_LARGE_BYTES = 1 << 20
 
 
 def with_allocator(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, str]:
@@ -48,7 +48,8 @@ def tune(sparing: bool = False) -> None:
     """Let glibc keep freed memory, if it is the allocator of this process and nobody said to leave it alone.
 
     `sparing`: instead let it give back what is large at once. Kept, the blocks of a layer find no place between those
-    that the layers before have saved, and a forward pass takes several times what it holds.
+    that the layers before have saved, and a forward pass takes several times what it holds. Time it costs: a quarter
+    with layers of 768, less the larger they are. tcmalloc and jemalloc need neither.
     """
     libc = ctypes.CDLL(None)
     if allocator_name() == "glibc" and os.environ.get(VARIABLE) != "none" and hasattr(libc, "mallopt"):

@@ -1,0 +1,88 @@
+"""The table of docs/large-models.md, in both languages: which model trains on how much memory, as plans say.
+
+python -m tests.docs_large_models
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from aliquot.config.read_config import validate
+from aliquot.config.workload import Workload
+from aliquot.plan.planned_machine import Machine
+from aliquot.plan.planned_model import PlannedModel
+from aliquot.plan.planner import Planner
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES = (DOCS / "large-models.md", DOCS / "ko" / "large-models.md")
+_TABLE = re.compile(r"(<!-- made by `python -m tests\.docs_large_models` -->\n\n)(?:\|.*\n)+")
+
+
+def llama(layers: int, hidden: int, intermediate: int, heads: int, tied: bool = False) -> dict[str, Any]:
+    return {
+        "model_type": "llama", "vocab_size": 128256, "hidden_size": hidden, "intermediate_size": intermediate,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128,
+        "max_position_embeddings": 8192, "tie_word_embeddings": tied,
+    }  # fmt: skip
+
+
+def qwen3(layers: int, intermediate: int, heads: int) -> dict[str, Any]:
+    model = llama(layers, 5120, intermediate, heads)
+    return {**model, "model_type": "qwen3", "vocab_size": 151936}
+
+
+MODELS = {
+    "Llama-3.2-1B": {**llama(16, 2048, 8192, 32, tied=True), "head_dim": 64},
+    "Llama-3.2-3B": llama(28, 3072, 8192, 24, tied=True),
+    "Llama-3-8B": llama(32, 4096, 14336, 32),
+    "Qwen3-14B": qwen3(40, 17408, 40),
+    "Qwen3-32B": qwen3(64, 25600, 64),
+    "Llama-3-70B": llama(80, 8192, 28672, 64),
+}
+GIB = (24, 48, 96, 192, 512)
+
+
+def main() -> None:
+    for page in PAGES:
+        text = page.read_text()
+        made, count = _TABLE.subn(lambda found: found[1] + table(), text)
+        assert count == 1, page
+        page.write_text(made)
+
+
+def table() -> str:
+    rows = [f"| | {' | '.join(f'{gib} GiB' for gib in GIB)} |", "|--|" + "--|" * len(GIB)]
+    for name, model in MODELS.items():
+        for states in ("fp32", "int8"):
+            rows.append(f"| {name}, {states} | {' | '.join(cell(model, states, gib) for gib in GIB)} |")
+    return "\n".join(rows) + "\n"
+
+
+def cell(model: dict[str, Any], states: str, gib: int) -> str:
+    """Of two ranks with sequences of 1,024, and recomputation."""
+    values = {
+        "model": {"config": model},
+        "data": {"path": "stdlib", "sequence_length": 1024},
+        "train": {"max_steps": 100, "gradient_checkpointing": "full", "optimizer_states": states},
+        "shard": {"engine": "host", "offload": "disk"},
+        "launch": {"device": "cpu", "ranks": 2},
+    }
+    config = validate(values, {}, "a table")
+    machine = Machine.of_numbers(gib, 8, None)
+    layout = machine.layout(config)
+    if str(model) not in _planned:
+        _planned[str(model)] = PlannedModel(config)
+    made = Planner(_planned[str(model)], machine).plan(config, layout, Workload.assumed(config))
+    if not made.fits:
+        return "no"
+    layers = f", {made.on_disk.layers} layers" if made.on_disk.layers else ""
+    return f"{made.scratch_bytes_per_node / 1e9:,.0f} GB{layers}" if made.on_disk else "memory"
+
+
+_planned: dict[str, PlannedModel] = {}
+
+
+if __name__ == "__main__":
+    main()
