@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.docs_pages import ROOT, blocks, headings
 
-NAMES = ("quickstart", "how-it-works", "recipes", "troubleshooting", "training-on-cpu")
+NAMES = ("quickstart", "how-it-works", "recipes", "troubleshooting", "training-on-cpu", "large-models")
 _HASH = re.compile(r"<!-- translation of (\S+) sha256:([0-9a-f]{16}) -->\n")
 
 

@@ -21,23 +21,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs[str]:
     worlds = {
         "fsdp": ("fsdp", 2, ["llama", "gemma2"]),
         "fsdp-shared": ("fsdp-shared", 2, ["llama", "gemma2"]),
-        "host": ("host", 2, ["llama", "llama-bf16", "llama-int8", "gemma2", "qwen2-tied"]),
+        "host": ("host", 2, [*on_disk, *deep, "gemma2"]),
         "far": ("host", 2, far),
         "again": ("host", 2, ["llama-bf16", "llama-int8"]),
         "hosts": ("hosts", 2, ["llama", "llama-bf16", "llama-int8", "qwen2-tied"]),
         "numa": ("numa", 4, ["llama-bf16"]),
         "four": ("host", 4, ["llama-bf16"]),
         "one": ("host", 1, ["llama-int8"]),
-        "blocks": ("host-blocks", 2, on_disk),
-        "disk": ("host-disk", 2, on_disk),
+        "disk": ("host-disk", 2, [*on_disk, *deep]),
         "states on disk": ("host-states-disk", 2, on_disk),
-        "blocks-3": ("host-blocks", 3, on_disk),
-        "disk-3": ("host-disk", 3, on_disk),
-        "deep": ("host-blocks", 2, deep),
-        "layers on disk": ("host-layers-disk", 2, deep),
-        "deep-3": ("host-blocks", 3, deep),
-        "layers on disk-3": ("host-layers-disk", 3, deep),
-        "hosts-blocks": ("hosts-blocks", 2, on_disk),
+        "three": ("host", 3, [*on_disk, *deep]),
+        "disk-3": ("host-disk", 3, [*on_disk, *deep]),
         "hosts-disk": ("hosts-disk", 2, on_disk),
     }
     return Runs(tmp_path_factory.mktemp("worlds"), worlds)
@@ -79,10 +73,10 @@ LONG = pytest.mark.long
 @pytest.mark.parametrize(
     ("disk", "memory", "world_size"),
     [
-        ("disk", "blocks", 2),
-        pytest.param("states on disk", "blocks", 2, marks=LONG),
-        pytest.param("disk-3", "blocks-3", 3, marks=LONG),
-        pytest.param("hosts-disk", "hosts-blocks", 2, marks=LONG),
+        ("disk", "host", 2),
+        pytest.param("states on disk", "host", 2, marks=LONG),
+        pytest.param("disk-3", "three", 3, marks=LONG),
+        pytest.param("hosts-disk", "hosts", 2, marks=LONG),
     ],
 )
 def test_what_lies_on_disk_changes_no_bit(runs: Runs[str], disk: str, memory: str, world_size: int) -> None:
@@ -93,7 +87,7 @@ def test_what_lies_on_disk_changes_no_bit(runs: Runs[str], disk: str, memory: st
 
 @pytest.mark.parametrize(
     ("disk", "memory", "world_size"),
-    [("layers on disk", "deep", 2), pytest.param("layers on disk-3", "deep-3", 3, marks=LONG)],
+    [("disk", "host", 2), pytest.param("disk-3", "three", 3, marks=LONG)],
 )
 def test_layers_that_are_read_for_each_use_change_no_bit(
     runs: Runs[str], disk: str, memory: str, world_size: int

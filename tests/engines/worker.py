@@ -26,7 +26,7 @@ from aliquot.engines.host.owned import Owned
 from aliquot.launch.topology import Topology
 from aliquot.models import initialize, meta, recompute
 from aliquot.models.batch import MicroBatch
-from aliquot.optim import blocked_adamw, sizes
+from aliquot.optim import blocked_adamw, sizes, squared_norm
 from aliquot.ranges.parts import KINDS
 from tests.engines import cases
 from tests.processes import as_ranks
@@ -35,10 +35,8 @@ ENGINES: dict[str, type[Engine]] = {
     "fsdp": FsdpEngine,
     "fsdp-shared": FsdpEngine,
     "host": HostEngine,
-    "host-blocks": HostEngine,
     "host-disk": HostEngine,
     "host-states-disk": HostEngine,
-    "host-layers-disk": HostEngine,
     "fsdp-offload": FsdpEngine,
     "deepspeed": DeepspeedEngine,
     "deepspeed-uncompiled": DeepspeedEngine,
@@ -66,11 +64,11 @@ def train(kind: str, case: cases.Case, rank: int, world_size: int, folder: Path)
         collectives="shared_memory" if kind == "fsdp-shared" else "gloo",
         deepspeed=deepspeed_settings(kind, case),
         offload=kind == "fsdp-offload",
-        on_disk=on_disk(kind, [shape for _, shape in built.tensors]),
+        on_disk=on_disk(kind, case, [shape for _, shape in built.tensors]),
         offload_directory=folder,
     )
-    if kind.endswith(("-blocks", "-disk")):  # several windows of a weight, and a rest
-        sizes.BLOCK = blocked_adamw.BLOCK = 64
+    # Several blocks and windows of a weight, and a rest.
+    sizes.BLOCK = blocked_adamw.BLOCK = squared_norm.BLOCK = 64
     if kind == "deepspeed-uncompiled":  # as where DeepSpeed finds no way to build its shared-memory op
         importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
     topology = Topology(rank, world_size, rank, world_size, 0, 1, "cpu", 1, ())
@@ -125,10 +123,10 @@ def check_dtensors(engine: Engine, built: meta.MetaModel, world_size: int) -> No
             assert torch.equal(found.full_tensor().view(-1), own), (name, kind)
 
 
-def on_disk(kind: str, shapes: list[tuple[int, ...]]) -> OnDisk | None:
-    """All but vectors, and every second weight of two alike in memory where states alone are on disk."""
+def on_disk(kind: str, case: cases.Case, shapes: list[tuple[int, ...]]) -> OnDisk | None:
+    """All but vectors, of deep models most layers, too; every second weight of two alike for states alone."""
     matrices = Counter(shape for shape in shapes if len(shape) > 1)
-    if kind.endswith("layers-disk"):
+    if kind == "host-disk" and "deep" in case.name:
         streamed_layers.RESIDENT_LAYERS = 2
         Owned.give_back = spoil  # type: ignore[method-assign]  # weights of this size fill no page
         return OnDisk(tuple(matrices.items()), tuple(matrices.items()), layers=4)

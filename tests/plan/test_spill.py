@@ -12,13 +12,16 @@ from hypothesis import strategies as st
 
 from aliquot.config.on_disk import OnDisk, first_of
 from aliquot.config.schema import RunConfig
+from aliquot.config.workload import Workload
 from aliquot.errors import EngineError
 from aliquot.launch.rank_layout import RankLayout
 from aliquot.models.model_shape import numel
 from aliquot.models.shaped_model import shaped_model
 from aliquot.plan.disks import short_disks
 from aliquot.plan.planned_machine import Machine
-from aliquot.plan.planner import plan
+from aliquot.plan.planned_model import PlannedModel
+from aliquot.plan.planner import Planner, plan
+from aliquot.plan.search import remedies
 from aliquot.plan.spill import MARGIN, spilled
 from tests.examples import examples
 from tests.plan.shapes import LLAMA, planned_config
@@ -78,6 +81,12 @@ def test_a_plan_says_what_lies_where_and_what_that_costs() -> None:
     assert less.disk_words is not None and "states of" in less.disk_words and "TB written a day" in less.disk_words
     least = plan(limited(0.1), MACHINE, ranks_per_node=2)
     assert not least.fits and least.on_disk.gradients and least.scratch_bytes_per_node > less.scratch_bytes_per_node
+
+
+def test_a_disk_is_offered_where_nothing_else_fits() -> None:
+    config, machine = planned_config(WIDE), Machine.of_numbers(0.8, 2, None)
+    planner, workload = Planner(PlannedModel(config), machine), Workload.assumed(config)
+    assert remedies(planner, config, machine.layout(config), workload).startswith("What fits: shard.offload=disk ")
 
 
 def test_frugal_states_move_less() -> None:

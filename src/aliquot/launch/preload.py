@@ -48,8 +48,8 @@ def tune(sparing: bool = False) -> None:
     """Let glibc keep freed memory, if it is the allocator of this process and nobody said to leave it alone.
 
     `sparing`: instead let it give back what is large at once. Kept, the blocks of a layer find no place between those
-    that the layers before have saved, and a forward pass takes several times what it holds. Time it costs: a quarter
-    with layers of 768, less the larger they are. tcmalloc and jemalloc need neither.
+    that the layers before have saved, and a forward pass takes several times what it holds. It costs a fifth of
+    the time with layers of 768 (benchmarks/disk_tier.py), less the larger they are; other allocators need it not.
     """
     libc = ctypes.CDLL(None)
     if allocator_name() == "glibc" and os.environ.get(VARIABLE) != "none" and hasattr(libc, "mallopt"):

@@ -170,9 +170,13 @@ class HostEngine:
         """The decoder layers whose weights lie on disk, and which of them do: not what other modules have, too."""
         if self._spec.on_disk is None or not self._spec.on_disk.layers:
             return []
-        if not self._spec.packs or self._hosts.wire is not None:
-            why = "several hosts" if self._spec.packs else "models of which each document is a call"
-            raise EngineError(f"shard.offload: disk keeps no weights there with {why}, and the rest does not fit")
+        for stands, why in (
+            (self._hosts.wire is not None, "several hosts"),
+            (not self._spec.packs, "a model of which each document is a call"),
+            (self._spec.compile == "layers", "train.compile: layers"),  # it would compile what reads them, too
+        ):
+            if stands:
+                raise EngineError(f"shard.offload: disk keeps no weights there with {why}, and the rest does not fit")
         there = set(first_of([weight.shape for weight in self._weights], self._spec.on_disk.states))
         layers = decoder_layers(self._model)
         users = Counter(id(parameter) for layer in layers for parameter in set(layer.parameters()))
