@@ -190,7 +190,12 @@ def test_killed_and_resumed_is_bit_for_bit_the_undisturbed_run(folder: Path, two
     assert not (directory / "export").exists()
     # Where states lie makes no difference either: the limit sends to disk all that can be there.
     told = trained(config, "--force", "shard.offload=disk", "shard.memory=0.1")
-    assert "resuming from" in told and "plan: on disk states of" in told and "gradient sums of" in told and "layers whole" in told
+    assert (
+        "resuming from" in told
+        and "plan: on disk states of" in told
+        and "gradient sums of" in told
+        and "layers whole" in told
+    )
     assert curve(directory) == curve(two_ranks)
     assert curve(directory, "grad_norm") == curve(two_ranks, "grad_norm")
     files = sorted((two_ranks / "checkpoints" / "step-00000006").glob("*.safetensors"))
