@@ -9,7 +9,7 @@ import errno
 import os
 import tempfile
 import threading
-import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -30,7 +30,6 @@ class ScratchFile:
     def __init__(self, directory: Path, size_bytes: int) -> None:
         self.size_bytes = size_bytes
         self.read_bytes = self.written_bytes = 0
-        self.busy_s = 0.0  # of all requests, added up
         self._directory = directory
         self._counting = threading.Lock()
         try:
@@ -53,46 +52,35 @@ class ScratchFile:
 
     def read(self, offset: int, buffer: Tensor) -> Future[None]:
         """Begin to fill `buffer`, uint8 on whole pages: it has its bytes when the future has its result."""
-        return self._threads.submit(self._read, offset, buffer)
+        return self._threads.submit(self._move, os.preadv, offset, buffer)
 
     def write(self, offset: int, buffer: Tensor) -> Future[None]:
         """Begin to write `buffer`, uint8 on whole pages, which stays as it is until the future has its result."""
-        return self._threads.submit(self._write, offset, buffer)
+        return self._threads.submit(self._move, os.pwritev, offset, buffer)
 
     def close(self) -> None:
         """Waits for what is under way, and gives the room back."""
         self._threads.shutdown(wait=True, cancel_futures=True)
         os.close(self._descriptor)
 
-    def _read(self, offset: int, buffer: Tensor) -> None:
-        began, left = time.perf_counter(), memoryview(buffer.numpy().data)
+    def _move(self, move: Callable[[int, list[memoryview], int], int], offset: int, buffer: Tensor) -> None:
+        reads, left = move is os.preadv, memoryview(buffer.numpy().data)
         while left:
             try:
-                count = os.preadv(self._descriptor, [left], offset)
+                count = move(self._descriptor, [left], offset)
             except OSError as error:
-                raise StorageError(
-                    f"shard.offload: cannot read what lies here: {error.strerror}", self._directory
-                ) from None
+                what = "read what lies here" if reads else "write here"
+                raise StorageError(f"shard.offload: cannot {what}: {error.strerror}", self._directory) from None
             if not count:
                 raise StorageError(
                     "shard.offload: what lies here has been cut short while it was used", self._directory
                 )
             left, offset = left[count:], offset + count
         with self._counting:
-            self.read_bytes += buffer.nbytes
-            self.busy_s += time.perf_counter() - began
-
-    def _write(self, offset: int, buffer: Tensor) -> None:
-        began, left = time.perf_counter(), memoryview(buffer.numpy().data)
-        while left:
-            try:
-                count = os.pwritev(self._descriptor, [left], offset)
-            except OSError as error:
-                raise StorageError(f"shard.offload: cannot write here: {error.strerror}", self._directory) from None
-            left, offset = left[count:], offset + count
-        with self._counting:
-            self.written_bytes += buffer.nbytes
-            self.busy_s += time.perf_counter() - began
+            if reads:
+                self.read_bytes += buffer.nbytes
+            else:
+                self.written_bytes += buffer.nbytes
 
 
 def _nameless(directory: Path) -> int:

@@ -11,7 +11,6 @@ clip, AdamW, owners write the shared weights -> between hosts: all-gather -> bar
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, cast
@@ -26,21 +25,18 @@ from aliquot.collectives.alignment import aligned
 from aliquot.collectives.hosts import Hosts
 from aliquot.collectives.json_values import gather
 from aliquot.collectives.shared import Memory
-from aliquot.config.on_disk import first_of, streamed_layers
 from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.compiling import compile_layers
 from aliquot.engines.global_norm import global_norm
 from aliquot.engines.host.host_check import check_published, check_sums
 from aliquot.engines.host.host_disk import HostDisk
 from aliquot.engines.host.host_gradients import HostGradients
-from aliquot.engines.host.host_memory import RESIDENT_LAYERS
 from aliquot.engines.host.host_states import HostStates
 from aliquot.engines.host.host_sums import HostSums
 from aliquot.engines.host.owned import Owned
-from aliquot.engines.host.streamed_layers import StreamedLayers
+from aliquot.engines.host.streamed_layers import StreamedLayers, layers_on_disk
 from aliquot.engines.host.weight import Weight
 from aliquot.engines.saved_bytes import SavedBytes
-from aliquot.errors import EngineError
 from aliquot.launch.topology import Topology
 from aliquot.loss.base import GradientRows
 from aliquot.loss.head_loss import head_loss_on
@@ -48,7 +44,6 @@ from aliquot.machine.cpu import numa_nodes
 from aliquot.models import calls, recompute
 from aliquot.models.batch import MicroBatch
 from aliquot.models.materialise import replace_tensors, tied_weights
-from aliquot.models.structure import decoder_layers
 from aliquot.optim.blocked_adamw import BlockedAdamW
 from aliquot.optim.sizes import update_block
 from aliquot.ranges.parts import KINDS, Part, row_ranges
@@ -72,7 +67,7 @@ class HostEngine:
         self._offsets = [0]
         for weight in self._weights:
             self._offsets.append(self._offsets[-1] + aligned(weight.numel * self._compute.itemsize))
-        streamed = self._streamed()
+        streamed = layers_on_disk(model, spec, several_hosts=hosts.wire is not None)
         self._memory, self._copies = hosts.share_per_numa_node(self._offsets[-1], touch=not streamed)
         self._place_parameters()
         kept = torch.float32 if spec.optimizer_states == "fp32" else torch.bfloat16
@@ -165,29 +160,6 @@ class HostEngine:
             row_numel=weight.row_numel,
             decays=len(weight.shape) >= 2 and self._model.get_parameter(weight.name).requires_grad,
         )
-
-    def _streamed(self) -> list[tuple[nn.Module, list[int]]]:
-        """The decoder layers whose weights lie on disk, and which of them do: not what other modules have, too."""
-        if self._spec.on_disk is None or not self._spec.on_disk.layers:
-            return []
-        for stands, why in (
-            (self._hosts.wire is not None, "several hosts"),
-            (not self._spec.packs, "a model of which each document is a call"),
-            (self._spec.compile == "layers", "train.compile: layers"),  # it would compile what reads them, too
-        ):
-            if stands:
-                raise EngineError(f"shard.offload: disk keeps no weights there with {why}, and the rest does not fit")
-        there = set(first_of([weight.shape for weight in self._weights], self._spec.on_disk.states))
-        layers = decoder_layers(self._model)
-        users = Counter(id(parameter) for layer in layers for parameter in set(layer.parameters()))
-        chosen = [layers[at] for at in streamed_layers(len(layers), self._spec.on_disk.layers)]
-        return [
-            (
-                layer,
-                [at for each in layer.parameters() if users[id(each)] == 1 and (at := self._index_of(each)) in there],
-            )
-            for layer in chosen
-        ]
 
     def _listen(self) -> Iterator[RemovableHandle]:
         """Hooks that hand each gradient on as soon as autograd has completed it, a tied weight's once."""
@@ -338,8 +310,9 @@ class HostEngine:
             gathered_bytes=0,
             activations_bytes=self._activations.peak_bytes,
             wire_bytes=wire.sent_bytes if wire is not None else 0,
-            shared_bytes=(self._resident_bytes() + self._gradients.ring.size_bytes * self._hosts.peers.size)
-            // self._hosts.peers.size,
+            shared_bytes=self._memory.size_bytes // self._hosts.peers.size
+            + self._gradients.ring.size_bytes
+            - (0 if self._layers is None else self._layers.absent_bytes),
             staged_bytes=self._gradients.staged_bytes,
             moved_bytes=self._gradients.moved_bytes + self._updates * update_bytes,
             reduce_s=self._gradients.ring.reading_s + (wire.busy_s if wire is not None else 0.0),
@@ -347,14 +320,6 @@ class HostEngine:
             disk_read_bytes=0 if scratch is None else scratch.read_bytes,
             disk_written_bytes=0 if scratch is None else scratch.written_bytes,
         )
-
-    def _resident_bytes(self) -> int:
-        """Of the shared copy, at most: of the layers that lie on disk a few are there at once."""
-        if self._layers is None:
-            return self._memory.size_bytes
-        of_layers = [sum(self._weights[at].numel for at in each) for each in self._layers.layers]
-        elsewhere = sum(sorted(of_layers)[:-RESIDENT_LAYERS])
-        return self._memory.size_bytes - elsewhere * self._compute.itemsize
 
     def generate(self, ids: Tensor, **options: object) -> Tensor:
         self._model.eval()

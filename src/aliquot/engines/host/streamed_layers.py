@@ -8,7 +8,7 @@ theirs; its pages are given back when all have gone on to another.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,14 +19,41 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from aliquot.collectives.peers import Peers
+from aliquot.config.on_disk import first_of, streamed_layers
+from aliquot.engines.base import EngineSpec
 from aliquot.engines.host.host_disk import HostDisk
 from aliquot.engines.host.host_memory import RESIDENT_LAYERS
 from aliquot.engines.host.owned import Owned
+from aliquot.errors import EngineError
+from aliquot.models.structure import decoder_layers
 from aliquot.offload.stream import Move, Stream
 from aliquot.offload.windows import paged
 
 _POLL_S = 2e-4
 _READ, _USED = 0, 1  # counters of a rank in shared memory
+
+
+Layers = Sequence[tuple[nn.Module, Sequence[int]]]  # of each the module, and which of the model's weights lie on disk
+
+
+def layers_on_disk(model: nn.Module, spec: EngineSpec, several_hosts: bool) -> Layers:
+    """Not what other layers have, too. Raises EngineError where there would be some and cannot."""
+    if spec.on_disk is None or not spec.on_disk.layers:
+        return []
+    for stands, why in (
+        (several_hosts, "several hosts"),
+        (not spec.packs, "a model of which each document is a call"),
+        (spec.compile == "layers", "train.compile: layers"),  # it would compile what reads them, too
+    ):
+        if stands:
+            raise EngineError(f"shard.offload: disk keeps no weights there with {why}, and the rest does not fit")
+    parameters = list(model.parameters())
+    there = first_of([tuple(parameter.shape) for parameter in parameters], spec.on_disk.states)
+    layers = decoder_layers(model)
+    users = Counter(id(parameter) for layer in layers for parameter in set(layer.parameters()))
+    index = {id(parameters[at]): at for at in there if users[id(parameters[at])] == 1}
+    chosen = [layers[at] for at in streamed_layers(len(layers), spec.on_disk.layers)]
+    return [(layer, [index[id(each)] for each in layer.parameters() if id(each) in index]) for layer in chosen]
 
 
 @dataclass
@@ -42,9 +69,9 @@ class StreamedLayers:
         serve: Callable[[], None],
         disk: HostDisk,
         owned: Sequence[Owned],
-        layers: Sequence[tuple[nn.Module, Sequence[int]]],
+        layers: Layers,
     ) -> None:
-        """`layers`: of each the module, and which weights lie on disk. `serve` is called while this rank waits for
+        """`serve` is called while this rank waits for
         others, which may wait for what it does. Collective over the host.
         """
         self._serve = serve
@@ -65,6 +92,12 @@ class StreamedLayers:
         self._follower: dict[tuple[int, int], int] = {}  # which layer came after those two
         self.waited_s = 0.0
         self._hooks = [hook for at, (module, _) in enumerate(layers) for hook in self._listen(at, module)]
+
+    @property
+    def absent_bytes(self) -> int:
+        """Of this rank's ranges, at least so many are not in memory."""
+        sizes = sorted(sum(self._owned[at].copies[0].nbytes for at in indices) for indices in self.layers)
+        return sum(sizes[:-RESIDENT_LAYERS])
 
     def pass_through(self) -> None:
         """What a forward pass would use, by a rank that has nothing to compute."""
