@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -37,6 +38,14 @@ LONGEST = (
     "test_rendezvous.py", "test_launch.py", "test_terminal.py", "test_collectives.py", "test_other_checks.py",
     "test_deepspeed.py", "test_exports_load.py",
 )  # fmt: skip
+
+
+gc.disable()  # what is imported and collected stays until the end; to look through it again and again takes seconds
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -37,6 +37,7 @@ IMPORTED = (
 
 
 def main() -> None:
+    gc.disable()  # nothing that an import makes is garbage
     import aliquot
 
     for found in pkgutil.walk_packages(aliquot.__path__, "aliquot."):
@@ -48,8 +49,8 @@ def main() -> None:
 
     SubprocessHandler._popen = _forked_rank
     os.execve = _execve  # type: ignore[assignment]
-    gc.collect()
     gc.freeze()  # else each process would write to all that it shares with this one
+    gc.enable()
     asked = socket.socket(fileno=int(sys.argv[1]))
     while True:
         text, streams, _, _ = socket.recv_fds(asked, REQUEST_BYTES, 3)
@@ -126,6 +127,8 @@ def become(arguments: list[str], environ: dict[str, str]) -> NoReturn:
 def _interpret(arguments: list[str]) -> None:
     sys.orig_argv = [sys.executable, *arguments]
     match arguments:
+        case ["-u", *rest]:  # as torchrun starts its ranks
+            _interpret(rest)
         case ["-m", module, *rest]:
             sys.argv = [module, *rest]
             sys.path[0] = str(Path.cwd())

@@ -63,16 +63,16 @@ CASES = {
         Case("llama-bf16", {"model_type": "llama"}, precision="bf16"),
         Case("llama-bf16-far", {"model_type": "llama"}, precision="bf16", steps=FAR),
         Case("llama-compiled", {"model_type": "llama"}, precision="bf16", compile="layers", steps=FAR),
-        Case("llama-int8", {"model_type": "llama"}, precision="bf16", states="int8"),
+        Case("llama-int8", {"model_type": "llama"}, precision="bf16", states="int8", steps=3),
         Case("llama-frugal", {"model_type": "llama"}, precision="bf16", states="int8", steps=FAR),
         Case("llama-bf16-states", {"model_type": "llama"}, precision="bf16", states="bf16", steps=FAR),
-        Case("gemma2", {"model_type": "gemma2", "query_pre_attn_scalar": 8, "attn_logit_softcapping": None}),
-        Case("llama-full", {"model_type": "llama"}, checkpointing="full"),
-        Case("llama-selective", {"model_type": "llama"}, checkpointing="selective"),
-        Case("qwen2-tied", {"model_type": "qwen2", "tie_word_embeddings": True}),
+        Case("gemma2", {"model_type": "gemma2", "query_pre_attn_scalar": 8, "attn_logit_softcapping": None}, steps=3),
+        Case("llama-full", {"model_type": "llama"}, checkpointing="full", steps=3),
+        Case("llama-selective", {"model_type": "llama"}, checkpointing="selective", steps=3),
+        Case("qwen2-tied", {"model_type": "qwen2", "tie_word_embeddings": True}, steps=3),
         Case("qwen3", {"model_type": "qwen3"}),
         # Tied, and its embedding is a subclass: head and look-up contribute as wholes, one in the forward pass.
-        Case("gemma", {"model_type": "gemma", "tie_word_embeddings": True}),
+        Case("gemma", {"model_type": "gemma", "tie_word_embeddings": True}, steps=3),
         Case("gemma-untied", {"model_type": "gemma", "tie_word_embeddings": False}),
         # One block, in several layers. Two steps: those of AdamW amplify rounding more than in the others.
         Case(
@@ -89,9 +89,9 @@ CASES = {
             },
             steps=2,
         ),
-        Case("llama-deep", {"model_type": "llama", "num_hidden_layers": 5}, precision="bf16"),
-        Case("llama-deep-full", {"model_type": "llama", "num_hidden_layers": 5}, checkpointing="full"),
-        Case("mistral-window", {"model_type": "mistral", "sliding_window": 6}),
+        Case("llama-deep", {"model_type": "llama", "num_hidden_layers": 5}, precision="bf16", steps=3),
+        Case("llama-deep-full", {"model_type": "llama", "num_hidden_layers": 5}, checkpointing="full", steps=3),
+        Case("mistral-window", {"model_type": "mistral", "sliding_window": 6}, steps=3),
     ]
 }
 

@@ -6,8 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -260,10 +258,9 @@ if ranks.rank == 1:
 ranks.close()
 """
     )
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    subprocess.run(
-        [*torchrun, str(script), str(tmp_path / "seen.json")], env=environment(), timeout=120, check=True, text=True
-    )
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    told = warm.run(*torchrun, script, tmp_path / "seen.json", env=environment(), timeout_s=120)
+    assert told.returncode == 0, told.stderr
     seen, value = json.loads((tmp_path / "seen.json").read_text())
     assert value == {"schön": [1.5, None, 0]}
     cores = len(os.sched_getaffinity(0))

@@ -122,11 +122,11 @@ def test_a_missing_rank_is_named() -> None:
 
 def test_nobody_at_the_address(tmp_path: Path) -> None:
     port = free_port()
-    (line,) = last_lines([node(1, 2, port, 2, tmp_path)])
+    (line,) = last_lines([node(1, 2, port, 1, tmp_path)])
     assert line.startswith(
-        f"node 0 was not found at 127.0.0.1:{port} within 2 s (launch.join_timeout_s): nobody listens"
+        f"node 0 was not found at 127.0.0.1:{port} within 1 s (launch.join_timeout_s): nobody listens"
     )
-    (line,) = last_lines([node(1, 2, port, 2, tmp_path, "no-such-host.invalid")])
+    (line,) = last_lines([node(1, 2, port, 1, tmp_path, "no-such-host.invalid")])
     assert "the name no-such-host.invalid does not resolve" in line
 
 

@@ -48,7 +48,7 @@ def test_first_mark_stays_and_the_steady_peak_is_that_of_all_steps() -> None:
     ledger.mark("steady peak", {"weights": 4})
     first, steady = ledger.rows()
     assert first["accounted_bytes"] == {"weights": 1} and steady["accounted_bytes"] == {"weights": 4}
-    assert steady["peak_bytes"] >= high - MIB  # what is shared with others may have been divided anew
+    assert steady["peak_bytes"] >= high - 16 * MIB  # what is shared with others may have been divided anew
     assert first["rank"] == 1
 
 

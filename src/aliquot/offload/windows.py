@@ -20,8 +20,17 @@ SMALLEST = 1 << 12  # elements; what has fewer stays in memory: pages would be w
 
 def windows(numel: int, states: States, row_numel: int) -> list[tuple[int, int]]:
     """[start, stop) of each window of a range of `numel` elements."""
-    size = _BLOCKS * update_block(states, row_numel)
+    size = _window(states, row_numel)
     return [(start, min(numel, start + size)) for start in range(0, numel, size)]
+
+
+def longest_window(numel: int, states: States, row_numel: int) -> int:
+    """Elements of the longest of `windows`."""
+    return min(numel, _window(states, row_numel))
+
+
+def _window(states: States, row_numel: int) -> int:
+    return _BLOCKS * update_block(states, row_numel)
 
 
 @dataclass(frozen=True)

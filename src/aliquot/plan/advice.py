@@ -21,7 +21,11 @@ _NEARLY_BEST = 0.9  # of what the best of a kind gains
 
 def with_advice(plan: Plan, planner: Planner, config: RunConfig, layout: RankLayout, workload: Workload) -> Plan:
     """`plan` of that run, and beside its bottleneck what would help most. It makes a dozen plans more: for a reader."""
-    if plan.bottleneck == "compute-bound" or (words := _helps(planner, config, layout, workload)) is None:
+    if (
+        not plan.fits
+        or plan.bottleneck == "compute-bound"
+        or (words := _helps(planner, config, layout, workload)) is None
+    ):
         return plan
     return replace(plan, bottleneck=f"{plan.bottleneck}: {words}")
 

@@ -24,17 +24,26 @@ def spilled(shape: ModelShape, layout: RankLayout, too_much: Callable[[OnDisk], 
     large = (each for each in shape.alike if padded_share(each, layout.world_size) >= SMALLEST)
     shapes = sorted(large, key=numel, reverse=True)
     chosen = OnDisk()
-    kinds: tuple[Literal["states", "gradients"], ...] = ("states", "gradients")
-    for kind in kinds:
-        for each in shapes:
-            if too_much(chosen) <= 0:
-                return chosen
-            # The look-up's gradient sums stay in memory.
-            most = shape.alike[each] - (kind == "gradients" and each == shape.embedding)
-            chosen = _fewest(partial(_with_weights, chosen, kind, each), most, too_much)
-    if too_much(chosen) <= 0 or layout.nodes > 1:  # several hosts have all weights in memory
+    if too_much(chosen) <= 0:
         return chosen
-    return _fewest(lambda count: replace(chosen, layers=count), shape.layers, too_much)
+    # The look-up's gradient sums stay in memory, and so do all weights of several hosts.
+    sums = {each: shape.alike[each] - (each == shape.embedding) for each in shapes}
+    most = OnDisk(
+        tuple((each, shape.alike[each]) for each in shapes),
+        tuple((each, count) for each, count in sums.items() if count),
+        shape.layers if layout.nodes == 1 else 0,
+    )
+    if too_much(most) > 0:
+        return most
+    for each in shapes:
+        if too_much(chosen) <= 0:
+            return chosen
+        chosen = _fewest(partial(_with_weights, chosen, "states", each), shape.alike[each], too_much)
+    for each, count in sums.items():
+        if too_much(chosen) <= 0:
+            return chosen
+        chosen = _fewest(partial(_with_weights, chosen, "gradients", each), count, too_much)
+    return _fewest(lambda count: replace(chosen, layers=count), most.layers, too_much)
 
 
 def _fewest(with_count: Callable[[int], OnDisk], most: int, too_much: Callable[[OnDisk], float]) -> OnDisk:

@@ -11,7 +11,7 @@ from aliquot.config.schema import RunConfig
 from aliquot.engines.held_memory import Held
 from aliquot.launch.rank_layout import RankLayout
 from aliquot.models.model_shape import ModelShape, Shape, numel, padded_share
-from aliquot.offload.windows import STREAM_BUFFERS, SUMS_BUFFERS, paged, state_bytes, windows
+from aliquot.offload.windows import STREAM_BUFFERS, SUMS_BUFFERS, longest_window, paged, state_bytes
 from aliquot.optim.sizes import SCRATCH_BYTES, low_bytes, moment_bytes
 
 # Ranks may be apart by what the ring holds: a layer or more of most models; more gains nothing.
@@ -103,10 +103,7 @@ def _windows_bytes(config: RunConfig, shares: Mapping[Shape, int], on_disk: OnDi
     summed = dict(on_disk.gradients)
     streamed = summing = reading = 0
     for weight, _ in on_disk.states:
-        cut = windows(shares[weight], states, numel(weight[1:]))
-        if not cut:
-            continue
-        longest = cut[0][1]
+        longest = longest_window(shares[weight], states, numel(weight[1:]))
         sums_bytes = paged(_kept(states) * longest) if weight in summed else 0
         fields = state_bytes(longest, states, numel(weight[1:]), splits)
         own = paged(longest * (2 if splits else 4)) if on_disk.layers else 0
