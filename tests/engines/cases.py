@@ -91,6 +91,32 @@ CASES = {
         ),
         Case("llama-deep", {"model_type": "llama", "num_hidden_layers": 5}, precision="bf16", steps=3),
         Case("llama-deep-full", {"model_type": "llama", "num_hidden_layers": 5}, checkpointing="full", steps=3),
+        # More experts than choices: in most micro-batches some have no token.
+        Case(
+            "moe",
+            {
+                "model_type": "qwen3_moe",
+                "num_experts": 24,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 20,
+                "norm_topk_prob": True,
+            },
+            steps=3,
+        ),
+        Case(
+            "moe-bf16-full",
+            {
+                "model_type": "gpt_oss",
+                "num_local_experts": 4,
+                "num_experts_per_tok": 2,
+                "sliding_window": 6,
+                "layer_types": ["sliding_attention", "full_attention"],
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            },
+            precision="bf16",
+            checkpointing="full",
+            steps=3,
+        ),
         Case("mistral-window", {"model_type": "mistral", "sliding_window": 6}, steps=3),
     ]
 }

@@ -38,8 +38,8 @@ WORKER = Path(__file__).parent / "worker.py"
 BY_WORLD = {
     1: ["llama"],
     2: ["llama", "llama-bf16", "llama-full", "llama-selective", "qwen2-tied", "gemma",
-        "mistral-window"],
-    3: ["llama", "llama-bf16", "qwen2-tied", "qwen3", "gemma", "gemma-untied", "zamba"],
+        "mistral-window", "moe"],
+    3: ["llama", "llama-bf16", "qwen2-tied", "qwen3", "gemma", "gemma-untied", "zamba", "moe"],
     4: ["llama-far", "llama-bf16-far"],
 }  # fmt: skip
 Key = TypeVar("Key", int, str)
@@ -146,7 +146,7 @@ def test_fp32_equals_the_plain_loop(runs: Runs[int], world_size: int) -> None:
         torch.testing.assert_close(final[name], weight.flatten(), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama-full", "llama-selective", "mistral-window"])
+@pytest.mark.parametrize("name", ["llama-full", "llama-selective", "mistral-window", "moe"])
 def test_models_and_checkpointing_equal_the_plain_loop(runs: Runs[int], name: str) -> None:
     losses, norms, _ = plain_loop(name, bf16=False)
     ours = result(runs[2], name)
@@ -164,6 +164,7 @@ def test_models_and_checkpointing_equal_the_plain_loop(runs: Runs[int], name: st
         pytest.param(3, "qwen2-tied", marks=pytest.mark.long),
         pytest.param(3, "qwen3", marks=pytest.mark.long),
         pytest.param(3, "zamba", marks=pytest.mark.long),
+        pytest.param(3, "moe", marks=pytest.mark.long),
     ],
 )
 def test_embeddings_and_shared_weights_equal_the_plain_loop(runs: Runs[int], world_size: int, name: str) -> None:

@@ -16,22 +16,23 @@ from tests.processes import run_ranks
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs[str]:
     on_disk = ["llama", "llama-bf16", "llama-int8", "qwen2-tied"]
+    moe = ["moe", "moe-bf16-full"]
     deep = ["llama-deep", "llama-deep-full"]
     far = ["llama-bf16-far", "llama-frugal", "llama-bf16-states"]
     worlds = {
         "fsdp": ("fsdp", 2, ["llama", "gemma2"]),
         "fsdp-shared": ("fsdp-shared", 2, ["llama", "gemma2"]),
-        "host": ("host", 2, [*on_disk, *deep, "gemma2"]),
+        "host": ("host", 2, [*on_disk, *deep, *moe, "gemma2"]),
         "far": ("host", 2, far),
-        "again": ("host", 2, ["llama-bf16", "llama-int8"]),
-        "hosts": ("hosts", 2, ["llama", "llama-bf16", "llama-int8", "qwen2-tied"]),
+        "again": ("host", 2, ["llama-bf16", "llama-int8", *moe]),
+        "hosts": ("hosts", 2, [*on_disk, *moe]),
         "numa": ("numa", 4, ["llama-bf16"]),
         "four": ("host", 4, ["llama-bf16"]),
         "one": ("host", 1, ["llama-int8"]),
-        "disk": ("host-disk", 2, [*on_disk, *deep]),
+        "disk": ("host-disk", 2, [*on_disk, *deep, *moe]),
         "states on disk": ("host-states-disk", 2, on_disk),
-        "three": ("host", 3, [*on_disk, *deep]),
-        "disk-3": ("host-disk", 3, [*on_disk, *deep]),
+        "three": ("host", 3, [*on_disk, *deep, *moe]),
+        "disk-3": ("host-disk", 3, [*on_disk, *deep, *moe]),
         "hosts-disk": ("hosts-disk", 2, on_disk),
     }
     return Runs(tmp_path_factory.mktemp("worlds"), worlds)
@@ -59,6 +60,21 @@ def test_fsdp_through_shared_memory_is_fsdp_through_gloo(runs: Runs[str]) -> Non
 def test_equals_itself_bit_for_bit(runs: Runs[str]) -> None:
     same(runs["host"], runs["again"], "llama-bf16")
     same(runs["host"], runs["again"], "llama-int8")
+
+
+def test_a_mixture_of_experts_is_the_same_again_and_on_disk(runs: Runs[str]) -> None:
+    """Pieces of several experts, some without a token; recomputed, in bf16, with biases."""
+    for name in ("moe", "moe-bf16-full"):
+        same(runs["host"], runs["again"], name)
+        same(runs["host"], runs["disk"], name)
+
+
+@pytest.mark.long
+def test_a_mixture_of_experts_on_three_ranks_and_two_hosts(runs: Runs[str]) -> None:
+    for name in ("moe", "moe-bf16-full"):
+        same(runs["three"], runs["disk-3"], name, 3)
+        one, two = result(runs["host"], name), result(runs["hosts"], name)
+        assert two["losses"] == pytest.approx(one["losses"], rel=1e-5 if name == "moe" else 1e-3)
 
 
 def test_a_model_whose_head_does_more_than_multiply(runs: Runs[str]) -> None:

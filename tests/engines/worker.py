@@ -20,7 +20,7 @@ from aliquot.engines.base import Engine, EngineSpec
 from aliquot.engines.deepspeed.deepspeed_engine import DeepspeedEngine
 from aliquot.engines.dtensors import dtensor
 from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
-from aliquot.engines.host import streamed_layers
+from aliquot.engines.host import host_memory, streamed_layers
 from aliquot.engines.host.host_engine import HostEngine
 from aliquot.engines.host.owned import Owned
 from aliquot.launch.topology import Topology
@@ -69,6 +69,8 @@ def train(kind: str, case: cases.Case, rank: int, world_size: int, folder: Path)
     )
     # Several blocks and windows of a weight, and a rest.
     sizes.BLOCK = blocked_adamw.BLOCK = squared_norm.BLOCK = 192
+    if "moe" in case.name:
+        host_memory._PIECE_BYTES = 4096  # several experts, and several pieces of a weight
     if kind == "deepspeed-uncompiled":  # as where DeepSpeed finds no way to build its shared-memory op
         importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
     topology = Topology(rank, world_size, rank, world_size, 0, 1, "cpu", 1, ())

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from aliquot.attention.document_attention import register
 from aliquot.errors import MissingToolError
+from aliquot.experts.sorted_experts import register as register_experts
 from aliquot.models.structure import decoder_layers
 
 if TYPE_CHECKING:
@@ -31,5 +32,6 @@ def compile_layers(model: nn.Module, threads: int) -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
     register(compiled=True)
+    register_experts(compiled=True)
     for layer in decoder_layers(model):
         layer.compile()

@@ -9,6 +9,8 @@ import torch
 
 from aliquot.attention.document_attention import register
 from aliquot.errors import UnsupportedModelError
+from aliquot.experts.sorted_experts import IMPLEMENTATION, suits, weights_of
+from aliquot.experts.sorted_experts import register as register_experts
 from aliquot.models import initialize
 from aliquot.models.code_of_strangers import without_code
 from aliquot.models.materialise import freeze_buffers, tied_weights
@@ -48,6 +50,7 @@ def build(config: PretrainedConfig, known: Traits | None = None) -> MetaModel:
 
     found = known or traits(config)
     register()
+    register_experts()
     config.use_cache = False
     with torch.device("meta"):
         try:
@@ -57,8 +60,7 @@ def build(config: PretrainedConfig, known: Traits | None = None) -> MetaModel:
         except Exception as error:  # each model's code fails in its own way on a config it does not like
             raise UnsupportedModelError(f"transformers cannot build this {config.model_type} model: {error}") from error
     config.architectures = [type(model).__name__]
-    if any(parameter.ndim == 3 and _is_misaligned(parameter) for parameter in model.parameters()):
-        model.set_experts_implementation("eager")
+    _take_experts(model)
     freeze_buffers(model)
     _check_layout(model)
     fills = initialize.record(model)
@@ -67,9 +69,11 @@ def build(config: PretrainedConfig, known: Traits | None = None) -> MetaModel:
     return MetaModel(type(model).__name__, model, tensors, tied, fills, multiply, found, has_dropout(config))
 
 
-def _is_misaligned(experts: torch.Tensor) -> bool:
-    """Whether torch's grouped product, which transformers takes by default, refuses rows of bf16."""
-    return any(2 * size % 16 for size in experts.shape[1:])
+def _take_experts(model: PreTrainedModel) -> None:
+    """Our experts where transformers lets a model have them and they compute what its own do, else its plain ones."""
+    experts = [module for module in model.modules() if weights_of(module) is not None]
+    if experts:
+        model.set_experts_implementation(IMPLEMENTATION if all(map(suits, experts)) else "eager")
 
 
 def _check_layout(model: PreTrainedModel) -> None:

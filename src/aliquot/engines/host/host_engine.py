@@ -28,6 +28,7 @@ from aliquot.collectives.shared import Memory
 from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.compiling import compile_layers
 from aliquot.engines.global_norm import global_norm
+from aliquot.engines.host.expert_gradients import RingGradients, experts_first, experts_weights
 from aliquot.engines.host.host_check import check_published, check_sums
 from aliquot.engines.host.host_disk import HostDisk
 from aliquot.engines.host.host_gradients import HostGradients
@@ -37,6 +38,7 @@ from aliquot.engines.host.owned import Owned
 from aliquot.engines.host.streamed_layers import StreamedLayers, layers_on_disk
 from aliquot.engines.host.weight import Weight
 from aliquot.engines.saved_bytes import SavedBytes
+from aliquot.experts.base import send_to
 from aliquot.launch.topology import Topology
 from aliquot.loss.base import GradientRows
 from aliquot.loss.head_loss import head_loss_on
@@ -101,6 +103,11 @@ class HostEngine:
         )
         self._owned_numel = sum(own.numel for own in owned)
         self._hooks = list(self._listen())
+        # Where a document is a call, a weight has several gradients, which autograd sums.
+        self._experts = experts_weights(model) if spec.packs else []
+        for weight in self._experts:
+            index = self._index_of(weight)
+            send_to(weight, RingGradients(self._gradients, index, self._weights[index].shape))
         self._attention, self._head_loss = attention_on("cpu", spec.packs), head_loss_on("cpu")
         self._updates = 0
         self._activations = SavedBytes(spec.gradient_checkpointing)
@@ -128,7 +135,7 @@ class HostEngine:
             for index, parameter in enumerate(self._model.parameters())
             if parameter.requires_grad and not any(parameter is other for other in elsewhere)
         ]
-        return found[::-1]
+        return experts_first(self._model, found[::-1]) if self._spec.packs else found[::-1]
 
     def _place_parameters(self) -> None:
         """Replace the meta parameters by views of the shared copy; tied ones by one and the same."""
@@ -331,6 +338,8 @@ class HostEngine:
         # Engine, weight, hook, engine: a cycle through autograd's own memory, which Python's collector does not see.
         for hook in self._hooks:
             hook.remove()
+        for weight in self._experts:
+            send_to(weight, None)
         if self._layers is not None:
             self._layers.close()
         if self._disk is not None:

@@ -62,6 +62,14 @@ class HostGradients:
         while self._turn < len(self._order) and self._order[self._turn] in self._waiting:
             self._stage_next()
 
+    def begin(self, index: int) -> bool:
+        """Whether the pieces of weight `index` may be staged one by one now, with `buffer` and `publish`; then they
+        must be. What comes after it in turn is staged when the next gradient arrives."""
+        if self._turn == len(self._order) or self._order[self._turn] != index:
+            return False
+        self._turn += 1
+        return True
+
     def end_micro_batch(self) -> None:
         """No further gradient will arrive: weights that have none are told as such."""
         while self._turn < len(self._order):
