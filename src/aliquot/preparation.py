@@ -173,7 +173,7 @@ def fill_model(run: Attempt, inputs: Inputs, model: Model) -> Start:
         for change in changes(state, config.model_dump(mode="json", by_alias=True)):
             run.display.line(f"changed since: {change}")
     elif inputs.source.directory is not None:
-        load_weights(engine, inputs.source.directory, built.tensors, built.tied, run.ranks)
+        load_weights(engine, inputs.source.directory, built.tensors, built.tied, run.ranks, published=built.published)
     else:
         initialize.initialize(engine, built.fills, config.run.seed)
     run.ledger.mark("weights loaded", engine.counters().memory())

@@ -17,6 +17,7 @@ from aliquot.errors import UsageError
 from aliquot.models.code_of_strangers import without_code
 from aliquot.models.load import load_weights
 from aliquot.models.materialise import compute_buffers, materialise, tied_weights
+from aliquot.models.published import published_of
 from aliquot.models.structure import decoder_layers
 from aliquot.ranges.bytemap import Shape
 from aliquot.ranges.parts import Part
@@ -58,7 +59,9 @@ def load_sharded(
     materialise(built, device, device, dtype)
     ranks: RankGroup = Members(device) if dist.is_available() and dist.is_initialized() else Alone()
     aliases = {_plain(alias): _plain(name) for alias, name in tied.items()}
-    load_weights(ShardedWeights(built), Path(directory), tensors_of(built), aliases, ranks, watch)
+    tensors = tensors_of(built)
+    published = published_of(built, tensors)
+    load_weights(ShardedWeights(built), Path(directory), tensors, aliases, ranks, watch, published)
     return built
 
 

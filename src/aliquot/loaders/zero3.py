@@ -24,6 +24,7 @@ from aliquot.loaders.sharded import HeldWeights, Members
 from aliquot.models.code_of_strangers import without_code
 from aliquot.models.load import load_weights
 from aliquot.models.materialise import compute_buffers, replace_tensors, tied_weights
+from aliquot.models.published import published_of
 from aliquot.ranges.parts import Part
 from aliquot.ranges.transfer import Watch
 
@@ -66,9 +67,10 @@ def load_zero3(
         built = _construct(model, dtype, options)
     tied = tied_weights(built)
     tensors = [(name, tuple(weight.shape)) for name, weight in built.named_parameters()]
+    published = published_of(built, tensors)
     compute_buffers(built)
     device = partition(built, settings)
-    load_weights(ZeroWeights(built), Path(directory), tensors, tied, Members(device), watch)
+    load_weights(ZeroWeights(built), Path(directory), tensors, tied, Members(device), watch, published)
     if (Path(directory) / "generation_config.json").exists():
         built.generation_config = GenerationConfig.from_pretrained(directory)
     return built.eval()

@@ -10,7 +10,11 @@ from typing import Literal
 
 import torch
 
+from aliquot.config.schema import ModelSection
 from aliquot.errors import RunDirectoryError
+from aliquot.models.code_of_strangers import without_code
+from aliquot.models.published import Published, PublishedParts, published_of, tensors_of
+from aliquot.models.source import resolve
 from aliquot.ranges.bytemap import ByteMap, Shape
 from aliquot.ranges.checksums import BlockChecksums
 from aliquot.ranges.file_layout import FilesLayout
@@ -35,14 +39,18 @@ def export(
     ranks: RankGroup,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     check: Callable[[], None] = lambda: None,
+    published: Sequence[Published] | None = None,
 ) -> None:
     """Write the weight parts of `store` to `out_dir` as safetensors of `dtype`, rounded to nearest even. Collective.
 
     `tensors`: names and shapes of the whole model in its order, without tied aliases, the same on every rank.
-    `config_files`: config.json, tokenizer files and so on by plain name; rank 0's are written, and config.json is made
-    to tell `dtype`. The files do not depend on the world size. Raises the same UserError on every rank: `out_dir` is
-    there and not empty, a rank cannot write, or `check`, which rank 0 calls last, raises; then no `out_dir` appears.
+    `published`: how they are to be stored, if not so. `config_files`: config.json, tokenizer files and so on by plain
+    name; rank 0's are written, and config.json is made to tell `dtype`. The files do not depend on the world size.
+    Raises the same UserError on every rank: `out_dir` is there and not empty, a rank cannot write, or `check`, which
+    rank 0 calls last, raises; then no `out_dir` appears.
     """
+    if published is not None:
+        store, tensors = PublishedParts(store, published), tensors_of(published)
     out_dir = out_dir.resolve()  # "." and links have no name beside which to write
     layout = FilesLayout.of(tensors, dtype, max_shard_bytes, "model")
 
@@ -77,8 +85,9 @@ def export_checkpoint(
 ) -> None:
     """Export the weights of a checkpoint, with the config files that it was saved with, in this one process.
 
-    Memory is bounded by a few buffers, and no model is built. `verify`: compare all bytes that are exported with the
-    checksums of the manifest. Raises UserError as `export` does, DamagedCheckpoint where the checkpoint is not whole.
+    Memory is bounded by a few buffers; a model is built only on the meta device, of experts that are stored apart.
+    `verify`: compare all bytes that are exported with the checksums of the manifest. Raises UserError as `export` does,
+    DamagedCheckpoint where the checkpoint is not whole.
     """
     manifest = read_manifest(checkpoint_dir)
     source = ByteMap.of_directory(checkpoint_dir)
@@ -92,7 +101,19 @@ def export_checkpoint(
 
     with RangeReader(checksums if verify else None) as reader:
         store = _StoredWeights(source, reader)
-        export(store, tensors, out_dir, getattr(torch, dtype), config_files, Alone(), max_shard_bytes, check)
+        published = _published(checkpoint_dir, tensors)
+        export(store, tensors, out_dir, getattr(torch, dtype), config_files, Alone(), max_shard_bytes, check, published)
+
+
+def _published(checkpoint_dir: Path, tensors: Sequence[tuple[str, Shape]]) -> tuple[Published, ...] | None:
+    if all(len(shape) != 3 for _, shape in tensors):
+        return None
+    from transformers import AutoModelForCausalLM
+
+    config = resolve(ModelSection(path=str(checkpoint_dir))).config
+    with torch.device("meta"):
+        model = without_code(AutoModelForCausalLM.from_config)(config)
+    return published_of(model, tensors)
 
 
 class _StoredWeights:

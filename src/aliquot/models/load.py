@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from aliquot.models.published import Published, PublishedStore, tensors_of
 from aliquot.ranges.bytemap import ByteMap, Shape, check_tensors
 from aliquot.ranges.header import TensorEntry
 from aliquot.ranges.parts import PartStore
@@ -23,24 +24,34 @@ def load_weights(
     tied: Mapping[str, str],
     ranks: RankGroup,
     watch: Watch | None = None,
+    published: Sequence[Published] | None = None,
 ) -> int:
     """Fill the weight parts of `store` from the safetensors in `directory`, whatever float dtype they have. Collective.
 
     `tensors`: names and shapes of the whole model without aliases. `tied`: alias -> the name in `tensors` whose weight
     it shares; the directory may hold either or both. Names may also be those of the bare base model (`layers.0` for
-    `model.layers.0`). `watch` is told of this rank's progress. Returns the bytes that this rank read. Raises UserError
-    on every rank: no safetensors, malformed files, tensors missing, extra or of another shape (names listed).
+    `model.layers.0`), or all those of the `published` layout. `watch` is told of this rank's progress. Returns the
+    bytes that this rank read. Raises UserError on every rank: no safetensors, malformed files, tensors missing, extra
+    or of another shape (names listed).
     """
 
     def read() -> int:
         stored = ByteMap.of_directory(directory).entries
-        found = _matched(stored, tensors, tied)
+        wanted, filled = tensors, store
+        if published is not None and _is_published(stored, published):
+            wanted, filled = tensors_of(published), PublishedStore(store, published)
+        found = _matched(stored, wanted, tied)
         used = {entry.name for entry in found.values()}
         extra = [name for name in stored if name not in used and name not in tied and not _COMPUTED.fullmatch(name)]
-        check_tensors(tensors, found, directory, extra)
-        return fill(store, {"weight": found}, watch=watch)
+        check_tensors(wanted, found, directory, extra)
+        return fill(filled, {"weight": found}, watch=watch)
 
     return together(ranks, read)[ranks.rank]
+
+
+def _is_published(stored: Mapping[str, TensorEntry], published: Sequence[Published]) -> bool:
+    names = {each.name for each in published if each.name != each.source}
+    return any(name in stored or name.partition(".")[2] in stored for name in names)
 
 
 def _matched(

@@ -105,9 +105,9 @@ class HostEngine:
         self._hooks = list(self._listen())
         # Where a document is a call, a weight has several gradients, which autograd sums.
         self._experts = experts_weights(model) if spec.packs else []
-        for weight in self._experts:
-            index = self._index_of(weight)
-            send_to(weight, RingGradients(self._gradients, index, self._weights[index].shape))
+        for of_experts in self._experts:
+            index = self._index_of(of_experts)
+            send_to(of_experts, RingGradients(self._gradients, index, self._weights[index].shape))
         self._attention, self._head_loss = attention_on("cpu", spec.packs), head_loss_on("cpu")
         self._updates = 0
         self._activations = SavedBytes(spec.gradient_checkpointing)
@@ -338,8 +338,8 @@ class HostEngine:
         # Engine, weight, hook, engine: a cycle through autograd's own memory, which Python's collector does not see.
         for hook in self._hooks:
             hook.remove()
-        for weight in self._experts:
-            send_to(weight, None)
+        for of_experts in self._experts:
+            send_to(of_experts, None)
         if self._layers is not None:
             self._layers.close()
         if self._disk is not None:

@@ -1,0 +1,182 @@
+"""Experts as they are published, one by one: what transformers saves is loaded, what is exported it loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from aliquot.errors import WeightsFileError
+from aliquot.loaders.sharded import load_sharded
+from aliquot.models.export import export
+from aliquot.models.load import load_weights
+from aliquot.models.published import Published, PublishedParts, published_of
+from aliquot.ranges.parts import Part, row_ranges
+from aliquot.ranges.together import Alone, RankGroup
+from tests.ranges.world import run_world
+
+SMALL = {
+    "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 12, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+    "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 5},
+    "qwen3_moe": {"num_experts": 5, "tie_word_embeddings": True},
+    "olmoe": {"num_experts": 5},
+    "deepseek_v3": {
+        "n_routed_experts": 5, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 8,
+        "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
+    },
+}  # fmt: skip
+
+
+class Held:
+    """A rank's rows of a model's weights; `direct`: they can be seen where they lie."""
+
+    def __init__(self, weights: dict[str, Tensor], rank: int, world_size: int, direct: bool = False) -> None:
+        self._values = {}
+        for name, weight in weights.items():
+            start, stop = row_ranges(tuple(weight.shape), world_size)[rank]
+            self._values[Part(name, tuple(weight.shape), "weight", start, stop)] = weight.reshape(-1)[
+                start:stop
+            ].clone()
+        self._direct = direct
+
+    def parts(self) -> list[Part]:
+        return [part for part in self._values if part.numel]
+
+    def read(self, part: Part, start: int, out: Tensor) -> None:
+        out.copy_(self._values[part][start - part.start :][: out.numel()])
+
+    def write(self, part: Part, start: int, values: Tensor) -> None:
+        self._values[part][start - part.start :][: values.numel()] = values
+
+    def view(self, part: Part) -> Tensor | None:
+        return self._values[part] if self._direct else None
+
+    def equals(self, weights: dict[str, Tensor]) -> bool:
+        return all(
+            torch.equal(values, weights[part.name].reshape(-1)[part.start : part.stop])
+            for part, values in self._values.items()
+        )
+
+
+def model_of(kind: str) -> Any:
+    torch.manual_seed(3)
+    config = AutoConfig.for_model(kind, **{**SMALL, **KINDS[kind]})
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    return model
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    buffers = {name: model.get_buffer(name) for name in model.state_dict() if name in dict(model.named_buffers())}
+    return {name: parameter.detach() for name, parameter in model.named_parameters()} | buffers
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    model, folder = model_of(request.param), tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(folder)
+    return model, folder
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("direct", [True, False])
+def test_what_transformers_saves_is_loaded_and_exported_the_same(
+    saved: tuple[Any, Path], tmp_path: Path, world: int, direct: bool
+) -> None:
+    model, folder = saved
+    weights = weights_of(model)
+    tensors = [(name, tuple(weight.shape)) for name, weight in weights.items()]
+    tied = {"lm_head.weight": "model.embed_tokens.weight"} if model.config.tie_word_embeddings else {}
+    published = published_of(model, tensors)
+    assert published is not None and any(".experts.4." in each.name for each in published)
+
+    def work(ranks: RankGroup) -> int:
+        store = Held({name: torch.zeros_like(w) for name, w in weights.items()}, ranks.rank, world, direct)
+        read_bytes = load_weights(store, folder, tensors, tied, ranks, published=published)
+        assert store.equals(weights)
+        config = {"config.json": (folder / "config.json").read_bytes()}
+        export(store, tensors, tmp_path / "out", torch.float32, config, ranks, published=published)
+        return read_bytes
+
+    # Each byte is read by one rank.
+    assert sum(run_world(world, work)) == sum(4 * weight.numel() for weight in weights.values())
+    stored, expected = load_file(tmp_path / "out" / "model.safetensors"), load_file(folder / "model.safetensors")
+    assert stored.keys() == expected.keys()
+    assert all(torch.equal(stored[name], expected[name]) for name in expected)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert all(torch.equal(weight, again.state_dict()[name]) for name, weight in weights.items())
+
+
+def test_the_layout_of_the_model_itself_is_loaded_too(saved: tuple[Any, Path], tmp_path: Path) -> None:
+    model, _ = saved
+    weights = weights_of(model)
+    tensors = [(name, tuple(weight.shape)) for name, weight in weights.items()]
+    export(Held(weights, 0, 1), tensors, tmp_path / "out", torch.float32, {}, Alone())
+    store = Held({name: torch.zeros_like(weight) for name, weight in weights.items()}, 0, 1)
+    load_weights(store, tmp_path / "out", tensors, {}, Alone(), published=published_of(model, tensors))
+    assert store.equals(weights)
+
+
+def test_for_other_peoples_scripts(saved: tuple[Any, Path]) -> None:
+    model, folder = saved
+    if model.config.model_type == "deepseek_v3":
+        pytest.skip("its router holds a buffer that a checkpoint has: load_sharded says so")
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(model.config)
+    loaded = load_sharded(empty, folder)
+    expected = model.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
+
+
+def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
+    model = model_of("mixtral")
+    model.save_pretrained(tmp_path)
+    index = {name: "model.safetensors" for name in load_file(tmp_path / "model.safetensors") if ".3.w2" not in name}
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-00001.safetensors")
+    of_file = {name: "model-00001.safetensors" for name in index}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": of_file}))
+    weights = weights_of(model)
+    tensors = [(name, tuple(weight.shape)) for name, weight in weights.items()]
+    with pytest.raises(WeightsFileError, match=r"missing: model\.layers\.0\.block_sparse_moe\.experts\.3\.w2\.weight"):
+        load_weights(Held(weights, 0, 1), tmp_path, tensors, {}, Alone(), published=published_of(model, tensors))
+
+
+def test_models_that_are_stored_as_they_are_held() -> None:
+    for kind, more in (("llama", {}), ("gpt_oss", {"num_local_experts": 4})):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SMALL, **more}))
+        assert published_of(model, [(name, tuple(p.shape)) for name, p in model.named_parameters()]) is None
+
+
+def test_a_part_is_cut_where_what_is_published_ends() -> None:
+    """A rank's part begins and ends anywhere: inside of an expert, too."""
+    weight = torch.arange(24.0).view(2, 4, 3)
+    published = [
+        Published(f"{expert}.{name}", (2, 3), "w", 12 * expert + 6 * half)
+        for expert in range(2)
+        for half, name in enumerate(("gate", "up"))
+    ]
+
+    class Some(Held):
+        def __init__(self) -> None:
+            super().__init__({}, 0, 1)
+            self._values = {Part("w", (2, 4, 3), "weight", 4, 15): weight.view(-1)[4:15]}
+
+    cut = PublishedParts(Some(), published)
+    assert [(part.name, part.start, part.stop) for part in cut.parts()] == [
+        ("0.gate", 4, 6), ("0.up", 0, 6), ("1.gate", 0, 3),
+    ]  # fmt: skip
+    out = torch.empty(2)
+    cut.read(cut.parts()[1], 3, out)
+    assert out.tolist() == [9, 10]
