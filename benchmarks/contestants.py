@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -43,7 +43,12 @@ class Work:
 
 
 def aliquot_steps(
-    engine_name: str, config: Mapping[str, Any], work: Work, topology: Any, settings: Mapping[str, Any]
+    engine_name: str,
+    config: Mapping[str, Any],
+    work: Work,
+    topology: Any,
+    settings: Mapping[str, Any],
+    precision: Literal["bf16", "fp32"] = "bf16",
 ) -> Iterator[None]:
     """Each `next` is one optimizer step. `engine_name` host, fsdp, or alone: host without collectives."""
     from transformers import AutoConfig
@@ -58,7 +63,7 @@ def aliquot_steps(
     from aliquot.models.batch import MicroBatch
 
     built = meta.build(AutoConfig.for_model(**config))
-    spec = EngineSpec("bf16", work.tokens, built.traits.plain_head, **settings)
+    spec = EngineSpec(precision, work.tokens, built.traits.plain_head, **settings)
     engine: Any
     if engine_name == "alone":
         if spec.compile == "layers":
@@ -85,7 +90,7 @@ def aliquot_steps(
         yield
 
 
-def fsdp2_steps(config: Mapping[str, Any], work: Work) -> Iterator[None]:
+def fsdp2_steps(config: Mapping[str, Any], work: Work, precision: str = "bf16") -> Iterator[None]:
     """As PyTorch's tutorial: fp32 master weights, bf16 compute, each layer and the model wrapped."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -95,7 +100,8 @@ def fsdp2_steps(config: Mapping[str, Any], work: Work) -> Iterator[None]:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    compute = torch.bfloat16 if precision == "bf16" else torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -116,6 +122,7 @@ def deepspeed_seconds(
     accumulation: int,
     steps: int,
     between: Callable[[int], None],
+    precision: str = "bf16",
 ) -> None:
     """HF Trainer with the seed's ZeRO-3 JSON. `between(step)` is called after each optimizer step.
 
@@ -144,12 +151,12 @@ def deepspeed_seconds(
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "cpu-ds.json")
-        file.write_text(json.dumps(DEEPSPEED_JSON))
+        file.write_text(json.dumps(DEEPSPEED_JSON | {"bf16": {"enabled": precision == "bf16"}}))
         settings = TrainingArguments(
             output_dir=folder,
             deepspeed=str(file),
             use_cpu=True,
-            bf16=True,
+            bf16=precision == "bf16",
             per_device_train_batch_size=1,
             gradient_accumulation_steps=accumulation,
             max_steps=steps,
@@ -166,13 +173,17 @@ def deepspeed_seconds(
 
 
 def matmul_rate(
-    shapes: list[tuple[int, int, int]], seconds: float = 0.3, clock: Callable[[], float] = time.perf_counter
+    shapes: list[tuple[int, int, int]],
+    seconds: float = 0.3,
+    clock: Callable[[], float] = time.perf_counter,
+    precision: str = "bf16",
 ) -> float:
-    """FLOP/s of this rank's bf16 matmul while all ranks do the same: the best of `shapes` (M, K, N)."""
+    """FLOP/s of this rank's matmul while all ranks do the same: the best of `shapes` (M, K, N)."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     rates = []
     for m, k, n in shapes:
-        left, right = torch.randn(m, k, dtype=torch.bfloat16), torch.randn(k, n, dtype=torch.bfloat16)
-        out = torch.empty(m, n, dtype=torch.bfloat16)
+        left, right = torch.randn(m, k, dtype=dtype), torch.randn(k, n, dtype=dtype)
+        out = torch.empty(m, n, dtype=dtype)
         torch.mm(left, right, out=out)
         times: list[float] = []
         while sum(times) < seconds:

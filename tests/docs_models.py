@@ -29,8 +29,10 @@ document is a call of the model with its own attention or mixer: as exact, and s
 Dropout of attention probabilities, too, makes a call each: set it to 0 where you can. A run says which way it goes,
 and why.
 
-What this does not show: weights that were published. A mixture of experts whose checkpoint holds each expert apart,
-as most on the hub do, is not yet loaded: its run ends with the names of the tensors that are missing.
+What this does not show: weights that were published. Mixtures of experts whose checkpoints hold each expert apart are
+loaded and exported so where each published tensor is one range of a weight (Mixtral, Qwen-MoE, OLMoE, DeepSeek-V3,
+compared with what transformers saves and loads); where a conversion does more, a run ends with the names of the tensors
+that are missing.
 
 | model type | documents |
 |--|--|

@@ -22,6 +22,7 @@ from aliquot.data.batches import StepBatch
 from aliquot.data.batches_ahead import BatchesAhead
 from aliquot.errors import DivergedError
 from aliquot.evaluate import evaluate
+from aliquot.experts.load import counted, has_experts, spread
 from aliquot.launch.device import choose_device
 from aliquot.launch.local_ranks import told_local_ranks
 from aliquot.launch.placement import place
@@ -221,7 +222,7 @@ class Training:
         if self._run.ledger.mark("first step", lambda: self._engine.counters().memory()):
             self._run.ledger.publish(self._run.directory.ledger, self._run.ranks, self._run.about)
         if self._record.due(done):
-            self._record.log({**metrics, **self._engine.counters().traffic()})
+            self._record.log({**metrics, **self._experts(), **self._engine.counters().traffic()})
         if not stopping and (last or is_due(config.train.eval_steps, done)):
             stopping = self._evaluate()
         if last or stopping or is_due(config.checkpoint.every, done):
@@ -230,6 +231,11 @@ class Training:
         if stopping and not last:
             self._saver.finish()
             raise Terminated(stopping, f"after step {done}, which is saved: start again to continue")
+
+    def _experts(self) -> dict[str, object]:
+        """How evenly they were chosen, of a mixture."""
+        model = self._model.built.model
+        return spread(self._run.ranks.gather(counted(model))) if has_experts(model) else {}
 
     def _evaluate(self) -> int:
         """The signal for which it was given up, or 0."""

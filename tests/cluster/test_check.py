@@ -113,7 +113,9 @@ def test_nothing_is_found_in_a_render(make: Callable[..., Job], trainer: str, ch
     assert check_manifests(manifests_of(documents(job))) == []  # nor without the plan
 
 
-@pytest.mark.parametrize("name, ranks, device", [("llama3-8b-cpu", 2, "cpu"), ("llama3-8b-gpu", 1, "cuda")])
+@pytest.mark.parametrize(
+    "name, ranks, device", [("llama3-8b-cpu", 2, "cpu"), ("qwen3-30b-a3b-cpu", 2, "cpu"), ("llama3-8b-gpu", 1, "cuda")]
+)
 def test_examples(name: str, ranks: int, device: str) -> None:
     """They need no network, no hub and no account to render."""
     settings = read_config(REPOSITORY / "examples" / f"{name}.yaml")

@@ -16,6 +16,7 @@ from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from aliquot.experts.base import send_to
+from aliquot.experts.load import counted, spread
 from aliquot.experts.routing import filled_up, route
 from aliquot.experts.sorted_experts import IMPLEMENTATION, register, suits, weights_of
 
@@ -75,7 +76,7 @@ def ran(module: nn.Module, how: str, chosen: Tensor) -> dict[str, Tensor]:
     return found  # type: ignore[return-value]
 
 
-def spread(kind: str) -> Tensor:
+def choices(kind: str) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     random = torch.stack([torch.randperm(EXPERTS, generator=generator)[:2] for _ in range(150)])
     return {
@@ -95,7 +96,7 @@ def registered() -> None:
 @pytest.mark.parametrize("kind", ["silu", "gelu", "plain", "gpt_oss"])
 @pytest.mark.parametrize("how", ["random", "one expert has no token", "one expert has all", "one token in all"])
 def test_equals_the_eager_loop(kind: str, how: str) -> None:
-    module, chosen = module_of(kind), spread(how)
+    module, chosen = module_of(kind), choices(how)
     expected, found = ran(module, "eager", chosen), ran(module, IMPLEMENTATION, chosen)
     for name, values in expected.items():
         # fp32 sums in another order: a few roundings.
@@ -103,16 +104,27 @@ def test_equals_the_eager_loop(kind: str, how: str) -> None:
 
 
 def test_a_choice_of_no_expert_adds_nothing() -> None:
-    module, chosen = module_of("silu"), spread("some choose none")
+    module, chosen = module_of("silu"), choices("some choose none")
     expected, found = ran(module, "eager", chosen), ran(module, IMPLEMENTATION, chosen)
     for name, values in expected.items():
         torch.testing.assert_close(found[name], values, rtol=1e-5, atol=2e-5)
 
 
 def test_repeats_are_the_same_bits() -> None:
-    module, chosen = module_of("silu"), spread("random")
+    module, chosen = module_of("silu"), choices("random")
     first, again = ran(module, IMPLEMENTATION, chosen), ran(module, IMPLEMENTATION, chosen)
     assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_what_tokens_chose_is_counted_over_ranks() -> None:
+    module = module_of("silu")
+    model = nn.Sequential(nn.Linear(2, 2), module)
+    ran(module, IMPLEMENTATION, torch.tensor([[0, 2], [2, 0], [0, 4]]))
+    ran(module, IMPLEMENTATION, torch.tensor([[0, 2]]))
+    first = counted(model)
+    assert first == [[4, 0, 3, 0, 1]] and counted(model) == []
+    assert spread([first, [], [[0, 0, 1, 0, 1]]]) == {"busiest_expert": [2.0], "unused_experts": 2}
+    assert spread([[], []]) == {}
 
 
 class Kept:
@@ -158,7 +170,7 @@ def test_gradients_go_where_they_are_sent(turn: bool) -> None:
 
 
 def test_bf16_is_as_near_to_fp32_as_the_eager_loop() -> None:
-    module, chosen = module_of("silu"), spread("random")
+    module, chosen = module_of("silu"), choices("random")
     exact = ran(module, "eager", chosen)
     module.bfloat16()
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from aliquot.experts.activation import Activation, activation_of
 from aliquot.experts.base import ExpertGradients, gradients_of
+from aliquot.experts.load import count
 from aliquot.experts.routing import Routing, route
 
 IMPLEMENTATION = "aliquot_experts"
@@ -62,7 +63,7 @@ def sorted_experts(module: nn.Module, hidden: Tensor, chosen: Tensor, scores: Te
     sinks = [gradients_of(weight) if torch.is_grad_enabled() else None for weight in weights]
     if None in sinks:
         sinks = [None, None]
-    mixture = _Mixture(activation_of(module), route(chosen, up.shape[0]), bool(module.is_transposed), *sinks)
+    mixture = _Mixture(module, activation_of(module), route(chosen, up.shape[0]), bool(module.is_transposed), *sinks)
     if sinks[0] is not None:
         up, down = up.detach(), down.detach()  # type: ignore[assignment]
     result: Tensor = _SortedExperts.apply(hidden.to(up.dtype), scores, up, down, *biases, mixture)  # type: ignore[no-untyped-call]
@@ -71,6 +72,7 @@ def sorted_experts(module: nn.Module, hidden: Tensor, chosen: Tensor, scores: Te
 
 @dataclass(frozen=True)
 class _Mixture:
+    module: nn.Module
     activation: Activation
     routing: Routing
     transposed: bool  # weights are [E, in, out], else [E, out, in]
@@ -131,6 +133,7 @@ class _SortedExperts(torch.autograd.Function):
         hidden, scores, up, down, up_bias, down_bias, before = ctx.saved_tensors
         mixture: _Mixture = ctx.mixture
         routing = mixture.routing
+        count(mixture.module, routing.counts)  # here and not in forward, which may run twice
         of_slots = routing.scores(scores)[:, None]
         score_gradients = torch.zeros(routing.size + 1, device=hidden.device)
         before_gradients = torch.empty_like(before)
@@ -192,16 +195,16 @@ def _by_expert(
             sink.publish(present)
         return None
     whole = torch.empty_like(weight)
-    for expert, count in enumerate(counts):
-        _fill(whole[expert], count, expert, work)
+    for expert, tokens in enumerate(counts):
+        _fill(whole[expert], tokens, expert, work)
     if sink is None:
         return whole
     sink.whole(whole)
     return None
 
 
-def _fill(room: Tensor, count: int, expert: int, work: Callable[[int, Tensor | None], None]) -> None:
-    if count:
+def _fill(room: Tensor, tokens: int, expert: int, work: Callable[[int, Tensor | None], None]) -> None:
+    if tokens:
         work(expert, room)
     else:
         room.zero_()

@@ -1,0 +1,226 @@
+"""A mixture of experts: optimizer steps of aliquot, plain FSDP2 and HF Trainer + DeepSpeed ZeRO-3 on two ranks.
+
+python benchmarks/moe.py --json moe.json [--shapes top4of32,top8of128] [--layers 10] [--rounds 2] [--steps 3]
+                         [--precision fp32] [--no-plan]
+
+Qwen3-MoE-like models of 500 M parameters and more, a packed row of 2,048 tokens a rank and step. FLOP/s count what is
+active: of the experts those that a token chose. The ceiling of `moe_mfu` is a plain product of the experts' own shapes,
+all ranks at once, in the same run. `moe_layer` is one layer's experts on one core against each implementation that
+transformers has for CPU; `batched_mm`, which copies a matrix a token, is left out where that takes more than 8 GB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.contestants import Work, aliquot_steps, deepspeed_seconds, fsdp2_steps, matmul_rate, quiet
+from benchmarks.report import Row, finish, target
+from benchmarks.worlds import run_world, tell
+
+RANKS, TOKENS = 2, 2048
+PACKED, FULL = Work(TOKENS, 1, 300), Work(TOKENS, 1)
+COMMON = {
+    "model_type": "qwen3_moe", "hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128,
+    "vocab_size": 32000, "max_position_embeddings": 8192, "norm_topk_prob": True, "intermediate_size": 2048,
+}  # fmt: skip
+SHAPES = {
+    "top4of32": {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 512},
+    "top8of128": {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 192},
+}
+CONTESTANTS = {"host": PACKED, "plain FSDP2, tuned": FULL, "DeepSpeed ZeRO-3, tuned": FULL, "host, full rows": FULL}
+IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--json", type=Path)
+    arguments.add_argument("--shapes", default=",".join(SHAPES))
+    arguments.add_argument("--layers", type=int, default=10)
+    arguments.add_argument("--rounds", type=int, default=2)
+    arguments.add_argument("--steps", type=int, default=3)
+    arguments.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
+    arguments.add_argument("--no-plan", action="store_true")
+    given = arguments.parse_args()
+    rows: list[Row] = []
+    targets = []
+    for shape in given.shapes.split(","):
+        found = [*steps_of(shape, given), *run_world(__file__, 1, "layer", shape, given.precision)]
+        rows += found
+        targets += targets_of(shape, {row["who"]: row for row in found if "who" in row}, found[-1])
+    if not given.no_plan:
+        plan = planned(given)
+        rows.append(plan)
+        if "failed" not in plan:
+            errors = (abs(plan["memory_error"]), abs(plan["time_error"]))
+            targets += [
+                target("moe_plan_memory", errors[0], 0.05, "lower"),
+                target("moe_plan_time", errors[1], 0.10, "lower"),
+            ]
+    finish(f"a mixture of experts on two ranks, {given.precision}, {given.layers} layers", rows, targets, given.json)
+
+
+def steps_of(shape: str, given: argparse.Namespace) -> list[Row]:
+    from aliquot.launch.preload import with_allocator
+
+    taken: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in CONTESTANTS}
+    environ = {"LD_PRELOAD": with_allocator(os.environ).get("LD_PRELOAD", "")}
+    for _ in range(given.rounds):
+        for name, runs in taken.items():
+            words = ("steps", shape, name, str(given.steps), str(given.layers), given.precision)
+            runs.append(run_world(__file__, RANKS, *words, timeout_s=1500, environ=environ))
+            print(shape, name, runs[-1][0].get("failed") or [round(s, 2) for s in runs[-1][0]["seconds"]], flush=True)
+    return [row(shape, name, runs) for name, runs in taken.items()]
+
+
+def row(shape: str, name: str, runs: list[list[dict[str, Any]]]) -> Row:
+    failed = [ranks[0]["failed"] for ranks in runs if "failed" in ranks[0]]
+    if failed:
+        return {"shape": shape, "who": name, "note": failed[0]}
+    seconds = [max(pair) for ranks in runs for pair in zip(*(rank["seconds"] for rank in ranks), strict=True)]
+    rates = [
+        sum(rank["flops"] for rank in ranks) / statistics.median(ranks[0]["seconds"]) / sum(r["ceiling"] for r in ranks)
+        for ranks in runs
+    ]
+    ratios = [r["peak_pss_bytes"] / r["states_bytes"] for ranks in runs for r in ranks if r["states_bytes"]]
+    return {
+        "shape": shape,
+        "who": name,
+        "parameters": runs[0][0]["parameters"],
+        "active": runs[0][0]["active"],
+        "tokens_per_s": RANKS * TOKENS / statistics.median(seconds),
+        "mfu": statistics.median(rates),
+        "ceiling_gflops": sum(rank["ceiling"] for rank in runs[0]) / 1e9,
+        "peak_pss_gb": max(rank["peak_pss_bytes"] for ranks in runs for rank in ranks) / 1e9,
+        "pss_ratio": max(ratios, default=None),
+    }
+
+
+def targets_of(shape: str, rows: dict[str, Row], layer: Row) -> list[dict[str, Any]]:
+    ours, alike = rows["host"], rows["host, full rows"].get("tokens_per_s")
+    peers = [speed for name in CONTESTANTS if "tuned" in name and (speed := rows[name].get("tokens_per_s"))]
+    best = min((layer[name] for name in IMPLEMENTATIONS if layer.get(name)), default=None)
+    return [
+        target(f"moe_mfu_{shape}", ours.get("mfu"), 0.70, "higher"),
+        target(f"moe_layer_{shape}", best / layer["ours"] if best else None, 2.5, "higher"),
+        target(f"moe_speedup_{shape}", alike / max(peers) if alike and peers else None, 4, "higher"),
+        target(f"moe_pss_ratio_{shape}", ours.get("pss_ratio"), 1.25, "lower"),
+    ]
+
+
+def planned(given: argparse.Namespace) -> Row:
+    """A run of the command, and its own plan."""
+    from benchmarks.foresight import Case, measured
+
+    model = {**COMMON, **SHAPES["top4of32"], "num_hidden_layers": max(2, given.layers // 2), "vocab_size": 8192}
+    with tempfile.TemporaryDirectory() as scratch:
+        return measured(Case("qwen3-moe host 2", model, RANKS, "host", 1024, 1), Path(scratch), 12, given.precision)
+
+
+def rank_steps(shape: str, name: str, steps: int, layers: int, precision: str) -> None:
+    from benchmarks.step import tuned_topology
+    from transformers import AutoConfig
+
+    quiet()
+    config: dict[str, Any] = {**COMMON, **SHAPES[shape], "num_hidden_layers": layers}
+    topology = tuned_topology(True)
+    import torch.distributed as dist
+
+    from aliquot.machine.memory import memory_use, peak_pss
+    from aliquot.models import meta
+    from aliquot.models.structure import attention_widths
+    from aliquot.observe.flops import model_flops
+
+    built = meta.build(AutoConfig.for_model(**config))
+    per_expert = TOKENS * config["num_experts_per_tok"] // config["num_experts"]
+    width, inner = config["hidden_size"], config["moe_intermediate_size"]
+
+    def ceiling() -> float:
+        dist.barrier()
+        return matmul_rate([(per_expert, width, 2 * inner), (per_expert, inner, width)], precision=precision)
+
+    before, warm, work = ceiling(), 2, CONTESTANTS[name]
+    ends: list[float] = []
+
+    def between(_step: int) -> None:
+        ends.append(time.perf_counter())
+
+    states_bytes = 0
+    if name.startswith("DeepSpeed"):
+        deepspeed_seconds(config, lambda _: (TOKENS, TOKENS), 1, warm + steps, between, precision)
+    else:
+        if name.startswith("host"):
+            making = aliquot_steps("host", config, work, topology, {}, precision)
+            # Of each parameter weight, gradient sum and two moments; in bf16 shared copy and low half are the weight.
+            states_bytes = 16 * built.numel // RANKS
+        else:
+            making = fsdp2_steps(config, work, precision)
+        for step in range(warm + steps):
+            next(making)
+            between(step)
+    lengths = [b - a for a, b in pairwise(work.edges(warm * RANKS + topology.rank))]
+    flops = model_flops(built.matmul_parameters, TOKENS, lengths, attention_widths(AutoConfig.for_model(**config)))
+    tell(
+        {
+            "seconds": [b - a for a, b in pairwise(ends)][warm - 1 :],
+            "flops": flops,
+            "ceiling": (before + ceiling()) / 2,
+            "peak_pss_bytes": peak_pss(memory_use()),
+            "states_bytes": states_bytes,
+            "parameters": built.numel,
+            "active": built.matmul_parameters,
+        }
+    )
+    os._exit(0)  # peers leave threads behind that abort at exit
+
+
+def rank_layer(shape: str, precision: str) -> None:
+    """Seconds of forward and backward of one layer's experts on one core, alternating."""
+    import torch
+    from transformers import AutoConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    from aliquot.experts.sorted_experts import IMPLEMENTATION, register
+
+    quiet()
+    torch.set_num_threads(1)
+    register()
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    config = AutoConfig.for_model(**COMMON, **SHAPES[shape])
+    experts: Any = Qwen3MoeExperts(config).to(dtype)
+    generator = torch.Generator().manual_seed(0)
+    for weight in experts.parameters():
+        torch.nn.init.normal_(weight, std=0.05, generator=generator)
+    chosen = torch.rand(TOKENS, config.num_experts, generator=generator).topk(config.num_experts_per_tok).indices
+    scores = torch.rand(chosen.shape, generator=generator).to(dtype).requires_grad_()
+    hidden = torch.randn(TOKENS, config.hidden_size, generator=generator).to(dtype).requires_grad_()
+    copied = chosen.numel() * 3 * config.hidden_size * config.moe_intermediate_size * dtype.itemsize
+    names = [name for name in IMPLEMENTATIONS if name != "batched_mm" or copied < 8e9]
+    taken: dict[str, list[float]] = {name: [] for name in (*names, IMPLEMENTATION)}
+    for _ in range(4):
+        for name, seconds in taken.items():
+            config._experts_implementation = name
+            began = time.perf_counter()
+            experts(hidden, chosen, scores).sum().backward()
+            seconds.append(time.perf_counter() - began)
+            experts.zero_grad()
+    found = {name: statistics.median(seconds[1:]) for name, seconds in taken.items()}
+    tell({"shape": f"{shape}, a layer, seconds", "ours": found.pop(IMPLEMENTATION), **found})
+
+
+if __name__ == "__main__":
+    if "--rank" not in sys.argv:
+        main()
+    elif sys.argv[2] == "layer":
+        rank_layer(sys.argv[3], sys.argv[4])
+    else:
+        rank_steps(sys.argv[3], sys.argv[4], int(sys.argv[5]), int(sys.argv[6]), sys.argv[7])

@@ -1,0 +1,49 @@
+"""How evenly tokens are spread over experts: what a mixture that falls apart shows first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_ATTRIBUTE = "aliquot_tokens_per_expert"
+
+Counts = list[list[int]]  # [layer][expert]
+
+
+def count(module: nn.Module, tokens: Sequence[int]) -> None:
+    """So many tokens more have chosen each expert of `module`, and been learned from."""
+    before = getattr(module, _ATTRIBUTE, None) or [0] * len(tokens)
+    setattr(module, _ATTRIBUTE, [a + b for a, b in zip(before, tokens, strict=True)])
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Some that transformers hands to a function of its ExpertsInterface."""
+    return any(hasattr(module, "is_transposed") and hasattr(module, "has_gate") for module in model.modules())
+
+
+def counted(model: nn.Module) -> Counts:
+    """Of each module of experts, in the model's order, since this was asked last."""
+    modules = [module for module in model.modules() if hasattr(module, _ATTRIBUTE)]
+    found = [getattr(module, _ATTRIBUTE) for module in modules]
+    for module in modules:
+        delattr(module, _ATTRIBUTE)
+    return found
+
+
+def spread(of_ranks: Sequence[Counts]) -> dict[str, object]:
+    """For metrics.jsonl: of each layer the load of its busiest expert over the mean, and how many got no token.
+
+    1 is even; the number of experts: one has all.
+    """
+    layers = max(map(len, of_ranks), default=0)
+    if not layers:
+        return {}
+    known = [counts for counts in of_ranks if len(counts) == layers]  # a rank without a batch has counted nothing
+    totals = [[sum(each) for each in zip(*layer, strict=True)] for layer in zip(*known, strict=True)]
+    return {
+        "busiest_expert": [round(max(of) * len(of) / max(1, sum(of)), 3) for of in totals],
+        "unused_experts": sum(tokens == 0 for of in totals for tokens in of),
+    }
