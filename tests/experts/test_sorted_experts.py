@@ -169,6 +169,18 @@ def test_gradients_go_where_they_are_sent(turn: bool) -> None:
     assert torch.equal(ran(module, IMPLEMENTATION, chosen)["down_proj"], expected["down_proj"])
 
 
+def test_experts_learn_where_nothing_before_them_does() -> None:
+    module, chosen = module_of("silu"), choices("random")
+    weights = weights_of(module)
+    assert weights is not None
+    sink = Kept(weights[1], True)
+    for weight in weights:
+        send_to(weight, sink)
+    module.config._experts_implementation = IMPLEMENTATION  # type: ignore[union-attr]
+    module(torch.ones(len(chosen), WIDTH), chosen, torch.ones(chosen.shape)).sum().backward()
+    assert all(weight.grad is not None and weight.grad.any() for weight in weights) and not sink.present
+
+
 def test_bf16_is_as_near_to_fp32_as_the_eager_loop() -> None:
     module, chosen = module_of("silu"), choices("random")
     exact = ran(module, "eager", chosen)

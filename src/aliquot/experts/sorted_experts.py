@@ -7,6 +7,7 @@ of the weights go expert by expert to wherever the engine wants them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,13 @@ def weights_of(module: nn.Module) -> tuple[nn.Parameter, nn.Parameter] | None:
     return module.gate_up_proj if module.has_gate else module.up_proj, module.down_proj  # type: ignore[return-value]
 
 
+def experts_weights(model: nn.Module) -> list[nn.Parameter]:
+    """Large weights of experts that learn and belong to one module alone."""
+    pairs = [weights for module in model.modules() if (weights := weights_of(module)) is not None]
+    names = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    return [each for pair in pairs if all(names[id(w)] == 1 and w.requires_grad for w in pair) for each in pair]
+
+
 def sorted_experts(module: nn.Module, hidden: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
     """hidden [T, H], chosen int64 [T, K], scores [T, K] -> [T, H], summed over K in fp32 in the order of `chosen`."""
     if hidden.is_cuda:
@@ -60,7 +68,9 @@ def sorted_experts(module: nn.Module, hidden: Tensor, chosen: Tensor, scores: Te
     if module.has_bias:
         name = "gate_up_proj_bias" if module.has_gate else "up_proj_bias"
         biases = [getattr(module, name), module.down_proj_bias]  # type: ignore[list-item]
-    sinks = [gradients_of(weight) if torch.is_grad_enabled() else None for weight in weights]
+    # Where nothing before them learns, only autograd of the weights themselves brings backward here.
+    learning = torch.is_grad_enabled() and (hidden.requires_grad or scores.requires_grad)
+    sinks = [gradients_of(weight) if learning else None for weight in weights]
     if None in sinks:
         sinks = [None, None]
     mixture = _Mixture(module, activation_of(module), route(chosen, up.shape[0]), bool(module.is_transposed), *sinks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -78,7 +79,8 @@ def _take_experts(model: PreTrainedModel) -> None:
     """Our experts where transformers lets a model have them and they compute what its own do, else its plain ones."""
     experts = [module for module in model.modules() if weights_of(module) is not None]
     if experts:
-        model.set_experts_implementation(IMPLEMENTATION if all(map(suits, experts)) else "eager")
+        with suppress(ValueError):  # transformers says so of a model whose experts nobody can replace
+            model.set_experts_implementation(IMPLEMENTATION if all(map(suits, experts)) else "eager")
 
 
 def _check_layout(model: PreTrainedModel) -> None:

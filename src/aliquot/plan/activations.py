@@ -8,9 +8,10 @@ one of each kind, and one more of each kind to see what it adds.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 from aliquot.attention.base import Documents
 from aliquot.attention.document_attention import attention_on
 from aliquot.engines.host.host_memory import piece_edges
+from aliquot.experts.base import send_to
+from aliquot.experts.sorted_experts import experts_weights
 from aliquot.loss.base import IGNORE, GradientRows
 from aliquot.loss.head_loss import head_loss_on
 from aliquot.models import calls
@@ -66,6 +69,9 @@ def _run(
     labels = torch.zeros(tokens, dtype=torch.int64)  # real ones: how many rows the loss works on depends on them
     labels[predicted:] = IGNORE
     with Live(model.parameters()) as live:
+        if not step.head_gradient and traits.packs:
+            for weight in experts_weights(model):
+                send_to(weight, _ExpertsInARing(weight, live))
 
         def loss_of(inputs: Tensor) -> tuple[int, Tensor]:
             """What is alive after the layers, and the loss."""
@@ -108,6 +114,28 @@ def _rows_in_a_ring(shape: ModelShape, step: Step, live: Live) -> GradientRows:
     room = torch.empty(edges[1], shape.width, dtype=_dtype(step), device="meta")
     live.ignore(room)
     return _TwoForAll(live, edges, lambda a, b: room[: b - a], lambda: None)
+
+
+class _ExpertsInARing:
+    """Where engine host has the gradients of experts written."""
+
+    def __init__(self, weight: Tensor, live: Live) -> None:
+        edges = piece_edges(weight.shape[0], weight[0].numel(), weight.element_size())
+        self._blocks = tuple(pairwise(edges))
+        self._room = torch.empty_like(weight[: edges[1]])
+        live.ignore(self._room)
+
+    def blocks(self) -> Sequence[tuple[int, int]]:
+        return self._blocks
+
+    def buffer(self, first: int, last: int) -> Tensor:
+        return self._room[: last - first]
+
+    def publish(self, present: bool) -> None:
+        pass
+
+    def whole(self, gradient: Tensor) -> None:
+        raise AssertionError("it is always its turn")
 
 
 class _TwoForAll(GradientRows):

@@ -8,7 +8,7 @@ from itertools import pairwise
 from torch import Tensor, nn
 
 from aliquot.engines.host.host_gradients import HostGradients
-from aliquot.experts.sorted_experts import weights_of
+from aliquot.experts.sorted_experts import experts_weights
 from aliquot.models.structure import decoder_layers
 
 
@@ -36,36 +36,20 @@ class RingGradients:
         self._gradients.arrived(self._index, gradient)
 
 
-def experts_weights(model: nn.Module) -> list[nn.Parameter]:
-    """Large weights of experts that learn and belong to one module alone."""
-    found = [weights for module in model.modules() if (weights := weights_of(module)) is not None]
-    names = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
-    once = {each for each in names if names.count(each) == 1}
-    return [each for pair in found if all(id(w) in once and w.requires_grad for w in pair) for each in pair]
-
-
 def experts_first(model: nn.Module, order: Sequence[int]) -> list[int]:
     """`order` of weights by index, in which backward comes to them, with the experts' first in each layer.
 
-    What follows them in the module, a norm's weight for one, gets its gradient later than they do.
+    What follows them in the layer, a norm's weight for one, gets its gradient later than they do.
     """
     parameters = list(model.parameters())
     experts = {id(weight) for weight in experts_weights(model)}
     layer_of = {id(p): at for at, layer in enumerate(decoder_layers(model)) for p in layer.parameters()}
-    found: list[int] = []
-    for at, index in enumerate(order):
+    begins: dict[int, int] = {}  # where in `order` a layer does
+
+    def place(at: int, index: int) -> tuple[int, bool]:
         layer = layer_of.get(id(parameters[index]))
-        if id(parameters[index]) not in experts or layer is None:
-            found.append(index)
-            continue
-        # Before the first of its layer that is no expert's.
-        place = next(
-            (
-                i
-                for i, before in enumerate(found)
-                if layer_of.get(id(parameters[before])) == layer and id(parameters[before]) not in experts
-            ),
-            at,
-        )
-        found.insert(place, index)
-    return found
+        begin = at if layer is None else begins.setdefault(layer, at)
+        return begin, id(parameters[index]) not in experts
+
+    places = [(*place(at, index), index) for at, index in enumerate(order)]
+    return [index for _, _, index in sorted(places, key=lambda each: each[:2])]

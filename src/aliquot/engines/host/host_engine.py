@@ -28,7 +28,7 @@ from aliquot.collectives.shared import Memory
 from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.compiling import compile_layers
 from aliquot.engines.global_norm import global_norm
-from aliquot.engines.host.expert_gradients import RingGradients, experts_first, experts_weights
+from aliquot.engines.host.expert_gradients import RingGradients, experts_first
 from aliquot.engines.host.host_check import check_published, check_sums
 from aliquot.engines.host.host_disk import HostDisk
 from aliquot.engines.host.host_gradients import HostGradients
@@ -39,6 +39,7 @@ from aliquot.engines.host.streamed_layers import StreamedLayers, layers_on_disk
 from aliquot.engines.host.weight import Weight
 from aliquot.engines.saved_bytes import SavedBytes
 from aliquot.experts.base import send_to
+from aliquot.experts.sorted_experts import experts_weights
 from aliquot.launch.topology import Topology
 from aliquot.loss.base import GradientRows
 from aliquot.loss.head_loss import head_loss_on
