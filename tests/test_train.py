@@ -40,9 +40,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> Path:
-    """The run that the others are compared with: one process, no launcher, no environment."""
+    """The run that the others are compared with: one process, no launcher, no environment.
+
+    tests/plan/test_cli.py trains in an interpreter of its own.
+    """
     observe = {"sample_prompt": "the rank", "tensorboard": True}
-    trained(write_config(folder, "alone", checkpoint={"every": 3, "keep": 9}, observe=observe), cold=True)
+    trained(write_config(folder, "alone", checkpoint={"every": 3, "keep": 9}, observe=observe))
     return folder / "alone"
 
 

@@ -107,7 +107,7 @@ CASES = {
             "moe-bf16-full",
             {
                 "model_type": "gpt_oss",
-                "num_local_experts": 4,
+                "num_local_experts": 24,
                 "num_experts_per_tok": 2,
                 "sliding_window": 6,
                 "layer_types": ["sliding_attention", "full_attention"],
