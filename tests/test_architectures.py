@@ -1,4 +1,4 @@
-"""Model types of transformers against a plain loop: eight here, all of them by `make test-long`."""
+"""Model types of transformers against a plain loop: five here, all of them by `make test-long`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from tests import warm
 
-EIGHT = ("gemma", "apertus", "gemma2", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_next", "gpt2")
+FIVE = ("gemma2", "deepseek_v3", "gpt_oss", "gpt2", "qwen3_next")
 
 
 def outcomes(folder: Path, *arguments: str, timeout_s: float) -> list[dict[str, Any]]:
@@ -22,9 +22,9 @@ def outcomes(folder: Path, *arguments: str, timeout_s: float) -> list[dict[str, 
     return found
 
 
-def test_eight_of_all_kinds_are_exact(tmp_path: Path) -> None:
-    found = outcomes(tmp_path, "--quick", "--types", ",".join(EIGHT), timeout_s=240)
-    assert [(each["type"], each["verdict"]) for each in found] == [(name, "exact") for name in EIGHT], found
+def test_five_of_all_kinds_are_exact(tmp_path: Path) -> None:
+    found = outcomes(tmp_path, "--quick", "--types", ",".join(FIVE), timeout_s=240)
+    assert [(each["type"], each["verdict"]) for each in found] == [(name, "exact") for name in FIVE], found
 
 
 @pytest.mark.long

@@ -233,7 +233,7 @@ def test_ctrl_c_saves_and_says_how_to_continue(folder: Path, ranks: int) -> None
 def test_a_signal_during_an_evaluation_saves_and_gives_it_up(folder: Path) -> None:
     config, directory = write_config(folder, "evaluating", launch={"ranks": 2}), folder / "evaluating"
     lines = (folder / "text.txt").read_text().splitlines()
-    (folder / "much.txt").write_text("\n".join(lines * 400) + "\n")
+    (folder / "much.txt").write_text("\n".join(lines * 100) + "\n")
     more = [f"data.eval_path={folder / 'much.txt'}", "data.eval_fraction=0", "train.eval_steps=1"]
     began = time.monotonic()
     told_to_stop(signal.SIGTERM, directory, config, *more, steps=1)
