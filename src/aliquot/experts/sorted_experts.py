@@ -56,7 +56,7 @@ def experts_weights(model: nn.Module) -> list[nn.Parameter]:
 
 def sorted_experts(module: nn.Module, hidden: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
     """hidden [T, H], chosen int64 [T, K], scores [T, K] -> [T, H], summed over K in fp32 in the order of `chosen`."""
-    if hidden.is_cuda:
+    if hidden.is_cuda and not any(map(_is_misaligned, module.parameters())):
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
         found: Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, hidden, chosen, scores)
@@ -78,6 +78,11 @@ def sorted_experts(module: nn.Module, hidden: Tensor, chosen: Tensor, scores: Te
         up, down = up.detach(), down.detach()  # type: ignore[assignment]
     result: Tensor = _SortedExperts.apply(hidden.to(up.dtype), scores, up, down, *biases, mixture)  # type: ignore[no-untyped-call]
     return result.to(hidden.dtype)
+
+
+def _is_misaligned(weight: Tensor) -> bool:
+    """Whether torch's grouped product refuses its rows."""
+    return weight.ndim == 3 and any(weight.element_size() * size % 16 for size in weight.shape[1:])
 
 
 @dataclass(frozen=True)
