@@ -186,6 +186,18 @@ FAULTS = (
         "raise typer.Exit(told.exit_code) from None", "raise typer.Exit(1) from None",
         ("tests/cli", "tests/config"),
     ),
+    Fault(
+        "experts-take-others-tokens", "experts/routing.py",
+        "an expert computes from the rows of other tokens than those that chose it",
+        "of_slots[places] = order // per_token", "of_slots[places] = order % tokens",
+        ("tests/experts",),
+    ),
+    Fault(
+        "experts-in-the-models-order", "models/published.py",
+        "of an expert's two matrices that are published apart each is taken for the other",
+        "at = (first - start) * whole", "at = ((first - start) ^ 4) * whole",
+        ("tests/models/test_published.py",),
+    ),
 )  # fmt: skip
 
 
