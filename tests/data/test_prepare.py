@@ -84,6 +84,7 @@ def test_bytes_of_the_text_that_is_predicted(corpus: Path, model: Path) -> None:
     assert TokenStore.open(store.path).text_bytes is None  # as a version that did not count them left it
 
 
+@pytest.mark.long
 def test_wikitext_with_a_llama_tokenizer(shared: Path, tmp_path: Path) -> None:
     model = shared / "models" / "stories15M"
     for name in ("wikitext2-raw-valid.parquet", "wikitext2-raw-valid.txt"):
