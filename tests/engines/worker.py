@@ -32,6 +32,7 @@ from aliquot.ranges.parts import KINDS
 from tests.engines import cases
 from tests.processes import as_ranks
 
+PIECE_BYTES = host_memory._PIECE_BYTES
 ENGINES: dict[str, type[Engine]] = {
     "fsdp": FsdpEngine,
     "fsdp-shared": FsdpEngine,
@@ -70,8 +71,8 @@ def train(kind: str, case: cases.Case, rank: int, world_size: int, folder: Path)
     )
     # Several blocks and windows of a weight, and a rest.
     sizes.BLOCK = blocked_adamw.BLOCK = squared_norm.BLOCK = 192
-    if "moe" in case.name:
-        host_memory._PIECE_BYTES = 4096  # several experts, and several pieces of a weight
+    # Of a mixture several experts in a piece, and several pieces of a weight.
+    host_memory._PIECE_BYTES = 4096 if "moe" in case.name else PIECE_BYTES
     if kind == "deepspeed-uncompiled":  # as where DeepSpeed finds no way to build its shared-memory op
         importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
     topology = Topology(rank, world_size, rank, world_size, 0, 1, "cpu", 1, ())

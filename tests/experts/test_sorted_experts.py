@@ -135,7 +135,7 @@ class Kept:
         self.turn = turn
         self.present: list[bool] = []
 
-    def blocks(self) -> Sequence[tuple[int, int]] | None:
+    def begin(self) -> Sequence[tuple[int, int]] | None:
         return [(0, 2), (2, 4), (4, 5)] if self.turn else None
 
     def buffer(self, first: int, last: int) -> Tensor:

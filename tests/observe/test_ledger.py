@@ -44,12 +44,17 @@ def test_first_mark_stays_and_the_steady_peak_is_that_of_all_steps() -> None:
     ledger.mark("first step", {"weights": 2})
     occupy(128 * MIB)
     ledger.mark("steady peak", {"weights": 3})
-    high = ledger.rows()[1]["peak_bytes"]
+    high = _over_now(ledger.rows()[1])
     ledger.mark("steady peak", {"weights": 4})
     first, steady = ledger.rows()
     assert first["accounted_bytes"] == {"weights": 1} and steady["accounted_bytes"] == {"weights": 4}
-    assert steady["peak_bytes"] >= high - 16 * MIB  # what is shared with others may have been divided anew
+    assert _over_now(steady) >= high - MIB and high > 100 * MIB
     assert first["rank"] == 1
+
+
+def _over_now(row: dict[str, Any]) -> int:
+    """Independent of how what is shared is divided, which other processes change by beginning and ending."""
+    return int(row["peak_bytes"] - row["pss_bytes"])
 
 
 def test_unknown_phase_is_a_mistake() -> None:

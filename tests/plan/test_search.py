@@ -48,7 +48,7 @@ def test_proposed_lines_give_the_planned_batch(tmp_path: Path, batch: dict[str, 
     planner = Planner(PlannedModel(config), SERVER)
     found = list(candidates(planner, config, RankLayout(1, 2, 2, "cpu"), Workload.assumed(config)))
     assert {"(as it is)"} < {each.lines for each in found} and len(found) > 10
-    for each in found[::3]:  # of every kind some
+    for each in found:
         pasted = read_config(file, [f"{key}={value}" for key, value in each.changes.items()])
         ranks = each.plan.nodes * each.plan.ranks_per_node
         assert (pasted.launch.nodes, pasted.launch.ranks) == (each.plan.nodes, each.plan.ranks_per_node)

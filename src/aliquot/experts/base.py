@@ -14,8 +14,8 @@ _ATTRIBUTE = "aliquot_expert_gradients"
 class ExpertGradients(Protocol):
     """Of one weight. In a backward pass either all blocks, in order, or the whole."""
 
-    def blocks(self) -> Sequence[tuple[int, int]] | None:
-        """Experts [a, b) of each block; None: it is not this weight's turn, and its gradient must come as a whole."""
+    def begin(self) -> Sequence[tuple[int, int]] | None:
+        """It is about to come. Experts [a, b) of each block; None: not this weight's turn, it must come as a whole."""
         ...
 
     def buffer(self, first: int, last: int) -> Tensor:

@@ -200,7 +200,7 @@ def _by_expert(
         for expert, _ in mixture.used():
             work(expert, None)
         return None
-    blocks = None if sink is None else sink.blocks()
+    blocks = None if sink is None else sink.begin()
     if sink is not None and blocks is not None:
         for first, last in blocks:
             present = any(counts[first:last])

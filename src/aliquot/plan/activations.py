@@ -125,7 +125,7 @@ class _ExpertsInARing:
         self._room = torch.empty_like(weight[: edges[1]])
         live.ignore(self._room)
 
-    def blocks(self) -> Sequence[tuple[int, int]]:
+    def begin(self) -> Sequence[tuple[int, int]]:
         return self._blocks
 
     def buffer(self, first: int, last: int) -> Tensor:

@@ -22,7 +22,7 @@ class RingGradients:
         self._blocks = tuple(pairwise(gradients.row_edges(index)))
         self._row_numel = shape[1] * shape[2]
 
-    def blocks(self) -> Sequence[tuple[int, int]] | None:
+    def begin(self) -> Sequence[tuple[int, int]] | None:
         return self._blocks if self._gradients.begin(self._index) else None
 
     def buffer(self, first: int, last: int) -> Tensor:
