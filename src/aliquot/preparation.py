@@ -24,6 +24,7 @@ from aliquot.launch.same_everywhere import check_same
 from aliquot.machine.allocator import give_back
 from aliquot.models import initialize, meta
 from aliquot.models.load import load_weights
+from aliquot.models.published import Published, published_of
 from aliquot.models.source import ModelSource, resolve
 from aliquot.models.traits import Traits, traits
 from aliquot.observe import summary
@@ -69,6 +70,7 @@ class Model:
     """A model in the hands of its engine."""
 
     built: meta.MetaModel
+    published: tuple[Published, ...] | None  # how its weights are stored, where that is not as it holds them
     engine: Engine
     engine_name: str
     clock: StepClock
@@ -154,9 +156,10 @@ def build_model(run: Attempt, inputs: Inputs) -> Model:
     )
     if engine_name != "deepspeed":  # which can be started once in a process
         prove(inputs.source.config, built.traits, engine_type, spec, topology)
+    published = published_of(built.model, built.tensors)  # before the engine shards it
     engine: Engine = engine_type.build(built.model, spec, topology)
     ledger.mark("model built", engine.counters().memory())
-    return Model(built, engine, engine_name, clock, spec.notes)
+    return Model(built, published, engine, engine_name, clock, spec.notes)
 
 
 def fill_model(run: Attempt, inputs: Inputs, model: Model) -> Start:
@@ -173,7 +176,7 @@ def fill_model(run: Attempt, inputs: Inputs, model: Model) -> Start:
         for change in changes(state, config.model_dump(mode="json", by_alias=True)):
             run.display.line(f"changed since: {change}")
     elif inputs.source.directory is not None:
-        load_weights(engine, inputs.source.directory, built.tensors, built.tied, run.ranks, published=built.published)
+        load_weights(engine, inputs.source.directory, built.tensors, built.tied, run.ranks, published=model.published)
     else:
         initialize.initialize(engine, built.fills, config.run.seed)
     run.ledger.mark("weights loaded", engine.counters().memory())

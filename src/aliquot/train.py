@@ -320,7 +320,8 @@ class Training:
         target = run.directory.export
         on_first(run.ranks, lambda: self._make_room(target) if target.exists() else None)
         dtype = export_dtype(run.config.model.dtype, source.dtype, run.config.train.precision)
-        export(self._engine, built.tensors, target, dtype, self._files, run.ranks, published=built.published)
+        published = self._model.published
+        export(self._engine, built.tensors, target, dtype, self._files, run.ranks, published=published)
         return target
 
     def _make_room(self, target: Path) -> None:

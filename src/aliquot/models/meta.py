@@ -16,7 +16,6 @@ from aliquot.models import initialize
 from aliquot.models.code_of_strangers import without_code
 from aliquot.models.materialise import freeze_buffers, tied_weights
 from aliquot.models.narrow import has_dropout
-from aliquot.models.published import Published, published_of
 from aliquot.models.structure import decoder_layers, matmul_parameters
 from aliquot.models.traits import Traits, traits
 
@@ -37,7 +36,6 @@ class MetaModel:
     matmul_parameters: int  # multiply every token: all matrices but the input embedding; a tied head counts once
     traits: Traits
     dropout: bool  # its configuration has some
-    published: tuple[Published, ...] | None  # how its weights are stored, where that is not as it holds them
 
     @property
     def numel(self) -> int:
@@ -69,10 +67,7 @@ def build(config: PretrainedConfig, known: Traits | None = None) -> MetaModel:
     fills = initialize.record(model)
     tensors = tuple((name, tuple(parameter.shape)) for name, parameter in model.named_parameters())
     tied, multiply = tied_weights(model), matmul_parameters(model)
-    return MetaModel(
-        type(model).__name__, model, tensors, tied, fills, multiply, found, has_dropout(config),
-        published_of(model, tensors),
-    )  # fmt: skip
+    return MetaModel(type(model).__name__, model, tensors, tied, fills, multiply, found, has_dropout(config))
 
 
 def _take_experts(model: PreTrainedModel) -> None:
