@@ -22,7 +22,8 @@ from aliquot.data.batches import StepBatch
 from aliquot.data.batches_ahead import BatchesAhead
 from aliquot.errors import DivergedError
 from aliquot.evaluate import evaluate
-from aliquot.experts.load import counted, has_experts, spread
+from aliquot.experts.load import counted, spread
+from aliquot.experts.modules import has_experts
 from aliquot.launch.device import choose_device
 from aliquot.launch.local_ranks import told_local_ranks
 from aliquot.launch.placement import place

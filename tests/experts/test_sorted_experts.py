@@ -17,8 +17,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from aliquot.experts.base import send_to
 from aliquot.experts.load import counted, spread
+from aliquot.experts.modules import weights_of
 from aliquot.experts.routing import filled_up, route
-from aliquot.experts.sorted_experts import IMPLEMENTATION, register, suits, weights_of
+from aliquot.experts.sorted_experts import IMPLEMENTATION, register, suits
 
 EXPERTS, WIDTH, INNER = 5, 16, 12
 

@@ -19,11 +19,6 @@ def count(module: nn.Module, tokens: Sequence[int]) -> None:
     setattr(module, _ATTRIBUTE, [a + b for a, b in zip(before, tokens, strict=True)])
 
 
-def has_experts(model: nn.Module) -> bool:
-    """Some that transformers hands to a function of its ExpertsInterface."""
-    return any(hasattr(module, "is_transposed") and hasattr(module, "has_gate") for module in model.modules())
-
-
 def counted(model: nn.Module) -> Counts:
     """Of each module of experts, in the model's order, since this was asked last."""
     modules = [module for module in model.modules() if hasattr(module, _ATTRIBUTE)]

@@ -7,7 +7,6 @@ of the weights go expert by expert to wherever the engine wants them.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from aliquot.experts.activation import Activation, activation_of
 from aliquot.experts.base import ExpertGradients, gradients_of
 from aliquot.experts.load import count
+from aliquot.experts.modules import weights_of
 from aliquot.experts.routing import Routing, route
 
 IMPLEMENTATION = "aliquot_experts"
@@ -38,20 +38,6 @@ def register(compiled: bool = False) -> None:
 def suits(module: nn.Module) -> bool:
     """Whether `sorted_experts` computes what this module of experts does; of no others transformers asks it."""
     return not getattr(module, "has_post_expert_norm", False)
-
-
-def weights_of(module: nn.Module) -> tuple[nn.Parameter, nn.Parameter] | None:
-    """The two large weights of a module of experts that transformers hands to `sorted_experts`; None: it is none."""
-    if not hasattr(module, "is_transposed") or not hasattr(module, "has_gate"):
-        return None
-    return module.gate_up_proj if module.has_gate else module.up_proj, module.down_proj  # type: ignore[return-value]
-
-
-def experts_weights(model: nn.Module) -> list[nn.Parameter]:
-    """Large weights of experts that learn and belong to one module alone."""
-    pairs = [weights for module in model.modules() if (weights := weights_of(module)) is not None]
-    names = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    return [each for pair in pairs if all(names[id(w)] == 1 and w.requires_grad for w in pair) for each in pair]
 
 
 def sorted_experts(module: nn.Module, hidden: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:

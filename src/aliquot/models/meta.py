@@ -10,7 +10,8 @@ import torch
 
 from aliquot.attention.document_attention import register
 from aliquot.errors import UnsupportedModelError
-from aliquot.experts.sorted_experts import IMPLEMENTATION, suits, weights_of
+from aliquot.experts.modules import weights_of
+from aliquot.experts.sorted_experts import IMPLEMENTATION, suits
 from aliquot.experts.sorted_experts import register as register_experts
 from aliquot.models import initialize
 from aliquot.models.code_of_strangers import without_code

@@ -21,7 +21,7 @@ from aliquot.attention.base import Documents
 from aliquot.attention.document_attention import attention_on
 from aliquot.engines.host.host_memory import piece_edges
 from aliquot.experts.base import send_to
-from aliquot.experts.sorted_experts import experts_weights
+from aliquot.experts.modules import experts_weights
 from aliquot.loss.base import IGNORE, GradientRows
 from aliquot.loss.head_loss import head_loss_on
 from aliquot.models import calls

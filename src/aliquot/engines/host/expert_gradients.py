@@ -8,7 +8,7 @@ from itertools import pairwise
 from torch import Tensor, nn
 
 from aliquot.engines.host.host_gradients import HostGradients
-from aliquot.experts.sorted_experts import experts_weights
+from aliquot.experts.modules import experts_weights
 from aliquot.models.structure import decoder_layers
 
 

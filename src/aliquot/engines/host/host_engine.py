@@ -39,7 +39,7 @@ from aliquot.engines.host.streamed_layers import StreamedLayers, layers_on_disk
 from aliquot.engines.host.weight import Weight
 from aliquot.engines.saved_bytes import SavedBytes
 from aliquot.experts.base import send_to
-from aliquot.experts.sorted_experts import experts_weights
+from aliquot.experts.modules import experts_weights
 from aliquot.launch.topology import Topology
 from aliquot.loss.base import GradientRows
 from aliquot.loss.head_loss import head_loss_on
