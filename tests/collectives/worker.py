@@ -95,8 +95,13 @@ def killed(peers: Peers, folder: Path) -> None:
     os._exit(0)  # the process group would wait for the dead rank
 
 
+def of_length(rank: int, number: int, length: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank * 1000 + number)
+    return torch.randint(0, 256, (length,), dtype=torch.uint8, generator=generator)
+
+
 def hosts(rank: int, world_size: int) -> None:
-    """Ranks told that they are on several hosts: the wire's reduce-scatter and all-gather, uneven and empty parts."""
+    """Ranks told that they are on several hosts: the wire's reduce-scatter, of uneven and empty parts, and messages."""
     for per_host in [n for n in (1, 2) if world_size % n == 0 and world_size > n]:
         found = Hosts.join(rank, 0, gather, identity=f"host-{rank // per_host}")
         assert (
@@ -120,14 +125,22 @@ def hosts(rank: int, world_size: int) -> None:
         sent = sum(4 * n for host, own in enumerate(lengths) for n in own if host != found.own)
         assert found.wire.sent_bytes == sent
 
-        gathered = [
-            of(counterparts[host], host) if host == found.own else [torch.zeros(n) for n in lengths[host]]
-            for host in range(len(found.table))
+        # Messages shorter than the room for them, on several connections, arrive as they were sent.
+        draw = random.Random(7)
+        lengths = [draw.choice([1, 8, 5000, 300_000]) for _ in range(20)]
+        sent = [found.wire.send(of_length(rank, i, n), h) for i, n in enumerate(lengths) for h in found.wire.others]
+        rooms = [[torch.zeros(300_008, dtype=torch.uint8) for _ in lengths] for _ in found.wire.others]
+        arrivals = [
+            [found.wire.receive(room, h) for room in row] for h, row in zip(found.wire.others, rooms, strict=True)
         ]
-        found.wire.all_gather(gathered[found.own], gathered)
-        for host, tensors in enumerate(gathered):
-            for tensor, expected in zip(tensors, of(counterparts[host], host), strict=True):
-                assert torch.equal(tensor, expected)
+        for h, row, arriving in zip(found.wire.others, rooms, arrivals, strict=True):
+            for i, (room, arrival) in enumerate(zip(row, arriving, strict=True)):
+                arrival.result()
+                assert torch.equal(room[: lengths[i]], of_length(counterparts[h], i, lengths[i]))
+                assert not room[lengths[i] :].any()
+        for transfer in sent:
+            transfer.result()
+        found.wire.close()
         found.peers.close()
 
 

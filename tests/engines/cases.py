@@ -47,6 +47,12 @@ class Case:
     states: str = "fp32"
     compile: str = "none"
     steps: int = STEPS
+    once: bool = False  # a micro-batch a rank and step: sums over hosts are then made as those over ranks
+    reduce_dtype: str = "fp32"
+
+    def documents(self, step: int, world_size: int) -> list[list[Tensor]]:
+        found = documents(step)
+        return found[:world_size] if self.once else found
 
 
 ZAMBA = {
@@ -59,6 +65,11 @@ CASES = {
     case.name: case
     for case in [
         Case("llama", {"model_type": "llama"}),
+        Case("llama-once", {"model_type": "llama"}, once=True),
+        Case("llama-bf16-once", {"model_type": "llama"}, precision="bf16", once=True),
+        Case("qwen2-tied-once", {"model_type": "qwen2", "tie_word_embeddings": True}, once=True, steps=3),
+        Case("llama-reduced", {"model_type": "llama"}, precision="bf16", steps=FAR, reduce_dtype="bf16"),
+        Case("llama-reduced-once", {"model_type": "llama"}, precision="bf16", once=True, reduce_dtype="bf16"),
         Case("llama-far", {"model_type": "llama"}, steps=FAR),
         Case("llama-bf16", {"model_type": "llama"}, precision="bf16"),
         Case("llama-bf16-far", {"model_type": "llama"}, precision="bf16", steps=FAR),
@@ -142,5 +153,5 @@ def micro_batch(sequence: list[Tensor]) -> MicroBatch:
     )
 
 
-def predicted(step: int) -> int:
-    return sum(len(document) - 1 for sequence in documents(step) for document in sequence)
+def predicted(sequences: list[list[Tensor]]) -> int:
+    return sum(len(document) - 1 for sequence in sequences for document in sequence)

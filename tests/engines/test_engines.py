@@ -97,7 +97,7 @@ def plain_loop(name: str, bf16: bool) -> tuple[list[float], list[float], dict[st
         for sequence in documents(step):
             for document in sequence:
                 logits = used(input_ids=document[None]).logits[0, :-1].float()
-                loss = nn.functional.cross_entropy(logits, document[1:], reduction="sum") / predicted(step)
+                loss = nn.functional.cross_entropy(logits, document[1:], reduction="sum") / predicted(documents(step))
                 loss.backward()
                 total += float(loss.detach())
         if bf16:
@@ -200,7 +200,7 @@ def test_bf16_gradients_are_summed_in_fp32_over_micro_batches_and_ranks(runs: Ru
         model.zero_grad()
         row = Documents(batch.edges, attention_on("cpu"))
         logits = calls.logits(model, batch.input_ids, batch.position_ids, row)
-        (summed_cross_entropy(logits, batch.labels) * (1 / predicted(0))).backward()
+        (summed_cross_entropy(logits, batch.labels) * (1 / predicted(documents(0)))).backward()
         for summed, parameter in zip(total, model.parameters(), strict=True):
             summed += parameter.grad.float()
     norm = float(torch.stack([g.double().norm() for g in total]).norm())

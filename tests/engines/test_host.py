@@ -18,18 +18,24 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs[str]:
     on_disk = ["llama", "llama-bf16", "llama-int8", "qwen2-tied"]
     moe = ["moe-bf16-full"]
     deep = ["llama-deep", "llama-deep-full"]
+    once = ["llama-once", "llama-bf16-once", "qwen2-tied-once"]
     far = ["llama-bf16-far", "llama-frugal", "llama-bf16-states"]
     worlds = {
         "fsdp": ("fsdp", 2, ["llama", "gemma2"]),
         "fsdp-shared": ("fsdp-shared", 2, ["llama", "gemma2"]),
-        "host": ("host", 2, [*on_disk, *deep, *moe, "gemma2"]),
+        "host": ("host", 2, [*on_disk, *deep, *moe, *once, "gemma2"]),
         "far": ("host", 2, far),
         "again": ("host", 2, ["llama-bf16", "llama-int8", *moe]),
-        "hosts": ("hosts", 2, ["llama", "qwen2-tied"]),
+        "hosts": ("hosts", 2, ["llama", "qwen2-tied", *once, "llama-reduced-once"]),
+        "hosts-far": ("hosts", 2, ["llama-reduced"]),
+        "host-3": ("host", 3, once),
+        "hosts-3": ("hosts", 3, once),
+        "hosts-2x2": ("hosts-of-two", 4, ["llama-bf16-once"]),
+        "hosts-compiled": ("hosts", 2, ["llama-compiled"]),
         "hosts-memory": ("hosts", 2, on_disk),
         "hosts-moe": ("hosts", 2, ["moe", *moe]),
         "numa": ("numa", 4, ["llama-bf16"]),
-        "four": ("host", 4, ["llama-bf16"]),
+        "four": ("host", 4, ["llama-bf16", "llama-bf16-once"]),
         "one": ("host", 1, ["llama-int8"]),
         "disk": ("host-disk", 2, [*on_disk, *deep, *moe]),
         "states on disk": ("host-states-disk", 2, on_disk),
@@ -126,6 +132,50 @@ def test_two_hosts_compute_what_one_does(runs: Runs[str], name: str) -> None:
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-5)
     assert two["norms"] == pytest.approx(one["norms"], rel=1e-4)
     assert two["evaluated"] == pytest.approx(one["evaluated"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("one", "several", "world_size"), [("host", "hosts", 2), pytest.param("host-3", "hosts-3", 3, marks=LONG)]
+)
+def test_hosts_compute_the_bits_of_one(runs: Runs[str], one: str, several: str, world_size: int) -> None:
+    """Where a step is a micro-batch a rank: losses, norms, weights and moments, in fp32 and bf16."""
+    for name in ("llama-once", "llama-bf16-once"):
+        same(runs[one], runs[several], name, world_size)
+    # Tied: head and look-up are summed on each host before they are summed over hosts.
+    tied = result(runs[one], "qwen2-tied-once"), result(runs[several], "qwen2-tied-once")
+    assert tied[0]["losses"] == pytest.approx(tied[1]["losses"], rel=1e-6)
+
+
+@pytest.mark.long
+def test_two_hosts_of_two_ranks_compute_the_bits_of_one(runs: Runs[str]) -> None:
+    """But for the order of sums: (a + b) + (c + d) between hosts, ((a + b) + c) + d on one."""
+    one, two = result(runs["four"], "llama-bf16-once"), result(runs["hosts-2x2"], "llama-bf16-once")
+    assert two["losses"] == pytest.approx(one["losses"], rel=1e-4)
+
+
+def test_gradients_in_bf16_between_hosts(runs: Runs[str]) -> None:
+    exact, reduced = (result(runs["hosts"], name) for name in ("llama-bf16-once", "llama-reduced-once"))
+    assert reduced["losses"][0] == exact["losses"][0]
+    assert reduced["norms"] != exact["norms"]
+    # A sum of two hosts of which one is rounded to 8 bits: 2 ** -9 at most of an element, far less of their norm.
+    assert reduced["norms"] == pytest.approx(exact["norms"], rel=2e-3)
+
+
+@pytest.mark.long
+def test_gradients_in_bf16_between_hosts_learn_as_exact_ones(runs: Runs[str]) -> None:
+    exact, reduced = (
+        result(runs["far"], "llama-bf16-far")["losses"],
+        result(runs["hosts-far"], "llama-reduced")["losses"],
+    )
+    assert reduced != exact
+    assert abs(reduced[-1] - exact[-1]) < 0.02 * (exact[0] - exact[-1]) + 0.01
+
+
+@pytest.mark.long
+def test_compiled_layers_on_two_hosts(runs: Runs[str]) -> None:
+    """They wait for all weights before the first of them."""
+    compiled, eager = result(runs["hosts-compiled"], "llama-compiled"), result(runs["far"], "llama-bf16-far")
+    assert compiled["losses"] == pytest.approx(eager["losses"], rel=5e-3)
 
 
 @pytest.mark.long

@@ -62,6 +62,8 @@ def train(kind: str, case: cases.Case, rank: int, world_size: int, folder: Path)
         adam_beta2=cases.BETAS[1],
         adam_epsilon=cases.EPSILON,
         optimizer_states=case.states,
+        reduce_dtype=case.reduce_dtype,
+        micro_batches=1 if case.once else None,
         compile=case.compile,
         collectives="shared_memory" if kind == "fsdp-shared" else "gloo",
         deepspeed=deepspeed_settings(kind, case),
@@ -76,9 +78,11 @@ def train(kind: str, case: cases.Case, rank: int, world_size: int, folder: Path)
     if kind == "deepspeed-uncompiled":  # as where DeepSpeed finds no way to build its shared-memory op
         importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
     topology = Topology(rank, world_size, rank, world_size, 0, 1, "cpu", 1, ())
-    if kind.startswith("hosts"):  # one rank each
+    if kind == "hosts-of-two":
+        engine: Engine = HostEngine(built.model, spec, Hosts.join(rank, 0, gather, f"host {rank // 2}"), topology)
+    elif kind.startswith("hosts"):  # one rank each
         recompute.enable(built.model, case.checkpointing)
-        engine: Engine = HostEngine(built.model, spec, Hosts.join(rank, 0, gather, f"host {rank}"), topology)
+        engine = HostEngine(built.model, spec, Hosts.join(rank, 0, gather, f"host {rank}"), topology)
     elif kind == "numa":  # two nodes on one host
         engine = HostEngine(built.model, spec, Hosts.join(rank, rank % 2, gather), topology)
     else:
@@ -90,14 +94,15 @@ def train(kind: str, case: cases.Case, rank: int, world_size: int, folder: Path)
     nothing = None if built.traits.packs else MicroBatch.empty(cases.DOCUMENTS)
     losses, norms = [], []
     for step in range(case.steps):
-        mine = [cases.micro_batch(s) for i, s in enumerate(cases.documents(step)) if i % world_size == rank]
-        rounds = -(-len(cases.documents(step)) // world_size)
+        documents = case.documents(step, world_size)
+        mine = [cases.micro_batch(s) for i, s in enumerate(documents) if i % world_size == rank]
+        rounds = -(-len(documents) // world_size)
         padded = [*mine, *[nothing] * (rounds - len(mine))]
         total = torch.zeros((), dtype=torch.float64)
         for i, batch in enumerate(padded):
-            total += engine.backward(batch, 1 / cases.predicted(step), last=i == rounds - 1)
+            total += engine.backward(batch, 1 / cases.predicted(documents), last=i == rounds - 1)
         dist.all_reduce(total)
-        losses.append(float(total) / cases.predicted(step))
+        losses.append(float(total) / cases.predicted(documents))
         norms.append(engine.step(cases.LEARNING_RATE, cases.MAX_GRAD_NORM).grad_norm)
     assert kind.endswith("-disk") == (engine.counters().disk_written_bytes > 0)
     write_parts(engine, folder / f"{case.name}-final-{rank}.safetensors")

@@ -37,7 +37,7 @@ class Hosts:
                 f"the host engine needs equally many ranks on every host, and there are {counts}: use fsdp"
             )
         own = table.index(peers.ranks)
-        wire = Wire([ranks[peers.index] for ranks in table], own) if len(table) > 1 else None
+        wire = Wire([ranks[peers.index] for ranks in table], own, peers.size) if len(table) > 1 else None
         return cls(peers, table, own, tuple(told[member][1] for member in peers.ranks), wire)
 
     @property

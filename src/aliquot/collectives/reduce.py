@@ -10,6 +10,9 @@ from torch import Tensor
 _BLOCK = 1 << 16  # elements: 256 KiB of fp32
 
 
+NEAREST = 0x8000  # instead of noise: half of the last bit that stays
+
+
 def add_sum(out: Tensor, sources: Sequence[Tensor], first: bool) -> None:
     """out += sources[0] + sources[1] + ..., or out = that sum if `first`. All flat; `out` fp32 (or fp64)."""
     scratch = out.new_empty(min(_BLOCK, out.numel()))
@@ -28,3 +31,28 @@ def add_sum(out: Tensor, sources: Sequence[Tensor], first: bool) -> None:
             total.add_(piece)
         if not first:
             own.add_(total)
+
+
+def rounding_noise(seed: int) -> Tensor:
+    """int32, for `add_sum_rounded`."""
+    return torch.randint(0, 1 << 16, (_BLOCK,), dtype=torch.int32, generator=torch.Generator().manual_seed(seed))
+
+
+def add_sum_rounded(out: Tensor, sources: Sequence[Tensor], first: bool, noise: Tensor | None) -> None:
+    """As `add_sum`, summed in fp32 and rounded once to `out`, bf16.
+
+    What has been summed before is rounded again: with `noise` up as often as the distance asks for, so that small
+    contributions to a large sum are not lost. The first is rounded to nearest, ties away from zero.
+    """
+    scratch = torch.empty(2, min(_BLOCK, out.numel()))
+    for start in range(0, out.numel(), _BLOCK):
+        stop = min(start + _BLOCK, out.numel())
+        own, total, before = out[start:stop], scratch[0, : stop - start], scratch[1, : stop - start]
+        total.copy_(sources[0][start:stop])
+        for source in sources[1:]:
+            total.add_(source[start:stop])
+        if not first:
+            total.add_(before.copy_(own))
+        bits = total.view(torch.int32)
+        bits.add_(NEAREST if first or noise is None else noise[: stop - start]).bitwise_and_(-0x10000)
+        own.copy_(total)

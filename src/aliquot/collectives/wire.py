@@ -1,35 +1,42 @@
-"""Between hosts: a true reduce-scatter and an all-gather, each byte crossing the wire once per host.
+"""Between hosts: rank l of each host sends to rank l of every other host, and receives from it, whatever both agree on.
 
-gloo's own reduce-scatter is an all-reduce, twice the traffic. Here rank l of each host exchanges with rank l of every
-other host: it sends what the other owns and receives what it owns itself.
+gloo's own reduce-scatter is an all-reduce, twice the traffic. Each pair of ranks has several connections, which take
+turns: a cloud's network gives one connection a part of what it gives a host.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_PIECE_BYTES = 16 << 20
+from aliquot.collectives.transfers import Transfers
+
+PIECE_BYTES = 16 << 20
 _AHEAD = 2  # pieces under way while one is summed
+_CONNECTIONS = 4  # of a host to each other one, at least
+_TIMEOUT = timedelta(hours=24)  # what bounds a wait is the watchdog's clock, or the other end's end
 
 
 class Summed(Protocol):
-    """Flat sums of one dtype for every host, which are exchanged in pieces."""
+    """Flat sums for every host, which are exchanged in pieces."""
 
-    dtype: torch.dtype
+    sent_dtype: torch.dtype
 
     def pieces(self, h: int, most_bytes: int) -> list[int]:
         """The elements of each piece of what is for host h; on every host the same."""
         ...
 
     def visit(self, h: int, most_bytes: int, changes: bool) -> Iterator[Tensor]:
-        """Those pieces one by one; with `changes` each is to be changed before the next is asked for."""
+        """Those pieces one by one, in `sent_dtype`; with `changes` each is to be changed before the next is asked for,
+        and may be more precise."""
         ...
 
 
@@ -38,7 +45,7 @@ class TensorSums:
 
     def __init__(self, of: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> None:
         self._of = of
-        self.dtype = dtype
+        self.sent_dtype = dtype
 
     def pieces(self, h: int, most_bytes: int) -> list[int]:
         return [piece.numel() for piece in self.visit(h, most_bytes, changes=False)]
@@ -46,84 +53,105 @@ class TensorSums:
     def visit(self, h: int, most_bytes: int, changes: bool) -> Iterator[Tensor]:
         for tensor in self._of[h]:
             if tensor.numel():
-                yield from torch.split(tensor, max(1, most_bytes // self.dtype.itemsize))
+                yield from torch.split(tensor, max(1, most_bytes // self.sent_dtype.itemsize))
 
 
 class Wire:
     """`ranks[h]` is the global rank on host h that this rank exchanges with; `own` is this rank's host."""
 
-    def __init__(self, ranks: Sequence[int], own: int) -> None:
-        self._ranks = ranks
-        self._own = own
-        self._others = [host for host in range(len(ranks)) if host != own]
+    def __init__(self, ranks: Sequence[int], own: int, ranks_per_host: int) -> None:
+        """Collective over `ranks`."""
+        self.own = own
+        self.others = [host for host in range(len(ranks)) if host != own]
         self.sent_bytes = 0
-        self.busy_s = 0.0  # in the two collectives, waiting for other hosts included
+        self.waited_s = 0.0  # for other hosts, by whoever could do nothing else
+        self._ranks = ranks
+        self._groups = [
+            dist.new_group(sorted(ranks), _TIMEOUT, "gloo", use_local_synchronization=True)
+            for _ in range(-(-_CONNECTIONS // ranks_per_host))
+        ]
+        self._sent: Counter[int] = Counter()  # messages to each host
+        self._received: Counter[int] = Counter()
+        self._sending, self._receiving = Transfers("aliquot-sends"), Transfers("aliquot-receives")
+
+    def send(self, tensor: Tensor, host: int) -> Future[None]:
+        """`tensor` may be changed when it is done."""
+        self.sent_bytes += tensor.nbytes
+        work = dist.isend(_bytes(tensor), self._ranks[host], group=self._next(self._sent, host))
+        assert work is not None
+        return self._sending.add(work)
+
+    def receive(self, room: Tensor, host: int) -> Future[None]:
+        """The next message from `host`, which may be shorter than `room`."""
+        work = dist.irecv(_bytes(room), self._ranks[host], group=self._next(self._received, host))
+        assert work is not None
+        return self._receiving.add(work)
+
+    def wait(self, transfer: Future[None]) -> None:
+        begun = time.perf_counter()
+        transfer.result()
+        self.waited_s += time.perf_counter() - begun
 
     def reduce_scatter(self, sums: Summed) -> None:
         """What `sums` has for this host becomes the sum over all hosts, in their order."""
-        begun = time.perf_counter()
-        own = sums.visit(self._own, _PIECE_BYTES, changes=True)
-        to_come = deque(sums.pieces(self._own, _PIECE_BYTES))
+        own = sums.visit(self.own, PIECE_BYTES, changes=True)
+        to_come = deque(sums.pieces(self.own, PIECE_BYTES))
         # A peer's own pieces may be more or fewer than these: each side cuts what it sends as the receiver does.
-        outgoing = {host: sums.visit(host, _PIECE_BYTES, changes=False) for host in self._others}
-        arriving: deque[list[tuple[int, Tensor, dist.Work]]] = deque()
-        sending: deque[list[tuple[Tensor, dist.Work]]] = deque()
+        outgoing = {host: sums.visit(host, PIECE_BYTES, changes=False) for host in self.others}
+        arriving: deque[dict[int, tuple[Tensor, Future[None]]]] = deque()
+        sending: deque[list[Future[None]]] = deque()
         # Both sides have posted their sends and receives of a round before they wait for an earlier one.
         while to_come or outgoing:
             if to_come:
                 numel = to_come.popleft()
-                rooms = [(host, torch.empty(numel, dtype=sums.dtype)) for host in self._others]
-                arriving.append([(host, room, self._receive(room, host)) for host, room in rooms])
+                rooms = {host: torch.empty(numel, dtype=sums.sent_dtype) for host in self.others}
+                arriving.append({host: (room, self.receive(room, host)) for host, room in rooms.items()})
             leaving = {host: next(pieces, None) for host, pieces in outgoing.items()}
-            sending.append([(piece, self._send(piece, host)) for host, piece in leaving.items() if piece is not None])
+            sending.append([self.send(piece, host) for host, piece in leaving.items() if piece is not None])
             outgoing = {host: pieces for host, pieces in outgoing.items() if leaving[host] is not None}
             if len(arriving) > _AHEAD:
                 self._add(next(own), arriving.popleft())
             if len(sending) > _AHEAD:
-                _wait(sending.popleft())
+                self._wait_for(sending.popleft())
         for received in arriving:
             self._add(next(own), received)
         for sent in sending:
-            _wait(sent)
+            self._wait_for(sent)
         for _ in own:  # nothing is left; what was changed last is written where it lies
             pass
-        self.busy_s += time.perf_counter() - begun
 
-    def all_gather(self, own: Sequence[Tensor], others: Sequence[Sequence[Tensor]]) -> None:
-        """Every host gets `own`, flat tensors; what host h has is received into `others[h]`."""
-        begun = time.perf_counter()
-        works = [self._send(tensor, host) for host in self._others for tensor in own if tensor.numel()]
-        works += [self._receive(room, host) for host in self._others for room in others[host] if room.numel()]
-        for work in works:
-            work.wait()
-        self.busy_s += time.perf_counter() - begun
+    def close(self) -> None:
+        """When all that was begun is over."""
+        self._sending.close()
+        self._receiving.close()
 
-    def _send(self, tensor: Tensor, host: int) -> dist.Work:
-        self.sent_bytes += tensor.nbytes
-        work = dist.isend(_bytes(tensor), self._ranks[host])
-        assert work is not None
-        return work
+    def _next(self, messages: Counter[int], host: int) -> dist.ProcessGroup:
+        """Both ends count alike: the n-th message from one to the other travels on the same connection for both."""
+        messages[host] += 1
+        group: dist.ProcessGroup = self._groups[messages[host] % len(self._groups)]
+        return group
 
-    def _receive(self, room: Tensor, host: int) -> dist.Work:
-        work = dist.irecv(_bytes(room), self._ranks[host])
-        assert work is not None
-        return work
+    def _add(self, own: Tensor, received: dict[int, tuple[Tensor, Future[None]]]) -> None:
+        for _, arrives in received.values():
+            self.wait(arrives)
+        add_hosts(own, self.own, {host: room for host, (room, _) in received.items()})
 
-    def _add(self, own: Tensor, received: Sequence[tuple[int, Tensor, dist.Work]]) -> None:
-        parts: dict[int, Tensor] = {self._own: own}
-        for host, values, work in received:
-            work.wait()
-            parts[host] = values
-        ordered = [parts[host] for host in sorted(parts)]
-        for values in ordered[1:]:
-            ordered[0].add_(values)
-        if ordered[0] is not own:
-            own.copy_(ordered[0])
+    def _wait_for(self, sent: Sequence[Future[None]]) -> None:
+        for transfer in sent:
+            self.wait(transfer)
 
 
-def _wait(sent: Sequence[tuple[Tensor, dist.Work]]) -> None:
-    for _, work in sent:
-        work.wait()
+def add_hosts(own: Tensor, own_host: int, received: dict[int, Tensor]) -> None:
+    """`own`, of host `own_host`, becomes the sum over all hosts in their order; what was received may be bf16."""
+    before = [received[host] for host in sorted(received) if host < own_host]
+    if before:
+        total = before[0].to(own.dtype)
+        for values in before[1:]:
+            total.add_(values)
+        torch.add(total, own, out=own)
+    for host in sorted(received):
+        if host > own_host:
+            own.add_(received[host])
 
 
 def _bytes(tensor: Tensor) -> Tensor:

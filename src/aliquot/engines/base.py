@@ -39,6 +39,8 @@ class EngineSpec:
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8
     optimizer_states: Literal["fp32", "bf16", "int8"] = "fp32"
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # of gradients between hosts
+    micro_batches: int | None = None  # of a rank and optimizer step, where it is always the same
     compile: Literal["none", "layers"] = "none"
     collectives: Literal["auto", "shared_memory", "gloo"] = "gloo"  # of engine fsdp; auto: shared memory if possible
     phase: Callable[[str], None] = lambda _: None  # told "forward" and "backward" as each ends, for the memory ledger

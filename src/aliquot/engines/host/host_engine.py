@@ -4,8 +4,10 @@ Forward and backward gather nothing. Master weights, moments and gradient sums a
 summed in shared memory, and between hosts once per optimizer step. The order of a step:
 
 each micro-batch: forward, backward; every gradient is staged as it arises and summed by its owner   (host_gradients.py)
-step: sums complete -> between hosts: reduce-scatter -> norm, which all ranks wait for: nobody computes any more ->
-clip, AdamW, owners write the shared weights -> between hosts: all-gather -> barrier: the new weights may be read
+    between hosts, of the last: sums that are complete go to their owner on another host          (gradient_exchange.py)
+step: sums complete, of all hosts -> norm, which all ranks wait for: nobody computes any more -> clip, AdamW, owners
+    write the shared weights -> barrier: the new weights may be read
+    between hosts instead of it: a layer that is to be used waits for its own new weights               (publication.py)
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from aliquot.engines.host.host_gradients import HostGradients
 from aliquot.engines.host.host_states import HostStates
 from aliquot.engines.host.host_sums import HostSums
 from aliquot.engines.host.owned import Owned
+from aliquot.engines.host.publication import ForwardOrder, Publication
 from aliquot.engines.host.streamed_layers import StreamedLayers, layers_on_disk
 from aliquot.engines.host.weight import Weight
 from aliquot.engines.saved_bytes import SavedBytes
@@ -47,7 +50,7 @@ from aliquot.machine.cpu import numa_nodes
 from aliquot.models import calls, recompute
 from aliquot.models.batch import MicroBatch
 from aliquot.models.materialise import replace_tensors, tied_weights
-from aliquot.optim.blocked_adamw import BlockedAdamW
+from aliquot.optim.blocked_adamw import BlockedAdamW, FlatShard
 from aliquot.optim.sizes import update_block
 from aliquot.ranges.parts import KINDS, Part, row_ranges
 
@@ -83,10 +86,20 @@ class HostEngine:
             of_rows, splits = self._index_of(embedding), self._compute == torch.bfloat16
             places = (self._weights, of_rows, owners, hosts.own, states, splits, kept.itemsize)
             self._disk = HostDisk(spec.offload_directory, spec.on_disk, *places, on_disk)
-        self._sums = HostSums(self._weights, owners, hosts.own, kept, states, self._disk)
+        head = cast(nn.Parameter, model.get_output_embeddings().weight) if spec.fused_loss else None  # type: ignore[operator]
+        before = [] if head is None else [self._index_of(head)]
+        by_autograd = self._by_autograd()
+        after = [self._index_of(embedding)] if self._cuts_look_up else []
+        once = {index for index in by_autograd if index not in before}
+        self._sums = HostSums(
+            self._weights, owners, hosts.own, kept, states, self._disk,
+            sent_dtype=torch.bfloat16 if spec.reduce_dtype == "bf16" else kept,
+            # A look-up's rows are added to what is there.
+            passing=once | {*before} - {*by_autograd, *after} if spec.micro_batches == 1 else (),
+        )  # fmt: skip
         width = embedding.shape[1] if self._cuts_look_up else 1
         self._gradients = HostGradients(
-            hosts, self._weights, self._sums, self._by_autograd(), self._compute, spec.micro_batch_tokens, width
+            hosts, self._weights, self._sums, by_autograd, self._compute, spec.micro_batch_tokens, width, before, after
         )
         owned = [self._owned(index) for index in range(len(self._weights))]
         self._states = HostStates(owned, self._sums, states, self._disk, on_disk)
@@ -104,6 +117,16 @@ class HostEngine:
         )
         self._owned_numel = sum(own.numel for own in owned)
         self._hooks = list(self._listen())
+        wanted = ForwardOrder(model, head)
+        self._order = self._states.order(wanted.all)
+        self._publication, self._wanted_first = None, self._order
+        if hosts.wire is not None:
+            serve = self._gradients.ring.read_published
+            of_hosts = (hosts.wire, hosts.peers, owners)
+            self._publication = Publication(*of_hosts, self._weights, self._order, self._ranges_of, serve)
+            if spec.packs and spec.compile == "none":  # compiled layers would compile the wait for their weights, too
+                self._wanted_first = wanted.first
+                self._hooks += self._publication.before_layers(wanted.layers)
         # Where a document is a call, a weight has several gradients, which autograd sums.
         self._experts = experts_weights(model) if spec.packs else []
         for of_experts in self._experts:
@@ -156,6 +179,9 @@ class HostEngine:
         start, stop = self._weights[index].ranges[rank]
         return memory.tensor(self._offsets[index] + start * self._compute.itemsize, (stop - start,), self._compute)
 
+    def _ranges_of(self, index: int, rank: int) -> list[Tensor]:
+        return [self._range_of(memory, index, rank) for memory in (self._memory, *self._copies)]
+
     def _owned(self, index: int) -> Owned:
         weight = self._weights[index]
         start = weight.ranges[self._rank][0]
@@ -205,7 +231,7 @@ class HostEngine:
 
     def ready(self) -> None:
         self._states.put_away()
-        self._publish()
+        self._publish_all()
         check_sums(self._hosts, self._gradients.ring)
         starts = [(index, *weight.ranges[self._rank]) for index, weight in enumerate(self._weights)]
         if self._layers is not None:
@@ -218,6 +244,9 @@ class HostEngine:
 
     def backward(self, batch: MicroBatch | None, scale: float, last: bool) -> Tensor:
         self._model.train()
+        if self._publication is not None:
+            self._publication.need(self._wanted_first)
+        self._gradients.begin_micro_batch(self._optimizer.steps, last)
         batch = MicroBatch.empty() if batch is None else batch
         if self._spec.dropout:
             torch.manual_seed(batch.seed)
@@ -240,6 +269,7 @@ class HostEngine:
 
     def evaluate(self, batch: MicroBatch | None) -> Tensor:
         self._model.eval()
+        self._need_all()
         if batch is None:
             if self._layers is not None:
                 self._layers.pass_through()
@@ -255,6 +285,7 @@ class HostEngine:
             return loss.detach(), calls.with_auxiliary(self._model, loss * scale, scale, batch.labels, documents)
         tokens = batch.input_ids if rows is None else rows
         hidden = calls.hidden_states(self._model, tokens, batch.position_ids, documents)
+        self._need_all()
         head = self._model.get_output_embeddings()  # type: ignore[operator]
         sink = self._head_sink(self._index_of(head.weight)) if torch.is_grad_enabled() else None
         summed, scaled = self._head_loss(hidden, head.weight, batch.labels, scale, sink)
@@ -282,29 +313,47 @@ class HostEngine:
     def step(self, learning_rate: float, max_grad_norm: float | None) -> StepResult:
         self._gradients.finish()  # not after each micro-batch: ranks need not wait for each other in between
         self._gradients.exchange()
+        self._need_all()
         # All ranks wait for each other here: nobody computes from the weights any more.
         norm = global_norm(self._sums.squares(), torch.device("cpu"))
         if self._layers is not None:
             self._layers.forget()
         if math.isfinite(norm):
-            self._optimizer.step(self._states.to_update(), learning_rate, norm, max_grad_norm)
+            if self._publication is not None:
+                self._publication.begin()
+            self._optimizer.step(self._updating(), learning_rate, norm, max_grad_norm)
             self._updates += 1
-        self._publish()
+        if self._publication is None:
+            self._hosts.peers.barrier()
         return StepResult(norm)
 
-    def _publish(self) -> None:
-        """Bring what the owners have written to every host; when this returns all ranks may read it."""
-        wire = self._hosts.wire
-        if wire is not None:
-            ranks = [ranks[self._hosts.peers.index] for ranks in self._hosts.table]
-            indices = range(len(self._weights))
-            of_hosts = [[self._range_of(self._memory, index, rank) for index in indices] for rank in ranks]
-            wire.all_gather(of_hosts[self._hosts.own], of_hosts)
-            for copy in self._copies:
-                for rank in ranks:
-                    for index in indices:
-                        self._range_of(copy, index, rank).copy_(self._range_of(self._memory, index, rank))
-        self._hosts.peers.barrier()
+    def _updating(self) -> Iterator[FlatShard]:
+        """Every shard; a weight of which all have been updated is on its way to the other hosts."""
+        before = None
+        for index, shard in self._states.to_update(self._order):
+            if self._publication is not None and index != before:
+                if before is not None:
+                    self._publication.updated(before)
+                self._publication.keep(index)
+            before = index
+            yield shard
+        if self._publication is not None and before is not None:
+            self._publication.updated(before)
+
+    def _publish_all(self) -> None:
+        """Bring what the owners hold to every host; when this returns all ranks may read it."""
+        if self._publication is None:
+            self._hosts.peers.barrier()
+            return
+        self._publication.begin()
+        for index in self._order:
+            self._publication.updated(index)
+        self._need_all()
+
+    def _need_all(self) -> None:
+        """What owners have published is to be used."""
+        if self._publication is not None:
+            self._publication.need(self._order)
 
     def counters(self) -> Counters:
         wire, scratch = self._hosts.wire, None if self._disk is None else self._disk.scratch
@@ -323,7 +372,7 @@ class HostEngine:
             - (0 if self._layers is None else self._layers.absent_bytes),
             staged_bytes=self._gradients.staged_bytes,
             moved_bytes=self._gradients.moved_bytes + self._updates * update_bytes,
-            reduce_s=self._gradients.ring.reading_s + (wire.busy_s if wire is not None else 0.0),
+            reduce_s=self._gradients.ring.reading_s + (wire.waited_s if wire is not None else 0.0),
             wait_s=self._hosts.peers.waited_s,
             disk_read_bytes=0 if scratch is None else scratch.read_bytes,
             disk_written_bytes=0 if scratch is None else scratch.written_bytes,
@@ -331,11 +380,15 @@ class HostEngine:
 
     def generate(self, ids: Tensor, **options: object) -> Tensor:
         self._model.eval()
+        self._need_all()
         with torch.no_grad():
             result: Tensor = self._model.generate(ids, **options)  # type: ignore[operator]
         return result
 
     def close(self) -> None:
+        self._need_all()
+        if self._hosts.wire is not None:
+            self._hosts.wire.close()
         # Engine, weight, hook, engine: a cycle through autograd's own memory, which Python's collector does not see.
         for hook in self._hooks:
             hook.remove()

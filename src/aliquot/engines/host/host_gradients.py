@@ -3,7 +3,8 @@
 Every rank stages the same pieces in the same order, whatever its autograd does first; each piece says whose it is, and
 a rank whose micro-batch did not touch a weight says that. Each owner adds to its fp32 part the sum over the ranks of
 its host, rank by rank: the result depends on neither speed nor chance. A rank holds the sums of its own part and, with
-several hosts, of its counterparts' parts on the others: those travel once, at the end of the step.
+several hosts, of its counterparts' parts on the others: those travel once a step, as soon as they are complete
+(gradient_exchange.py), and are only kept where a step has several micro-batches.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from torch import Tensor
 
 from aliquot.collectives.alignment import aligned
 from aliquot.collectives.hosts import Hosts
-from aliquot.collectives.reduce import add_sum
+from aliquot.collectives.reduce import add_sum, add_sum_rounded, rounding_noise
 from aliquot.collectives.ring import Piece, Ring
+from aliquot.engines.host.gradient_exchange import GradientExchange
 from aliquot.engines.host.host_memory import TAG_BYTES, looked_up_bytes, piece_edges, ring_bytes
 from aliquot.engines.host.host_sums import HostSums
 from aliquot.engines.host.weight import Weight
@@ -35,8 +37,11 @@ class HostGradients:
         compute: torch.dtype,
         tokens: int,
         width: int,
+        before: Sequence[int] = (),
+        after: Sequence[int] = (),
     ) -> None:
-        """`order`: the weights whose gradients `arrived` is told of, in the order in which they are staged. `tokens` x
+        """`order`: the weights whose gradients `arrived` is told of, in the order in which they are staged. `before`
+        and `after`: those that are told of by other ways in each micro-batch, before and after them. `tokens` x
         `width`: the most rows of an embedding's gradient in one micro-batch. Collective.
         """
         self._hosts = hosts
@@ -53,8 +58,35 @@ class HostGradients:
         self._turn = 0  # of which weight it is in this micro-batch
         self._waiting: dict[int, Tensor] = {}  # gradients that came before their turn
         self._contributions: Counter[int] = Counter()  # to each sum in this optimizer step: the first replaces
+        # In a micro-batch, of each weight: it is complete after the last of them.
+        staged = [*before, *order, *after]
+        self._expected = Counter(staged)
+        self._found: Counter[int] = Counter()
+        self._last = True
+        self._seeds = (-1, 0)  # the optimizer step, and the micro-batch in it
+        self._noise: Tensor | None = None  # of this micro-batch
+        self._exchange = None
+        if hosts.wire is not None:
+            there = set(sums.spilled)
+            complete = [index for at, index in enumerate(staged) if index not in staged[at + 1 :]]
+            pieces = [
+                (index, first * weights[index].row_numel, last * weights[index].row_numel)
+                for index in complete
+                if index not in there
+                for first, last in pairwise(self.row_edges(index))
+            ]
+            self._exchange = GradientExchange(hosts.wire, weights, sums, self._owners, pieces)
         self.staged_bytes = 0
         self.moved_bytes = 0
+
+    def begin_micro_batch(self, step: int, last: bool) -> None:
+        """Of optimizer step `step`; `last`: what is complete with it leaves for other hosts."""
+        before, number = self._seeds
+        self._seeds = (step, number + 1 if before == step else 0)
+        self._noise, self._last = None, last
+        self._found.clear()
+        if last and self._exchange is not None:
+            self._exchange.begin()
 
     def arrived(self, index: int, gradient: Tensor) -> None:
         """The gradient of weight `index`, of this rank's micro-batch, is complete."""
@@ -105,12 +137,20 @@ class HostGradients:
         index, start, stop = self._range
         self._tag(self._piece, self._peers.index).copy_(torch.tensor([index, start, present]))
         first = not self._contributions[index]
+        completes = self._completes(index)
         if stop == self._weights[index].numel:
             self._contributions[index] += 1
+            self._found[index] += 1
         staged_bytes = (stop - start) * self._dtype.itemsize if present else 0
         self.staged_bytes += staged_bytes
         self.moved_bytes += staged_bytes
-        self.ring.publish(self._piece, lambda piece: self._sum(piece, index, start, stop, first))
+
+        def read(piece: Piece) -> None:
+            self._sum(piece, index, start, stop, first)
+            if completes:
+                self._complete(index, start, stop)
+
+        self.ring.publish(self._piece, read)
 
     def add_rows(self, index: int, ids: Tensor, rows: Tensor) -> None:
         """The gradient of a look-up: `rows` [T, E] belong to rows `ids` [T] of weight `index`."""
@@ -121,9 +161,18 @@ class HostGradients:
         view[1][:count] = ids
         view[2][:count] = rows
         first = not self._contributions[index]
+        completes = self._completes(index)
         self._contributions[index] += 1
+        self._found[index] += 1
         self.staged_bytes += count * (8 + self._width * self._dtype.itemsize)
-        self.ring.publish(piece, lambda piece: self._sum_rows(piece, index, first))
+
+        def read(piece: Piece) -> None:
+            self._sum_rows(piece, index, first)
+            if completes:
+                for start, stop in pairwise(edge * self._width for edge in self.row_edges(index)):
+                    self._complete(index, start, stop)
+
+        self.ring.publish(piece, read)
 
     def finish(self) -> None:
         """All of this host's sums are complete; what is added next belongs to the next optimizer step."""
@@ -136,9 +185,18 @@ class HostGradients:
         self._sums.settle()
 
     def exchange(self) -> None:
-        """Between hosts: what each owns becomes the sum over all of them."""
-        if self._hosts.wire is not None:
+        """Between hosts: what each owns becomes the sum over all of them; much of it has become that before."""
+        if self._hosts.wire is not None and self._exchange is not None:
+            self._exchange.finish()
             self._hosts.wire.reduce_scatter(self._sums)
+
+    def _completes(self, index: int) -> bool:
+        """Whether what is staged now for weight `index` is the last that this step adds to its sums."""
+        return self._last and self._found[index] == self._expected[index] - 1
+
+    def _complete(self, index: int, start: int, stop: int) -> None:
+        if self._exchange is not None and index not in self._sums.spilled:
+            self._exchange.completed((index, start, stop))
 
     def _sum(self, piece: Piece, index: int, start: int, stop: int, first: bool) -> None:
         tags = [self._tag(piece, rank).tolist() for rank in range(self._peers.size)]
@@ -161,7 +219,10 @@ class HostGradients:
                     continue
                 count = end - begin
                 sources = [self.ring.view(piece, rank, self._dtype, at + low + begin, (count,)) for rank in present]
-                add_sum(sums, sources, first)
+                if sums.dtype == self._sums.dtype:
+                    add_sum(sums, sources, first)
+                else:
+                    add_sum_rounded(sums, sources, first, None if first else self._rounding())
                 of_sum = sums.element_size() * (1 if first else 2)
                 self.moved_bytes += count * (len(sources) * self._dtype.itemsize + of_sum)
 
@@ -185,7 +246,18 @@ class HostGradients:
                 part = torch.zeros_like(total).index_add_(0, places[at : at + len(own_ids)], values)
                 total += part
                 at += len(own_ids)
-            target.index_add_(0, unique, total.to(target.dtype))
+            if target.dtype == self._sums.dtype:
+                target.index_add_(0, unique, total.to(target.dtype))
+            elif len(unique):
+                changed = target[unique].view(-1)
+                add_sum_rounded(changed, [total.view(-1)], False, self._rounding())
+                target[unique] = changed.view(-1, self._width)
+
+    def _rounding(self) -> Tensor:
+        if self._noise is None:
+            step, number = self._seeds
+            self._noise = rounding_noise(step << 20 | number)
+        return self._noise
 
     def _tag(self, piece: Piece, rank: int) -> Tensor:
         """What a piece of `publish` begins with: the weight, the first element, whether there is anything. int64 [3]"""

@@ -18,6 +18,8 @@ from aliquot.optim.sizes import SCRATCH_BYTES, low_bytes, moment_bytes
 _RING_BYTES = 64 << 20
 _PIECE_BYTES = 8 << 20
 RESIDENT_LAYERS = 3  # of those that lie on disk: one computes, one is read, one is another rank's still
+EXCHANGE_BYTES = 128 << 20  # between hosts, of a rank: received ahead, and as much on its way out
+PUBLISHED_NUMEL = 4 << 20  # of the piece of a weight that a message between hosts is about
 TAG_BYTES = 64  # before each piece: whose it is
 
 

@@ -59,12 +59,18 @@ class HostStates:
         """In memory."""
         return sum(shard.exp_avg.size_bytes + shard.exp_avg_sq.size_bytes for shard in self._shards.values())
 
-    def to_update(self) -> Iterator[FlatShard]:
-        """Every shard, each to be updated before the next is asked for. Raises StorageError."""
+    def order(self, wanted: Sequence[int]) -> list[int]:
+        """All weights as `to_update` comes to them: those in memory as they are `wanted`, then those on disk."""
+        return [index for index in wanted if index in self._shards] + list(self._windows)
+
+    def to_update(self, order: Sequence[int]) -> Iterator[tuple[int, FlatShard]]:
+        """Every shard and its weight, each to be updated before the next is asked for. Raises StorageError."""
         self.put_away()
         visits = [(index, window) for index, windows in self._windows.items() for window in windows]
         on_disk = None if self._scratch is None else Stream(self._scratch, [_move(window) for _, window in visits])
-        yield from self._shards.values()
+        for index in order:
+            if index in self._shards:
+                yield index, self._shards[index]
         for (index, window), buffer in zip(visits, on_disk or (), strict=True):
             fields = {name: buffer[at : at + size] for name, (at, size) in window.record.fields.items()}
             gradient = self._sums.own(index)
@@ -72,7 +78,7 @@ class HostStates:
                 gradient = fields["gradient"].view(self._sums.dtype)
             else:
                 gradient = gradient[window.start : window.stop]
-            yield self._shard(self._owned[index], window.start, window.stop, gradient, fields)
+            yield index, self._shard(self._owned[index], window.start, window.stop, gradient, fields)
 
     def view(self, index: int, kind: Kind) -> Tensor | None:
         """This rank's range where it lies as fp32 in memory; None: it does not."""

@@ -1,13 +1,13 @@
 """Gradient sums of the host engine, in memory or, window by window, on disk.
 
 `h` is a host, `index` a weight: the sums over this host's ranks of the rows that this rank's counterpart on host h
-owns. What h owns travels there once, at the end of the step.
+owns. What h owns travels there once a step (gradient_exchange.py; what lies on disk, when the step ends).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
 
 import torch
@@ -31,23 +31,38 @@ class HostSums:
         dtype: torch.dtype,
         states: States,
         disk: HostDisk | None,
+        sent_dtype: torch.dtype | None = None,
+        passing: Collection[int] = (),
     ) -> None:
-        """`owners[h]`: the rank on host h that is this one's counterpart, on host `own` itself."""
+        """`owners[h]`: the rank on host h that is this one's counterpart, on host `own` itself. `sent_dtype`: of what
+        travels, by default that of what stays. `passing`: of these weights what others own is not kept: it is given
+        `room` for as long as it takes to leave.
+        """
         self._own = own
+        self.room: Callable[[int], Tensor] = torch.empty
+        self._passing = frozenset(passing)
+        self._rooms: dict[tuple[int, int, int], Tensor] = {}  # filled, not yet on their way
         self._disk = disk
         places = {} if disk is None else disk.sums
         self._on_disk = None if disk is None else WindowSums(disk.scratch, places, dtype)
         spilled = {index for _, index, _ in places}
-        # None: on disk.
+        self.dtype = dtype
+        self.sent_dtype = dtype if sent_dtype is None else sent_dtype
+        self._spilled = sorted(spilled)
+        # None: on disk, or passing.
         self._sums = [
-            [None if i in spilled else torch.zeros(w.numel_of(owner), dtype=dtype) for i, w in enumerate(weights)]
-            for owner in owners
+            [
+                None
+                if index in spilled or self.passes(h, index)
+                else torch.zeros(weight.numel_of(owner), dtype=dtype if h == own else self.sent_dtype)
+                for index, weight in enumerate(weights)
+            ]
+            for h, owner in enumerate(owners)
         ]
         self._windows = [
             [windows(weight.numel_of(owner), states, weight.row_numel) for weight in weights] for owner in owners
         ]
         self._itemsize = dtype.itemsize
-        self.dtype = dtype
 
     @cached_property
     def size_bytes(self) -> int:
@@ -71,13 +86,24 @@ class HostSums:
         if whole is not None:
             yield whole[a:b], a, b
             return
+        if self.passes(h, index):
+            self._rooms[h, index, a] = self.room(b - a)
+            yield self._rooms[h, index, a], a, b
+            return
         assert self._on_disk is not None
         for number, (start, stop) in enumerate(self._windows[h][index]):
             low, high = max(a, start), min(b, stop)
             if low < high:
                 yield self._on_disk.open((h, index, number), first)[low - start : high - start], low, high
 
+    def leaving(self, h: int, index: int, a: int, b: int) -> Tensor:
+        """Sums that are complete and host h's, elements [a, b) of what is its owner's."""
+        room = self._rooms.pop((h, index, a), None)
+        return self.in_memory(h, index)[a:b] if room is None else room
+
     def zero(self, h: int, index: int) -> None:
+        if self.passes(h, index):
+            return
         numel = self._windows[h][index][-1][1] if self._windows[h][index] else 0
         for sums, _, _ in self.ranges(h, index, 0, numel, first=True):
             sums.zero_()
@@ -100,41 +126,35 @@ class HostSums:
                 assert self._on_disk is not None
                 yield from self._on_disk.squares[self._own, index, number]
 
+    def passes(self, h: int, index: int) -> bool:
+        return h != self._own and index in self._passing
+
+    @property
+    def spilled(self) -> Sequence[int]:
+        """The weights whose sums lie on disk."""
+        return self._spilled
+
     def pieces(self, h: int, most_bytes: int) -> list[int]:
-        """Into how many elements each piece is cut in which host h's sums are exchanged; the same for both sides."""
-        found = []
-        for index, whole in enumerate(self._sums[h]):
-            if whole is None:
-                found += [stop - start for start, stop in self._windows[h][index]]
-            elif whole.numel():
-                found += [piece.numel() for piece in torch.split(whole, max(1, most_bytes // self._itemsize))]
-        return found
+        """Of what lies on disk and is host h's, the elements of each piece of `visit`."""
+        return [stop - start for index in self._spilled for start, stop in self._windows[h][index]]
 
     def visit(self, h: int, most_bytes: int, changes: bool) -> Iterator[Tensor]:
         """Those pieces one by one; with `changes` each is to be changed before the next is asked for."""
-        moves = [
-            Move(*self._place(h, index, number), written_from=0 if changes else None)
-            for index, whole in enumerate(self._sums[h])
-            if whole is None
-            for number in range(len(self._windows[h][index]))
-        ]
-        on_disk = None if self._disk is None else iter(Stream(self._disk.scratch, moves))
-        for index, whole in enumerate(self._sums[h]):
-            if whole is not None:
-                if whole.numel():
-                    yield from torch.split(whole, max(1, most_bytes // self._itemsize))
-                continue
-            assert on_disk is not None and self._on_disk is not None
-            for number, (start, stop) in enumerate(self._windows[h][index]):
-                values = next(on_disk)[: (stop - start) * self._itemsize].view(self.dtype)
-                if changes:
-                    yield values
-                    self._on_disk.squares[h, index, number] = block_squares(values)
-                else:
-                    yield values.clone()
-        if on_disk is not None:
-            for _ in on_disk:  # the last one is written
-                pass
+        if not self._spilled:
+            return
+        assert self._disk is not None and self._on_disk is not None
+        windows = [(index, *each) for index in self._spilled for each in enumerate(self._windows[h][index])]
+        moves = [Move(*self._place(h, i, number), written_from=0 if changes else None) for i, number, _ in windows]
+        on_disk = iter(Stream(self._disk.scratch, moves))
+        for index, number, (start, stop) in windows:
+            values = next(on_disk)[: (stop - start) * self._itemsize].view(self.dtype)
+            if changes:
+                yield values
+                self._on_disk.squares[h, index, number] = block_squares(values)
+            else:
+                yield values.to(self.sent_dtype, copy=True)
+        for _ in on_disk:  # the last one is written
+            pass
 
     def _place(self, h: int, index: int, number: int) -> tuple[int, int]:
         assert self._disk is not None

@@ -1,0 +1,184 @@
+"""What owners make of their weights, on its way to the other hosts while the next forward pass begins.
+
+Messages go in the order in which a forward pass wants weights, each about one piece of one weight, as few bytes as tell
+what has changed (collectives/weight_patch.py). Every rank receives what its counterparts own, and applies it when a
+layer is about to use it: no thread takes cores from those that compute. A layer waits until all ranks of its host have
+done so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from aliquot.collectives.peers import Peers
+from aliquot.collectives.weight_patch import WeightPatches, most_bytes
+from aliquot.collectives.wire import Wire
+from aliquot.engines.host.host_memory import EXCHANGE_BYTES, PUBLISHED_NUMEL
+from aliquot.engines.host.weight import Weight
+from aliquot.models.structure import decoder_layers
+
+_POLL_S = 2e-4
+
+RangeOf = Callable[[int, int], list[Tensor]]  # of a weight and a rank: what it owns, flat, in every shared copy
+
+
+@dataclass
+class _Expected:
+    index: int
+    host: int
+    start: int  # in what that host's rank owns
+    stop: int
+    room: Tensor
+    arrival: Future[None]
+
+
+class ForwardOrder:
+    """The model's parameters, by index, as a forward pass wants them."""
+
+    def __init__(self, model: nn.Module, head: nn.Parameter | None) -> None:
+        """`head`: a parameter that is not used by the model itself, but after it."""
+        index = {id(parameter): at for at, parameter in enumerate(model.parameters())}
+        self.layers = [
+            (layer, [index[id(parameter)] for parameter in layer.parameters()]) for layer in decoder_layers(model)
+        ]
+        in_layers = dict.fromkeys(at for _, indices in self.layers for at in indices)
+        embedding = model.get_input_embeddings().weight  # type: ignore[operator]
+        last = [] if head is None or head is embedding else [index[id(head)]]
+        self.first = [at for at in index.values() if at not in in_layers and at not in last]
+        self.all = [*self.first, *in_layers, *last]
+
+
+class Publication:
+    def __init__(
+        self,
+        wire: Wire,
+        peers: Peers,
+        owners: Sequence[int],
+        weights: Sequence[Weight],
+        order: Sequence[int],
+        range_of: RangeOf,
+        serve: Callable[[], None],
+    ) -> None:
+        """`order`: of weights, in which they are updated and wanted. `serve` is called while this rank waits for
+        others of its host. Collective over the host."""
+        self._wire = wire
+        self._weights = weights
+        self._owners = owners
+        self._order = order
+        self._places = {index: place for place, index in enumerate(order)}
+        self._range_of = range_of
+        self._serve = serve
+        self._patches = WeightPatches()
+        self._old: Tensor | None = None
+        self._scratch = torch.empty(most_bytes(PUBLISHED_NUMEL, 4), dtype=torch.uint8)
+        # Counters are written by one rank and read by all; the interpreter's lock, taken on both sides between them and
+        # the weights that they speak of, orders memory.
+        self._counters = [memory.tensor(0, (1,), torch.int64) for memory in peers.share(8)]
+        self._own_counter = self._counters[peers.index]
+        self._done = 0  # weights of earlier publications
+        self._arrived = len(order)  # of `order`, how many are what their owners made of them
+        self._usable = len(order)  # and on all ranks of this host, as far as this one knows
+        self._to_expect: Iterator[tuple[int, int, int, int]] = iter(())
+        self._expected: deque[_Expected] = deque()
+        self._expected_bytes = 0
+        self._leaving: deque[Future[None]] = deque()
+        self._rooms: dict[int, list[Tensor]] = {}  # free ones, by bytes
+        self.waited_s = 0.0  # for ranks of this host
+
+    def begin(self) -> None:
+        """Nobody computes any more, on any host."""
+        assert self._arrived == len(self._order), "weights were to be used before they are replaced"
+        self._done += len(self._order)
+        self._arrived = self._usable = 0
+        self._to_expect = (
+            (index, host, start, stop)
+            for index in self._order
+            for host in self._wire.others
+            for start, stop in _cuts(self._weights[index].numel_of(self._owners[host]))
+        )
+        self._expect()
+
+    def keep(self, index: int) -> None:
+        """This rank is about to update what it owns of a weight."""
+        own = self._range_of(index, self._owners[self._wire.own])[0]
+        if own.dtype == torch.bfloat16:
+            self._old = own.clone()
+
+    def updated(self, index: int) -> None:
+        """It has been; without `keep` before, nobody knows what it was."""
+        own = self._range_of(index, self._owners[self._wire.own])[0]
+        for start, stop in _cuts(own.numel()):
+            old = None if self._old is None else self._old[start:stop]
+            message = self._scratch[: self._patches.encode(old, own[start:stop], self._scratch)].clone()
+            self._leaving += [self._wire.send(message, host) for host in self._wire.others]
+        self._old = None
+        while self._leaving and self._leaving[0].done():
+            self._leaving.popleft().result()
+
+    def before_layers(self, layers: Sequence[tuple[nn.Module, Sequence[int]]]) -> list[RemovableHandle]:
+        """Have each layer wait for its own weights."""
+
+        def hook(indices: Sequence[int]) -> Callable[..., None]:
+            return lambda *_: self.need(indices)
+
+        return [layer.register_forward_pre_hook(hook(indices)) for layer, indices in layers]
+
+    def need(self, indices: Sequence[int]) -> None:
+        """These weights are about to be used: all ranks of this host come here.
+
+        Raises what the transfers raise, and SelfTestError where weights are not what was sent."""
+        count = 1 + max((self._places[index] for index in indices), default=-1)
+        if count <= self._usable:
+            return
+        if self._arrived < count:
+            self._receive(count)
+            self._own_counter[0] = self._done + self._arrived
+        begun = time.perf_counter()
+        while any(int(counter[0]) < self._done + count for counter in self._counters):
+            self._serve()
+            time.sleep(_POLL_S)
+        self.waited_s += time.perf_counter() - begun
+        self._usable = count
+        if count == len(self._order):
+            while self._leaving:
+                self._wire.wait(self._leaving.popleft())
+
+    def _receive(self, count: int) -> None:
+        wanted = set(self._order[self._arrived : count])
+        while self._expected and self._expected[0].index in wanted:
+            expected = self._expected.popleft()
+            self._wire.wait(expected.arrival)
+            index, owner = expected.index, self._owners[expected.host]
+            first, *others = [copy[expected.start : expected.stop] for copy in self._range_of(index, owner)]
+            self._patches.decode(
+                expected.room, first, f"weights of {self._weights[index].name} that rank {owner} has updated"
+            )
+            for copy in others:
+                copy.copy_(first)
+            self._expected_bytes -= expected.room.nbytes
+            self._rooms.setdefault(expected.room.nbytes, []).append(expected.room)
+            self._expect()
+        self._arrived = count
+
+    def _expect(self) -> None:
+        """Post receives as far as there is room for them."""
+        while self._expected_bytes < EXCHANGE_BYTES and (piece := next(self._to_expect, None)) is not None:
+            index, host, start, stop = piece
+            itemsize = self._range_of(index, self._owners[host])[0].element_size()
+            size = most_bytes(stop - start, itemsize)
+            free = self._rooms.get(size)
+            room = free.pop() if free else torch.empty(size, dtype=torch.uint8)
+            self._expected.append(_Expected(index, host, start, stop, room, self._wire.receive(room, host)))
+            self._expected_bytes += size
+
+
+def _cuts(numel: int) -> Iterator[tuple[int, int]]:
+    return ((start, min(start + PUBLISHED_NUMEL, numel)) for start in range(0, numel, PUBLISHED_NUMEL))
