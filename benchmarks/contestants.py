@@ -49,6 +49,7 @@ def aliquot_steps(
     topology: Any,
     settings: Mapping[str, Any],
     precision: Literal["bf16", "fp32"] = "bf16",
+    learning_rate: float = 1e-4,
 ) -> Iterator[None]:
     """Each `next` is one optimizer step. `engine_name` host, fsdp, or alone: host without collectives."""
     from transformers import AutoConfig
@@ -85,7 +86,7 @@ def aliquot_steps(
             positions = torch.cat([torch.arange(b - a) for a, b in pairwise(edges)])
             batch = MicroBatch(ids, labels, positions, edges)
             engine.backward(batch, 1 / (work.tokens * work.rows * topology.world_size), row == work.rows - 1)
-        engine.step(1e-4, 1.0)
+        engine.step(learning_rate, 1.0)
         step += 1
         yield
 

@@ -41,6 +41,37 @@ def why_not() -> str | None:
 
 
 @contextmanager
+def switched_hosts(count: int, rate: str | None = None) -> Iterator[list[Host]]:
+    """Joined by a switch, which is one more namespace; `rate`: of each host's link, in both directions."""
+    mark = secrets.token_hex(3)
+    hosts = [Host(f"aliquot-{mark}-{number}", f"10.77.0.{number + 1}") for number in range(count)]
+    switch = Host(f"aliquot-{mark}-switch", "")
+    try:
+        for host in (switch, *hosts):
+            _run("ip", "netns", "add", host.namespace)
+        _run(*switch.command("ip", "link", "add", "bridge", "type", "bridge"))
+        _run(*switch.command("ip", "link", "set", "bridge", "up"))
+        for number, host in enumerate(hosts):
+            port = f"port{number}"
+            _run(
+                "ip", "link", "add", INTERFACE, "netns", host.namespace,
+                "type", "veth", "peer", "name", port, "netns", switch.namespace,
+            )  # fmt: skip
+            _run(*switch.command("ip", "link", "set", port, "master", "bridge", "up"))
+            _run(*host.command("ip", "addr", "add", f"{host.address}/24", "dev", INTERFACE))
+            _run(*host.command("ip", "link", "set", INTERFACE, "up"))
+            _run(*host.command("ip", "link", "set", "lo", "up"))
+            if rate is not None:
+                _limit(host, INTERFACE, rate)
+                _limit(switch, port, rate)
+        yield hosts
+    finally:
+        for host in (*hosts, switch):
+            with suppress(subprocess.CalledProcessError):
+                _run("ip", "netns", "del", host.namespace)
+
+
+@contextmanager
 def two_hosts(rate: str | None = None) -> Iterator[tuple[Host, Host]]:
     """`rate`: of the link, as tc writes it, for example 1gbit."""
     mark = secrets.token_hex(3)
@@ -57,13 +88,17 @@ def two_hosts(rate: str | None = None) -> Iterator[tuple[Host, Host]]:
             _run(*host.command("ip", "link", "set", INTERFACE, "up"))
             _run(*host.command("ip", "link", "set", "lo", "up"))
             if rate is not None:
-                _run(*host.command("tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", "rate", rate, "burst", "1mb",
-                                   "latency", "50ms"))  # fmt: skip
+                _limit(host, INTERFACE, rate)
         yield hosts  # type: ignore[misc]
     finally:
         for host in hosts:
             with suppress(subprocess.CalledProcessError):
                 _run("ip", "netns", "del", host.namespace)
+
+
+def _limit(host: Host, interface: str, rate: str) -> None:
+    limit = ("tbf", "rate", rate, "burst", "1mb", "latency", "50ms")
+    _run(*host.command("tc", "qdisc", "add", "dev", interface, "root", *limit))
 
 
 def _run(*command: str) -> None:

@@ -14,6 +14,10 @@ class BatchSize:
     total: int
     micro: int
 
+    def micro_batches(self, world_size: int) -> int:
+        """Of a rank and optimizer step."""
+        return -(-self.total // (self.micro * world_size))
+
 
 def batch_size(train: TrainSection, world_size: int) -> BatchSize:
     """The sizes that `train` means at `world_size` ranks."""

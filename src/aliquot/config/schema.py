@@ -125,7 +125,11 @@ class ShardSection(Section):
     collectives: Literal["auto", "shared_memory", "gloo"] = Field(
         "auto", description="Among CPU ranks. auto: shared_memory where it can be; in fsdp that is one host."
     )
-
+    reduce_dtype: Literal["fp32", "bf16"] = Field(
+        "fp32",
+        description="Of gradients between hosts; ranks of a CPU host sum in fp32 either way. bf16: half the bytes, and of"
+        " sums that wait on a host for further micro-batches half the memory.",
+    )
     offload: Literal["none", "cpu", "disk"] = Field(
         "none",
         description="cpu: weights, gradients and moments of a GPU run in host memory; engines fsdp, deepspeed."

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from aliquot.config import deepspeed_json
+from aliquot.config.batch_size import batch_size
 from aliquot.config.on_disk import OnDisk
 from aliquot.config.schema import RunConfig
 from aliquot.launch.topology import Topology
@@ -40,7 +41,7 @@ class EngineSpec:
     adam_epsilon: float = 1e-8
     optimizer_states: Literal["fp32", "bf16", "int8"] = "fp32"
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # of gradients between hosts
-    micro_batches: int | None = None  # of a rank and optimizer step, where it is always the same
+    micro_batches: int | None = None  # of a rank and optimizer step; None: not known
     compile: Literal["none", "layers"] = "none"
     collectives: Literal["auto", "shared_memory", "gloo"] = "gloo"  # of engine fsdp; auto: shared memory if possible
     phase: Callable[[str], None] = lambda _: None  # told "forward" and "backward" as each ends, for the memory ledger
@@ -77,6 +78,8 @@ class EngineSpec:
         return cls(
             precision=train.precision,
             gradient_checkpointing=train.gradient_checkpointing,
+            reduce_dtype=config.shard.reduce_dtype,
+            micro_batches=batch_size(train, topology.world_size).micro_batches(topology.world_size),
             weight_decay=train.weight_decay,
             adam_beta1=train.adam_beta1,
             adam_beta2=train.adam_beta2,
