@@ -27,10 +27,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs[str]:
         "far": ("host", 2, far),
         "again": ("host", 2, ["llama-bf16", "llama-int8", *moe]),
         "hosts": ("hosts", 2, ["llama", "qwen2-tied", *once, "llama-reduced-once"]),
+        "hosts-late": ("hosts-late", 2, once),
+        "hosts-3-late": ("hosts-late", 3, ["llama", *once]),
         "hosts-far": ("hosts", 2, ["llama-reduced"]),
         "host-3": ("host", 3, once),
-        "hosts-3": ("hosts", 3, once),
+        "hosts-3": ("hosts", 3, ["llama", *once]),
         "hosts-2x2": ("hosts-of-two", 4, ["llama-bf16-once"]),
+        "hosts-2x2-late": ("hosts-of-two-late", 4, ["llama-bf16-once"]),
         "hosts-compiled": ("hosts", 2, ["llama-compiled"]),
         "hosts-memory": ("hosts", 2, on_disk),
         "hosts-moe": ("hosts", 2, ["moe", *moe]),
@@ -144,6 +147,22 @@ def test_hosts_compute_the_bits_of_one(runs: Runs[str], one: str, several: str, 
     # Tied: head and look-up are summed on each host before they are summed over hosts.
     tied = result(runs[one], "qwen2-tied-once"), result(runs[several], "qwen2-tied-once")
     assert tied[0]["losses"] == pytest.approx(tied[1]["losses"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("several", "late", "world_size", "names"),
+    [
+        ("hosts", "hosts-late", 2, ["llama-bf16-once", "qwen2-tied-once"]),
+        pytest.param("hosts-2x2", "hosts-2x2-late", 4, ["llama-bf16-once"], marks=LONG),
+        pytest.param("hosts-3", "hosts-3-late", 3, ["llama", "llama-once", "llama-bf16-once"], marks=LONG),
+    ],
+)
+def test_hosts_that_come_late_change_no_bit(
+    runs: Runs[str], several: str, late: str, world_size: int, names: list[str]
+) -> None:
+    """Random delays wherever hosts meet, little room for what is on its way."""
+    for name in names:
+        same(runs[several], runs[late], name, world_size)
 
 
 @pytest.mark.long

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
+import random
 import sys
+import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,12 +20,13 @@ from transformers import AutoConfig
 
 from aliquot.collectives.hosts import Hosts
 from aliquot.collectives.json_values import gather
+from aliquot.collectives.wire import Wire
 from aliquot.config.on_disk import OnDisk
 from aliquot.engines.base import Engine, EngineSpec
 from aliquot.engines.deepspeed.deepspeed_engine import DeepspeedEngine
 from aliquot.engines.dtensors import dtensor
 from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
-from aliquot.engines.host import host_memory, streamed_layers
+from aliquot.engines.host import gradient_exchange, host_memory, publication, streamed_layers
 from aliquot.engines.host.host_engine import HostEngine
 from aliquot.engines.host.owned import Owned
 from aliquot.launch.topology import Topology
@@ -77,8 +82,10 @@ def train(kind: str, case: cases.Case, rank: int, world_size: int, folder: Path)
     host_memory._PIECE_BYTES = 4096 if "moe" in case.name else PIECE_BYTES
     if kind == "deepspeed-uncompiled":  # as where DeepSpeed finds no way to build its shared-memory op
         importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
+    if kind.endswith("late"):
+        come_late(rank)
     topology = Topology(rank, world_size, rank, world_size, 0, 1, "cpu", 1, ())
-    if kind == "hosts-of-two":
+    if kind.startswith("hosts-of-two"):
         engine: Engine = HostEngine(built.model, spec, Hosts.join(rank, 0, gather, f"host {rank // 2}"), topology)
     elif kind.startswith("hosts"):  # one rank each
         recompute.enable(built.model, case.checkpointing)
@@ -143,6 +150,23 @@ def on_disk(kind: str, case: cases.Case, shapes: list[tuple[int, ...]]) -> OnDis
         return OnDisk(tuple((shape, (count + 1) // 2) for shape, count in matrices.items()))
     whole = tuple(matrices.items())
     return OnDisk(whole, whole) if kind.endswith("-disk") else None
+
+
+def come_late(rank: int) -> None:
+    """Ranks of different hosts are apart by random times wherever they meet, and little may be under way."""
+    draw = random.Random(rank)
+    gradient_exchange.EXCHANGE_BYTES = publication.EXCHANGE_BYTES = 3000
+    publication.PUBLISHED_NUMEL = 700
+
+    def late(method: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*arguments: Any) -> Any:
+            if draw.random() < 0.1:
+                time.sleep(draw.random() * 0.02)
+            return method(*arguments)
+
+        return wrapped
+
+    Wire.send, Wire.receive = late(Wire.send), late(Wire.receive)  # type: ignore[method-assign]
 
 
 def spoil(owned: Owned) -> None:

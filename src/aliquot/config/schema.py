@@ -127,8 +127,8 @@ class ShardSection(Section):
     )
     reduce_dtype: Literal["fp32", "bf16"] = Field(
         "fp32",
-        description="Of gradients between hosts; ranks of a CPU host sum in fp32 either way. bf16: half the bytes, and of"
-        " sums that wait on a host for further micro-batches half the memory.",
+        description="Of gradients between hosts; ranks of a CPU host sum in fp32 either way. bf16: half the bytes,"
+        " and half the memory of sums that wait on a host for further micro-batches.",
     )
     offload: Literal["none", "cpu", "disk"] = Field(
         "none",

@@ -22,4 +22,5 @@ class Held:
     evaluation: int
     shared_weights: int  # of a host
     buffers: int  # of a host
+    own_gradients: int = 0  # of gradients, what this rank itself owns, where others' parts are among them
     streamed: int = 0  # more while an update is made, in mappings that the kernel has back after it

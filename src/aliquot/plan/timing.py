@@ -11,16 +11,20 @@ from aliquot.plan.micro_batch_cost import MicroBatchCost, Work
 from aliquot.plan.rates import Rates
 from aliquot.plan.traffic import Traffic
 
+_TAIL = 0.1  # of what travels between hosts: the first weights to come and the last sums to leave, which are waited for
+_PATCH_PASSES = 8
+
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of the slowest rank. On CPU nothing overlaps; a GPU computes while it sends and gathers."""
+    """Seconds of the slowest rank. A GPU computes while it sends and gathers; on CPU only engine host does, between
+    hosts."""
 
     overlaps: bool
     matmul_s: float
     memory_s: float  # elementwise operations, gradients and their sums, the update
     local_s: float  # sockets of one host
-    wire_s: float  # between hosts
+    wire_s: float  # between hosts, beyond what is done meanwhile
     disk_s: float  # beyond what is done meanwhile
 
     @property
@@ -61,7 +65,7 @@ def step_time(
     staged = moved.shared_bytes / layout.world_size
     if engine == "host":
         # Staged once (read and written, but for the head), then read by its owner and added to its sums.
-        own = held.gradients / layout.nodes
+        own = held.own_gradients
         memory_s += rates.stage_s(3 * staged + 2 * own * micro_batches)
         update = 2 * own + 2 * held.moments + 2 * 4 * own / 4 * 2
         update_s = rates.stage_s(update + disk.update / layout.world_size)
@@ -70,6 +74,17 @@ def step_time(
         to_update_s = disk.update / layout.nodes / disk_bytes_per_s
         disk_s = max(0.0, to_sum_s - matmul_s - memory_s) + max(0.0, to_update_s - update_s)
         memory_s += update_s
+        own_weights = (held.shared_weights if layout.nodes > 1 else 0) / layout.ranks_per_node
+        # Encoded by their owner, decoded by one rank of each other host: as much as so many passes over them.
+        memory_s += rates.stage_s(_PATCH_PASSES * own_weights)
+        gradients = rates.wire_s((moved.wire_bytes - moved.wire_weights_bytes) / layout.nodes)
+        weights = rates.wire_s(moved.wire_weights_bytes / layout.nodes)
+        # Sums leave while the last backward pass computes, weights come while owners update and the next forward pass
+        # computes.
+        hidden = (sum(work_s(cost.backward, rates)), update_s + sum(work_s(cost.forward, rates)))
+        wire_s = sum(
+            max(_TAIL * each, each - beside) for each, beside in zip((gradients, weights), hidden, strict=True)
+        )
     else:
         # Cast and copied into flat buffers, out of them, gradients to fp32, staged and read where memory is shared.
         memory_s += rates.stage_s(3 * staged + 2 * held.gradients * micro_batches)
@@ -79,7 +94,7 @@ def step_time(
         matmul_s,
         memory_s,
         rates.local_s(moved.local_bytes / layout.world_size),
-        rates.wire_s(moved.wire_bytes / layout.nodes),
+        wire_s if engine == "host" else rates.wire_s(moved.wire_bytes / layout.nodes),
         disk_s,
     )
 

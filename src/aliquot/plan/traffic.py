@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import cache
 
 from aliquot.config.schema import RunConfig
 from aliquot.engines.deepspeed.deepspeed_memory import KEPT_NUMEL, persistent_numel
+from aliquot.engines.host.host_memory import published_bytes, sent_itemsize
 from aliquot.launch.rank_layout import RankLayout
 from aliquot.models.model_shape import ModelShape, numel, padded_share
 from aliquot.optim.sizes import moment_bytes
@@ -16,6 +19,7 @@ class Traffic:
     """Of all ranks together. `wire` and `local` are payload; headers add less than 1 %."""
 
     wire_bytes: int  # per optimizer step, sent between hosts
+    wire_weights_bytes: int  # of these, what owners send of weights that they have updated, where that is one phase
     local_bytes: int  # per optimizer step, sent among ranks of a host through sockets
     shared_bytes: int  # per optimizer step, staged in shared memory
     disk_read_bytes: int  # at start
@@ -29,12 +33,12 @@ def traffic(config: RunConfig, engine: str, shape: ModelShape, layout: RankLayou
     compute = 2 if config.train.precision == "bf16" else 4
     read = shape.numel * shape.dtype_bytes if config.model.path is not None else 0
     export = shape.numel * (4 if config.train.precision == "fp32" else 2) if config.checkpoint.export else 0
-    wire = local = shared = 0
+    wire = weights = local = shared = 0
     evaluated = 0.0
     if engine == "host":
-        # collectives/wire.py: every host sends each other one that one's gradient sums, and gets its weights back.
-        kept = 4 if config.train.optimizer_states == "fp32" else 2
-        wire = (layout.nodes - 1) * shape.numel * (kept + compute)
+        # Every host sends each other one that one's gradient sums, and gets its weights back.
+        weights = int((layout.nodes - 1) * shape.numel * published_bytes(config))
+        wire = weights + (layout.nodes - 1) * _reduced(config, shape, layout, micro_batches) * sent_itemsize(config)
         shared = micro_batches * layout.world_size * _staged(config, shape, compute)
     elif engine == "fsdp":
         wire, local, shared = _fsdp(config, shape, layout, micro_batches, compute)
@@ -48,7 +52,7 @@ def traffic(config: RunConfig, engine: str, shape: ModelShape, layout: RankLayou
         each = compute * max(0, shape.numel + twice - kept) + reduced
         wire, local = _ring(layout, micro_batches * each + compute * kept)
         evaluated = 1 / 4 if layout.device == "cpu" else 1 / 3
-    return Traffic(wire, local, shared, read, _checkpoint(config, shape), export, evaluated)
+    return Traffic(wire, weights, local, shared, read, _checkpoint(config, shape), export, evaluated)
 
 
 def _checkpoint(config: RunConfig, shape: ModelShape) -> int:
@@ -65,6 +69,23 @@ def _staged(config: RunConfig, shape: ModelShape, compute: int) -> int:
     tied = shape.head is None
     dense = shape.numel - (0 if tied else numel(shape.embedding))
     return dense * compute + rows
+
+
+def _reduced(config: RunConfig, shape: ModelShape, layout: RankLayout, micro_batches: int) -> int:
+    """Elements of a host's gradient sums that go to owners: of an embedding that only looks up, rows of its tokens
+    (engines/host/sent_rows.py), as many as there are different ones where their frequencies follow Zipf's law."""
+    if shape.head is None:
+        return shape.numel
+    vocabulary = shape.embedding[0]
+    tokens = config.train.per_device_train_batch_size * config.data.sequence_length
+    rows = _different(vocabulary, tokens * micro_batches * layout.ranks_per_node)
+    return shape.numel - numel(shape.embedding) + (rows if rows < 0.9 * vocabulary else vocabulary) * shape.width
+
+
+@cache
+def _different(vocabulary: int, drawn: int) -> int:
+    harmonic = math.fsum(1 / rank for rank in range(1, vocabulary + 1))
+    return int(math.fsum(-math.expm1(-drawn / (rank * harmonic)) for rank in range(1, vocabulary + 1)))
 
 
 def _fsdp(

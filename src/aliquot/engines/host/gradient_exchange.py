@@ -8,7 +8,7 @@ for whenever a piece is completed, waited for only when all are.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from aliquot.collectives.wire import Wire, add_hosts
 from aliquot.engines.host.host_memory import EXCHANGE_BYTES
 from aliquot.engines.host.host_sums import HostSums
+from aliquot.engines.host.sent_rows import decode_rows, encode_rows, most_bytes
 from aliquot.engines.host.weight import Weight
 from aliquot.errors import SelfTestError
 
@@ -37,14 +38,22 @@ class _Expected:
 
 class GradientExchange:
     def __init__(
-        self, wire: Wire, weights: Sequence[Weight], sums: HostSums, owners: Sequence[int], pieces: Sequence[Piece]
+        self,
+        wire: Wire,
+        weights: Sequence[Weight],
+        sums: HostSums,
+        owners: Sequence[int],
+        pieces: Sequence[Piece],
+        looked_up: Mapping[int, Sequence[Tensor]],
     ) -> None:
-        """`pieces`: as every rank completes them. What lies on disk is not among them."""
+        """`pieces`: as every rank completes them. What lies on disk is not among them. `looked_up[weight][host]`: bool,
+        the rows of that host's owner outside of which sums are zero."""
         self._wire = wire
         self._weights = weights
         self._sums = sums
         self._owners = owners
         self._pieces = pieces
+        self._looked_up = looked_up
         sums.room = self.room
         self._own_pieces = [own for piece in pieces if (own := self._part(piece, wire.own)) is not None]
         self._completed = 0
@@ -73,6 +82,10 @@ class GradientExchange:
         for host in self._wire.others:
             if (part := self._part(piece, host)) is not None:
                 values = self._sums.leaving(host, *part)
+                if part[0] in self._looked_up:
+                    width = self._weights[part[0]].row_numel
+                    rows = self._looked_up[part[0]][host][part[1] // width : part[2] // width]
+                    values = encode_rows(values.view(-1, width), rows)
                 self._leaving.append((self._wire.send(values, host), values, self._sums.passes(host, part[0])))
                 self._leaving_bytes += values.nbytes
         self._add_arrived()
@@ -103,7 +116,7 @@ class GradientExchange:
     def _expect(self) -> None:
         """Post receives as far as there is room for them."""
         while self._expected_bytes < EXCHANGE_BYTES and (piece := next(self._to_expect, None)) is not None:
-            rooms = {host: self._take(piece[2] - piece[1]) for host in self._wire.others}
+            rooms = {host: self._room_for(piece) for host in self._wire.others}
             arrivals = [self._wire.receive(room, host) for host, room in rooms.items()]
             self._expected.append(_Expected(piece, rooms, arrivals))
             self._expected_bytes += sum(room.nbytes for room in rooms.values())
@@ -122,11 +135,17 @@ class GradientExchange:
         for arrival in expected.arrivals:
             self._wire.wait(arrival)
         index, start, stop = expected.piece
-        add_hosts(self._sums.in_memory(self._wire.own, index)[start:stop], self._wire.own, expected.rooms)
+        received = expected.rooms
+        if index in self._looked_up:
+            width = self._weights[index].row_numel
+            shape = ((stop - start) // width, width, self._sums.sent_dtype)
+            received = {host: decode_rows(room, *shape) for host, room in received.items()}
+        add_hosts(self._sums.in_memory(self._wire.own, index)[start:stop], self._wire.own, received)
         self._added += 1
         for room in expected.rooms.values():
             self._expected_bytes -= room.nbytes
-            self._give(room)
+            if index not in self._looked_up:
+                self._give(room)
         self._expect()
 
     def _left(self) -> None:
@@ -135,6 +154,14 @@ class GradientExchange:
         self._leaving_bytes -= values.nbytes
         if in_room:
             self._give(values)
+
+    def _room_for(self, piece: Piece) -> Tensor:
+        index, start, stop = piece
+        if index not in self._looked_up:
+            return self._take(stop - start)
+        width = self._weights[index].row_numel
+        size = most_bytes((stop - start) // width, width, self._sums.sent_dtype.itemsize)
+        return torch.empty(size, dtype=torch.uint8)  # of which as much is touched as comes
 
     def _take(self, numel: int) -> Tensor:
         free = self._rooms.get(numel)

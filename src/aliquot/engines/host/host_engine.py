@@ -260,6 +260,7 @@ class HostEngine:
         with self._activations.measure():
             summed, scaled = self._loss(batch, scale, rows)
         self._spec.phase("forward")
+        self._need_all()  # of layers that were left out, too: what comes next between hosts are gradients
         scaled.backward()  # type: ignore[no-untyped-call]
         self._gradients.end_micro_batch()
         if rows is not None:

@@ -62,10 +62,11 @@ class HostGradients:
         staged = [*before, *order, *after]
         self._expected = Counter(staged)
         self._found: Counter[int] = Counter()
-        self._last = True
+        self._last = self._begins = True
         self._seeds = (-1, 0)  # the optimizer step, and the micro-batch in it
         self._noise: Tensor | None = None  # of this micro-batch
         self._exchange = None
+        self._looked_up: dict[int, list[Tensor]] = {}  # of each host's owner, the rows that a step has sums for
         if hosts.wire is not None:
             there = set(sums.spilled)
             complete = [index for at, index in enumerate(staged) if index not in staged[at + 1 :]]
@@ -75,7 +76,15 @@ class HostGradients:
                 if index not in there
                 for first, last in pairwise(self.row_edges(index))
             ]
-            self._exchange = GradientExchange(hosts.wire, weights, sums, self._owners, pieces)
+            self._looked_up = {
+                index: [
+                    torch.zeros(weights[index].numel_of(owner) // weights[index].row_numel, dtype=torch.bool)
+                    for owner in self._owners
+                ]
+                for index in {*after} - {*before, *order}
+            }
+            of_rows = self._looked_up
+            self._exchange = GradientExchange(hosts.wire, weights, sums, self._owners, pieces, of_rows)
         self.staged_bytes = 0
         self.moved_bytes = 0
 
@@ -85,8 +94,7 @@ class HostGradients:
         self._seeds = (step, number + 1 if before == step else 0)
         self._noise, self._last = None, last
         self._found.clear()
-        if last and self._exchange is not None:
-            self._exchange.begin()
+        self._begins = last
 
     def arrived(self, index: int, gradient: Tensor) -> None:
         """The gradient of weight `index`, of this rank's micro-batch, is complete."""
@@ -192,6 +200,9 @@ class HostGradients:
 
     def _completes(self, index: int) -> bool:
         """Whether what is staged now for weight `index` is the last that this step adds to its sums."""
+        if self._begins and self._exchange is not None:
+            self._exchange.begin()  # not before: weights are received until the forward pass has used the last of them
+            self._begins = False
         return self._last and self._found[index] == self._expected[index] - 1
 
     def _complete(self, index: int, start: int, stop: int) -> None:
@@ -240,6 +251,10 @@ class HostGradients:
                 inside = ((used >= low) & (used < high)).nonzero().flatten()
                 found.append((used[inside] - low, own_rows[: int(count)][inside].float()))
             unique, places = torch.unique(torch.cat([places for places, _ in found]), return_inverse=True)
+            if index in self._looked_up:
+                if first:
+                    self._looked_up[index][h].zero_()
+                self._looked_up[index][h][unique] = True
             total = torch.zeros(len(unique), self._width)
             at = 0
             for own_ids, values in found:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from aliquot.collectives.alignment import aligned
+from aliquot.config.batch_size import batch_size
 from aliquot.config.on_disk import OnDisk, streamed_layers
 from aliquot.config.schema import RunConfig
 from aliquot.engines.held_memory import Held
@@ -20,6 +22,8 @@ _PIECE_BYTES = 8 << 20
 RESIDENT_LAYERS = 3  # of those that lie on disk: one computes, one is read, one is another rank's still
 EXCHANGE_BYTES = 128 << 20  # between hosts, of a rank: received ahead, and as much on its way out
 PUBLISHED_NUMEL = 4 << 20  # of the piece of a weight that a message between hosts is about
+# Learning rate, and bits a weight of what a step changes.
+_BITS_OF_RATE = ((1e-5, 2.2), (2e-5, 2.4), (1e-4, 3.7), (5e-4, 6.2))
 TAG_BYTES = 64  # before each piece: whose it is
 
 
@@ -28,29 +32,73 @@ def host_memory(config: RunConfig, shape: ModelShape, layout: RankLayout, on_dis
     compute, kept = 2 if splits else 4, _kept(states)
     shares = {weight: padded_share(weight, layout.world_size) for weight in shape.alike}
     states_there, sums_there = dict(on_disk.states), dict(on_disk.gradients)
-    low = gradients = moments = 0
+    low = gradients = moments = waiting = 0
+    passes = batch_size(config.train, layout.world_size).micro_batches(layout.world_size) == 1
     for weight, count in shape.alike.items():
         here = count - states_there.get(weight, 0)
         low += here * (low_bytes(shares[weight]) if splits else 0)
         moments += here * 2 * moment_bytes(states, shares[weight], numel(weight[1:]))
-        gradients += (count - sums_there.get(weight, 0)) * kept * shares[weight]
+        summed = count - sums_there.get(weight, 0)
+        gradients += summed * kept * shares[weight]
+        # For other hosts: with one micro-batch a step only that of the look-up, whose rows are added to it.
+        waiting += (min(summed, int(weight == shape.embedding)) if passes else summed) * shares[weight]
+    others = layout.nodes - 1
     tokens = config.train.per_device_train_batch_size * config.data.sequence_length
     row_numel = max(numel(weight[1:]) for weight in shape.alike)
     copies = min(layout.numa_nodes, layout.ranks_per_node)
     streamed, summing = _windows_bytes(config, shares, on_disk)
     return Held(
         weights=low,
-        gradients=gradients * layout.nodes + summing,  # and its counterparts' parts on the other hosts
+        gradients=gradients + others * waiting * sent_itemsize(config) + summing,
         gradients_from_start=True,
+        own_gradients=gradients,
         moments=moments,
-        update=SCRATCH_BYTES,
+        update=SCRATCH_BYTES + (2 * max(shares.values()) if others and splits else 0),  # what a weight was before
         forward=0,
         backward=0,
         evaluation=0,
         shared_weights=(shape.numel - _elsewhere(shape, on_disk)) * compute * copies,
-        buffers=ring_bytes(row_numel, looked_up_bytes(tokens, shape.width, compute), compute) * layout.ranks_per_node,
+        buffers=layout.ranks_per_node
+        * (
+            ring_bytes(row_numel, looked_up_bytes(tokens, shape.width, compute), compute)
+            + (_between_hosts(config, sum(shares[each] * n for each, n in shape.alike.items()), others, passes))
+        ),
         streamed=streamed,
     )
+
+
+def sent_itemsize(config: RunConfig) -> int:
+    """Of a gradient that travels to another host."""
+    return 2 if config.shard.reduce_dtype == "bf16" else _kept(config.train.optimizer_states)
+
+
+def published_bytes(config: RunConfig) -> float:
+    """Of a weight that travels to another host after an update, on average (collectives/weight_patch.py).
+
+    In bf16 two bits and a byte for each that changes by more than a unit in the last place: how many do depends on the
+    rate, here as benchmarks/patches.py measures it.
+    """
+    if config.train.precision == "fp32":
+        return 4.0
+    rates, bits = zip(*_BITS_OF_RATE, strict=True)
+    rate = min(max(config.train.learning_rate, rates[0]), rates[-1])
+    above = next(at for at, each in enumerate(rates) if each >= rate)
+    if above == 0:
+        return float(bits[0]) / 8
+    part = math.log(rate / rates[above - 1]) / math.log(rates[above] / rates[above - 1])
+    return float(bits[above - 1] + part * (bits[above] - bits[above - 1])) / 8
+
+
+def _between_hosts(config: RunConfig, own: int, others: int, passes: bool) -> int:
+    """Of a rank that owns so many parameters: what is received ahead and what is on its way out, at most."""
+    if not others:
+        return 0
+    sums = min(EXCHANGE_BYTES, others * own * sent_itemsize(config))
+    compute = 2 if config.train.precision == "bf16" else 4
+    raw = min(EXCHANGE_BYTES, others * own * compute)
+    weights = int(raw * published_bytes(config) / compute)  # pages that nothing is written to take no memory
+    leaving = min(EXCHANGE_BYTES, int(own * published_bytes(config)))
+    return sums * (2 if passes else 1) + weights + leaving + PUBLISHED_NUMEL * compute
 
 
 @dataclass(frozen=True)

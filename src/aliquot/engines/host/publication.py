@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 import torch
@@ -89,7 +89,8 @@ class Publication:
         self._to_expect: Iterator[tuple[int, int, int, int]] = iter(())
         self._expected: deque[_Expected] = deque()
         self._expected_bytes = 0
-        self._leaving: deque[Future[None]] = deque()
+        self._leaving: deque[tuple[Future[None], int]] = deque()  # and the bytes that are free with it
+        self._leaving_bytes = 0
         self._rooms: dict[int, list[Tensor]] = {}  # free ones, by bytes
         self.waited_s = 0.0  # for ranks of this host
 
@@ -118,10 +119,16 @@ class Publication:
         for start, stop in _cuts(own.numel()):
             old = None if self._old is None else self._old[start:stop]
             message = self._scratch[: self._patches.encode(old, own[start:stop], self._scratch)].clone()
-            self._leaving += [self._wire.send(message, host) for host in self._wire.others]
+            for host in self._wire.others[:-1]:
+                self._leaving.append((self._wire.send(message, host), 0))
+            self._leaving.append((self._wire.send(message, self._wire.others[-1]), message.nbytes))
+            self._leaving_bytes += message.nbytes
+            while self._leaving_bytes > EXCHANGE_BYTES:
+                # What others wait for before they take this is taken in meanwhile.
+                wait([self._leaving[0][0]], 5 * _POLL_S)
+                self._settle()
         self._old = None
-        while self._leaving and self._leaving[0].done():
-            self._leaving.popleft().result()
+        self._settle()
 
     def before_layers(self, layers: Sequence[tuple[nn.Module, Sequence[int]]]) -> list[RemovableHandle]:
         """Have each layer wait for its own weights."""
@@ -138,9 +145,10 @@ class Publication:
         count = 1 + max((self._places[index] for index in indices), default=-1)
         if count <= self._usable:
             return
-        if self._arrived < count:
-            self._receive(count)
-            self._own_counter[0] = self._done + self._arrived
+        while self._arrived < count:
+            self._wire.wait(self._expected[0].arrival)
+            self._take_in()
+        self._own_counter[0] = self._done + self._arrived
         begun = time.perf_counter()
         while any(int(counter[0]) < self._done + count for counter in self._counters):
             self._serve()
@@ -149,24 +157,32 @@ class Publication:
         self._usable = count
         if count == len(self._order):
             while self._leaving:
-                self._wire.wait(self._leaving.popleft())
+                self._wire.wait(self._leaving.popleft()[0])
+            self._leaving_bytes = 0
 
-    def _receive(self, count: int) -> None:
-        wanted = set(self._order[self._arrived : count])
-        while self._expected and self._expected[0].index in wanted:
-            expected = self._expected.popleft()
-            self._wire.wait(expected.arrival)
-            index, owner = expected.index, self._owners[expected.host]
-            first, *others = [copy[expected.start : expected.stop] for copy in self._range_of(index, owner)]
-            self._patches.decode(
-                expected.room, first, f"weights of {self._weights[index].name} that rank {owner} has updated"
-            )
-            for copy in others:
-                copy.copy_(first)
-            self._expected_bytes -= expected.room.nbytes
-            self._rooms.setdefault(expected.room.nbytes, []).append(expected.room)
-            self._expect()
-        self._arrived = count
+    def _settle(self) -> None:
+        """Whatever is over by now. Nobody computes."""
+        while self._expected and self._expected[0].arrival.done():
+            self._take_in()
+        while self._leaving and self._leaving[0][0].done():
+            transfer, size = self._leaving.popleft()
+            transfer.result()
+            self._leaving_bytes -= size
+
+    def _take_in(self) -> None:
+        """The oldest of what is expected, which has arrived."""
+        expected = self._expected.popleft()
+        expected.arrival.result()
+        index, owner = expected.index, self._owners[expected.host]
+        first, *others = [copy[expected.start : expected.stop] for copy in self._range_of(index, owner)]
+        self._patches.decode(
+            expected.room, first, f"weights of {self._weights[index].name} that rank {owner} has updated"
+        )
+        for copy in others:
+            copy.copy_(first)
+        self._expected_bytes -= expected.room.nbytes
+        self._rooms.setdefault(expected.room.nbytes, []).append(expected.room)
+        self._expect()
 
     def _expect(self) -> None:
         """Post receives as far as there is room for them."""
@@ -178,6 +194,7 @@ class Publication:
             room = free.pop() if free else torch.empty(size, dtype=torch.uint8)
             self._expected.append(_Expected(index, host, start, stop, room, self._wire.receive(room, host)))
             self._expected_bytes += size
+        self._arrived = self._places[self._expected[0].index] if self._expected else len(self._order)
 
 
 def _cuts(numel: int) -> Iterator[tuple[int, int]]:
