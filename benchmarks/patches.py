@@ -49,7 +49,7 @@ def measured(model_directory: Path, text: Path, rate: float, steps: int) -> Row:
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     patches, found = WeightPatches(), defaultdict(list)
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    room = torch.empty(most_bytes(max(weight.numel() for weight in weights), 2), dtype=torch.uint8)
+    room = torch.empty(most_bytes(max(weight.numel() for weight in weights)), dtype=torch.uint8)
     for step in range(WARM_UP + steps):
         row = ids[None, step * TOKENS : (step + 1) * TOKENS]
         model(input_ids=row, labels=row, use_cache=False).loss.backward()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from aliquot.collectives import weight_patch
-from aliquot.collectives.weight_patch import WeightPatches, most_bytes
+from aliquot.collectives.weight_patch import WeightPatches, check, checksums, most_bytes
 from aliquot.errors import SelfTestError
 
 PATCHES = WeightPatches()
@@ -23,8 +23,8 @@ def weights(numel: int, seed: int = 0) -> Tensor:
     return (torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * 0.02).bfloat16()
 
 
-def message(old: Tensor | None, new: Tensor) -> Tensor:
-    room = torch.zeros(most_bytes(new.numel(), new.element_size()), dtype=torch.uint8)
+def message(old: Tensor, new: Tensor) -> Tensor:
+    room = torch.zeros(most_bytes(new.numel()), dtype=torch.uint8)
     return room[: PATCHES.encode(old, new, room)]
 
 
@@ -49,7 +49,7 @@ def test_what_is_decoded_is_what_was_encoded(numel: int, part: float, most: int,
         old = weights(numel, seed)
         new = changed(old, part, most, seed)
         told = message(old, new)
-        assert len(told) <= most_bytes(numel, 2)
+        assert len(told) <= most_bytes(numel)
         PATCHES.decode(told, old, "weights")
     assert torch.equal(bits(old), bits(new))
 
@@ -66,17 +66,19 @@ def test_a_patch_takes_two_bits_a_weight_and_a_byte_for_each_large_change(
 def test_what_is_not_shorter_is_sent_as_it_is() -> None:
     old, new = weights(100_000), weights(100_000, seed=1)
     told = message(old, new)
-    assert len(told) < most_bytes(100_000, 2) + 1
+    assert len(told) < most_bytes(100_000) + 1
     PATCHES.decode(told, old, "weights")
     assert torch.equal(bits(old), bits(new))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_weights_that_nobody_has_yet(dtype: torch.dtype) -> None:
+def test_weights_that_are_sent_as_they_are_are_checked(dtype: torch.dtype) -> None:
     new = weights(70_001).to(dtype)
-    found = torch.zeros_like(new)
-    PATCHES.decode(message(None, new), found, "weights")
-    assert torch.equal(found, new)
+    expected = checksums(new)
+    check(new, expected, "weights")
+    bits(new)[69_999] ^= 4
+    with pytest.raises(SelfTestError, match="weights of layer 3 are not those that were sent"):
+        check(new, expected, "weights of layer 3")
 
 
 @settings(max_examples=60, deadline=None)

@@ -20,6 +20,7 @@ from aliquot.collectives.peers import Peers
 PUBLISHED, READ = 1, 2  # kinds of token
 # A socket buffers some 250 tokens before sending blocks; two ranks that block on each other would wait for ever.
 _MOST_AHEAD = 64
+_POLL_S = 1e-4
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class Ring:
         self._unread: deque[tuple[Piece, Callable[[Piece], None]]] = deque()  # published by this rank
         self._held: deque[Piece] = deque()  # read here, perhaps not yet by all
         self.reading_s = 0.0  # in readers, since the ring was made
+        # Called while this rank waits for others of its host, which may wait, through other hosts, for what it does.
+        self.beside: Callable[[], None] | None = None
 
     def stage(self, size_bytes: int) -> Piece:
         """Room for the next piece; reads others' pieces while it waits for it. Raises PeerLost."""
@@ -80,8 +83,17 @@ class Ring:
     def drain(self) -> None:
         """Read all that this rank has published, waiting for the others to publish it too."""
         while self._unread:
-            self._peers.wait(PUBLISHED, self._unread[0][0].number)
+            self._wait(PUBLISHED, self._unread[0][0].number)
             self._read_oldest()
+
+    def _wait(self, kind: int, count: int) -> None:
+        if self.beside is not None:
+            begun = time.perf_counter()
+            while self._peers.size > 1 and self._peers.received(kind) < count:
+                self.beside()
+                time.sleep(_POLL_S)
+            self._peers.waited_s += time.perf_counter() - begun
+        self._peers.wait(kind, count)
 
     def _blocks(self, start: int, size_bytes: int) -> bool:
         """Whether a piece that may still be read lies in [start, start + size_bytes), or too many are under way."""
@@ -92,9 +104,9 @@ class Ring:
 
     def _free_oldest(self) -> None:
         if not self._held:
-            self._peers.wait(PUBLISHED, self._unread[0][0].number)
+            self._wait(PUBLISHED, self._unread[0][0].number)
             self._read_oldest()
-        self._peers.wait(READ, self._held[0].number)
+        self._wait(READ, self._held[0].number)
         self._held.popleft()
 
     def _read_oldest(self) -> None:

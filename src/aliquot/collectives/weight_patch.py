@@ -3,7 +3,7 @@
 Between two steps most weights keep their bits and most others move by one unit in the last place. A block says two bits
 a weight: the difference of the bit patterns, 0, 1 or -1, or that it follows in a byte, and of those the few that no
 byte holds in two; a block in which nothing has changed says nothing. Where that would be longer than the weights
-themselves they are sent as they are; so are fp32 ones.
+themselves they are sent as they are.
 """
 
 from __future__ import annotations
@@ -27,9 +27,22 @@ Bytes = npt.NDArray[np.uint8]
 Bits = npt.NDArray[np.int16]
 
 
-def most_bytes(numel: int, itemsize: int) -> int:
+def most_bytes(numel: int) -> int:
     """Of the message about so many weights."""
-    return _TABLE.itemsize * -(-numel // BLOCK) + numel * itemsize
+    return _TABLE.itemsize * -(-numel // BLOCK) + 2 * numel
+
+
+def checksums(weights: Tensor) -> Tensor:
+    """int64, of each block of flat weights of any dtype that are sent as they are."""
+    values = _bits(weights)
+    found = [_checksum(values[start:stop]) for start, stop in _starts(weights)]
+    return torch.from_numpy(np.array(found, np.uint64).view(np.int64))
+
+
+def check(weights: Tensor, expected: Tensor, who: str) -> None:
+    """Raises SelfTestError, beginning with `who`, where these are not the weights of those checksums."""
+    if not torch.equal(checksums(weights), expected):
+        raise _not_as_sent(who)
 
 
 class WeightPatches:
@@ -48,20 +61,17 @@ class WeightPatches:
         differences = np.array([0, 1, _ESCAPE, -1], np.int16)[codes]
         self._differences = torch.from_numpy(differences.view(np.int64).ravel())
 
-    def encode(self, old: Tensor | None, new: Tensor, out: Tensor) -> int:
-        """Write into `out`, uint8 [most_bytes], how flat `new` follows from flat `old`; None: nobody has that. Returns
-        the bytes written."""
-        values, room = _bits(new), out.numpy()
-        before = _bits(old) if old is not None and new.dtype == torch.bfloat16 else None
+    def encode(self, old: Tensor, new: Tensor, out: Tensor) -> int:
+        """Write into `out`, uint8 [most_bytes], how flat `new` follows from flat `old`. Returns the bytes written."""
+        before, values, room = _bits(old), _bits(new), out.numpy()
         table = room[: _TABLE.itemsize * len(_starts(new))].view(_TABLE)
         fields, end = [], table.nbytes
         for start, stop in _starts(new):
             parts: list[Bytes] = [values[start:stop].view(np.uint8)]
             wide, begun = -1, end
-            if before is not None:
-                patch, wide_of_patch = self._patch(before[start:stop], values[start:stop])
-                if sum(part.nbytes for part in patch) < parts[0].nbytes:
-                    parts, wide = patch, wide_of_patch
+            patch, wide_of_patch = self._patch(before[start:stop], values[start:stop])
+            if sum(part.nbytes for part in patch) < parts[0].nbytes:
+                parts, wide = patch, wide_of_patch
             for part in parts:
                 room[end : end + part.nbytes] = part
                 end += part.nbytes
@@ -88,7 +98,7 @@ class WeightPatches:
             elif sound and size:
                 sound = self._apply(body, wide, block)
             if not sound or _checksum(block) != expected:
-                raise SelfTestError(f"{who} are not those that were sent: broken network, memory or torch?")
+                raise _not_as_sent(who)
 
     def _patch(self, old: Bits, new: Bits) -> tuple[list[Bytes], int]:
         """The parts of a patch, and how many of its differences no byte holds."""
@@ -129,6 +139,10 @@ class WeightPatches:
         differences[escapes] = followed
         np.add(weights, differences, out=weights)
         return True
+
+
+def _not_as_sent(who: str) -> SelfTestError:
+    return SelfTestError(f"{who} are not those that were sent: broken network, memory or torch?")
 
 
 def _checksum(block: Bits) -> int:

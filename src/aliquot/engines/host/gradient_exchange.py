@@ -88,15 +88,26 @@ class GradientExchange:
                     values = encode_rows(values.view(-1, width), rows)
                 self._leaving.append((self._wire.send(values, host), values, self._sums.passes(host, part[0])))
                 self._leaving_bytes += values.nbytes
-        self._add_arrived()
+        self.settle()
 
     def room(self, numel: int) -> Tensor:
         """For sums of a piece on its way to another host, where none are kept. Waits while too much is under way."""
         while self._leaving_bytes > EXCHANGE_BYTES:
-            # What others wait for before they take this is taken in meanwhile.
+            # Others may wait for what this rank does before they take it.
             wait([self._leaving[0][0]], _POLL_S)
-            self._add_arrived()
+            self.settle()
         return self._take(numel)
+
+    def settle(self) -> None:
+        """Whatever can be done without waiting."""
+        while (
+            self._expected
+            and self._added < self._own_completed
+            and all(arrival.done() for arrival in self._expected[0].arrivals)
+        ):
+            self._add(self._expected.popleft())
+        while self._leaving and self._leaving[0][0].done():
+            self._left()
 
     def finish(self) -> None:
         """All of this rank's own sums are sums over all hosts."""
@@ -120,16 +131,6 @@ class GradientExchange:
             arrivals = [self._wire.receive(room, host) for host, room in rooms.items()]
             self._expected.append(_Expected(piece, rooms, arrivals))
             self._expected_bytes += sum(room.nbytes for room in rooms.values())
-
-    def _add_arrived(self) -> None:
-        while (
-            self._expected
-            and self._added < self._own_completed
-            and all(arrival.done() for arrival in self._expected[0].arrivals)
-        ):
-            self._add(self._expected.popleft())
-        while self._leaving and self._leaving[0][0].done():
-            self._left()
 
     def _add(self, expected: _Expected) -> None:
         for arrival in expected.arrivals:

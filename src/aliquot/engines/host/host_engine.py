@@ -265,6 +265,10 @@ class HostEngine:
         self._gradients.end_micro_batch()
         if rows is not None:
             self._add_embedding(embedding, batch.input_ids, rows.grad)
+        if last and self._hosts.wire is not None:
+            # Here, where all ranks are: one that waits for room may wait for what others have not taken yet.
+            self._gradients.finish()
+            self._gradients.exchange()
         self._spec.phase("backward")
         return summed
 
@@ -312,16 +316,15 @@ class HostEngine:
         self._gradients.add_rows(self._index_of(weight), ids, gradient)
 
     def step(self, learning_rate: float, max_grad_norm: float | None) -> StepResult:
-        self._gradients.finish()  # not after each micro-batch: ranks need not wait for each other in between
-        self._gradients.exchange()
-        self._need_all()
+        if self._hosts.wire is None:
+            self._gradients.finish()  # not after each micro-batch: ranks need not wait for each other in between
         # All ranks wait for each other here: nobody computes from the weights any more.
         norm = global_norm(self._sums.squares(), torch.device("cpu"))
         if self._layers is not None:
             self._layers.forget()
         if math.isfinite(norm):
             if self._publication is not None:
-                self._publication.begin()
+                self._publication.begin(raw=self._compute == torch.float32)
             self._optimizer.step(self._updating(), learning_rate, norm, max_grad_norm)
             self._updates += 1
         if self._publication is None:
@@ -335,7 +338,7 @@ class HostEngine:
             if self._publication is not None and index != before:
                 if before is not None:
                     self._publication.updated(before)
-                self._publication.keep(index)
+                self._publication.changes(index)
             before = index
             yield shard
         if self._publication is not None and before is not None:
@@ -346,7 +349,7 @@ class HostEngine:
         if self._publication is None:
             self._hosts.peers.barrier()
             return
-        self._publication.begin()
+        self._publication.begin(raw=True)
         for index in self._order:
             self._publication.updated(index)
         self._need_all()

@@ -196,12 +196,14 @@ class HostGradients:
         """Between hosts: what each owns becomes the sum over all of them; much of it has become that before."""
         if self._hosts.wire is not None and self._exchange is not None:
             self._exchange.finish()
+            self.ring.beside = None
             self._hosts.wire.reduce_scatter(self._sums)
 
     def _completes(self, index: int) -> bool:
         """Whether what is staged now for weight `index` is the last that this step adds to its sums."""
         if self._begins and self._exchange is not None:
             self._exchange.begin()  # not before: weights are received until the forward pass has used the last of them
+            self.ring.beside = self._exchange.settle
             self._begins = False
         return self._last and self._found[index] == self._expected[index] - 1
 

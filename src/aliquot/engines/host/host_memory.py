@@ -94,11 +94,11 @@ def _between_hosts(config: RunConfig, own: int, others: int, passes: bool) -> in
     if not others:
         return 0
     sums = min(EXCHANGE_BYTES, others * own * sent_itemsize(config))
-    compute = 2 if config.train.precision == "bf16" else 4
-    raw = min(EXCHANGE_BYTES, others * own * compute)
-    weights = int(raw * published_bytes(config) / compute)  # pages that nothing is written to take no memory
-    leaving = min(EXCHANGE_BYTES, int(own * published_bytes(config)))
-    return sums * (2 if passes else 1) + weights + leaving + PUBLISHED_NUMEL * compute
+    if config.train.precision == "fp32":
+        return sums * (2 if passes else 1)  # weights leave from where they lie, and come there
+    bytes_each = published_bytes(config)
+    arriving = int(min(EXCHANGE_BYTES, others * own * 2) / 2 * bytes_each)  # pages that are not written take no memory
+    return sums * (2 if passes else 1) + arriving + int(own * bytes_each) + 2 * PUBLISHED_NUMEL
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from aliquot.collectives.peers import Peers
-from aliquot.collectives.weight_patch import WeightPatches, most_bytes
+from aliquot.collectives.weight_patch import BLOCK, WeightPatches, check, checksums, most_bytes
 from aliquot.collectives.wire import Wire
 from aliquot.engines.host.host_memory import EXCHANGE_BYTES, PUBLISHED_NUMEL
 from aliquot.engines.host.weight import Weight
@@ -32,12 +32,15 @@ RangeOf = Callable[[int, int], list[Tensor]]  # of a weight and a rank: what it 
 
 @dataclass
 class _Expected:
+    """A piece of a weight: what has changed in it, or, where `room` is None, its weights where they lie."""
+
     index: int
     host: int
     start: int  # in what that host's rank owns
     stop: int
-    room: Tensor
-    arrival: Future[None]
+    room: Tensor | None
+    checksums: Tensor | None
+    arrival: Future[None]  # of its last message
 
 
 class ForwardOrder:
@@ -78,7 +81,8 @@ class Publication:
         self._serve = serve
         self._patches = WeightPatches()
         self._old: Tensor | None = None
-        self._scratch = torch.empty(most_bytes(PUBLISHED_NUMEL, 4), dtype=torch.uint8)
+        self._scratch = torch.empty(most_bytes(PUBLISHED_NUMEL), dtype=torch.uint8)
+        self._raw = True
         # Counters are written by one rank and read by all; the interpreter's lock, taken on both sides between them and
         # the weights that they speak of, orders memory.
         self._counters = [memory.tensor(0, (1,), torch.int64) for memory in peers.share(8)]
@@ -89,14 +93,14 @@ class Publication:
         self._to_expect: Iterator[tuple[int, int, int, int]] = iter(())
         self._expected: deque[_Expected] = deque()
         self._expected_bytes = 0
-        self._leaving: deque[tuple[Future[None], int]] = deque()  # and the bytes that are free with it
-        self._leaving_bytes = 0
+        self._leaving: deque[Future[None]] = deque()
         self._rooms: dict[int, list[Tensor]] = {}  # free ones, by bytes
         self.waited_s = 0.0  # for ranks of this host
 
-    def begin(self) -> None:
-        """Nobody computes any more, on any host."""
+    def begin(self, raw: bool) -> None:
+        """Nobody computes any more, on any host. `raw`: weights travel as they are, not what has changed in them."""
         assert self._arrived == len(self._order), "weights were to be used before they are replaced"
+        self._raw = raw
         self._done += len(self._order)
         self._arrived = self._usable = 0
         self._to_expect = (
@@ -107,26 +111,23 @@ class Publication:
         )
         self._expect()
 
-    def keep(self, index: int) -> None:
+    def changes(self, index: int) -> None:
         """This rank is about to update what it owns of a weight."""
-        own = self._range_of(index, self._owners[self._wire.own])[0]
-        if own.dtype == torch.bfloat16:
-            self._old = own.clone()
+        if not self._raw:
+            self._old = self._range_of(index, self._owners[self._wire.own])[0].clone()
 
     def updated(self, index: int) -> None:
-        """It has been; without `keep` before, nobody knows what it was."""
+        """It has been. Does not wait: others may be where they take nothing."""
         own = self._range_of(index, self._owners[self._wire.own])[0]
         for start, stop in _cuts(own.numel()):
-            old = None if self._old is None else self._old[start:stop]
-            message = self._scratch[: self._patches.encode(old, own[start:stop], self._scratch)].clone()
-            for host in self._wire.others[:-1]:
-                self._leaving.append((self._wire.send(message, host), 0))
-            self._leaving.append((self._wire.send(message, self._wire.others[-1]), message.nbytes))
-            self._leaving_bytes += message.nbytes
-            while self._leaving_bytes > EXCHANGE_BYTES:
-                # What others wait for before they take this is taken in meanwhile.
-                wait([self._leaving[0][0]], 5 * _POLL_S)
-                self._settle()
+            values = own[start:stop]
+            if self._raw:
+                messages = [values, checksums(values)]
+            else:
+                assert self._old is not None
+                size = self._patches.encode(self._old[start:stop], values, self._scratch)
+                messages = [self._scratch[:size].clone()]
+            self._leaving += [self._wire.send(message, host) for message in messages for host in self._wire.others]
         self._old = None
         self._settle()
 
@@ -152,22 +153,17 @@ class Publication:
         begun = time.perf_counter()
         while any(int(counter[0]) < self._done + count for counter in self._counters):
             self._serve()
+            self._settle()
             time.sleep(_POLL_S)
         self.waited_s += time.perf_counter() - begun
         self._usable = count
-        if count == len(self._order):
-            while self._leaving:
-                self._wire.wait(self._leaving.popleft()[0])
-            self._leaving_bytes = 0
 
     def _settle(self) -> None:
-        """Whatever is over by now. Nobody computes."""
+        """Whatever is over by now. Nobody uses, yet, what comes in."""
         while self._expected and self._expected[0].arrival.done():
             self._take_in()
-        while self._leaving and self._leaving[0][0].done():
-            transfer, size = self._leaving.popleft()
-            transfer.result()
-            self._leaving_bytes -= size
+        while self._leaving and self._leaving[0].done():
+            self._leaving.popleft().result()
 
     def _take_in(self) -> None:
         """The oldest of what is expected, which has arrived."""
@@ -175,24 +171,30 @@ class Publication:
         expected.arrival.result()
         index, owner = expected.index, self._owners[expected.host]
         first, *others = [copy[expected.start : expected.stop] for copy in self._range_of(index, owner)]
-        self._patches.decode(
-            expected.room, first, f"weights of {self._weights[index].name} that rank {owner} has updated"
-        )
+        who = f"weights of {self._weights[index].name} that rank {owner} has updated"
+        if expected.room is not None:
+            self._patches.decode(expected.room, first, who)
+            self._expected_bytes -= expected.room.nbytes
+            self._rooms.setdefault(expected.room.nbytes, []).append(expected.room)
+        elif expected.checksums is not None:
+            check(first, expected.checksums, who)
         for copy in others:
             copy.copy_(first)
-        self._expected_bytes -= expected.room.nbytes
-        self._rooms.setdefault(expected.room.nbytes, []).append(expected.room)
         self._expect()
 
     def _expect(self) -> None:
-        """Post receives as far as there is room for them."""
+        """Post receives as far as there is room for them; where weights lie there is."""
         while self._expected_bytes < EXCHANGE_BYTES and (piece := next(self._to_expect, None)) is not None:
             index, host, start, stop = piece
-            itemsize = self._range_of(index, self._owners[host])[0].element_size()
-            size = most_bytes(stop - start, itemsize)
+            if self._raw:
+                own = torch.empty(-(-(stop - start) // BLOCK), dtype=torch.int64)
+                self._wire.receive(self._range_of(index, self._owners[host])[0][start:stop], host)
+                self._expected.append(_Expected(*piece, None, own, self._wire.receive(own, host)))
+                continue
+            size = most_bytes(stop - start)
             free = self._rooms.get(size)
             room = free.pop() if free else torch.empty(size, dtype=torch.uint8)
-            self._expected.append(_Expected(index, host, start, stop, room, self._wire.receive(room, host)))
+            self._expected.append(_Expected(*piece, room, None, self._wire.receive(room, host)))
             self._expected_bytes += size
         self._arrived = self._places[self._expected[0].index] if self._expected else len(self._order)
 
