@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Protocol
 
@@ -17,11 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from aliquot.collectives.peers import PeerLost
 from aliquot.collectives.transfers import Transfers
 
 PIECE_BYTES = 16 << 20
 _AHEAD = 2  # pieces under way while one is summed
 _CONNECTIONS = 4  # of a host to each other one, at least
+_ASK_S = 2.0  # of waiting, then whether the others are still there
 _TIMEOUT = timedelta(hours=24)  # what bounds a wait is the watchdog's clock, or the other end's end
 
 
@@ -70,6 +72,11 @@ class Wire:
             dist.new_group(sorted(ranks), _TIMEOUT, "gloo", use_local_synchronization=True)
             for _ in range(-(-_CONNECTIONS // ranks_per_host))
         ]
+        # gloo tells nobody that waits for a message of which a part has come that the rest never will. It tells who
+        # begins to send, so ranks that wait long send each other what nobody receives, on a connection of its own.
+        self._alive = dist.new_group(sorted(ranks), _TIMEOUT, "gloo", use_local_synchronization=True)
+        self._asked: list[dist.Work] = []
+        self._asked_at = 0.0
         self._sent: Counter[int] = Counter()  # messages to each host
         self._received: Counter[int] = Counter()
         self._sending, self._receiving = Transfers("aliquot-sends"), Transfers("aliquot-receives")
@@ -88,9 +95,29 @@ class Wire:
         return self._receiving.add(work)
 
     def wait(self, transfer: Future[None]) -> None:
+        """Raises PeerLost where the rank at the other end has ended."""
         begun = time.perf_counter()
+        while not wait([transfer], _ASK_S).done:
+            self.ask()
         transfer.result()
         self.waited_s += time.perf_counter() - begun
+
+    def ask(self) -> None:
+        """Whether the other hosts are there. Raises PeerLost. To be called now and then in a long wait."""
+        now = time.monotonic()
+        if now < self._asked_at + _ASK_S:
+            return
+        self._asked_at = now
+        for host in self.others:
+            try:
+                work = dist.isend(torch.zeros(1, dtype=torch.uint8), self._ranks[host], group=self._alive)
+            except RuntimeError as error:
+                own = self._ranks[self.own]
+                raise PeerLost(
+                    f"rank {self._ranks[host]} has ended on another host, rank {own} waits for it in vain"
+                ) from error
+            assert work is not None
+            self._asked.append(work)
 
     def reduce_scatter(self, sums: Summed) -> None:
         """What `sums` has for this host becomes the sum over all hosts, in their order."""

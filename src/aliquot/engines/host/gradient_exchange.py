@@ -96,6 +96,7 @@ class GradientExchange:
             # Others may wait for what this rank does before they take it.
             wait([self._leaving[0][0]], _POLL_S)
             self.settle()
+            self._wire.ask()
         return self._take(numel)
 
     def settle(self) -> None:
