@@ -89,8 +89,14 @@ FAULTS = (
     Fault(
         "last-host-left-out", "collectives/wire.py",
         "the sum over hosts leaves out the last one",
-        "for values in ordered[1:]:", "for values in ordered[1:-1]:",
+        "        if host > own_host:\n", "        if own_host < host < max(received):\n",
         ("tests/collectives", "tests/engines/test_host.py"),
+    ),
+    Fault(
+        "layer-does-not-wait", "engines/host/publication.py",
+        "a layer computes before the weights that another host has updated have come",
+        "return lambda *_: self.need(indices)", "return lambda *_: None",
+        ("tests/engines/test_host.py",),
     ),
     Fault(
         "ties-to-zero", "optim/weights.py",
@@ -132,8 +138,8 @@ FAULTS = (
     Fault(
         "tied-gradient-replaced", "engines/host/host_gradients.py",
         "of a tied weight's two gradients one replaces the other",
-        "first = not self._contributions[index]\n        self._contributions[index] += 1",
-        "first = True\n        self._contributions[index] += 1",
+        "first = not self._contributions[index]\n        completes = self._completes(index)\n        self._contributions",
+        "first = True\n        completes = self._completes(index)\n        self._contributions",
         ("tests/engines",),
     ),
     Fault(
@@ -158,7 +164,7 @@ FAULTS = (
     Fault(
         "plan-forgets-other-hosts", "engines/host/host_memory.py",
         "the plan forgets the gradient sums that a rank holds for its counterparts on other hosts",
-        "gradients=gradients * layout.nodes + summing,", "gradients=gradients + summing,",
+        "gradients=gradients + others * waiting * sent_itemsize(config) + summing,", "gradients=gradients + summing,",
         ("tests/engines/test_host_memory.py", "tests/plan"),
     ),
     Fault(
