@@ -31,6 +31,8 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         cpu_job,
         {"ami": "bottlerocket@v1.55.0", "create_namespace": True, "namespace": "training"},
     ),
+    "cpu, placement group by name": (cpu_job, {"placement_group": "training"}),
+    "cpu, placement group by id": (cpu_job, {"placement_group": "pg-0123456789abcdef0"}),
 }
 
 

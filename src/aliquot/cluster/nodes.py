@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from aliquot.cluster.job import AMX_TAINT, GPU, Job
@@ -70,6 +71,7 @@ def node_class(job: Job) -> Document:
             amiSelectorTerms=[{"alias": section.ami}],
             subnetSelectorTerms=discovered,
             securityGroupSelectorTerms=discovered,
+            placementGroupSelector=_placement_group(section.placement_group),
             blockDeviceMappings=[
                 {
                     "deviceName": "/dev/xvdb" if bottlerocket else "/dev/xvda",
@@ -86,6 +88,12 @@ def node_class(job: Job) -> Document:
             userData=section.user_data,
         ),
     }
+
+
+def _placement_group(given: str | None) -> Document | None:
+    if given is None:
+        return None
+    return {"id" if re.fullmatch(r"pg-[0-9a-z]+", given) else "name": given}
 
 
 def labels(job: Job) -> dict[str, str]:

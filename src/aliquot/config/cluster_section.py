@@ -83,6 +83,11 @@ class ClusterSection(Section):
     zone: Annotated[str, Field(pattern=r"^[a-z0-9-]+$", max_length=63)] | None = Field(
         None, description="All nodes there, as FSx. Default: any one zone."
     )
+    placement_group: Annotated[str, Field(pattern=r"^\S+$", max_length=255)] | None = Field(
+        None,
+        description="Its name, or its id (pg-...): nodes close together, where a connection between two of them has 10"
+        " Gbit/s and not 5.",
+    )
     discovery: Annotated[str, Field(min_length=1, max_length=256)] = Field(
         description="The tag karpenter.sh/discovery of subnets and security groups; usually the cluster's name."
     )
