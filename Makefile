@@ -62,6 +62,7 @@ bench: $(DEVELOPED)
 	$(BIN)/python benchmarks/checkpoint.py --json benchmarks/checkpoint.json
 	$(BIN)/python benchmarks/parts.py --json benchmarks/parts.json
 	$(BIN)/python benchmarks/wire.py --json benchmarks/wire.json
+	$(BIN)/python benchmarks/hosts.py --json benchmarks/hosts.json
 	$(BIN)/python benchmarks/memory.py --json benchmarks/memory.json
 	$(BIN)/python benchmarks/step.py --json benchmarks/step.json
 	$(BIN)/python benchmarks/breakdown.py --json benchmarks/breakdown.json
@@ -69,6 +70,7 @@ bench: $(DEVELOPED)
 ifneq ($(and $(MODEL),$(TEXT)),)
 	$(BIN)/python benchmarks/long_run.py --text $(TEXT) --json benchmarks/long_run.json
 	$(BIN)/python benchmarks/states.py --model $(MODEL) --text $(TEXT) --json benchmarks/states.json
+	$(BIN)/python benchmarks/patches.py --model $(MODEL) --text $(TEXT) --json benchmarks/patches.json
 endif
 	$(BIN)/aliquot plan --calibrate
 	$(BIN)/python benchmarks/foresight.py --json benchmarks/foresight.json

@@ -37,7 +37,13 @@ def _helps(planner: Planner, config: RunConfig, layout: RankLayout, workload: Wo
     """
     now = planner.plan(config, layout, workload, approximate=True).tokens_per_s
     gains: list[tuple[float, str]] = []
-    for kind in (_batches(config, layout), _micro_batches(config, layout), _engines(config, planner, layout)):
+    engine = planner.engine(config, layout)
+    for kind in (
+        _batches(config, layout),
+        _micro_batches(config, layout),
+        _engines(config, layout, engine),
+        _reduced(config, layout, engine),
+    ):
         series = [(made.tokens_per_s / now, words) for words, made in _planned(kind, planner, layout, workload)]
         if series:
             most = max(gain for gain, _ in series)
@@ -72,9 +78,14 @@ def _micro_batches(config: RunConfig, layout: RankLayout) -> Iterator[tuple[str,
             yield f"train.per_device_train_batch_size={micro}", _sized(config, size.total, micro)
 
 
-def _engines(config: RunConfig, planner: Planner, layout: RankLayout) -> Iterator[tuple[str, RunConfig]]:
-    if layout.device == "cpu" and planner.engine(config, layout) != "host":
+def _engines(config: RunConfig, layout: RankLayout, engine: str) -> Iterator[tuple[str, RunConfig]]:
+    if layout.device == "cpu" and engine != "host":
         yield "shard.engine=host", with_settings(config, {"shard.engine": "host"})
+
+
+def _reduced(config: RunConfig, layout: RankLayout, engine: str) -> Iterator[tuple[str, RunConfig]]:
+    if layout.nodes > 1 and engine == "host" and config.shard.reduce_dtype == "fp32":
+        yield "shard.reduce_dtype=bf16", with_settings(config, {"shard.reduce_dtype": "bf16"})
 
 
 def _sized(config: RunConfig, total: int, micro: int) -> RunConfig:

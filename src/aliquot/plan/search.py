@@ -107,12 +107,12 @@ def _settings(
     micros = [size for size in (1, 2, 4, 8, 16, 32) if size <= share]
     given = batch_size(train, layout.world_size)
     for engine in dict.fromkeys((now, *(("fsdp",) if layout.device == "cuda" else ("host", "fsdp")))):
-        states = ("fp32", "bf16", "int8") if engine == "host" else ("fp32",)
         for micro in dict.fromkeys((min(given.micro, share), *micros)):
             for checkpointing in dict.fromkeys((train.gradient_checkpointing, "none", "selective", "full")):
-                for kept in dict.fromkeys((train.optimizer_states, *states)):
+                for kept, reduced in _kept(config, layout, engine):
                     wanted: dict[str, object] = {
                         "shard.engine": engine,
+                        "shard.reduce_dtype": reduced,
                         "train.gradient_checkpointing": checkpointing,
                         "train.optimizer_states": kept,
                         "train.global_batch_size": total,
@@ -127,6 +127,17 @@ def _settings(
                     elif train.gradient_accumulation_steps is not None:
                         changes["train.gradient_accumulation_steps"] = "null"  # the other two fix it
                     yield with_settings(config, wanted), changes
+
+
+def _kept(config: RunConfig, layout: RankLayout, engine: str) -> list[tuple[str, str]]:
+    """Of optimizer states, and of gradients between hosts: what they may be kept and sent as."""
+    given, reduced = config.train.optimizer_states, config.shard.reduce_dtype
+    if engine != "host":
+        return list(dict.fromkeys(((given, reduced), ("fp32", reduced))))
+    found = [(given, reduced), ("fp32", reduced)]
+    if layout.nodes > 1:
+        found.append(("fp32", "bf16"))
+    return list(dict.fromkeys([*found, ("bf16", reduced), ("int8", reduced)]))
 
 
 def with_settings(config: RunConfig, wanted: Mapping[str, object]) -> RunConfig:
