@@ -86,3 +86,9 @@ def test_a_piece_of_another_weight_is_never_summed(gradients: HostGradients) -> 
     gradients._tag(gradients._piece, 0).copy_(torch.tensor([1, 0, 1]))
     with pytest.raises(SelfTestError, match="a gradient of second where this rank expects one of first"):
         gradients._sum(gradients._piece, 0, 0, 6, first=True)
+
+
+def test_a_second_micro_batch_where_there_was_to_be_one_is_refused(gradients: HostGradients) -> None:
+    gradients._sums.passing = frozenset({1})
+    with pytest.raises(ValueError, match="was to have one"):
+        gradients.begin_micro_batch(0, last=False)

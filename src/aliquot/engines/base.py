@@ -75,6 +75,8 @@ class EngineSpec:
             settings, notes = deepspeed_json.settings(config, topology.world_size, hidden_size)
         elif config.shard.deepspeed_config is not None:
             notes = [f"shard.deepspeed_config fills the config; engine {engine} has no use for the rest of it"]
+        if engine != "host" and config.shard.reduce_dtype == "bf16":
+            notes.append(f"shard.reduce_dtype: bf16 is for engine host; {engine} reduces as it does without")
         return cls(
             precision=train.precision,
             gradient_checkpointing=train.gradient_checkpointing,

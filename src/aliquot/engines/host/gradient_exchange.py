@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from aliquot.collectives.rooms import Rooms
 from aliquot.collectives.wire import Wire, add_hosts
 from aliquot.engines.host.host_memory import EXCHANGE_BYTES
 from aliquot.engines.host.host_sums import HostSums
@@ -64,7 +65,7 @@ class GradientExchange:
         self._added = 0
         self._leaving: deque[tuple[Future[None], Tensor, bool]] = deque()  # the last: in a room of ours
         self._leaving_bytes = 0
-        self._rooms: dict[int, list[Tensor]] = {}  # free ones, by elements
+        self._rooms = Rooms(sums.sent_dtype, EXCHANGE_BYTES)
 
     def begin(self) -> None:
         """The last micro-batch of the step begins."""
@@ -97,7 +98,7 @@ class GradientExchange:
             wait([self._leaving[0][0]], _POLL_S)
             self.settle()
             self._wire.ask()
-        return self._take(numel)
+        return self._rooms.take(numel)
 
     def settle(self) -> None:
         """Whatever can be done without waiting."""
@@ -147,7 +148,7 @@ class GradientExchange:
         for room in expected.rooms.values():
             self._expected_bytes -= room.nbytes
             if index not in self._looked_up:
-                self._give(room)
+                self._rooms.give(room)
         self._expect()
 
     def _left(self) -> None:
@@ -155,19 +156,12 @@ class GradientExchange:
         transfer.result()
         self._leaving_bytes -= values.nbytes
         if in_room:
-            self._give(values)
+            self._rooms.give(values)
 
     def _room_for(self, piece: Piece) -> Tensor:
         index, start, stop = piece
         if index not in self._looked_up:
-            return self._take(stop - start)
+            return self._rooms.take(stop - start)
         width = self._weights[index].row_numel
         size = most_bytes((stop - start) // width, width, self._sums.sent_dtype.itemsize)
         return torch.empty(size, dtype=torch.uint8)  # of which as much is touched as comes
-
-    def _take(self, numel: int) -> Tensor:
-        free = self._rooms.get(numel)
-        return free.pop() if free else torch.empty(numel, dtype=self._sums.sent_dtype)
-
-    def _give(self, room: Tensor) -> None:
-        self._rooms.setdefault(room.numel(), []).append(room)

@@ -90,6 +90,10 @@ class HostGradients:
 
     def begin_micro_batch(self, step: int, last: bool) -> None:
         """Of optimizer step `step`; `last`: what is complete with it leaves for other hosts."""
+        if not last and self._sums.passing:
+            raise ValueError(
+                "another micro-batch of a step that was to have one: its sums for other hosts are not kept"
+            )
         before, number = self._seeds
         self._seeds = (step, number + 1 if before == step else 0)
         self._noise, self._last = None, last

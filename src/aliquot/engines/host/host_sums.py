@@ -40,7 +40,7 @@ class HostSums:
         """
         self._own = own
         self.room: Callable[[int], Tensor] = torch.empty
-        self._passing = frozenset(passing)
+        self.passing = frozenset(passing)
         self._rooms: dict[tuple[int, int, int], Tensor] = {}  # filled, not yet on their way
         self._disk = disk
         places = {} if disk is None else disk.sums
@@ -127,7 +127,7 @@ class HostSums:
                 yield from self._on_disk.squares[self._own, index, number]
 
     def passes(self, h: int, index: int) -> bool:
-        return h != self._own and index in self._passing
+        return h != self._own and index in self.passing
 
     @property
     def spilled(self) -> Sequence[int]:

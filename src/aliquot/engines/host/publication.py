@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from aliquot.collectives.peers import Peers
+from aliquot.collectives.rooms import Rooms
 from aliquot.collectives.weight_patch import BLOCK, WeightPatches, check, checksums, most_bytes
 from aliquot.collectives.wire import Wire
 from aliquot.engines.host.host_memory import EXCHANGE_BYTES, PUBLISHED_NUMEL
@@ -94,7 +95,7 @@ class Publication:
         self._expected: deque[_Expected] = deque()
         self._expected_bytes = 0
         self._leaving: deque[Future[None]] = deque()
-        self._rooms: dict[int, list[Tensor]] = {}  # free ones, by bytes
+        self._rooms = Rooms(torch.uint8, EXCHANGE_BYTES)
         self.waited_s = 0.0  # for ranks of this host
 
     def begin(self, raw: bool) -> None:
@@ -175,7 +176,7 @@ class Publication:
         if expected.room is not None:
             self._patches.decode(expected.room, first, who)
             self._expected_bytes -= expected.room.nbytes
-            self._rooms.setdefault(expected.room.nbytes, []).append(expected.room)
+            self._rooms.give(expected.room)
         elif expected.checksums is not None:
             check(first, expected.checksums, who)
         for copy in others:
@@ -192,8 +193,7 @@ class Publication:
                 self._expected.append(_Expected(*piece, None, own, self._wire.receive(own, host)))
                 continue
             size = most_bytes(stop - start)
-            free = self._rooms.get(size)
-            room = free.pop() if free else torch.empty(size, dtype=torch.uint8)
+            room = self._rooms.take(size)
             self._expected.append(_Expected(*piece, room, None, self._wire.receive(room, host)))
             self._expected_bytes += size
         self._arrived = self._places[self._expected[0].index] if self._expected else len(self._order)
