@@ -45,6 +45,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs[str]:
         "three": ("host", 3, [*on_disk, *deep, "moe", *moe]),
         "disk-3": ("host-disk", 3, [*on_disk, *deep, "moe", *moe]),
         "hosts-disk": ("hosts-disk", 2, on_disk),
+        "hosts-once-disk": ("hosts-disk", 2, once),
     }
     return Runs(tmp_path_factory.mktemp("worlds"), worlds)
 
@@ -109,6 +110,11 @@ def test_what_lies_on_disk_changes_no_bit(runs: Runs[str], disk: str, memory: st
     """Accumulation over uneven micro-batches, clipping, a tied embedding, frugal states, windows with a rest."""
     for name in ("llama", "llama-bf16", "llama-int8", "qwen2-tied"):
         same(runs[disk], runs[memory], name, world_size)
+
+
+def test_sums_on_disk_are_kept_for_other_hosts_in_a_step_of_one_micro_batch(runs: Runs[str]) -> None:
+    for name in ("llama-once", "llama-bf16-once", "qwen2-tied-once"):
+        same(runs["hosts-once-disk"], runs["hosts"], name)
 
 
 @pytest.mark.parametrize(

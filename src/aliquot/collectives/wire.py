@@ -20,7 +20,7 @@ from torch import Tensor
 from aliquot.collectives.peers import PeerLost
 from aliquot.collectives.transfers import Transfers
 
-PIECE_BYTES = 16 << 20
+_PIECE_BYTES = 16 << 20
 _AHEAD = 2  # pieces under way while one is summed
 _CONNECTIONS = 4  # of a host to each other one, at least
 _ASK_S = 2.0  # of waiting, then whether the others are still there
@@ -96,16 +96,17 @@ class Wire:
 
     def wait(self, transfer: Future[None]) -> None:
         """Raises PeerLost where the rank at the other end has ended."""
-        begun = time.perf_counter()
+        begun = time.monotonic()
         while not wait([transfer], _ASK_S).done:
-            self.ask()
+            self.ask(begun)
         transfer.result()
-        self.waited_s += time.perf_counter() - begun
+        self.waited_s += time.monotonic() - begun
 
-    def ask(self) -> None:
-        """Whether the other hosts are there. Raises PeerLost. To be called now and then in a long wait."""
+    def ask(self, stood_still: float) -> None:
+        """Whether the other hosts are there, where nothing has come or gone since `stood_still`, of time.monotonic().
+        Raises PeerLost. To be called now and then in a wait: it does nothing while that is short."""
         now = time.monotonic()
-        if now < self._asked_at + _ASK_S:
+        if now < max(stood_still, self._asked_at) + _ASK_S:
             return
         self._asked_at = now
         for host in self.others:
@@ -121,10 +122,10 @@ class Wire:
 
     def reduce_scatter(self, sums: Summed) -> None:
         """What `sums` has for this host becomes the sum over all hosts, in their order."""
-        own = sums.visit(self.own, PIECE_BYTES, changes=True)
-        to_come = deque(sums.pieces(self.own, PIECE_BYTES))
+        own = sums.visit(self.own, _PIECE_BYTES, changes=True)
+        to_come = deque(sums.pieces(self.own, _PIECE_BYTES))
         # A peer's own pieces may be more or fewer than these: each side cuts what it sends as the receiver does.
-        outgoing = {host: sums.visit(host, PIECE_BYTES, changes=False) for host in self.others}
+        outgoing = {host: sums.visit(host, _PIECE_BYTES, changes=False) for host in self.others}
         arriving: deque[dict[int, tuple[Tensor, Future[None]]]] = deque()
         sending: deque[list[Future[None]]] = deque()
         # Both sides have posted their sends and receives of a round before they wait for an earlier one.

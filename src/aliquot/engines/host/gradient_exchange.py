@@ -7,6 +7,7 @@ for whenever a piece is completed, waited for only when all are.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -93,11 +94,14 @@ class GradientExchange:
 
     def room(self, numel: int) -> Tensor:
         """For sums of a piece on its way to another host, where none are kept. Waits while too much is under way."""
+        oldest, since = None, 0.0
         while self._leaving_bytes > EXCHANGE_BYTES:
+            if oldest is not self._leaving[0][0]:
+                oldest, since = self._leaving[0][0], time.monotonic()
             # Others may wait for what this rank does before they take it.
-            wait([self._leaving[0][0]], _POLL_S)
+            wait([oldest], _POLL_S)
             self.settle()
-            self._wire.ask()
+            self._wire.ask(since)
         return self._rooms.take(numel)
 
     def settle(self) -> None:

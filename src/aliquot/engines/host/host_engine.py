@@ -377,7 +377,7 @@ class HostEngine:
             staged_bytes=self._gradients.staged_bytes,
             moved_bytes=self._gradients.moved_bytes + self._updates * update_bytes,
             reduce_s=self._gradients.ring.reading_s + (wire.waited_s if wire is not None else 0.0),
-            wait_s=self._hosts.peers.waited_s,
+            wait_s=self._hosts.peers.waited_s + (0.0 if self._publication is None else self._publication.waited_s),
             disk_read_bytes=0 if scratch is None else scratch.read_bytes,
             disk_written_bytes=0 if scratch is None else scratch.written_bytes,
         )

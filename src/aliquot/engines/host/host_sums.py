@@ -35,17 +35,17 @@ class HostSums:
         passing: Collection[int] = (),
     ) -> None:
         """`owners[h]`: the rank on host h that is this one's counterpart, on host `own` itself. `sent_dtype`: of what
-        travels, by default that of what stays. `passing`: of these weights what others own is not kept: it is given
-        `room` for as long as it takes to leave.
+        travels, by default that of what stays. `passing`: of these weights, but for those on disk, what others own is
+        not kept: it is given `room` for as long as it takes to leave.
         """
         self._own = own
         self.room: Callable[[int], Tensor] = torch.empty
-        self.passing = frozenset(passing)
         self._rooms: dict[tuple[int, int, int], Tensor] = {}  # filled, not yet on their way
         self._disk = disk
         places = {} if disk is None else disk.sums
         self._on_disk = None if disk is None else WindowSums(disk.scratch, places, dtype)
         spilled = {index for _, index, _ in places}
+        self.passing = frozenset(passing) - spilled
         self.dtype = dtype
         self.sent_dtype = dtype if sent_dtype is None else sent_dtype
         self._spilled = sorted(spilled)
