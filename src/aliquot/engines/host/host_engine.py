@@ -30,7 +30,8 @@ from aliquot.collectives.shared import Memory
 from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.compiling import compile_layers
 from aliquot.engines.global_norm import global_norm
-from aliquot.engines.host.expert_gradients import RingGradients, experts_first
+from aliquot.engines.host.expert_gradients import RingGradients
+from aliquot.engines.host.gradient_order import GradientOrder
 from aliquot.engines.host.host_check import check_published, check_sums
 from aliquot.engines.host.host_disk import HostDisk
 from aliquot.engines.host.host_gradients import HostGradients
@@ -87,20 +88,17 @@ class HostEngine:
             places = (self._weights, of_rows, owners, hosts.own, states, splits, kept.itemsize)
             self._disk = HostDisk(spec.offload_directory, spec.on_disk, *places, on_disk)
         head = cast(nn.Parameter, model.get_output_embeddings().weight) if spec.fused_loss else None  # type: ignore[operator]
-        before = [] if head is None else [self._index_of(head)]
-        by_autograd = self._by_autograd()
-        after = [self._index_of(embedding)] if self._cuts_look_up else []
-        once = {index for index in by_autograd if index not in before}
+        order = GradientOrder(model, head, embedding if self._cuts_look_up else None, spec.packs)
         self._sums = HostSums(
             self._weights, owners, hosts.own, kept, states, self._disk,
             sent_dtype=torch.bfloat16 if spec.reduce_dtype == "bf16" else kept,
-            # A look-up's rows are added to what is there.
-            passing=once | {*before} - {*by_autograd, *after} if spec.micro_batches == 1 else (),
+            passing=order.dense_once if spec.micro_batches == 1 else (),
         )  # fmt: skip
         width = embedding.shape[1] if self._cuts_look_up else 1
         self._gradients = HostGradients(
-            hosts, self._weights, self._sums, by_autograd, self._compute, spec.micro_batch_tokens, width, before, after
-        )
+            hosts, self._weights, self._sums, order.by_autograd, self._compute, spec.micro_batch_tokens, width,
+            order.head, order.looked_up,
+        )  # fmt: skip
         owned = [self._owned(index) for index in range(len(self._weights))]
         self._states = HostStates(owned, self._sums, states, self._disk, on_disk)
         self._layers = None
@@ -143,23 +141,6 @@ class HostEngine:
         if spec.compile == "layers":
             compile_layers(meta, topology.threads)
         return cls(meta, spec, Hosts.join(topology.rank, node, gather), topology)
-
-    def _by_autograd(self) -> list[int]:
-        """The weights whose gradients autograd completes; backward comes to the last ones of the model first."""
-        elsewhere = []
-        if self._spec.fused_loss:
-            elsewhere.append(self._model.get_output_embeddings().weight)  # type: ignore[operator]
-        embedding = self._model.get_input_embeddings().weight  # type: ignore[operator]
-        if self._cuts_look_up:
-            elsewhere.append(embedding)
-        elif self._spec.fused_loss and elsewhere[0] is embedding:
-            elsewhere.clear()  # tied, and looked up by the model itself: both contribute
-        found = [
-            index
-            for index, parameter in enumerate(self._model.parameters())
-            if parameter.requires_grad and not any(parameter is other for other in elsewhere)
-        ]
-        return experts_first(self._model, found[::-1]) if self._spec.packs else found[::-1]
 
     def _place_parameters(self) -> None:
         """Replace the meta parameters by views of the shared copy; tied ones by one and the same."""
