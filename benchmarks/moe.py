@@ -168,7 +168,7 @@ def rank_steps(shape: str, name: str, steps: int, layers: int, precision: str) -
             next(making)
             between(step)
     lengths = [b - a for a, b in pairwise(work.edges(warm * RANKS + topology.rank))]
-    flops = model_flops(built.matmul_parameters, TOKENS, lengths, attention_widths(AutoConfig.for_model(**config)))
+    flops = model_flops(built.matmul_flops, TOKENS, lengths, attention_widths(AutoConfig.for_model(**config)))
     tell(
         {
             "seconds": [b - a for a, b in pairwise(ends)][warm - 1 :],

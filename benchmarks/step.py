@@ -215,7 +215,7 @@ def step_flops(numbers: dict[str, Any], work: Work, rank_number: int, step: int)
     parameters = numbers["num_hidden_layers"] * layer + hidden * numbers["vocab_size"]
     edges = [work.edges((step * work.rows + row) * RANKS + rank_number) for row in range(work.rows)]
     lengths = [b - a for of_row in edges for a, b in pairwise(of_row)]
-    return model_flops(parameters, work.tokens * work.rows, lengths, {None: numbers["num_hidden_layers"] * query})
+    return model_flops(6 * parameters, work.tokens * work.rows, lengths, {None: numbers["num_hidden_layers"] * query})
 
 
 if __name__ == "__main__":

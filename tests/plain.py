@@ -8,9 +8,11 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from transformers import get_scheduler
 
+from aliquot.config.adapter_section import AdapterSection
 from aliquot.config.schema import TrainSection
 from aliquot.data.batches import Batches
 from aliquot.models import initialize, meta
@@ -34,18 +36,32 @@ class Whole:
         raise AssertionError("nothing reads here")
 
 
-def initial_weights(config: Any, seed: int) -> dict[str, Tensor]:
+def initial_weights(config: Any, seed: int, adapter: AdapterSection | None = None) -> dict[str, Tensor]:
     built = meta.build(config)
     store = Whole(built.tensors)
     initialize.initialize(store, built.fills, seed)
-    return store.values
+    if adapter is None:
+        return store.values
+    with_adapter = meta.build(config, adapter=adapter)
+    own = Whole(with_adapter.saved)
+    initialize.initialize(own, with_adapter.fills, seed)
+    held = [name for name, _ in with_adapter.tensors if name not in own.values]
+    return {name: store.values[name.replace(".base_layer", "")] for name in held} | own.values
 
 
 def parameter_groups(parameters: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
     return [
-        {"params": [p for p in parameters.values() if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters.values() if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters.values() if p.requires_grad and p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters.values() if p.requires_grad and p.ndim < 2], "weight_decay": 0.0},
     ]
+
+
+def add_lora(model: nn.Module, adapter: AdapterSection) -> None:
+    """By peft itself."""
+    of_mixture = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    wanted = of_mixture if "moe" in str(model.config.model_type) else "all-linear"
+    settings = LoraConfig(r=adapter.r, lora_alpha=int(adapter.alpha), target_modules=wanted)
+    inject_adapter_in_model(settings, model)
 
 
 def summed_loss(model: nn.Module, batch: MicroBatch | None) -> Tensor:

@@ -142,7 +142,7 @@ def foresee(run: Attempt, inputs: Inputs, force: bool) -> dict[str, Any]:
 
 def build_model(run: Attempt, inputs: Inputs) -> Model:
     topology, ledger = run.ranks.topology, run.ledger
-    built = meta.build(inputs.source.config, inputs.traits)
+    built = meta.build(inputs.source.config, inputs.traits, run.config.adapter, run.config.train.freeze)
     engine_name, engine_type = engine_class(run.config, topology, built.numel)
     clock = StepClock(lambda: engine.counters().inside_s())
 
@@ -156,7 +156,8 @@ def build_model(run: Attempt, inputs: Inputs) -> Model:
     )
     if engine_name != "deepspeed":  # which can be started once in a process
         prove(inputs.source.config, built.traits, engine_type, spec, topology)
-    published = published_of(built.model, built.tensors)  # before the engine shards it
+    # Before the engine shards it.
+    published = published_of(built.model, built.tensors) if built.adapter is None else built.adapter.loads
     engine: Engine = engine_type.build(built.model, spec, topology)
     ledger.mark("model built", engine.counters().memory())
     return Model(built, published, engine, engine_name, clock, spec.notes)

@@ -210,8 +210,7 @@ class Training:
         self._done = step + 1
         self._stop.nothing_to_save = None
         self._tokens += batch.tokens
-        matrices = self._model.built.matmul_parameters
-        flops = model_flops(matrices, batch.tokens, batch.lengths, self._attention_widths)
+        flops = model_flops(self._model.built.matmul_flops, batch.tokens, batch.lengths, self._attention_widths)
         record.end(batch.tokens, flops, saver.under_way)
         self._watchdog.beat()
         metrics = {"loss": self._loss, "learning_rate": rate, "grad_norm": grad_norm, "tokens": self._tokens}

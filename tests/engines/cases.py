@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from aliquot.config.adapter_section import AdapterSection
 from aliquot.models.batch import MicroBatch
 
 STEPS = 5
@@ -49,6 +50,8 @@ class Case:
     steps: int = STEPS
     once: bool = False  # a micro-batch a rank and step: sums over hosts are then made as those over ranks
     reduce_dtype: str = "fp32"
+    freeze: tuple[str, ...] = ()
+    adapter: AdapterSection | None = None
 
     def documents(self, step: int, world_size: int) -> list[list[Tensor]]:
         found = documents(step)
@@ -60,6 +63,11 @@ ZAMBA = {
     "n_mamba_heads": 2, "mamba_dt_rank": 4, "use_mamba_kernels": False, "num_key_value_heads": 4,
     "layers_block_type": ["linear_attention", "hybrid", "hybrid", "hybrid"], "tie_word_embeddings": True,
 }  # fmt: skip
+
+EXPERTS = {"num_experts": 24, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True}
+
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+LORA = AdapterSection(r=5, alpha=20)  # no world size above 1 divides it
 
 CASES = {
     case.name: case
@@ -103,17 +111,7 @@ CASES = {
         Case("llama-deep", {"model_type": "llama", "num_hidden_layers": 5}, precision="bf16", steps=3),
         Case("llama-deep-full", {"model_type": "llama", "num_hidden_layers": 5}, checkpointing="full", steps=3),
         # More experts than choices: in most micro-batches some have no token.
-        Case(
-            "moe",
-            {
-                "model_type": "qwen3_moe",
-                "num_experts": 24,
-                "num_experts_per_tok": 2,
-                "moe_intermediate_size": 20,
-                "norm_topk_prob": True,
-            },
-            steps=3,
-        ),
+        Case("moe", {"model_type": "qwen3_moe", **EXPERTS}, steps=3),
         Case(
             "moe-bf16-full",
             {
@@ -129,6 +127,21 @@ CASES = {
             steps=3,
         ),
         Case("mistral-window", {"model_type": "mistral", "sliding_window": 6}, steps=3),
+        # Neither what is looked up nor the layers above it learn.
+        Case("llama-frozen", {"model_type": "llama"}, freeze=("model.embed_tokens.*", "model.layers.0.*")),
+        # Nothing before the head learns, or nothing but what comes first.
+        Case("head-alone", {"model_type": "llama"}, freeze=("model.*",), steps=3),
+        Case("embedding-alone", {"model_type": "llama"}, freeze=("model.layers.*", "lm_head.*"), steps=3),
+        Case("qwen2-tied-frozen", {"model_type": "qwen2", "tie_word_embeddings": True}, freeze=("lm_head.*",), steps=3),
+        Case("moe-frozen", {"model_type": "qwen3_moe", **EXPERTS}, freeze=("*.experts.*",), steps=3),
+        Case("llama-lora", {"model_type": "llama"}, adapter=LORA),
+        Case("llama-lora-full", {"model_type": "llama"}, adapter=LORA, checkpointing="full", steps=3),
+        Case("llama-lora-bf16", {"model_type": "llama"}, adapter=LORA, precision="bf16"),
+        Case("llama-lora-once", {"model_type": "llama"}, adapter=LORA, precision="bf16", once=True),
+        Case("qwen2-tied-lora", {"model_type": "qwen2", "tie_word_embeddings": True}, adapter=LORA, steps=3),
+        # Its linear layers hold their weights the other way around.
+        Case("gpt2-lora", {"model_type": "gpt2", **NO_DROPOUT}, adapter=LORA, steps=3),
+        Case("moe-lora", {"model_type": "qwen3_moe", **EXPERTS}, adapter=LORA, steps=3),
     ]
 }
 

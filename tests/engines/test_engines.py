@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -35,11 +36,13 @@ from tests.engines.cases import (
 from tests.processes import World, run_worlds
 
 WORKER = Path(__file__).parent / "worker.py"
+FROZEN = ["llama-frozen", "head-alone", "embedding-alone", "qwen2-tied-frozen", "moe-frozen",
+          "llama-lora", "llama-lora-full", "qwen2-tied-lora", "gpt2-lora", "moe-lora"]  # fmt: skip
 BY_WORLD = {
     1: ["llama"],
     2: ["llama", "llama-bf16", "llama-full", "llama-selective", "qwen2-tied", "gemma",
-        "mistral-window", "moe"],
-    3: ["llama", "llama-bf16", "qwen2-tied", "qwen3", "gemma", "gemma-untied", "zamba", "moe"],
+        "mistral-window", "moe", *FROZEN],
+    3: ["llama", "llama-bf16", "qwen2-tied", "qwen3", "gemma", "gemma-untied", "zamba", "moe", *FROZEN],
     4: ["llama-far", "llama-bf16-far"],
 }  # fmt: skip
 Key = TypeVar("Key", int, str)
@@ -72,7 +75,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def initial_weights(case: Case) -> dict[str, Tensor]:
-    return plain.initial_weights(AutoConfig.for_model(**{**SMALL, **case.model}), SEED)
+    return plain.initial_weights(AutoConfig.for_model(**{**SMALL, **case.model}), SEED, case.adapter)
 
 
 @cache
@@ -81,8 +84,13 @@ def plain_loop(name: str, bf16: bool) -> tuple[list[float], list[float], dict[st
     case = CASES[name]
     config = AutoConfig.for_model(**{**SMALL, **case.model})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    if case.adapter is not None:
+        plain.add_lora(model, case.adapter)
     model.load_state_dict(initial_weights(case), strict=False)
     model.tie_weights()
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        if any(fnmatch(name, pattern) for pattern in case.freeze):
+            weight.requires_grad_(False)
     master = dict(model.named_parameters())
     groups = plain.parameter_groups(master, WEIGHT_DECAY)
     optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=EPSILON)
@@ -144,6 +152,24 @@ def test_fp32_equals_the_plain_loop(runs: Runs[int], world_size: int) -> None:
     final = assembled(runs[world_size], name, "final", world_size)
     for name, weight in weights.items():
         torch.testing.assert_close(final[name], weight.flatten(), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", FROZEN)
+@pytest.mark.parametrize("world_size", [2, THREE])
+def test_what_is_frozen_stays_and_the_rest_learns_as_in_the_plain_loop(
+    runs: Runs[int], world_size: int, name: str
+) -> None:
+    losses, norms, weights = plain_loop(name, bf16=False)
+    ours = result(runs[world_size], name)
+    assert ours["losses"] == pytest.approx(losses, rel=1e-5)
+    assert ours["norms"] == pytest.approx(norms, rel=1e-4)
+    before, after = (assembled(runs[world_size], name, when, world_size) for when in ("initial", "final"))
+    moments = assembled(runs[world_size], name, "final", world_size, "exp_avg")
+    assert moments and after.keys() == weights.keys()
+    for tensor, weight in weights.items():
+        learned = not torch.equal(before[tensor], after[tensor])
+        assert learned == (tensor in moments), tensor
+        torch.testing.assert_close(after[tensor], weight.flatten(), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["llama-full", "llama-selective", "mistral-window", "moe"])

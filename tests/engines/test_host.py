@@ -20,14 +20,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs[str]:
     deep = ["llama-deep", "llama-deep-full"]
     once = ["llama-once", "llama-bf16-once", "qwen2-tied-once"]
     far = ["llama-bf16-far", "llama-frugal", "llama-bf16-states"]
+    frozen = ["llama-frozen", "llama-lora-bf16"]
     worlds = {
-        "fsdp": ("fsdp", 2, ["llama", "gemma2"]),
-        "fsdp-shared": ("fsdp-shared", 2, ["llama", "gemma2"]),
-        "host": ("host", 2, [*on_disk, *deep, *moe, *once, "gemma2"]),
+        "fsdp": ("fsdp", 2, ["llama", "gemma2", "llama-lora"]),
+        "fsdp-shared": ("fsdp-shared", 2, ["llama", "gemma2", "llama-lora"]),
+        "host": ("host", 2, [*on_disk, *deep, *moe, *once, *frozen, "gemma2", "llama-lora", "llama-lora-once"]),
         "far": ("host", 2, far),
         "again": ("host", 2, ["llama-bf16", "llama-int8", *moe]),
-        "hosts": ("hosts", 2, ["llama", "qwen2-tied", *once, "llama-reduced-once"]),
-        "hosts-late": ("hosts-late", 2, once),
+        "hosts": ("hosts", 2, ["llama", "qwen2-tied", *once, *frozen, "llama-reduced-once"]),
+        "hosts-late": ("hosts-late", 2, [*once, "llama-lora-once"]),
         "hosts-3-late": ("hosts-late", 3, ["llama", *once]),
         "hosts-far": ("hosts", 2, ["llama-reduced"]),
         "host-3": ("host", 3, once),
@@ -37,10 +38,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs[str]:
         "hosts-compiled": ("hosts", 2, ["llama-compiled"]),
         "hosts-memory": ("hosts", 2, on_disk),
         "hosts-moe": ("hosts", 2, ["moe", *moe]),
-        "numa": ("numa", 4, ["llama-bf16"]),
-        "four": ("host", 4, ["llama-bf16", "llama-bf16-once"]),
+        "numa": ("numa", 4, ["llama-bf16", "llama-lora-bf16"]),
+        "four": ("host", 4, ["llama-bf16", "llama-bf16-once", "llama-lora-bf16"]),
         "one": ("host", 1, ["llama-int8"]),
-        "disk": ("host-disk", 2, [*on_disk, *deep, *moe]),
+        "disk": ("host-disk", 2, [*on_disk, *deep, *moe, *frozen]),
         "states on disk": ("host-states-disk", 2, on_disk),
         "three": ("host", 3, [*on_disk, *deep, "moe", *moe]),
         "disk-3": ("host-disk", 3, [*on_disk, *deep, "moe", *moe]),
@@ -64,9 +65,20 @@ def test_equals_fsdp_bit_for_bit_in_fp32(runs: Runs[str]) -> None:
     same(runs["host"], runs["fsdp"], "llama")
 
 
+def test_adapters_are_those_of_fsdp_on_hosts_and_on_disk(runs: Runs[str]) -> None:
+    """Frozen weights go everywhere once, and nothing of them to disk."""
+    same(runs["host"], runs["fsdp"], "llama-lora")
+    same(runs["host"], runs["hosts-late"], "llama-lora-once")
+    for name in ("llama-frozen", "llama-lora-bf16"):
+        same(runs["host"], runs["disk"], name)
+        one, two = result(runs["host"], name), result(runs["hosts"], name)
+        assert two["losses"] == pytest.approx(one["losses"], rel=1e-5 if name == "llama-frozen" else 1e-3)
+
+
 def test_fsdp_through_shared_memory_is_fsdp_through_gloo(runs: Runs[str]) -> None:
     same(runs["fsdp-shared"], runs["fsdp"], "llama")
     same(runs["fsdp-shared"], runs["fsdp"], "gemma2")
+    same(runs["fsdp-shared"], runs["fsdp"], "llama-lora")
 
 
 def test_equals_itself_bit_for_bit(runs: Runs[str]) -> None:
@@ -132,6 +144,7 @@ def test_layers_that_are_read_for_each_use_change_no_bit(
 @pytest.mark.long
 def test_two_numa_nodes_compute_what_one_does(runs: Runs[str]) -> None:
     same(runs["numa"], runs["four"], "llama-bf16", world_size=4)
+    same(runs["numa"], runs["four"], "llama-lora-bf16", world_size=4)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2-tied"])

@@ -32,6 +32,7 @@ from aliquot.engines.host.owned import Owned
 from aliquot.launch.topology import Topology
 from aliquot.models import initialize, meta, recompute
 from aliquot.models.batch import MicroBatch
+from aliquot.models.published import Published, PublishedStore
 from aliquot.optim import blocked_adamw, sizes, squared_norm
 from aliquot.ranges.parts import KINDS
 from tests.engines import cases
@@ -53,7 +54,8 @@ ENGINES: dict[str, type[Engine]] = {
 
 def train(kind: str, case: cases.Case, rank: int, world_size: int, folder: Path) -> None:
     torch.manual_seed(rank)  # initial weights must not depend on it
-    built = meta.build(AutoConfig.for_model(**{**cases.SMALL, **case.model}))
+    config = AutoConfig.for_model(**{**cases.SMALL, **case.model})
+    built = meta.build(config, None, case.adapter, case.freeze)
     spec = EngineSpec(
         precision=case.precision,
         micro_batch_tokens=64,
@@ -73,7 +75,7 @@ def train(kind: str, case: cases.Case, rank: int, world_size: int, folder: Path)
         collectives="shared_memory" if kind == "fsdp-shared" else "gloo",
         deepspeed=deepspeed_settings(kind, case),
         offload=kind == "fsdp-offload",
-        on_disk=on_disk(kind, case, [shape for _, shape in built.tensors]),
+        on_disk=on_disk(kind, case, [shape for name, shape in built.tensors if name in built.learned]),
         offload_directory=folder,
     )
     # Several blocks and windows of a weight, and a rest.
@@ -94,6 +96,10 @@ def train(kind: str, case: cases.Case, rank: int, world_size: int, folder: Path)
         engine = HostEngine(built.model, spec, Hosts.join(rank, rank % 2, gather), topology)
     else:
         engine = ENGINES[kind].build(built.model, spec, topology)
+    if built.adapter is not None:  # beside a model, here one as it would be without
+        frozen = [(name, shape) for name, shape in built.tensors if name not in built.learned]
+        model = [Published(name.replace(".base_layer", ""), shape, name, 0) for name, shape in frozen]
+        initialize.initialize(PublishedStore(engine, model), meta.build(config).fills, cases.SEED)
     initialize.initialize(engine, built.fills, cases.SEED)
     engine.ready()
     write_parts(engine, folder / f"{case.name}-initial-{rank}.safetensors")

@@ -72,7 +72,7 @@ def test_model_flops_of_two_layers_by_hand() -> None:
     # forward and twice backward. A pair and head dimension: score and value, each multiply and add, forward and twice
     # backward.
     widths = {None: 2 * 4, 1: 2 * 4}
-    assert model_flops(matmul_parameters=5, tokens=3, lengths=[3], attention_widths=widths) == (
+    assert model_flops(matmul_flops=30, tokens=3, lengths=[3], attention_widths=widths) == (
         5 * 3 * 2 * 3 + (6 + 3) * 2 * 4 * 2 * 2 * 3
     )
 

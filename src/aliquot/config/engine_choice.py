@@ -30,6 +30,9 @@ def chosen_engine(
         raise EngineError("shard.offload: cpu is for GPUs: on CPU everything is in host memory already")
     if config.shard.offload == "disk" and name != "host":
         raise EngineError(f"shard.offload: disk needs shard.engine: host on CPUs, not {name} on {device}")
+    if name == "deepspeed" and (config.adapter is not None or config.train.freeze):
+        frozen = "adapter" if config.adapter is not None else "train.freeze"
+        raise EngineError(f"{frozen} needs shard.engine: host or fsdp, not deepspeed")
     if name == "host" and device != "cpu":
         raise EngineError("shard.engine: host is for CPUs; with launch.device cuda use fsdp")
     if name == "host" and config.shard.collectives == "gloo":

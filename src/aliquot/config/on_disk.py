@@ -35,12 +35,12 @@ def streamed_layers(layers: int, count: int) -> list[int]:
     return [at for at in range(layers) if (at + 1) * count // layers > at * count // layers]
 
 
-def first_of(shapes: Sequence[Shape], counts: Counts, never: int | None = None) -> list[int]:
-    """Which of `shapes`, a model's in its order, are meant, leaving `never` out."""
+def first_of(shapes: Sequence[Shape | None], counts: Counts, never: int | None = None) -> list[int]:
+    """Which of `shapes`, a model's in its order, are meant, leaving `never` out; None: of one that learns nothing."""
     left = dict(counts)
     found = []
     for index, shape in enumerate(shapes):
-        if index != never and left.get(shape, 0):
+        if shape is not None and index != never and left.get(shape, 0):
             left[shape] -= 1
             found.append(index)
     return found

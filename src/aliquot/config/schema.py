@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from aliquot.config import deepspeed_json
+from aliquot.config.adapter_section import AdapterSection
 from aliquot.config.cluster_section import ClusterSection
 from aliquot.config.section import Section
 from aliquot.errors import UserError
@@ -112,6 +113,9 @@ class TrainSection(Section):
     compile: Literal["none", "layers"] = Field(
         "none", description="layers: each decoder layer through torch.compile; a slower first step, then a few percent."
     )
+    freeze: list[str] = Field(
+        [], description="Names of weights that learn nothing, with * and ?: no gradient, no moments, no fp32 master."
+    )
     logging_steps: PositiveInt = Field(1, description="A line of metrics every so many steps.")
     eval_steps: NonNegativeInt = Field(0, description="Evaluate every so many steps; 0 = only at the end.")
 
@@ -205,6 +209,7 @@ class RunConfig(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     observe: ObserveSection = ObserveSection()
     launch: LaunchSection = LaunchSection()
+    adapter: AdapterSection | None = None
     cluster: ClusterSection | None = None
 
     @property
@@ -217,7 +222,7 @@ class RunConfig(Section):
         """A section whose keys are all commented out is null in YAML and means its defaults."""
         if not isinstance(values, dict):
             return values
-        sections = {key for key in cls.model_fields if key != "cluster"}  # that one has keys without a default
+        sections = set(cls.model_fields) - {"adapter", "cluster"}  # which are none by default
         return {key: {} if value is None and key in sections else value for key, value in values.items()}
 
     @model_validator(mode="before")
@@ -240,7 +245,11 @@ class RunConfig(Section):
             self.run.model_fields_set.add("directory")
         if self.launch.node_rank >= self.launch.nodes:
             raise ValueError(f"launch.node_rank {self.launch.node_rank} is not below launch.nodes {self.launch.nodes}")
+        if self.adapter is not None and self.model.path is None:
+            raise ValueError("an adapter is learned beside a pretrained model: give model.path")
         train = self.train
+        if self.adapter is not None and train.freeze:
+            raise ValueError("with an adapter all of the model is frozen: leave train.freeze out")
         all_three = {"global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"}
         if all_three <= train.model_fields_set and train.global_batch_size and train.gradient_accumulation_steps:
             raise ValueError(

@@ -108,7 +108,7 @@ class _HeadLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         chunks = list(fused.row_chunks(hidden, weight))
         summed = torch.zeros((), device=hidden.device)
-        hidden_gradient = torch.empty_like(hidden)
+        hidden_gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         learned = int((labels != IGNORE).sum())  # those come first
         # The log of the sum of exp(logits); infinite where nothing is learned: all probabilities are 0 there.
         normalizers = torch.full((len(labels),), float("inf"), device=hidden.device)
@@ -118,7 +118,8 @@ class _HeadLoss(torch.autograd.Function):
             end = min(max(a, learned), b)
             summed += fused.to_gradient_(logits[: end - a], labels[a:end], scale, normalizers[a:end])
             logits[end - a :].zero_()
-            torch.mm(logits, weight, out=hidden_gradient[a:b])
+            if hidden_gradient is not None:
+                torch.mm(logits, weight, out=hidden_gradient[a:b])
         whole = logits if len(chunks) == 1 else None
 
         def fill(a: int, b: int, out: Tensor) -> None:
@@ -126,11 +127,11 @@ class _HeadLoss(torch.autograd.Function):
             torch.mm(columns.t(), hidden, out=out)
 
         weight_gradient = None
-        if rows is None:
+        if ctx.needs_input_grad[1]:
             weight_gradient = torch.empty_like(weight)
             for a, b in fused.column_chunks(hidden, weight) if whole is None else [(0, len(weight))]:
                 fill(a, b, weight_gradient[a:b])
-        else:
+        elif rows is not None:
             for a, b in rows.blocks():
                 fill(a, b, rows.buffer(a, b))
                 rows.publish()

@@ -11,13 +11,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aliquot.errors import UnsupportedModelError
@@ -123,8 +123,38 @@ def record(model: PreTrainedModel) -> Fills:
         except RuntimeError as error:  # meta tensors have no values to compute with
             refused = f"its initialisation needs values: {error}"
 
-    name_of_storage = {_storage(parameter): name for name, parameter in model.named_parameters()}
-    fills: dict[str, list[Fill]] = {name: [] for name, _ in model.named_parameters()}
+    fills, otherwise = _replayable(dict(model.named_parameters()), recorder)
+    otherwise |= {name: refused or "nothing fills it" for name, found in fills.items() if not found}
+    repeated = set(decoder_layers(model))
+    layers = [path for path, module in model.named_modules() if module in repeated]
+    return {
+        name: _of_layer(model, name, layers, otherwise[name]) if name in otherwise else tuple(found)
+        for name, found in fills.items()
+    }
+
+
+def record_added(model: nn.Module, add: Callable[[], object]) -> Fills:
+    """Have `add` add modules, initialised by itself, to a model on the meta device; the fills of their parameters.
+
+    Raises UnsupportedModelError for what cannot be drawn in blocks.
+    """
+    before = set(model.parameters())
+    with _Recorder() as recorder, torch.device("meta"):
+        add()
+    added = {name: parameter for name, parameter in model.named_parameters() if parameter not in before}
+    fills, otherwise = _replayable(added, recorder)
+    for name, found in fills.items():
+        if name in otherwise or not found:
+            raise UnsupportedModelError(f"{name} is not initialised ({otherwise.get(name, 'nothing fills it')})")
+    return {name: tuple(found) for name, found in fills.items()}
+
+
+def _replayable(
+    parameters: Mapping[str, nn.Parameter], recorder: _Recorder
+) -> tuple[dict[str, list[Fill]], dict[str, str]]:
+    """Of each the operations that fill it, and why those of some cannot be replayed."""
+    name_of_storage = {_storage(parameter): name for name, parameter in parameters.items()}
+    fills: dict[str, list[Fill]] = {name: [] for name in parameters}
     otherwise: dict[str, str] = {}
     for target, fill in recorder.written:
         name = name_of_storage.get(_storage(target))
@@ -133,17 +163,11 @@ def record(model: PreTrainedModel) -> Fills:
         if isinstance(fill, str):
             otherwise[name] = fill
             continue
-        numel = model.get_parameter(name).numel()
+        numel = parameters[name].numel()
         if fill.operation in OVERWRITING and (fill.start, fill.stop) == (0, numel):
             fills[name].clear()
         fills[name].append(fill)
-    otherwise |= {name: refused or "nothing fills it" for name, found in fills.items() if not found}
-    repeated = set(decoder_layers(model))
-    layers = [path for path, module in model.named_modules() if module in repeated]
-    return {
-        name: _of_layer(model, name, layers, otherwise[name]) if name in otherwise else tuple(found)
-        for name, found in fills.items()
-    }
+    return fills, otherwise
 
 
 def _of_layer(model: PreTrainedModel, name: str, layers: list[str], reason: str) -> OfLayer:
@@ -170,9 +194,9 @@ def _layer_weights(kind: Any, config: str, path: str, seed: int) -> dict[str, Te
 
 
 def initialize(store: PartStore, fills: Fills, seed: int) -> None:
-    """Fill the weight parts that `store` owns; moments are left alone."""
+    """Fill those weight parts that `store` owns and `fills` knows; moments are left alone."""
     for part in store.parts():
-        if part.kind != "weight":
+        if part.kind != "weight" or part.name not in fills:
             continue
         found = fills[part.name]
         if isinstance(found, OfLayer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -9,15 +10,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from aliquot.attention.document_attention import register
+from aliquot.config.adapter_section import AdapterSection
 from aliquot.errors import UnsupportedModelError
 from aliquot.experts.modules import weights_of
 from aliquot.experts.sorted_experts import IMPLEMENTATION, suits
 from aliquot.experts.sorted_experts import register as register_experts
 from aliquot.models import initialize
+from aliquot.models.adapter import Adapter, adapt
 from aliquot.models.code_of_strangers import without_code
+from aliquot.models.frozen import freeze
 from aliquot.models.materialise import freeze_buffers, tied_weights
 from aliquot.models.narrow import has_dropout
-from aliquot.models.structure import decoder_layers, matmul_parameters
+from aliquot.models.structure import decoder_layers, matmul_flops, matmul_parameters
 from aliquot.models.traits import Traits, traits
 
 if TYPE_CHECKING:
@@ -33,20 +37,34 @@ class MetaModel:
     model: PreTrainedModel
     tensors: tuple[tuple[str, tuple[int, ...]], ...]  # every weight once, in the model's order
     tied: dict[str, str]  # further name -> the name under which it is in `tensors`
-    fills: initialize.Fills  # how the model's own _init_weights fills each weight
+    learned: frozenset[str]  # of `tensors`
+    fills: initialize.Fills  # how what is drawn is: by the model's own _init_weights, or by peft's
     matmul_parameters: int  # multiply every token: all matrices but the input embedding; a tied head counts once
+    matmul_flops: int  # of a token in them, forward and backward
     traits: Traits
-    dropout: bool  # its configuration has some
+    dropout: bool  # its configuration has some, or its adapter
+    adapter: Adapter | None
 
     @property
     def numel(self) -> int:
         return sum(torch.Size(shape).numel() for _, shape in self.tensors)
 
+    @property
+    def saved(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Of `tensors`, those that a checkpoint holds: with an adapter the others are in the model's own files."""
+        return self.tensors if self.adapter is None else tuple(each for each in self.tensors if each[0] in self.learned)
 
-def build(config: PretrainedConfig, known: Traits | None = None) -> MetaModel:
-    """The model of `config` on the meta device, with attention per document where it packs.
 
-    Raises UserError for one that transformers cannot run, that is not causal, or whose parts cannot be told apart.
+def build(
+    config: PretrainedConfig,
+    known: Traits | None = None,
+    adapter: AdapterSection | None = None,
+    frozen: Sequence[str] = (),
+) -> MetaModel:
+    """The model of `config` on the meta device, with attention per document where it packs. `frozen`: patterns.
+
+    Raises UserError for one that transformers cannot run, that is not causal, or whose parts cannot be told apart, and
+    for an adapter or patterns that do not suit it.
     """
     from transformers import AutoModelForCausalLM
 
@@ -66,9 +84,24 @@ def build(config: PretrainedConfig, known: Traits | None = None) -> MetaModel:
     freeze_buffers(model)
     _check_layout(model)
     fills = initialize.record(model)
-    tensors = tuple((name, tuple(parameter.shape)) for name, parameter in model.named_parameters())
-    tied, multiply = tied_weights(model), matmul_parameters(model)
-    return MetaModel(type(model).__name__, model, tensors, tied, fills, multiply, found, has_dropout(config))
+    name, dropout = type(model).__name__, has_dropout(config)
+    added = None
+    if adapter is not None:
+        added, fills = adapt(model, adapter)
+    freeze(model, frozen)
+    return MetaModel(
+        name=name,
+        model=model,
+        tensors=tuple((name, tuple(parameter.shape)) for name, parameter in model.named_parameters()),
+        tied=tied_weights(model),
+        learned=frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad),
+        fills=fills,
+        matmul_parameters=matmul_parameters(model),
+        matmul_flops=matmul_flops(model),
+        traits=found,
+        dropout=dropout or (adapter is not None and adapter.dropout > 0),
+        adapter=added,
+    )
 
 
 def _take_experts(model: PreTrainedModel) -> None:

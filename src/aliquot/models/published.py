@@ -101,7 +101,7 @@ class PublishedParts:
 
     def _cut(self, of_source: Mapping[str, Sequence[Published]]) -> Iterator[tuple[Part, tuple[Part, int]]]:
         for held in self._store.parts():
-            for each in of_source[held.name] if held.kind == "weight" else ():
+            for each in of_source.get(held.name, ()) if held.kind == "weight" else ():
                 start, stop = max(held.start, each.start), min(held.stop, each.stop)
                 if start < stop:
                     part = Part(each.name, each.shape, held.kind, start - each.start, stop - each.start)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -29,16 +30,33 @@ _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "atten
 
 def matmul_parameters(model: PreTrainedModel) -> int:
     """Of experts, of which each token sees a few, as many as it sees."""
+    return int(sum(numel for _, numel in _matrices(model)))
+
+
+def matmul_flops(model: PreTrainedModel) -> int:
+    """A token's, forward and backward: 2 a weight for what it gives, 2 more for the gradient of what it takes, where
+    something before it in the model's order learns, and 2 for its own, where it does."""
+    order = {id(parameter): at for at, parameter in enumerate(model.parameters())}
+    first = min((at for at, parameter in enumerate(model.parameters()) if parameter.requires_grad), default=len(order))
+    embedding = model.get_input_embeddings().weight
+    flops = 0.0
+    for matrix, numel in _matrices(model):
+        after = matrix is embedding or order[id(matrix)] > first  # a tied head comes last
+        flops += numel * (2 + 2 * (after and first < len(order)) + 2 * matrix.requires_grad)
+    return int(flops)
+
+
+def _matrices(model: PreTrainedModel) -> Iterator[tuple[nn.Parameter, float]]:
+    """What multiplies tokens, and how much of it a token."""
     config = model.config
     experts = next((n for key in EXPERTS if isinstance(n := getattr(config, key, None), int) and n), 0)
     chosen = next((n for key in CHOSEN if isinstance(n := getattr(config, key, None), int) and n), experts)
-    matrices = 0.0
-    for parameter in model.parameters():
-        of_experts = parameter.ndim >= 3 and parameter.shape[0] == experts
-        matrices += parameter.numel() * (chosen / experts if of_experts else 1) if parameter.ndim >= 2 else 0
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
-    return int(matrices if tied else matrices - embedding.weight.numel())
+    for parameter in model.parameters():
+        of_experts = parameter.ndim >= 3 and parameter.shape[0] == experts
+        if parameter.ndim >= 2 and (tied or parameter is not embedding.weight):
+            yield parameter, parameter.numel() * (chosen / experts if of_experts else 1)
 
 
 def attention_widths(config: PretrainedConfig) -> dict[int | None, int]:

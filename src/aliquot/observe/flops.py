@@ -16,15 +16,17 @@ def attention_pairs(lengths: npt.ArrayLike, window: int | None = None) -> int:
 
 
 def model_flops(
-    matmul_parameters: int, tokens: int, lengths: npt.ArrayLike, attention_widths: Mapping[int | None, int]
+    matmul_flops: int, tokens: int, lengths: npt.ArrayLike, attention_widths: Mapping[int | None, int]
 ) -> int:
-    """Forward and backward of `tokens` real tokens in documents of `lengths`; `attention_widths` is layers x heads x
-    head size, by the window of those layers.
+    """Forward and backward of `tokens` real tokens in documents of `lengths`. `matmul_flops`: of a token in all
+    products with weights (models/structure.py); `attention_widths` is layers x heads x head size, by the window of
+    those layers.
 
     PaLM (Chowdhery et al. 2022, appendix B) counts 6 N + 12 L H Q T a token: 2 N forward and twice that backward for
     N weights in matrix products, and for attention 4 L H Q forward (scores and values) for each of T keys, three times
-    that with backward. Here N leaves out the input embedding, which is a look-up, and T is replaced by the keys that a
-    causal query really has inside its own document and window. Recomputation is not counted.
+    that with backward. Here N leaves out the input embedding, which is a look-up, and the gradients of weights that
+    learn nothing; T is replaced by the keys that a causal query really has inside its own document and window.
+    Recomputation is not counted.
     """
     attention = sum(width * attention_pairs(lengths, window) for window, width in attention_widths.items())
-    return 6 * matmul_parameters * tokens + 12 * attention
+    return matmul_flops * tokens + 12 * attention

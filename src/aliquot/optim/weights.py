@@ -1,4 +1,5 @@
-"""Master weights on flat shards: fp32 values, kept whole or as the bf16 copy that is computed from plus what it lacks.
+"""Weights on flat shards, in and out as fp32: masters, kept whole or as the bf16 copy that is computed from plus what
+it lacks; and, of what learns nothing, that copy alone.
 
 A split master costs 4 bytes a parameter in total, of which the 2 that every rank computes from are the same bytes:
 master = high + low, where `high` is the master rounded to bf16 and `low` the int16 distance between their bit patterns.
@@ -44,6 +45,21 @@ class WholeWeights:
             target = copy[start : start + values.numel()]
             if target.data_ptr() != values.data_ptr():
                 target.copy_(values)
+
+
+class RoundedWeights:
+    """bf16 values that learn nothing; `others` are copies on other NUMA nodes. Ties round to even."""
+
+    def __init__(self, values: Tensor, others: Sequence[Tensor] = ()) -> None:
+        self.numel = values.numel()
+        self._copies = (values, *others)
+
+    def load(self, start: int, out: Tensor) -> Tensor:
+        return out.copy_(self._copies[0][start : start + out.numel()])
+
+    def store(self, start: int, values: Tensor) -> None:
+        for copy in self._copies:
+            copy[start : start + values.numel()].copy_(values)
 
 
 class SplitWeights:

@@ -1,6 +1,7 @@
 """The fsdp engine: PyTorch FSDP2, weights gathered layer by layer. For weights that do not fit a node, and for CUDA.
 
 Master weights are fp32 and sharded along dim 0; a layer is gathered in bf16 (or fp32), its gradient reduced in fp32.
+What learns nothing is kept as it is gathered.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class _Shard:
 
     name: str
     parameter: nn.Parameter  # holds a DTensor
-    local: Tensor  # the rows, fp32, a leaf that the optimizer updates
+    local: Tensor  # the rows, fp32, a leaf that the optimizer updates; of the compute dtype where nothing does
     start: int  # flat index of the first element in the whole tensor
 
 
@@ -66,13 +67,15 @@ class FsdpEngine:
     ) -> None:
         self._model = model
         self._shards = shards
-        self._index = {shard.name: i for i, shard in enumerate(shards)}
+        self._local = {shard.name: shard.local for shard in shards}
+        self._learning = [shard for shard in shards if shard.parameter.requires_grad]
+        self._states = {shard.name: i for i, shard in enumerate(self._learning)}  # its place in the optimizer
         self._spec = spec
         self._device = torch.device(topology.device)
         self._world_size = topology.world_size
         self._optimizer = ShardedAdamW(
-            [shard.local for shard in shards],
-            [shard.parameter.ndim >= 2 and shard.parameter.requires_grad for shard in shards],
+            [shard.local for shard in self._learning],
+            [shard.parameter.ndim >= 2 for shard in self._learning],
             betas=(spec.adam_beta1, spec.adam_beta2),
             epsilon=spec.adam_epsilon,
             weight_decay=spec.weight_decay,
@@ -97,6 +100,9 @@ class FsdpEngine:
         # Pinned, FSDP2 would copy the shards to new memory at the first forward pass, and the optimizer would go on
         # to update the old ones.
         offload = CPUOffloadPolicy(pin_memory=False) if spec.offload else OffloadPolicy()
+        for parameter in meta.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(spec.compute_dtype)
         scalars = {parameter for parameter in meta.parameters() if parameter.ndim == 0}  # FSDP2 shards none
         for group in _groups(meta):
             fully_shard(group, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=scalars or None)
@@ -123,7 +129,7 @@ class FsdpEngine:
         return [
             Part(shard.name, tuple(shard.parameter.shape), kind, shard.start, shard.start + shard.local.numel())
             for kind in KINDS
-            for shard in self._shards
+            for shard in (self._shards if kind == "weight" else self._learning)
             if shard.local.numel()
         ]
 
@@ -135,12 +141,12 @@ class FsdpEngine:
 
     def view(self, part: Part) -> Tensor | None:
         flat = self._flat(part)
-        return flat if flat.device.type == "cpu" else None
+        return flat if flat.device.type == "cpu" and flat.dtype == torch.float32 else None
 
     def _flat(self, part: Part) -> Tensor:
-        index = self._index[part.name]
-        tensor = self._shards[index].local if part.kind == "weight" else self._optimizer.moment(index, part.kind)
-        return tensor.view(-1)
+        if part.kind == "weight":
+            return self._local[part.name].view(-1)
+        return self._optimizer.moment(self._states[part.name], part.kind).view(-1)
 
     def ready(self) -> None:
         check_collectives(self._device, self._stage)
@@ -186,24 +192,24 @@ class FsdpEngine:
         return summed, calls.with_auxiliary(self._model, scaled, scale, fed.labels, inputs[-1])
 
     def step(self, learning_rate: float, max_grad_norm: float | None) -> StepResult:
-        for shard in self._shards:
+        for shard in self._learning:
             gradient = cast("DTensor | None", shard.parameter.grad)
             # A shard without rows has no gradient of its own; the optimizer wants one for every weight.
             shard.local.grad = torch.zeros_like(shard.local) if gradient is None else gradient.to_local()
             shard.parameter.grad = None
         norm = global_norm(
-            [squared_norm(cast("Tensor", shard.local.grad).view(-1)) for shard in self._shards], self._device
+            [squared_norm(cast("Tensor", shard.local.grad).view(-1)) for shard in self._learning], self._device
         )
         self._optimizer.step(learning_rate, norm, max_grad_norm)
         return StepResult(norm)
 
     def counters(self) -> Counters:
-        own = sum(shard.local.numel() for shard in self._shards)
+        learning = sum(shard.local.numel() for shard in self._learning)
         gradients = [shard.parameter.grad for shard in self._shards if shard.parameter.grad is not None]
         return Counters(
-            weights_bytes=4 * own,
+            weights_bytes=sum(shard.local.nbytes for shard in self._shards),
             gradients_bytes=sum(4 * cast(DTensor, g).to_local().numel() for g in gradients),
-            moments_bytes=8 * own,
+            moments_bytes=8 * learning,
             gathered_bytes=self._gathered_bytes,
             activations_bytes=self._activations.peak_bytes,
             wire_bytes=self._wire_bytes if self._stage is None else 0,
@@ -213,10 +219,12 @@ class FsdpEngine:
         )
 
     def _count_wire(self, gathers: int, reduces: int) -> None:
-        """Bytes that this rank sends for whole-model collectives: (N - 1) / N of the model each."""
+        """Bytes that this rank sends for whole-model collectives: (N - 1) / N each of the model, or of what learns."""
         numel = sum(shard.parameter.numel() for shard in self._shards)
+        learning = sum(shard.parameter.numel() for shard in self._learning)
         share = (self._world_size - 1) / self._world_size
-        self._wire_bytes += int(share * numel * (gathers * self._spec.compute_dtype.itemsize + reduces * 4))
+        gathered, reduced = gathers * self._spec.compute_dtype.itemsize * numel, reduces * 4 * learning
+        self._wire_bytes += int(share * (gathered + reduced))
 
     def generate(self, ids: Tensor, **options: object) -> Tensor:
         self._model.eval()

@@ -15,10 +15,11 @@ class GradientOrder:
     def __init__(
         self, model: nn.Module, head: nn.Parameter | None, looked_up: nn.Parameter | None, packs: bool
     ) -> None:
-        """`head`: its loss tells of its gradient; `looked_up`: its rows are told of. None: autograd does."""
+        """`head`: its loss tells of its gradient; `looked_up`: its rows are told of. None: autograd does. What learns
+        nothing has no place in it."""
         parameters = list(model.parameters())
-        self.head = [at for at, each in enumerate(parameters) if each is head]
-        self.looked_up = [at for at, each in enumerate(parameters) if each is looked_up]
+        self.head = [at for at, each in enumerate(parameters) if each is head and each.requires_grad]
+        self.looked_up = [at for at, each in enumerate(parameters) if each is looked_up and each.requires_grad]
         embedding = model.get_input_embeddings().weight  # type: ignore[operator]
         # Tied, and looked up by the model itself: both contribute.
         elsewhere = [] if looked_up is None and head is embedding else [*self.head, *self.looked_up]

@@ -44,7 +44,7 @@ class HostDisk:
         """`embedding`: the weight that is looked up. `owners[host]`: the rank there that is this one's counterpart;
         `own`: this host. `streamed`: the weights that themselves lie there, too. Raises StorageError.
         """
-        shapes = [weight.shape for weight in weights]
+        shapes = [weight.shape if weight.learns else None for weight in weights]
         summed = set(first_of(shapes, on_disk.gradients, never=embedding))
         self.states: dict[int, list[Window]] = {}
         self.sums: dict[Place, tuple[int, int]] = {}

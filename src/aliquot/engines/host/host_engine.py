@@ -68,8 +68,10 @@ class HostEngine:
         self._hosts = hosts
         self._rank = topology.rank
         self._compute = spec.compute_dtype
-        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        self._weights = [Weight(name, shape, row_ranges(shape, topology.world_size)) for name, shape in shapes.items()]
+        self._weights = [
+            Weight(name, tuple(each.shape), row_ranges(tuple(each.shape), topology.world_size), each.requires_grad)
+            for name, each in model.named_parameters()
+        ]
         self._index = {weight.name: index for index, weight in enumerate(self._weights)}
         self._offsets = [0]
         for weight in self._weights:
@@ -79,7 +81,7 @@ class HostEngine:
         self._place_parameters()
         kept = torch.float32 if spec.optimizer_states == "fp32" else torch.bfloat16
         embedding = cast(nn.Parameter, cast(nn.Module, model.get_input_embeddings()).weight)  # type: ignore[operator]
-        self._cuts_look_up = spec.looks_up and spec.fused_loss
+        self._cuts_look_up = spec.looks_up and spec.fused_loss and embedding.requires_grad
         states, owners = spec.optimizer_states, hosts.counterparts
         self._disk = None
         on_disk = frozenset(index for _, indices in streamed for index in indices)
@@ -110,18 +112,19 @@ class HostEngine:
             epsilon=spec.adam_epsilon,
             weight_decay=spec.weight_decay,
             frugal=states != "fp32",
-            longest=max(update_block(states, own.row_numel) for own in owned),
+            longest=max(update_block(states, own.row_numel) for own in owned if own.learns),
             compiled=spec.compile == "layers",
         )
-        self._owned_numel = sum(own.numel for own in owned)
+        self._learned_numel = sum(own.numel for own in owned if own.learns)
         self._hooks = list(self._listen())
         wanted = ForwardOrder(model, head)
-        self._order = self._states.order(wanted.all)
+        self._order = self._states.order(wanted.all)  # of what learns
         self._publication, self._wanted_first = None, self._order
+        self._all_wanted = wanted.all
         if hosts.wire is not None:
             serve = self._gradients.ring.read_published
             of_hosts = (hosts.wire, hosts.peers, owners)
-            self._publication = Publication(*of_hosts, self._weights, self._order, self._ranges_of, serve)
+            self._publication = Publication(*of_hosts, self._weights, self._ranges_of, serve)
             if spec.packs and spec.compile == "none":  # compiled layers would compile the wait for their weights, too
                 self._wanted_first = wanted.first
                 self._hooks += self._publication.before_layers(wanted.layers)
@@ -144,10 +147,9 @@ class HostEngine:
 
     def _place_parameters(self) -> None:
         """Replace the meta parameters by views of the shared copy; tied ones by one and the same."""
-        learns = {name: parameter.requires_grad for name, parameter in self._model.named_parameters()}
         placed = {
-            name: nn.Parameter(self._view_of(self._memory, index), requires_grad=learns[name])
-            for name, index in self._index.items()
+            weight.name: nn.Parameter(self._view_of(self._memory, index), requires_grad=weight.learns)
+            for index, weight in enumerate(self._weights)
         }
         aliases = {alias: placed[name] for alias, name in tied_weights(self._model).items()}
         replace_tensors(self._model, placed | aliases)
@@ -173,7 +175,8 @@ class HostEngine:
             numel=weight.numel_of(self._rank),
             start=start,
             row_numel=weight.row_numel,
-            decays=len(weight.shape) >= 2 and self._model.get_parameter(weight.name).requires_grad,
+            learns=weight.learns,
+            decays=len(weight.shape) >= 2,
         )
 
     def _listen(self) -> Iterator[RemovableHandle]:
@@ -198,7 +201,7 @@ class HostEngine:
             Part(weight.name, weight.shape, kind, *weight.ranges[self._rank])
             for kind in KINDS
             for weight in self._weights
-            if weight.ranges[self._rank][0] < weight.ranges[self._rank][1]
+            if (weight.numel_of if kind == "weight" else weight.learned_of)(self._rank)
         ]
 
     def read(self, part: Part, start: int, out: Tensor) -> None:
@@ -242,7 +245,8 @@ class HostEngine:
             summed, scaled = self._loss(batch, scale, rows)
         self._spec.phase("forward")
         self._need_all()  # of layers that were left out, too: what comes next between hosts are gradients
-        scaled.backward()  # type: ignore[no-untyped-call]
+        if scaled.requires_grad:  # else the head alone learns, and has been told
+            scaled.backward()  # type: ignore[no-untyped-call]
         self._gradients.end_micro_batch()
         if rows is not None:
             self._add_embedding(embedding, batch.input_ids, rows.grad)
@@ -273,7 +277,8 @@ class HostEngine:
         hidden = calls.hidden_states(self._model, tokens, batch.position_ids, documents)
         self._need_all()
         head = self._model.get_output_embeddings()  # type: ignore[operator]
-        sink = self._head_sink(self._index_of(head.weight)) if torch.is_grad_enabled() else None
+        learns = torch.is_grad_enabled() and head.weight.requires_grad
+        sink = self._head_sink(self._index_of(head.weight)) if learns else None
         summed, scaled = self._head_loss(hidden, head.weight, batch.labels, scale, sink)
         return summed, calls.with_auxiliary(self._model, scaled, scale, batch.labels, documents)
 
@@ -305,7 +310,7 @@ class HostEngine:
             self._layers.forget()
         if math.isfinite(norm):
             if self._publication is not None:
-                self._publication.begin(raw=self._compute == torch.float32)
+                self._publication.begin(self._order, raw=self._compute == torch.float32)
             self._optimizer.step(self._updating(), learning_rate, norm, max_grad_norm)
             self._updates += 1
         if self._publication is None:
@@ -330,10 +335,10 @@ class HostEngine:
         if self._publication is None:
             self._hosts.peers.barrier()
             return
-        self._publication.begin(raw=True)
-        for index in self._order:
+        self._publication.begin(self._all_wanted, raw=True)
+        for index in self._all_wanted:
             self._publication.updated(index)
-        self._need_all()
+        self._publication.need(self._all_wanted)
 
     def _need_all(self) -> None:
         """What owners have published is to be used."""
@@ -344,7 +349,7 @@ class HostEngine:
         wire, scratch = self._hosts.wire, None if self._disk is None else self._disk.scratch
         moments_bytes = self._states.moments_bytes
         # Gradients are read twice, for the norm and for the update; moments and master weights are read and written.
-        update_bytes = 2 * self._sums.size_bytes + 2 * moments_bytes + 2 * 4 * self._owned_numel
+        update_bytes = 2 * self._sums.size_bytes + 2 * moments_bytes + 2 * 4 * self._learned_numel
         return Counters(
             weights_bytes=self._states.low_bytes,
             gradients_bytes=self._sums.size_bytes,

@@ -22,7 +22,7 @@ from aliquot.offload.windows import paged
 from aliquot.optim.blocked_adamw import FlatShard
 from aliquot.optim.moments import ExactMoment, Moment, moment
 from aliquot.optim.sizes import States
-from aliquot.optim.weights import SplitWeights, Weights, WholeWeights
+from aliquot.optim.weights import RoundedWeights, SplitWeights, Weights, WholeWeights
 from aliquot.ranges.mapped_memory import mapped_tensor
 from aliquot.ranges.parts import Kind
 
@@ -42,8 +42,9 @@ class HostStates:
         self._at_hand: dict[Kind, _AtHand] = {}
         self._handing = threading.Lock()  # a save reads in a thread of its own
         self._shards: dict[int, FlatShard] = {}  # those in memory, by weight
+        self._frozen = {index: _frozen_weights(own, self._splits) for index, own in enumerate(owned) if not own.learns}
         for index, own in enumerate(owned):
-            if index not in self._windows:
+            if index not in self._windows and own.learns:
                 gradient = sums.own(index)
                 assert gradient is not None  # what has its sums on disk has its states there, too
                 self._shards[index] = self._shard(own, 0, own.numel, gradient, {})
@@ -146,6 +147,8 @@ class HostStates:
         return bool(self._windows.get(index)) and (kind != "weight" or self._splits or index in self._streamed)
 
     def _store(self, index: int, kind: Kind) -> Store:
+        if index in self._frozen:
+            return self._frozen[index]
         if index not in self._shards:  # of what is on disk, fp32 weights alone are not
             own = self._owned[index]
             return self._weights(own, 0, own.numel, {})
@@ -176,6 +179,11 @@ class HostStates:
 
     def _moment(self, own: Owned, start: int, stop: int, memory: Tensor | None, squared: bool) -> Moment:
         return moment(self._states, stop - start, own.row_numel, squared, memory)
+
+
+def _frozen_weights(own: Owned, splits: bool) -> Weights:
+    values, *others = own.copies
+    return RoundedWeights(values, others) if splits else WholeWeights(values, others)
 
 
 Store = Weights | Moment

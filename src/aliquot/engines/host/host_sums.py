@@ -54,13 +54,13 @@ class HostSums:
             [
                 None
                 if index in spilled or self.passes(h, index)
-                else torch.zeros(weight.numel_of(owner), dtype=dtype if h == own else self.sent_dtype)
+                else torch.zeros(weight.learned_of(owner), dtype=dtype if h == own else self.sent_dtype)
                 for index, weight in enumerate(weights)
             ]
             for h, owner in enumerate(owners)
         ]
         self._windows = [
-            [windows(weight.numel_of(owner), states, weight.row_numel) for weight in weights] for owner in owners
+            [windows(weight.learned_of(owner), states, weight.row_numel) for weight in weights] for owner in owners
         ]
         self._itemsize = dtype.itemsize
 

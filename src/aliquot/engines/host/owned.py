@@ -21,6 +21,7 @@ class Owned:
     numel: int
     start: int  # in the whole weight
     row_numel: int
+    learns: bool
     decays: bool
 
     @cached_property

@@ -67,17 +67,15 @@ class Publication:
         peers: Peers,
         owners: Sequence[int],
         weights: Sequence[Weight],
-        order: Sequence[int],
         range_of: RangeOf,
         serve: Callable[[], None],
     ) -> None:
-        """`order`: of weights, in which they are updated and wanted. `serve` is called while this rank waits for
-        others of its host. Collective over the host."""
+        """`serve` is called while this rank waits for others of its host. Collective over the host."""
         self._wire = wire
         self._weights = weights
         self._owners = owners
-        self._order = order
-        self._places = {index: place for place, index in enumerate(order)}
+        self._order: Sequence[int] = ()
+        self._places: dict[int, int] = {}
         self._range_of = range_of
         self._serve = serve
         self._patches = WeightPatches()
@@ -89,8 +87,8 @@ class Publication:
         self._counters = [memory.tensor(0, (1,), torch.int64) for memory in peers.share(8)]
         self._own_counter = self._counters[peers.index]
         self._done = 0  # weights of earlier publications
-        self._arrived = len(order)  # of `order`, how many are what their owners made of them
-        self._usable = len(order)  # and on all ranks of this host, as far as this one knows
+        self._arrived = 0  # of this publication's, how many are what their owners made of them
+        self._usable = 0  # and on all ranks of this host, as far as this one knows
         self._to_expect: Iterator[tuple[int, int, int, int]] = iter(())
         self._expected: deque[_Expected] = deque()
         self._expected_bytes = 0
@@ -98,11 +96,14 @@ class Publication:
         self._rooms = Rooms(torch.uint8, EXCHANGE_BYTES)
         self.waited_s = 0.0  # for ranks of this host
 
-    def begin(self, raw: bool) -> None:
-        """Nobody computes any more, on any host. `raw`: weights travel as they are, not what has changed in them."""
+    def begin(self, order: Sequence[int], raw: bool) -> None:
+        """Nobody computes any more, on any host. `order`: of weights, in which they are updated and wanted. `raw`: they
+        travel as they are, not what has changed in them."""
         assert self._arrived == len(self._order), "weights were to be used before they are replaced"
         self._raw = raw
         self._done += len(self._order)
+        self._order = order
+        self._places = {index: place for place, index in enumerate(order)}
         self._arrived = self._usable = 0
         self._to_expect = (
             (index, host, start, stop)
@@ -141,10 +142,10 @@ class Publication:
         return [layer.register_forward_pre_hook(hook(indices)) for layer, indices in layers]
 
     def need(self, indices: Sequence[int]) -> None:
-        """These weights are about to be used: all ranks of this host come here.
+        """These weights, of which some may not be on their way, are about to be used: all ranks of this host come here.
 
         Raises what the transfers raise, and SelfTestError where weights are not what was sent."""
-        count = 1 + max((self._places[index] for index in indices), default=-1)
+        count = 1 + max((self._places.get(index, -1) for index in indices), default=-1)
         if count <= self._usable:
             return
         while self._arrived < count:

@@ -13,6 +13,7 @@ class Weight:
     name: str
     shape: tuple[int, ...]
     ranges: tuple[tuple[int, int], ...]  # [rank]: the flat range that it owns
+    learns: bool
 
     @property
     def numel(self) -> int:
@@ -25,3 +26,7 @@ class Weight:
     def numel_of(self, rank: int) -> int:
         start, stop = self.ranges[rank]
         return stop - start
+
+    def learned_of(self, rank: int) -> int:
+        """How much of it has gradients and states there."""
+        return self.numel_of(rank) if self.learns else 0

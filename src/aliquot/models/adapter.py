@@ -1,0 +1,107 @@
+"""LoRA: peft puts two small matrices beside each adapted one; they alone learn, are saved and exported.
+
+Inside a run an adapted matrix is `X.base_layer.weight` beside `X.lora_A.default.weight` and `X.lora_B.default.weight`;
+in the model's own files it is `X.weight`, and in an adapter's `base_model.model.X.lora_A.weight`.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from aliquot.config.adapter_section import AdapterSection
+from aliquot.errors import ConfigError, MissingToolError
+from aliquot.experts.modules import weights_of
+from aliquot.models.initialize import Fills, record_added
+from aliquot.models.published import Published, published_of
+from aliquot.ranges.bytemap import Shape
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+CONFIG_FILE = "adapter_config.json"
+STEM = "adapter_model"  # of its safetensors, by peft's convention
+_NAME = ".default"  # of the adapter, in the model but not in its files
+_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True)
+class Adapter:
+    loads: tuple[Published, ...]  # the model's own weights, as its files hold them
+    saves: tuple[Published, ...]  # the adapter's, as its files do
+    settings: Any  # peft's LoraConfig
+
+    def config_file(self, base: str) -> bytes:
+        """adapter_config.json of an adapter of the model `base`."""
+        self.settings.base_model_name_or_path = base
+        with tempfile.TemporaryDirectory() as folder:
+            self.settings.save_pretrained(folder)
+            return (Path(folder) / CONFIG_FILE).read_bytes()
+
+
+def adapt(model: PreTrainedModel, section: AdapterSection) -> tuple[Adapter, Fills]:
+    """Add adapters to `model`, on the meta device, and freeze the rest; how the adapters are initialised.
+
+    Raises UserError where peft is not there, or does not find what is to be adapted.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+        from peft.tuners.lora import Linear, LoraLayer
+        from transformers.pytorch_utils import Conv1D
+    except ImportError as error:
+        raise MissingToolError("adapter: LoRA needs peft: pip install 'aliquot[lora]'") from error
+    settings: Any = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=section.r,
+        lora_alpha=section.alpha,  # type: ignore[arg-type]
+        lora_dropout=section.dropout,
+        target_modules=_linear(model) if section.target_modules == "all-linear" else section.target_modules,
+        use_rslora=section.use_rslora,
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
+    )
+    held = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
+    stored = published_of(model, held) or tuple(Published(name, shape, name, 0) for name, shape in held)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    try:
+        fills = record_added(model, lambda: inject_adapter_in_model(settings, model))
+    except ValueError as error:  # peft says so of names that it does not find, and of modules that it cannot adapt
+        raise ConfigError(f"adapter.target_modules: {' '.join(str(error).split())}") from error
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer) and type(module) is not Linear:
+            raise ConfigError(
+                f"adapter.target_modules: {name} is no linear layer (experts are none), and only those are adapted"
+            )
+    settings.target_modules = sorted(settings.target_modules)  # peft's is a set, in any order
+    settings.inference_mode = True
+    now = {names[id(parameter)]: name for name, parameter in model.named_parameters() if id(parameter) in names}
+    loads = tuple(Published(each.name, each.shape, now[each.source], each.start) for each in stored)
+    return Adapter(loads, saves_of(_shapes(model, fills)), settings), fills
+
+
+def _linear(model: PreTrainedModel) -> list[str]:
+    """Names of all linear layers but the head; of a mixture none in the blocks that hold experts, or are called as they
+    are: peft would adapt the experts for them."""
+    from transformers.pytorch_utils import Conv1D
+
+    blocks = {path.split(".")[-2] for path, module in model.named_modules() if weights_of(module) is not None}
+    head = model.get_output_embeddings()
+    found = [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module is not head and blocks.isdisjoint(path.split("."))
+    ]
+    return sorted({path.rpartition(".")[2] for path in found})
+
+
+def saves_of(tensors: Sequence[tuple[str, Shape]]) -> tuple[Published, ...]:
+    """An adapter's weights, named as in a run, as its files hold them."""
+    return tuple(Published(_PREFIX + name.replace(_NAME, ""), shape, name, 0) for name, shape in tensors)
+
+
+def _shapes(model: PreTrainedModel, fills: Fills) -> list[tuple[str, Shape]]:
+    return [(name, tuple(model.get_parameter(name).shape)) for name in fills]
