@@ -35,6 +35,8 @@ from aliquot.observe.prometheus import Exporter
 from aliquot.observe.run_directory import RunDirectory
 from aliquot.plan.own_rates import ceiling
 from aliquot.plan.preflight import plan_before
+from aliquot.ranges.chosen_parts import ChosenParts
+from aliquot.ranges.parts import PartStore
 from aliquot.ranges.together import on_first, together
 
 
@@ -64,6 +66,11 @@ class Inputs:
     held_out: EvalBatches | None  # None: there is nothing to evaluate on
     total_steps: int
 
+    def determinants(self, config: RunConfig) -> dict[str, str | int]:
+        """What a checkpoint goes on with: the order of the data, and the model beside which an adapter is learned."""
+        fixed = self.batches.determinants()
+        return fixed if config.adapter is None else fixed | {"model (hash of samples)": str(self.source.fingerprint())}
+
 
 @dataclass(frozen=True)
 class Model:
@@ -75,6 +82,12 @@ class Model:
     engine_name: str
     clock: StepClock
     notes: tuple[str, ...]  # for the person, of the engine
+
+    @property
+    def saved(self) -> PartStore:
+        """What of it a checkpoint holds."""
+        whole = self.built.adapter is None
+        return self.engine if whole else ChosenParts(self.engine, {name for name, _ in self.built.saved})
 
 
 @dataclass(frozen=True)
@@ -167,16 +180,21 @@ def fill_model(run: Attempt, inputs: Inputs, model: Model) -> Start:
     """With a checkpoint of this run, with the source's weights, or from scratch."""
     config, engine, built, batches = run.config, model.engine, model.built, inputs.batches
     start = Start()
-    resumed = resume(config.checkpoint, run.directory.checkpoints, engine, built.tensors, run.ranks)
+    adapts = built.adapter is not None
+    if adapts:
+        assert inputs.source.directory is not None  # the configuration says so
+        load_weights(engine, inputs.source.directory, built.tensors, built.tied, run.ranks, published=model.published)
+    checkpoints = run.directory.checkpoints
+    resumed = resume(config.checkpoint, checkpoints, model.saved, built.saved, run.ranks, built.learned)
     if resumed is not None:
         where, state = resumed
-        check_continuity(state, batches.determinants(), vars(batches.position(state["step"])), where)
+        check_continuity(state, inputs.determinants(config), vars(batches.position(state["step"])), where)
         engine.restored(state["step"])
         start = Start(state["step"], state["tokens"], where)
         run.display.line(f"resuming from {where}")
         for change in changes(state, config.model_dump(mode="json", by_alias=True)):
             run.display.line(f"changed since: {change}")
-    elif inputs.source.directory is not None:
+    elif inputs.source.directory is not None and not adapts:
         load_weights(engine, inputs.source.directory, built.tensors, built.tied, run.ranks, published=model.published)
     else:
         initialize.initialize(engine, built.fills, config.run.seed)

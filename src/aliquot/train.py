@@ -35,6 +35,7 @@ from aliquot.launch.watchdog import Watchdog
 from aliquot.machine.allocator import give_back
 from aliquot.machine.cpu import read_cpu
 from aliquot.machine.facts import machine_facts
+from aliquot.models.adapter import STEM
 from aliquot.models.export import export
 from aliquot.models.generate import continuation
 from aliquot.models.model_files import export_dtype, model_files
@@ -158,12 +159,15 @@ class Training:
         self._watchdog = watchdog
         self._engine = model.engine
         self._files = model_files(inputs.source.config, inputs.tokenizer, inputs.source.directory, inputs.data.prefix)
+        if model.built.adapter is not None:
+            self._files = model.built.adapter.files(self._files, str(run.config.model.path))
         saving = run.config.checkpoint
         if run.ledger.plan.get("scratch_bytes_per_node"):
             saving = saving.model_copy(update={"buffer_bytes": 0})  # copies of what does not fit would not fit either
         self._saver = Saver(
-            run.directory.checkpoints, model.engine, model.built.tensors, self._files, run.ranks, saving,
+            run.directory.checkpoints, model.saved, model.built.saved, self._files, run.ranks, saving,
             warn=record.warn, saved=self._saved, beat=watchdog.beat, states=run.config.train.optimizer_states,
+            learned=model.built.learned,
         )  # fmt: skip
         self._attention_widths = attention_widths(inputs.source.config)
         settings = run.config.train
@@ -284,7 +288,7 @@ class Training:
             "position": vars(batches.position(self._done)),
             # Every draw is made from (seed, name or epoch): the seed is all the state that randomness has.
             "rng": {"seed": config.run.seed},
-            "determinants": batches.determinants(),
+            "determinants": self._inputs.determinants(config),
             "config": config.model_dump(mode="json", by_alias=True),
         }
 
@@ -319,14 +323,19 @@ class Training:
         run, source, built = self._run, self._inputs.source, self._model.built
         target = run.directory.export
         on_first(run.ranks, lambda: self._make_room(target) if target.exists() else None)
-        dtype = export_dtype(run.config.model.dtype, source.dtype, run.config.train.precision)
-        published = self._model.published
-        export(self._engine, built.tensors, target, dtype, self._files, run.ranks, published=published)
+        wanted, precision = run.config.model.dtype, run.config.train.precision
+        if built.adapter is None:
+            dtype = export_dtype(wanted, source.dtype, precision)
+            export(self._engine, built.tensors, target, dtype, self._files, run.ranks, published=self._model.published)
+        else:
+            dtype = export_dtype(wanted, torch.float32, precision)  # small, and added to what is much larger
+            own = built.adapter.saves
+            export(self._model.saved, built.saved, target, dtype, self._files, run.ranks, published=own, stem=STEM)
         return target
 
     def _make_room(self, target: Path) -> None:
         """An export of an earlier stage of this run is replaced; one in which a person has put files is kept."""
-        own = {path.name for path in target.iterdir() if path.match("model*.safetensors*")} | self._files.keys()
+        own = {path.name for path in target.iterdir() if path.match("*model*.safetensors*")} | self._files.keys()
         if foreign := sorted({path.name for path in target.iterdir()} - own):
             kept = next(at for n in count(1) if not (at := target.with_name(f"{target.name}-{n}")).exists())
             target.rename(kept)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ class Saver:
         saved: Callable[[int, float, float], None] = lambda *_: None,
         beat: Callable[[], None] = lambda: None,
         states: States = "fp32",
+        learned: Collection[str] | None = None,
     ) -> None:
         self._root = root
         self._store = store
@@ -62,6 +63,7 @@ class Saver:
         self._saved = saved
         self._beat = beat
         self._states = states
+        self._learned = learned
         self._written_bytes = 0
         self._step = 0
         self._begun_at = 0.0
@@ -77,7 +79,7 @@ class Saver:
         with self._standing_still():
             try:
                 self._draft = Draft.begin(
-                    self._root, step, self._tensors, state, self._config_files, self._ranks, self._states
+                    self._root, step, self._tensors, state, self._config_files, self._ranks, self._states, self._learned
                 )
             except UserError as error:
                 self._give_up(error)

@@ -7,7 +7,7 @@ out and takes fp32 whatever it keeps; what was decoded is encoded as it was, so 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -26,6 +26,13 @@ from aliquot.ranges.transfer import InMemory, Maps
 SCALES = ".scales"  # behind the name of a tensor that is stored as codes
 _CODES: dict[Kind, torch.dtype] = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
 _CHUNK = 1 << 20  # elements that are encoded at a time
+
+
+def held(
+    tensors: Sequence[tuple[str, Shape]], kind: Kind, learned: Collection[str] | None
+) -> Sequence[tuple[str, Shape]]:
+    """Of `tensors` those of which there are parts of a kind. `learned`: those that have moments; None: all."""
+    return tensors if kind == "weight" or learned is None else [each for each in tensors if each[0] in learned]
 
 
 def laid_out(

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from aliquot.checkpoint.directories import STATE, STEMS, directories, newest, step_of
-from aliquot.checkpoint.moment_files import StoredParts, values_of
+from aliquot.checkpoint.moment_files import StoredParts, held, values_of
 from aliquot.errors import DamagedCheckpoint, ResumeError, UserError
 from aliquot.ranges.bytemap import ByteMap, Shape, check_tensors
 from aliquot.ranges.checksums import BlockChecksums, Piece
@@ -28,7 +28,11 @@ _log = logging.getLogger(__name__)
 
 
 def restore_newest(
-    root: Path, store: PartStore, tensors: Sequence[tuple[str, Shape]], ranks: RankGroup
+    root: Path,
+    store: PartStore,
+    tensors: Sequence[tuple[str, Shape]],
+    ranks: RankGroup,
+    learned: Collection[str] | None = None,
 ) -> tuple[Path, dict[str, Any]] | None:
     """Restore the newest checkpoint under `root` that is whole, warning of each newer one that is not. Collective.
 
@@ -37,7 +41,7 @@ def restore_newest(
     below: int | None = None
     while directory := _newest(root, below, ranks):
         try:
-            return directory, restore(directory, store, tensors, ranks)
+            return directory, restore(directory, store, tensors, ranks, learned)
         except DamagedCheckpoint as error:
             if ranks.rank == 0:
                 _log.warning("skipping a damaged checkpoint: %s", error)
@@ -46,11 +50,15 @@ def restore_newest(
 
 
 def restore(
-    directory: Path, store: PartStore, tensors: Sequence[tuple[str, Shape]], ranks: RankGroup
+    directory: Path,
+    store: PartStore,
+    tensors: Sequence[tuple[str, Shape]],
+    ranks: RankGroup,
+    learned: Collection[str] | None = None,
 ) -> dict[str, Any]:
     """Fill all parts of `store` from a checkpoint; the state that was saved with it. Collective.
 
-    `tensors`: names and shapes of the whole model. Raises on every rank: UserError where they are not those of the
+    `tensors` and `learned` as they were saved with. Raises on every rank: UserError where they are not those of the
     checkpoint, DamagedCheckpoint where it is not what was saved (the parts then hold nothing of use).
     """
 
@@ -59,9 +67,10 @@ def restore(
         with _damage():
             read_manifest(directory)
             maps = _maps(directory)
-            every = [values_of(found.entries) for found in maps.values()]
-        for values in every:
-            check_tensors(tensors, values, directory, set(values) - {name for name, _ in tensors})
+            every = {kind: values_of(found.entries) for kind, found in maps.items()}
+        for kind, values in every.items():
+            wanted = held(tensors, kind, learned)
+            check_tensors(wanted, values, directory, set(values) - {name for name, _ in wanted})
         entries = {kind: found.entries for kind, found in maps.items()}
         stored = StoredParts(store, entries)
         with _damage():

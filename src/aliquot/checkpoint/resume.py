@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,12 @@ from aliquot.ranges.together import RankGroup, on_first, together
 
 
 def resume(
-    settings: CheckpointSection, root: Path, store: PartStore, tensors: Sequence[tuple[str, Shape]], ranks: RankGroup
+    settings: CheckpointSection,
+    root: Path,
+    store: PartStore,
+    tensors: Sequence[tuple[str, Shape]],
+    ranks: RankGroup,
+    learned: Collection[str] | None = None,
 ) -> tuple[Path, dict[str, Any]] | None:
     """Restore what `settings.resume` (auto, never or a path) names; its directory and state, or None to start anew.
 
@@ -29,8 +34,8 @@ def resume(
         return None
     if wanted != "auto" and not on_first(ranks, lambda: _has_begun(Path(wanted), root)):
         together(ranks, lambda: _check_seen(Path(wanted)))
-        return Path(wanted), restore(Path(wanted), store, tensors, ranks)
-    restored = restore_newest(root, store, tensors, ranks)
+        return Path(wanted), restore(Path(wanted), store, tensors, ranks, learned)
+    restored = restore_newest(root, store, tensors, ranks, learned)
     if restored is not None:
         # A run that was killed while it removed its last old checkpoint may be complete, and will save no more.
         on_first(ranks, lambda: tidy(root, settings.keep, restored[0]))

@@ -11,13 +11,13 @@ step-00000100/
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from aliquot.checkpoint.directories import STATE, STEMS, clean, directory_of, retain
-from aliquot.checkpoint.moment_files import StoredParts, laid_out
+from aliquot.checkpoint.moment_files import StoredParts, held, laid_out
 from aliquot.optim.sizes import States
 from aliquot.ranges.bytemap import Shape
 from aliquot.ranges.checksums import BlockChecksums, Piece, combine_pieces
@@ -40,16 +40,18 @@ def save(
     ranks: RankGroup,
     keep: int,
     states: States = "fp32",
+    learned: Collection[str] | None = None,
 ) -> Path:
     """Write `root/step-<step>` and then keep only the `keep` newest complete checkpoints. Collective.
 
-    `tensors`: names and shapes of the whole model in its order, the same on every rank. `state`: any JSON object.
-    `states`: how moments are stored.
+    `tensors`: names and shapes of the weights that it holds, the whole model's in its order or an adapter's, the same
+    on every rank; `learned`: those of them that have moments, None: all. `state`: any JSON object. `states`: how
+    moments are stored.
     `config_files`: config.json, tokenizer files and so on by plain name. Of both, rank 0's are written. A checkpoint of
     the same step is replaced. Raises the same UserError on every rank where any of them cannot write: then nothing is
     left of this one and the earlier ones are as they were.
     """
-    draft = Draft.begin(root, step, tensors, state, config_files, ranks, states)
+    draft = Draft.begin(root, step, tensors, state, config_files, ranks, states, learned)
     try:
         written = together(ranks, lambda: draft.write(store))
         on_first(ranks, lambda: draft.publish(written, keep))
@@ -71,11 +73,15 @@ class Draft:
         small_files: dict[str, bytes],
         names: list[str],
         states: States,
+        learned: Collection[str] | None,
     ) -> None:
         self.target = directory_of(root, step)
         self.partial = Path()
         self._root = root
-        self._layouts = {kind: laid_out(tensors, kind, stem, states, MAX_FILE_BYTES) for kind, stem in STEMS.items()}
+        self._layouts = {
+            kind: laid_out(held(tensors, kind, learned), kind, stem, states, MAX_FILE_BYTES)
+            for kind, stem in STEMS.items()
+        }
         self._files = {file.name: file for layout in self._layouts.values() for file in layout.files}
         self._small_files = small_files
         self._names = names  # of config_files
@@ -90,10 +96,11 @@ class Draft:
         config_files: Mapping[str, bytes],
         ranks: RankGroup,
         states: States = "fp32",
+        learned: Collection[str] | None = None,
     ) -> Draft:
         """Rank 0 makes the directory and lays the files out. Collective; arguments and errors as of `save`."""
         small_files = {STATE: json.dumps(state, indent=1).encode(), **config_files}
-        draft = cls(root, step, tensors, small_files, sorted(config_files), states)
+        draft = cls(root, step, tensors, small_files, sorted(config_files), states, learned)
         on_first(ranks, lambda: clean(root))
         draft.partial = begin(draft.target, ranks, draft._prepare)
         return draft

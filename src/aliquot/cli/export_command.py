@@ -16,10 +16,11 @@ def command(
     dtype: Annotated[Literal["bfloat16", "float16", "float32"], typer.Option(help="Dtype of the weights.")] = (
         "bfloat16"
     ),
+    merge: Annotated[bool, typer.Option("--merge", help="Of an adapter: into the model that it adapts.")] = False,
     verify: Annotated[bool, typer.Option("--verify", help="First check every byte of the checkpoint.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
-    """Write a checkpoint as Hugging Face safetensors with its config and tokenizer.
+    """Write a checkpoint as Hugging Face safetensors with its config and tokenizer; of an adapter as one of peft.
 
     What is exported is compared with the checkpoint's checksums; --verify does so with all of it, moments included.
     """
@@ -29,5 +30,5 @@ def command(
 
         if verify:
             verify_all(checkpoint)
-        export_checkpoint(checkpoint, out_dir, dtype)
+        export_checkpoint(checkpoint, out_dir, dtype, merge=merge)
     print(f"exported {checkpoint} to {out_dir} ({dtype})")

@@ -7,7 +7,7 @@ in the model's own files it is `X.weight`, and in an adapter's `base_model.model
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,12 +36,16 @@ class Adapter:
     saves: tuple[Published, ...]  # the adapter's, as its files do
     settings: Any  # peft's LoraConfig
 
-    def config_file(self, base: str) -> bytes:
-        """adapter_config.json of an adapter of the model `base`."""
-        self.settings.base_model_name_or_path = base
+    def files(self, of_model: Mapping[str, bytes], path: str) -> dict[str, bytes]:
+        """What lies beside its weights: peft's configuration, and what `of_model`, the files of a model beside its own
+        weights, hold about text. `path`: of the model, a directory or a hub id."""
+        directory = Path(path).expanduser()
+        self.settings.base_model_name_or_path = str(directory.resolve()) if directory.is_dir() else path
         with tempfile.TemporaryDirectory() as folder:
             self.settings.save_pretrained(folder)
-            return (Path(folder) / CONFIG_FILE).read_bytes()
+            own = (Path(folder) / CONFIG_FILE).read_bytes()
+        of_weights = ("config.json", "generation_config.json")
+        return {CONFIG_FILE: own} | {name: data for name, data in of_model.items() if name not in of_weights}
 
 
 def adapt(model: PreTrainedModel, section: AdapterSection) -> tuple[Adapter, Fills]:

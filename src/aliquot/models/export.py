@@ -6,22 +6,24 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from aliquot.config.schema import ModelSection
-from aliquot.errors import RunDirectoryError
+from aliquot.errors import RunDirectoryError, UsageError
+from aliquot.models.adapter import CONFIG_FILE, STEM, saves_of
 from aliquot.models.code_of_strangers import without_code
+from aliquot.models.merge import MergedWeights
 from aliquot.models.published import Published, PublishedParts, published_of, tensors_of
 from aliquot.models.source import resolve
+from aliquot.models.stored_weights import StoredWeights, in_order
 from aliquot.ranges.bytemap import ByteMap, Shape
 from aliquot.ranges.checksums import BlockChecksums
 from aliquot.ranges.file_layout import FilesLayout
-from aliquot.ranges.header import TensorEntry
 from aliquot.ranges.jsonfile import parse_json, read_small
 from aliquot.ranges.manifest import check_read, read_manifest
-from aliquot.ranges.parts import Part, PartSource
+from aliquot.ranges.parts import PartSource
 from aliquot.ranges.publish import check_names, check_space, clean_leftovers, publish_together, write_file
 from aliquot.ranges.reader import RangeReader
 from aliquot.ranges.together import Alone, RankGroup, on_first
@@ -40,19 +42,21 @@ def export(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     check: Callable[[], None] = lambda: None,
     published: Sequence[Published] | None = None,
+    stem: str = "model",
 ) -> None:
     """Write the weight parts of `store` to `out_dir` as safetensors of `dtype`, rounded to nearest even. Collective.
 
     `tensors`: names and shapes of the whole model in its order, without tied aliases, the same on every rank.
-    `published`: how they are to be stored, if not so. `config_files`: config.json, tokenizer files and so on by plain
-    name; rank 0's are written, and config.json is made to tell `dtype`. The files do not depend on the world size.
+    `published`: how they are to be stored, if not so; `stem`: how their files' names begin. `config_files`:
+    config.json, tokenizer files and so on by plain name; rank 0's are written, and config.json is made to tell `dtype`.
+    The files do not depend on the world size.
     Raises the same UserError on every rank: `out_dir` is there and not empty, a rank cannot write, or `check`, which
     rank 0 calls last, raises; then no `out_dir` appears.
     """
     if published is not None:
         store, tensors = PublishedParts(store, published), tensors_of(published)
     out_dir = out_dir.resolve()  # "." and links have no name beside which to write
-    layout = FilesLayout.of(tensors, dtype, max_shard_bytes, "model")
+    layout = FilesLayout.of(tensors, dtype, max_shard_bytes, stem)
 
     def make_way() -> None:
         if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
@@ -82,8 +86,11 @@ def export_checkpoint(
     dtype: Literal["bfloat16", "float16", "float32"],
     verify: bool = True,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    merge: bool = False,
 ) -> None:
     """Export the weights of a checkpoint, with the config files that it was saved with, in this one process.
+
+    Of an adapter they are one of peft; with `merge` they are the model that it was learned beside, which it changes.
 
     Memory is bounded by a few buffers; a model is built only on the meta device, of experts that are stored apart.
     `verify`: compare all bytes that are exported with the checksums of the manifest. Raises UserError as `export` does,
@@ -92,17 +99,28 @@ def export_checkpoint(
     manifest = read_manifest(checkpoint_dir)
     source = ByteMap.of_directory(checkpoint_dir)
     config_files = {name: read_small(checkpoint_dir / name) for name in manifest.config_files}
-    tensors = [(entry.name, entry.shape) for entry in sorted(source.entries.values(), key=_position)]
+    tensors = in_order(source)
     checksums = BlockChecksums()
 
     def check() -> None:
         if verify:
             check_read(checkpoint_dir, manifest, source.header_bytes, checksums.pieces(), manifest.config_files)
 
-    with RangeReader(checksums if verify else None) as reader:
-        store = _StoredWeights(source, reader)
-        published = _published(checkpoint_dir, tensors)
-        export(store, tensors, out_dir, getattr(torch, dtype), config_files, Alone(), max_shard_bytes, check, published)
+    def write(store: PartSource, tensors: Sequence[tuple[str, Shape]], files: Mapping[str, bytes], **how: Any) -> None:
+        export(store, tensors, out_dir, getattr(torch, dtype), files, Alone(), max_shard_bytes, check, **how)
+
+    adapter = config_files.get(CONFIG_FILE)
+    if merge and adapter is None:
+        raise UsageError("--merge: this is a checkpoint of a whole model, not of an adapter", checkpoint_dir)
+    with RangeReader(checksums if verify else None) as reader, RangeReader() as base:
+        store = StoredWeights(source, reader)
+        if adapter is None:
+            write(store, tensors, config_files, published=_published(checkpoint_dir, tensors))
+        elif merge:
+            merged = MergedWeights(store, adapter, base)
+            write(merged, merged.tensors, merged.files(config_files))
+        else:
+            write(store, tensors, config_files, published=saves_of(tensors), stem=STEM)
 
 
 def _published(checkpoint_dir: Path, tensors: Sequence[tuple[str, Shape]]) -> tuple[Published, ...] | None:
@@ -116,27 +134,9 @@ def _published(checkpoint_dir: Path, tensors: Sequence[tuple[str, Shape]]) -> tu
     return published_of(model, tensors)
 
 
-class _StoredWeights:
-    """The weights of a directory as a store that can only be read."""
-
-    def __init__(self, source: ByteMap, reader: RangeReader) -> None:
-        self._entries = source.entries
-        self._reader = reader
-
-    def parts(self) -> Sequence[Part]:
-        return [Part(entry.name, entry.shape, "weight", 0, entry.numel) for entry in self._entries.values()]
-
-    def read(self, part: Part, start: int, out: torch.Tensor) -> None:
-        self._reader.read(self._entries[part.name], start, out)
-
-
 def _with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
     """A config.json that tells the dtype of the weights beside it, which transformers loads them in."""
     fields = parse_json(config, "config.json")
     fields.pop("torch_dtype", None)  # what transformers 4 called it
     fields["dtype"] = str(dtype).removeprefix("torch.")
     return (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode()
-
-
-def _position(entry: TensorEntry) -> tuple[Path, int, int]:
-    return entry.file, entry.offset, entry.numel

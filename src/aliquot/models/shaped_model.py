@@ -48,7 +48,7 @@ class ShapedModel:
         )
         built = meta.build(config)
         weights = tuple(tuple(parameter.shape) for parameter in decoder_layers(built.model)[0].parameters())
-        kind = LayerKind(weights, None, tuple(range(shape.layers)))
+        kind = LayerKind(weights, weights, None, tuple(range(shape.layers)))
         return ShapedModel(config, built, replace(shape, kinds=(kind,)))
 
 
@@ -60,13 +60,15 @@ def shaped_model(config: RunConfig, vocabulary: int | None = None) -> ShapedMode
     source = resolve(config.model, CONFIG_FILES)
     source.assume_vocabulary(vocabulary or config.data.tokenizer_vocab_size or source.config.vocab_size)
     source.check_length(config.data.sequence_length)
-    built = meta.build(source.config, traits(source.config, config.data.sequence_length))
+    known = traits(source.config, config.data.sequence_length)
+    built = meta.build(source.config, known, config.adapter, config.train.freeze)
     model = built.model
     layers = decoder_layers(model)
-    found: dict[tuple[tuple[Shape, ...], int | None], list[int]] = {}
+    found: dict[tuple[tuple[Shape, ...], tuple[Shape, ...], int | None], list[int]] = {}
     for position, layer in enumerate(layers):
         weights = tuple(tuple(parameter.shape) for parameter in layer.parameters())
-        found.setdefault((weights, _window(layer, source.config)), []).append(position)
+        learned = tuple(tuple(parameter.shape) for parameter in layer.parameters() if parameter.requires_grad)
+        found.setdefault((weights, learned, _window(layer, source.config)), []).append(position)
     embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings()
     head = embedding if output is None else output.weight
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
@@ -74,10 +76,14 @@ def shaped_model(config: RunConfig, vocabulary: int | None = None) -> ShapedMode
     shape = ModelShape(
         name=built.name,
         weights=tuple(weight for _, weight in built.tensors),
-        kinds=tuple(LayerKind(weights, window, tuple(at)) for (weights, window), at in found.items()),
+        learned=tuple(weight for name, weight in built.tensors if name in built.learned),
+        kinds=tuple(LayerKind(*kind, tuple(at)) for kind, at in found.items()),
         embedding=tuple(embedding.shape),
         head=None if head is embedding else tuple(head.shape),
         rest=tuple(tuple(parameter.shape) for parameter in rest),
+        embedding_learns=embedding.requires_grad,
+        head_learns=head.requires_grad,
+        rest_learns=any(parameter.requires_grad for parameter in rest),
         dtype_bytes=source.dtype.itemsize if source.dtype is not None else 2,
     )
     return ShapedModel(source.config, built, shape)

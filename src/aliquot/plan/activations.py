@@ -81,17 +81,19 @@ def _run(
                 return live.live_bytes, loss
             hidden = calls.hidden_states(model, inputs, ids, documents)
             saved_bytes = live.live_bytes
-            sink = None if step.head_gradient or not torch.is_grad_enabled() else _rows_in_a_ring(shape, step, live)
-            head_loss = head_loss_on(step.device, live.two_for_all)
-            return saved_bytes, head_loss(hidden, model.get_output_embeddings().weight, labels, 1.0, sink)[1]
+            head = model.get_output_embeddings().weight
+            in_a_ring = not step.head_gradient and torch.is_grad_enabled() and head.requires_grad
+            sink = _rows_in_a_ring(shape, step, live) if in_a_ring else None
+            return saved_bytes, head_loss_on(step.device, live.two_for_all)(hidden, head, labels, 1.0, sink)[1]
 
         inputs = ids
-        if step.looks_up and traits.plain_head and traits.looks_up:
+        if step.looks_up and traits.plain_head and traits.looks_up and shape.embedding_learns:
             inputs = torch.empty(tokens, shape.width, dtype=_dtype(step), device="meta", requires_grad=True)
         saved_bytes, loss = loss_of(inputs)
         forward_bytes, forward = live.peak_bytes, live.take_work()
         live.peak_bytes = live.live_bytes
-        loss.backward()  # type: ignore[no-untyped-call]
+        if loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
         backward_bytes, backward = live.peak_bytes, live.take_work()
         largest_bytes = live.largest_bytes
         del inputs, loss

@@ -41,7 +41,9 @@ class PlannedModel:
         self._config = config
         self._vocabulary = vocabulary
         rows = vocabulary or config.data.tokenizer_vocab_size
-        self._key = [_configuration(config.model), rows, config.data.sequence_length, _software()]
+        adapter = config.adapter and config.adapter.model_dump()
+        model = [_configuration(config.model), adapter, config.train.freeze]
+        self._key = [model, rows, config.data.sequence_length, _software()]
         kept = _read(self._key)
         if kept is None:
             kept = asdict(self._shaped.shape)
@@ -85,11 +87,12 @@ class PlannedModel:
 
 def _shape(kept: dict[str, Any]) -> ModelShape:
     kinds = tuple(
-        LayerKind(_tuples(kind["weights"]), kind["window"], tuple(kind["positions"])) for kind in kept["kinds"]
+        LayerKind(_tuples(kind["weights"]), _tuples(kind["learned"]), kind["window"], tuple(kind["positions"]))
+        for kind in kept["kinds"]
     )
     head = None if kept["head"] is None else tuple(kept["head"])
-    tuples = {"weights": _tuples(kept["weights"]), "rest": _tuples(kept["rest"]), "embedding": tuple(kept["embedding"])}
-    return ModelShape(**kept | tuples | {"kinds": kinds, "head": head})
+    tuples = {name: _tuples(kept[name]) for name in ("weights", "learned", "rest")}
+    return ModelShape(**kept | tuples | {"kinds": kinds, "head": head, "embedding": tuple(kept["embedding"])})
 
 
 def _cost(kept: dict[str, Any]) -> MicroBatchCost:

@@ -26,12 +26,12 @@ def spilled(shape: ModelShape, layout: RankLayout, too_much: Callable[[OnDisk], 
     chosen = OnDisk()
     if too_much(chosen) <= 0:
         return chosen
-    # The look-up's gradient sums stay in memory, and so do all weights of several hosts.
+    # The look-up's gradient sums stay in memory, and so do all weights of several hosts, and all where some are frozen.
     sums = {each: shape.alike[each] - (each == shape.embedding) for each in shapes}
     most = OnDisk(
         tuple((each, shape.alike[each]) for each in shapes),
         tuple((each, count) for each, count in sums.items() if count),
-        shape.layers if layout.nodes == 1 else 0,
+        shape.layers if layout.nodes == 1 and shape.learned == shape.weights else 0,
     )
     if too_much(most) > 0:
         return most

@@ -10,7 +10,7 @@ from aliquot.config.schema import RunConfig
 from aliquot.engines.deepspeed.deepspeed_memory import KEPT_NUMEL, persistent_numel
 from aliquot.engines.host.host_memory import published_bytes, sent_itemsize
 from aliquot.launch.rank_layout import RankLayout
-from aliquot.models.model_shape import ModelShape, numel, padded_share
+from aliquot.models.model_shape import ModelShape, numel, padded_groups
 from aliquot.optim.sizes import moment_bytes
 
 
@@ -31,13 +31,15 @@ class Traffic:
 def traffic(config: RunConfig, engine: str, shape: ModelShape, layout: RankLayout, micro_batches: int) -> Traffic:
     """`micro_batches`: of a rank and optimizer step."""
     compute = 2 if config.train.precision == "bf16" else 4
-    read = shape.numel * shape.dtype_bytes if config.model.path is not None else 0
-    export = shape.numel * (4 if config.train.precision == "fp32" else 2) if config.checkpoint.export else 0
+    added = 0 if config.adapter is None else shape.learned_numel  # beside the model that is read
+    read = (shape.numel - added) * shape.dtype_bytes if config.model.path is not None else 0
+    exported = 4 * added or shape.numel * (4 if config.train.precision == "fp32" else 2)
+    export = exported if config.checkpoint.export else 0
     wire = weights = local = shared = 0
     evaluated = 0.0
     if engine == "host":
         # Every host sends each other one that one's gradient sums, and gets its weights back.
-        weights = int((layout.nodes - 1) * shape.numel * published_bytes(config))
+        weights = int((layout.nodes - 1) * shape.learned_numel * published_bytes(config))
         wire = weights + (layout.nodes - 1) * _reduced(config, shape, layout, micro_batches) * sent_itemsize(config)
         shared = micro_batches * layout.world_size * _staged(config, shape, compute)
     elif engine == "fsdp":
@@ -59,27 +61,31 @@ def _checkpoint(config: RunConfig, shape: ModelShape) -> int:
     """Master weights as fp32, moments as they are kept (checkpoint/moment_files.py)."""
     states = config.train.optimizer_states
     moments = sum(2 * count * moment_bytes(states, numel(each), numel(each[1:])) for each, count in shape.alike.items())
-    return 4 * shape.numel + moments
+    return 4 * (shape.numel if config.adapter is None else shape.learned_numel) + moments
 
 
 def _staged(config: RunConfig, shape: ModelShape, compute: int) -> int:
     """A rank's gradients of one micro-batch; of the input embedding a row a token (engines/host/host_gradients.py)."""
+    if not shape.embedding_learns:
+        return shape.learned_numel * compute
     tokens = config.train.per_device_train_batch_size * config.data.sequence_length
     rows = tokens * (8 + shape.width * compute)
     tied = shape.head is None
-    dense = shape.numel - (0 if tied else numel(shape.embedding))
+    dense = shape.learned_numel - (0 if tied else numel(shape.embedding))
     return dense * compute + rows
 
 
 def _reduced(config: RunConfig, shape: ModelShape, layout: RankLayout, micro_batches: int) -> int:
     """Elements of a host's gradient sums that go to owners: of an embedding that only looks up, rows of its tokens
     (engines/host/sent_rows.py), as many as there are different ones where their frequencies follow Zipf's law."""
-    if shape.head is None:
-        return shape.numel
+    if shape.head is None or not shape.embedding_learns:
+        return shape.learned_numel
     vocabulary = shape.embedding[0]
     tokens = config.train.per_device_train_batch_size * config.data.sequence_length
     rows = _different(vocabulary, tokens * micro_batches * layout.ranks_per_node)
-    return shape.numel - numel(shape.embedding) + (rows if rows < 0.9 * vocabulary else vocabulary) * shape.width
+    return (
+        shape.learned_numel - numel(shape.embedding) + (rows if rows < 0.9 * vocabulary else vocabulary) * shape.width
+    )
 
 
 @cache
@@ -99,14 +105,13 @@ def _fsdp(
     ranks = layout.world_size
     if ranks == 1:
         return 0, 0, 0
-    groups = [sum(padded_share(weight, ranks) * ranks for weight in group) for group in shape.groups()]
-    root, others = groups[0], sum(groups[1:])
-    gathered = compute * (root + 2 * others)
+    root, *others = padded_groups(shape.groups(), ranks)
+    gathered, learned = compute * (root + 2 * sum(others)), sum(padded_groups(shape.learned_groups(), ranks))
     on_one_host = layout.device == "cpu" and layout.nodes == 1 and config.shard.collectives != "gloo"
     if on_one_host:
         # engines/fsdp/fsdp_collectives.py: each rank stages its shard, and all of its gradients.
-        return 0, 0, micro_batches * (gathered + ranks * 4 * (root + others))
-    reduced = 4 * (root + others) * (2 if layout.device == "cpu" else 1)
+        return 0, 0, micro_batches * (gathered + ranks * 4 * learned)
+    reduced = 4 * learned * (2 if layout.device == "cpu" else 1)
     return *_ring(layout, micro_batches * (gathered + reduced)), 0
 
 

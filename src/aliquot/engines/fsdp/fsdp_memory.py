@@ -5,7 +5,7 @@ from __future__ import annotations
 from aliquot.config.schema import RunConfig
 from aliquot.engines.held_memory import Held
 from aliquot.launch.rank_layout import RankLayout
-from aliquot.models.model_shape import ModelShape, padded_share
+from aliquot.models.model_shape import ModelShape, padded_groups
 
 HALF_BYTES = 16 << 20  # of a rank's staging room in shared memory, which has two
 
@@ -15,17 +15,18 @@ def fsdp_memory(
 ) -> Held:
     """`backward_bytes`: of activations at most in a backward pass; `layer_bytes`: of those of one layer."""
     compute, ranks = 2 if config.train.precision == "bf16" else 4, layout.world_size
-    groups = [sum(padded_share(weight, ranks) * ranks for weight in group) for group in shape.groups()]
-    root, others = groups[0], groups[1:]
-    own = sum(groups) // ranks
+    root, *others = padded_groups(shape.groups(), ranks)
+    learned = padded_groups(shape.learned_groups(), ranks)
+    own = sum(learned) // ranks
+    frozen = (root + sum(others)) // ranks - own
     shared = layout.device == "cpu" and layout.nodes == 1 and ranks > 1 and config.shard.collectives != "gloo"
     # The flat result of the last all-gather is kept while the next one is made; one rank alone copies only.
     flat = compute if ranks > 1 else 0
     largest = max(others)
     forward = compute * root + (compute + flat) * largest
-    backward = _backward(root, others, compute, flat, ranks, backward_bytes, layer_bytes)
+    backward = _backward(root, others, learned, compute, flat, ranks, backward_bytes, layer_bytes)
     return Held(
-        weights=4 * own,
+        weights=4 * own + compute * frozen,
         gradients=4 * own,
         gradients_from_start=False,
         moments=8 * own,
@@ -39,22 +40,32 @@ def fsdp_memory(
 
 
 def _backward(
-    root: int, others: list[int], compute: int, flat: int, ranks: int, backward_bytes: int, layer_bytes: int
+    root: int,
+    others: list[int],
+    learned: list[int],
+    compute: int,
+    flat: int,
+    ranks: int,
+    backward_bytes: int,
+    layer_bytes: int,
 ) -> int:
     """Most bytes beside `backward_bytes`, which is as many at its peak as in the last layer.
+
+    `learned`: of the root and of each of the `others`, what has gradients.
 
     A group in its backward pass: the root and it whole, the next one gathered ahead (flat), its gradients in the
     compute dtype, and the fp32 input of the reduce-scatter of the group before, which FSDP2 keeps until its own.
     """
     most = done = 0
+    of_root, *of_others = learned
     for at in range(len(others) - 1, -1, -1):
         ahead = flat * others[at - 1] if at else 0
-        before = 4 * others[at + 1] if at + 1 < len(others) else 0
-        computing = compute * root + compute * others[at] + ahead + compute * others[at] + before
-        reducing = compute * root + ahead + (compute + 4) * others[at] + 4 * others[at] // ranks
+        before = 4 * of_others[at + 1] if at + 1 < len(others) else 0
+        computing = compute * root + compute * others[at] + ahead + compute * of_others[at] + before
+        reducing = compute * root + ahead + (compute + 4) * of_others[at] + 4 * of_others[at] // ranks
         most = max(most, max(computing, reducing) - done * layer_bytes)
         done += 1
     activations_left = backward_bytes - done * layer_bytes
     freed = backward_bytes - max(0, activations_left)
-    ending = (2 * compute + 4) * root + 4 * root // ranks - freed
+    ending = compute * root + (compute + 4) * of_root + 4 * of_root // ranks - freed
     return max(most, ending, 0)

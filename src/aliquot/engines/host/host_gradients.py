@@ -50,7 +50,7 @@ class HostGradients:
         self._dtype = compute
         self._tokens, self._width = tokens, width
         self._rows_bytes = looked_up_bytes(tokens, width, compute.itemsize)
-        longest = max(weight.row_numel for weight in weights)
+        longest = max(weight.row_numel for weight in weights if weight.learns)
         self.ring = Ring(self._peers, ring_bytes(longest, self._rows_bytes, compute.itemsize))
         self._owners = hosts.counterparts
         self._sums = sums

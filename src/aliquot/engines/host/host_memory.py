@@ -41,7 +41,9 @@ def host_memory(config: RunConfig, shape: ModelShape, layout: RankLayout, on_dis
         summed = count - sums_there.get(weight, 0)
         gradients += summed * kept * shares[weight]
         # For other hosts: with one micro-batch a step only that of the look-up, whose rows are added to it.
-        waiting += (min(summed, int(weight == shape.embedding)) if passes else summed) * shares[weight]
+        waiting += (
+            min(summed, int(weight == shape.embedding and shape.embedding_learns)) if passes else summed
+        ) * shares[weight]
     others = layout.nodes - 1
     tokens = config.train.per_device_train_batch_size * config.data.sequence_length
     row_numel = max(numel(weight[1:]) for weight in shape.alike)

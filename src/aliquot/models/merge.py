@@ -1,0 +1,74 @@
+"""A model as an adapter changes it: each adapted weight and the product of the two matrices beside it, in fp32."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from aliquot.errors import WeightsFileError
+from aliquot.models.adapter import CONFIG_FILE
+from aliquot.models.source import HUB_FILES, local_directory
+from aliquot.models.stored_weights import StoredWeights, in_order
+from aliquot.ranges.bytemap import ByteMap
+from aliquot.ranges.jsonfile import parse_json, read_small
+from aliquot.ranges.parts import Part
+from aliquot.ranges.reader import RangeReader
+
+_A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
+
+
+class MergedWeights:
+    """As the model's own files name and cut them."""
+
+    def __init__(self, adapter: StoredWeights, settings: bytes, reader: RangeReader) -> None:
+        """`settings`: peft's, as JSON. `reader`: of the model's files. Raises UserError where those do not belong."""
+        fields = parse_json(settings, CONFIG_FILE)
+        self._directory = local_directory(str(fields["base_model_name_or_path"]), HUB_FILES)
+        source = ByteMap.of_directory(self._directory)
+        self._base = StoredWeights(source, reader)
+        self.tensors = in_order(source)
+        rank, alpha = int(fields["r"]), float(fields["lora_alpha"])
+        self._scaling = alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
+        self._factors: dict[str, tuple[Tensor, Tensor]] = {}  # [rows, r] and [r, columns]
+        parts = {part.name: part for part in adapter.parts()}
+        for name in parts:
+            if name.endswith(_A):
+                module = name.removesuffix(_A)
+                a, b = (_whole(adapter, parts[module + end]) for end in (_A, _B))
+                self._factors[self._name_of(module)] = (a.t(), b.t()) if fields.get("fan_in_fan_out") else (b, a)
+
+    def files(self, of_adapter: Mapping[str, bytes]) -> dict[str, bytes]:
+        """What lies beside them: the model's configurations, and what the adapter was learned with about text."""
+        own = [name for name in ("config.json", "generation_config.json") if (self._directory / name).is_file()]
+        about_text = {name: data for name, data in of_adapter.items() if name != CONFIG_FILE}
+        return about_text | {name: read_small(self._directory / name) for name in own}
+
+    def parts(self) -> Sequence[Part]:
+        return self._base.parts()
+
+    def read(self, part: Part, start: int, out: Tensor) -> None:
+        self._base.read(part, start, out)
+        if part.name not in self._factors:
+            return
+        left, right = self._factors[part.name]
+        columns = right.shape[1]
+        first, last = start // columns, -(-(start + out.numel()) // columns)
+        change = (left[first:last] @ right).mul_(self._scaling)
+        out += change.view(-1)[start - first * columns :][: out.numel()]
+
+    def _name_of(self, module: str) -> str:
+        """Of an adapted weight, in the model's files: perhaps the bare model's."""
+        names = (f"{module}.weight", f"{module.partition('.')[2]}.weight")
+        found = next((name for name in names if name in self._base.entries), None)
+        if found is None:
+            raise WeightsFileError(f"no {names[0]} here, which the adapter is for", self._directory)
+        return found
+
+
+def _whole(store: StoredWeights, part: Part) -> Tensor:
+    out = torch.empty(part.numel)
+    store.read(part, 0, out)
+    return out.view(part.shape)
