@@ -210,6 +210,7 @@ def introduce(run: Attempt, inputs: Inputs, model: Model, start: Start) -> None:
         resumed_from=None if start.resumed_from is None else str(start.resumed_from),
         model=model.built.name,
         parameters=model.built.numel,
+        learned=model.built.learned_numel,
         engine=model.engine_name,
         plan=run.ledger.plan,
     )

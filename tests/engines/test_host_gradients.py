@@ -23,7 +23,7 @@ SHAPE = (3, 2)
 def gradients(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[HostGradients]:
     """Of three weights of one rank, staged in the order 2, 1, 0. The first's, which is looked up, stay in memory."""
     hosts = Hosts.join(0, 0, lambda value: [value])
-    weights = [Weight(name, SHAPE, ((0, 6),)) for name in ("first", "second", "third")]
+    weights = [Weight(name, SHAPE, ((0, 6),), True) for name in ("first", "second", "third")]
     disk = None
     if request.param == "disk":
         on_disk = OnDisk(((SHAPE, 3),), ((SHAPE, 2),))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aliquot.errors import ModelFilesError
+from aliquot.models.adapter import CONFIG_FILE
 from aliquot.models.code_of_strangers import without_code
 from aliquot.models.model_files import trained_prefix
 
@@ -16,9 +17,9 @@ if TYPE_CHECKING:
 
 def generate(directory: Path, prompt: str, max_new_tokens: int, temperature: float, seed: int) -> str:
     """The prompt and its continuation. Raises UserError where `directory` holds no model with a tokenizer."""
-    if not (directory / "config.json").is_file():
+    if not any((directory / name).is_file() for name in ("config.json", CONFIG_FILE)):
         raise ModelFilesError(
-            "no config.json here; generate wants an export or a Hugging Face model directory", directory
+            "no config.json here; generate wants an export, an adapter or a Hugging Face model directory", directory
         )
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -50,6 +50,10 @@ class MetaModel:
         return sum(torch.Size(shape).numel() for _, shape in self.tensors)
 
     @property
+    def learned_numel(self) -> int:
+        return sum(torch.Size(shape).numel() for name, shape in self.tensors if name in self.learned)
+
+    @property
     def saved(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """Of `tensors`, those that a checkpoint holds: with an adapter the others are in the model's own files."""
         return self.tensors if self.adapter is None else tuple(each for each in self.tensors if each[0] in self.learned)

@@ -18,13 +18,18 @@ def begin(display: Display, config: RunConfig, about: Mapping[str, Any], *lines:
     """What is trained, with what, and where; then `lines`, and the plan."""
     machine, precision = about["machine"], config.train.precision
     told = (
-        f"{about['model']}, {about['parameters']:,} parameters, {precision}, engine {about['engine']}",
+        f"{about['model']}, {_parameters(about)}, {precision}, engine {about['engine']}",
         f"{about['placement']}; {machine['matmul_kernels'][precision]}, {machine['allocator']}",
         *lines,
         *(foreseen(about["plan"]) if about.get("plan") else ()),
     )
     for text in told:
         display.line(text)
+
+
+def _parameters(about: Mapping[str, Any]) -> str:
+    total, learned = about["parameters"], about["learned"]
+    return f"{total:,} parameters" + ("" if learned == total else f", of which {learned:,} learn")
 
 
 def foreseen(plan: Mapping[str, Any]) -> tuple[str, ...]:

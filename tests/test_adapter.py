@@ -1,0 +1,158 @@
+"""LoRA and frozen weights, as a person runs them: the curve of peft in a plain loop, checkpoints, exports, refusals."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import aliquot
+from aliquot.config.adapter_section import AdapterSection
+from aliquot.config.batch_size import batch_size
+from aliquot.data.batches import Batches
+from aliquot.data.prepare import prepare
+from tests import plain
+from tests.runs import command, curve, refused, trained, write_config
+
+LORA = {"r": 3, "alpha": 12.0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def base(folder: Path) -> Path:
+    """A model that has been trained a little."""
+    trained(write_config(folder, "base", train={"max_steps": 3}))
+    return folder / "base" / "export"
+
+
+def beside(base: Path, name: str, **sections: dict[str, object]) -> Path:
+    model = {"model": {"config": None, "path": str(base)}, "launch": {"ranks": 2}}
+    data = {"data": {"tokenizer_vocab_size": None}, "checkpoint": {"every": 2, "keep": 9}}
+    train = {"train": {"learning_rate": 1e-2}}
+    return write_config(base.parents[1], name, **{**model, **data, **train, **sections})
+
+
+@pytest.fixture(scope="module")
+def lora(folder: Path, base: Path) -> Path:
+    output = trained(beside(base, "lora", adapter=LORA))
+    assert "parameters, of which 2,820 learn" in output
+    return folder / "lora"
+
+
+def plain_curve(file: Path, steps: int) -> list[float]:
+    """Losses of peft's own layers, from the weights that aliquot draws, in a plain loop."""
+    config = aliquot.read_config(file)
+    assert config.adapter is not None and config.model.path is not None
+    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+    data = prepare(config.data, Path(config.model.path), model.config.vocab_size)
+    plain.add_lora(model, config.adapter)
+    model.load_state_dict(adapter_weights(model, config.adapter, config.run.seed), strict=False)
+    batches = Batches.of(data, config.data, config.run.seed, batch_size(config.train, 1), None)
+    return plain.train(model, batches, config.train, steps)
+
+
+def adapter_weights(model: nn.Module, adapter: AdapterSection, seed: int) -> dict[str, torch.Tensor]:
+    drawn = plain.initial_weights(model.config, seed, adapter)
+    return {name: values for name, values in drawn.items() if ".lora_" in name}
+
+
+def test_the_curve_is_that_of_peft_in_a_plain_loop(folder: Path, lora: Path) -> None:
+    assert list(curve(lora).values()) == pytest.approx(plain_curve(folder / "lora.yaml", 6), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "engine"), [(1, "host"), (2, "fsdp"), pytest.param(3, "host", marks=pytest.mark.long)]
+)
+def test_an_adapter_goes_on_at_any_world_size_and_engine(
+    folder: Path, base: Path, lora: Path, ranks: int, engine: str
+) -> None:
+    """Its checkpoint holds itself alone: the model beside it is read again."""
+    name = f"moved-{engine}-{ranks}"
+    config = beside(base, name, adapter=LORA, launch={"ranks": ranks}, shard={"engine": engine})
+    shutil.copytree(lora, folder / name)
+    for step in (4, 6):
+        shutil.rmtree(folder / name / "checkpoints" / f"step-{step:08d}")
+    held = load_file(folder / name / "checkpoints" / "step-00000002" / "model.safetensors")
+    assert all(".lora_" in tensor for tensor in held) and len(held) == 28
+    assert "resuming from" in trained(config)
+    assert curve(folder / name) == pytest.approx(curve(lora), rel=1e-5)
+
+
+def test_exports_are_peft_s_and_merged_they_are_a_model(folder: Path, base: Path, lora: Path) -> None:
+    ids = torch.arange(3, 30)[None]
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(model, lora / "export").eval()
+    checkpoint = lora / "checkpoints" / "step-00000006"
+    for options in ([], ["--merge"]):
+        out = folder / ("merged" if options else "exported")
+        done = command("export", checkpoint, out, "--dtype", "float32", *options)
+        assert done.returncode == 0, done.stderr
+    again = AutoModelForCausalLM.from_pretrained(folder / "exported", dtype=torch.float32)
+    merged = AutoModelForCausalLM.from_pretrained(folder / "merged", dtype=torch.float32)
+    assert not (folder / "merged" / "adapter_config.json").exists()
+    with torch.no_grad():
+        expected = adapted(ids).logits
+        with adapted.disable_adapter():
+            assert not torch.allclose(adapted(ids).logits, expected, atol=1e-2)
+        assert torch.equal(again(ids).logits, expected)
+        torch.testing.assert_close(merged(ids).logits, expected, rtol=1e-4, atol=1e-4)
+    said = command("generate", lora / "export", "--prompt", "the rank", "--max-new-tokens", "3")
+    assert said.returncode == 0 and said.stdout.startswith("the rank"), said.stderr
+
+
+def test_frozen_weights_are_exported_as_they_were(folder: Path, base: Path) -> None:
+    trained(beside(base, "frozen", train={"freeze": ["model.embed_tokens.*", "*.mlp.*"]}))
+    before, after = (load_file(at / "model.safetensors") for at in (base, folder / "frozen" / "export"))
+    for name, values in before.items():
+        assert torch.equal(values, after[name]) == ("embed_tokens" in name or ".mlp." in name), name
+    moments = load_file(folder / "frozen" / "checkpoints" / "step-00000006" / "exp_avg.safetensors")
+    assert not any("embed_tokens" in name or ".mlp." in name for name in moments)
+
+
+def test_refusals(folder: Path, base: Path, lora: Path) -> None:
+    config, whole = beside(base, "refused", adapter=LORA), beside(base, "whole")
+    assert "give model.path" in refused(write_config(folder, "scratch", adapter=LORA))
+    assert "needs shard.engine: host or fsdp, not deepspeed" in refused(config, "shard.engine=deepspeed")
+    assert "leave train.freeze out" in refused(config, "train.freeze=[model.*]")
+    assert "no weight is named nothing.*" in refused(whole, "train.freeze=[nothing.*]")
+    assert "nothing is left to learn" in refused(whole, "train.freeze=['*']")
+    assert "adapter.target_modules: " in refused(config, "adapter.target_modules=[nothing]")
+    assert "embed_tokens is no linear layer" in refused(config, "adapter.target_modules=[embed_tokens]")
+    # Another model of the same shapes is not what it was learned beside.
+    other = folder / "other"
+    trained(write_config(folder, "other-base", run={"seed": 6, "name": "other-base", "directory": str(other)}))
+    moved = beside(base, "lora", adapter=LORA, model={"config": None, "path": str(other / "export")})
+    assert "model (hash of samples) was" in refused(moved)
+    done = command("export", folder / "base" / "checkpoints" / "step-00000003", folder / "never", "--merge")
+    assert done.returncode == 2 and "not of an adapter" in done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ["host", "fsdp"])
+def test_stories15m_on_shakespeare(shared: Path, tmp_path: Path, engine: str) -> None:
+    """A real model and text: 20 steps of rows of many documents."""
+    data = {"path": str(shared / "data" / "tinyshakespeare.txt"), "document": "block", "eval_fraction": 0.0}
+    config = write_config(
+        tmp_path,
+        "stories",
+        model={"config": None, "path": str(shared / "models" / "stories15M")},
+        data={**data, "tokenizer_vocab_size": None, "sequence_length": 128},
+        train={"max_steps": 20, "learning_rate": 1e-3, "warmup_steps": 0},
+        adapter={"r": 8, "alpha": 16.0},
+        shard={"engine": engine},
+        launch={"ranks": 2},
+    )
+    trained(config)
+    expected = plain_curve(config, 20)
+    assert expected[-1] < 0.85 * expected[0]
+    assert list(curve(tmp_path / "stories").values()) == pytest.approx(expected, rel=1e-5)
