@@ -223,14 +223,14 @@ def update_of_disk(folder: Path, numel: int = 100_000_000, repeats: int = 3) -> 
 
     torch.set_num_threads(1)
     shape = (numel // 1000, 1000)
-    weights, everything = [Weight("weight", shape, ((0, numel),))], ((shape, 1),)
+    weights, everything = [Weight("weight", shape, ((0, numel),), learns=True)], ((shape, 1),)
     on_disk = OnDisk(everything, everything)
     disk = HostDisk(folder, on_disk, weights, -1, [0], 0, "fp32", splits=True, kept_itemsize=4)
     sums = HostSums(weights, [0], 0, torch.float32, "fp32", disk)
     sums.zero(0, 0)
     sums.settle()
     memory = Memory.create(2 * numel)
-    owned = [Owned((memory,), 0, torch.bfloat16, numel, 0, 1000, decays=True)]
+    owned = [Owned((memory,), 0, torch.bfloat16, numel, 0, 1000, learns=True, decays=True)]
     states = HostStates(owned, sums, "fp32", disk, frozenset())
     optimizer = BlockedAdamW((0.9, 0.999), 1e-8, 0.1)
     moves = [
