@@ -50,8 +50,10 @@ def aliquot_steps(
     settings: Mapping[str, Any],
     precision: Literal["bf16", "fp32"] = "bf16",
     learning_rate: float = 1e-4,
+    adapter: Any = None,
 ) -> Iterator[None]:
-    """Each `next` is one optimizer step. `engine_name` host, fsdp, or alone: host without collectives."""
+    """Each `next` is one optimizer step. `engine_name` host, fsdp, or alone: host without collectives. `adapter`: as in
+    a run's config; the model beside it holds small random numbers."""
     from transformers import AutoConfig
 
     from aliquot.collectives.hosts import Hosts
@@ -63,7 +65,7 @@ def aliquot_steps(
     from aliquot.models import initialize, meta
     from aliquot.models.batch import MicroBatch
 
-    built = meta.build(AutoConfig.for_model(**config))
+    built = meta.build(AutoConfig.for_model(**config), adapter=adapter)
     spec = EngineSpec(precision, work.tokens, built.traits.plain_head, **settings)
     engine: Any
     if engine_name == "alone":
@@ -74,6 +76,9 @@ def aliquot_steps(
     else:
         engine = {"host": HostEngine, "fsdp": FsdpEngine}[engine_name].build(built.model, spec, topology)
     initialize.initialize(engine, built.fills, 1)
+    for part in engine.parts() if adapter is not None else ():
+        if part.name not in built.learned:
+            engine.write(part, part.start, torch.randn(part.numel) * 0.02)
     engine.ready()
     step = 0
     while True:

@@ -1,0 +1,188 @@
+"""LoRA beside training all weights, and beside peft with HF Trainer and DDP over gloo: speed and memory on two ranks.
+
+python benchmarks/lora.py --json lora.json [--shape 500m] [--precision auto] [--steps 2] [--rounds 2]
+
+A step has 1,024 real tokens a rank, in two ways: full rows of 512, where a peer has nothing to pad, and documents of
+65 tokens on average, which aliquot packs and the peer, eight at a time, pads to the longest (its default). Adapters of
+rank 16 on all linear layers. Rounds alternate; medians of all steps but the first. Memory is the most PSS of a rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.contestants import Work, aliquot_steps, quiet
+from benchmarks.layouts import LLAMA_125M, LLAMA_500M, llama_config
+from benchmarks.report import Row, finish, target
+from benchmarks.worlds import Measured, run_world, tell
+
+RANKS, BATCH = 2, 8
+SHAPES = {"125m": LLAMA_125M, "500m": LLAMA_500M}
+WORKS = {"full rows": Work(512, 2), "documents of 65 tokens": Work(512, 2, 65)}
+WHO = ("aliquot, LoRA", "aliquot, all weights", "peft + HF Trainer + DDP")
+R, ALPHA = 16, 32
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--json", type=Path)
+    arguments.add_argument("--shape", choices=SHAPES, default="500m")
+    arguments.add_argument("--precision", choices=("auto", "bf16", "fp32"), default="auto")
+    arguments.add_argument("--steps", type=int, default=2)
+    arguments.add_argument("--rounds", type=int, default=2)
+    given = arguments.parse_args()
+    from aliquot.launch.preload import with_allocator
+    from aliquot.machine.cpu import read_cpu
+
+    fast = {"avx512_bf16", "amx_bf16", "sve_bf16"} & set(read_cpu().isa)
+    precision = given.precision if given.precision != "auto" else "bf16" if fast else "fp32"
+    # A better allocator for all of them.
+    environ = {"LD_PRELOAD": with_allocator(os.environ).get("LD_PRELOAD", "")}
+    found: dict[tuple[str, str], list[Measured]] = defaultdict(list)
+    for _ in range(given.rounds):
+        for work in WORKS:
+            for who in WHO:
+                if who == "aliquot, all weights" and work != "full rows":
+                    continue
+                options = (who, work, given.shape, precision, str(given.steps))
+                found[who, work] += [max(_world(options, environ), key=lambda rank: float(rank.get("pss", 0)))]
+                print(who, work, found[who, work][-1], flush=True)
+    rows = [_row(who, work, measured) for (who, work), measured in found.items()]
+    by = {(row["who"], row["work"]): row for row in rows}
+    targets = []
+    for work, name in zip(WORKS, ("_full_rows", ""), strict=True):
+        own, peer = by["aliquot, LoRA", work], by["peft + HF Trainer + DDP", work]
+        known = own["tokens_per_s"] and peer["tokens_per_s"]
+        faster = own["tokens_per_s"] / peer["tokens_per_s"] if known else None
+        smaller = own["pss_gb"] / peer["pss_gb"] if known else None
+        targets += [
+            target(f"lora_speedup{name}", faster, 1.8, "higher"),
+            target(f"lora_memory{name}", smaller, 0.5, "lower"),
+        ]
+    title = f"LoRA, {given.shape}, {precision}, {RANKS} ranks"
+    finish(title, rows, targets, given.json)
+
+
+def _world(options: tuple[str, ...], environ: dict[str, str]) -> list[Measured]:
+    return run_world(__file__, RANKS, *options, environ=environ, timeout_s=1800)
+
+
+def _row(who: str, work: str, measured: list[Measured]) -> Row:
+    row: Row = {"who": who, "work": work, "tokens_per_s": None, "pss_gb": None}
+    good = [each for each in measured if "failed" not in each]
+    if not good:
+        return row | {"note": measured[0]["failed"]}
+    seconds = statistics.median(second for each in good for second in each["seconds"])
+    tokens = RANKS * WORKS[work].tokens * WORKS[work].rows
+    return row | {"tokens_per_s": tokens / seconds, "pss_gb": max(each["pss"] for each in good) / 1e9}
+
+
+def rank() -> None:
+    who, work, shape, precision, steps = sys.argv[2:]
+    quiet()
+    import torch
+    import torch.distributed as dist
+
+    from aliquot.config.adapter_section import AdapterSection
+    from aliquot.launch.topology import Topology
+    from aliquot.machine.memory import memory_use
+
+    number = int(os.environ["RANK"])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[number]})
+    peak, over = [0], threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.1):
+            peak[0] = max(peak[0], memory_use().pss_bytes)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    ends = []
+    config, count = llama_config(SHAPES[shape]), int(steps) + 1
+    if who.startswith("peft"):
+        peer(config, WORKS[work], precision, count, lambda: ends.append(time.perf_counter()))
+    else:
+        topology = Topology(number, RANKS, number, RANKS, 0, 1, "cpu", 1, ())
+        adapter = AdapterSection(r=R, alpha=ALPHA) if "LoRA" in who else None
+        making = aliquot_steps("host", config, WORKS[work], topology, {}, precision, adapter=adapter)  # type: ignore[arg-type]
+        for _ in range(count):
+            next(making)
+            ends.append(time.perf_counter())
+    over.set()
+    watcher.join()
+    tell({"pss": peak[0], "seconds": [b - a for a, b in zip(ends, ends[1:], strict=False)]})
+    os._exit(0)
+
+
+def peer(config: dict[str, Any], work: Work, precision: str, steps: int, ended: Callable[[], object]) -> None:
+    """As their documentation says: get_peft_model, Trainer, two processes."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+    class Documents(torch.utils.data.Dataset[torch.Tensor]):
+        """Those of the rows that aliquot packs: as many real tokens a step, as nearly as whole batches allow."""
+
+        def __init__(self) -> None:
+            edges = [work.edges(row) for row in range(64)]
+            self.lengths = [b - a for row in edges for a, b in zip(row, row[1:], strict=False)]
+
+        def __len__(self) -> int:
+            return 100_000
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            length = self.lengths[index % len(self.lengths)]
+            return torch.randint(0, config["vocab_size"], (length,), generator=torch.Generator().manual_seed(index))
+
+    def padded(documents: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        labels = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True, padding_value=-100)
+        mask = (labels != -100).long()
+        return {"input_ids": labels.clamp(min=0), "labels": labels, "attention_mask": mask}
+
+    class Ended(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            ended()
+
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype)
+    model = get_peft_model(model, LoraConfig(r=R, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM"))
+    batch = 1 if work.mean is None else BATCH
+    with tempfile.TemporaryDirectory() as folder:
+        settings = TrainingArguments(
+            output_dir=folder,
+            use_cpu=True,
+            bf16=precision == "bf16",
+            ddp_backend="gloo",
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=work.tokens * work.rows // ((work.mean or work.tokens) * batch),
+            max_steps=steps,
+            learning_rate=1e-4,
+            max_grad_norm=1.0,
+            report_to=[],
+            disable_tqdm=True,
+            save_strategy="no",
+            logging_strategy="no",
+            remove_unused_columns=False,
+        )
+        Trainer(
+            model=model, args=settings, train_dataset=Documents(), data_collator=padded, callbacks=[Ended()]
+        ).train()
+
+
+if __name__ == "__main__":
+    rank() if "--rank" in sys.argv else main()
