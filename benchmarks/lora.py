@@ -18,6 +18,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ def rank() -> None:
             ends.append(time.perf_counter())
     over.set()
     watcher.join()
-    tell({"pss": peak[0], "seconds": [b - a for a, b in zip(ends, ends[1:], strict=False)]})
+    tell({"pss": peak[0], "seconds": [b - a for a, b in pairwise(ends)]})
     os._exit(0)
 
 
@@ -139,7 +140,7 @@ def peer(config: dict[str, Any], work: Work, precision: str, steps: int, ended: 
 
         def __init__(self) -> None:
             edges = [work.edges(row) for row in range(64)]
-            self.lengths = [b - a for row in edges for a, b in zip(row, row[1:], strict=False)]
+            self.lengths = [b - a for row in edges for a, b in pairwise(row)]
 
         def __len__(self) -> int:
             return 100_000

@@ -79,6 +79,10 @@ def test_a_plan_says_what_lies_where_and_what_that_costs() -> None:
     assert less.peak_bytes_per_rank <= (1 - MARGIN) * less.limit_bytes
     assert less.step_s == pytest.approx(free.step_s + less.disk_s, rel=0.1)
     assert less.disk_words is not None and "states of" in less.disk_words and "TB written a day" in less.disk_words
+    assert less.disk_batch is not None and less.disk_s > 0.05 * less.step_s
+    assert f"5% with {less.disk_batch:,} sequences a step" in less.disk_words
+    enough = plan(limited(limit, global_batch_size=less.disk_batch), MACHINE, ranks_per_node=2)
+    assert 0.01 < enough.disk_s / enough.step_s <= 0.05 and "sequences a step" not in str(enough.disk_words)
     least = plan(limited(0.1), MACHINE, ranks_per_node=2)
     assert not least.fits and least.on_disk.gradients and least.scratch_bytes_per_node > less.scratch_bytes_per_node
 

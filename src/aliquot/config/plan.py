@@ -9,6 +9,8 @@ from typing import Any
 
 from aliquot.config.on_disk import Counts, OnDisk
 
+DISK_PART = 0.05  # of a step: what waiting for a disk may take to be worth no thought
+
 
 @dataclass(frozen=True)
 class PhaseMemory:
@@ -61,6 +63,7 @@ class Plan:
     scratch_moved_per_step: int = 0  # by all ranks: read and written there
     scratch_written_per_step: int = 0
     disk_s: float = 0.0  # of `step_s`, in which all wait for disks
+    disk_batch: int | None = None  # sequences a step from which on it is DISK_PART of it or less; None: none is enough
 
     @property
     def peak(self) -> PhaseMemory:
@@ -114,8 +117,13 @@ class Plan:
         return (
             f"{', '.join(kinds)} of the parameters{layers}: {self.scratch_bytes_per_node / 1e9:,.1f} GB a node,"
             f" {self.scratch_moved_per_step / 1e9:,.1f} GB read and written a step, which waits {self.disk_s:.3g} s for"
-            f" it ({self.disk_s / self.step_s:.0%}); {daily / 1e12:,.1f} TB written a day"
+            f" it ({self.disk_s / self.step_s:.0%}{self._enough()}); {daily / 1e12:,.1f} TB written a day"
         )
+
+    def _enough(self) -> str:
+        if self.disk_s <= DISK_PART * self.step_s or self.disk_batch is None:
+            return ""
+        return f"; {DISK_PART:.0%} with {self.disk_batch:,} sequences a step"
 
     @property
     def cost_usd(self) -> float | None:

@@ -7,6 +7,7 @@ stored as it is held.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from aliquot.ranges.transfer import InMemory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_log = logging.getLogger(__name__)
 
 _SMALL = (4, 2)  # of the dimensions of an expert's matrix: what a conversion may halve, and tell from the other
 
@@ -55,7 +58,12 @@ def published_of(model: PreTrainedModel, tensors: Sequence[tuple[str, Shape]]) -
         places.append((start, end, name, shape, small))
     try:
         converted: Mapping[str, Tensor] = revert_weight_conversion(model, numbers)
-    except Exception:  # a conversion that needs more than numbers
+    except Exception as error:  # a conversion that needs more than numbers
+        _log.warning(
+            "%s is stored as transformers holds it, not as it is published: its conversion fails on numbers (%s)",
+            type(model).__name__,
+            error,
+        )
         return None
     if converted.keys() == numbers.keys():
         return None

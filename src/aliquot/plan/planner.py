@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from aliquot.config.batch_size import batch_size
 from aliquot.config.due import times_due
 from aliquot.config.engine_choice import chosen_engine
 from aliquot.config.on_disk import OnDisk
-from aliquot.config.plan import PhaseMemory, Plan
+from aliquot.config.plan import DISK_PART, PhaseMemory, Plan
 from aliquot.config.schema import RunConfig
 from aliquot.config.workload import Workload
 from aliquot.engines.deepspeed.deepspeed_memory import building, deepspeed_memory
@@ -25,10 +27,11 @@ from aliquot.plan.planned_model import PlannedModel
 from aliquot.plan.profiles import rates_of
 from aliquot.plan.rates import Rates, estimated
 from aliquot.plan.spill import MARGIN, spilled
-from aliquot.plan.timing import evaluation_time, step_time
+from aliquot.plan.timing import StepTime, evaluation_time, step_time
 from aliquot.plan.traffic import traffic
 
 _MOST_SEQUENCES = 64  # of a micro-batch that is run through on meta tensors as it is; larger ones are extrapolated
+_MOST_MICRO_BATCHES = 4096  # of a rank, to find a step of which that is true
 DISK_BYTES_PER_S = 0.5e9  # a node, assumed: a volume or file system of the cloud; local NVMe is faster
 _NCCL_SHM_BYTES = 64 << 20  # a rank; NCCL's own buffers where GPUs of a host have no direct link
 
@@ -87,7 +90,18 @@ class Planner:
         held, found = phases_with(on_disk)
         disk = disk_use(config, self.shape, layout, on_disk, micro_batches)
         disk_rate = self.machine.disk_bytes_per_s or DISK_BYTES_PER_S
-        took = step_time(engine, cost, held, moved, layout, micro_batches, rates, disk, disk_rate)
+
+        def time_of(count: int) -> StepTime:
+            used = disk_use(config, self.shape, layout, on_disk, count)
+            passed = traffic(config, engine, self.shape, layout, count)
+            return step_time(engine, cost, held, passed, layout, count, rates, used, disk_rate)
+
+        took = time_of(micro_batches)
+        enough = (
+            _fewest_with(lambda count: time_of(count).disk_s <= DISK_PART * time_of(count).total_s)
+            if disk.size
+            else None
+        )
         of_evaluation = -(-(workload.eval_sequences or 0) // (size.micro * layout.world_size))
         disks = DISK_BYTES_PER_S * layout.nodes
         hourly = self.machine.instance.usd_per_hour if self.machine.instance is not None else None
@@ -123,6 +137,7 @@ class Planner:
             scratch_moved_per_step=disk.update + disk.beside_read + disk.beside_written,
             scratch_written_per_step=disk.written,
             disk_s=took.disk_s,
+            disk_batch=None if enough is None else enough * size.micro * layout.world_size,
             rates=rates.source,
             off_by=rates.off_by,
             usd_per_hour=None if hourly is None else hourly * layout.nodes,
@@ -172,6 +187,13 @@ class Planner:
         if layout.device == "cuda" and config.shard.offload == "cpu":
             held = replace(held, weights=0, gradients=0, moments=0, update=0)  # the phases are of the GPU's memory
         return held
+
+
+def _fewest_with(suffices: Callable[[int], bool]) -> int | None:
+    """Micro-batches of a rank and step; None: not even _MOST_MICRO_BATCHES do."""
+    counts = range(1, _MOST_MICRO_BATCHES + 1)
+    found = bisect_left(counts, True, key=suffices)
+    return counts[found] if found < len(counts) else None
 
 
 def _steps(config: RunConfig, workload: Workload, total: int) -> int | None:
