@@ -22,7 +22,7 @@ from aliquot.data.batches import StepBatch
 from aliquot.data.batches_ahead import BatchesAhead
 from aliquot.errors import DivergedError
 from aliquot.evaluate import evaluate
-from aliquot.experts.load import counted, spread
+from aliquot.experts.load import counted, mean_balance, noted_balance, spread
 from aliquot.experts.modules import has_experts
 from aliquot.launch.device import choose_device
 from aliquot.launch.local_ranks import told_local_ranks
@@ -237,9 +237,12 @@ class Training:
             raise Terminated(stopping, f"after step {done}, which is saved: start again to continue")
 
     def _experts(self) -> dict[str, object]:
-        """How evenly they were chosen, of a mixture."""
+        """How evenly they were chosen, of a mixture, and what that has added to the loss."""
         model = self._model.built.model
-        return spread(self._run.ranks.gather(counted(model))) if has_experts(model) else {}
+        if not has_experts(model):
+            return {}
+        told = self._run.ranks.gather([counted(model), noted_balance(model)])
+        return spread([counts for counts, _ in told]) | mean_balance([noted for _, noted in told])
 
     def _evaluate(self) -> int:
         """The signal for which it was given up, or 0."""

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from aliquot.attention.base import AttentionBackend, Documents
 from aliquot.attention.document_attention import IMPLEMENTATION, register
 from aliquot.attention.tiled_attention import TiledAttention
+from aliquot.experts.load import mean_balance, noted_balance
 from aliquot.loss.base import IGNORE
 from aliquot.models import calls
 from aliquot.models.narrow import narrow
@@ -24,7 +25,8 @@ def test_equals_transformers_own(model_type: str, backend: AttentionBackend | No
     stock = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     redraw(stock)
     ids = torch.arange(20) % 7 + 4
-    stock(input_ids=ids[None], labels=ids[None], use_cache=False).loss.backward()
+    output = stock(input_ids=ids[None], labels=ids[None], use_cache=False)
+    output.loss.backward()
 
     implementation = "eager" if backend is None else IMPLEMENTATION
     own = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=implementation)
@@ -36,6 +38,10 @@ def test_equals_transformers_own(model_type: str, backend: AttentionBackend | No
     positions = torch.cat([torch.arange(20), torch.arange(3)])
     summed = calls.whole_logits_loss(own, row, positions, labels, documents)
     calls.with_auxiliary(own, summed / 19, 1 / 19, labels, documents).backward()
+    noted = noted_balance(own)
+    assert noted[1] == 19 and noted_balance(own) == []
+    other = [noted[0] * 4, noted[1] * 2]  # of a rank with twice as many tokens and twice the loss
+    assert mean_balance([noted, [], other])["router_loss"] == pytest.approx(0.5 * float(output.aux_loss.detach()) * 5 / 3)
     for (name, ours), theirs in zip(own.named_parameters(), stock.parameters(), strict=True):
         assert ours.grad is not None and theirs.grad is not None
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6, msg=name)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import nn
+import torch
+from torch import Tensor, nn
 
 _ATTRIBUTE = "aliquot_tokens_per_expert"
+_BALANCE = "aliquot_router_loss"
 
 Counts = list[list[int]]  # [layer][expert]
 
@@ -26,6 +26,29 @@ def counted(model: nn.Module) -> Counts:
     for module in modules:
         delattr(module, _ATTRIBUTE)
     return found
+
+
+def note_balance(model: nn.Module, loss: Tensor, tokens: Tensor) -> None:
+    """A micro-batch of so many predicted `tokens` has added `loss` for its routers' balance to the loss of each."""
+    before = getattr(model, _BALANCE, None)
+    own = torch.stack([loss.detach().float() * tokens, tokens.float()])
+    setattr(model, _BALANCE, own if before is None else before + own)
+
+
+def noted_balance(model: nn.Module) -> list[float]:
+    """[sum of losses over tokens, tokens] since this was asked last; empty: none was noted."""
+    found = getattr(model, _BALANCE, None)
+    if found is None:
+        return []
+    delattr(model, _BALANCE)
+    values: list[float] = found.tolist()
+    return values
+
+
+def mean_balance(of_ranks: Sequence[list[float]]) -> dict[str, object]:
+    """For metrics.jsonl: what balance has added to the loss of a token, on average over the global batch."""
+    known = [noted for noted in of_ranks if noted]
+    return {"router_loss": sum(loss for loss, _ in known) / max(1, sum(n for _, n in known))} if known else {}
 
 
 def spread(of_ranks: Sequence[Counts]) -> dict[str, object]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from aliquot.errors import UnsupportedModelError
+from aliquot.experts.load import note_balance
 from aliquot.loss.base import IGNORE, summed_cross_entropy
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ def with_auxiliary(model: nn.Module, summed: Tensor, scale: float, labels: Tenso
     of_layers = tuple(torch.cat(layer)[real] for layer in zip(*documents.router_logits, strict=True))
     own: Any = model
     found: Tensor = own.router_aux_loss_coef * balance(of_layers, own.num_experts, own.num_experts_per_tok)
+    if learned.any():
+        note_balance(model, found, learned.sum())
     return summed + scale * found * learned.sum()
 
 
