@@ -33,6 +33,7 @@ from aliquot.observe.console import Display
 from aliquot.observe.ledger import Ledger
 from aliquot.observe.prometheus import Exporter
 from aliquot.observe.run_directory import RunDirectory
+from aliquot.optim.schedule import Schedule
 from aliquot.plan.own_rates import ceiling
 from aliquot.plan.preflight import plan_before
 from aliquot.ranges.together import on_first, together
@@ -63,6 +64,7 @@ class Inputs:
     batches: Batches
     held_out: EvalBatches | None  # None: there is nothing to evaluate on
     total_steps: int
+    schedule: Schedule  # of the learning rate
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,8 @@ def read_inputs(run: Attempt) -> Inputs:
     batches = Batches.of(data, config.data, config.run.seed, size, epochs, found.packs)
     total_steps = config.train.max_steps or batches.steps_in(config.train.num_train_epochs)
     held_out = EvalBatches.of(data, config.data, size, found.packs)
-    return Inputs(source, found, data, tokenizer, size, batches, held_out, total_steps)
+    schedule = Schedule.of(config.train, total_steps)
+    return Inputs(source, found, data, tokenizer, size, batches, held_out, total_steps, schedule)
 
 
 def check_inputs(run: Attempt, inputs: Inputs) -> None:

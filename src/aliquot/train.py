@@ -46,7 +46,6 @@ from aliquot.observe.ledger import STEADY_PEAK, Ledger
 from aliquot.observe.prometheus import Exporter
 from aliquot.observe.recorder import Recorder
 from aliquot.observe.run_directory import RunDirectory
-from aliquot.optim.schedule import learning_rate, warmup
 from aliquot.plan.own_rates import ceiling
 from aliquot.preparation import Attempt, Inputs, Model, Start
 from aliquot.ranges.publish import remove_directory
@@ -166,8 +165,6 @@ class Training:
             warn=record.warn, saved=self._saved, beat=watchdog.beat, states=run.config.train.optimizer_states,
         )  # fmt: skip
         self._attention_widths = attention_widths(inputs.source.config)
-        settings = run.config.train
-        self._warmup_steps = warmup(settings.warmup_steps, settings.warmup_ratio, inputs.total_steps)
         self._done = start.step
         self._tokens = start.tokens
         self._loss: float | None = None
@@ -201,9 +198,7 @@ class Training:
         saver.before_update()
 
         record.enter("optimizer")
-        rate = learning_rate(
-            step, self._inputs.total_steps, self._warmup_steps, settings.learning_rate, settings.lr_scheduler_type
-        )
+        rate = self._inputs.schedule.rate(step)
         grad_norm = engine.step(rate, settings.max_grad_norm or None).grad_norm
         if not math.isfinite(grad_norm):
             raise self._diverged(step, f"the gradient norm is {grad_norm}")
