@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from aliquot.beginning import doubts
+from aliquot.checkpoint.directories import complete_directories, directory_of
+from aliquot.checkpoint.evaluations import Evaluations
 from aliquot.checkpoint.resume import changes, check_continuity, resume
 from aliquot.config.batch_size import BatchSize, batch_size
 from aliquot.config.on_disk import OnDisk
-from aliquot.config.schema import RunConfig
-from aliquot.data.batches import Batches, EvalBatches
+from aliquot.config.schema import RunConfig, TrainSection
+from aliquot.data.batches import Batches, EvalBatches, Position
 from aliquot.data.prepare import Prepared, prepare_together
 from aliquot.engines.base import Engine, EngineSpec
 from aliquot.engines.connections import group_lines
@@ -66,6 +68,12 @@ class Inputs:
     total_steps: int
     schedule: Schedule  # of the learning rate
 
+    def behind(self, start: Start, train: TrainSection) -> Inputs:
+        """The batches that follow on those of the earlier stages of a run."""
+        batches = self.batches.going_on(start.step, start.position, start.ends)
+        total_steps = train.max_steps or batches.steps_in(train.num_train_epochs)
+        return replace(self, batches=batches, total_steps=total_steps, schedule=Schedule.of(train, total_steps))
+
 
 @dataclass(frozen=True)
 class Model:
@@ -86,6 +94,9 @@ class Start:
     step: int = 0
     tokens: int = 0
     resumed_from: Path | None = None
+    position: Position = field(default_factory=lambda: Position(0, 0))  # in the data
+    ends: tuple[int, ...] = ()  # where they ended within a batch: data/steps.py
+    evaluations: Evaluations = field(default_factory=Evaluations)
 
 
 def check_directory(run: Attempt) -> None:
@@ -172,9 +183,10 @@ def fill_model(run: Attempt, inputs: Inputs, model: Model) -> Start:
     resumed = resume(config.checkpoint, run.directory.checkpoints, engine, built.tensors, run.ranks)
     if resumed is not None:
         where, state = resumed
-        check_continuity(state, batches.determinants(), vars(batches.position(state["step"])), where)
+        check_continuity(state, batches.determinants(), where)
         engine.restored(state["step"])
-        start = Start(state["step"], state["tokens"], where)
+        position, ends = Position(**state["position"]), tuple(state.get("ends", ()))
+        start = Start(state["step"], state["tokens"], where, position, ends, _evaluations(run, where, state))
         run.display.line(f"resuming from {where}")
         for change in changes(state, config.model_dump(mode="json", by_alias=True)):
             run.display.line(f"changed since: {change}")
@@ -185,6 +197,27 @@ def fill_model(run: Attempt, inputs: Inputs, model: Model) -> Start:
     run.ledger.mark("weights loaded", engine.counters().memory())
     give_back()  # whole tensors were drawn, of which a rank has kept its rows
     return start
+
+
+def _evaluations(run: Attempt, where: Path, state: dict[str, Any]) -> Evaluations:
+    """Those of the checkpoint's state; none where this run does not have what was best: another run may have it."""
+    root, found = run.directory.checkpoints, Evaluations.of(state)
+    if where.resolve().parent != root.resolve():
+        return Evaluations()
+    if not run.config.checkpoint.best or found.best_step is None:
+        return found
+    best = directory_of(root, found.best_step)
+    return found if on_first(run.ranks, lambda: best in complete_directories(root)) else Evaluations()
+
+
+def complete(run: Attempt, inputs: Inputs, start: Start) -> str | None:
+    """What a person does about a run that has no step left; None: it has."""
+    train = run.config.train
+    if start.evaluations.are_enough(train.early_stopping_patience):
+        return f"it stopped early, {start.evaluations.told()}; raise train.early_stopping_patience"
+    if start.step < inputs.total_steps:
+        return None
+    return f"raise {'train.max_steps' if train.max_steps else 'train.num_train_epochs'}"
 
 
 def introduce(run: Attempt, inputs: Inputs, model: Model, start: Start) -> None:

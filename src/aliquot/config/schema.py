@@ -273,6 +273,7 @@ class RunConfig(Section):
             self.run.model_fields_set.add("directory")
         if self.launch.node_rank >= self.launch.nodes:
             raise ValueError(f"launch.node_rank {self.launch.node_rank} is not below launch.nodes {self.launch.nodes}")
+        self._check_evaluations()
         train = self.train
         all_three = {"global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"}
         if all_three <= train.model_fields_set and train.global_batch_size and train.gradient_accumulation_steps:
@@ -281,3 +282,21 @@ class RunConfig(Section):
                 " are all set: two of them fix the third, leave one out"
             )
         return self
+
+    def _check_evaluations(self) -> None:
+        """What goes by evaluations needs some."""
+        data, train = self.data, self.train
+        stops = train.early_stopping_patience is not None
+        asked = [
+            key
+            for key, wanted in (
+                ("checkpoint.best", self.checkpoint.best),
+                ("train.early_stopping_patience", stops),
+                ("train.eval_on_start", train.eval_on_start),
+            )
+            if wanted
+        ]
+        if asked and not (data.eval_path or data.eval_split or data.eval_fraction):
+            raise ValueError(f"{asked[0]} needs something to evaluate on: data.eval_path, eval_split or eval_fraction")
+        if (stops or self.checkpoint.best) and not train.eval_steps:
+            raise ValueError(f"{asked[0]} compares evaluations, and there is one, at the end: set train.eval_steps")

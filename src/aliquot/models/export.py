@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -16,12 +17,12 @@ from aliquot.models.code_of_strangers import without_code
 from aliquot.models.published import Published, PublishedParts, published_of, tensors_of
 from aliquot.models.source import resolve
 from aliquot.ranges.bytemap import ByteMap, Shape
-from aliquot.ranges.checksums import BlockChecksums
+from aliquot.ranges.checksums import BlockChecksums, Piece
 from aliquot.ranges.file_layout import FilesLayout
 from aliquot.ranges.header import TensorEntry
 from aliquot.ranges.jsonfile import parse_json, read_small
 from aliquot.ranges.manifest import check_read, read_manifest
-from aliquot.ranges.parts import Part, PartSource
+from aliquot.ranges.parts import Part, PartSource, row_ranges
 from aliquot.ranges.publish import check_names, check_space, clean_leftovers, publish_together, write_file
 from aliquot.ranges.reader import RangeReader
 from aliquot.ranges.together import Alone, RankGroup, on_first
@@ -38,7 +39,8 @@ def export(
     config_files: Mapping[str, bytes],
     ranks: RankGroup,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    check: Callable[[], None] = lambda: None,
+    tell: Callable[[], Any] = lambda: None,
+    check: Callable[[list[Any]], None] = lambda told: None,
     published: Sequence[Published] | None = None,
 ) -> None:
     """Write the weight parts of `store` to `out_dir` as safetensors of `dtype`, rounded to nearest even. Collective.
@@ -47,7 +49,7 @@ def export(
     `published`: how they are to be stored, if not so. `config_files`: config.json, tokenizer files and so on by plain
     name; rank 0's are written, and config.json is made to tell `dtype`. The files do not depend on the world size.
     Raises the same UserError on every rank: `out_dir` is there and not empty, a rank cannot write, or `check`, which
-    rank 0 calls last, raises; then no `out_dir` appears.
+    rank 0 calls last with what every rank has to `tell` once it has written, raises; then no `out_dir` appears.
     """
     if published is not None:
         store, tensors = PublishedParts(store, published), tensors_of(published)
@@ -66,24 +68,23 @@ def export(
         for name, data in config_files.items():
             write_file(partial / name, _with_dtype(data, dtype) if name == "config.json" else data)
 
+    def write(partial: Path) -> Any:
+        drain(store, {"weight": layout.byte_map(partial).entries})
+        return tell()
+
     on_first(ranks, make_way)
-    publish_together(
-        out_dir,
-        ranks,
-        prepare,
-        write=lambda partial: drain(store, {"weight": layout.byte_map(partial).entries}),
-        finish=lambda partial, written: check(),
-    )
+    publish_together(out_dir, ranks, prepare, write, finish=lambda partial, told: check(told))
 
 
 def export_checkpoint(
     checkpoint_dir: Path,
     out_dir: Path,
-    dtype: Literal["bfloat16", "float16", "float32"],
+    dtype: Literal["bfloat16", "float16", "float32"] | torch.dtype,
     verify: bool = True,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    ranks: RankGroup = Alone(),  # noqa: B008 (it holds nothing)
 ) -> None:
-    """Export the weights of a checkpoint, with the config files that it was saved with, in this one process.
+    """Export the weights of a checkpoint, with the config files that it was saved with; each rank its part. Collective.
 
     Memory is bounded by a few buffers; a model is built only on the meta device, of experts that are stored apart.
     `verify`: compare all bytes that are exported with the checksums of the manifest. Raises UserError as `export` does,
@@ -95,14 +96,17 @@ def export_checkpoint(
     tensors = [(entry.name, entry.shape) for entry in sorted(source.entries.values(), key=_position)]
     checksums = BlockChecksums()
 
-    def check() -> None:
+    def check(pieces: list[list[Piece]]) -> None:
         if verify:
-            check_read(checkpoint_dir, manifest, source.header_bytes, checksums.pieces(), manifest.config_files)
+            read = chain(*pieces)
+            check_read(checkpoint_dir, manifest, source.header_bytes, read, manifest.config_files)
 
     with RangeReader(checksums if verify else None) as reader:
-        store = _StoredWeights(source, reader)
+        store = _StoredWeights(source, reader, ranks)
         published = _published(checkpoint_dir, tensors)
-        export(store, tensors, out_dir, getattr(torch, dtype), config_files, Alone(), max_shard_bytes, check, published)
+        stored = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        form = (stored, config_files, ranks, max_shard_bytes)
+        export(store, tensors, out_dir, *form, checksums.pieces, check, published)
 
 
 def _published(checkpoint_dir: Path, tensors: Sequence[tuple[str, Shape]]) -> tuple[Published, ...] | None:
@@ -117,14 +121,19 @@ def _published(checkpoint_dir: Path, tensors: Sequence[tuple[str, Shape]]) -> tu
 
 
 class _StoredWeights:
-    """The weights of a directory as a store that can only be read."""
+    """The weights of a directory as a store that can only be read, of which each rank has its rows."""
 
-    def __init__(self, source: ByteMap, reader: RangeReader) -> None:
+    def __init__(self, source: ByteMap, reader: RangeReader, ranks: RankGroup) -> None:
         self._entries = source.entries
         self._reader = reader
+        self._ranks = ranks
 
     def parts(self) -> Sequence[Part]:
-        return [Part(entry.name, entry.shape, "weight", 0, entry.numel) for entry in self._entries.values()]
+        every = [
+            Part(entry.name, entry.shape, "weight", *row_ranges(entry.shape, self._ranks.world_size)[self._ranks.rank])
+            for entry in self._entries.values()
+        ]
+        return [part for part in every if part.numel]
 
     def read(self, part: Part, start: int, out: torch.Tensor) -> None:
         self._reader.read(self._entries[part.name], start, out)

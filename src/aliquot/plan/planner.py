@@ -111,7 +111,9 @@ class Planner:
             tokens_per_step=size.total * workload.tokens,
             step_s=took.total_s,
             bottleneck=took.bottleneck,
-            evaluations=times_due(config.train.eval_steps, steps or 0) if of_evaluation else 0,
+            evaluations=config.train.eval_on_start + times_due(config.train.eval_steps, steps or 0)
+            if of_evaluation
+            else 0,
             evaluation_s=evaluation_time(cost, moved, layout, of_evaluation, micro_batches, rates),
             saves=1 if config.checkpoint.asynchronous else times_due(config.checkpoint.every, steps or 0),
             save_s=moved.checkpoint_bytes / disks,
