@@ -176,8 +176,9 @@ class Training:
     def all_steps(self) -> None:
         """Raises Terminated once it is saved what a signal has cut short, DivergedError for numbers that are none."""
         ranks, first, stop = self._run.ranks, self._done, self._inputs.total_steps
-        if first == 0 and self._run.config.train.eval_on_start and (stopping := self._evaluate()):
-            raise Terminated(stopping, "before the first step: there is nothing to save")
+        given_up = self._evaluation_is_due() and self._evaluations.last_step != first  # or the one before all steps
+        if given_up and (stopping := self._evaluate()):
+            raise Terminated(stopping, f"before step {first + 1}: start again to continue")
         with BatchesAhead(self._inputs.batches, ranks.rank, ranks.world_size, first, stop) as batches:
             while self._done < self._end:
                 self._record.begin()
@@ -224,7 +225,7 @@ class Training:
             self._run.ledger.publish(self._run.directory.ledger, self._run.ranks, self._run.about)
         if self._record.due(done):
             self._record.log({**metrics, **self._experts(), **self._engine.counters().traffic()})
-        if not stopping and (done == self._end or is_due(config.train.eval_steps, done)):
+        if not stopping and self._evaluation_is_due():
             stopping = self._evaluate()
         if config.checkpoint.best:
             best = self._evaluations.best_step
@@ -240,6 +241,10 @@ class Training:
         """How evenly they were chosen, of a mixture."""
         model = self._model.built.model
         return spread(self._run.ranks.gather(counted(model))) if has_experts(model) else {}
+
+    def _evaluation_is_due(self) -> bool:
+        settings, done = self._run.config.train, self._done
+        return settings.eval_on_start if done == 0 else done == self._end or is_due(settings.eval_steps, done)
 
     def _evaluate(self) -> int:
         """The signal for which it was given up, or 0."""

@@ -15,6 +15,7 @@ class Evaluations:
     best_step: int | None = None  # None: there was no evaluation yet
     best_loss: float = math.inf
     without_improvement: int = 0  # evaluations in a row, the newest ones
+    last_step: int | None = None
 
     def after(self, step: int, loss: float, threshold: float) -> Self:
         """With the evaluation after `step`; one that is not lower by more than `threshold` is no improvement.
@@ -23,7 +24,7 @@ class Evaluations:
         """
         improved = self.best_step is None or loss < self.best_loss - threshold
         best = (step, loss) if loss < self.best_loss else (self.best_step, self.best_loss)
-        return type(self)(*best, 0 if improved else self.without_improvement + 1)
+        return type(self)(*best, 0 if improved else self.without_improvement + 1, step)
 
     def are_enough(self, patience: int | None) -> bool:
         """Whether train.early_stopping_patience is at its end."""

@@ -40,7 +40,7 @@ def read_with_places(file: Path, overrides: Sequence[str] = ()) -> tuple[RunConf
     locations: dict[Keys, Location] = {}
     values = _load(text, str(file), locations)
     for override in overrides:
-        _apply(values, override, locations)
+        apply_override(values, override, locations)
     deepspeed_json.fill(values, locations)
     return validate(values, locations, str(file)), locations
 
@@ -105,7 +105,7 @@ def _locate(node: yaml.Node, keys: Keys, name: str, locations: dict[Keys, Locati
         _locate(value_node, path, name, locations)
 
 
-def _apply(values: dict[str, Any], override: str, locations: dict[Keys, Location]) -> None:
+def apply_override(values: dict[str, Any], override: str, locations: dict[Keys, Location]) -> None:
     path, equals, text = override.partition("=")
     keys = tuple(path.strip().split("."))
     if not equals or len(keys) < 2 or not all(keys):

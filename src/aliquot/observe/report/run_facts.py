@@ -131,9 +131,8 @@ def history(run: Run) -> list[tuple[str, str, str]]:
             more = (_moment(at) + ", " if at is not None else "") + _rank_count(event)
         else:
             more = str(event.get("text", ""))
-        found.append(
-            (when, f"{words.get(kind, kind.replace('_', ' '))} at step {step:,.0f}" if step is not None else kind, more)
-        )
+        said = words.get(kind, kind.replace("_", " "))
+        found.append((when, f"{said} at step {step:,.0f}" if step is not None else kind, more))
     if run.status.word in ("killed", "running", "failed") and (not found or found[-1][1].split()[0] != run.status.word):
         found.append(("", run.status.word, run.status.detail))
     return found
