@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -200,14 +201,16 @@ def fill_model(run: Attempt, inputs: Inputs, model: Model) -> Start:
 
 
 def _evaluations(run: Attempt, where: Path, state: dict[str, Any]) -> Evaluations:
-    """Those of the checkpoint's state; none where this run does not have what was best: another run may have it."""
+    """Those of the checkpoint's state, without the best one where it is not there any more; none of another run."""
     root, found = run.directory.checkpoints, Evaluations.of(state)
     if where.resolve().parent != root.resolve():
         return Evaluations()
     if not run.config.checkpoint.best or found.best_step is None:
         return found
     best = directory_of(root, found.best_step)
-    return found if on_first(run.ranks, lambda: best in complete_directories(root)) else Evaluations()
+    if on_first(run.ranks, lambda: best in complete_directories(root)):
+        return found
+    return replace(found, best_step=None, best_loss=math.inf)
 
 
 def complete(run: Attempt, inputs: Inputs, start: Start) -> str | None:

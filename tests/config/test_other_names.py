@@ -98,6 +98,14 @@ def test_what_people_write(tmp_path: Path, override: str, expected: str) -> None
     assert message.endswith(expected), message
 
 
+def test_several_unknown_keys_of_a_line(tmp_path: Path) -> None:
+    message = told(tmp_path, text=f"{MINIMAL}train: {{lr: 1, epochs: 2}}\n")
+    assert message.endswith(
+        "run.yaml:3: unknown key train.lr; it is train.learning_rate here; unknown key train.epochs; it is"
+        " train.num_train_epochs here"
+    )
+
+
 def test_sections_of_others_say_where_their_keys_are(tmp_path: Path) -> None:
     text = f"{MINIMAL}training:\n  steps: 10\n  local_batch_size: 2\n  warmup_ratio: 0.1\n  unheard_of: 1\n"
     assert told(tmp_path, text=text).endswith(

@@ -69,7 +69,7 @@ def name_best(root: Path, best: int | None) -> None:
     """Let the link `best` lead to the checkpoint of that step; None: to none. Best effort: not all disks have links."""
     link, beside = root / BEST, root / f".{BEST}"
     with suppress(OSError):
-        if best is None:
+        if best is None or not directory_of(root, best).is_dir():
             link.unlink(missing_ok=True)
         elif not link.is_symlink() or link.readlink() != Path(directory_of(root, best).name):
             beside.unlink(missing_ok=True)

@@ -53,8 +53,9 @@ def validate(values: Mapping[str, Any], locations: Mapping[Keys, Location], wher
         problems: dict[str, str] = {}
         for problem in error.errors():
             place, message = _explain(dict(problem), locations, where)
-            # A union has an error a branch: `2 or auto`.
-            problems[place] = f"{problems[place]}, or {message}" if place in problems else message
+            # A union has an error a branch: `2 or auto`. A line may have several unknown keys.
+            between = "; " if problem["type"] == "extra_forbidden" else ", or "
+            problems[place] = f"{problems[place]}{between}{message}" if place in problems else message
         raise ConfigError("; ".join(f"{place}: {message}" for place, message in problems.items())) from None
 
 
