@@ -34,9 +34,7 @@ class Evaluations:
         """For people."""
         since = f", and none of the {self.without_improvement} evaluations since was better by enough"
         best = f"evaluation loss {self.best_loss:.4f} after step {self.best_step}"
-        return (best if self.best_step is not None else "the best is gone") + (
-            since if self.without_improvement else ""
-        )
+        return (best if self.best_step else "what was best is gone") + (since if self.without_improvement else "")
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) if self.best_step is not None else {}  # JSON has no infinity
