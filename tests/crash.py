@@ -29,7 +29,7 @@ import aliquot
 from aliquot.checkpoint.directories import directories
 from aliquot.launch.stop_signal import Terminated
 from aliquot.ranges.manifest import verify
-from tests.runs import curve, write_config
+from tests.runs import OVERFITTING, curve, other_text, write_config
 
 STEPS = 12
 RANKS = 2
@@ -42,8 +42,9 @@ def crash(kills: int, seed: int, folder: Path) -> dict[str, int]:
     os.environ["ALIQUOT_CACHE"] = str(folder / "cache")
     draw = random.Random(seed)
     settings = {
-        "checkpoint": {"every": 1, "export": False},
-        "train": {"max_steps": STEPS, "logging_steps": 1},
+        "checkpoint": {"every": 1, "best": True, "export": False},
+        "train": {"max_steps": STEPS, "logging_steps": 1, "eval_steps": 2, **OVERFITTING},
+        "data": {"eval_path": str(other_text(folder)), "eval_fraction": 0.0},
         "observe": {"tensorboard": False, "console": "quiet"},
     }
     undisturbed = write_config(folder, "undisturbed", **settings)
@@ -57,6 +58,9 @@ def crash(kills: int, seed: int, folder: Path) -> dict[str, int]:
     assert _wait(_start(undisturbed, None)) == [0] * RANKS
     run_s = time.monotonic() - began
     expected, expected_norms = curve(folder / "undisturbed"), curve(folder / "undisturbed", "grad_norm")
+    evaluations = curve(folder / "undisturbed", "eval_loss")
+    best = min(evaluations, key=lambda step: evaluations[step])
+    assert best < STEPS - 1, "the best checkpoint is kept although it is old"
 
     kinds = ("kills", "of all ranks", "of one rank", "by SIGTERM", "runs completed", "checkpoints verified")
     counts = dict.fromkeys(kinds, 0)
@@ -86,8 +90,9 @@ def crash(kills: int, seed: int, folder: Path) -> dict[str, int]:
         if codes == [0] * RANKS:
             assert curve(folder / "killed") == expected
             assert curve(folder / "killed", "grad_norm") == expected_norms
-            left = [path.name for path in (folder / "killed" / "checkpoints").iterdir()]
-            assert sorted(left) == [f"step-{STEPS - 1:08d}", f"step-{STEPS:08d}"], left
+            left = {path.name for path in (folder / "killed" / "checkpoints").iterdir()}
+            assert left == {"best", *(f"step-{step:08d}" for step in (best, STEPS - 1, STEPS))}, left
+            assert (folder / "killed" / "checkpoints" / "best").readlink().name == f"step-{best:08d}"
             counts["runs completed"] += 1
             shutil.rmtree(folder / "killed")
         if alive and counts["kills"] % 50 == 0:

@@ -183,8 +183,8 @@ FAULTS = (
     Fault(
         "sigterm-saves-nothing", "train.py",
         "a run that is told to stop stops without saving",
-        "if last or stopping or is_due(config.checkpoint.every, done):",
-        "if last or is_due(config.checkpoint.every, done):",
+        "if last or stopping or best == done or is_due(config.checkpoint.every, done):",
+        "if last or best == done or is_due(config.checkpoint.every, done):",
         ("tests/test_train.py",),
     ),
     Fault(

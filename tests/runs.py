@@ -26,6 +26,17 @@ def write_text(folder: Path, documents: int = 60) -> Path:
     return path
 
 
+# On other_text() the loss soon rises.
+OVERFITTING = {"learning_rate": 3e-2, "lr_scheduler_type": "constant"}
+
+
+def other_text(folder: Path) -> Path:
+    """Lines of few of the same words, to evaluate on."""
+    path = folder / "other.txt"
+    path.write_text("\n".join(f"weight {n} waits for {n * n} while every layer drops {n}" for n in range(12)))
+    return path
+
+
 def write_config(folder: Path, name: str = "run", **sections: dict[str, Any]) -> Path:
     """runs of a Llama of a few thousand parameters; `sections` are merged over the defaults."""
     folder.mkdir(parents=True, exist_ok=True)

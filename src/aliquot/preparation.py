@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from aliquot.beginning import doubts
+from aliquot.checkpoint.directories import complete_directories, directory_of
+from aliquot.checkpoint.evaluations import Evaluations
 from aliquot.checkpoint.resume import changes, check_continuity, resume
 from aliquot.config.batch_size import BatchSize, batch_size
 from aliquot.config.on_disk import OnDisk
-from aliquot.config.schema import RunConfig
-from aliquot.data.batches import Batches, EvalBatches
+from aliquot.config.schema import RunConfig, TrainSection
+from aliquot.data.batches import Batches, EvalBatches, Position
 from aliquot.data.prepare import Prepared, prepare_together
 from aliquot.engines.base import Engine, EngineSpec
 from aliquot.engines.connections import group_lines
@@ -33,6 +36,7 @@ from aliquot.observe.console import Display
 from aliquot.observe.ledger import Ledger
 from aliquot.observe.prometheus import Exporter
 from aliquot.observe.run_directory import RunDirectory
+from aliquot.optim.schedule import Schedule
 from aliquot.plan.own_rates import ceiling
 from aliquot.plan.preflight import plan_before
 from aliquot.ranges.chosen_parts import ChosenParts
@@ -65,6 +69,13 @@ class Inputs:
     batches: Batches
     held_out: EvalBatches | None  # None: there is nothing to evaluate on
     total_steps: int
+    schedule: Schedule  # of the learning rate
+
+    def behind(self, start: Start, train: TrainSection) -> Inputs:
+        """The batches that follow on those of the earlier stages of a run."""
+        batches = self.batches.going_on(start.step, start.position, start.ends)
+        total_steps = train.max_steps or batches.steps_in(train.num_train_epochs)
+        return replace(self, batches=batches, total_steps=total_steps, schedule=Schedule.of(train, total_steps))
 
     def determinants(self, config: RunConfig) -> dict[str, str | int]:
         """What a checkpoint goes on with: the order of the data, and the model beside which an adapter is learned."""
@@ -97,6 +108,9 @@ class Start:
     step: int = 0
     tokens: int = 0
     resumed_from: Path | None = None
+    position: Position = field(default_factory=lambda: Position(0, 0))  # in the data
+    ends: tuple[int, ...] = ()  # where they ended within a batch: data/steps.py
+    evaluations: Evaluations = field(default_factory=Evaluations)
 
 
 def check_directory(run: Attempt) -> None:
@@ -121,7 +135,8 @@ def read_inputs(run: Attempt) -> Inputs:
     batches = Batches.of(data, config.data, config.run.seed, size, epochs, found.packs)
     total_steps = config.train.max_steps or batches.steps_in(config.train.num_train_epochs)
     held_out = EvalBatches.of(data, config.data, size, found.packs)
-    return Inputs(source, found, data, tokenizer, size, batches, held_out, total_steps)
+    schedule = Schedule.of(config.train, total_steps)
+    return Inputs(source, found, data, tokenizer, size, batches, held_out, total_steps, schedule)
 
 
 def check_inputs(run: Attempt, inputs: Inputs) -> None:
@@ -178,7 +193,7 @@ def build_model(run: Attempt, inputs: Inputs) -> Model:
 
 def fill_model(run: Attempt, inputs: Inputs, model: Model) -> Start:
     """With a checkpoint of this run, with the source's weights, or from scratch."""
-    config, engine, built, batches = run.config, model.engine, model.built, inputs.batches
+    config, engine, built = run.config, model.engine, model.built
     start = Start()
     adapts = built.adapter is not None
     if adapts:
@@ -188,9 +203,10 @@ def fill_model(run: Attempt, inputs: Inputs, model: Model) -> Start:
     resumed = resume(config.checkpoint, checkpoints, model.saved, built.saved, run.ranks, built.learned)
     if resumed is not None:
         where, state = resumed
-        check_continuity(state, inputs.determinants(config), vars(batches.position(state["step"])), where)
+        check_continuity(state, inputs.determinants(config), where)
         engine.restored(state["step"])
-        start = Start(state["step"], state["tokens"], where)
+        position, ends = Position(**state["position"]), tuple(state.get("ends", ()))
+        start = Start(state["step"], state["tokens"], where, position, ends, _evaluations(run, where, state))
         run.display.line(f"resuming from {where}")
         for change in changes(state, config.model_dump(mode="json", by_alias=True)):
             run.display.line(f"changed since: {change}")
@@ -201,6 +217,29 @@ def fill_model(run: Attempt, inputs: Inputs, model: Model) -> Start:
     run.ledger.mark("weights loaded", engine.counters().memory())
     give_back()  # whole tensors were drawn, of which a rank has kept its rows
     return start
+
+
+def _evaluations(run: Attempt, where: Path, state: dict[str, Any]) -> Evaluations:
+    """Those of the checkpoint's state, without the best one where it is not there any more; none of another run."""
+    root, found = run.directory.checkpoints, Evaluations.of(state)
+    if where.resolve().parent != root.resolve():
+        return Evaluations()
+    if not run.config.checkpoint.best or found.best_step is None:
+        return found
+    best = directory_of(root, found.best_step)
+    if on_first(run.ranks, lambda: best in complete_directories(root)):
+        return found
+    return replace(found, best_step=None, best_loss=math.inf)
+
+
+def complete(run: Attempt, inputs: Inputs, start: Start) -> str | None:
+    """What a person does about a run that has no step left; None: it has."""
+    train = run.config.train
+    if start.evaluations.are_enough(train.early_stopping_patience):
+        return f"it stopped early, {start.evaluations.told()}; raise train.early_stopping_patience"
+    if start.step < inputs.total_steps:
+        return None
+    return f"raise {'train.max_steps' if train.max_steps else 'train.num_train_epochs'}"
 
 
 def introduce(run: Attempt, inputs: Inputs, model: Model, start: Start) -> None:

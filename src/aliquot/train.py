@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch
 
 from aliquot import preparation
 from aliquot.checkpoint.background_saver import Saver
-from aliquot.checkpoint.directories import complete_directories, newest
+from aliquot.checkpoint.directories import complete_directories, directory_of, newest
 from aliquot.config.due import is_due
 from aliquot.config.schema import RunConfig
 from aliquot.data.batches import StepBatch
@@ -36,7 +36,7 @@ from aliquot.machine.allocator import give_back
 from aliquot.machine.cpu import read_cpu
 from aliquot.machine.facts import machine_facts
 from aliquot.models.adapter import STEM
-from aliquot.models.export import export
+from aliquot.models.export import export, export_checkpoint
 from aliquot.models.generate import continuation
 from aliquot.models.model_files import export_dtype, model_files
 from aliquot.models.structure import attention_widths
@@ -47,7 +47,6 @@ from aliquot.observe.ledger import STEADY_PEAK, Ledger
 from aliquot.observe.prometheus import Exporter
 from aliquot.observe.recorder import Recorder
 from aliquot.observe.run_directory import RunDirectory
-from aliquot.optim.schedule import learning_rate, warmup
 from aliquot.plan.own_rates import ceiling
 from aliquot.preparation import Attempt, Inputs, Model, Start
 from aliquot.ranges.publish import remove_directory
@@ -112,6 +111,7 @@ def _train(run: Attempt, force: bool) -> Result:
         tune()  # all of it fits: memory may be kept for speed
     model = preparation.build_model(run, inputs)
     start = preparation.fill_model(run, inputs, model)
+    inputs = inputs.behind(start, run.config.train)
     on_first(run.ranks, lambda: run.directory.begin(run.config))
     model.engine.ready()
     run.ledger.mark("optimizer state", model.engine.counters().memory())
@@ -119,10 +119,11 @@ def _train(run: Attempt, force: bool) -> Result:
     if start.step == 0 and inputs.source.directory is not None:
         preparation.check_beginning(run, inputs, model)
 
-    if (done := start.step) >= inputs.total_steps:
-        run.display.line(f"this run is complete at step {done}: raise train.max_steps, or choose another run.name")
+    if why := preparation.complete(run, inputs, start):
+        run.display.line(f"this run is complete at step {start.step}: {why}, or choose another run.name")
         if run.directory.export.exists() or not run.config.checkpoint.export:
-            return Result(run.directory.path, done, None, None, run.directory.export)
+            return Result(run.directory.path, start.step, None, None, run.directory.export)
+        inputs = replace(inputs, total_steps=start.step)  # what is left to do is the export
     stacks = run.directory.logs / f"stacks-rank-{run.ranks.rank}.txt"
     with (
         Recorder(
@@ -170,21 +171,23 @@ class Training:
             learned=model.built.learned,
         )  # fmt: skip
         self._attention_widths = attention_widths(inputs.source.config)
-        settings = run.config.train
-        self._warmup_steps = warmup(settings.warmup_steps, settings.warmup_ratio, inputs.total_steps)
-        self._done = start.step
+        self._done, self._end = start.step, inputs.total_steps
         self._tokens = start.tokens
         self._loss: float | None = None
         self._perplexity: float | None = None
+        self._evaluations = start.evaluations
 
     def all_steps(self) -> None:
         """Raises Terminated once it is saved what a signal has cut short, DivergedError for numbers that are none."""
         ranks, first, stop = self._run.ranks, self._done, self._inputs.total_steps
+        given_up = self._evaluation_is_due() and self._evaluations.last_step != first  # or the one before all steps
+        if given_up and (stopping := self._evaluate()):
+            raise Terminated(stopping, f"before step {first + 1}: start again to continue")
         with BatchesAhead(self._inputs.batches, ranks.rank, ranks.world_size, first, stop) as batches:
-            for step in range(first, stop):
+            while self._done < self._end:
                 self._record.begin()
-                batch = batches.take(step)
-                stopping, metrics = self._step(step, batch)
+                batch = batches.take(self._done)
+                stopping, metrics = self._step(self._done, batch)
                 self._between_steps(stopping, metrics)
 
     def _step(self, step: int, batch: StepBatch) -> tuple[int, dict[str, Any]]:
@@ -205,9 +208,7 @@ class Training:
         saver.before_update()
 
         record.enter("optimizer")
-        rate = learning_rate(
-            step, self._inputs.total_steps, self._warmup_steps, settings.learning_rate, settings.lr_scheduler_type
-        )
+        rate = self._inputs.schedule.rate(step)
         grad_norm = engine.step(rate, settings.max_grad_norm or None).grad_norm
         if not math.isfinite(grad_norm):
             raise self._diverged(step, f"the gradient norm is {grad_norm}")
@@ -222,16 +223,19 @@ class Training:
 
     def _between_steps(self, stopping: int, metrics: dict[str, Any]) -> None:
         """In this order: measure, log, evaluate, save, stop. Every rank takes the same way."""
-        config, done, last = self._run.config, self._done, self._done == self._inputs.total_steps
+        config, done, best = self._run.config, self._done, None
         if self._run.ledger.mark("first step", lambda: self._engine.counters().memory()):
             self._run.ledger.publish(self._run.directory.ledger, self._run.ranks, self._run.about)
         if self._record.due(done):
             self._record.log({**metrics, **self._experts(), **self._engine.counters().traffic()})
-        if not stopping and (last or is_due(config.train.eval_steps, done)):
+        if not stopping and self._evaluation_is_due():
             stopping = self._evaluate()
-        if last or stopping or is_due(config.checkpoint.every, done):
+        if config.checkpoint.best:
+            best = self._evaluations.best_step
+        last = done == self._end
+        if last or stopping or best == done or is_due(config.checkpoint.every, done):
             with self._record.between_steps("checkpoint"):
-                self._saver.start(done, self._state())
+                self._saver.start(done, self._state(), best)
         if stopping and not last:
             self._saver.finish()
             raise Terminated(stopping, f"after step {done}, which is saved: start again to continue")
@@ -243,6 +247,10 @@ class Training:
             return {}
         told = self._run.ranks.gather([counted(model), noted_balance(model)])
         return spread([counts for counts, _ in told]) | mean_balance([noted for _, noted in told])
+
+    def _evaluation_is_due(self) -> bool:
+        settings, done = self._run.config.train, self._done
+        return settings.eval_on_start if done == 0 else done == self._end or is_due(settings.eval_steps, done)
 
     def _evaluate(self) -> int:
         """The signal for which it was given up, or 0."""
@@ -258,7 +266,17 @@ class Training:
             return self._stopped()
         self._perplexity = self._record.evaluated(*found)
         give_back()  # blocks of other sizes than a step's, between which steps would find less and less room
+        if self._done > 0:
+            self._compare(found[0])
         return 0
+
+    def _compare(self, loss: float) -> None:
+        """Whether it is the best evaluation, and whether there have been enough without a better one."""
+        settings = self._run.config.train
+        self._evaluations = self._evaluations.after(self._done, loss, settings.early_stopping_threshold)
+        if self._evaluations.are_enough(settings.early_stopping_patience) and self._done < self._end:
+            self._end = self._done
+            self._record.stopped_early(self._evaluations.told())
 
     def _saved(self, step: int, seconds: float, stall_s: float) -> None:
         self._record.saved(step, seconds, stall_s)
@@ -289,6 +307,8 @@ class Training:
             "step": self._done,
             "tokens": self._tokens,
             "position": vars(batches.position(self._done)),
+            "ends": batches.steps.ends,
+            "evaluations": self._evaluations.to_json(),
             # Every draw is made from (seed, name or epoch): the seed is all the state that randomness has.
             "rng": {"seed": config.run.seed},
             "determinants": self._inputs.determinants(config),
@@ -326,13 +346,17 @@ class Training:
         run, source, built = self._run, self._inputs.source, self._model.built
         target = run.directory.export
         on_first(run.ranks, lambda: self._make_room(target) if target.exists() else None)
-        wanted, precision = run.config.model.dtype, run.config.train.precision
-        if built.adapter is None:
-            dtype = export_dtype(wanted, source.dtype, precision)
+        wanted, precision, adapter = run.config.model.dtype, run.config.train.precision, built.adapter
+        # An adapter is small, and added to what is much larger.
+        dtype = export_dtype(wanted, source.dtype if adapter is None else torch.float32, precision)
+        best = self._evaluations.best_step if run.config.checkpoint.best else None
+        if best is not None and best != self._done:
+            run.display.line(f"exported is what evaluated best: {self._evaluations.told()}")
+            export_checkpoint(directory_of(run.directory.checkpoints, best), target, dtype, ranks=run.ranks)
+        elif adapter is None:
             export(self._engine, built.tensors, target, dtype, self._files, run.ranks, published=self._model.published)
         else:
-            dtype = export_dtype(wanted, torch.float32, precision)  # small, and added to what is much larger
-            own = built.adapter.saves
+            own = adapter.saves
             export(self._model.saved, built.saved, target, dtype, self._files, run.ranks, published=own, stem=STEM)
         return target
 

@@ -167,3 +167,25 @@ def test_what_is_dumped_reads_back_equal(
 def test_every_known_key_is_documented_or_plain(file: Path) -> None:
     assert ("train", "learning_rate") in known_keys()
     assert yaml.safe_load(dump_config(read_config(file))).keys() == {k[0] for k in known_keys() if len(k) == 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "kwargs", "expected"),
+    [
+        ("cosine", "{num_cycle: 2}", "train.lr_scheduler_kwargs of cosine: it has no num_cycle; it takes num_cycles"),
+        ("linear", "{min_lr: 0}", "train.lr_scheduler_kwargs of linear: it has no min_lr; it takes none"),
+        ("cosine_with_min_lr", "{}", "give exactly one of min_lr (a rate) and min_lr_rate"),
+        ("cosine_with_min_lr", "{min_lr: 1}", "min_lr 1 is above train.learning_rate 2e-05"),
+        ("cosine_with_min_lr", "{min_lr_rate: 2}", "min_lr_rate is 2: input should be less than or equal to 1"),
+        ("cosine_with_restarts", "{num_cycles: 1.5}", "num_cycles is 1.5: input should be a valid integer"),
+        ("polynomial", "{lr_end: 1}", "lr_end 1 is not below train.learning_rate 2e-05"),
+        ("warmup_stable_decay", "{}", "num_decay_steps is missing; it takes num_decay_steps, num_stable_steps"),
+        ("warmup_stable_decay", "{num_decay_steps: 2, decay_type: exp}", "decay_type is 'exp': input should be"),
+        ("reduce_lr_on_plateau", "{}", "follows the losses of the run, not the step alone"),
+        ("greedy", "{}", "choose one of linear, cosine"),
+        ("cosin", "{}", "train.lr_scheduler_type is 'cosin': input should be 'linear'"),
+    ],
+)
+def test_a_schedule_takes_its_own_settings_alone(file: Path, kind: str, kwargs: str, expected: str) -> None:
+    told = failure(file, f"train.lr_scheduler_type={kind}", f"train.lr_scheduler_kwargs={kwargs}")
+    assert expected in told

@@ -41,7 +41,9 @@ def test_equals_transformers_own(model_type: str, backend: AttentionBackend | No
     noted = noted_balance(own)
     assert noted[1] == 19 and noted_balance(own) == []
     other = [noted[0] * 4, noted[1] * 2]  # of a rank with twice as many tokens and twice the loss
-    assert mean_balance([noted, [], other])["router_loss"] == pytest.approx(0.5 * float(output.aux_loss.detach()) * 5 / 3)
+    assert mean_balance([noted, [], other])["router_loss"] == pytest.approx(
+        0.5 * float(output.aux_loss.detach()) * 5 / 3
+    )
     for (name, ours), theirs in zip(own.named_parameters(), stock.parameters(), strict=True):
         assert ours.grad is not None and theirs.grad is not None
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6, msg=name)

@@ -66,15 +66,20 @@ class Saver:
         self._learned = learned
         self._written_bytes = 0
         self._step = 0
+        self._best: int | None = None
         self._begun_at = 0.0
         self._stall_s = 0.0
         self._draft: Draft | None = None
         self._live: LiveParts | None = None  # None: drained, rank 0 publishes
         self._work: _Background | None = None
 
-    def start(self, step: int, state: Mapping[str, Any]) -> None:
-        """Begin to save; without `checkpoint.async` also end. Collective. Raises UserError as `poll` does."""
+    def start(self, step: int, state: Mapping[str, Any], best: int | None = None) -> None:
+        """Begin to save; without `checkpoint.async` also end. Collective. Raises UserError as `poll` does.
+
+        `best`: the step whose checkpoint is kept beside the newest, perhaps this one.
+        """
         self.finish()
+        self._best = best
         self._step, self._begun_at, self._stall_s = step, time.perf_counter(), 0.0
         with self._standing_still():
             try:
@@ -158,8 +163,8 @@ class Saver:
             return
         self._live = None
         pieces: list[list[Piece]] = self._ranks.gather(work.result)
-        keep = self._settings.keep
-        self._work = _Background(lambda: draft.publish(pieces, keep) if self._ranks.rank == 0 else None)
+        keep, best = self._settings.keep, self._best
+        self._work = _Background(lambda: draft.publish(pieces, keep, best) if self._ranks.rank == 0 else None)
 
     def _abandon(self) -> None:
         """Every rank stops writing before rank 0 removes what was written."""

@@ -1,9 +1,13 @@
-"""The checkpoints of a run, `step-00000100` and so on. The newest complete directory is the latest; no pointer."""
+"""The checkpoints of a run, `step-00000100` and so on. The newest complete directory is the latest; no pointer.
+
+With checkpoint.best the link `best` names one of them, for people: which it is says the state of the newest.
+"""
 
 from __future__ import annotations
 
 import logging
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from aliquot.errors import DamagedCheckpoint
@@ -13,6 +17,7 @@ from aliquot.ranges.publish import clean_leftovers, remove_directory
 
 STEMS: dict[Kind, str] = {"weight": "model", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 STATE = "state.json"
+BEST = "best"
 
 _NAME = re.compile(r"step-([0-9]{8,})")
 _log = logging.getLogger(__name__)
@@ -51,12 +56,25 @@ def newest(root: Path, below: int | None = None) -> Path | None:
     return None
 
 
-def retain(root: Path, keep: int, published: Path) -> None:
-    """Remove all that is older than the `keep` newest complete checkpoints, but not `published`."""
+def retain(root: Path, keep: int, published: Path, best: int | None = None) -> None:
+    """Remove all that is older than the `keep` newest complete checkpoints, but not `published` nor that of `best`."""
     complete = complete_directories(root)
     for directory in directories(root):
-        if len(complete) > keep and step_of(directory) < step_of(complete[-keep]) and directory != published:
+        old = len(complete) > keep and step_of(directory) < step_of(complete[-keep])
+        if old and directory != published and step_of(directory) != best:
             remove_directory(directory)
+
+
+def name_best(root: Path, best: int | None) -> None:
+    """Let the link `best` lead to the checkpoint of that step; None: to none. Best effort: not all disks have links."""
+    link, beside = root / BEST, root / f".{BEST}"
+    with suppress(OSError):
+        if best is None or not directory_of(root, best).is_dir():
+            link.unlink(missing_ok=True)
+        elif not link.is_symlink() or link.readlink() != Path(directory_of(root, best).name):
+            beside.unlink(missing_ok=True)
+            beside.symlink_to(directory_of(root, best).name)
+            beside.replace(link)
 
 
 def clean(root: Path) -> None:
@@ -64,9 +82,10 @@ def clean(root: Path) -> None:
     clean_leftovers(root, _NAME)
 
 
-def tidy(root: Path, keep: int, restored: Path) -> None:
+def tidy(root: Path, keep: int, restored: Path, best: int | None = None) -> None:
     """What the end of a save would have done, had it not been killed. Raises OSError."""
-    retain(root, keep, restored)
+    name_best(root, best)
+    retain(root, keep, restored, best)
     clean(root)
 
 

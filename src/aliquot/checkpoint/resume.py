@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from aliquot.checkpoint.directories import STATE, newest, tidy
+from aliquot.checkpoint.evaluations import Evaluations
 from aliquot.checkpoint.restore import restore, restore_newest
 from aliquot.config.schema import CheckpointSection
 from aliquot.errors import ResumeError
@@ -38,16 +39,15 @@ def resume(
     restored = restore_newest(root, store, tensors, ranks, learned)
     if restored is not None:
         # A run that was killed while it removed its last old checkpoint may be complete, and will save no more.
-        on_first(ranks, lambda: tidy(root, settings.keep, restored[0]))
+        best = Evaluations.of(restored[1]).best_step if settings.best else None
+        on_first(ranks, lambda: tidy(root, settings.keep, restored[0], best))
     return restored
 
 
-def check_continuity(
-    state: Mapping[str, Any], determinants: Mapping[str, Any], position: Mapping[str, int], where: Path
-) -> None:
+def check_continuity(state: Mapping[str, Any], determinants: Mapping[str, Any], where: Path) -> None:
     """The next batch is only the next one if all that data order depends on is as it was.
 
-    `position` is where the run would go on in the data. Raises UserError naming each setting that differs.
+    Raises UserError naming each setting that differs.
     """
     before = state["determinants"]
     changed = [
@@ -59,12 +59,6 @@ def check_continuity(
         raise ResumeError(
             f"cannot continue on the same data: {'; '.join(changed)}. Set it back, or start anew under another run.name"
             " with model.path set to this directory",
-            where,
-        )
-    if state["position"] != position:
-        raise ResumeError(
-            "cannot continue: the last batch of this run was cut short by the end of its last epoch. Start anew under"
-            " another run.name with model.path set to this directory",
             where,
         )
 

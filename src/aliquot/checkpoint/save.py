@@ -16,7 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from aliquot.checkpoint.directories import STATE, STEMS, clean, directory_of, retain
+from aliquot.checkpoint.directories import STATE, STEMS, clean, directory_of, tidy
 from aliquot.checkpoint.moment_files import StoredParts, held, laid_out
 from aliquot.optim.sizes import States
 from aliquot.ranges.bytemap import Shape
@@ -112,12 +112,12 @@ class Draft:
         drain(StoredParts(store, entries), entries, checksums, watch)
         return checksums.pieces()
 
-    def publish(self, written: Sequence[Sequence[Piece]], keep: int) -> None:
-        """On rank 0, when all ranks have written: the manifest, one rename, then retention. Raises OSError."""
+    def publish(self, written: Sequence[Sequence[Piece]], keep: int, best: int | None = None) -> None:
+        """On rank 0, when all ranks have written: the manifest, one rename, then retention, from which the checkpoint
+        of step `best` is exempt. Raises OSError."""
         self._finish(written)
         commit(self.partial, self.target)
-        retain(self._root, keep, self.target)
-        clean(self._root)
+        tidy(self._root, keep, self.target, best)
 
     def abandon(self) -> None:
         """On rank 0, when no rank writes any more: leave nothing behind."""

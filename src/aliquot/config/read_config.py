@@ -11,12 +11,14 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from aliquot.config import deepspeed_json
+from aliquot.config import deepspeed_json, other_names
 from aliquot.config.schema import RunConfig
 from aliquot.errors import ConfigError
 
 Location = str  # "file:line", or "command line"
 Keys = tuple[str, ...]
+
+_NEAR = 0.8  # how alike what was written must be to what was meant; absurd neighbours are below
 
 
 def read_config(file: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -38,7 +40,7 @@ def read_with_places(file: Path, overrides: Sequence[str] = ()) -> tuple[RunConf
     locations: dict[Keys, Location] = {}
     values = _load(text, str(file), locations)
     for override in overrides:
-        _apply(values, override, locations)
+        apply_override(values, override, locations)
     deepspeed_json.fill(values, locations)
     return validate(values, locations, str(file)), locations
 
@@ -51,8 +53,9 @@ def validate(values: Mapping[str, Any], locations: Mapping[Keys, Location], wher
         problems: dict[str, str] = {}
         for problem in error.errors():
             place, message = _explain(dict(problem), locations, where)
-            # A union has an error a branch: `2 or auto`.
-            problems[place] = f"{problems[place]}, or {message}" if place in problems else message
+            # A union has an error a branch: `2 or auto`. A line may have several unknown keys.
+            between = "; " if problem["type"] == "extra_forbidden" else ", or "
+            problems[place] = f"{problems[place]}{between}{message}" if place in problems else message
         raise ConfigError("; ".join(f"{place}: {message}" for place, message in problems.items())) from None
 
 
@@ -103,11 +106,12 @@ def _locate(node: yaml.Node, keys: Keys, name: str, locations: dict[Keys, Locati
         _locate(value_node, path, name, locations)
 
 
-def _apply(values: dict[str, Any], override: str, locations: dict[Keys, Location]) -> None:
+def apply_override(values: dict[str, Any], override: str, locations: dict[Keys, Location]) -> None:
     path, equals, text = override.partition("=")
     keys = tuple(path.strip().split("."))
     if not equals or len(keys) < 2 or not all(keys):
-        raise ConfigError(f"override {override!r}: expected section.key=value, for example train.max_steps=10")
+        hint = _suggestion(keys, None) if equals and len(keys) == 1 and keys[0] else ""
+        raise ConfigError(f"override {override!r}: expected section.key=value, for example train.max_steps=10{hint}")
     try:
         value = yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError):
@@ -132,7 +136,7 @@ def _explain(problem: dict[str, Any], locations: Mapping[Keys, Location], where:
     place = locations.get(known, where)
     kind = problem["type"]
     if kind == "extra_forbidden":
-        return place, f"unknown key {'.'.join(keys)}{_suggestion(keys)}"
+        return place, f"unknown key {'.'.join(keys)}{_suggestion(keys, problem['input'])}"
     if kind == "missing":
         return f"{place}: {'.'.join(keys)}", "is missing"
     message = str(problem["msg"]).removeprefix("Value error, ")
@@ -144,15 +148,34 @@ def _explain(problem: dict[str, Any], locations: Mapping[Keys, Location], where:
     return f"{place}: {'.'.join(known or keys)} is {problem['input']!r}", message
 
 
-def _suggestion(keys: Keys) -> str:
-    candidates = {".".join(path) for path in known_keys()}
-    same_section = {name for name in candidates if name.split(".")[:-1] == list(keys[:-1])}
-    wanted = ".".join(keys)
-    near = difflib.get_close_matches(wanted, sorted(same_section), 1, 0.6)
-    # The right key in the wrong section, or a misspelt section.
-    near = near or sorted(name for name in candidates if name.split(".")[-1] == keys[-1])[:1]
-    near = near or difflib.get_close_matches(wanted, sorted(candidates), 1, 0.6)
-    return f"; did you mean {near[0]}?" if near else ""
+def _suggestion(keys: Keys, value: object) -> str:
+    """What to write instead: our key for what it is called elsewhere, the right section, or the nearest spelling."""
+    *section, name = keys
+    ours = known_keys()
+    beside = {path[-1]: path for path in ours if list(path[:-1]) == section}
+    theirs = other_names.OURS.keys() | other_names.NONE.keys()
+    near = difflib.get_close_matches(name, sorted(beside.keys() | theirs), 1, _NEAR)
+    told = _of_mapping(value) if isinstance(value, dict) and not near else None
+    told = told or other_names.answer(".".join(keys))
+    if told is not None:
+        return f"; {told}"
+    if elsewhere := sorted(".".join(path) for path in ours if path[-1] == name):
+        return f"; did you mean {elsewhere[0]}?"
+    if near and near[0] not in beside:
+        return f"; did you mean {near[0]}? {other_names.answer(near[0])}"
+    dotted = [".".join(beside[near[0]])] if near else []
+    dotted = dotted or difflib.get_close_matches(".".join(keys), sorted(map(".".join, ours)), 1, _NEAR)
+    return f"; did you mean {dotted[0]}?" if dotted else ""
+
+
+def _of_mapping(values: dict[Any, Any]) -> str | None:
+    """Of a section that exists elsewhere: where its keys are here."""
+    places = {path[-1]: ".".join(path) for path in reversed(known_keys()) if len(path) == 2}
+    told = []
+    for name in map(str, values):
+        place = other_names.OURS.get(name, places.get(name))
+        told += [f"its {name} is {place} here"] if place is not None else []
+    return ", ".join(told) or None
 
 
 def known_keys() -> list[Keys]:

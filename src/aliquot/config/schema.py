@@ -9,9 +9,17 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
-from aliquot.config import deepspeed_json
+from aliquot.config import deepspeed_json, schedules
 from aliquot.config.adapter_section import AdapterSection
 from aliquot.config.cluster_section import ClusterSection
 from aliquot.config.section import Section
@@ -90,8 +98,11 @@ class TrainSection(Section):
     per_device_train_batch_size: PositiveInt = Field(1, description="Sequences of a micro-batch, which is one rank's.")
     gradient_accumulation_steps: PositiveInt | None = Field(None, description="Micro-batches per rank and step.")
     learning_rate: PositiveFloat = Field(5e-5, description="The highest, after warm-up.")
-    lr_scheduler_type: Literal["linear", "cosine", "constant"] = Field(
-        "linear", description="After warm-up: falling to 0, along half a cosine to 0, or staying."
+    lr_scheduler_type: schedules.Kind = Field(
+        "linear", description="After warm-up, as transformers defines it; constant stays there."
+    )
+    lr_scheduler_kwargs: dict[str, Any] = Field(
+        {}, description="By transformers' names: min_lr_rate, num_decay_steps, ..., as the schedule takes them."
     )
     warmup_ratio: float = Field(0.0, ge=0.0, le=1.0, description="Part of all steps over which the rate rises from 0.")
     warmup_steps: NonNegativeInt | None = Field(None, description="Wins over warmup_ratio.")
@@ -118,6 +129,25 @@ class TrainSection(Section):
     )
     logging_steps: PositiveInt = Field(1, description="A line of metrics every so many steps.")
     eval_steps: NonNegativeInt = Field(0, description="Evaluate every so many steps; 0 = only at the end.")
+    eval_on_start: bool = Field(False, description="Evaluate before the first step, too; it is recorded, no more.")
+    early_stopping_patience: PositiveInt | None = Field(
+        None, description="End after so many evaluations in a row without improvement. Default: never."
+    )
+    early_stopping_threshold: NonNegativeFloat = Field(
+        0.0, description="By how much the evaluation loss must fall to count as an improvement there."
+    )
+
+    @field_validator("lr_scheduler_type", mode="before")
+    @classmethod
+    def function_of_the_step(cls, value: Any) -> Any:
+        if isinstance(value, str) and value in schedules.REFUSED:
+            raise ValueError(f"it {schedules.REFUSED[value]}; choose one of {', '.join(schedules.SETTINGS)}")
+        return value
+
+    @model_validator(mode="after")
+    def schedule(self) -> Self:
+        schedules.schedule_settings(self.lr_scheduler_type, self.lr_scheduler_kwargs, self.learning_rate)
+        return self
 
 
 class ShardSection(Section):
@@ -161,6 +191,9 @@ class CheckpointSection(Section):
     grace_s: PositiveFloat = Field(90.0, description="After SIGTERM or Ctrl-C: finish the step, save, end.")
     on_error: Literal["stop", "warn"] = Field(
         "stop", description="When a checkpoint, metrics or events cannot be written."
+    )
+    best: bool = Field(
+        False, description="Save what evaluates best, keep it beside the newest, and export it at the end."
     )
     export: bool = Field(True, description="Write a Hugging Face export at the end of the run.")
 
@@ -245,9 +278,10 @@ class RunConfig(Section):
             self.run.model_fields_set.add("directory")
         if self.launch.node_rank >= self.launch.nodes:
             raise ValueError(f"launch.node_rank {self.launch.node_rank} is not below launch.nodes {self.launch.nodes}")
+        self._check_evaluations()
+        train = self.train
         if self.adapter is not None and self.model.path is None:
             raise ValueError("an adapter is learned beside a pretrained model: give model.path")
-        train = self.train
         if self.adapter is not None and train.freeze:
             raise ValueError("with an adapter all of the model is frozen: leave train.freeze out")
         all_three = {"global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"}
@@ -257,3 +291,21 @@ class RunConfig(Section):
                 " are all set: two of them fix the third, leave one out"
             )
         return self
+
+    def _check_evaluations(self) -> None:
+        """What goes by evaluations needs some."""
+        data, train = self.data, self.train
+        stops = train.early_stopping_patience is not None
+        asked = [
+            key
+            for key, wanted in (
+                ("checkpoint.best", self.checkpoint.best),
+                ("train.early_stopping_patience", stops),
+                ("train.eval_on_start", train.eval_on_start),
+            )
+            if wanted
+        ]
+        if asked and not (data.eval_path or data.eval_split or data.eval_fraction):
+            raise ValueError(f"{asked[0]} needs something to evaluate on: data.eval_path, eval_split or eval_fraction")
+        if (stops or self.checkpoint.best) and not train.eval_steps:
+            raise ValueError(f"{asked[0]} compares evaluations, and there is one, at the end: set train.eval_steps")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
@@ -21,5 +21,7 @@ class Section(BaseModel):
                 and field is not None
                 and bool not in (field.annotation, *get_args(field.annotation))
             ):
-                raise ValueError(f"{key} is {str(value).lower()}, which is not a value for it")
+                options = [str(each) for each in get_args(field.annotation) if get_origin(field.annotation) is Literal]
+                choose = f": choose {', '.join(options)}" if options else ""
+                raise ValueError(f"{key} is {str(value).lower()}, which is not a value for it{choose}")
         return values

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Self
@@ -18,7 +19,9 @@ from aliquot.config.schema import DataSection
 from aliquot.config.workload import Workload
 from aliquot.data.packing import Epoch, Packing
 from aliquot.data.prepare import Prepared
+from aliquot.data.steps import Steps
 from aliquot.data.token_store import TokenStore
+from aliquot.errors import ResumeError
 from aliquot.loss.base import IGNORE
 from aliquot.models.batch import MicroBatch
 
@@ -55,6 +58,8 @@ class StepBatch:
 class Batches:
     """Sequences of epoch 0, then of epoch 1 shuffled anew, and so on; each step takes the next `global_batch_size`.
 
+    Where an earlier stage of a run ended within a batch, the next one begins there (`going_on`).
+
     The sequences of a global batch form micro-batches of `micro_batch_size` in order, and micro-batch m goes to rank
     m % world_size: what is trained on does not depend on the world size. With `epochs` the last batch ends with the
     last sequence and may be smaller; without, there is no last batch. Raises UserError where there is no sequence.
@@ -83,7 +88,7 @@ class Batches:
         self.pad_id = pad_id
         self.packed = packing
         self.packing = Packing.of(store, sequence_length, packing)
-        self.stop = None if epochs is None else self._sequences_in(epochs)
+        self.steps = Steps(global_batch_size, None if epochs is None else self._sequences_in(epochs))
         self._epochs: dict[int, Epoch] = {}
 
     @classmethod
@@ -140,29 +145,41 @@ class Batches:
 
     def steps_in(self, epochs: float) -> int:
         """Optimizer steps that see `epochs` times the data."""
-        return -(-self._sequences_in(epochs) // self.global_batch_size)
+        return self.steps.until(self._sequences_in(epochs))
 
     def position(self, step: int) -> Position:
         """Where `step` (the first is 0) begins; after the last step, where the data ended."""
-        first = step * self.global_batch_size
-        return Position(*divmod(first if self.stop is None else min(first, self.stop), self.packing.sequences))
+        return Position(*self._place(self.steps.of(step - 1).stop if step else 0))
+
+    def going_on(self, step: int, position: Position, ends: Iterable[int]) -> Self:
+        """These batches behind an earlier stage of the run, which ended at `position` after `step` steps.
+
+        `ends`: where stages before it ended within a batch. Raises UserError where it cannot have ended there.
+        """
+        later = copy(self)
+        try:
+            earlier = replace(self.steps, ends=tuple(ends))
+            later.steps = earlier.going_on(step, position.epoch * self.packing.sequences + position.index)
+        except ValueError as error:
+            raise ResumeError(f"cannot continue: the checkpoint's state contradicts itself: {error}") from None
+        return later
 
     def step_batch(self, step: int, rank: int, world_size: int) -> StepBatch:
         """The batch of `step` (the first is 0). Reads the tokens of this rank alone. Raises IndexError past the end."""
-        first = step * self.global_batch_size
-        stop = first + self.global_batch_size if self.stop is None else min(first + self.global_batch_size, self.stop)
-        if first >= stop:
+        taken = self.steps.of(step)
+        first, stop = taken.start, taken.stop
+        if not taken:
             raise IndexError(f"step {step} begins after the last sequence")
         predicted = tokens = 0
         for epoch, start, end in self._stretches(first, stop):
             predicted += int(self._epoch(epoch).predicted[start:end].sum())
             tokens += int(self._epoch(epoch).tokens[start:end].sum())
         layout = Layout(self.store, self.sequence_length, self.pad_id, self.packed, self.packs)
-        own = layout.micro_batches(range(first, stop), self.micro_batch_size, rank, world_size, self._sequence)
+        own = layout.micro_batches(taken, self.micro_batch_size, rank, world_size, self._sequence)
         # What is dropped depends on what is trained on and nothing else: the same at any world size.
         micro_batches = [found and replace(found, seed=_seed(self.seed, start)) for start, found in own]
-        lengths = np.concatenate([self._epoch(epoch).lengths(at) for epoch, at in map(self._place, range(first, stop))])
-        return StepBatch(micro_batches, predicted, tokens, lengths, stop - first, stop / self.packing.sequences)
+        lengths = np.concatenate([self._epoch(epoch).lengths(at) for epoch, at in map(self._place, taken)])
+        return StepBatch(micro_batches, predicted, tokens, lengths, len(taken), stop / self.packing.sequences)
 
     def _sequences_in(self, epochs: float) -> int:
         return max(1, math.ceil(epochs * self.packing.sequences - 1e-6))

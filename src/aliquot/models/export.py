@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from aliquot.models.published import Published, PublishedParts, published_of, te
 from aliquot.models.source import resolve
 from aliquot.models.stored_weights import StoredWeights, in_order
 from aliquot.ranges.bytemap import ByteMap, Shape
-from aliquot.ranges.checksums import BlockChecksums
+from aliquot.ranges.checksums import BlockChecksums, Piece
 from aliquot.ranges.file_layout import FilesLayout
 from aliquot.ranges.jsonfile import parse_json, read_small
 from aliquot.ranges.manifest import check_read, read_manifest
@@ -40,7 +41,8 @@ def export(
     config_files: Mapping[str, bytes],
     ranks: RankGroup,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    check: Callable[[], None] = lambda: None,
+    tell: Callable[[], Any] = lambda: None,
+    check: Callable[[list[Any]], None] = lambda told: None,
     published: Sequence[Published] | None = None,
     stem: str = "model",
 ) -> None:
@@ -51,7 +53,7 @@ def export(
     config.json, tokenizer files and so on by plain name; rank 0's are written, and config.json is made to tell `dtype`.
     The files do not depend on the world size.
     Raises the same UserError on every rank: `out_dir` is there and not empty, a rank cannot write, or `check`, which
-    rank 0 calls last, raises; then no `out_dir` appears.
+    rank 0 calls last with what every rank has to `tell` once it has written, raises; then no `out_dir` appears.
     """
     if published is not None:
         store, tensors = PublishedParts(store, published), tensors_of(published)
@@ -70,25 +72,24 @@ def export(
         for name, data in config_files.items():
             write_file(partial / name, _with_dtype(data, dtype) if name == "config.json" else data)
 
+    def write(partial: Path) -> Any:
+        drain(store, {"weight": layout.byte_map(partial).entries})
+        return tell()
+
     on_first(ranks, make_way)
-    publish_together(
-        out_dir,
-        ranks,
-        prepare,
-        write=lambda partial: drain(store, {"weight": layout.byte_map(partial).entries}),
-        finish=lambda partial, written: check(),
-    )
+    publish_together(out_dir, ranks, prepare, write, finish=lambda partial, told: check(told))
 
 
 def export_checkpoint(
     checkpoint_dir: Path,
     out_dir: Path,
-    dtype: Literal["bfloat16", "float16", "float32"],
+    dtype: Literal["bfloat16", "float16", "float32"] | torch.dtype,
     verify: bool = True,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    ranks: RankGroup = Alone(),  # noqa: B008 (it holds nothing)
     merge: bool = False,
 ) -> None:
-    """Export the weights of a checkpoint, with the config files that it was saved with, in this one process.
+    """Export the weights of a checkpoint, with the config files that it was saved with; each rank its part. Collective.
 
     Of an adapter they are one of peft; with `merge` they are the model that it was learned beside, which it changes.
 
@@ -102,22 +103,25 @@ def export_checkpoint(
     tensors = in_order(source)
     checksums = BlockChecksums()
 
-    def check() -> None:
+    def check(pieces: list[list[Piece]]) -> None:
         if verify:
-            check_read(checkpoint_dir, manifest, source.header_bytes, checksums.pieces(), manifest.config_files)
+            read = chain(*pieces)
+            check_read(checkpoint_dir, manifest, source.header_bytes, read, manifest.config_files)
+
+    stored = getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
     def write(store: PartSource, tensors: Sequence[tuple[str, Shape]], files: Mapping[str, bytes], **how: Any) -> None:
-        export(store, tensors, out_dir, getattr(torch, dtype), files, Alone(), max_shard_bytes, check, **how)
+        export(store, tensors, out_dir, stored, files, ranks, max_shard_bytes, checksums.pieces, check, **how)
 
     adapter = config_files.get(CONFIG_FILE)
     if merge and adapter is None:
         raise UsageError("--merge: this is a checkpoint of a whole model, not of an adapter", checkpoint_dir)
     with RangeReader(checksums if verify else None) as reader, RangeReader() as base:
-        store = StoredWeights(source, reader)
+        store = StoredWeights(source, reader, ranks)
         if adapter is None:
             write(store, tensors, config_files, published=_published(checkpoint_dir, tensors))
         elif merge:
-            merged = MergedWeights(store, adapter, base)
+            merged = MergedWeights(StoredWeights(source, reader), adapter, base)
             write(merged, merged.tensors, merged.files(config_files))
         else:
             write(store, tensors, config_files, published=saves_of(tensors), stem=STEM)

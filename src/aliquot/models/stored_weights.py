@@ -1,4 +1,4 @@
-"""The weights in the files of a directory as a store that can only be read."""
+"""The weights in the files of a directory as a store that can only be read, of which each rank has its rows."""
 
 from __future__ import annotations
 
@@ -8,20 +8,26 @@ from typing import TYPE_CHECKING
 
 from aliquot.ranges.bytemap import ByteMap, Shape
 from aliquot.ranges.header import TensorEntry
-from aliquot.ranges.parts import Part
+from aliquot.ranges.parts import Part, row_ranges
 from aliquot.ranges.reader import RangeReader
+from aliquot.ranges.together import Alone, RankGroup
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class StoredWeights:
-    def __init__(self, source: ByteMap, reader: RangeReader) -> None:
+    def __init__(self, source: ByteMap, reader: RangeReader, ranks: RankGroup = Alone()) -> None:  # noqa: B008 (it holds nothing)
         self.entries = source.entries
         self._reader = reader
+        self._ranks = ranks
 
     def parts(self) -> Sequence[Part]:
-        return [Part(entry.name, entry.shape, "weight", 0, entry.numel) for entry in self.entries.values()]
+        every = [
+            Part(entry.name, entry.shape, "weight", *row_ranges(entry.shape, self._ranks.world_size)[self._ranks.rank])
+            for entry in self.entries.values()
+        ]
+        return [part for part in every if part.numel]
 
     def read(self, part: Part, start: int, out: Tensor) -> None:
         self._reader.read(self.entries[part.name], start, out)

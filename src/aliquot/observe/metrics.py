@@ -21,12 +21,15 @@ class MetricsFile:
     """Appends to metrics.jsonl, a line at a time, so that it can be followed while the run goes on."""
 
     def __init__(self, path: Path, resumed_step: int = 0) -> None:
-        """Lines beyond `resumed_step`, and a last one that was cut short, are dropped first: one clean curve."""
+        """Lines beyond `resumed_step`, and a last one that was cut short, are dropped first: one clean curve.
+
+        From step 0 a run begins anew, with its evaluation before the first step.
+        """
         self._path = path
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists():
-                publish_text(path, "".join(_lines_until(path, resumed_step)))
+                publish_text(path, "".join(_lines_until(path, resumed_step) if resumed_step else []))
             self._file = path.open("a", encoding="utf-8")
 
     def write(self, metrics: Mapping[str, Any]) -> None:
@@ -49,7 +52,7 @@ class TensorBoard:
 
         self._directory = directory
         with writing(directory):
-            self._writer = SummaryWriter(str(directory), purge_step=resumed_step + 1)
+            self._writer = SummaryWriter(str(directory), purge_step=resumed_step and resumed_step + 1)
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         with writing(self._directory):

@@ -212,6 +212,13 @@ class Recorder:
         self._remaining.saved(seconds, stall_s)
         self._display.saved(step, seconds, stall_s)
 
+    def stopped_early(self, text: str) -> None:
+        """The step that was done is the last one."""
+        self._total = self._done
+        self._display.line(f"stopped early after step {self._done}: {text}")
+        with self._unless_full():
+            self._events.write("stopped_early", self._done, text=text)
+
     def warn(self, text: str, event: str = "warning") -> None:
         self._display.warning(text)
         with self._unless_full():

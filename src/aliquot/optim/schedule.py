@@ -1,28 +1,137 @@
-"""Learning-rate schedules, as transformers defines them for the same names."""
+"""Learning-rate schedules, as transformers defines them for the same names: functions of the step alone."""
 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from aliquot.config import schedules
+from aliquot.config.schema import TrainSection
+from aliquot.errors import ConfigError
 
 
-def learning_rate(
-    step: int, total_steps: int, warmup_steps: int, peak: float, kind: Literal["linear", "cosine", "constant"]
-) -> float:
-    """The rate of optimizer step `step` (0-based): linear warm-up from 0, then to 0 at `total_steps`, or constant.
-
-    The formulas are those of transformers.optimization (get_scheduler): the first of several warm-up steps has rate 0.
+@dataclass(frozen=True)
+class Schedule:
+    """Rises over `warmup_steps` of `total_steps` to `peak`, then goes as `settings` say: names and formulas of
+    transformers.get_scheduler. The first of several warm-up steps has rate 0, if they do not say otherwise.
     """
-    if step < warmup_steps:
-        return peak * step / warmup_steps
-    if kind == "constant":
-        return peak
-    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
-    if kind == "linear":
-        return peak * max(0.0, 1.0 - progress)
-    return peak * max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)))
+
+    peak: float
+    warmup_steps: int
+    total_steps: int
+    settings: schedules.Constant
+
+    @classmethod
+    def of(cls, train: TrainSection, total_steps: int) -> Self:
+        """Raises UserError for phases that are longer than the run."""
+        settings = schedules.schedule_settings(train.lr_scheduler_type, train.lr_scheduler_kwargs, train.learning_rate)
+        warmup_steps = warmup(train.warmup_steps, train.warmup_ratio, total_steps)
+        if isinstance(settings, schedules.WarmupStableDecay) and settings.num_stable_steps is None:
+            phases = warmup_steps + settings.num_decay_steps
+            if phases > total_steps:
+                raise ConfigError(
+                    f"train.lr_scheduler_type: warmup_stable_decay with {warmup_steps} steps of warm-up and"
+                    f" num_decay_steps {settings.num_decay_steps} needs {phases} steps, and the run has {total_steps}"
+                )
+        return cls(train.learning_rate, warmup_steps, total_steps, settings)
+
+    def rate(self, step: int) -> float:
+        """Of optimizer step `step` (0-based)."""
+        if step < self.warmup_steps:
+            return self.peak * _rising(self.settings, step, self.warmup_steps)
+        return self.peak * _AFTER_WARMUP[type(self.settings)](self, self.settings, step)
+
+    def progress(self, step: int) -> float:
+        """Of what follows the warm-up; 1 is the end."""
+        return (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
 
 
 def warmup(steps: int | None, ratio: float, total_steps: int) -> int:
     """Warm-up steps: `steps` if given, else that part of all steps, rounded up."""
     return math.ceil(ratio * total_steps) if steps is None else steps
+
+
+def _rising(settings: schedules.Constant, step: int, steps: int) -> float:
+    """The rate of a step of the warm-up as a part of the peak."""
+    done = step / steps
+    if isinstance(settings, schedules.CosineWarmupWithMinLr):  # is at the peak in the last step
+        lowest = settings.warmup_lr_rate
+        return (step + 1) / steps if lowest is None else _above(lowest, step / max(1, steps - 1))
+    if isinstance(settings, schedules.WarmupStableDecay):
+        shapes = {"linear": done, "cosine": 1.0 - _waves(0.5, done), "1-sqrt": 1.0 - math.sqrt(1.0 - done)}
+        return _above(settings.min_lr_ratio, shapes[settings.warmup_type])
+    return done
+
+
+# Each: the rate of a step after the warm-up as a part of the peak.
+
+
+def _constant(of: Schedule, settings: schedules.Constant, step: int) -> float:
+    return 1.0
+
+
+def _linear(of: Schedule, settings: schedules.Linear, step: int) -> float:
+    return max(0.0, 1.0 - of.progress(step))
+
+
+def _cosine(of: Schedule, settings: schedules.Cosine, step: int) -> float:
+    return max(0.0, _waves(settings.num_cycles, of.progress(step)))
+
+
+def _cosine_with_restarts(of: Schedule, settings: schedules.CosineWithRestarts, step: int) -> float:
+    progress = of.progress(step)
+    return 0.0 if progress >= 1.0 else max(0.0, _waves(0.5, settings.num_cycles * progress % 1.0))
+
+
+def _cosine_with_min_lr(of: Schedule, settings: schedules.CosineWithMinLr, step: int) -> float:
+    # With a warm-up of its own it is at its end in the last step, the others would be in the one after.
+    step += isinstance(settings, schedules.CosineWarmupWithMinLr)
+    return max(0.0, _above(settings.lowest(of.peak), _waves(settings.num_cycles, of.progress(step))))
+
+
+def _polynomial(of: Schedule, settings: schedules.Polynomial, step: int) -> float:
+    return _above(settings.lr_end / of.peak, (1.0 - of.progress(step)) ** settings.power)
+
+
+def _inverse_sqrt(of: Schedule, settings: schedules.InverseSqrt, step: int) -> float:
+    timescale = settings.timescale or of.warmup_steps or 10_000
+    return 1.0 / math.sqrt((step - of.warmup_steps + timescale) / timescale)
+
+
+def _warmup_stable_decay(of: Schedule, settings: schedules.WarmupStableDecay, step: int) -> float:
+    decay_steps, stable_steps = settings.num_decay_steps, settings.num_stable_steps
+    if stable_steps is None:
+        stable_steps = of.total_steps - of.warmup_steps - decay_steps
+    decaying = step - of.warmup_steps - stable_steps
+    if decaying < 0:
+        return 1.0
+    if decaying >= decay_steps:
+        return settings.min_lr_ratio
+    done = decaying / decay_steps
+    shapes = {"linear": 1.0 - done, "cosine": _waves(settings.num_cycles, done), "1-sqrt": 1.0 - math.sqrt(done)}
+    return max(0.0, _above(settings.min_lr_ratio, shapes[settings.decay_type]))
+
+
+_AFTER_WARMUP: Mapping[type[schedules.Constant], Callable[[Schedule, Any, int], float]] = {
+    schedules.Constant: _constant,
+    schedules.Linear: _linear,
+    schedules.Cosine: _cosine,
+    schedules.CosineWithRestarts: _cosine_with_restarts,
+    schedules.CosineWithMinLr: _cosine_with_min_lr,
+    schedules.CosineWarmupWithMinLr: _cosine_with_min_lr,
+    schedules.Polynomial: _polynomial,
+    schedules.InverseSqrt: _inverse_sqrt,
+    schedules.WarmupStableDecay: _warmup_stable_decay,
+}
+
+
+def _waves(cycles: float, progress: float) -> float:
+    """A cosine from 1 at 0; 0.5 cycles end at 0."""
+    return 0.5 * (1.0 + math.cos(2.0 * math.pi * cycles * progress))
+
+
+def _above(lowest: float, factor: float) -> float:
+    """`factor` 0 is the lowest, 1 the peak."""
+    return lowest + (1.0 - lowest) * factor

@@ -29,7 +29,10 @@ def short_disks(config: RunConfig, plan: Plan) -> list[str]:
     every = config.checkpoint.every
     saves = times_due(every, plan.steps) if plan.steps else 2
     there = sum(file.stat().st_size for file in checkpoints.rglob("*") if file.is_file())
-    at_once = min(saves + bool(there), config.checkpoint.keep + 1)  # a new one is complete before an old one goes
+    kept = config.checkpoint.keep + config.checkpoint.best
+    if config.checkpoint.best:
+        saves += times_due(config.train.eval_steps, plan.steps)  # at most
+    at_once = min(saves + bool(there), kept + 1)  # a new one is complete before an old one goes
     wanted: dict[int, list[tuple[str, int]]] = defaultdict(list)
     free: dict[int, tuple[Path, int]] = {}
     for directory, what, size in (

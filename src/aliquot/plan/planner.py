@@ -73,6 +73,7 @@ class Planner:
         moved = traffic(config, engine, self.shape, layout, micro_batches)
         rates = self.rates(layout)
         steps = _steps(config, workload, size.total)
+        evaluations = config.train.eval_on_start + times_due(config.train.eval_steps, steps or 0)
         told = building(config, self.shape, layout) if engine == "deepspeed" else []
         limit = self._limit(config, layout)
         launcher = LAUNCHER_BYTES if layout.world_size > 1 and layout.device == "cpu" else 0
@@ -125,7 +126,7 @@ class Planner:
             tokens_per_step=size.total * workload.tokens,
             step_s=took.total_s,
             bottleneck=took.bottleneck,
-            evaluations=times_due(config.train.eval_steps, steps or 0) if of_evaluation else 0,
+            evaluations=evaluations if of_evaluation else 0,
             evaluation_s=evaluation_time(cost, moved, layout, of_evaluation, micro_batches, rates),
             saves=1 if config.checkpoint.asynchronous else times_due(config.checkpoint.every, steps or 0),
             save_s=moved.checkpoint_bytes / disks,

@@ -117,7 +117,7 @@ def checkpoints(run: Run) -> Table:
 def history(run: Run) -> list[tuple[str, str, str]]:
     """(when, what, more) of each event but the checkpoints; what a warning says is shown as it was written."""
     began = next((at for event in run.events if (at := number(event.get("time"))) is not None), None)
-    words = {"start": "started", "resume": "resumed", "end": "complete", "slow_ranks": "slow ranks"}
+    words = {"start": "started", "resume": "resumed", "end": "complete"}
     found = []
     for event in run.events:
         kind = str(event.get("event"))
@@ -131,7 +131,8 @@ def history(run: Run) -> list[tuple[str, str, str]]:
             more = (_moment(at) + ", " if at is not None else "") + _rank_count(event)
         else:
             more = str(event.get("text", ""))
-        found.append((when, f"{words.get(kind, kind)} at step {step:,.0f}" if step is not None else kind, more))
+        said = words.get(kind, kind.replace("_", " "))
+        found.append((when, f"{said} at step {step:,.0f}" if step is not None else kind, more))
     if run.status.word in ("killed", "running", "failed") and (not found or found[-1][1].split()[0] != run.status.word):
         found.append(("", run.status.word, run.status.detail))
     return found

@@ -1,0 +1,45 @@
+"""What the evaluations of a run have found so far: which was best, and for how long none was better."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+
+@dataclass(frozen=True)
+class Evaluations:
+    """Part of every checkpoint's state, so that a run that goes on knows it. Losses are evaluation losses."""
+
+    best_step: int | None = None  # None: there was no evaluation yet
+    best_loss: float = math.inf
+    without_improvement: int = 0  # evaluations in a row, the newest ones
+    last_step: int | None = None
+
+    def after(self, step: int, loss: float, threshold: float) -> Self:
+        """With the evaluation after `step`; one that is not lower by more than `threshold` is no improvement.
+
+        The best one is the lowest, by however little, as in transformers.
+        """
+        improved = self.best_step is None or loss < self.best_loss - threshold
+        best = (step, loss) if loss < self.best_loss else (self.best_step, self.best_loss)
+        return type(self)(*best, 0 if improved else self.without_improvement + 1, step)
+
+    def are_enough(self, patience: int | None) -> bool:
+        """Whether train.early_stopping_patience is at its end."""
+        return patience is not None and self.without_improvement >= patience
+
+    def told(self) -> str:
+        """For people."""
+        since = f", and none of the {self.without_improvement} evaluations since was better by enough"
+        best = f"evaluation loss {self.best_loss:.4f} after step {self.best_step}"
+        return (best if self.best_step else "what was best is gone") + (since if self.without_improvement else "")
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) if self.best_step is not None else {}  # JSON has no infinity
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Self:
+        """Those in a checkpoint's state."""
+        return cls(**state.get("evaluations", {}))

@@ -1,0 +1,75 @@
+"""aliquot evaluate: how well a model predicts a text."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from aliquot.cli.one_line_errors import one_line_errors
+
+
+def command(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A model directory, an export, a checkpoint, or a hub id.")
+    ],
+    data: Annotated[
+        str, typer.Argument(metavar="DATA", help="Text as data.path, or a run's YAML: what it evaluates on.")
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[section.key=value ...]", help="How: data.document=line train.precision=fp32 ..."),
+    ] = None,
+    sequence_length: Annotated[
+        int | None, typer.Option(min=2, help="data.sequence_length: tokens that are seen at once.")
+    ] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="launch.ranks: local ranks; default auto.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, and nothing else on stdout.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    """Loss, perplexity and bits per byte of a model on a text, by all ranks; nothing is written.
+
+    It is launched as `aliquot train` is: local ranks that it starts itself, torchrun, or a TrainJob.
+    """
+    from aliquot.config.read_evaluation import read_evaluation
+    from aliquot.launch import launcher
+    from aliquot.launch.auto_ranks import with_automatic_ranks
+    from aliquot.launch.preload import restart_with_allocator
+
+    with one_line_errors(debug):
+        options = {"data.sequence_length": sequence_length, "launch.ranks": ranks}
+        given = [f"{key}={value}" for key, value in options.items() if value is not None]
+        quiet = ["observe.console=quiet"] if as_json else []
+        settings = read_evaluation(model, data, [*(overrides or []), *given, *quiet])
+        placed, reason = with_automatic_ranks(launcher.with_environment(settings.launch, os.environ), settings)
+        if launcher.mode(placed, os.environ) == "launcher":
+            arguments, grace_s = ["-m", "aliquot", *sys.argv[1:]], settings.checkpoint.grace_s
+            with tempfile.TemporaryDirectory(prefix="aliquot-evaluate-") as logs:
+                code = launcher.start_ranks(placed, arguments, Path(logs), grace_s, reason is not None)
+            raise typer.Exit(code)
+
+    restart_with_allocator()
+    from aliquot.evaluate_model import evaluate_model
+    from aliquot.launch.rank_errors import report_error
+
+    try:
+        found = evaluate_model(settings)
+    # The boundary of a rank: whatever ended it is reported once, in the way that suits who started it.
+    except Exception as error:
+        raise typer.Exit(report_error(error, debug=debug)) from None
+    if os.environ.get("RANK", "0") != "0":
+        return
+    if as_json:
+        told = {key: value if value is None or math.isfinite(value) else None for key, value in asdict(found).items()}
+        print(json.dumps(told))
+        return
+    bits = f", {found.bits_per_byte:.4f} bits per byte" if found.bits_per_byte is not None else ""
+    print(f"loss {found.loss:.4f}, perplexity {found.perplexity:.3f}{bits}")
+    print(f"over {found.predicted_tokens:,} tokens of {found.documents:,} documents, {found.sequence_length} at once")

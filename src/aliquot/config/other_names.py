@@ -1,0 +1,201 @@
+"""What things are called elsewhere: in transformers' TrainingArguments, TRL, axolotl, LLaMA-Factory and torchtitan.
+
+Data for the line that answers an unknown key.
+"""
+
+from __future__ import annotations
+
+# Our key, with the value where that says it -> their names for it.
+_OURS = {
+    # run
+    "run.name": "run_name experiment_name wandb_name wandb_run_id job_name",
+    "run.directory": "output_dir output_directory overwrite_output_dir logging_dir dump_folder out_dir save_dir"
+    " checkpoint.folder",
+    "run.seed": "seed data_seed random_seed",
+    # model
+    "model.path": "model_name_or_path base_model base_model_config model_name model_id pretrained_model_name_or_path"
+    " hf_assets_path initial_load_path",
+    "model.config": "config_name train_from_scratch reinit_weights flavor rope_scaling",
+    "model.dtype": "torch_dtype export_dtype infer_dtype merge_dtype",
+    "model.add_tokens": "add_special_tokens new_special_tokens_config additional_special_tokens special_tokens tokens"
+    " resize_vocab added_tokens_overrides resize_token_embeddings_to_32x init_special_tokens",
+    # data
+    "data.path": "train_file train_files dataset_dir data_files data_path dataset_path tokenized_path",
+    "data.dataset": "dataset_name",
+    "data.dataset_config": "dataset_config_name dataset_kwargs",
+    "data.split": "dataset_split train_split",
+    "data.sources": "datasets dataset_mixture dataset_mixer mix_strategy interleave_probs pretraining_dataset",
+    "data.text_field": "dataset_text_field text_column field_messages text_key",
+    "data.tokenizer": "tokenizer_name tokenizer_config tokenizer_path tokenizer_name_or_path tokenizer_type"
+    " use_fast_tokenizer tokenizer_use_fast chat_template chat_template_path chat_template_jinja template",
+    "data.add_eos": "eos_token eot_tokens add_eos_token",
+    "data.add_bos": "bos_token add_bos_token",
+    "data.sequence_length": "max_seq_length max_seq_len max_length sequence_len seq_length seq_len cutoff_len"
+    " model_max_length block_size context_length eval_sequence_len max_sequence_length",
+    "data.packing": "sample_packing neat_packing packing_strategy padding_free eval_packing eval_sample_packing"
+    " pad_to_sequence_len pad_to_multiple_of sample_packing_eff_est block_diag_attn batch_flattening",
+    "data.eval_path": "validation_file validation_files eval_file eval_dataset test_datasets eval_data",
+    "data.eval_split": "validation_split test_split eval_dataset_split",
+    "data.eval_fraction": "val_size val_set_size validation_split_percentage eval_size",
+    "data.num_proc": "dataset_num_proc preprocessing_num_workers dataset_processes num_workers",
+    "data.cache_directory": "cache_dir dataset_prepared_path overwrite_cache dataset_cache_dir",
+    # train
+    "train.max_steps": "num_steps total_steps max_iters train_steps steps max_train_steps train_iters",
+    "train.num_train_epochs": "num_epochs epochs n_epochs max_epochs epoch",
+    "train.global_batch_size": "train_batch_size batch_size effective_batch_size total_batch_size",
+    "train.per_device_train_batch_size": "micro_batch_size per_gpu_train_batch_size local_batch_size mbs"
+    " auto_find_batch_size device_batch_size",
+    "train.gradient_accumulation_steps": "grad_accum grad_accumulation_steps accumulate_grad_batches grad_acc_steps",
+    "train.learning_rate": "lr peak_lr max_lr base_lr warmup_max_lr",
+    "train.lr_scheduler_type": "lr_scheduler scheduler scheduler_type lr_schedule decay_type lr_decay_style",
+    "train.lr_scheduler_kwargs": "cosine_min_lr_ratio cosine_constant_lr_ratio min_lr min_lr_rate min_lr_ratio"
+    " min_lr_factor decay_ratio num_cycles num_decay_steps num_stable_steps lr_end lr_scheduler_args",
+    "train.warmup_steps": "num_warmup_steps warmup_iters warmup lr_warmup_steps",
+    "train.warmup_ratio": "warmup_fraction",
+    "train.weight_decay": "wd",
+    "train.adam_beta1": "beta1 betas",
+    "train.adam_beta2": "beta2",
+    "train.adam_epsilon": "adam_eps epsilon eps",
+    "train.max_grad_norm": "max_norm gradient_clipping grad_clip clip_grad gradient_clip_val clip_grad_norm",
+    "train.gradient_checkpointing: full": "activation_checkpointing activation_checkpoint use_gradient_checkpointing"
+    " recompute recompute_layer_types",
+    "train.gradient_checkpointing: selective": "selective_checkpointing",
+    "train.precision: bf16": "bf16 bfloat16 pure_bf16 mixed_precision mixed_precision_param compute_dtype amp autocast"
+    " training.dtype",
+    "train.precision: fp32": "fp32 float32",
+    "train.optimizer_states": "optim optimizer optim_args use_8bit_adam adam_8bit bnb_optimizer optimizer.name",
+    "train.compile: layers": "torch_compile torch_compile_backend torch_compile_mode torch_compile_options"
+    " use_torch_compile compile_model",
+    "train.freeze": "freeze_layers frozen_layers unfrozen_parameters freeze_trainable_layers trainable_layers"
+    " freeze_trainable_modules freeze_extra_modules",
+    "train.logging_steps": "logging_strategy log_interval log_every log_freq log_every_n_steps logging_first_step",
+    "train.eval_steps": "eval_strategy evaluation_strategy eval_interval eval_every evals_per_epoch eval_delay do_eval"
+    " val_check_interval validation_freq",
+    "train.early_stopping_patience": "early_stopping early_stopping_steps",
+    # shard
+    "shard.engine: fsdp": "fsdp fsdp_config fsdp_version fsdp_transformer_layer_cls_to_wrap parallelism_config"
+    " data_parallel_shard_degree dp_shard_size fsdp_reshard_after_forward",
+    "shard.deepspeed_config": "deepspeed deepspeed_plugin zero_stage deepspeed_config_file ds_config",
+    "shard.reduce_dtype": "mixed_precision_reduce ddp_comm_hook",
+    "shard.offload": "cpu_offload enable_cpu_offload offload_optimizer offload_param fsdp_offload_params"
+    " layer_offloading activation_offloading offload_params",
+    "shard.offload_directory": "offload_folder nvme_path",
+    "shard.memory": "max_memory gpu_memory_limit",
+    # adapter
+    "adapter.type: lora": "lora use_lora use_peft peft peft_config finetuning_type peft_type lora_config qlora",
+    "adapter.r": "lora_r lora_rank lora_dim",
+    "adapter.alpha": "lora_alpha",
+    "adapter.dropout": "lora_dropout",
+    "adapter.target_modules": "lora_target_modules lora_target lora_target_linear lora_modules",
+    # checkpoint
+    "checkpoint.every": "save_steps save_strategy save_interval saves_per_epoch save_every checkpoint_interval"
+    " checkpointing_steps save_freq checkpoint.interval checkpoint.enable",
+    "checkpoint.keep": "save_total_limit keep_latest_k max_checkpoints keep_last_n",
+    "checkpoint.resume": "resume_from_checkpoint auto_resume_from_checkpoints load_checkpoint load_step load_folder",
+    "checkpoint.best": "load_best_model_at_end metric_for_best_model greater_is_better save_best",
+    "checkpoint.export": "last_save_model_only last_save_in_hf save_safetensors save_final_model",
+    "checkpoint.async": "async_mode enable_jit_checkpoint async_save",
+    "checkpoint.mirror": "hub_strategy s3_path upload_dir remote_path",
+    # observe
+    "observe.report_to": "report_to use_wandb wandb wandb_project wandb_entity wandb_watch wandb_mode mlflow"
+    " mlflow_tracking_uri mlflow_experiment_name comet_project_name use_comet use_mlflow trackio_space_id"
+    " trackio_bucket_id trackio_static_space_id project enable_wandb swanlab_project use_swanlab loggers",
+    "observe.tensorboard": "use_tensorboard tensorboard_dir enable_tensorboard save_tb_folder",
+    "observe.console": "disable_tqdm log_level log_level_replica verbose quiet progress_bar",
+    "observe.profile": "profiler profiler_steps profiler_steps_start enable_profiling profile_freq profiling",
+    "observe.sample_prompt": "sample_prompts generate_samples num_generation_samples",
+    "observe.sample_tokens": "max_new_tokens generation_max_new_tokens",
+    # launch
+    "launch.device: cpu": "use_cpu no_cuda",
+    "launch.device": "use_mps_device accelerator device_map",
+    "launch.ranks": "num_processes nproc_per_node nproc num_gpus gpus devices world_size n_gpu",
+    "launch.nodes": "num_machines nnodes num_nodes",
+    "launch.node_rank": "machine_rank",
+    "launch.master_address": "main_process_ip master_addr",
+    "launch.master_port": "main_process_port",
+    "launch.threads_per_rank": "num_cpu_threads_per_process omp_num_threads num_threads",
+    "launch.step_timeout_s": "ddp_timeout train_timeout_seconds nccl_timeout",
+    "launch.join_timeout_s": "init_timeout_seconds",
+}
+
+# Why there is nothing of the kind -> their names for it.
+_NONE = {
+    "bf16 needs no loss scaling: use train.precision: bf16": "fp16 float16 fp16_full_eval half",
+    "products are computed in train.precision, bf16 or fp32": "tf32 allow_tf32 float32_matmul_precision",
+    "weights are trained in train.precision, and none are of 8 or 4 bits": "fp8 fp8_config load_in_8bit load_in_4bit"
+    " quantization quantization_bit quantization_method bnb_config_kwargs quantization_type double_quantization gptq"
+    " qat loftq_config loftq_bits model_quantization_config",
+    "an evaluation takes train.per_device_train_batch_size sequences at a time, in train.precision":
+    "per_device_eval_batch_size per_gpu_eval_batch_size eval_batch_size eval_accumulation_steps bf16_full_eval"
+    " eval_do_concat_batches eval_use_gather_object batch_eval_metrics val_batch_size",
+    "an evaluation is loss, perplexity and bits per byte": "prediction_loss_only include_for_metrics compute_accuracy"
+    " label_names do_predict predict_with_generate do_causal_lm_eval eval_causal_lm_metrics do_bench_eval"
+    " compute_metrics",
+    "the loss is cross-entropy, a mean over all real tokens of the global batch": "label_smoothing_factor loss_type"
+    " label_smoothing average_tokens_across_devices use_dft_loss use_eaft",
+    "of a chat the assistant's turns are learned, of other documents all": "train_on_inputs train_on_prompt"
+    " completion_only_loss assistant_only_loss mask_history roles_to_train",
+    "what does not fit a sequence is cut into pieces, and none is lost": "truncation_mode excess_length_strategy"
+    " min_sample_len max_prompt_len",
+    "all documents are read: give fewer in data.path": "max_samples max_train_samples max_eval_samples streaming"
+    " buffer_size dataset_shard_num dataset_shard_idx",
+    "the order of the documents is drawn from run.seed and the epoch": "shuffle_dataset shuffle disable_shuffling"
+    " train_sampling_strategy group_by_length length_column_name curriculum_sampling shuffle_merged_datasets",
+    "batches are made from mapped tokens without worker processes, and nothing is dropped": "dataloader_num_workers"
+    " dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor dataloader_drop_last drop_last"
+    " dataloader_multiprocessing_context dataloader_in_order remove_unused_columns accelerator_config",
+    "a run goes on where it was, and what is drawn at random needs no state": "ignore_data_skip"
+    " restore_callback_states_from_checkpoint",
+    "the same run is the same curve anyway": "full_determinism deterministic cudnn_deterministic",
+    "the optimizer is AdamW with one rate for all": "optim_target_modules use_muon use_adam_mini use_galore momentum"
+    " galore_rank use_apollo use_badam use_lomo embedding_lr lr_groups adam_beta3 loraplus_lr_ratio"
+    " loraplus_lr_embedding embedding_lr_scale",
+    "weights and embeddings take part as they are": "neftune_noise_alpha noisy_embedding_alpha ema_decay",
+    "kernels of attention, loss and experts follow from device and model": "use_liger_kernel liger_kernel_config"
+    " enable_liger_kernel flash_attention flash_attn attn_implementation use_flash_attention use_flash_attention_2"
+    " xformers_attention sdp_attention flex_attention eager_attention experts_implementation use_unsloth use_kernels"
+    " cut_cross_entropy chunked_cross_entropy use_unsloth_gc sage_attention shift_attn",
+    "train.gradient_checkpointing alone says what is recomputed": "gradient_checkpointing_kwargs use_reentrant_gc"
+    " activation_checkpointing_kwargs disable_gradient_checkpointing",
+    "memory is accounted before the start": "torch_empty_cache_steps gc_steps gc_collect_steps gc_freq"
+    " low_cpu_mem_usage skip_memory_metrics",
+    "training keeps no keys and values": "use_cache use_kv_cache",
+    "every logged step tells tokens, and a loss that is not finite ends the run": "logging_nan_inf_filter debug"
+    " include_num_input_tokens_seen include_tokens_per_second include_tkps detect_anomaly loss_watchdog_threshold"
+    " include_effective_tokens_per_second loss_watchdog_patience",
+    "rank 0 alone writes on the console": "log_on_each_node",
+    "a checkpoint is complete, and lies where all nodes see it": "save_only_model save_on_each_node save_optimizer",
+    "nothing is uploaded to a hub: upload the export": "push_to_hub hub_model_id hub_token hub_private_repo"
+    " hub_always_push push_dataset_to_hub hf_hub_token hf_use_auth_token hub_organization",
+    "of a hub id the newest revision is taken: download another one and give its directory": "model_revision"
+    " hub_revision",
+    "Python that comes with a model is never run": "trust_remote_code",
+    "the command is `aliquot train`": "do_train stage trainer_cls",
+    "reinforcement learning and preferences are out of scope": "rl trl reward_model pref_beta dpo_beta rl_beta vllm"
+    " dpo_loss_type simpo_gamma orpo_alpha kto_desirable_weight ref_model",
+    "the section launch says how ranks find each other": "local_rank ddp_backend backend ddp",
+    "engines reduce gradients in their own way": "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers"
+    " ddp_static_graph gradient_allreduce_op",
+    "all ranks share the state, 1/N each: there is no tensor, pipeline, context or expert parallelism":
+    "tensor_parallel_degree tensor_parallel_size pipeline_parallel_degree pipeline_parallel_size parallelism tp_size"
+    " context_parallel_degree context_parallel_size sequence_parallel_degree expert_parallel_degree pp_size cp_size"
+    " ep_size data_parallel_replicate_degree dp_replicate_size enable_sequence_parallel sequence_parallel_size",
+    "a mixture's auxiliary loss is as config.json, or model.config, says": "router_aux_loss_coef moe_aux_loss_coef"
+    " output_router_logits",
+    "set it in the model's config.json, or in model.config": "model_init_kwargs mixture_of_depths",
+    "the tokenizer's files say it": "pad_token unk_token",
+    "LoRA is of the plain kind": "use_dora use_rslora peft_use_dora peft_use_rslora pissa_init relora",
+}  # fmt: skip
+
+OURS = {name: key for key, names in _OURS.items() for name in names.split()}
+NONE = {name: reason for reason, names in _NONE.items() for name in names.split()}
+
+
+def answer(name: str) -> str | None:
+    """What is told of a key that has this name, or dotted name, elsewhere; None: nobody is known to use it."""
+    plain = name.lower().replace("-", "_")
+    last = plain.rpartition(".")[2]
+    found = next((each for each in (plain, last) if each in OURS or each in NONE), "")
+    if found in OURS:
+        return f"it is {OURS[found]} here"
+    return f"aliquot has none: {NONE[found]}" if found in NONE else None

@@ -1,0 +1,56 @@
+"""What `aliquot evaluate` is asked for, as the configuration of a run that has no step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from aliquot.config.read_config import Keys, Location, apply_override, read_config, validate
+from aliquot.config.schema import (
+    CheckpointSection,
+    ModelSection,
+    RunConfig,
+    ShardSection,
+    TrainSection,
+)
+from aliquot.errors import ConfigError
+
+_TOGETHER = 64  # sequences that the automatic number of ranks shares out; the result does not depend on it
+
+
+def read_evaluation(model: str, data: str, overrides: Sequence[str]) -> RunConfig:
+    """`model` on the text at `data`, or on what the run of a YAML configuration evaluates on.
+
+    Of that configuration, or of `overrides`, counts how text becomes sequences, how it is computed and by which ranks;
+    the tokenizer is the model's. Raises UserError as `read_config` does, and for one that evaluates on nothing.
+    """
+    if data.endswith((".yaml", ".yml")):
+        read = read_config(Path(data), overrides)
+        if not (read.data.eval_path or read.data.eval_split or read.data.eval_fraction):
+            raise ConfigError("has nothing to evaluate on: set data.eval_path, or give the text instead", data)
+    else:
+        values: dict[str, Any] = {"model": {"path": model}, "data": {"path": data, "eval_path": data}}
+        locations: dict[Keys, Location] = {}
+        for override in overrides:
+            apply_override(values, override, locations)
+        read = validate(values, locations, "command line")
+    train, shard = read.train, read.shard
+    return RunConfig(
+        run=read.run,
+        model=ModelSection(path=model),
+        data=read.data.model_copy(update={"tokenizer": None, "tokenizer_vocab_size": None}),
+        train=TrainSection(
+            max_steps=1,
+            global_batch_size=max(_TOGETHER, train.per_device_train_batch_size),
+            per_device_train_batch_size=train.per_device_train_batch_size,
+            precision=train.precision,
+            compile=train.compile,
+        ),
+        shard=ShardSection(
+            engine="auto" if shard.engine == "deepspeed" else shard.engine, collectives=shard.collectives
+        ),
+        checkpoint=CheckpointSection(resume="never"),
+        observe=read.observe.model_copy(update={"prometheus": None}),
+        launch=read.launch,
+    )

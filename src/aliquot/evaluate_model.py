@@ -1,0 +1,86 @@
+"""A model directory on some text, without a run: prepared, sharded and evaluated as a run would do it."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+
+from aliquot import preparation
+from aliquot.config.schema import RunConfig
+from aliquot.evaluate import evaluate
+from aliquot.launch.device import choose_device
+from aliquot.launch.local_ranks import told_local_ranks
+from aliquot.launch.placement import place
+from aliquot.launch.ranks import Ranks
+from aliquot.launch.same_everywhere import check_configs
+from aliquot.machine.cpu import read_cpu
+from aliquot.observe.console import Display
+from aliquot.observe.ledger import Ledger
+from aliquot.observe.prometheus import Exporter
+from aliquot.observe.run_directory import RunDirectory
+from aliquot.preparation import Attempt
+
+_TIMEOUT_S = 24 * 3600.0  # a rank that dies ends the others at once; this only bounds the wait for one that hangs
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Over all predicted tokens. Without `bits_per_byte` the size of the text is not known."""
+
+    loss: float
+    perplexity: float
+    bits_per_byte: float | None
+    predicted_tokens: int
+    documents: int
+    sequence_length: int
+    ranks: int
+
+
+def evaluate_model(config: RunConfig) -> Evaluation:
+    """Evaluate `config.model` on the evaluation data of `config` as this process's rank. Nothing is written.
+
+    Every rank calls it with the same config (config/read_evaluation.py makes one) and gets the same. An engine takes
+    as much address space as for training, but memory for weights and activations alone. Raises UserError.
+    """
+    with told_local_ranks(os.environ, config.launch.join_timeout_s):
+        topology, placement = place(config.launch, os.environ, read_cpu(), choose_device(config.launch.device))
+        ranks = Ranks.join(topology, _TIMEOUT_S, config.launch.join_timeout_s, False)
+    display = Display(config.observe.console, enabled=topology.is_first)
+    exporter = Exporter(config.observe, config.run.name)
+    try:
+        about = {"placement": placement}
+        run = Attempt(config, ranks, RunDirectory(config.run.directory), display, exporter, Ledger(ranks.rank), about)
+        return _evaluate(run)
+    except BaseException:
+        if ranks.world_size == 1:
+            ranks.close()  # with peers, what ended this rank must be told before they see the connection go
+        raise
+    finally:
+        display.finish()
+
+
+def _evaluate(run: Attempt) -> Evaluation:
+    ranks, display = run.ranks, run.display
+    check_configs(ranks, run.config)
+    inputs = preparation.read_inputs(run)
+    preparation.check_inputs(run, inputs)
+    held_out = inputs.held_out
+    assert held_out is not None  # the config names some
+    model = preparation.build_model(run, inputs)
+    preparation.fill_model(run, inputs, model)
+    model.engine.ready()
+    display.line(f"{model.built.name}, {model.built.numel:,} parameters, engine {model.engine_name}")
+    display.line(str(run.about["placement"]))
+    began = time.perf_counter()
+
+    def progress(done: int, total: int) -> None:
+        display.evaluating(done, total, time.perf_counter() - began)
+
+    found = evaluate(model.engine, held_out, ranks, progress, stopped=lambda: 0)
+    assert found is not None  # nothing stops it
+    model.engine.close()
+    documents, length = held_out.store.documents, held_out.sequence_length
+    result = Evaluation(*found, held_out.predicted, documents, length, ranks.world_size)
+    ranks.close()
+    return result

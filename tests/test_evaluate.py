@@ -1,0 +1,77 @@
+"""`aliquot evaluate` finds for an export and for a checkpoint what their run has found, and what transformers finds."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import aliquot
+from aliquot.config.read_evaluation import read_evaluation
+from aliquot.errors import UserError
+from aliquot.evaluate_model import evaluate_model
+from tests.runs import command, curve, write_config
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config of a run that has ended."""
+    config = write_config(tmp_path_factory.mktemp("evaluate"), "run", checkpoint={"every": 3}, train={"eval_steps": 3})
+    aliquot.train(aliquot.read_config(config))
+    return config
+
+
+@pytest.mark.parametrize(("model", "step"), [("export", 6), ("checkpoints/step-00000003", 3)])
+def test_as_the_run_has_found_it(run: Path, model: str, step: int) -> None:
+    directory = run.parent / "run"
+    found = evaluate_model(read_evaluation(str(directory / model), str(run), []))
+    assert found.loss == pytest.approx(curve(directory, "eval_loss")[step], rel=1e-6)
+    assert found.perplexity == pytest.approx(curve(directory, "eval_perplexity")[step], rel=1e-6)
+    assert found.bits_per_byte == pytest.approx(curve(directory, "eval_bits_per_byte")[step], rel=1e-6)
+    assert (found.ranks, found.sequence_length) == (1, 32)
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_text_as_transformers_reads_it(run: Path, tmp_path: Path, ranks: int) -> None:
+    """A document each line, within the length of a sequence."""
+    lines = ["the rank gathers every weight", "another layer waits", "it drops a gradient of one"] * 3
+    text, export = tmp_path / "text.txt", run.parent / "run" / "export"
+    text.write_text("\n".join(lines) + "\n")
+    asked = ["--json", "--sequence-length", "32", "--ranks", str(ranks), "data.document=line", "train.precision=fp32"]
+    result = command("evaluate", export, text, *asked, "launch.device=cpu")
+    assert result.returncode == 0, result.stdout + result.stderr
+    told = json.loads(result.stdout)
+
+    tokenizer, model = AutoTokenizer.from_pretrained(export), AutoModelForCausalLM.from_pretrained(export)
+    prefix = json.loads((export / "aliquot.json").read_text())["prefix"]
+    nats, predicted = 0.0, 0
+    for line in lines:
+        ids = [*prefix, *tokenizer.encode(line, add_special_tokens=False), tokenizer.eos_token_id]
+        row = torch.tensor([ids])
+        with torch.no_grad():
+            nats += float(model(input_ids=row, labels=row).loss) * (len(ids) - 1)
+        predicted += len(ids) - 1
+    assert (told["predicted_tokens"], told["documents"], told["ranks"]) == (predicted, len(lines), ranks)
+    assert told["loss"] == pytest.approx(nats / predicted, rel=1e-5)
+    assert told["bits_per_byte"] == pytest.approx(nats / math.log(2) / sum(map(len, lines)), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "overrides", "expected"),
+    [
+        ("nowhere", "text.txt", [], "no such directory"),
+        ("run/export", "nowhere.txt", [], "no such file"),
+        ("run/export", "text.txt", ["data.sequence_length=128"], "64 positions"),
+        ("run/export", "text.txt", ["data.seq_len=16"], "it is data.sequence_length here"),
+        ("run/export", "run.yaml", ["data.eval_fraction=0"], "has nothing to evaluate on"),
+        ("run", "run.yaml", [], "no config.json here"),
+    ],
+)
+def test_bad_input_is_one_line(run: Path, model: str, data: str, overrides: list[str], expected: str) -> None:
+    with pytest.raises(UserError, match=expected) as caught:
+        evaluate_model(read_evaluation(str(run.parent / model), str(run.parent / data), overrides))
+    assert "\n" not in str(caught.value)

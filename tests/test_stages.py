@@ -1,0 +1,148 @@
+"""Runs that end and go on: more epochs, the best evaluation, early stopping; started as a person starts them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import aliquot
+from aliquot.config.batch_size import batch_size
+from aliquot.data.batches import Batches, EvalBatches, Position
+from aliquot.data.prepare import prepare
+from tests import plain
+from tests.runs import OVERFITTING, curve, other_text, trained, write_config
+
+EPOCHS = {"max_steps": None, "num_train_epochs": 1, "global_batch_size": 7, "lr_scheduler_type": "constant"}
+
+
+@pytest.fixture(scope="module")
+def epochs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, int]:
+    """A run of one epoch, then of two: its config, and the steps after which each ended."""
+    folder = tmp_path_factory.mktemp("epochs")
+    config = write_config(folder, "epochs", train=EPOCHS, checkpoint={"every": 1, "keep": 99, "export": True})
+    first = aliquot.train(aliquot.read_config(config)).steps
+    second = aliquot.train(aliquot.read_config(config, ["train.num_train_epochs=2"])).steps
+    return config, first, second
+
+
+def state(directory: Path, step: int) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((directory / "checkpoints" / f"step-{step:08d}" / "state.json").read_text())
+    return found
+
+
+def test_more_epochs_go_on_behind_a_batch_that_was_cut_short(epochs: tuple[Path, int, int]) -> None:
+    """The curve is that of a plain loop over the same batches: each sequence once an epoch, in order."""
+    file, first, second = epochs
+    config, directory = aliquot.read_config(file), file.parent / "epochs"
+    data = prepare(config.data, None, 1 << 20)
+    batches = Batches.of(data, config.data, config.run.seed, batch_size(config.train, 1), 1)
+    sequences = batches.packing.sequences
+    assert sequences % 7 != 0, "the last batch of the first epoch is short"
+    assert state(directory, first)["position"] == {"epoch": 1, "index": 0}
+    assert (state(directory, first)["ends"], state(directory, second)["ends"]) == ([], [sequences])
+    assert state(directory, second)["position"] == {"epoch": 2, "index": 0}
+
+    batches.steps = Batches.of(data, config.data, config.run.seed, batch_size(config.train, 1), 2).steps
+    batches = batches.going_on(first, Position(1, 0), ())
+    model = AutoModelForCausalLM.from_pretrained(directory / "export")  # for its shape
+    model.load_state_dict(plain.initial_weights(model.config, config.run.seed), strict=False)
+    losses = plain.train(model, batches, config.train, second)
+    assert list(curve(directory)) == list(range(1, second + 1))
+    assert list(curve(directory).values()) == pytest.approx(losses, rel=1e-5)
+    assert curve(directory, "epoch")[first] == 1.0 and curve(directory, "epoch")[second] == 2.0
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_second_stage_is_resumed_exactly(epochs: tuple[Path, int, int], tmp_path: Path, ranks: int) -> None:
+    file, first, second = epochs
+    directory = file.parent / "epochs"
+    shutil.copytree(directory, tmp_path / "run")
+    for later in range(first + 2, second + 1):
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step-{later:08d}")
+    overrides = ["train.num_train_epochs=2", f"run.directory={tmp_path}/run", f"launch.ranks={ranks}"]
+    trained(file, *overrides) if ranks > 1 else aliquot.train(aliquot.read_config(file, overrides))
+    assert curve(tmp_path / "run") == (curve(directory) if ranks == 1 else pytest.approx(curve(directory), rel=1e-5))
+    assert curve(tmp_path / "run", "tokens") == curve(directory, "tokens")
+    assert state(tmp_path / "run", second)["ends"] == state(directory, second)["ends"]
+
+
+@pytest.mark.long
+def test_steps_may_follow_epochs_and_fewer_epochs_are_none(epochs: tuple[Path, int, int], tmp_path: Path) -> None:
+    file, _, second = epochs
+    shutil.copytree(file.parent / "epochs", tmp_path / "run")
+    here = f"run.directory={tmp_path}/run"
+    fewer = trained(file, here, "train.num_train_epochs=0.5")
+    assert f"complete at step {second}: raise train.num_train_epochs" in fewer
+    trained(file, here, f"train.max_steps={second + 2}")
+    assert list(curve(tmp_path / "run"))[-2:] == [second + 1, second + 2]
+    assert state(tmp_path / "run", second + 2)["position"]["index"] == 14
+    assert f"complete at step {second + 2}: raise train.max_steps" in trained(file, here, f"train.max_steps={second}")
+
+
+def overfitting(folder: Path, name: str, **sections: dict[str, Any]) -> Path:
+    """Few documents learned by heart, evaluated on others: the evaluation loss falls, then rises."""
+    wanted = {
+        "train": {"max_steps": 30, "eval_steps": 2, **OVERFITTING, **sections.pop("train", {})},
+        "checkpoint": {"best": True, "keep": 1, **sections.pop("checkpoint", {})},
+        "data": {"eval_path": str(other_text(folder)), "eval_fraction": 0.0},
+    }
+    return write_config(folder, name, **wanted, **sections)
+
+
+def evaluation_loss(export: Path, file: Path) -> float:
+    """By transformers."""
+    config = aliquot.read_config(file)
+    data = prepare(config.data, None, 1 << 20)
+    batches = EvalBatches.of(data, config.data, batch_size(config.train, 1))
+    assert batches is not None
+    model = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32)
+    return float(torch.log(torch.tensor(plain.perplexity(model, batches.micro_batches(0, 1), batches.predicted))))
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_the_best_is_kept_and_exported_and_patience_ends_the_run(tmp_path: Path, ranks: int) -> None:
+    file = overfitting(tmp_path, "run", train={"early_stopping_patience": 3}, launch={"ranks": ranks})
+    told, directory = trained(file), tmp_path / "run"
+    losses = curve(directory, "eval_loss")
+    best = min(losses, key=lambda step: losses[step])
+    last = max(losses)
+    assert last == best + 2 * 3 < 30, losses
+    assert f"stopped early after step {last}: evaluation loss {losses[best]:.4f} after step {best}" in told
+    kept = {path.name for path in (directory / "checkpoints").iterdir()}
+    assert kept == {f"step-{best:08d}", f"step-{last:08d}", "best"}
+    assert (directory / "checkpoints" / "best").readlink() == Path(f"step-{best:08d}")
+    assert evaluation_loss(directory / "export", file) == pytest.approx(losses[best], rel=1e-5)
+    events = [json.loads(line)["event"] for line in (directory / "events.jsonl").read_text().splitlines()]
+    assert "stopped_early" in events and events[-1] == "end"
+
+    again = trained(file, "train.max_steps=40")
+    assert f"complete at step {last}: it stopped early" in again and "raise train.early_stopping_patience" in again
+    assert max(curve(directory)) == last
+    shutil.rmtree(directory / "export")
+    if ranks == 2:
+        trained(file)
+        assert evaluation_loss(directory / "export", file) == pytest.approx(losses[best], rel=1e-5)
+        trained(file, "train.early_stopping_patience=4", "launch.ranks=1")
+        assert max(curve(directory)) == last + 2
+        assert evaluation_loss(directory / "export", file) == pytest.approx(losses[best], rel=1e-5)
+
+
+@pytest.mark.long
+def test_without_patience_the_best_outlives_later_checkpoints(tmp_path: Path) -> None:
+    file = overfitting(tmp_path, "run", checkpoint={"every": 3}, train={"eval_on_start": True})
+    trained(file)
+    directory = tmp_path / "run"
+    losses = curve(directory, "eval_loss")
+    assert list(losses) == list(range(0, 31, 2))
+    best = min((step for step in losses if step), key=lambda step: losses[step])
+    assert best < 26
+    assert {path.name for path in (directory / "checkpoints").glob("step-*")} == {f"step-{best:08d}", "step-00000030"}
+    assert load_file(directory / "export" / "model.safetensors").keys()
+    assert evaluation_loss(directory / "export", file) == pytest.approx(losses[best], rel=1e-5)
