@@ -44,7 +44,7 @@ def crash(kills: int, seed: int, folder: Path) -> dict[str, int]:
     settings = {
         "checkpoint": {"every": 1, "export": False},
         "train": {"max_steps": STEPS, "logging_steps": 1},
-        "observe": {"tensorboard": False, "console": "quiet"},
+        "observe": {"report_to": [], "console": "quiet"},
     }
     undisturbed = write_config(folder, "undisturbed", **settings)
     config = write_config(folder, "killed", **settings)

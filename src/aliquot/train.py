@@ -41,6 +41,7 @@ from aliquot.models.model_files import export_dtype, model_files
 from aliquot.models.structure import attention_widths
 from aliquot.observe import summary
 from aliquot.observe.console import Display
+from aliquot.observe.dashboards import check_installed
 from aliquot.observe.flops import model_flops
 from aliquot.observe.ledger import STEADY_PEAK, Ledger
 from aliquot.observe.prometheus import Exporter
@@ -84,6 +85,7 @@ def train(config: RunConfig, force: bool = False) -> Result:
     directory = RunDirectory(config.run.directory)
     try:
         with directory.locked() if topology.is_first else nullcontext():
+            on_first(ranks, partial(check_installed, config.observe.report_to))
             on_first(ranks, exporter.listen)
             about = {"placement": placement, "machine": ranks.broadcast(machine)}
             run = Attempt(config, ranks, directory, display, exporter, Ledger(ranks.rank), about)

@@ -162,7 +162,11 @@ class CheckpointSection(Section):
 
 
 class ObserveSection(Section):
-    tensorboard: bool = Field(True, description="Write tensorboard/ in the run directory.")
+    report_to: list[Literal["tensorboard", "wandb", "mlflow"]] = Field(
+        ["tensorboard"],
+        description="Where the curve goes beside metrics.jsonl: tensorboard/ in the run directory, Weights & Biases, an"
+        " MLflow server. The latter two are told where by their own variables; no server stops or slows a run.",
+    )
     prometheus: int | None = Field(
         None, ge=1, le=65535, description="Rank 0 serves the metrics at this port, under /metrics."
     )
@@ -175,6 +179,15 @@ class ObserveSection(Section):
         None, min_length=1, description="Generate from this prompt at the end of the run."
     )
     sample_tokens: PositiveInt = Field(64, description="Tokens of that sample.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def one_or_several(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "tensorboard" in values:
+            raise ValueError("observe.tensorboard is observe.report_to now: [tensorboard], or [] for false")
+        if isinstance(values, dict) and isinstance(values.get("report_to"), str):
+            values = {**values, "report_to": [values["report_to"]]}
+        return values
 
 
 class LaunchSection(Section):
