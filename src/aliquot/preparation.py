@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from aliquot.beginning import doubts
+from aliquot.checkpoint.fetch_newer import fetch_newer
 from aliquot.checkpoint.resume import changes, check_continuity, resume
 from aliquot.config.batch_size import BatchSize, batch_size
 from aliquot.config.on_disk import OnDisk
@@ -166,7 +167,9 @@ def fill_model(run: Attempt, inputs: Inputs, model: Model) -> Start:
     """With a checkpoint of this run, with the source's weights, or from scratch."""
     config, engine, built, batches = run.config, model.engine, model.built, inputs.batches
     start = Start()
-    resumed = resume(config.checkpoint, run.directory.checkpoints, engine, built.tensors, run.ranks)
+    root = run.directory.checkpoints
+    fetch_newer(config.checkpoint, config.mirror, root, run.ranks, run.display.warning)
+    resumed = resume(config.checkpoint, root, engine, built.tensors, run.ranks)
     if resumed is not None:
         where, state = resumed
         check_continuity(state, batches.determinants(), vars(batches.position(state["step"])), where)

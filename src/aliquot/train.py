@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ import torch
 from aliquot import preparation
 from aliquot.checkpoint.background_saver import Saver
 from aliquot.checkpoint.directories import complete_directories, newest
+from aliquot.checkpoint.mirror import Mirror
 from aliquot.config.due import is_due
 from aliquot.config.schema import RunConfig
 from aliquot.data.batches import StepBatch
@@ -52,6 +54,7 @@ from aliquot.plan.own_rates import ceiling
 from aliquot.preparation import Attempt, Inputs, Model, Start
 from aliquot.ranges.publish import remove_directory
 from aliquot.ranges.together import on_first
+from aliquot.stores.open_store import open_store
 
 # Only training steps are on the watchdog's clock: reading data and weights may take long. A rank that dies ends the
 # run at once anyway; this only bounds the wait for one that hangs.
@@ -86,6 +89,7 @@ def train(config: RunConfig, force: bool = False) -> Result:
     try:
         with directory.locked() if topology.is_first else nullcontext():
             on_first(ranks, partial(check_installed, config.observe.report_to))
+            on_first(ranks, partial(_check_mirror, config))
             on_first(ranks, exporter.listen)
             about = {"placement": placement, "machine": ranks.broadcast(machine)}
             run = Attempt(config, ranks, directory, display, exporter, Ledger(ranks.rank), about)
@@ -120,8 +124,13 @@ def _train(run: Attempt, force: bool) -> Result:
     if start.step == 0 and inputs.source.directory is not None:
         preparation.check_beginning(run, inputs, model)
 
+    own = start.resumed_from is not None and start.resumed_from.parent == run.directory.checkpoints
     if (done := start.step) >= inputs.total_steps:
         run.display.line(f"this run is complete at step {done}: raise train.max_steps, or choose another run.name")
+        if own:
+            mirror = _mirror(run, run.display.warning)
+            mirror.start(done)
+            mirror.finish()
         if run.directory.export.exists() or not run.config.checkpoint.export:
             return Result(run.directory.path, done, None, None, run.directory.export)
     stacks = run.directory.logs / f"stacks-rank-{run.ranks.rank}.txt"
@@ -134,7 +143,10 @@ def _train(run: Attempt, force: bool) -> Result:
         StopSignal(run.config.checkpoint.grace_s, run.ranks.rank == 0, partial(_would_be_lost, run.directory)) as stop,
         Watchdog(run.config.launch.step_timeout_s, stacks, run.ranks.rank) as watchdog,
     ):  # fmt: skip
-        training = Training(run, inputs, model, start, record, stop, watchdog)
+        mirror = _mirror(run, record.warn, watchdog.beat)
+        if own:
+            mirror.start(start.step)  # of which a killed run may have left a part
+        training = Training(run, inputs, model, start, record, stop, watchdog, mirror)
         training.all_steps()
         return training.finish()
 
@@ -151,6 +163,7 @@ class Training:
         record: Recorder,
         stop: StopSignal,
         watchdog: Watchdog,
+        mirror: Mirror,
     ) -> None:
         self._run = run
         self._inputs = inputs
@@ -158,6 +171,7 @@ class Training:
         self._record = record
         self._stop = stop
         self._watchdog = watchdog
+        self._mirror = mirror
         self._engine = model.engine
         self._files = model_files(inputs.source.config, inputs.tokenizer, inputs.source.directory, inputs.data.prefix)
         saving = run.config.checkpoint
@@ -166,6 +180,7 @@ class Training:
         self._saver = Saver(
             run.directory.checkpoints, model.engine, model.built.tensors, self._files, run.ranks, saving,
             warn=record.warn, saved=self._saved, beat=watchdog.beat, states=run.config.train.optimizer_states,
+            spare=lambda: mirror.step,
         )  # fmt: skip
         self._attention_widths = attention_widths(inputs.source.config)
         settings = run.config.train
@@ -195,11 +210,17 @@ class Training:
             summed += engine.backward(micro_batch, 1 / max(1, batch.predicted), last).cpu()
 
         # The one exchange of small values in a step: all ranks decide by the same numbers what they do next.
-        own = {"loss": float(summed), "stop": self._stop.requested, "save": saver.report()}
+        own = {
+            "loss": float(summed),
+            "stop": self._stop.requested,
+            "save": saver.report(),
+            "mirror": self._mirror.report(),
+        }
         reports = record.gather(own, batch.own_tokens)
         record.enter("checkpoint")
         self._loss = self._mean_loss(step, [report["loss"] for report in reports], batch.predicted)
         saver.poll([report["save"] for report in reports])
+        self._mirror.poll([report["mirror"] for report in reports])
         saver.before_update()
 
         record.enter("optimizer")
@@ -232,7 +253,7 @@ class Training:
             with self._record.between_steps("checkpoint"):
                 self._saver.start(done, self._state())
         if stopping and not last:
-            self._saver.finish()
+            self._finish_saving()
             raise Terminated(stopping, f"after step {done}, which is saved: start again to continue")
 
     def _experts(self) -> dict[str, object]:
@@ -256,8 +277,13 @@ class Training:
         give_back()  # blocks of other sizes than a step's, between which steps would find less and less room
         return 0
 
+    def _finish_saving(self) -> None:
+        self._saver.finish()
+        self._mirror.finish()
+
     def _saved(self, step: int, seconds: float, stall_s: float) -> None:
         self._record.saved(step, seconds, stall_s)
+        self._mirror.start(step)
         give_back()
 
     def _stopped(self) -> int:
@@ -273,7 +299,7 @@ class Training:
 
     def _diverged(self, step: int, reason: str) -> DivergedError:
         """Why the run ends, on every rank at once; a checkpoint that is being saved is good and is finished first."""
-        self._saver.finish()
+        self._finish_saving()
         kept = newest(self._run.directory.checkpoints)
         where = f"the last checkpoint is {kept}" if kept else "there is no checkpoint yet"
         return DivergedError(f"step {step + 1}: {reason}; {where}. Try a lower train.learning_rate or more warm-up")
@@ -296,7 +322,7 @@ class Training:
     def finish(self) -> Result:
         """All is saved and measured, then exported, then shown."""
         run, observe = self._run, self._run.config.observe
-        self._saver.finish()
+        self._finish_saving()
         self._watchdog.stop()
         over = f"after step {self._done}, the last, which is saved: start again for the rest"
         self._stop.nothing_to_save = over  # from here on a signal ends the run at once
@@ -336,6 +362,17 @@ class Training:
             self._run.display.warning(f"{target} held {foreign[0]}, which is not of an export: it is {kept} now")
             return
         remove_directory(target)
+
+
+def _check_mirror(config: RunConfig) -> None:
+    """Raises UserError where a package is missing. Whether the store answers is seen when it is looked into."""
+    if config.mirror is not None:
+        open_store(config.mirror)
+
+
+def _mirror(run: Attempt, warn: Callable[[str], None], beat: Callable[[], None] = lambda: None) -> Mirror:
+    config = run.config
+    return Mirror(config.mirror, run.directory.checkpoints, run.ranks, config.checkpoint, run.display.line, warn, beat)
 
 
 def _would_be_lost(directory: RunDirectory) -> str:

@@ -27,6 +27,11 @@ def step_of(directory: Path) -> int:
     return int(directory.name.removeprefix("step-"))
 
 
+def is_name(name: str) -> bool:
+    """Whether a checkpoint may be named so."""
+    return _NAME.fullmatch(name) is not None
+
+
 def directories(root: Path) -> list[Path]:
     """Everything under `root` that is named like a checkpoint, complete or not, oldest first. Raises OSError."""
     if not root.is_dir():
@@ -51,11 +56,15 @@ def newest(root: Path, below: int | None = None) -> Path | None:
     return None
 
 
-def retain(root: Path, keep: int, published: Path) -> None:
-    """Remove all that is older than the `keep` newest complete checkpoints, but not `published`."""
+def retain(root: Path, keep: int, published: Path, spare: int | None = None) -> None:
+    """Remove all that is older than the `keep` newest complete checkpoints, but not `published`, nor step `spare`."""
     complete = complete_directories(root)
     for directory in directories(root):
-        if len(complete) > keep and step_of(directory) < step_of(complete[-keep]) and directory != published:
+        if (
+            len(complete) > keep
+            and step_of(directory) < step_of(complete[-keep])
+            and step_of(directory) not in (spare, step_of(published))
+        ):
             remove_directory(directory)
 
 

@@ -105,11 +105,14 @@ class Draft:
         drain(StoredParts(store, entries), entries, checksums, watch)
         return checksums.pieces()
 
-    def publish(self, written: Sequence[Sequence[Piece]], keep: int) -> None:
-        """On rank 0, when all ranks have written: the manifest, one rename, then retention. Raises OSError."""
+    def publish(self, written: Sequence[Sequence[Piece]], keep: int, spare: int | None = None) -> None:
+        """On rank 0, when all ranks have written: the manifest, one rename, then retention. Raises OSError.
+
+        `spare`: the step of an older checkpoint that is still needed.
+        """
         self._finish(written)
         commit(self.partial, self.target)
-        retain(self._root, keep, self.target)
+        retain(self._root, keep, self.target, spare)
         clean(self._root)
 
     def abandon(self) -> None:

@@ -149,14 +149,23 @@ class ShardSection(Section):
 class CheckpointSection(Section):
     every: NonNegativeInt = Field(0, description="Save every so many steps; 0 = only at the end.")
     keep: PositiveInt = Field(2, description="Complete checkpoints kept; older ones are removed.")
-    resume: str = Field("auto", description="auto: the newest complete checkpoint of this run; never; or a PATH.")
+    resume: str = Field(
+        "auto",
+        description="auto: the newest complete checkpoint of this run, here or in the mirror; never; a PATH or URL.",
+    )
+    mirror: str | None = Field(
+        None,
+        pattern=r"^[a-z][a-z0-9+.-]*://.+",
+        description="A URL, s3://BUCKET/PREFIX, file:///DIRECTORY or another that fsspec knows: each checkpoint is"
+        " copied to <mirror>/<run.name>/ beside training.",
+    )
     asynchronous: bool = Field(True, alias="async", description="Write to disk while training goes on.")
     buffer_bytes: NonNegativeInt = Field(
         256 << 20, description="Copied at most when the next update comes before all is written; beyond, it waits."
     )
     grace_s: PositiveFloat = Field(90.0, description="After SIGTERM or Ctrl-C: finish the step, save, end.")
     on_error: Literal["stop", "warn"] = Field(
-        "stop", description="When a checkpoint, metrics or events cannot be written."
+        "stop", description="When a checkpoint, its copy in the mirror, metrics or events cannot be written."
     )
     export: bool = Field(True, description="Write a Hugging Face export at the end of the run.")
 
@@ -219,6 +228,11 @@ class RunConfig(Section):
     observe: ObserveSection = ObserveSection()
     launch: LaunchSection = LaunchSection()
     cluster: ClusterSection | None = None
+
+    @property
+    def mirror(self) -> str | None:
+        """Where the checkpoints of this run are copied to."""
+        return f"{self.checkpoint.mirror.rstrip('/')}/{self.run.name}" if self.checkpoint.mirror else None
 
     @property
     def offload_directory(self) -> Path:
