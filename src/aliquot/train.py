@@ -334,8 +334,9 @@ class Training:
         said = None
         if observe.sample_prompt is not None:
             inputs, prompt = self._inputs, observe.sample_prompt
+            chat = inputs.data.open_train().mask is not None
             said = continuation(
-                self._engine.generate, inputs.tokenizer, prompt, inputs.data.prefix, observe.sample_tokens
+                self._engine.generate, inputs.tokenizer, prompt, inputs.data.prefix, observe.sample_tokens, chat=chat
             )
         rows = run.ledger.publish(run.directory.ledger, run.ranks, run.about)
         if run.ranks.rank == 0:

@@ -185,7 +185,9 @@ class ObserveSection(Section):
     )
     console: Literal["auto", "live", "plain", "quiet"] = Field("auto", description="auto: live on a terminal.")
     sample_prompt: str | None = Field(
-        None, min_length=1, description="Generate from this prompt at the end of the run."
+        None,
+        min_length=1,
+        description="Generate from this prompt at the end of the run; of chats, as what a user says.",
     )
     sample_tokens: PositiveInt = Field(64, description="Tokens of that sample.")
 
