@@ -99,7 +99,8 @@ def read_inputs(run: Attempt) -> Inputs:
     on_first(ranks, lambda: bool(resolve(config.model)))  # from the hub only rank 0 downloads
     source = resolve(config.model)
     beside, largest = source.config.to_dict(), source.largest_vocabulary
-    data = prepare_together(config.data, source.directory, largest, ranks, run.display.progress, beside)
+    added = config.model.add_tokens, config.model.add_special_tokens
+    data = prepare_together(config.data, source.directory, largest, ranks, run.display.progress, beside, *added)
     tokenizer = data.load_tokenizer()
     source.adopt_tokenizer(tokenizer)
     source.check_length(config.data.sequence_length)
@@ -179,7 +180,11 @@ def fill_model(run: Attempt, inputs: Inputs, model: Model) -> Start:
         for change in changes(state, config.model_dump(mode="json", by_alias=True)):
             run.display.line(f"changed since: {change}")
     elif inputs.source.directory is not None:
-        load_weights(engine, inputs.source.directory, built.tensors, built.tied, run.ranks, published=model.published)
+        may_grow = built.vocabulary if config.model.add_tokens or config.model.add_special_tokens else ()
+        load_weights(
+            engine, inputs.source.directory, built.tensors, built.tied, run.ranks,
+            published=model.published, may_grow=may_grow, seed=config.run.seed,
+        )  # fmt: skip
     else:
         initialize.initialize(engine, built.fills, config.run.seed)
     run.ledger.mark("weights loaded", engine.counters().memory())

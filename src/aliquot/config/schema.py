@@ -35,8 +35,15 @@ class ModelSection(Section):
         description="Dtype of exported weights. auto: what the source's config names; from scratch, the precision.",
     )
 
+    add_tokens: list[str] = Field(
+        [], description="New tokens: the vocabulary grows, and the new rows begin near the mean of the old ones."
+    )
+    add_special_tokens: list[str] = Field([], description="The same for tokens that decoding leaves out.")
+
     @model_validator(mode="after")
     def one_source(self) -> Self:
+        if "" in (*self.add_tokens, *self.add_special_tokens):
+            raise ValueError("a token of model.add_tokens or model.add_special_tokens is empty")
         if (self.path is None) == (self.config is None):
             raise ValueError("give exactly one of model.path (fine-tune) and model.config (from scratch)")
         return self

@@ -35,6 +35,7 @@ class MetaModel:
     tied: dict[str, str]  # further name -> the name under which it is in `tensors`
     fills: initialize.Fills  # how the model's own _init_weights fills each weight
     matmul_parameters: int  # multiply every token: all matrices but the input embedding; a tied head counts once
+    vocabulary: tuple[str, ...]  # the weights that have a row a token: of the embedding, and of a head of its own
     traits: Traits
     dropout: bool  # its configuration has some
 
@@ -68,7 +69,9 @@ def build(config: PretrainedConfig, known: Traits | None = None) -> MetaModel:
     fills = initialize.record(model)
     tensors = tuple((name, tuple(parameter.shape)) for name, parameter in model.named_parameters())
     tied, multiply = tied_weights(model), matmul_parameters(model)
-    return MetaModel(type(model).__name__, model, tensors, tied, fills, multiply, found, has_dropout(config))
+    of_vocabulary = _of_vocabulary(model)
+    name, dropout = type(model).__name__, has_dropout(config)
+    return MetaModel(name, model, tensors, tied, fills, multiply, of_vocabulary, found, dropout)
 
 
 def _take_experts(model: PreTrainedModel) -> None:
@@ -77,6 +80,12 @@ def _take_experts(model: PreTrainedModel) -> None:
     if experts:
         with suppress(ValueError):  # transformers says so of a model whose experts nobody can replace
             model.set_experts_implementation(IMPLEMENTATION if all(map(suits, experts)) else "eager")
+
+
+def _of_vocabulary(model: PreTrainedModel) -> tuple[str, ...]:
+    modules = [model.get_input_embeddings(), model.get_output_embeddings()]
+    weights = [id(weight) for module in modules if module is not None for weight in module.parameters()]
+    return tuple(name for name, weight in model.named_parameters() if id(weight) in weights)
 
 
 def _check_layout(model: PreTrainedModel) -> None:
