@@ -179,7 +179,7 @@ def config(case: Case, name: str, shard: dict[str, Any], text: Path, tokenizer: 
         },
         "shard": shard,
         "launch": {"ranks": RANKS, "device": "cpu"},
-        "observe": {"tensorboard": False, "console": "quiet"},
+        "observe": {"report_to": [], "console": "quiet"},
     }
 
 

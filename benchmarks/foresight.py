@@ -170,7 +170,7 @@ def config(case: Case, directory: Path, steps: int, precision: str) -> dict[str,
         },
         "shard": {"engine": case.engine, **case.shard},
         "launch": {"ranks": case.ranks, "device": "cpu", "threads_per_rank": max(1, _cores() // case.ranks)},
-        "observe": {"tensorboard": False, "console": "quiet"},
+        "observe": {"report_to": [], "console": "quiet"},
         "checkpoint": {"every": -(-steps // 2), "keep": 1, "export": False},
     }
 

@@ -160,7 +160,7 @@ def config(case: Case, steps: int, precision: str, data: Path, directory: Path) 
         },
         "checkpoint": {"every": steps // 4, "keep": 1},
         "launch": {"ranks": RANKS, "device": "cpu"},
-        "observe": {"tensorboard": False, "console": "quiet", "sample_prompt": "The"},
+        "observe": {"report_to": [], "console": "quiet", "sample_prompt": "The"},
     }
 
 

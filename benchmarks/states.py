@@ -77,7 +77,7 @@ def run(given: argparse.Namespace, states: str, seed: int) -> float:
             },
             "shard": {"engine": "host"},
             "checkpoint": {"export": False},
-            "observe": {"console": "quiet", "tensorboard": False},
+            "observe": {"console": "quiet", "report_to": []},
             "launch": {"ranks": 2, "device": "cpu"},
         }
         file = Path(folder, "run.yaml")

@@ -45,7 +45,7 @@ def crash(kills: int, seed: int, folder: Path) -> dict[str, int]:
         "checkpoint": {"every": 1, "best": True, "export": False},
         "train": {"max_steps": STEPS, "logging_steps": 1, "eval_steps": 2, **OVERFITTING},
         "data": {"eval_path": str(other_text(folder)), "eval_fraction": 0.0},
-        "observe": {"tensorboard": False, "console": "quiet"},
+        "observe": {"report_to": [], "console": "quiet"},
     }
     undisturbed = write_config(folder, "undisturbed", **settings)
     config = write_config(folder, "killed", **settings)

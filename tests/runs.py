@@ -72,7 +72,7 @@ def write_config(folder: Path, name: str = "run", **sections: dict[str, Any]) ->
             "precision": "fp32",
         },
         "launch": {"ranks": 1, "device": "cpu"},
-        "observe": {"tensorboard": False},
+        "observe": {"report_to": []},
     }
     for section, values in sections.items():
         config.setdefault(section, {}).update(values)

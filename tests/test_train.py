@@ -44,7 +44,7 @@ def alone(folder: Path) -> Path:
 
     tests/plan/test_cli.py trains in an interpreter of its own.
     """
-    observe = {"sample_prompt": "the rank", "tensorboard": True}
+    observe = {"sample_prompt": "the rank", "report_to": ["tensorboard"]}
     trained(write_config(folder, "alone", checkpoint={"every": 3, "keep": 9}, observe=observe))
     return folder / "alone"
 

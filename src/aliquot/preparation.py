@@ -11,6 +11,7 @@ from typing import Any
 from aliquot.beginning import doubts
 from aliquot.checkpoint.directories import complete_directories, directory_of
 from aliquot.checkpoint.evaluations import Evaluations
+from aliquot.checkpoint.fetch_newer import fetch_newer
 from aliquot.checkpoint.resume import changes, check_continuity, resume
 from aliquot.config.batch_size import BatchSize, batch_size
 from aliquot.config.on_disk import OnDisk
@@ -125,7 +126,8 @@ def read_inputs(run: Attempt) -> Inputs:
     on_first(ranks, lambda: bool(resolve(config.model)))  # from the hub only rank 0 downloads
     source = resolve(config.model)
     beside, largest = source.config.to_dict(), source.largest_vocabulary
-    data = prepare_together(config.data, source.directory, largest, ranks, run.display.progress, beside)
+    added = config.model.add_tokens, config.model.add_special_tokens
+    data = prepare_together(config.data, source.directory, largest, ranks, run.display.progress, beside, *added)
     tokenizer = data.load_tokenizer()
     source.adopt_tokenizer(tokenizer)
     source.check_length(config.data.sequence_length)
@@ -191,16 +193,25 @@ def build_model(run: Attempt, inputs: Inputs) -> Model:
     return Model(built, published, engine, engine_name, clock, spec.notes)
 
 
+def _load_source(run: Attempt, inputs: Inputs, model: Model) -> None:
+    config, built = run.config, model.built
+    assert inputs.source.directory is not None
+    may_grow = built.vocabulary if config.model.add_tokens or config.model.add_special_tokens else ()
+    load_weights(
+        model.engine, inputs.source.directory, built.tensors, built.tied, run.ranks,
+        published=model.published, may_grow=may_grow, seed=config.run.seed,
+    )  # fmt: skip
+
+
 def fill_model(run: Attempt, inputs: Inputs, model: Model) -> Start:
     """With a checkpoint of this run, with the source's weights, or from scratch."""
     config, engine, built = run.config, model.engine, model.built
     start = Start()
-    adapts = built.adapter is not None
-    if adapts:
-        assert inputs.source.directory is not None  # the configuration says so
-        load_weights(engine, inputs.source.directory, built.tensors, built.tied, run.ranks, published=model.published)
-    checkpoints = run.directory.checkpoints
-    resumed = resume(config.checkpoint, checkpoints, model.saved, built.saved, run.ranks, built.learned)
+    root = run.directory.checkpoints
+    if built.adapter is not None:
+        _load_source(run, inputs, model)
+    fetch_newer(config.checkpoint, config.mirror, root, run.ranks, run.display.warning)
+    resumed = resume(config.checkpoint, root, model.saved, built.saved, run.ranks, built.learned)
     if resumed is not None:
         where, state = resumed
         check_continuity(state, inputs.determinants(config), where)
@@ -210,8 +221,10 @@ def fill_model(run: Attempt, inputs: Inputs, model: Model) -> Start:
         run.display.line(f"resuming from {where}")
         for change in changes(state, config.model_dump(mode="json", by_alias=True)):
             run.display.line(f"changed since: {change}")
-    elif inputs.source.directory is not None and not adapts:
-        load_weights(engine, inputs.source.directory, built.tensors, built.tied, run.ranks, published=model.published)
+    elif built.adapter is not None:
+        initialize.initialize(engine, built.fills, config.run.seed)
+    elif inputs.source.directory is not None:
+        _load_source(run, inputs, model)
     else:
         initialize.initialize(engine, built.fills, config.run.seed)
     run.ledger.mark("weights loaded", engine.counters().memory())

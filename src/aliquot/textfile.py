@@ -1,4 +1,4 @@
-"""Publish a small text file in one piece: whoever reads it sees the old text or the new one, never a half."""
+"""Publish a small file in one piece: whoever reads it sees the old content or the new one, never a half."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from pathlib import Path
 
 def publish_text(path: Path, text: str) -> None:
     """Write `text` beside `path`, force it to the disk, rename it into place."""
+    publish_bytes(path, text.encode())
+
+
+def publish_bytes(path: Path, data: bytes) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
+    with beside.open("wb") as file:
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
     beside.replace(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +17,8 @@ import torch
 from aliquot import preparation
 from aliquot.checkpoint.background_saver import Saver
 from aliquot.checkpoint.directories import complete_directories, directory_of, newest
+from aliquot.checkpoint.evaluations import Evaluations
+from aliquot.checkpoint.mirror import Mirror
 from aliquot.config.due import is_due
 from aliquot.config.schema import RunConfig
 from aliquot.data.batches import StepBatch
@@ -42,6 +45,7 @@ from aliquot.models.model_files import export_dtype, model_files
 from aliquot.models.structure import attention_widths
 from aliquot.observe import summary
 from aliquot.observe.console import Display
+from aliquot.observe.dashboards import check_installed
 from aliquot.observe.flops import model_flops
 from aliquot.observe.ledger import STEADY_PEAK, Ledger
 from aliquot.observe.prometheus import Exporter
@@ -51,6 +55,7 @@ from aliquot.plan.own_rates import ceiling
 from aliquot.preparation import Attempt, Inputs, Model, Start
 from aliquot.ranges.publish import remove_directory
 from aliquot.ranges.together import on_first
+from aliquot.stores.open_store import open_store
 
 # Only training steps are on the watchdog's clock: reading data and weights may take long. A rank that dies ends the
 # run at once anyway; this only bounds the wait for one that hangs.
@@ -84,6 +89,8 @@ def train(config: RunConfig, force: bool = False) -> Result:
     directory = RunDirectory(config.run.directory)
     try:
         with directory.locked() if topology.is_first else nullcontext():
+            on_first(ranks, partial(check_installed, config.observe.report_to))
+            on_first(ranks, partial(_check_mirror, config))
             on_first(ranks, exporter.listen)
             about = {"placement": placement, "machine": ranks.broadcast(machine)}
             run = Attempt(config, ranks, directory, display, exporter, Ledger(ranks.rank), about)
@@ -119,8 +126,13 @@ def _train(run: Attempt, force: bool) -> Result:
     if start.step == 0 and inputs.source.directory is not None:
         preparation.check_beginning(run, inputs, model)
 
+    own = start.resumed_from is not None and start.resumed_from.parent == run.directory.checkpoints
     if why := preparation.complete(run, inputs, start):
         run.display.line(f"this run is complete at step {start.step}: {why}, or choose another run.name")
+        if own:
+            mirror = _mirror(run, run.display.warning)
+            mirror.start(start.step, _best_step(run.config, start.evaluations))
+            mirror.finish()
         if run.directory.export.exists() or not run.config.checkpoint.export:
             return Result(run.directory.path, start.step, None, None, run.directory.export)
         inputs = replace(inputs, total_steps=start.step)  # what is left to do is the export
@@ -134,7 +146,11 @@ def _train(run: Attempt, force: bool) -> Result:
         StopSignal(run.config.checkpoint.grace_s, run.ranks.rank == 0, partial(_would_be_lost, run.directory)) as stop,
         Watchdog(run.config.launch.step_timeout_s, stacks, run.ranks.rank) as watchdog,
     ):  # fmt: skip
-        training = Training(run, inputs, model, start, record, stop, watchdog)
+        mirror = _mirror(run, record.warn, watchdog.beat)
+        if own:
+            # Of which a killed run may have left a part.
+            mirror.start(start.step, _best_step(run.config, start.evaluations))
+        training = Training(run, inputs, model, start, record, stop, watchdog, mirror)
         training.all_steps()
         return training.finish()
 
@@ -151,6 +167,7 @@ class Training:
         record: Recorder,
         stop: StopSignal,
         watchdog: Watchdog,
+        mirror: Mirror,
     ) -> None:
         self._run = run
         self._inputs = inputs
@@ -158,6 +175,7 @@ class Training:
         self._record = record
         self._stop = stop
         self._watchdog = watchdog
+        self._mirror = mirror
         self._engine = model.engine
         self._files = model_files(inputs.source.config, inputs.tokenizer, inputs.source.directory, inputs.data.prefix)
         if model.built.adapter is not None:
@@ -168,7 +186,7 @@ class Training:
         self._saver = Saver(
             run.directory.checkpoints, model.saved, model.built.saved, self._files, run.ranks, saving,
             warn=record.warn, saved=self._saved, beat=watchdog.beat, states=run.config.train.optimizer_states,
-            learned=model.built.learned,
+            learned=model.built.learned, spare=lambda: mirror.step,
         )  # fmt: skip
         self._attention_widths = attention_widths(inputs.source.config)
         self._done, self._end = start.step, inputs.total_steps
@@ -200,11 +218,17 @@ class Training:
             summed += engine.backward(micro_batch, 1 / max(1, batch.predicted), last).cpu()
 
         # The one exchange of small values in a step: all ranks decide by the same numbers what they do next.
-        own = {"loss": float(summed), "stop": self._stop.requested, "save": saver.report()}
+        own = {
+            "loss": float(summed),
+            "stop": self._stop.requested,
+            "save": saver.report(),
+            "mirror": self._mirror.report(),
+        }
         reports = record.gather(own, batch.own_tokens)
         record.enter("checkpoint")
         self._loss = self._mean_loss(step, [report["loss"] for report in reports], batch.predicted)
         saver.poll([report["save"] for report in reports])
+        self._mirror.poll([report["mirror"] for report in reports])
         saver.before_update()
 
         record.enter("optimizer")
@@ -223,21 +247,19 @@ class Training:
 
     def _between_steps(self, stopping: int, metrics: dict[str, Any]) -> None:
         """In this order: measure, log, evaluate, save, stop. Every rank takes the same way."""
-        config, done, best = self._run.config, self._done, None
+        config, done = self._run.config, self._done
         if self._run.ledger.mark("first step", lambda: self._engine.counters().memory()):
             self._run.ledger.publish(self._run.directory.ledger, self._run.ranks, self._run.about)
         if self._record.due(done):
             self._record.log({**metrics, **self._experts(), **self._engine.counters().traffic()})
         if not stopping and self._evaluation_is_due():
             stopping = self._evaluate()
-        if config.checkpoint.best:
-            best = self._evaluations.best_step
-        last = done == self._end
+        last, best = done == self._end, _best_step(config, self._evaluations)
         if last or stopping or best == done or is_due(config.checkpoint.every, done):
             with self._record.between_steps("checkpoint"):
                 self._saver.start(done, self._state(), best)
         if stopping and not last:
-            self._saver.finish()
+            self._finish_saving()
             raise Terminated(stopping, f"after step {done}, which is saved: start again to continue")
 
     def _experts(self) -> dict[str, object]:
@@ -278,8 +300,13 @@ class Training:
             self._end = self._done
             self._record.stopped_early(self._evaluations.told())
 
+    def _finish_saving(self) -> None:
+        self._saver.finish()
+        self._mirror.finish()
+
     def _saved(self, step: int, seconds: float, stall_s: float) -> None:
         self._record.saved(step, seconds, stall_s)
+        self._mirror.start(step, _best_step(self._run.config, self._evaluations))
         give_back()
 
     def _stopped(self) -> int:
@@ -295,7 +322,7 @@ class Training:
 
     def _diverged(self, step: int, reason: str) -> DivergedError:
         """Why the run ends, on every rank at once; a checkpoint that is being saved is good and is finished first."""
-        self._saver.finish()
+        self._finish_saving()
         kept = newest(self._run.directory.checkpoints)
         where = f"the last checkpoint is {kept}" if kept else "there is no checkpoint yet"
         return DivergedError(f"step {step + 1}: {reason}; {where}. Try a lower train.learning_rate or more warm-up")
@@ -320,7 +347,7 @@ class Training:
     def finish(self) -> Result:
         """All is saved and measured, then exported, then shown."""
         run, observe = self._run, self._run.config.observe
-        self._saver.finish()
+        self._finish_saving()
         self._watchdog.stop()
         over = f"after step {self._done}, the last, which is saved: start again for the rest"
         self._stop.nothing_to_save = over  # from here on a signal ends the run at once
@@ -332,8 +359,9 @@ class Training:
         said = None
         if observe.sample_prompt is not None:
             inputs, prompt = self._inputs, observe.sample_prompt
+            chat = inputs.data.open_train().mask is not None
             said = continuation(
-                self._engine.generate, inputs.tokenizer, prompt, inputs.data.prefix, observe.sample_tokens
+                self._engine.generate, inputs.tokenizer, prompt, inputs.data.prefix, observe.sample_tokens, chat=chat
             )
         rows = run.ledger.publish(run.directory.ledger, run.ranks, run.about)
         if run.ranks.rank == 0:
@@ -349,7 +377,7 @@ class Training:
         wanted, precision, adapter = run.config.model.dtype, run.config.train.precision, built.adapter
         # An adapter is small, and added to what is much larger.
         dtype = export_dtype(wanted, source.dtype if adapter is None else torch.float32, precision)
-        best = self._evaluations.best_step if run.config.checkpoint.best else None
+        best = _best_step(run.config, self._evaluations)
         if best is not None and best != self._done:
             run.display.line(f"exported is what evaluated best: {self._evaluations.told()}")
             export_checkpoint(directory_of(run.directory.checkpoints, best), target, dtype, ranks=run.ranks)
@@ -369,6 +397,22 @@ class Training:
             self._run.display.warning(f"{target} held {foreign[0]}, which is not of an export: it is {kept} now")
             return
         remove_directory(target)
+
+
+def _best_step(config: RunConfig, evaluations: Evaluations) -> int | None:
+    """That of the checkpoint which is kept because it evaluated best."""
+    return evaluations.best_step if config.checkpoint.best else None
+
+
+def _check_mirror(config: RunConfig) -> None:
+    """Raises UserError where a package is missing. Whether the store answers is seen when it is looked into."""
+    if config.mirror is not None:
+        open_store(config.mirror)
+
+
+def _mirror(run: Attempt, warn: Callable[[str], None], beat: Callable[[], None] = lambda: None) -> Mirror:
+    config = run.config
+    return Mirror(config.mirror, run.directory.checkpoints, run.ranks, config.checkpoint, run.display.line, warn, beat)
 
 
 def _would_be_lost(directory: RunDirectory) -> str:

@@ -34,7 +34,7 @@ def run(folder: Path, name: str, steps: int, engine: str, **shard: object) -> li
         "train": {"max_steps": steps, "global_batch_size": 4, "learning_rate": 1e-3, "lr_scheduler_type": "constant"},
         "shard": {"engine": engine, **shard},
         "checkpoint": {"every": 4},
-        "observe": {"tensorboard": False, "console": "plain"},
+        "observe": {"report_to": [], "console": "plain"},
         "launch": {"device": "cpu" if engine == "host" else "cuda", "ranks": 1},
     }
     file = folder / f"{name}.yaml"

@@ -101,7 +101,7 @@ def test_what_needs_no_disk_is_written_all_the_same(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    observe = ObserveSection(tensorboard=False, prometheus=port)
+    observe = ObserveSection(report_to=[], prometheus=port)
     exporter = Exporter(observe, "full")
     exporter.listen()
     curve = Curve(tmp_path / "metrics.jsonl", tmp_path / "tensorboard", observe, 0, True, exporter)
@@ -117,7 +117,7 @@ def test_what_needs_no_disk_is_written_all_the_same(tmp_path: Path) -> None:
     [(True, True, {"metrics.jsonl", "tensorboard"}), (True, False, {"metrics.jsonl"}), (False, True, set())],
 )
 def test_curve_writes_what_is_asked_for(tmp_path: Path, enabled: bool, tensorboard: bool, expected: set[str]) -> None:
-    observe = ObserveSection(tensorboard=tensorboard)
+    observe = ObserveSection(report_to=["tensorboard"] if tensorboard else [])
     curve = Curve(tmp_path / "metrics.jsonl", tmp_path / "tensorboard", observe, 0, enabled)
     curve.write({"step": 1, "loss": 2.0})
     curve.close()

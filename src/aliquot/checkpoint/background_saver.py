@@ -8,18 +8,17 @@ start -> (drain on every rank) -> poll: all drained, pieces gathered -> (publish
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from aliquot.checkpoint.background import Background, Report, wait_together
 from aliquot.checkpoint.live_parts import LiveParts
 from aliquot.checkpoint.save import Draft
 from aliquot.config.schema import CheckpointSection
 from aliquot.errors import StorageError, UserError
-from aliquot.machine.memory import unwritten_bytes
 from aliquot.optim.sizes import States
 from aliquot.ranges.bytemap import Shape
 from aliquot.ranges.checksums import Piece
@@ -27,16 +26,13 @@ from aliquot.ranges.parts import PartSource
 from aliquot.ranges.together import RankGroup
 from aliquot.ranges.transfer import Progress
 
-Report = dict[str, Any]
-
-_ASKED_S = 0.5  # ranks that wait for a save tell each other how far they are
-
 
 class Saver:
     """Saves one checkpoint at a time. `warn` is told of one that failed where `checkpoint.on_error` is warn.
 
     `saved` is told of each one that is published, on every rank: its step, the seconds that it took to come about, and
-    those that training stood still for it here.
+    those that training stood still for it here. `spare` tells of which step the checkpoint is still needed, although
+    newer ones take its place.
     """
 
     def __init__(
@@ -52,7 +48,9 @@ class Saver:
         beat: Callable[[], None] = lambda: None,
         states: States = "fp32",
         learned: Collection[str] | None = None,
+        spare: Callable[[], int | None] = lambda: None,
     ) -> None:
+        self._spare = spare
         self._root = root
         self._store = store
         self._tensors = tensors
@@ -71,7 +69,7 @@ class Saver:
         self._stall_s = 0.0
         self._draft: Draft | None = None
         self._live: LiveParts | None = None  # None: drained, rank 0 publishes
-        self._work: _Background | None = None
+        self._work: Background | None = None
 
     def start(self, step: int, state: Mapping[str, Any], best: int | None = None) -> None:
         """Begin to save; without `checkpoint.async` also end. Collective. Raises UserError as `poll` does.
@@ -92,7 +90,7 @@ class Saver:
             self._written_bytes = 0
             draft, live = self._draft, LiveParts(self._store, self._settings.buffer_bytes)
             self._live = live
-            self._work = _Background(lambda: draft.write(live, self._count), on_error=live.stop)
+            self._work = Background("aliquot-saver", lambda: draft.write(live, self._count), on_error=live.stop)
         if not self._settings.asynchronous:
             self.finish()
 
@@ -135,36 +133,22 @@ class Saver:
             self.poll(reports)
 
     def _wait(self, arrived: Callable[[float], bool]) -> None:
-        """Until `arrived`, which takes seconds to wait at most, is true on every rank. Collective.
-
-        A slow disk is not a hang: as long as any rank writes, or its machine has less and less left to write, `beat`
-        is called on all of them.
-        """
-        before: list[tuple[int, int]] = []
-        while True:
-            own = arrived(_ASKED_S)
-            told = self._ranks.gather([own, self._written_bytes, unwritten_bytes()])
-            if all(there for there, _, _ in told):
-                self._beat()
-                return
-            now = [(written, left) for _, written, left in told]
-            lowest = [min(left, low) for (_, left), (_, low) in zip(now, before or now, strict=True)]
-            if any(written > past or left < low for (written, left), (past, low) in zip(now, before, strict=False)):
-                self._beat()
-            before = [(written, low) for (written, _), low in zip(now, lowest, strict=True)]
+        wait_together(self._ranks, arrived, lambda: self._written_bytes, self._beat)
 
     def _count(self, progress: Progress) -> None:
         self._written_bytes = progress.done_bytes
 
-    def _advance(self, draft: Draft, work: _Background) -> None:
+    def _advance(self, draft: Draft, work: Background) -> None:
         if self._live is None:
             self._draft = self._work = None
             self._saved(self._step, time.perf_counter() - self._begun_at, self._stall_s)
             return
         self._live = None
         pieces: list[list[Piece]] = self._ranks.gather(work.result)
-        keep, best = self._settings.keep, self._best
-        self._work = _Background(lambda: draft.publish(pieces, keep, best) if self._ranks.rank == 0 else None)
+        keep, best, copied = self._settings.keep, self._best, self._spare()
+        self._work = Background(
+            "aliquot-saver", lambda: draft.publish(pieces, keep, best, copied) if self._ranks.rank == 0 else None
+        )
 
     def _abandon(self) -> None:
         """Every rank stops writing before rank 0 removes what was written."""
@@ -189,29 +173,3 @@ class Saver:
         if self._settings.on_error == "stop":
             raise error
         self._warn(f"a checkpoint could not be saved, training goes on: {error}")
-
-
-class _Background:
-    """Something done in a thread: whether it is over, and what came of it."""
-
-    def __init__(self, work: Callable[[], Any], on_error: Callable[[], None] = lambda: None) -> None:
-        self.result: Any = None
-        self._error: str | None = None
-        self._on_error = on_error
-        self._thread = threading.Thread(target=self._run, args=[work], name="aliquot-saver", daemon=True)
-        self._thread.start()
-
-    def _run(self, work: Callable[[], Any]) -> None:
-        try:
-            self.result = work()
-        # Whatever it is, it must reach the training thread, which alone can tell the other ranks.
-        except Exception as error:
-            self._error = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-            self._on_error()
-
-    def report(self) -> Report:
-        return {"done": not self._thread.is_alive(), "error": self._error}
-
-    def join(self, timeout_s: float | None = None) -> bool:
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()

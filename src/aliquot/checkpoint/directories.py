@@ -32,6 +32,11 @@ def step_of(directory: Path) -> int:
     return int(directory.name.removeprefix("step-"))
 
 
+def is_name(name: str) -> bool:
+    """Whether a checkpoint may be named so."""
+    return _NAME.fullmatch(name) is not None
+
+
 def directories(root: Path) -> list[Path]:
     """Everything under `root` that is named like a checkpoint, complete or not, oldest first. Raises OSError."""
     if not root.is_dir():
@@ -56,12 +61,13 @@ def newest(root: Path, below: int | None = None) -> Path | None:
     return None
 
 
-def retain(root: Path, keep: int, published: Path, best: int | None = None) -> None:
-    """Remove all that is older than the `keep` newest complete checkpoints, but not `published` nor that of `best`."""
+def retain(root: Path, keep: int, published: Path, best: int | None = None, copied: int | None = None) -> None:
+    """Remove all that is older than the `keep` newest complete checkpoints, but not `published`, nor that of step
+    `best`, nor that of step `copied`, which is being."""
     complete = complete_directories(root)
     for directory in directories(root):
         old = len(complete) > keep and step_of(directory) < step_of(complete[-keep])
-        if old and directory != published and step_of(directory) != best:
+        if old and step_of(directory) not in (step_of(published), best, copied):
             remove_directory(directory)
 
 
@@ -82,10 +88,10 @@ def clean(root: Path) -> None:
     clean_leftovers(root, _NAME)
 
 
-def tidy(root: Path, keep: int, restored: Path, best: int | None = None) -> None:
+def tidy(root: Path, keep: int, restored: Path, best: int | None = None, copied: int | None = None) -> None:
     """What the end of a save would have done, had it not been killed. Raises OSError."""
     name_best(root, best)
-    retain(root, keep, restored, best)
+    retain(root, keep, restored, best, copied)
     clean(root)
 
 

@@ -15,6 +15,7 @@ from aliquot.errors import ResumeError
 from aliquot.ranges.bytemap import Shape
 from aliquot.ranges.parts import PartStore
 from aliquot.ranges.together import RankGroup, on_first, together
+from aliquot.stores.open_store import is_url
 
 
 def resume(
@@ -27,13 +28,15 @@ def resume(
 ) -> tuple[Path, dict[str, Any]] | None:
     """Restore what `settings.resume` (auto, never or a path) names; its directory and state, or None to start anew.
 
+    What a URL names has been fetched already (fetch_newer.py) and is the run's own.
+
     A path is where the run under `root` begins: once it has checkpoints of its own it goes on from those, so that a
     restarted job makes progress. Collective. Raises UserError for a path that is no checkpoint, or that would go back.
     """
     wanted = settings.resume
     if wanted == "never":
         return None
-    if wanted != "auto" and not on_first(ranks, lambda: _has_begun(Path(wanted), root)):
+    if wanted != "auto" and not is_url(wanted) and not on_first(ranks, lambda: _has_begun(Path(wanted), root)):
         together(ranks, lambda: _check_seen(Path(wanted)))
         return Path(wanted), restore(Path(wanted), store, tensors, ranks, learned)
     restored = restore_newest(root, store, tensors, ranks, learned)

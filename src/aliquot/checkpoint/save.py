@@ -112,12 +112,14 @@ class Draft:
         drain(StoredParts(store, entries), entries, checksums, watch)
         return checksums.pieces()
 
-    def publish(self, written: Sequence[Sequence[Piece]], keep: int, best: int | None = None) -> None:
+    def publish(
+        self, written: Sequence[Sequence[Piece]], keep: int, best: int | None = None, copied: int | None = None
+    ) -> None:
         """On rank 0, when all ranks have written: the manifest, one rename, then retention, from which the checkpoint
-        of step `best` is exempt. Raises OSError."""
+        of step `best` is exempt, and that of step `copied`, which is being copied. Raises OSError."""
         self._finish(written)
         commit(self.partial, self.target)
-        tidy(self._root, keep, self.target, best)
+        tidy(self._root, keep, self.target, best, copied)
 
     def abandon(self) -> None:
         """On rank 0, when no rank writes any more: leave nothing behind."""

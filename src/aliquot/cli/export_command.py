@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,7 +12,7 @@ from aliquot.cli.one_line_errors import one_line_errors
 
 
 def command(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint directory, runs/NAME/checkpoints/step-...")],
+    checkpoint: Annotated[str, typer.Argument(help="A checkpoint, runs/NAME/checkpoints/step-..., or its URL.")],
     out_dir: Annotated[Path, typer.Argument(help="Where to write; must not exist or be empty.")],
     dtype: Annotated[Literal["bfloat16", "float16", "float32"], typer.Option(help="Dtype of the weights.")] = (
         "bfloat16"
@@ -24,11 +25,16 @@ def command(
 
     What is exported is compared with the checkpoint's checksums; --verify does so with all of it, moments included.
     """
-    with one_line_errors(debug):
+    with one_line_errors(debug), ExitStack() as held:
+        from aliquot.checkpoint.mirrored import fetched_weights
         from aliquot.models.export import export_checkpoint
         from aliquot.ranges.manifest import verify as verify_all
+        from aliquot.stores.open_store import is_url
 
+        directory = Path(checkpoint)
+        if is_url(checkpoint):
+            directory = held.enter_context(fetched_weights(checkpoint, out_dir, verify))
         if verify:
-            verify_all(checkpoint)
-        export_checkpoint(checkpoint, out_dir, dtype, merge=merge)
+            verify_all(directory)
+        export_checkpoint(directory, out_dir, dtype, merge=merge)
     print(f"exported {checkpoint} to {out_dir} ({dtype})")

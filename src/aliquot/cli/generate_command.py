@@ -8,18 +8,32 @@ from typing import Annotated
 import typer
 
 from aliquot.cli.one_line_errors import one_line_errors
+from aliquot.errors import UsageError, reading
 
 
 def command(
     model_dir: Annotated[Path, typer.Argument(help="A Hugging Face model directory: an export or a checkpoint.")],
-    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    prompt: Annotated[list[str] | None, typer.Option(help="Text to continue; may be given several times.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="A file with a prompt a line.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 100,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token each time.")] = 0.8,
     seed: Annotated[int, typer.Option()] = 42,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
-    """Continue a prompt with a trained model."""
+    """Continue prompts with a trained model, which is loaded once; of several, an empty line is between them."""
     with one_line_errors(debug):
+        asked = [*(prompt or []), *(_lines(prompts) if prompts is not None else [])]
+        if not asked:
+            raise UsageError("nothing to continue: give --prompt TEXT or --prompts FILE")
         from aliquot.models.generate import generate
 
-        print(generate(model_dir, prompt, max_new_tokens, temperature, seed))
+        for number, text in enumerate(generate(model_dir, asked, max_new_tokens, temperature, seed)):
+            print("\n" * (number > 0) + text, flush=True)
+
+
+def _lines(file: Path) -> list[str]:
+    with reading(file):
+        try:
+            return [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        except UnicodeDecodeError:
+            raise UsageError("not a text file", file) from None

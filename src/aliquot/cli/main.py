@@ -8,6 +8,7 @@ import typer
 
 from aliquot import __version__
 from aliquot.cli import (
+    chat_command,
     cluster_command,
     doctor_command,
     evaluate_command,
@@ -32,6 +33,7 @@ app.command("doctor")(doctor_command.command)
 app.command("export")(export_command.command)
 app.command("generate")(generate_command.command)
 app.command("evaluate")(evaluate_command.command)
+app.command("chat")(chat_command.command)
 app.command("report")(report_command.command)
 app.command("instances")(instances_command.command)
 app.add_typer(cluster_command.app, name="cluster")

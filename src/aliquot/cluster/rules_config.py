@@ -35,7 +35,7 @@ def _paths(job: Job) -> Iterator[RuleFinding]:
     config, mount = job.config, PurePosixPath(job.section.storage.mount_path)
     files = [*_each("data.path", config.data.path), *_each("data.eval_path", config.data.eval_path)]
     local = [(key, value) for key, value in files if value != "stdlib"]  # Python's own texts are in the image
-    if config.checkpoint.resume not in ("auto", "never"):
+    if config.checkpoint.resume not in ("auto", "never") and "://" not in config.checkpoint.resume:
         local.append(("checkpoint.resume", config.checkpoint.resume))
     names = [("model.path", config.model.path), ("data.tokenizer", config.data.tokenizer)]
     # A name that could be one of the hub is taken for a path where it is one here, as training here would.

@@ -44,8 +44,15 @@ class ModelSection(Section):
         description="Dtype of exported weights. auto: what the source's config names; from scratch, the precision.",
     )
 
+    add_tokens: list[str] = Field(
+        [], description="New tokens: the vocabulary grows, and the new rows begin near the mean of the old ones."
+    )
+    add_special_tokens: list[str] = Field([], description="The same for tokens that decoding leaves out.")
+
     @model_validator(mode="after")
     def one_source(self) -> Self:
+        if "" in (*self.add_tokens, *self.add_special_tokens):
+            raise ValueError("a token of model.add_tokens or model.add_special_tokens is empty")
         if (self.path is None) == (self.config is None):
             raise ValueError("give exactly one of model.path (fine-tune) and model.config (from scratch)")
         return self
@@ -183,14 +190,23 @@ class ShardSection(Section):
 class CheckpointSection(Section):
     every: NonNegativeInt = Field(0, description="Save every so many steps; 0 = only at the end.")
     keep: PositiveInt = Field(2, description="Complete checkpoints kept; older ones are removed.")
-    resume: str = Field("auto", description="auto: the newest complete checkpoint of this run; never; or a PATH.")
+    resume: str = Field(
+        "auto",
+        description="auto: the newest complete checkpoint of this run, here or in the mirror; never; a PATH or URL.",
+    )
+    mirror: str | None = Field(
+        None,
+        pattern=r"^[a-z][a-z0-9+.-]*://.+",
+        description="A URL, s3://BUCKET/PREFIX, file:///DIRECTORY or another that fsspec knows: each checkpoint is"
+        " copied to <mirror>/<run.name>/ beside training.",
+    )
     asynchronous: bool = Field(True, alias="async", description="Write to disk while training goes on.")
     buffer_bytes: NonNegativeInt = Field(
         256 << 20, description="Copied at most when the next update comes before all is written; beyond, it waits."
     )
     grace_s: PositiveFloat = Field(90.0, description="After SIGTERM or Ctrl-C: finish the step, save, end.")
     on_error: Literal["stop", "warn"] = Field(
-        "stop", description="When a checkpoint, metrics or events cannot be written."
+        "stop", description="When a checkpoint, its copy in the mirror, metrics or events cannot be written."
     )
     best: bool = Field(
         False, description="Save what evaluates best, keep it beside the newest, and export it at the end."
@@ -199,7 +215,11 @@ class CheckpointSection(Section):
 
 
 class ObserveSection(Section):
-    tensorboard: bool = Field(True, description="Write tensorboard/ in the run directory.")
+    report_to: list[Literal["tensorboard", "wandb", "mlflow"]] = Field(
+        ["tensorboard"],
+        description="Where the curve goes beside metrics.jsonl: tensorboard/ in the run directory, Weights & Biases, an"
+        " MLflow server. The latter two are told where by their own variables; no server stops or slows a run.",
+    )
     prometheus: int | None = Field(
         None, ge=1, le=65535, description="Rank 0 serves the metrics at this port, under /metrics."
     )
@@ -209,9 +229,20 @@ class ObserveSection(Section):
     )
     console: Literal["auto", "live", "plain", "quiet"] = Field("auto", description="auto: live on a terminal.")
     sample_prompt: str | None = Field(
-        None, min_length=1, description="Generate from this prompt at the end of the run."
+        None,
+        min_length=1,
+        description="Generate from this prompt at the end of the run; of chats, as what a user says.",
     )
     sample_tokens: PositiveInt = Field(64, description="Tokens of that sample.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def one_or_several(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "tensorboard" in values:
+            raise ValueError("observe.tensorboard is observe.report_to now: [tensorboard], or [] for false")
+        if isinstance(values, dict) and isinstance(values.get("report_to"), str):
+            values = {**values, "report_to": [values["report_to"]]}
+        return values
 
 
 class LaunchSection(Section):
@@ -244,6 +275,11 @@ class RunConfig(Section):
     launch: LaunchSection = LaunchSection()
     adapter: AdapterSection | None = None
     cluster: ClusterSection | None = None
+
+    @property
+    def mirror(self) -> str | None:
+        """Where the checkpoints of this run are copied to."""
+        return f"{self.checkpoint.mirror.rstrip('/')}/{self.run.name}" if self.checkpoint.mirror else None
 
     @property
     def offload_directory(self) -> Path:

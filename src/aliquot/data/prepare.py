@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -70,12 +70,14 @@ def prepare(
     vocab_size: int,
     progress: NamedProgress | None = None,
     config: Mapping[str, Any] | None = None,
+    added: Sequence[str] = (),
+    added_special: Sequence[str] = (),
 ) -> Prepared:
     """Find the tokens of `section` in the cache, or make them.
 
     `model_dir` holds the model's own tokenizer; None: from scratch. `config`: the fields of the config.json that the
-    tokenizer will lie beside. `vocab_size` is the number of rows of the model's embedding. `progress(what, done_bytes,
-    total_bytes)` is told while something is made, and never where all is cached.
+    tokenizer will lie beside. `vocab_size` is the number of rows of the model's embedding, which those `added` extend.
+    `progress(what, done_bytes, total_bytes)` is told while something is made, and never where all is cached.
     Raises UserError for whatever is wrong with sources, tokenizer or cache; TrainingError where a process dies.
     """
     if section.tokenizer_vocab_size is not None and section.tokenizer_vocab_size > vocab_size:
@@ -89,10 +91,13 @@ def prepare(
     root = cache_root(section.cache_directory)
     told = progress or (lambda what, done_bytes, total_bytes: None)
     tokenizer = configured_tokenizer(section, model_dir, train, root, partial(told, "training the tokenizer"))
+    before = len(tokenizer)
+    tokenizer.add_tokens(list(added))
+    tokenizer.add_tokens(list(added_special), special_tokens=True)
     own = section.tokenizer is None and section.tokenizer_vocab_size is None
     if config is not None and not own:  # the model's own was loaded from beside its config.json
         tokenizer = as_loaded_with(tokenizer, config)
-    check_vocabulary(tokenizer, vocab_size)
+    check_vocabulary(tokenizer, vocab_size + (len(tokenizer) - before if model_dir is not None else 0))
     directory = publish_tokenizer(tokenizer, root)
     trained = None if model_dir is None else trained_prefix(model_dir)
     builder = _Builder(section, tokenizer, directory, root, trained)
@@ -113,6 +118,8 @@ def prepare_together(
     ranks: Ranks,
     progress: NamedProgress,
     config: Mapping[str, Any],
+    added: Sequence[str] = (),
+    added_special: Sequence[str] = (),
 ) -> Prepared:
     """`prepare` once a node. Collective: rank 0 first; then one rank of each further node, which finds the work done
     where the cache is shared.
@@ -120,7 +127,7 @@ def prepare_together(
 
     def build() -> str:
         with ranks.unpinned():
-            return prepare(section, model_dir, vocab_size, progress, config).to_json()
+            return prepare(section, model_dir, vocab_size, progress, config, added, added_special).to_json()
 
     first = on_first(ranks, build)
     local_rank = ranks.topology.local_rank

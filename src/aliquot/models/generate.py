@@ -1,12 +1,13 @@
-"""Continue a prompt with a model directory, through transformers alone."""
+"""Continue prompts with a model directory, through transformers alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aliquot.errors import ModelFilesError
+from aliquot.errors import ModelFilesError, TokenizerError
 from aliquot.models.adapter import CONFIG_FILE
 from aliquot.models.code_of_strangers import without_code
 from aliquot.models.model_files import trained_prefix
@@ -14,12 +15,23 @@ from aliquot.models.model_files import trained_prefix
 if TYPE_CHECKING:
     from torch import Tensor
 
+Messages = Sequence[Mapping[str, str]]
 
-def generate(directory: Path, prompt: str, max_new_tokens: int, temperature: float, seed: int) -> str:
-    """The prompt and its continuation. Raises UserError where `directory` holds no model with a tokenizer."""
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model directory in memory. `prefix`: what training put before each document; None: nothing says so."""
+
+    model: Any
+    tokenizer: Any
+    prefix: Sequence[int] | None
+
+
+def load(directory: Path) -> Loaded:
+    """A model, or an adapter and its model. Raises UserError where `directory` holds none with a tokenizer."""
     if not any((directory / name).is_file() for name in ("config.json", CONFIG_FILE)):
         raise ModelFilesError(
-            "no config.json here; generate wants an export, an adapter or a Hugging Face model directory", directory
+            "no config.json here; give an export, an adapter or a Hugging Face model directory", directory
         )
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -30,7 +42,18 @@ def generate(directory: Path, prompt: str, max_new_tokens: int, temperature: flo
         raise ModelFilesError(
             f"transformers cannot load this model: {' '.join(str(error).split())}", directory
         ) from error
-    return continuation(model.generate, tokenizer, prompt, trained_prefix(directory), max_new_tokens, temperature, seed)
+    return Loaded(model, tokenizer, trained_prefix(directory))
+
+
+def generate(
+    directory: Path, prompts: Sequence[str], max_new_tokens: int, temperature: float, seed: int
+) -> Iterator[str]:
+    """Each prompt and its continuation, which does not depend on the other prompts. Raises UserError as `load` does."""
+    found = load(directory)
+    for prompt in prompts:
+        yield continuation(
+            found.model.generate, found.tokenizer, prompt, found.prefix, max_new_tokens, temperature, seed
+        )
 
 
 def continuation(
@@ -41,19 +64,56 @@ def continuation(
     max_new_tokens: int,
     temperature: float = 0.8,
     seed: int = 42,
+    chat: bool = False,
 ) -> str:
     """The prompt and what `generate`, transformers' or an engine's, adds; temperature 0: the likeliest token each time.
 
-    `prefix`: what training put before each document; None: what the tokenizer puts there. The seed makes all ranks of
-    an engine draw the same tokens.
+    `prefix`: what training put before each document; None: what the tokenizer puts there. `chat`: the prompt is what a
+    user says, in the chat template. The seed makes all ranks of an engine draw the same tokens.
     """
     import torch
 
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
-    if temperature > 0:
-        options["temperature"] = temperature
+    options = sampling(max_new_tokens, temperature)
+    if chat:
+        asked = chat_ids(tokenizer, [{"role": "user", "content": prompt}], prefix)
+        options |= ends_of_turn(tokenizer)
+    elif prefix is None:
+        asked = tokenizer.encode(prompt)
+    else:
+        asked = [*prefix, *tokenizer.encode(prompt, add_special_tokens=False)]
     torch.manual_seed(seed)
     with torch.no_grad():
-        asked = tokenizer.encode(prompt) if prefix is None else tokenizer.encode(prompt, add_special_tokens=False)
-        ids = generate(torch.tensor([[*(prefix or ()), *asked]]), **options)
+        ids = generate(torch.tensor([asked]), **options)
     return str(tokenizer.decode(ids[0], skip_special_tokens=True))
+
+
+def sampling(max_new_tokens: int, temperature: float) -> dict[str, Any]:
+    """What transformers' `generate` is told."""
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+    return {**options, "temperature": temperature} if temperature > 0 else options
+
+
+def chat_ids(tokenizer: Any, messages: Messages, prefix: Sequence[int] | None) -> list[int]:
+    """A conversation up to where the assistant speaks, with `prefix` before it unless the template puts it there."""
+    text = _rendered(tokenizer, messages, add_generation_prompt=True)
+    ids, before = tokenizer.encode(text, add_special_tokens=False), list(prefix or ())
+    return list(ids) if ids[: len(before)] == before else [*before, *ids]
+
+
+def ends_of_turn(tokenizer: Any) -> dict[str, Any]:
+    """Where `generate` ends: at eos, and at the special token that the template puts behind what the assistant says."""
+    said = _rendered(tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "qzq"}])
+    behind = tokenizer.encode(said.rpartition("qzq")[2], add_special_tokens=False)
+    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    found = [tokenizer.eos_token_id, *(token for token in behind[:1] if token in special)]
+    ends = list(dict.fromkeys(token for token in found if token is not None))
+    return {"eos_token_id": ends, "pad_token_id": ends[0]} if ends else {}
+
+
+def _rendered(tokenizer: Any, messages: Messages, **options: bool) -> str:
+    if not tokenizer.chat_template:
+        raise TokenizerError("the tokenizer has no chat template; `aliquot generate` continues a text without one")
+    try:
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+    except Exception as error:  # a template is a program of the model's author
+        raise TokenizerError(f"the chat template fails: {' '.join(str(error).split())}") from error

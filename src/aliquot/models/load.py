@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from aliquot.models.added_rows import OldRows, add_rows
 from aliquot.models.published import Published, PublishedStore, tensors_of
 from aliquot.ranges.bytemap import ByteMap, Shape, check_tensors
 from aliquot.ranges.header import TensorEntry
@@ -25,14 +26,17 @@ def load_weights(
     ranks: RankGroup,
     watch: Watch | None = None,
     published: Sequence[Published] | None = None,
+    may_grow: Sequence[str] = (),
+    seed: int = 0,
 ) -> int:
     """Fill the weight parts of `store` from the safetensors in `directory`, whatever float dtype they have. Collective.
 
     `tensors`: names and shapes of the whole model without aliases. `tied`: alias -> the name in `tensors` whose weight
     it shares; the directory may hold either or both. Names may also be those of the bare base model (`layers.0` for
-    `model.layers.0`), or all those of the `published` layout. `watch` is told of this rank's progress. Returns the
-    bytes that this rank read. Raises UserError on every rank: no safetensors, malformed files, tensors missing, extra
-    or of another shape (names listed).
+    `model.layers.0`), or all those of the `published` layout. Of the tensors that `may_grow` the directory
+    may have fewer rows: the others are made of those (added_rows.py), from `seed`. `watch` is told of this rank's
+    progress. Returns the bytes that this rank read. Raises UserError on every rank: no safetensors, malformed files,
+    tensors missing, extra or of another shape (names listed).
     """
 
     def read() -> int:
@@ -43,10 +47,22 @@ def load_weights(
         found = _matched(stored, wanted, tied)
         used = {entry.name for entry in found.values()}
         extra = [name for name in stored if name not in used and name not in tied and not _COMPUTED.fullmatch(name)]
-        check_tensors(wanted, found, directory, extra)
-        return fill(filled, {"weight": found}, watch=watch)
+        shapes = dict(wanted)
+        short = {name: found[name] for name in may_grow if name in found and _grows(found[name].shape, shapes[name])}
+        grown.update(short)
+        check_tensors(
+            [(name, short[name].shape if name in short else shape) for name, shape in wanted], found, directory, extra
+        )
+        return fill(OldRows(filled, found) if short else filled, {"weight": found}, watch=watch)
 
-    return together(ranks, read)[ranks.rank]
+    grown: dict[str, TensorEntry] = {}
+    read_bytes = together(ranks, read)[ranks.rank]
+    add_rows(store, grown, dict(tensors), seed, ranks)
+    return read_bytes
+
+
+def _grows(stored: Shape, wanted: Shape) -> bool:
+    return len(stored) == len(wanted) > 0 and 0 < stored[0] < wanted[0] and stored[1:] == wanted[1:]
 
 
 def _is_published(stored: Mapping[str, TensorEntry], published: Sequence[Published]) -> bool:

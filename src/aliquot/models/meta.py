@@ -41,6 +41,7 @@ class MetaModel:
     fills: initialize.Fills  # how what is drawn is: by the model's own _init_weights, or by peft's
     matmul_parameters: int  # multiply every token: all matrices but the input embedding; a tied head counts once
     matmul_flops: int  # of a token in them, forward and backward
+    vocabulary: tuple[str, ...]  # the weights that have a row a token: of the embedding, and of a head of its own
     traits: Traits
     dropout: bool  # its configuration has some, or its adapter
     adapter: Adapter | None
@@ -89,6 +90,7 @@ def build(
     _check_layout(model)
     fills = initialize.record(model)
     name, dropout = type(model).__name__, has_dropout(config)
+    of_vocabulary = _of_vocabulary(model)
     added = None
     if adapter is not None:
         added, fills = adapt(model, adapter)
@@ -102,6 +104,7 @@ def build(
         fills=fills,
         matmul_parameters=matmul_parameters(model),
         matmul_flops=matmul_flops(model),
+        vocabulary=of_vocabulary,
         traits=found,
         dropout=dropout or (adapter is not None and adapter.dropout > 0),
         adapter=added,
@@ -114,6 +117,12 @@ def _take_experts(model: PreTrainedModel) -> None:
     if experts:
         with suppress(ValueError):  # transformers says so of a model whose experts nobody can replace
             model.set_experts_implementation(IMPLEMENTATION if all(map(suits, experts)) else "eager")
+
+
+def _of_vocabulary(model: PreTrainedModel) -> tuple[str, ...]:
+    modules = [model.get_input_embeddings(), model.get_output_embeddings()]
+    weights = [id(weight) for module in modules if module is not None for weight in module.parameters()]
+    return tuple(name for name, weight in model.named_parameters() if id(weight) in weights)
 
 
 def _check_layout(model: PreTrainedModel) -> None:

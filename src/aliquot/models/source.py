@@ -47,8 +47,10 @@ class ModelSource:
         return 1 << 31 if open_ended else int(self.config.vocab_size)
 
     def adopt_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """From scratch, what the config leaves open follows the tokenizer: vocabulary size and special tokens."""
+        """From scratch, what the config leaves open follows the tokenizer: vocabulary size and special tokens. The
+        vocabulary of a pretrained model grows where the tokenizer has been given more."""
         if not self.from_scratch:
+            self._grow(len(tokenizer))
             return
         if "vocab_size" not in self.given:
             # Rounded up: matrix products are fastest on whole blocks.
@@ -59,12 +61,19 @@ class ModelSource:
 
     def assume_vocabulary(self, size: int) -> None:
         """What adopt_tokenizer will do with a tokenizer of that size, where none has been opened yet."""
+        if not self.from_scratch:
+            self._grow(size)
         if not self.from_scratch or "vocab_size" in self.given:
             return
         self.config.vocab_size = -(-size // 64) * 64
         for key in SPECIAL:
             if key not in self.given:
                 setattr(self.config, key, None)
+
+    def _grow(self, size: int) -> None:
+        for config in (self.config, self.config.get_text_config(decoder=True)):
+            if getattr(config, "vocab_size", size) < size:
+                config.vocab_size = size
 
     def fingerprint(self) -> str | None:
         """Of the weights: a hash of sizes and of samples all over the files, a few megabytes of reading. None: none."""

@@ -1,4 +1,4 @@
-"""The curve of a run: one JSON object a logged step in metrics.jsonl, and the same numbers for TensorBoard."""
+"""The curve of a run: one JSON object a logged step in metrics.jsonl, and the same numbers for dashboards."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 from aliquot.config.schema import ObserveSection
 from aliquot.errors import StorageError, writing
+from aliquot.observe.dashboards import Dashboard
 from aliquot.observe.kubeflow import KubeflowStatus
 from aliquot.observe.prometheus import Exporter
 from aliquot.textfile import publish_text
@@ -77,13 +78,18 @@ class Curve:
         enabled: bool,
         exporter: Exporter | None = None,
         status: KubeflowStatus | None = None,
+        warn: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self._writers: list[MetricsFile | TensorBoard | Exporter | KubeflowStatus] = []
+        """`warn`: of a dashboard that does not take what it is sent."""
+        self._writers: list[MetricsFile | TensorBoard | Dashboard | Exporter | KubeflowStatus] = []
         if enabled:
             self._writers.append(MetricsFile(metrics, resumed_step))
-            if observe.tensorboard:
-                self._writers.append(TensorBoard(tensorboard, resumed_step))
             self._writers += [writer for writer in (exporter, status) if writer is not None]
+            for service in dict.fromkeys(observe.report_to):
+                if service == "tensorboard":
+                    self._writers.append(TensorBoard(tensorboard, resumed_step))
+                else:
+                    self._writers.append(Dashboard(service, metrics, warn))
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         """Raises UserError where a disk is full, once all writers have been given them: not all write to a disk."""

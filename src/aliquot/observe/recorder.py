@@ -79,8 +79,9 @@ class Recorder:
         directory, first = self._directory, self._ranks.rank == 0
         status = kubeflow_status(self._total) if first else None
         self._curve = Curve(
-            directory.metrics, directory.tensorboard, self._config.observe, self._before, first, self._exporter, status
-        )
+            directory.metrics, directory.tensorboard, self._config.observe, self._before, first, self._exporter, status,
+            self._display.warning,
+        )  # fmt: skip
         self._display.training(self._about["machine"]["memory_limit_bytes"] // self._ranks.topology.local_world_size)
         kind = "start" if self._about["resumed_from"] is None else "resume"
         facts = {**self._about, "world_size": self._ranks.world_size, "nodes": self._ranks.topology.nodes}
@@ -92,7 +93,7 @@ class Recorder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         troubles = []  # on a full disk: all is tried, and nothing hides what ended the run
-        for last in (self._curve.close, partial(self._ended, error)):
+        for last in (partial(self._ended, error), self._curve.close):  # dashboards look up how it ended
             try:
                 last()
             except StorageError as trouble:

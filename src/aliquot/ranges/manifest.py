@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from aliquot.errors import DamagedCheckpoint, UserError
 from aliquot.ranges.checksums import BLOCK_BYTES, BlockChecksums, Piece, combine_pieces
-from aliquot.ranges.jsonfile import read_json
+from aliquot.ranges.jsonfile import parse_json, read_small
 from aliquot.ranges.publish import is_plain_name
 
 MANIFEST = "manifest.json"
@@ -68,7 +68,19 @@ def read_manifest(directory: Path) -> Manifest:
     if not path.exists():
         raise DamagedCheckpoint(f"not a complete checkpoint: it has no {MANIFEST}", directory)
     try:
-        fields = read_json(path)
+        data = read_small(path)
+    except UserError as error:
+        raise DamagedCheckpoint(str(error)) from error
+    manifest = parse_manifest(data, path)
+    for name, record in manifest.files.items():
+        _check_size(directory / name, record)
+    return manifest
+
+
+def parse_manifest(data: bytes, path: str | Path) -> Manifest:
+    """The manifest that `data`, of `path`, hold. Raises DamagedCheckpoint where they are malformed."""
+    try:
+        fields = parse_json(data, path)
         if fields.pop("crc32", None) != _own_crc32(fields):
             raise DamagedCheckpoint("its own checksum does not fit", path)
         manifest = Manifest.model_validate(fields)
@@ -81,7 +93,6 @@ def read_manifest(directory: Path) -> Manifest:
     for name, record in manifest.files.items():
         if not is_plain_name(name) or len(record.crc32) != -(-record.bytes // BLOCK_BYTES):
             raise DamagedCheckpoint(f"the entry {name[:200]!r} is malformed", path)
-        _check_size(directory / name, record)
     if not set(manifest.config_files) <= set(manifest.files):
         raise DamagedCheckpoint("config_files that are not among its files", path)
     return manifest

@@ -1,0 +1,63 @@
+"""Work in a thread of which all ranks hear at the next step, and waiting for it together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from aliquot.errors import UserError
+from aliquot.machine.memory import unwritten_bytes
+from aliquot.ranges.together import RankGroup
+
+Report = dict[str, Any]
+
+_ASKED_S = 0.5  # ranks that wait for each other tell how far they are
+
+
+class Background:
+    """Something done in a thread: whether it is over, and what came of it."""
+
+    def __init__(self, name: str, work: Callable[[], Any], on_error: Callable[[], None] = lambda: None) -> None:
+        self.result: Any = None
+        self._error: str | None = None
+        self._on_error = on_error
+        self._thread = threading.Thread(target=self._run, args=[work], name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self, work: Callable[[], Any]) -> None:
+        try:
+            self.result = work()
+        # Whatever it is, it must reach the training thread, which alone can tell the other ranks.
+        except Exception as error:
+            self._error = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            self._on_error()
+
+    def report(self) -> Report:
+        return {"done": not self._thread.is_alive(), "error": self._error}
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+
+def wait_together(
+    ranks: RankGroup, arrived: Callable[[float], bool], written_bytes: Callable[[], int], beat: Callable[[], None]
+) -> None:
+    """Until `arrived`, which takes seconds to wait at most, is true on every rank. Collective.
+
+    A slow disk is not a hang: as long as any rank writes, or its machine has less and less left to write, `beat` is
+    called on all of them.
+    """
+    before: list[tuple[int, int]] = []
+    while True:
+        own = arrived(_ASKED_S)
+        told = ranks.gather([own, written_bytes(), unwritten_bytes()])
+        if all(there for there, _, _ in told):
+            beat()
+            return
+        now = [(written, left) for _, written, left in told]
+        lowest = [min(left, low) for (_, left), (_, low) in zip(now, before or now, strict=True)]
+        if any(written > past or left < low for (written, left), (past, low) in zip(now, before, strict=False)):
+            beat()
+        before = [(written, low) for (written, _), low in zip(now, lowest, strict=True)]

@@ -1,0 +1,146 @@
+"""Checkpoints are copied to a store beside training: `checkpoint.mirror`.
+
+As in background_saver.py, threads do the work and the training thread alone lets ranks hear of each other:
+
+start -> (prepare on rank 0) -> poll: tokens told -> (send) -> poll: receipts gathered -> (publish on rank 0) -> poll
+
+A checkpoint that comes while another is being copied waits; of several that wait the newest and the best are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from aliquot.checkpoint.background import Background, Report, wait_together
+from aliquot.checkpoint.directories import directory_of, newest, retain
+from aliquot.checkpoint.mirrored import Copy
+from aliquot.config.schema import CheckpointSection
+from aliquot.errors import StorageError, UserError
+from aliquot.ranges.together import RankGroup
+from aliquot.stores.open_store import open_store
+
+
+class Mirror:
+    """Without a `url` nothing is copied. `told` is told of each copy that is complete, `warn` of one that failed where
+    `checkpoint.on_error` is warn."""
+
+    def __init__(
+        self,
+        url: str | None,
+        root: Path,
+        ranks: RankGroup,
+        settings: CheckpointSection,
+        told: Callable[[str], None],
+        warn: Callable[[str], None],
+        beat: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._url = url
+        self._root = root
+        self._ranks = ranks
+        self._settings = settings
+        self._told = told
+        self._warn = warn
+        self._beat = beat
+        self._step: int | None = None
+        self._best: int | None = None
+        self._waiting: list[int] = []
+        self._copy: Copy | None = None
+        self._work: Background | None = None
+        self._go_on: Callable[[], bool] = lambda: False
+        self._begun_at = 0.0
+
+    @property
+    def step(self) -> int | None:
+        """That of the checkpoint which is being copied, and must not be removed."""
+        return self._step
+
+    def start(self, step: int, best: int | None = None) -> None:
+        """Copy the checkpoint of `step`, which is complete; that of `best` is kept beside the newest. Every rank calls
+        it."""
+        if self._url is None:
+            return
+        self._best = best
+        if self._work is not None:
+            self._waiting = [each for each in self._waiting if each == best] + [step]
+            return
+        self._step, self._begun_at = step, time.perf_counter()
+        self._go_on = self._sending
+        self._work = Background("aliquot-mirror", lambda: self._prepare(step))
+
+    def report(self) -> Report | None:
+        """Where this rank stands, for the reports that `poll` takes; None: nothing is being copied."""
+        return self._work.report() if self._work is not None else None
+
+    def poll(self, reports: Sequence[Report | None]) -> None:
+        """Go on as far as all ranks have come. Collective, with the reports of all ranks gathered at one moment.
+
+        Raises the same UserError on every rank where a rank could not copy and `checkpoint.on_error` is stop.
+        """
+        states = [report for report in reports if report is not None]
+        if not states:
+            return
+        if failed := [(rank, state["error"]) for rank, state in enumerate(states) if state["error"]]:
+            self._give_up(StorageError(f"rank {failed[0][0]}: {failed[0][1]}"))
+        elif all(state["done"] for state in states) and not self._go_on():
+            self._over()
+
+    def finish(self) -> None:
+        """Wait for the copies that are under way and waiting. Collective."""
+        while (work := self._work) is not None:
+            wait_together(self._ranks, work.join, lambda: self._copy.sent_bytes if self._copy else 0, self._beat)
+            self.poll(self._ranks.gather(self.report()))
+
+    def _prepare(self, step: int) -> Any:
+        assert self._url is not None
+        store = open_store(self._url)
+        self._copy = Copy(directory_of(self._root, step), store, self._ranks.rank, self._ranks.world_size)
+        return self._copy.prepare() if self._ranks.rank == 0 else None
+
+    # What comes next, once all ranks have done what came before; False: it is over. Collective.
+
+    def _sending(self) -> bool:
+        copy, tokens = self._copy, self._ranks.gather(self._done())[0]
+        if copy is None or tokens is None:
+            return False
+        self._go_on = lambda: self._publishing(copy, tokens)
+        self._work = Background("aliquot-mirror", lambda: copy.send(tokens))
+        return True
+
+    def _publishing(self, copy: Copy, tokens: dict[str, str]) -> bool:
+        sent = [tuple(each) for of_rank in self._ranks.gather(self._done()) for each in of_rank]
+        keep, best = self._settings.keep, self._best
+        self._go_on = self._published
+        publishes = self._ranks.rank == 0
+        self._work = Background("aliquot-mirror", lambda: copy.publish(tokens, sent, keep, best) if publishes else None)
+        return True
+
+    def _published(self) -> bool:
+        self._told(
+            f"checkpoint: step {self._step} is in {self._url}, copied in {time.perf_counter() - self._begun_at:.1f} s"
+        )
+        return False
+
+    def _done(self) -> Any:
+        assert self._work is not None
+        return self._work.result
+
+    def _over(self) -> None:
+        if self._ranks.rank == 0 and (last := newest(self._root)) is not None:
+            retain(self._root, self._settings.keep, last, self._best)  # without the one that was copied
+        self._work = self._copy = self._step = None
+        if self._waiting:
+            self.start(self._waiting.pop(0), self._best)
+
+    def _give_up(self, error: UserError) -> None:
+        """What has been sent looks incomplete, and the next copy removes it."""
+        if self._copy is not None:
+            self._copy.stop()
+        step = self._step
+        self._over()
+        text = f"checkpoint.mirror: step {step} could not be copied, the checkpoint here is good: {error}"
+        if self._settings.on_error == "stop":
+            raise StorageError(text)
+        self._warn(text)

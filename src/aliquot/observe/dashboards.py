@@ -1,0 +1,67 @@
+"""W&B and MLflow: a process of its own a service follows the run directory, so that no server can hold a run up."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from aliquot.errors import MissingToolError
+from aliquot.observe.dashboard_process import LAST_WORDS_S
+
+
+def check_installed(services: Sequence[str]) -> None:
+    """Raises UserError for a client that is missing."""
+    for service in services:
+        if service != "tensorboard" and importlib.util.find_spec(service) is None:
+            raise MissingToolError(
+                f"observe.report_to: {service} is not installed: pip install 'aliquot[{service}]', or leave it out"
+            )
+
+
+class Dashboard:
+    """What the run directory holds from now on goes to `service`, and what an earlier attempt could not send.
+
+    `warn` is told what that process complains of; all else that it and its client say is in logs/<service>.txt.
+    """
+
+    def __init__(self, service: str, metrics: Path, warn: Callable[[str], None]) -> None:
+        self._service = service
+        self._warn = warn
+        directory = metrics.parent
+        (directory / "logs").mkdir(exist_ok=True)
+        self._log = directory / "logs" / f"{service}.txt"
+        follow = ["-m", "aliquot.observe.dashboard_process", service, str(directory), str(metrics.stat().st_size)]
+        with self._log.open("ab") as log:
+            # A session of its own: Ctrl-C in a terminal is for the run, whose last words are still to be sent.
+            self._process = subprocess.Popen(
+                [sys.executable, *follow], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+                start_new_session=True,
+            )  # fmt: skip
+        assert self._process.stdout is not None
+        self._told = self._process.stdout.fileno()
+        os.set_blocking(self._told, False)
+
+    def write(self, metrics: Mapping[str, Any]) -> None:
+        """The process reads them in metrics.jsonl; here it is only listened to."""
+        with suppress(BlockingIOError):
+            for line in os.read(self._told, 1 << 16).decode(errors="replace").splitlines():
+                self._warn(f"{self._service}: {line}; training goes on ({self._log})")
+
+    def close(self) -> None:
+        """Wait for it to send the rest, for some seconds at most."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()  # how it is told that the run is over
+        try:
+            complete = self._process.wait(LAST_WORDS_S + 5.0) == 0
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            complete = False
+        self.write({})
+        if not complete:
+            self._warn(f"{self._service} does not have all of this run; metrics.jsonl has ({self._log})")

@@ -1,0 +1,29 @@
+"""The store of a URL."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from aliquot.errors import MissingToolError
+from aliquot.stores.base import Store
+
+
+def is_url(text: str) -> bool:
+    return "://" in text
+
+
+def open_store(url: str) -> Store:
+    """Nothing is asked of it yet. Raises UserError where a package is missing."""
+    if url.startswith("file://"):
+        from aliquot.stores.local_store import LocalStore
+
+        return LocalStore(Path(url.removeprefix("file://")))
+    if url.startswith("s3://"):
+        try:
+            from aliquot.stores.s3_store import S3Store
+        except ImportError:
+            raise MissingToolError(f"{url} needs boto3: pip install 'aliquot[s3]'") from None
+        return S3Store(url)
+    from aliquot.stores.fsspec_store import FsspecStore
+
+    return FsspecStore(url)

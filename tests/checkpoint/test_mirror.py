@@ -1,0 +1,281 @@
+"""Checkpoints in a store: never seen before they are complete, copied by all ranks, found again; stores that fail."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+import torch
+from torch import Tensor
+
+from aliquot.checkpoint.directories import complete_directories
+from aliquot.checkpoint.fetch_newer import fetch_newer
+from aliquot.checkpoint.mirror import Mirror
+from aliquot.checkpoint.mirrored import complete_steps, fetched_weights
+from aliquot.checkpoint.save import save
+from aliquot.config.schema import CheckpointSection
+from aliquot.errors import DamagedCheckpoint, ResumeError, StorageError
+from aliquot.ranges.manifest import verify
+from aliquot.ranges.parts import KINDS, Part
+from aliquot.ranges.together import Alone
+from aliquot.stores.open_store import open_store
+from tests.ranges.world import Tensors
+from tests.stores.s3_server import BUCKET, S3Server, is_part, s3_server
+
+SMALL = [("a.weight", (7, 3)), ("b.weight", (20, 22))]
+LARGE = [("a.weight", (7, 3)), ("b.weight", (2000, 2200))]  # 17.6 MB: two parts
+
+
+class Store:
+    """Parts of which every value is known."""
+
+    def __init__(self, value: float, tensors: Tensors) -> None:
+        self.value = value
+        self.tensors = tensors
+
+    def parts(self) -> list[Part]:
+        return [Part(name, shape, kind, 0, torch.Size(shape).numel()) for kind in KINDS for name, shape in self.tensors]
+
+    def read(self, part: Part, start: int, out: Tensor) -> None:
+        torch.arange(start, start + out.numel(), out=out).add_(self.value)
+
+
+class Threads:
+    """Ranks that are threads of this process."""
+
+    def __init__(self, rank: int, told: list[Any], barrier: threading.Barrier) -> None:
+        self.rank, self.world_size = rank, len(told)
+        self._told, self._barrier = told, barrier
+
+    def gather(self, value: Any) -> list[Any]:
+        self._told[self.rank] = json.dumps(value)
+        self._barrier.wait()
+        told = [json.loads(text) for text in self._told]
+        self._barrier.wait()
+        return told
+
+
+def as_ranks(world_size: int, work: Callable[[Threads], None]) -> None:
+    """Raises what a rank raised."""
+    told, barrier, raised = [None] * world_size, threading.Barrier(world_size, timeout=60), []
+
+    def run(rank: int) -> None:
+        try:
+            work(Threads(rank, told, barrier))
+        except Exception as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=run, args=[rank]) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if raised:
+        raise raised[0]
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    with s3_server(monkeypatch) as started:
+        yield started
+
+
+URL = f"s3://{BUCKET}/checkpoints/run"
+
+
+@pytest.fixture(params=["s3", "file"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "file":
+        return f"file://{tmp_path}/there/run"
+    request.getfixturevalue("server")
+    return URL
+
+
+def saved(root: Path, step: int, keep: int = 2, tensors: Tensors = SMALL) -> Path:
+    files = {"config.json": b"{}", "empty.txt": b""}
+    return save(root, step, Store(float(step), tensors), tensors, {"step": step}, files, Alone(), keep)
+
+
+def copy(
+    root: Path, url: str, *steps: int, ranks: Any = None, warned: list[str] | None = None, **settings: Any
+) -> None:
+    """All of `steps` at once, and wait."""
+    section = CheckpointSection.model_validate({"on_error": "stop" if warned is None else "warn", **settings})
+    told: list[str] = []
+    mirror = Mirror(url, root, ranks or Alone(), section, told.append, (warned if warned is not None else []).append)
+    for step in steps:
+        mirror.start(step)
+    mirror.finish()
+    assert mirror.step is None
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def in_store(url: str, folder: str) -> dict[str, bytes]:
+    store = open_store(url)
+    of_step = {name: size for name, size in store.list().items() if name.startswith(f"{folder}/")}
+    return {name.partition("/")[2]: store.read(name, 0, size) for name, size in of_step.items()}
+
+
+def test_three_ranks_copy_one_checkpoint(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/there"
+    local = saved(tmp_path / "here", 7, tensors=LARGE)
+    as_ranks(3, lambda ranks: copy(tmp_path / "here", url, 7, ranks=ranks))
+    assert in_store(url, local.name) == files_of(local)
+    assert complete_steps(open_store(url)) == ["step-00000007"]
+
+
+def test_parts_come_once_and_the_manifest_last(tmp_path: Path, server: S3Server) -> None:
+    local = saved(tmp_path, 7, tensors=LARGE)
+    as_ranks(2, lambda ranks: copy(tmp_path, URL, 7, ranks=ranks))
+    written = [line for line in server.seen if line.startswith("PUT") and f"{local.name}/" in line]
+    assert len(written) == len(set(written)) == len(list(local.iterdir())) + 3  # three files have two parts
+    assert "manifest.json" in written[-1]
+    assert sum("manifest.json" in line for line in written) == 1
+    assert in_store(URL, local.name) == files_of(local)
+
+
+def test_a_copy_that_is_there_is_not_sent_again_and_another_of_its_step_is_replaced(tmp_path: Path, url: str) -> None:
+    local = saved(tmp_path / "here", 7)
+    copy(tmp_path / "here", url, 7)
+    store = open_store(url)
+    store.put("step-00000003/model.safetensors", b"of a copy that was killed")
+    store.put("readme.txt", b"a person's own")
+    copy(tmp_path / "here", url, 7)
+    shutil.rmtree(local)
+    save(tmp_path / "here", 7, Store(0.5, SMALL), SMALL, {"step": 7}, {}, Alone(), 2)
+    copy(tmp_path / "here", url, 7)
+    assert in_store(url, local.name) == files_of(local)
+    assert {name.partition("/")[0] for name in store.list()} == {local.name, "readme.txt"}
+
+
+def test_as_many_are_kept_there_as_here_and_of_those_that_wait_the_newest_is_copied(tmp_path: Path, url: str) -> None:
+    for step in (1, 2, 3, 4):
+        saved(tmp_path / "here", step, keep=9)
+    copy(tmp_path / "here", url, 1, 2, 3, keep=9)
+    assert complete_steps(open_store(url)) == ["step-00000001", "step-00000003"]
+    copy(tmp_path / "here", url, 4, keep=2)
+    assert complete_steps(open_store(url)) == ["step-00000003", "step-00000004"]
+    assert {name.partition("/")[0] for name in open_store(url).list()} == {"step-00000003", "step-00000004"}
+    assert [path.name for path in complete_directories(tmp_path / "here")] == ["step-00000003", "step-00000004"]
+
+
+def test_errors_of_the_server_end_the_copy_and_leave_nothing_that_looks_complete(
+    tmp_path: Path, server: S3Server
+) -> None:
+    for step, tensors in (1, SMALL), (2, LARGE), (3, SMALL):
+        saved(tmp_path, step, 9, tensors)
+    copy(tmp_path, URL, 1, keep=9)
+    server.fault = lambda environ: (
+        "500 Oops" if is_part(environ) and "partNumber=2" in environ["QUERY_STRING"] else None
+    )
+    warned: list[str] = []
+    as_ranks(2, lambda ranks: copy(tmp_path, URL, 2, ranks=ranks, warned=warned, keep=9))
+    assert len(warned) == 2
+    assert "checkpoint.mirror: step 2 could not be copied, the checkpoint here is good: rank " in warned[0]
+    assert "UploadPart: " in warned[0]
+    assert complete_steps(open_store(URL)) == ["step-00000001"]
+    with pytest.raises(StorageError, match="step 2 could not be copied"):
+        copy(tmp_path, URL, 2, keep=9)
+    verify(tmp_path / "step-00000002")
+    server.fault = lambda environ: None
+    copy(tmp_path, URL, 3, keep=9)
+    assert {name.partition("/")[0] for name in open_store(URL).list()} == {"step-00000001", "step-00000003"}
+    assert "Uploads" not in boto3.client("s3").list_multipart_uploads(Bucket=BUCKET)
+
+
+def test_a_server_that_dies_in_the_middle_does_not_hold_steps_up(tmp_path: Path, server: S3Server) -> None:
+    saved(tmp_path, 1, tensors=LARGE)
+    dies = threading.Event()
+
+    def die(environ: dict[str, Any]) -> str | None:
+        if is_part(environ):
+            dies.set()
+            time.sleep(0.5)
+            return "503 Gone"
+        return None
+
+    server.fault = die
+    warned: list[str] = []
+    settings = CheckpointSection.model_validate({"on_error": "warn"})
+    mirror = Mirror(URL, tmp_path, Alone(), settings, print, warned.append)
+    mirror.start(1)
+    steps = 0
+    while not warned:
+        mirror.poll([mirror.report()])
+        steps += 1
+        time.sleep(0.001)
+        if dies.is_set() and server.running:
+            server.stop()
+    assert steps > 100
+    verify(tmp_path / "step-00000001")
+
+
+def test_what_is_damaged_here_is_not_copied(tmp_path: Path, url: str) -> None:
+    local = saved(tmp_path / "here", 1)
+    with (local / "model.safetensors").open("r+b") as file:
+        file.seek(1000)
+        file.write(b"x")
+    with pytest.raises(StorageError, match=r"model\.safetensors: the block at byte 0 is not what was saved"):
+        copy(tmp_path / "here", url, 1)
+    assert complete_steps(open_store(url)) == []
+
+
+def test_what_is_newer_in_the_mirror_is_fetched_by_all_ranks(tmp_path: Path, url: str) -> None:
+    lost, here, warned = tmp_path / "lost", tmp_path / "here", []
+    for step in (5, 6):
+        saved(lost, step)
+        copy(lost, url, step)
+    saved(here, 4)
+
+    def fetch(settings: CheckpointSection = CheckpointSection()) -> None:  # noqa: B008
+        as_ranks(2, lambda ranks: fetch_newer(settings, url, here, ranks, warned.append))
+
+    fetch()
+    assert [path.name for path in complete_directories(here)] == ["step-00000004", "step-00000006"]
+    assert files_of(here / "step-00000006") == files_of(lost / "step-00000006")
+    fetch()  # nothing is newer
+    with pytest.raises(ResumeError, match=r"`never`, and .* holds step-00000006; choose another run.name"):
+        fetch(CheckpointSection(resume="never"))
+    assert warned == []
+    shutil.rmtree(here / "step-00000006")
+    store = open_store(url)
+    name = "step-00000006/exp_avg.safetensors"
+    store.put(name, b"x" + store.read(name, 1, store.list()[name]))
+    fetch()
+    assert [path.name for path in complete_directories(here)] == ["step-00000004", "step-00000005"]
+    assert any("skipping a damaged checkpoint" in line and "exp_avg.safetensors" in line for line in warned)
+    assert sorted(path.name for path in here.iterdir()) == ["step-00000004", "step-00000005"]
+
+
+def test_a_mirror_that_cannot_be_reached_does_not_begin_a_run_anew(tmp_path: Path, server: S3Server) -> None:
+    server.stop()
+    warned: list[str] = []
+    with pytest.raises(StorageError, match=r"checkpoint.mirror: .*cannot be reached"):
+        fetch_newer(CheckpointSection(on_error="warn"), URL, tmp_path, Alone(), warned.append)
+    saved(tmp_path, 4)
+    fetch_newer(CheckpointSection(on_error="warn"), URL, tmp_path, Alone(), warned.append)
+    assert "going on from" in warned[0]
+
+
+def test_a_url_to_begin_from_and_weights_for_an_export(tmp_path: Path, url: str) -> None:
+    local = saved(tmp_path / "first", 5)
+    copy(tmp_path / "first", url, 5)
+    begin = CheckpointSection(resume=f"{url}/step-00000005")
+    fetch_newer(begin, None, tmp_path / "second", Alone(), print)
+    assert files_of(tmp_path / "second/step-00000005") == files_of(local)
+    with fetched_weights(f"{url}/step-00000005", tmp_path / "out", all_files=False) as directory:
+        assert (directory / "model.safetensors").read_bytes() == (local / "model.safetensors").read_bytes()
+        assert (directory / "exp_avg.safetensors").stat().st_blocks == 0
+    assert not list(tmp_path.glob(".out*"))
+    with pytest.raises(DamagedCheckpoint, match="step-00000009: no complete checkpoint there"):
+        fetch_newer(CheckpointSection(resume=f"{url}/step-00000009"), None, tmp_path / "third", Alone(), print)

@@ -1,0 +1,110 @@
+"""aliquot chat and generate, as they are piped: the replies are those of plain transformers."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from tests import warm
+from tests.data.stores import byte_level
+from tests.runs import command
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    tokenizer = byte_level()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(directory)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=256, initializer_range=0.5, **sizes)
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def talk(model: Path, said: str, *options: str) -> subprocess.CompletedProcess[str]:
+    arguments = ["-m", "aliquot", "chat", str(model), "--max-new-tokens", "12", *options]
+    return subprocess.CompletedProcess(*_piped(arguments, said))
+
+
+def _piped(arguments: list[str], said: str) -> tuple[list[str], int, str, str]:
+    process = warm.Warm(
+        arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    out, errors = process.communicate(said, timeout=100)
+    return arguments, process.returncode, out, errors
+
+
+def plain(model: Path, messages: list[dict[str, str]]) -> str:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    asked = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    found = AutoModelForCausalLM.from_pretrained(model).generate(**asked, max_new_tokens=12, do_sample=False)
+    return str(tokenizer.decode(found[0, asked["input_ids"].shape[1] :], skip_special_tokens=True))
+
+
+def test_replies_know_what_was_said_before_until_it_is_reset(model: Path) -> None:
+    first = [{"role": "user", "content": "hello"}]
+    once = plain(model, first)
+    again = plain(model, [*first, {"role": "assistant", "content": once}, {"role": "user", "content": "hello"}])
+    assert once != again
+    result = talk(model, "hello\n\nhello\n/reset\nhello", "--temperature", "0")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == f"{once}\n{again}\n{once}\n"
+
+
+def test_a_conversation_that_is_too_long_is_told_and_goes_on(model: Path) -> None:
+    result = talk(model, "x" * 300 + "\nhello\n", "--temperature", "0")
+    assert result.returncode == 0
+    assert "tokens, and with 12 new ones it is longer than the 256 that this model can read: /reset" in result.stderr
+    assert result.stdout == f"\n{plain(model, [{'role': 'user', 'content': 'hello'}])}\n"
+
+
+def test_without_a_template_generate_is_named(model: Path, tmp_path: Path) -> None:
+    for file in model.iterdir():
+        if file.name != "chat_template.jinja":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    result = talk(tmp_path, "hello\n")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "no chat template; `aliquot generate` continues a text without one [tokenizer]" in result.stderr
+
+
+@pytest.mark.long
+def test_on_a_terminal_it_asks_and_ctrl_d_ends(model: Path) -> None:
+    ours, theirs = pty.openpty()
+    process = warm.Warm(
+        ["-m", "aliquot", "chat", str(model), "--max-new-tokens", "4"], stdin=theirs, stdout=theirs, stderr=theirs,
+        start_new_session=True,
+    )  # fmt: skip
+    os.close(theirs)
+    told = b""
+    for said in (b"hello\n", b"\x04"):
+        while not told.endswith(b"> "):
+            told += os.read(ours, 4096)
+        told += b"|"
+        os.write(ours, said)
+    assert process.wait(60) == 0
+
+
+def test_several_prompts_are_continued_as_one_is(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("two\n\nthree\n")
+    options = ("--max-new-tokens", "6")
+    together = command("generate", model, "--prompt", "one", "--prompts", tmp_path / "prompts.txt", *options).stdout
+    alone = command("generate", model, "--prompt", "three", *options).stdout
+    assert together.endswith(f"\n\n{alone}")
+    assert together.startswith("one")
+    nothing = command("generate", model)
+    assert (nothing.returncode, nothing.stdout) == (2, "")
+    assert "nothing to continue: give --prompt TEXT or --prompts FILE" in nothing.stderr

@@ -1,0 +1,178 @@
+"""Curves in W&B (offline) and on a real MLflow server; servers that are dead, and such as never answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from aliquot.config.read_config import dump_config, read_config
+from aliquot.config.schema import ObserveSection, RunConfig
+from aliquot.errors import UserError
+from aliquot.observe.dashboards import check_installed
+from aliquot.observe.events import Events
+from aliquot.observe.metrics import Curve
+from tests import runs
+
+SERVER = """
+import sys, werkzeug.serving
+from mlflow.server import app
+werkzeug.serving.run_simple("127.0.0.1", int(sys.argv[1]), app, threaded=True)
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder, port = tmp_path_factory.mktemp("mlflow"), free_port()
+    database = f"sqlite:///{folder}/mlflow.db"
+    settings = {
+        "FILE_STORE": database, "REGISTRY_STORE": database, "ARTIFACT_ROOT": "mlflow-artifacts:/",
+        "SERVE_ARTIFACTS": "true", "ARTIFACT_DESTINATION": str(folder / "artifacts"),
+    }  # fmt: skip
+    environment = {**os.environ, **{f"_MLFLOW_SERVER_{name}": value for name, value in settings.items()}}
+    with (folder / "log").open("w") as log:
+        server = subprocess.Popen([sys.executable, "-c", SERVER, str(port)], env=environment, stdout=log, stderr=log)
+    try:
+        for _ in range(300):
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            assert server.poll() is None, (folder / "log").read_text()
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.kill()
+        server.wait()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run directory as it is when the first step begins."""
+    config = RunConfig.model_validate(
+        {"run": {"name": "seen", "directory": str(tmp_path)}, "model": {"path": "x"}, "data": {"path": "y"}}
+    )
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    return tmp_path
+
+
+def attempt(run: Path, service: str, steps: range, how: str | None = "end", last_ledger: str = "{}") -> list[str]:
+    """Train into `run`; the warnings."""
+    warned: list[str] = []
+    observe = ObserveSection.model_validate({"report_to": [service]})
+    events = Events(run / "events.jsonl", True)
+    events.write("start" if steps.start == 1 else "resume", steps.start - 1)
+    curve = Curve(run / "metrics.jsonl", run / "tensorboard", observe, steps.start - 1, True, warn=warned.append)
+    for step in steps:
+        curve.write({"step": step, "loss": 10.0 - step, "engine": "host", "memory_bytes": [1, 2]})
+        (run / "ledger.json").write_text(last_ledger)
+    if how is not None:
+        events.write(how, steps.stop - 1)
+    curve.close()
+    return warned
+
+
+def test_a_server_that_never_answers_holds_nothing_up_and_the_next_attempt_sends_what_it_missed(
+    run: Path, mlflow_server: str, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    from mlflow import MlflowClient
+
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+        told = attempt(run, "mlflow", range(1, 500), how=None)
+    assert "does not have all of this run" in told[-1]
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 499
+    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_TIMEOUT")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_server)
+    assert attempt(run, "mlflow", range(401, 403), last_ledger='{"rows": []}') == []  # from the checkpoint of step 400
+    client = MlflowClient(mlflow_server)
+    (found,) = client.search_runs([client.get_experiment_by_name("aliquot").experiment_id])
+    assert (found.info.run_name, found.info.status) == ("seen", "FINISHED")
+    assert found.data.params["train.learning_rate"] == "5e-05"
+    history = client.get_metric_history(found.info.run_id, "loss")
+    assert [(point.step, point.value) for point in history] == [(step, 10.0 - step) for step in range(1, 403)]
+    folder = tmp_path_factory.mktemp("artifacts")
+    assert {file.path for file in client.list_artifacts(found.info.run_id)} == {"config.yaml", "ledger.json"}
+    assert Path(client.download_artifacts(found.info.run_id, "ledger.json", str(folder))).read_text() == '{"rows": []}'
+
+
+def points(directory: Path) -> list[dict[str, float]]:
+    """What W&B has written of a run offline: a log as LevelDB's, of records shorter than its blocks."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (file,) = directory.glob("*.wandb")
+    data, found, at, whole = file.read_bytes(), [], 7, b""
+    while at + 7 <= len(data):
+        if (1 << 15) - at % (1 << 15) < 7:
+            at += (1 << 15) - at % (1 << 15)
+            continue
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        whole += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind not in (1, 4):  # not the last of a record
+            continue
+        record, whole = Record.FromString(whole), b""
+        items = {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+        found.append({name: value for name, value in items.items() if not name.startswith("_")})
+    return [items for items in found if items]
+
+
+def test_wandb_offline_has_one_run_of_two_attempts(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert attempt(run, "wandb", range(1, 4)) == []
+    assert attempt(run, "wandb", range(3, 5)) == []
+    run_id = json.loads((run / "wandb.json").read_text())["run_id"]
+    first, second = sorted((run / "wandb").glob(f"offline-run-*-{run_id}"))
+    assert points(first) == [{"step": step, "loss": 10.0 - step} for step in (1, 2, 3)]
+    assert points(second) == [{"step": step, "loss": 10.0 - step} for step in (3, 4)]
+    assert {"config.yaml", "ledger.json"} <= {file.name for file in (second / "files").iterdir()}
+
+
+def test_a_missing_client_is_told_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    check_installed(["tensorboard"])
+    with pytest.raises(UserError, match=r"observe.report_to: wandb is not installed: pip install 'aliquot\[wandb\]'"):
+        check_installed(["tensorboard", "wandb"])
+
+
+def test_the_key_of_before_names_the_new_one(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"observe.tensorboard is observe.report_to now: \[tensorboard\], or \[\] for"):
+        read_config(runs.write_config(tmp_path), ["observe.tensorboard=false"])
+    assert read_config(runs.write_config(tmp_path), ["observe.report_to=wandb"]).observe.report_to == ["wandb"]
+
+
+@pytest.mark.long
+def test_a_run_of_two_ranks_goes_to_both_and_is_resumed(
+    tmp_path: Path, mlflow_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow import MlflowClient
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_server)
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "whole")
+    settings = {"observe": {"report_to": ["wandb", "mlflow"]}, "launch": {"ranks": 2}}
+    config = runs.write_config(tmp_path, **settings)
+    runs.trained(config, "train.max_steps=3", "train.lr_scheduler_type=constant")
+    runs.trained(config, "train.max_steps=6", "train.lr_scheduler_type=constant")
+    client = MlflowClient(mlflow_server)
+    (found,) = client.search_runs([client.get_experiment_by_name("whole").experiment_id])
+    history = client.get_metric_history(found.info.run_id, "loss")
+    assert [(point.step, point.value) for point in history] == list(runs.curve(tmp_path / "run").items())
+    assert found.info.status == "FINISHED"
+    assert len(list((tmp_path / "run/wandb").glob("offline-run-*"))) == 2

@@ -1,0 +1,115 @@
+"""Every store keeps the same promises: files from parts of several writers, nothing of a small one or all of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import boto3
+import pytest
+
+from aliquot.errors import StorageError, UserError
+from aliquot.stores.base import Store
+from aliquot.stores.fsspec_store import FsspecStore
+from aliquot.stores.local_store import LocalStore
+from aliquot.stores.open_store import open_store
+from aliquot.stores.s3_store import S3Store
+from tests.stores.s3_server import BUCKET, S3Server, is_part, s3_server
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    with s3_server(monkeypatch) as started:
+        yield started
+
+
+@pytest.fixture(params=["file", "s3", "memory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    if request.param == "s3":
+        request.getfixturevalue("server")
+        return open_store(f"s3://{BUCKET}/some/where/")
+    return open_store(f"file://{tmp_path}/there" if request.param == "file" else f"memory://{tmp_path.name}")
+
+
+def test_each_url_has_its_store(store: Store, request: pytest.FixtureRequest) -> None:
+    kinds = {"file": LocalStore, "s3": S3Store, "memory": FsspecStore}
+    assert type(store) is kinds[request.node.callspec.params["store"]]
+
+
+def test_a_file_from_parts_of_two_writers(store: Store) -> None:
+    data = bytes(range(256)) * (18 * MIB // 256)
+    assert store.list() == {}
+    token = store.begin("step-00000001/big", len(data))
+    length = store.part_bytes(len(data))
+    starts = range(0, len(data), length)
+    other = store  # a token and receipts are all that writers share
+    sent = {
+        index: (store if index % 2 else other).put_part(
+            "step-00000001/big", token, index, start, iter([data[start : start + 4], data[start + 4 : start + length]])
+        )
+        for index, start in reversed(list(enumerate(starts)))
+    }
+    store.complete("step-00000001/big", token, [sent[index] for index in sorted(sent)])
+    store.put("step-00000001/small", b"abc")
+    assert store.list() == {"step-00000001/big": len(data), "step-00000001/small": 3}
+    assert store.read("step-00000001/big", 17 * MIB, 17 * MIB + 5) == data[17 * MIB :][:5]
+    assert store.read("step-00000001/big", 18 * MIB - 2, 18 * MIB + 2) == data[-2:]
+    store.put("step-00000001/small", b"defg")
+    assert store.read("step-00000001/small", 0, 99) == b"defg"
+    store.remove(["step-00000001/small", "step-00000001/big", "step-00000001/never"])
+    assert store.list() == {}
+
+
+def test_an_empty_file(store: Store) -> None:
+    token = store.begin("empty", 0)
+    store.complete("empty", token, [store.put_part("empty", token, 0, 0, iter([]))])
+    assert store.list() == {"empty": 0}
+    assert store.read("empty", 0, 0) == b""
+
+
+def test_what_was_begun_in_s3_and_not_completed_is_not_seen_and_forgotten(server: S3Server) -> None:
+    store = open_store(f"s3://{BUCKET}/a")
+    token = store.begin("big", 17 * MIB)
+    store.put_part("big", token, 0, 0, [bytes(16 * MIB)])
+    assert store.list() == {}
+    other = open_store(f"s3://{BUCKET}/b")
+    others = other.begin("big", 17 * MIB)
+    store.abort()
+    left = boto3.client("s3").list_multipart_uploads(Bucket=BUCKET)["Uploads"]
+    assert [upload["UploadId"] for upload in left] == [others]
+    with pytest.raises(StorageError, match="UploadPart"):
+        store.put_part("big", token, 1, 16 * MIB, [bytes(MIB)])
+
+
+def test_a_part_goes_with_its_checksum_and_is_tried_again(server: S3Server) -> None:
+    seen: list[str] = []
+
+    def once(environ: dict[str, str]) -> str | None:
+        if is_part(environ):
+            seen.append(environ["HTTP_X_AMZ_CHECKSUM_CRC32"])
+        return "500 Oops" if len(seen) == 1 and is_part(environ) else None
+
+    server.fault = once
+    store = open_store(f"s3://{BUCKET}/a")
+    store.put_part("big", store.begin("big", 17 * MIB), 0, 0, [b"123456789"])
+    assert seen == ["y/Q5Jg==", "y/Q5Jg=="]  # 0xcbf43926, the check value of CRC-32
+
+
+def test_a_store_that_refuses_or_is_gone_is_one_line(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StorageError, match=r"^s3://nobodys/x: ListObjectsV2: NoSuchBucket: "):
+        open_store("s3://nobodys/x").list()
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
+    with pytest.raises(StorageError, match=r"^s3://models/x: cannot be reached: .*127\.0\.0\.1:9"):
+        open_store("s3://models/x").put("a", b"")
+    with pytest.raises(UserError, match=r"^nowhere://x: Protocol not known: nowhere"):
+        open_store("nowhere://x")
+
+
+def test_without_boto3_the_extra_is_named() -> None:
+    script = "import sys; sys.modules['boto3'] = None\nfrom aliquot.stores.open_store import open_store\nopen_store('s3://x')"
+    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False).stderr
+    assert "s3://x needs boto3: pip install 'aliquot[s3]'" in told
