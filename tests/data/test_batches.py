@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aliquot.data.batches import Batches, EvalBatches, Position, StepBatch
+from aliquot.data.streams import TrainStore
 from aliquot.data.token_store import TokenStore
 from aliquot.models.batch import IGNORE, MicroBatch
 from tests.data.stores import memory_store, numbered
@@ -22,7 +23,7 @@ SIZES = [3, 17, 2, 9, 40, 5, 5, 8, 1, 12, 31, 4, 6, 2, 7]
 def batches(store: TokenStore, **changes: object) -> Batches:
     settings = {"sequence_length": 16, "packing": True, "seed": 1, "global_batch_size": 5, "micro_batch_size": 2,
                 "pad_id": 0}  # fmt: skip
-    return Batches(store, **{**settings, **changes})
+    return Batches([TrainStore(store)], **{**settings, **changes})
 
 
 def in_order(shares: list[list[MicroBatch | None]]) -> list[MicroBatch]:
@@ -172,7 +173,7 @@ def test_epochs_follow_each_other_and_a_batch_may_straddle_several() -> None:
 def test_the_last_batch_of_the_last_epoch_is_smaller() -> None:
     store = numbered([4] * 7)
     made = batches(store, sequence_length=4, epochs=1.5)
-    assert made.packing.sequences == 7
+    assert made.epoch_sequences == 7
     assert (made.steps_in(1), made.steps_in(1.5), made.steps_in(10 / 7), made.steps_in(0.001)) == (2, 3, 2, 1)
     assert [made.step_batch(step, 0, 1).sequences for step in range(3)] == [5, 5, 1]
     assert [made.step_batch(2, rank, 2).micro_batches[0] is None for rank in range(2)] == [False, True]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from transformers import PreTrainedTokenizerFast
 
@@ -42,9 +40,9 @@ def tokenizer(template: str) -> PreTrainedTokenizerFast:
 def said(template: str, messages: list[dict[str, str]]) -> list[str]:
     """The stretches under the mask, as text."""
     made = tokenizer(template)
-    ids, mask = encode_chat(made, json.dumps(messages))
+    text, ids, mask = encode_chat(made, messages)
     assert len(ids) == len(mask)
-    assert made.decode(ids) == made.apply_chat_template(messages, tokenize=False)
+    assert text == made.decode(ids) == made.apply_chat_template(messages, tokenize=False)
     stretches: list[list[int]] = [[]]
     for token, bit in zip(ids, mask, strict=True):
         if bit:

@@ -9,6 +9,7 @@ import typer
 from aliquot import __version__
 from aliquot.cli import (
     cluster_command,
+    data_command,
     doctor_command,
     export_command,
     generate_command,
@@ -32,6 +33,7 @@ app.command("export")(export_command.command)
 app.command("generate")(generate_command.command)
 app.command("report")(report_command.command)
 app.command("instances")(instances_command.command)
+app.add_typer(data_command.app, name="data")
 app.add_typer(cluster_command.app, name="cluster")
 
 

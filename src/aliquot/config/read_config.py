@@ -92,6 +92,11 @@ def _load(text: str, name: str, locations: dict[Keys, Location]) -> dict[str, An
 
 
 def _locate(node: yaml.Node, keys: Keys, name: str, locations: dict[Keys, Location]) -> None:
+    if isinstance(node, yaml.SequenceNode):
+        for index, each in enumerate(node.value):
+            path = (*keys, str(index))
+            locations[path] = f"{name}:{each.start_mark.line + 1}"
+            _locate(each, path, name, locations)
     if not isinstance(node, yaml.MappingNode):
         return
     for key_node, value_node in node.value:

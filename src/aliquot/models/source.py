@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 # What a run needs of a hub repository; never code, pickles or other frameworks' weights.
-HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+DESCRIPTION_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # config and tokenizer
+HUB_FILES = [*DESCRIPTION_FILES, "*.safetensors"]
 CONFIG_FILES = ["config.json"]
 _SAMPLES, _SAMPLE_BYTES = 64, 16 << 10  # of a file of weights
 _MOST_LAYERS = 10_000
