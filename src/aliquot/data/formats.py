@@ -19,10 +19,10 @@ from aliquot.errors import DataError
 Kind = Literal["text", "messages", "conversations", "prompt", "instruction"]
 
 TITLES: dict[str, str] = {
-    "text": "text",
+    "text": "texts",
     "messages": "chats (messages)",
     "conversations": "chats (ShareGPT)",
-    "prompt": "prompt and completion",
+    "prompt": "prompts with completions",
     "instruction": "instructions (Alpaca)",
 }
 _INPUTS, _OUTPUTS = ("input", "context"), ("output", "response")  # Alpaca's names, Dolly's
@@ -38,10 +38,6 @@ class Format:
     kind: Kind
     fields: tuple[str, ...]  # that a record must have
     others: tuple[str, ...] = ()  # that it may have
-
-    @property
-    def title(self) -> str:
-        return f"{TITLES[self.kind]}: {', '.join(f'`{field}`' for field in (*self.fields, *self.others))}"
 
     def check(self, names: Iterable[str], where: str | Path) -> None:
         """Raises UserError naming the first field that is not there."""

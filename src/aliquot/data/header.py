@@ -69,7 +69,7 @@ def _shares(batches: Batches, total_steps: int) -> list[Share | None]:
 def _described(stream: Stream, sequence_length: int, share: Share | None) -> Iterator[str]:
     store, packing = stream.source.store, stream.packing
     learned, tokens = int(packing.pieces.predicted.sum(dtype=np.int64)), len(store.tokens)
-    kinds = ", ".join(f"{count:,} of {TITLES[kind]}" for kind, count in store.formats.items())
+    kinds = ", ".join(f"{count:,} {TITLES[kind]}" for kind, count in store.formats.items())
     what = f"{kinds}; " if kinds else ""
     seen = "" if share is None else f"; {share.tokens:.2%} of the tokens of this run, {share.epochs:.3g} epochs"
     yield f"{what}{learned:,} of {tokens:,} tokens are learned ({learned / tokens:.1%}){seen}"
@@ -78,9 +78,10 @@ def _described(stream: Stream, sequence_length: int, share: Share | None) -> Ite
     cut, into, pieces = _pieces(store, sequence_length)
     if cut:
         empty = pieces - len(packing.pieces.start)
+        told = "; a longer one keeps answers with their prompts" if store.mask is not None else ""
         unlearned = f"; {empty:,} of all pieces are left out: nothing is learned in them" if empty else ""
         are = "document is" if cut == 1 else "documents are"
-        yield f"{cut:,} {are} longer than data.sequence_length: cut into {into:,} pieces{unlearned}"
+        yield f"{cut:,} {are} longer than data.sequence_length: cut into {into:,} pieces{unlearned}{told}"
 
 
 def _pieces(store: TokenStore, sequence_length: int) -> tuple[int, int, int]:
