@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from aliquot.errors import TokenizerError, UserError
@@ -68,20 +69,35 @@ def encode_chat(
     `everything`: no mask is asked for. Raises as `encode_record` does.
     """
     said = [{key: part for key, part in message.items() if key != "weight"} for message in messages]
-    unlearned = context or any(message["role"] == "assistant" and not _answers(message) for message in messages)
+    learned = [index >= context and _answers(message) for index, message in enumerate(messages)]
     try:
         whole = _render(tokenizer, said)
         if everything:
             return whole, *_encode(tokenizer, whole, None)
-        if GENERATION_MARKER.search(tokenizer.get_chat_template()) and not unlearned:
+        if GENERATION_MARKER.search(tokenizer.get_chat_template()):
             encoded = tokenizer.apply_chat_template(said, return_dict=True, return_assistant_tokens_mask=True)
-            return whole, list(encoded["input_ids"]), list(encoded["assistant_masks"])
-        turns = [index for index, message in enumerate(messages) if index >= context and _answers(message)]
+            wanted = [own for own, message in zip(learned, messages, strict=True) if message["role"] == "assistant"]
+            return whole, list(encoded["input_ids"]), _of_turns(encoded["assistant_masks"], wanted, said)
+        turns = [index for index, own in enumerate(learned) if own]
         return whole, *_encode(tokenizer, whole, _turns(tokenizer, said, whole, turns))
     except UserError:
         raise
     except Exception as error:  # a template is a program of the model's author
         raise TokenizerError(f"the chat template fails ({error})", _name(messages)) from error
+
+
+def _of_turns(mask: list[int], wanted: list[bool], messages: Messages) -> list[int]:
+    """`mask` without the turns of the assistant that are not `wanted`."""
+    if all(wanted):
+        return list(mask)
+    stretches = [(bit, len(list(bits))) for bit, bits in groupby(mask)]
+    if sum(bit for bit, _ in stretches) != len(wanted):
+        raise TokenizerError(
+            "the chat template does not mark each of the assistant's turns as one, so that some cannot be left out",
+            _name(messages),
+        )
+    turn = iter(wanted)
+    return [kept for bit, length in stretches for kept in [int(bit and next(turn))] * length]
 
 
 def _turns(tokenizer: Any, messages: Messages, whole: str, turns: list[int]) -> list[tuple[int, int]]:

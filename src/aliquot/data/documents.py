@@ -46,7 +46,7 @@ def text_documents(path: Path, unit: Unit) -> Iterator[Document]:
 
 def _parts(file: BinaryIO, position: Callable[[], int], path: Path) -> Iterator[Document]:
     """The whole file, in parts where it is long."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
     with_newlines = io.IncrementalNewlineDecoder(decoder, translate=True)
     read_bytes, text = 0, ""
     while True:
@@ -59,7 +59,6 @@ def _parts(file: BinaryIO, position: Callable[[], int], path: Path) -> Iterator[
         if not block:
             yield Document(text + more, "text", position())
             return
-        more = more.removeprefix("\ufeff") if read_bytes == 0 else more
         if text:
             yield Document(text, "text", position(), ended=False)
         read_bytes, text = read_bytes + len(block), more
