@@ -158,6 +158,7 @@ class Batches:
             "data.sequence_length": self.sequence_length,
             "data.packing": self.packed,
             "train.global_batch_size": self.global_batch_size,
+            "data.sources": ", ".join(self.names),
         }
         for source in self.sources:
             of = f"data.sources, {source.name}: " if source.name else "data "
