@@ -150,6 +150,7 @@ def _explain(problem: dict[str, Any], locations: Mapping[Keys, Location], where:
 
 
 def _suggestion(keys: Keys) -> str:
+    keys = tuple(key for key in keys if not key.isdigit())  # which entry of a list it is in
     candidates = {".".join(path) for path in known_keys()}
     same_section = {name for name in candidates if name.split(".")[:-1] == list(keys[:-1])}
     wanted = ".".join(keys)
@@ -161,7 +162,7 @@ def _suggestion(keys: Keys) -> str:
 
 
 def known_keys() -> list[Keys]:
-    """Every key of the schema: sections, `section.key`, and those of sections inside a section."""
+    """Every key of the schema: sections, `section.key`, and those of sections inside a section or in a list of it."""
     return list(_keys_of(RunConfig, ()))
 
 
@@ -169,7 +170,8 @@ def _keys_of(model: type[BaseModel], prefix: Keys) -> Iterator[Keys]:
     for name, field in model.model_fields.items():
         path = (*prefix, field.alias or name)
         yield path
-        for kind in (field.annotation, *get_args(field.annotation)):  # a section, or `section | None`
+        kinds = [field.annotation, *get_args(field.annotation)]  # a section, `section | None`, a list of sections
+        for kind in [*kinds, *(of for each in kinds for of in get_args(each))]:
             if isinstance(kind, type) and issubclass(kind, BaseModel):
                 yield from _keys_of(kind, path)
 
