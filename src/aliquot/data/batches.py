@@ -177,11 +177,6 @@ class Batches:
             raise DataError(f"all of data.sources end after {there} steps, before train.max_steps {max_steps}")
         return max_steps
 
-    def steps_in(self, epochs: float) -> int:
-        """Optimizer steps that see `epochs` times the data, or until all sources have ended."""
-        sequences = self._sequences_in(epochs)
-        return -(-min(sequences, self.mixture.total or sequences) // self.global_batch_size)
-
     def position(self, step: int) -> Position:
         """Where `step` (the first is 0) begins; after the last step, where the data ended."""
         first = step * self.global_batch_size
