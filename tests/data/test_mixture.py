@@ -113,6 +113,20 @@ def test_without_weights_an_epoch_is_every_sequence_once() -> None:
     assert whole == {0: 30, 1: 10, 2: 6}
 
 
+def test_two_sources_of_the_same_data_are_shuffled_apart() -> None:
+    store = numbered([4] * 30)
+    made = Batches(
+        [TrainStore(store, "a"), TrainStore(store, "b")], sequence_length=4, packing=True, seed=1, global_batch_size=60,
+        micro_batch_size=1, pad_id=0,
+    )  # fmt: skip
+    orders: list[list[int]] = [[], []]
+    for micro in made.step_batch(0, 0, 1).micro_batches:
+        assert micro is not None
+        orders[micro.source].append(int(micro.input_ids[0]))
+    assert orders[0] != orders[1]
+    assert sorted(orders[0]) == sorted(orders[1])
+
+
 def test_where_all_sources_end_the_run_ends() -> None:
     sources = [dataclasses.replace(source, repeat=False) for source in mixed().sources]
     made = Batches(sources, sequence_length=4, packing=True, seed=1, global_batch_size=10, micro_batch_size=1, pad_id=0)

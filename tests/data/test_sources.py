@@ -198,6 +198,19 @@ def test_eval_sources_are_given_once_and_fit(tmp_path: Path) -> None:
         sources_of(DataSection(path="stdlib", eval_path="absent"), tmp_path)
 
 
+def test_a_part_of_each_source_is_held_out(folder: Path) -> None:
+    sources = [{"name": name, "path": str(folder / file), "document": "line"} for name, file in
+               (("one", "b.txt"), ("two", "a.py"))]  # fmt: skip
+    train, held_out = sources_of(DataSection(sources=sources, eval_fraction=0.5), folder)
+    assert list(train) == list(held_out) == ["one", "two"]
+    both = [each.text for of in (train, held_out) for each in of["one"].documents()]
+    assert sorted(both) == ["one", "three", "two"]
+    again = [{"name": "two", "path": str(folder / "b.txt")}]
+    with pytest.raises(UserError, match=r"data\.eval_fraction holds out a part of two, which has this name already"):
+        sources_of(DataSection(sources=sources, eval_fraction=0.5, eval_sources=again), folder)
+    assert list(sources_of(DataSection(sources=sources, eval_sources=again), folder)[1]) == ["two"]
+
+
 def test_documents_are_held_out_by_their_content(tmp_path: Path) -> None:
     lines = [f"document {n % 300}" for n in range(400)]
     (tmp_path / "a.txt").write_text("\n".join(lines))

@@ -9,6 +9,8 @@ from typing import Any
 from aliquot.data.streams import TrainStore
 
 _EXAMPLES = 2
+_MOST_TOKENS = 8192  # of an example: a file of any size may be one
+_MOST_STRETCHES = 8  # of one that is shortened
 _LEARNED, _READ = "learned > ", "        | "
 
 
@@ -17,7 +19,7 @@ def examples(
 ) -> Iterator[str]:
     """Lines, those of what is learned marked; of plain text, all of which is learned, none unless `text`.
 
-    `most_characters` of a stretch are shown.
+    `most_characters` of a stretch are shown, and the first stretches alone; None: nearly everything.
     """
     store = source.store
     if store.mask is None and not text:
@@ -25,16 +27,18 @@ def examples(
     name = f" of {source.name}" if source.name else ""
     for document in range(min(_EXAMPLES, store.documents)):
         start, stop = int(store.offsets[document]), int(store.offsets[document + 1])
-        ids = store.tokens[start:stop].tolist()
-        mask = [1] * len(ids) if store.mask is None else store.mask[start:stop].tolist()
-        mask[0] = 0  # nothing comes before it
-        yield f"example {document + 1}{name}: {len(ids):,} tokens, {sum(mask):,} are learned"
-        at = 0
-        for bit, stretch in groupby(mask):
-            length = len(list(stretch))
+        # Before the first token there is nothing that it could be learned from.
+        learned = stop - start - 1 if store.mask is None else int(store.mask[start + 1 : stop].sum())
+        yield f"example {document + 1}{name}: {stop - start:,} tokens, {learned:,} are learned"
+        ids = store.tokens[start : min(stop, start + _MOST_TOKENS)].tolist()
+        mask = [0] + ([1] * (len(ids) - 1) if store.mask is None else store.mask[start + 1 : start + len(ids)].tolist())
+        at, stretches = 0, [(bit, len(list(stretch))) for bit, stretch in groupby(mask)]
+        for bit, length in stretches if most_characters is None else stretches[:_MOST_STRETCHES]:
             said = tokenizer.decode(ids[at : at + length], skip_special_tokens=False)
             at += length
             yield from (f"{_LEARNED if bit else _READ}{line}" for line in _shortened(said, most_characters).split("\n"))
+        if at < stop - start:
+            yield f"{_READ}[... {stop - start - at:,} more tokens ...]"
 
 
 def _shortened(text: str, most: int | None) -> str:
