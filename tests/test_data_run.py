@@ -61,6 +61,8 @@ def test_what_is_said_of_the_data_before_they_are_trained_on(alone: tuple[Path, 
     assert " tokens are learned (" in output
     assert "of the tokens of this run, " in output
     assert "chats: 1 x a blank record, left out; 1 x a record without an answer, left out" in output
+    assert "evaluation, talks: 31 chats (messages); " in output
+    assert "evaluation, talks: 1 x a blank record, left out; 1 x a record without an answer, left out" in output
     assert "an epoch: " in output
     assert "example 2 of chats: " in output
     lines = output[output.index("example 1 of chats") :].splitlines()

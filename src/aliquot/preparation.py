@@ -200,7 +200,7 @@ def introduce(run: Attempt, inputs: Inputs, model: Model, start: Start) -> None:
     )
     connections = group_lines(ranks, model.engine.transport)
     notes = (*model.notes, *_a_call_each(model.built), *torchrun_advice(os.environ, config.checkpoint.grace_s))
-    data = header(inputs.batches, inputs.total_steps) if ranks.rank == 0 else []
+    data = header(inputs.batches, inputs.total_steps, inputs.held_out) if ranks.rank == 0 else []
     summary.begin(run.display, config, run.about, *data, *connections, *notes)
     if start.step == 0:
         on_first(ranks, lambda: _show_data(run, inputs))

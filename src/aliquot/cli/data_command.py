@@ -32,7 +32,7 @@ def show(
     with one_line_errors(debug):
         from aliquot.config.batch_size import batch_size
         from aliquot.config.read_config import read_config
-        from aliquot.data.batches import Batches
+        from aliquot.data.batches import Batches, EvalBatches
         from aliquot.data.examples import examples
         from aliquot.data.header import header, warnings
         from aliquot.data.prepare import prepare
@@ -49,11 +49,13 @@ def show(
         train, tokenizer = settings.train, prepared.load_tokenizer()
         epochs = None if train.max_steps else train.num_train_epochs
         ranks = settings.launch.nodes * (1 if settings.launch.ranks == "auto" else settings.launch.ranks)
-        batches = Batches.of(prepared, settings.data, settings.run.seed, batch_size(train, ranks), epochs)
+        size = batch_size(train, ranks)
+        batches = Batches.of(prepared, settings.data, settings.run.seed, size, epochs)
+        held_out = EvalBatches.of(prepared, settings.data, size)
         steps = batches.steps(train.max_steps)
-        held_out = [TrainStore(store, f"{name} (evaluation)".strip()) for name, store in prepared.open_eval().items()]
-        for each in [*batches.sources, *held_out]:
+        evaluated = [TrainStore(each.store, f"{name} (evaluation)".strip()) for name, each in held_out.items()]
+        for each in [*batches.sources, *evaluated]:
             for line in examples(each, tokenizer, text=True):
                 print(line)
-        for line in [*header(batches, steps), *warnings(batches, steps, train.max_steps is not None)]:
+        for line in [*header(batches, steps, held_out), *warnings(batches, steps, train.max_steps is not None)]:
             print(line)

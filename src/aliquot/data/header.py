@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from aliquot.data.batches import Batches
+from aliquot.data.batches import Batches, EvalBatches
 from aliquot.data.formats import TITLES
-from aliquot.data.streams import Stream
+from aliquot.data.packing import Packing
 from aliquot.data.token_store import TokenStore
 
 FEW_STEPS = 20
 _DOCUMENTS_AT_ONCE = 1 << 20
 
 
-def header(batches: Batches, total_steps: int) -> list[str]:
+def header(batches: Batches, total_steps: int, held_out: Mapping[str, EvalBatches]) -> list[str]:
     packed = "packed" if batches.packed else "a document each"
     documents = sum(source.store.documents for source in batches.sources)
     tokens = sum(len(source.store.tokens) for source in batches.sources)
@@ -26,7 +26,11 @@ def header(batches: Batches, total_steps: int) -> list[str]:
     ]
     for stream, share in zip(batches.streams, _shares(batches, total_steps), strict=True):
         name = stream.source.name or "data"
-        told += [f"{name}: {text}" for text in _described(stream, batches.sequence_length, share)]
+        described = _described(stream.source.store, stream.packing, batches.sequence_length, share)
+        told += [f"{name}: {text}" for text in described]
+    for name, each in held_out.items():
+        described = _described(each.store, each.epoch.packing, batches.sequence_length, None)
+        told += [f"{f'evaluation, {name}' if name else 'evaluation'}: {text}" for text in described]
     steps = batches.epoch_sequences / batches.global_batch_size
     every = total_steps / steps
     told.append(f"an epoch: {batches.epoch_sequences:,} sequences, {steps:,.4g} steps; this run: {every:.3g} epochs")
@@ -66,8 +70,7 @@ def _shares(batches: Batches, total_steps: int) -> list[Share | None]:
     ]
 
 
-def _described(stream: Stream, sequence_length: int, share: Share | None) -> Iterator[str]:
-    store, packing = stream.source.store, stream.packing
+def _described(store: TokenStore, packing: Packing, sequence_length: int, share: Share | None) -> Iterator[str]:
     learned, tokens = int(packing.pieces.predicted.sum(dtype=np.int64)), len(store.tokens)
     kinds = ", ".join(f"{count:,} {TITLES[kind]}" for kind, count in store.formats.items())
     what = f"{kinds}; " if kinds else ""
