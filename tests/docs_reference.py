@@ -51,8 +51,20 @@ def _rows(section: dict[str, Any], schema: dict[str, Any], prefix: str) -> Itera
             yield from _rows(inner, schema, f"{prefix}{name}.")
             continue
         needed = name in section.get("required", ())
+        entry = _entry(field, schema)
         default = "required" if needed else _default(field.get("default"))
         yield f"| `{prefix}{name}` | {_kind(field, schema)} | {default} | {_cell(field.get('description', ''))} |"
+        if entry is not None:  # of which those keys are shown that the section itself does not have
+            own = {key: value for key, value in entry["properties"].items() if key not in section["properties"]}
+            yield from _rows({**entry, "properties": own}, schema, f"{prefix}{name}[].")
+
+
+def _entry(field: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any] | None:
+    """The object that a list consists of; None: it is no list of objects."""
+    for each in (field, *field.get("anyOf", ())):
+        if each.get("type") == "array" and "$ref" in each["items"]:
+            return _resolved(each["items"], schema)
+    return None
 
 
 def _resolved(field: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
@@ -65,6 +77,8 @@ def _resolved(field: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _kind(field: dict[str, Any], schema: dict[str, Any]) -> str:
+    if "$ref" in field:
+        return "mapping"
     if "anyOf" in field:
         return " or ".join(_kind(each, schema) for each in field["anyOf"] if each.get("type") != "null")
     if "enum" in field or "const" in field:

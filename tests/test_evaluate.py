@@ -28,7 +28,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("model", "step"), [("export", 6), ("checkpoints/step-00000003", 3)])
 def test_as_the_run_has_found_it(run: Path, model: str, step: int) -> None:
     directory = run.parent / "run"
-    found = evaluate_model(read_evaluation(str(directory / model), str(run), []))
+    found = evaluate_model(read_evaluation(str(directory / model), str(run), []))[""]
     assert found.loss == pytest.approx(curve(directory, "eval_loss")[step], rel=1e-6)
     assert found.perplexity == pytest.approx(curve(directory, "eval_perplexity")[step], rel=1e-6)
     assert found.bits_per_byte == pytest.approx(curve(directory, "eval_bits_per_byte")[step], rel=1e-6)

@@ -65,8 +65,7 @@ def plain_loop(file: Path) -> tuple[float, float]:
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
     data = prepare(config.data, Path(config.model.path), model.config.vocab_size)
     size = BatchSize(total=8, micro=1)
-    held_out = EvalBatches.of(data, config.data, size)
-    assert held_out is not None
+    held_out = EvalBatches.of(data, config.data, size)[""]
     before = plain.perplexity(model, held_out.micro_batches(0, 1), held_out.predicted)
     plain.train(model, Batches.of(data, config.data, config.run.seed, size, None), config.train, STEPS)
     return before, plain.perplexity(model, held_out.micro_batches(0, 1), held_out.predicted)

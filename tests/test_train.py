@@ -105,8 +105,8 @@ def test_local_ranks_give_the_curve_of_one_process(alone: Path, two_ranks: Path)
 def test_bits_per_byte_are_those_of_a_plain_loop(folder: Path, alone: Path, two_ranks: Path) -> None:
     config = aliquot.read_config(folder / "alone.yaml")
     data = prepare(config.data, None, 1 << 20)
-    batches, store = EvalBatches.of(data, config.data, batch_size(config.train, 1)), data.open_eval()
-    assert batches is not None and store is not None
+    batches = EvalBatches.of(data, config.data, batch_size(config.train, 1))[""]
+    store = batches.store
     model = AutoModelForCausalLM.from_pretrained(alone / "export")
     perplexity = plain.perplexity(model, batches.micro_batches(0, 1), batches.predicted)
     ends = pairwise(store.offsets.tolist())

@@ -37,8 +37,9 @@ class Evaluation:
     ranks: int
 
 
-def evaluate_model(config: RunConfig) -> Evaluation:
-    """Evaluate `config.model` on the evaluation data of `config` as this process's rank. Nothing is written.
+def evaluate_model(config: RunConfig) -> dict[str, Evaluation]:
+    """Evaluate `config.model` on each set of evaluation data of `config`, by name, as this process's rank. The one that
+    has no name is called "". Nothing is written.
 
     Every rank calls it with the same config (config/read_evaluation.py makes one) and gets the same. An engine takes
     as much address space as for training, but memory for weights and activations alone. Raises UserError.
@@ -60,13 +61,11 @@ def evaluate_model(config: RunConfig) -> Evaluation:
         display.finish()
 
 
-def _evaluate(run: Attempt) -> Evaluation:
+def _evaluate(run: Attempt) -> dict[str, Evaluation]:
     ranks, display = run.ranks, run.display
     check_configs(ranks, run.config)
     inputs = preparation.read_inputs(run)
     preparation.check_inputs(run, inputs)
-    held_out = inputs.held_out
-    assert held_out is not None  # the config names some
     model = preparation.build_model(run, inputs)
     preparation.fill_model(run, inputs, model)
     model.engine.ready()
@@ -77,10 +76,12 @@ def _evaluate(run: Attempt) -> Evaluation:
     def progress(done: int, total: int) -> None:
         display.evaluating(done, total, time.perf_counter() - began)
 
-    found = evaluate(model.engine, held_out, ranks, progress, stopped=lambda: 0)
-    assert found is not None  # nothing stops it
+    results = {}
+    for name, held_out in inputs.held_out.items():
+        found = evaluate(model.engine, held_out, ranks, progress, stopped=lambda: 0)
+        assert found is not None  # nothing stops it
+        documents, length = held_out.store.documents, held_out.sequence_length
+        results[name] = Evaluation(*found, held_out.predicted, documents, length, ranks.world_size)
     model.engine.close()
-    documents, length = held_out.store.documents, held_out.sequence_length
-    result = Evaluation(*found, held_out.predicted, documents, length, ranks.world_size)
     ranks.close()
-    return result
+    return results

@@ -17,6 +17,8 @@ from aliquot.config.batch_size import BatchSize, batch_size
 from aliquot.config.on_disk import OnDisk
 from aliquot.config.schema import RunConfig, TrainSection
 from aliquot.data.batches import Batches, EvalBatches, Position
+from aliquot.data.examples import examples
+from aliquot.data.header import header, warnings
 from aliquot.data.prepare import Prepared, prepare_together
 from aliquot.engines.base import Engine, EngineSpec
 from aliquot.engines.connections import group_lines
@@ -44,6 +46,8 @@ from aliquot.ranges.chosen_parts import ChosenParts
 from aliquot.ranges.parts import PartStore
 from aliquot.ranges.together import on_first, together
 
+_SHOWN_CHARACTERS = 400  # of a stretch of an example
+
 
 @dataclass(frozen=True)
 class Attempt:
@@ -68,17 +72,17 @@ class Inputs:
     tokenizer: Any  # of transformers
     size: BatchSize
     batches: Batches
-    held_out: EvalBatches | None  # None: there is nothing to evaluate on
+    held_out: dict[str, EvalBatches]  # by name; one that has none is called ""
     total_steps: int
     schedule: Schedule  # of the learning rate
 
     def behind(self, start: Start, train: TrainSection) -> Inputs:
         """The batches that follow on those of the earlier stages of a run."""
         batches = self.batches.going_on(start.step, start.position, start.ends)
-        total_steps = train.max_steps or batches.steps_in(train.num_train_epochs)
+        total_steps = batches.total_steps(train.max_steps)
         return replace(self, batches=batches, total_steps=total_steps, schedule=Schedule.of(train, total_steps))
 
-    def determinants(self, config: RunConfig) -> dict[str, str | int]:
+    def determinants(self, config: RunConfig) -> dict[str, str | int | float | None]:
         """What a checkpoint goes on with: the order of the data, and the model beside which an adapter is learned."""
         fixed = self.batches.determinants()
         return fixed if config.adapter is None else fixed | {"model (hash of samples)": str(self.source.fingerprint())}
@@ -135,7 +139,7 @@ def read_inputs(run: Attempt) -> Inputs:
     epochs = None if config.train.max_steps else config.train.num_train_epochs
     found = Traits(**on_first(ranks, lambda: vars(traits(source.config, config.data.sequence_length))))
     batches = Batches.of(data, config.data, config.run.seed, size, epochs, found.packs)
-    total_steps = config.train.max_steps or batches.steps_in(config.train.num_train_epochs)
+    total_steps = batches.total_steps(config.train.max_steps)
     held_out = EvalBatches.of(data, config.data, size, found.packs)
     schedule = Schedule.of(config.train, total_steps)
     return Inputs(source, found, data, tokenizer, size, batches, held_out, total_steps, schedule)
@@ -147,8 +151,8 @@ def check_inputs(run: Attempt, inputs: Inputs) -> None:
     def told() -> dict[str, Any]:
         data, config = inputs.data, inputs.source.config.to_dict()
         return {
-            "data (hash of the tokens)": Path(data.train).name,
-            "held-out data (hash of the tokens)": None if data.eval is None else Path(data.eval).name,
+            "data (hash of the tokens)": {name: Path(store).name for name, store in data.train.items()},
+            "held-out data (hash of the tokens)": {name: Path(store).name for name, store in data.eval.items()},
             "tokenizer (hash of its files)": Path(data.tokenizer).name,
             "model.config": {key: value for key, value in config.items() if not key.startswith("_")},
             "weights (hash of samples)": inputs.source.fingerprint(),
@@ -161,8 +165,8 @@ def foresee(run: Attempt, inputs: Inputs, force: bool) -> dict[str, Any]:
     run.about["ceiling_flops_per_s"] = ceiling(run.ranks, run.config.train.precision)  # and all that plans go by
 
     def plan() -> dict[str, Any]:
-        evaluated = None if inputs.held_out is None else inputs.held_out.epoch.packing.sequences
-        workload = replace(inputs.batches.workload(), eval_sequences=evaluated)
+        evaluated = sum(batches.epoch.packing.sequences for batches in inputs.held_out.values())
+        workload = replace(inputs.batches.workload(), eval_sequences=evaluated or None)
         vocabulary = inputs.source.config.vocab_size
         topology, cores = run.ranks.topology, run.ranks.allowed_cores
         return plan_before(run.config, topology, cores, workload, vocabulary, force, run.display.warning)
@@ -268,7 +272,19 @@ def introduce(run: Attempt, inputs: Inputs, model: Model, start: Start) -> None:
     )
     connections = group_lines(ranks, model.engine.transport)
     notes = (*model.notes, *_a_call_each(model.built), *torchrun_advice(os.environ, config.checkpoint.grace_s))
-    summary.begin(run.display, config, run.about, inputs.batches.described(inputs.total_steps), *connections, *notes)
+    data = header(inputs.batches, inputs.total_steps, inputs.held_out) if ranks.rank == 0 else []
+    summary.begin(run.display, config, run.about, *data, *connections, *notes)
+    if start.step == 0:
+        on_first(ranks, lambda: _show_data(run, inputs))
+
+
+def _show_data(run: Attempt, inputs: Inputs) -> None:
+    """Once in a run: what is learned of the first examples, where that is not all of them, and what may be wrong."""
+    for stream in inputs.batches.streams:
+        for line in examples(stream.source, inputs.tokenizer, _SHOWN_CHARACTERS):
+            run.display.line(line)
+    for text in warnings(inputs.batches, inputs.total_steps, run.config.train.max_steps is not None):
+        run.display.warning(text)
 
 
 def check_beginning(run: Attempt, inputs: Inputs, model: Model) -> None:

@@ -211,22 +211,23 @@ class Training:
     def _step(self, step: int, batch: StepBatch) -> tuple[int, dict[str, Any]]:
         """The signal by which a rank was told to stop, or 0, and what is to be logged."""
         settings, engine, record, saver = self._run.config.train, self._engine, self._record, self._saver
-        summed = torch.zeros((), dtype=torch.float64)
+        summed = torch.zeros(len(batch.predicted_of), dtype=torch.float64)  # of each source
         record.enter("forward")
         for index, micro_batch in enumerate(batch.micro_batches):
             last = index == len(batch.micro_batches) - 1
-            summed += engine.backward(micro_batch, 1 / max(1, batch.predicted), last).cpu()
+            loss = engine.backward(micro_batch, 1 / max(1, batch.predicted), last).cpu()
+            summed[0 if micro_batch is None else micro_batch.source] += loss
 
         # The one exchange of small values in a step: all ranks decide by the same numbers what they do next.
         own = {
-            "loss": float(summed),
+            "loss": summed.tolist(),
             "stop": self._stop.requested,
             "save": saver.report(),
             "mirror": self._mirror.report(),
         }
         reports = record.gather(own, batch.own_tokens)
         record.enter("checkpoint")
-        self._loss = self._mean_loss(step, [report["loss"] for report in reports], batch.predicted)
+        self._loss = self._mean_loss(step, [math.fsum(report["loss"]) for report in reports], batch.predicted)
         saver.poll([report["save"] for report in reports])
         self._mirror.poll([report["mirror"] for report in reports])
         saver.before_update()
@@ -243,7 +244,8 @@ class Training:
         record.end(batch.tokens, flops, saver.under_way)
         self._watchdog.beat()
         metrics = {"loss": self._loss, "learning_rate": rate, "grad_norm": grad_norm, "tokens": self._tokens}
-        return max(report["stop"] for report in reports), {**metrics, "epoch": batch.epoch}
+        of_sources = self._loss_of_sources([report["loss"] for report in reports], batch)
+        return max(report["stop"] for report in reports), {**metrics, **of_sources, "epoch": batch.epoch}
 
     def _between_steps(self, stopping: int, metrics: dict[str, Any]) -> None:
         """In this order: measure, log, evaluate, save, stop. Every rank takes the same way."""
@@ -276,20 +278,26 @@ class Training:
 
     def _evaluate(self) -> int:
         """The signal for which it was given up, or 0."""
-        if self._inputs.held_out is None:
+        ranks, held_out = self._run.ranks, self._inputs.held_out
+        if not held_out:
             return 0
+        total, before = sum(batches.count(ranks.world_size) for batches in held_out.values()), 0
 
-        def progress(done: int, total: int) -> None:
+        def progress(done: int, _: int) -> None:
             self._watchdog.beat()
-            self._record.evaluating(done, total)
+            self._record.evaluating(before + done, total)
 
-        found = evaluate(self._engine, self._inputs.held_out, self._run.ranks, progress, self._stopped)
-        if found is None:
-            return self._stopped()
-        self._perplexity = self._record.evaluated(*found)
+        found = {}
+        for name, batches in held_out.items():
+            result = evaluate(self._engine, batches, ranks, progress, self._stopped)
+            if result is None:
+                return self._stopped()
+            found[name] = result
+            before += batches.count(ranks.world_size)
+        self._perplexity = self._record.evaluated(found)
         give_back()  # blocks of other sizes than a step's, between which steps would find less and less room
         if self._done > 0:
-            self._compare(found[0])
+            self._compare(next(iter(found.values()))[0])  # the first set counts
         return 0
 
     def _compare(self, loss: float) -> None:
@@ -319,6 +327,11 @@ class Training:
         if bad:
             raise self._diverged(step, f"the loss is not finite on rank {', '.join(bad)}")
         return math.fsum(sums) / max(1, predicted)
+
+    def _loss_of_sources(self, sums: list[list[float]], batch: StepBatch) -> dict[str, float]:
+        """The mean over the predicted tokens of each named source that is in the batch."""
+        sources = zip(self._inputs.batches.names, zip(*sums, strict=True), batch.predicted_of, strict=True)
+        return {f"loss_{name}": math.fsum(own) / predicted for name, own, predicted in sources if name and predicted}
 
     def _diverged(self, step: int, reason: str) -> DivergedError:
         """Why the run ends, on every rank at once; a checkpoint that is being saved is good and is finished first."""
@@ -359,7 +372,8 @@ class Training:
         said = None
         if observe.sample_prompt is not None:
             inputs, prompt = self._inputs, observe.sample_prompt
-            chat = inputs.data.open_train().mask is not None
+            answers = any(store.mask is not None for store in inputs.data.open_train().values())
+            chat = answers and inputs.tokenizer.chat_template is not None
             said = continuation(
                 self._engine.generate, inputs.tokenizer, prompt, inputs.data.prefix, observe.sample_tokens, chat=chat
             )

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aliquot.config.batch_size import BatchSize, batch_size
-from aliquot.config.schema import TrainSection
+from aliquot.config.schema import RunConfig, TrainSection
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,26 @@ from aliquot.config.schema import TrainSection
 )
 def test_the_third_follows(given_keys: dict[str, int], expected: BatchSize) -> None:
     assert batch_size(TrainSection.model_validate({"max_steps": 1, **given_keys}), 3) == expected
+
+
+def test_a_batch_in_tokens_is_as_many_sequences_as_hold_them() -> None:
+    def config(**train: object) -> RunConfig:
+        values = {"model": {"path": "x"}, "data": {"path": "x", "sequence_length": 256}, "train": train}
+        return RunConfig.model_validate(values)
+
+    assert batch_size(config(global_batch_tokens=2000).train, 3) == BatchSize(7, 1)
+    made = config(global_batch_tokens=2048, per_device_train_batch_size=4)
+    assert batch_size(made.train, 3) == BatchSize(8, 4)
+    assert RunConfig.model_validate(made.model_dump(by_alias=True)) == made, "as it is written into a run directory"
+    with pytest.raises(ValueError, match=r"only one of train\.global_batch_size and train.global_batch_tokens"):
+        config(global_batch_tokens=2048, global_batch_size=9)
+    with pytest.raises(ValueError, match=r"needs data\.packing"):
+        RunConfig.model_validate({**made.model_dump(by_alias=True), "data": {"path": "x", "packing": False}})
+
+
+def test_each_micro_batch_of_a_mixture_is_of_one_source() -> None:
+    assert [BatchSize(4, 2).micro_batches(2, sources) for sources in (1, 2, 3, 9)] == [1, 2, 2, 2]
+    assert BatchSize(8, 1).micro_batches(2, 5) == 4
 
 
 @given(st.integers(1, 500), st.integers(1, 9), st.integers(1, 9))

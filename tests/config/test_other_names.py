@@ -15,11 +15,7 @@ from aliquot.config.schema import RunConfig, TrainSection
 from aliquot.errors import UserError
 
 MINIMAL = "model: {path: some/model}\ndata: {path: text.txt}\n"
-COMING = {
-    "adapter.type", "adapter.r", "adapter.alpha", "adapter.dropout", "adapter.target_modules", "checkpoint.mirror",
-    "data.sources", "model.add_tokens", "observe.report_to", "train.freeze",
-}  # fmt: skip
-KEYS = {".".join(path) for path in known_keys()} | COMING
+KEYS = {".".join(path) for path in known_keys()}
 # Fields of transformers' TrainingArguments that `train` has under the same name.
 SAME = {
     name for name in TrainSection.model_fields if name in {each.name for each in dataclasses.fields(TrainingArguments)}

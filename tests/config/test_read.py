@@ -104,6 +104,8 @@ def test_contradictions(file: Path) -> None:
         ("train.num_train_epochs=.nan", "finite"),
         ("run.name=..", "pattern"),
         ("run.name=1e5", "put it in quotes"),
+        ("data.sources=[{nmae: a, path: x}]", "unknown key data.sources.0.nmae; did you mean data.sources.name?"),
+        ("train.global_batch_tokens=7", r"global_batch_tokens 7 is less than one sequence of data.sequence_length"),
         ("data.path=''", "data.path is empty"),
         ("observe.sample_prompt=''", "at least 1 character"),
         ("launch.ranks=0", "or input should be 'auto'"),

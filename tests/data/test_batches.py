@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aliquot.data.batches import Batches, EvalBatches, Position, StepBatch
+from aliquot.data.streams import TrainStore
 from aliquot.data.token_store import TokenStore
 from aliquot.models.batch import IGNORE, MicroBatch
 from tests.data.stores import memory_store, numbered
@@ -22,7 +23,7 @@ SIZES = [3, 17, 2, 9, 40, 5, 5, 8, 1, 12, 31, 4, 6, 2, 7]
 def batches(store: TokenStore, **changes: object) -> Batches:
     settings = {"sequence_length": 16, "packing": True, "seed": 1, "global_batch_size": 5, "micro_batch_size": 2,
                 "pad_id": 0}  # fmt: skip
-    return Batches(store, **{**settings, **changes})
+    return Batches([TrainStore(store)], **{**settings, **changes})
 
 
 def in_order(shares: list[list[MicroBatch | None]]) -> list[MicroBatch]:
@@ -43,7 +44,7 @@ def facts(micro: MicroBatch) -> tuple[object, ...]:
 def test_the_global_batch_does_not_depend_on_the_world_size(world_size: int, packing: bool) -> None:
     made = batches(numbered(SIZES), packing=packing, epochs=2)
     seen = 0
-    for step in range(made.steps_in(2)):
+    for step in range(made.steps(None)):
         alone = made.step_batch(step, 0, 1)
         shares = [made.step_batch(step, rank, world_size) for rank in range(world_size)]
         together = in_order([share.micro_batches for share in shares])
@@ -76,7 +77,7 @@ def test_labels_are_the_next_token_of_the_same_document_or_nothing(
     store = memory_store(documents)
     made = batches(store, sequence_length=length, packing=packing, pad_id=data.draw(st.integers(0, 3)), epochs=1)
     transitions: list[tuple[int, int]] = []
-    for step in range(made.steps_in(1)):
+    for step in range(made.steps(None)):
         batch = made.step_batch(step, 0, 1)
         real = 0
         for micro in batch.micro_batches:
@@ -172,8 +173,9 @@ def test_epochs_follow_each_other_and_a_batch_may_straddle_several() -> None:
 def test_the_last_batch_of_the_last_epoch_is_smaller() -> None:
     store = numbered([4] * 7)
     made = batches(store, sequence_length=4, epochs=1.5)
-    assert made.packing.sequences == 7
-    assert (made.steps_in(1), made.steps_in(1.5), made.steps_in(10 / 7), made.steps_in(0.001)) == (2, 3, 2, 1)
+    assert made.epoch_sequences == 7
+    steps = [batches(store, sequence_length=4, epochs=epochs).steps(None) for epochs in (1, 1.5, 10 / 7, 0.001)]
+    assert steps == [2, 3, 2, 1]
     assert [made.step_batch(step, 0, 1).sequences for step in range(3)] == [5, 5, 1]
     assert [made.step_batch(2, rank, 2).micro_batches[0] is None for rank in range(2)] == [False, True]
     with pytest.raises(IndexError):

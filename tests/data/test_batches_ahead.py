@@ -32,7 +32,7 @@ def test_the_same_batches_one_step_ahead() -> None:
     made = Noted(batches(numbered([3, 17, 2, 9, 40, 5, 5, 8, 12, 31])))
     with BatchesAhead(made, 1, 2, first=3, stop=7) as ahead:
         for step in range(3, 7):
-            taken, expected = ahead.take(step), batches(made.store).step_batch(step, 1, 2)
+            taken, expected = ahead.take(step), batches(made.sources[0].store).step_batch(step, 1, 2)
             assert [micro and facts(micro) for micro in taken.micro_batches] == [
                 micro and facts(micro) for micro in expected.micro_batches
             ]

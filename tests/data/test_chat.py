@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from itertools import groupby
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from aliquot.data.chat import encode_chat
+from aliquot.data.chat import NO_ANSWER, NOTHING_LEARNED, TEMPLATE_LEAVES_OUT, encode_chat, encode_record
+from aliquot.data.encoder import EncoderSpec
 from aliquot.errors import UserError
 from tests.data.stores import byte_level
 
@@ -42,9 +44,9 @@ def tokenizer(template: str) -> PreTrainedTokenizerFast:
 def said(template: str, messages: list[dict[str, str]]) -> list[str]:
     """The stretches under the mask, as text."""
     made = tokenizer(template)
-    ids, mask = encode_chat(made, json.dumps(messages))
+    text, ids, mask = encode_chat(made, messages)
     assert len(ids) == len(mask)
-    assert made.decode(ids) == made.apply_chat_template(messages, tokenize=False)
+    assert text == made.decode(ids) == made.apply_chat_template(messages, tokenize=False)
     stretches: list[list[int]] = [[]]
     for token, bit in zip(ids, mask, strict=True):
         if bit:
@@ -67,3 +69,72 @@ def test_templates_that_do_not_grow_or_fail_are_named() -> None:
         said(FORGETFUL, TALK)
     with pytest.raises(UserError, match=r"begins 'dog .*': the chat template fails \(the user begins\)"):
         said(STRICT, TALK[1:])
+
+
+def learned(
+    record: dict[str, object], template: str | None = None, **settings: object
+) -> tuple[str, list[str], str | None]:
+    """(the whole text, the stretches that are learned, why something is missing)."""
+    made = byte_level()
+    made.chat_template = template
+    given = {"prefix": (), "suffix": (), **settings}
+    spec = EncoderSpec("unused", True, answers=True, templated=template is not None, **given)
+    ids, mask, reason = encode_record(made, json.dumps(record), spec)
+    assert len(ids) == len(mask)
+    stretches = [list(pairs) for bit, pairs in groupby(zip(mask, ids, strict=True), lambda pair: pair[0]) if bit]
+    return made.decode(ids), [made.decode([token for _, token in pairs]) for pairs in stretches], reason
+
+
+ASKED = {"prompt": "The quick", "completion": " brown fox"}
+INSTRUCTION = {"instruction": "It's now?", "input": "12345", "output": "stop"}
+
+
+def test_a_completion_without_a_template_follows_its_prompt_between_bos_and_eos() -> None:
+    assert learned(ASKED, prefix=(0,), suffix=(1,)) == ("<s>The quick brown fox</s>", [" brown fox</s>"], None)
+    # A token over the border is learned: without it the answer would have no beginning.
+    assert learned({"prompt": "The quick ", "completion": "brown"}) == ("The quick brown", [" brown"], None)
+    whole, said, _ = learned(INSTRUCTION, suffix=(1,))
+    assert said == ["stop</s>"]
+    assert whole.startswith("Below is an instruction that describes a task, paired with an input")
+    assert "### Instruction:\nIt's now?\n\n### Input:\n12345\n\n### Response:\nstop" in whole
+    assert "Input" not in learned({**INSTRUCTION, "input": ""})[0]
+
+
+def test_with_a_template_everything_becomes_a_chat() -> None:
+    assert learned(ASKED, CHATML) == (
+        "<|user|>The quick</s>\n<|assistant|> brown fox</s>\n", [" brown fox</s>\n"], None
+    )  # fmt: skip
+    assert learned({**INSTRUCTION, "system": "hi"}, MARKED) == (
+        "<|system|>hi</s><|user|>It's now?\n\n12345</s><|assistant|>stop</s>", ["stop</s>"], None
+    )  # fmt: skip
+
+
+def test_turns_of_the_prompt_and_of_no_weight_are_not_learned() -> None:
+    for template, end in ((CHATML, "</s>\n"), (MARKED, "</s>")):
+        assert learned({"messages": TALK, "context": 2}, template)[1] == [f"stop{end}"]
+        unweighted = [{**TALK[1], "weight": 0} if message is TALK[1] else message for message in TALK]
+        assert learned({"messages": unweighted, "context": 0}, template)[1] == [f"stop{end}"]
+
+
+def test_all_of_a_record_is_learned_where_that_is_asked_for() -> None:
+    whole, said, _ = learned({"messages": TALK[:1], "context": 0}, FORGETFUL, train_on="all")
+    assert said == [whole] == ["<|user|>fox?"]
+    assert learned(ASKED, train_on="all")[1] == ["The quick brown fox"]
+
+
+def test_what_nothing_is_learned_from_has_a_reason() -> None:
+    assert learned({"messages": TALK[:1], "context": 0}, CHATML) == ("", [], NO_ANSWER)
+    assert learned({"messages": TALK, "context": 4}, CHATML) == ("", [], NO_ANSWER)
+    assert learned({"prompt": "fox?", "completion": " "}) == learned({"prompt": "fox?", "completion": ""}, CHATML)
+    assert learned({"prompt": "fox?", "completion": ""}) == ("", [], NO_ANSWER)
+    assert learned({"prompt": "", "completion": "s"}) == ("", [], NOTHING_LEARNED), "nothing comes before it"
+    tools = [*TALK[:1], {"role": "tool", "content": "12345"}, *TALK[1:2]]
+    deaf = CHATML.replace("<|{{ m.role }}|>{{ m.content }}", "<|{{ m.role }}|>{{ m.content if m.role != 'tool' }}")
+    assert learned({"messages": tools, "context": 0}, deaf)[1:] == (["dog \u00e9 12345</s>\n"], None), "said elsewhere"
+    tools[1]["content"] = "It's now"
+    assert learned({"messages": tools, "context": 0}, deaf)[2] == TEMPLATE_LEAVES_OUT
+
+
+def test_a_chat_without_a_template_is_refused() -> None:
+    with pytest.raises(UserError, match=r"the tokenizer has no chat template: give it one, data\.chat_template"):
+        learned({"messages": TALK, "context": 0})

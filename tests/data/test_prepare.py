@@ -58,30 +58,29 @@ def test_documents_have_bos_and_eos_and_the_tokens_of_the_whole_file(corpus: Pat
     prepared = prepare(section(corpus), model, 300, lambda _, done, total: calls.append((done, total)))
     tokenizer = prepared.load_tokenizer()
     texts = [(corpus / f"{n}.txt").read_text() for n in range(5)]
-    assert rows(prepared.open_train()) == [[0, *tokenizer.encode(text, add_special_tokens=False), 1] for text in texts]
-    assert prepared.open_train().tokens.dtype == np.uint16
-    assert prepared.open_train().mask is None
-    assert prepared.open_eval() is None
+    assert rows(prepared.open_train()[""]) == [
+        [0, *tokenizer.encode(text, add_special_tokens=False), 1] for text in texts
+    ]
+    assert prepared.open_train()[""].tokens.dtype == np.uint16
+    assert prepared.open_train()[""].mask is None
+    assert prepared.open_eval() == {}
     assert prepared.pad_id == 1
     assert calls[-1] == (sum(len(text.encode()) for text in texts),) * 2
     assert Prepared.from_json(prepared.to_json()) == prepared
-    bare = prepare(section(corpus, add_bos=False, add_eos=False), model, 300).open_train()
-    assert rows(bare) == [row[1:-1] for row in rows(prepared.open_train())]
+    bare = prepare(section(corpus, add_bos=False, add_eos=False), model, 300).open_train()[""]
+    assert rows(bare) == [row[1:-1] for row in rows(prepared.open_train()[""])]
 
 
 def test_bytes_of_the_text_that_is_predicted(corpus: Path, model: Path) -> None:
     texts = [path.read_text() for path in sorted(corpus.iterdir())]
     (corpus / "5.txt").write_text("語 is the first word here")  # its first token is one of the three bytes of 語
     whole = sum(len(text.encode()) for text in [*texts, "語 is the first word here"])
-    store = prepare(section(corpus), model, 300).open_train()
+    store = prepare(section(corpus), model, 300).open_train()[""]
     assert store.text_bytes == whole
     bare = prepare(section(corpus, add_bos=False), model, 300)
-    firsts = [bare.load_tokenizer().decode(row[:1]) for row in rows(bare.open_train())]
+    firsts = [bare.load_tokenizer().decode(row[:1]) for row in rows(bare.open_train()[""])]
     assert firsts[:5] == ["0", "1", "2", "3", "4"]
-    assert bare.open_train().text_bytes == whole - 5 - len("語".encode())
-    facts = json.loads((store.path / "store.json").read_text())
-    (store.path / "store.json").write_text(json.dumps({key: facts[key] for key in facts if key != "text_bytes"}))
-    assert TokenStore.open(store.path).text_bytes is None  # as a version that did not count them left it
+    assert bare.open_train()[""].text_bytes == whole - 5 - len("語".encode())
 
 
 @pytest.mark.long
@@ -90,7 +89,7 @@ def test_wikitext_with_a_llama_tokenizer(shared: Path, tmp_path: Path) -> None:
     for name in ("wikitext2-raw-valid.parquet", "wikitext2-raw-valid.txt"):
         unit = "line" if name.endswith("txt") else None
         config = DataSection(path=str(shared / "data" / name), document=unit, cache_directory=tmp_path)
-        store = prepare(config, model, 32000).open_train()
+        store = prepare(config, model, 32000).open_train()[""]
         assert (store.tokens[store.offsets[:-1]] == 1).all()
         assert (store.tokens[store.offsets[1:] - 1] == 2).all()
         assert (store.tokens == 1).sum() == (store.tokens == 2).sum() == store.documents == 2461
@@ -101,16 +100,17 @@ def test_wikitext_with_a_llama_tokenizer(shared: Path, tmp_path: Path) -> None:
 def test_two_processes_and_cut_documents_give_what_one_gives(
     corpus: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alone = prepare(section(corpus), model, 300).open_train()
+    alone = prepare(section(corpus), model, 300).open_train()[""]
     calls: list[int] = []
     monkeypatch.setattr(tokenize, "CHUNK_CHARACTERS", 300)
     monkeypatch.setattr("aliquot.data.cuts.pieces.__defaults__", (200,))
+    monkeypatch.setattr("aliquot.data.documents.PART_BYTES", 150)  # a file comes in parts, too
     parallel = prepare(
         section(corpus, num_proc=2, cache_directory=corpus.parent / "other"),
         model,
         300,
         lambda *done: calls.append(done[0]),
-    ).open_train()
+    ).open_train()[""]
     assert rows(parallel) == rows(alone)
     assert parallel.text_bytes == alone.text_bytes is not None
     assert len(calls) > 10
@@ -145,16 +145,16 @@ def test_whatever_the_tokens_depend_on_makes_them_anew(corpus: Path, model: Path
         ]
     after = prepare(section(corpus, **settings), model, 300)
     assert after.train != before.train
-    assert rows(after.open_train()) != rows(before.open_train())
+    assert rows(after.open_train()[""]) != rows(before.open_train()[""])
 
 
 def test_evaluation_from_a_part_or_a_path(corpus: Path, model: Path) -> None:
-    whole = sorted(rows(prepare(section(corpus), model, 300).open_train()))
+    whole = sorted(rows(prepare(section(corpus), model, 300).open_train()[""]))
     parted = prepare(section(corpus, eval_fraction=0.4), model, 300)
-    held = parted.open_eval()
+    held = parted.open_eval()[""]
     assert held is not None
-    assert sorted(rows(parted.open_train()) + rows(held)) == whole
-    given = prepare(section(corpus, eval_fraction=0.4, eval_path=str(corpus / "1.txt")), model, 300).open_eval()
+    assert sorted(rows(parted.open_train()[""]) + rows(held)) == whole
+    given = prepare(section(corpus, eval_fraction=0.4, eval_path=str(corpus / "1.txt")), model, 300).open_eval()[""]
     assert given is not None
     assert given.documents == 1
 
@@ -162,7 +162,7 @@ def test_evaluation_from_a_part_or_a_path(corpus: Path, model: Path) -> None:
 def test_a_tokenizer_without_a_fast_backend_works(corpus: Path) -> None:
     slow = ByT5Tokenizer()
     slow.save_pretrained(corpus.parent / "slow")
-    store = prepare(section(corpus), corpus.parent / "slow", 384).open_train()
+    store = prepare(section(corpus), corpus.parent / "slow", 384).open_train()[""]
     text = (corpus / "0.txt").read_text()
     assert rows(store)[0] == [*slow.encode(text, add_special_tokens=False), slow.eos_token_id]
     assert store.text_bytes is None  # it does not say what its first token stands for
@@ -172,7 +172,7 @@ def test_a_truncating_tokenizer_json_truncates_nothing(corpus: Path, model: Path
     spec = json.loads((model / "tokenizer.json").read_text())
     spec["truncation"] = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
     (model / "tokenizer.json").write_text(json.dumps(spec))
-    store = prepare(section(corpus, tokenizer=str(model / "tokenizer.json")), None, 300).open_train()
+    store = prepare(section(corpus, tokenizer=str(model / "tokenizer.json")), None, 300).open_train()[""]
     assert np.diff(store.offsets).min() > 50
 
 
@@ -187,13 +187,13 @@ def test_conversations(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPa
     if num_proc == 2:
         monkeypatch.setattr(tokenize, "CHUNK_TEXTS", 1)
     config = section(tmp_path / "c.jsonl", text_field="messages", num_proc=num_proc)
-    store = prepare(config, model, 300).open_train()
+    store = prepare(config, model, 300).open_train()[""]
     assert [tokenizer.decode(row) for row in rows(store)] == [
         tokenizer.apply_chat_template(talk, tokenize=False) for talk in (TALK, TALK[2:])
     ]
     assert store.mask is not None and store.text_bytes is None
     assert tokenizer.decode(store.tokens[store.mask == 1]) == "dog é 12345</s>\nstop</s>\nstop</s>\n"
-    dressed = rows(prepare(config.model_copy(update={"add_bos": True, "add_eos": True}), model, 300).open_train())
+    dressed = rows(prepare(config.model_copy(update={"add_bos": True, "add_eos": True}), model, 300).open_train()[""])
     assert dressed == [[0, *row, 1] for row in rows(store)]
 
 
@@ -204,7 +204,11 @@ def test_conversations(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPa
         ({"a.txt": "x"}, {"add_bos": False, "add_eos": False}, "no usable document: none has a token to learn from"),
         ({"a.txt": "x y z"}, {"eval_fraction": 0.5}, "data.eval_fraction 0.5.*: no usable document"),
         ({"a.jsonl": '{"text": [{"role": "user", "content": "a"}]}\n'}, {}, "the tokenizer has no chat template"),
-        ({"a.jsonl": '{"text": "a"}\n{"text": [{"role": "user", "content": "a"}]}\n'}, {}, "some records hold a text"),
+        (
+            {"a.jsonl": '{"text": "a"}\n{"text": [{"role": "user", "content": "a"}]}\n'},
+            {},
+            "some documents are text",
+        ),
         ({"a.txt": "x y"}, {"tokenizer_vocab_size": 301}, "tokenizer_vocab_size is 301, .* only 300 rows"),
         ({"a.txt": "x y"}, {"tokenizer": "./absent"}, "absent: no such tokenizer file or directory"),
     ],
@@ -234,7 +238,7 @@ def test_a_cache_that_cannot_be_written_or_read(corpus: Path, model: Path) -> No
     with pytest.raises(UserError, match="cannot write the data cache"):
         prepare(section(corpus, cache_directory=corpus.parent / "file"), model, 300)
     prepared = prepare(section(corpus), model, 300)
-    tokens = Path(prepared.train, "tokens.bin")
+    tokens = Path(prepared.train[""], "tokens.bin")
     os.truncate(tokens, tokens.stat().st_size - 2)
     with pytest.raises(UserError, match="damaged token cache; remove this directory"):
         prepared.open_train()
@@ -256,7 +260,7 @@ def test_the_width_of_a_token() -> None:
 
 
 def test_a_worker_that_dies_is_said_so_and_one_without_a_parent_ends(model: Path) -> None:
-    spec = EncoderSpec(str(model), fast=True, chat=False, prefix=(), suffix=(), drop=0)
+    spec = EncoderSpec(str(model), fast=True, prefix=(), suffix=())
     batch = Texts(["fox"], np.array([True]), np.array([True]))
     worker = EncoderProcess(spec)
     worker.send(batch)

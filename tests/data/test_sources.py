@@ -11,14 +11,19 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from aliquot.config.cache_root import cache_root
 from aliquot.config.schema import DataSection
-from aliquot.data.sources import HeldOut, eval_source, train_source
+from aliquot.data.sources import FileSource, HeldOut, source_of, sources_of
 from aliquot.errors import UserError
 
 
 def texts(path: Path | str | list[str], **settings: object) -> list[str]:
+    return [document.text for document in source(path, **settings).documents() if not document.blank]
+
+
+def source(path: Path | str | list[str], **settings: object) -> FileSource:
     section = DataSection(path=path if isinstance(path, list) else str(path), **settings)
-    return [document.text for document in train_source(section).documents()]
+    return FileSource.find(section, cache_root(None), "data.path")
 
 
 @pytest.fixture
@@ -43,9 +48,17 @@ def test_a_directory_is_read_in_the_order_of_its_relative_names(folder: Path) ->
     assert texts(folder) == ["a = 1\n", "# z", "one\ntwo\n\n \nthree\n", "first", "last é"]
 
 
-def test_globs_lists_and_repeated_files(folder: Path) -> None:
+def test_globs_and_lists(folder: Path) -> None:
     assert texts(folder / "**" / "*.md") == ["# z"]
-    assert texts([str(folder / "a.py"), str(folder / "*.py"), str(folder / "a")]) == ["a = 1\n", "# z"]
+    assert texts([str(folder / "*.py"), str(folder / "a")]) == ["a = 1\n", "# z"]
+
+
+def test_a_file_that_is_named_twice_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    for paths in (["a.py"] * 7, ["a.py", "*.py"], ["a.py", str(folder / "a.py")]):
+        times = 7 if len(paths) == 7 else 2
+        with pytest.raises(UserError, match=rf"data.path names a.py {times} times: name it once; .* data.sources"):
+            source(paths)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +77,7 @@ def test_parquet_rows(tmp_path: Path) -> None:
     rows = [f"row {n}" for n in range(1500)] + ["", None, "  "]
     pyarrow.parquet.write_table(pyarrow.table({"id": list(range(1503)), "body": rows}), tmp_path / "p.parquet")
     assert texts(tmp_path / "p.parquet", text_field="body") == rows[:1500]
-    with pytest.raises(UserError, match=r"p\.parquet: no field 'text'; there are id, body"):
+    with pytest.raises(UserError, match=r"p\.parquet: no field that is known; there are id, body"):
         texts(tmp_path / "p.parquet")
 
 
@@ -73,22 +86,23 @@ def test_messages_are_documents(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"messages": [chat, [], None]}), tmp_path / "c.parquet")
     (tmp_path / "c.jsonl").write_text(json.dumps({"messages": chat}) + '\n{"messages": []}\n')
     for name in ("c.parquet", "c.jsonl"):
-        section = DataSection(path=str(tmp_path / name), text_field="messages")
-        documents = list(train_source(section).documents())
-        assert [(json.loads(document.text), document.chat) for document in documents] == [(chat, True)]
+        documents = [each for each in source(tmp_path / name, text_field="messages").documents() if not each.blank]
+        assert [(json.loads(each.text), each.kind) for each in documents] == [
+            ({"messages": chat, "context": 0}, "messages")
+        ]
 
 
 def test_stdlib_is_pythons_own_source_without_tests_packages_and_tables() -> None:
-    source = train_source(DataSection(path="stdlib"))
+    found = source("stdlib")
     root = Path(sysconfig.get_paths()["stdlib"])
-    names = [file.relative_to(root).as_posix() for file in source.files]
+    names = [file.relative_to(root).as_posix() for file in found.files]
     assert names == sorted(names)
     assert {"ast.py", "json/decoder.py"} <= set(names)
     left_out = {"test", "tests", "site-packages", "encodings", "pydoc_data"}
     assert not [name for name in names if left_out & set(name.split("/"))]
-    documents = list(source.documents())
+    documents = list(found.documents())
     assert len(documents) > 300
-    assert documents[-1].done_bytes <= source.total_bytes
+    assert documents[-1].done_bytes <= found.total_bytes
 
 
 def test_a_dataset_by_name_is_the_same_documents(tmp_path: Path) -> None:
@@ -96,20 +110,18 @@ def test_a_dataset_by_name_is_the_same_documents(tmp_path: Path) -> None:
     (tmp_path / "set" / "train.jsonl").write_text("".join(f'{{"text": "row {n}"}}\n' for n in range(600)))
     (tmp_path / "set" / "test.jsonl").write_text('{"text": "held"}\n{"text": " "}\n')
     section = DataSection(dataset=str(tmp_path / "set"), eval_split="test")
-    source = train_source(section)
-    assert [document.text for document in source.documents()] == [f"row {n}" for n in range(600)]
-    held = eval_source(section)
-    assert held is not None
-    assert [document.text for document in held.documents()] == ["held"]
-    assert held.digest != source.digest == train_source(section).digest
+    (train,), (held,) = (found.values() for found in sources_of(section, tmp_path))
+    assert [document.text for document in train.documents()] == [f"row {n}" for n in range(600)]
+    assert [document.text for document in held.documents() if not document.blank] == ["held"]
+    assert held.digest != train.digest == source_of(section, tmp_path).digest
     for wrong, message in {
         "split": (section.model_copy(update={"split": "nope"}), r"split nope: cannot load the dataset: .*nope"),
-        "field": (section.model_copy(update={"text_field": "body"}), "no field 'body'; there are text"),
+        "field": (section.model_copy(update={"text_field": "body"}), "no field 'body'; there are text: set"),
         "unit": (section.model_copy(update={"document": "line"}), "document: line is for plain text"),
         "name": (section.model_copy(update={"dataset": str(tmp_path / "absent")}), "cannot load the dataset"),
     }.values():
         with pytest.raises(UserError, match=message) as caught:
-            train_source(wrong)
+            source_of(wrong, tmp_path)
         assert "\n" not in str(caught.value)
 
 
@@ -118,20 +130,20 @@ def test_a_dataset_by_name_is_the_same_documents(tmp_path: Path) -> None:
     [
         ("absent.txt", {}, "absent.txt: data.path: no such file or directory"),
         ("*.absent", {}, r"\*.absent: data.path: no file matches"),
-        ("pictures", {}, "pictures: data.path: no .jsonl, .md, .parquet, .py, .txt file in this directory"),
+        ("pictures", {}, "pictures: data.path: no .csv, .jsonl, .md, .parquet, .py, .txt file in this directory"),
         ("latin.txt", {}, r"latin.txt: not UTF-8 text \(invalid continuation byte at byte 3\)"),
         ("latin.txt", {"document": "line"}, r"latin.txt:1: not UTF-8 text"),
-        ("packed.txt", {}, "packed.txt: a gzip archive, not text: unpack it first"),
-        ("packed.txt", {"document": "line"}, "packed.txt:1: a gzip archive, not text: unpack it first"),
-        ("packed.jsonl", {}, "packed.jsonl:1: a gzip archive, not text: unpack it first"),
-        ("plain.txt", {"document": "field"}, "plain.txt: data.document: field is for .jsonl and .parquet"),
+        ("packed.txt", {}, "packed.txt: a gzip archive, not text: let its name end with .gz, or"),
+        ("packed.txt", {"document": "line"}, "packed.txt:1: a gzip archive, not text: let its name end with .gz, or"),
+        ("packed.jsonl", {}, "packed.jsonl:1: a gzip archive, not text: let its name end with .gz, or"),
+        ("plain.txt", {"document": "field"}, r"plain.txt: data.document: field is for records \(.jsonl,"),
         ("bad.jsonl", {"document": "line"}, "bad.jsonl: data.document: line is for plain text"),
         ("bad.jsonl", {}, r"bad.jsonl:2: not a JSON record \(.*\); write one record a line"),
         ("deep.jsonl", {}, r"deep.jsonl:1: not a JSON record \(.*\); write one record a line"),
         ("list.jsonl", {}, "list.jsonl:1: a record must be a JSON object, not list"),
-        ("field.jsonl", {}, "field.jsonl:1: no field 'text'; there are body, id: set data.text_field"),
+        ("field.jsonl", {}, "field.jsonl:1: no field that is known; there are body, id: set data.text_field"),
         ("number.jsonl", {}, "number.jsonl:1: field 'text' holds int, not text or a list of messages"),
-        ("half.jsonl", {}, "half.jsonl:1: field 'text' holds half of a surrogate pair"),
+        ("half.jsonl", {}, "half.jsonl:1: a field holds half of a surrogate pair"),
         ("roles.jsonl", {}, "roles.jsonl:1: field 'text' is a list, but not one of messages"),
         ("parts.jsonl", {}, "parts.jsonl:1: a message's `content` must be text"),
         ("bytes.jsonl", {}, "bytes.jsonl:1: not UTF-8 text"),
@@ -168,22 +180,35 @@ def test_bad_input_gets_one_line(
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x")
-    source = train_source(DataSection(path=str(tmp_path / "a.txt")))
+    found = source(tmp_path / "a.txt")
     (tmp_path / "a.txt").unlink()
     with pytest.raises(UserError, match=r"a\.txt: cannot be read \(No such file"):
-        list(source.documents())
+        list(found.documents())
     with pytest.raises(UserError, match=r"a\.txt: cannot be read \(No such file"):
-        print(source.digest)
+        print(found.digest)
 
 
-def test_eval_sources_are_given_once_and_fit() -> None:
-    assert eval_source(DataSection(path="stdlib")) is None
-    with pytest.raises(UserError, match=r"only one of data.eval_path and data.eval_split"):
-        eval_source(DataSection(dataset="x", eval_path="stdlib", eval_split="test"))
-    with pytest.raises(UserError, match=r"eval_split is a split of data.dataset"):
-        eval_source(DataSection(path="stdlib", eval_split="test"))
+def test_eval_sources_are_given_once_and_fit(tmp_path: Path) -> None:
+    assert sources_of(DataSection(path="stdlib"), tmp_path)[1] == {}
+    with pytest.raises(ValueError, match=r"only one of data.eval_path and data.eval_split"):
+        DataSection(dataset="x", eval_path="stdlib", eval_split="test")
+    with pytest.raises(ValueError, match=r"eval_split is a split of data.dataset"):
+        DataSection(path="stdlib", eval_split="test")
     with pytest.raises(UserError, match=r"data.eval_path: no such file"):
-        eval_source(DataSection(path="stdlib", eval_path="absent"))
+        sources_of(DataSection(path="stdlib", eval_path="absent"), tmp_path)
+
+
+def test_a_part_of_each_source_is_held_out(folder: Path) -> None:
+    sources = [{"name": name, "path": str(folder / file), "document": "line"} for name, file in
+               (("one", "b.txt"), ("two", "a.py"))]  # fmt: skip
+    train, held_out = sources_of(DataSection(sources=sources, eval_fraction=0.5), folder)
+    assert list(train) == list(held_out) == ["one", "two"]
+    both = [each.text for of in (train, held_out) for each in of["one"].documents()]
+    assert sorted(both) == ["one", "three", "two"]
+    again = [{"name": "two", "path": str(folder / "b.txt")}]
+    with pytest.raises(UserError, match=r"data\.eval_fraction holds out a part of two, which has this name already"):
+        sources_of(DataSection(sources=sources, eval_fraction=0.5, eval_sources=again), folder)
+    assert list(sources_of(DataSection(sources=sources, eval_sources=again), folder)[1]) == ["two"]
 
 
 def test_documents_are_held_out_by_their_content(tmp_path: Path) -> None:
@@ -192,9 +217,9 @@ def test_documents_are_held_out_by_their_content(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("\n".join(reversed(lines[:200])))
 
     def sides(name: str) -> tuple[list[str], list[str]]:
-        source = train_source(DataSection(path=str(tmp_path / name), document="line"))
-        rest, held = HeldOut(source, 0.2, "rest"), HeldOut(source, 0.2, "held out")
-        assert len({source.digest, rest.digest, held.digest}) == 3
+        whole = source(tmp_path / name, document="line")
+        rest, held = HeldOut(whole, 0.2, "rest"), HeldOut(whole, 0.2, "held out")
+        assert len({whole.digest, rest.digest, held.digest}) == 3
         return [d.text for d in rest.documents()], [d.text for d in held.documents()]
 
     rest, held = sides("a.txt")
@@ -206,7 +231,7 @@ def test_documents_are_held_out_by_their_content(tmp_path: Path) -> None:
 
 def test_a_digest_is_of_content_and_unit(tmp_path: Path) -> None:
     def digest(name: str, **settings: object) -> str:
-        return train_source(DataSection(path=str(tmp_path / name), **settings)).digest
+        return source(tmp_path / name, **settings).digest
 
     (tmp_path / "a.txt").write_text("same\n")
     (tmp_path / "b.txt").write_text("same\n")

@@ -8,7 +8,7 @@ import pytest
 from transformers import ByT5Tokenizer
 
 from aliquot.config.schema import DataSection
-from aliquot.data.sources import train_source
+from aliquot.data.sources import source_of
 from aliquot.data.tokenizer import check_vocabulary, convention_of, load_tokenizer, publish_tokenizer, trained_tokenizer
 from aliquot.errors import UserError
 from tests.data.stores import TEXT, byte_level
@@ -82,14 +82,14 @@ def test_a_vocabulary_must_fit_the_embedding() -> None:
 
 def test_a_newline_and_its_indentation_are_one_token(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("class A:\n    def f(self):\n        return self\n\n" * 50)
-    tokenizer = trained_tokenizer(train_source(DataSection(path=str(tmp_path / "a.py"))), 300, tmp_path)
+    tokenizer = trained_tokenizer(source_of(DataSection(path=str(tmp_path / "a.py")), tmp_path), 300, tmp_path)
     ids = tokenizer.encode("x:\n        return", add_special_tokens=False)
     assert [tokenizer.decode([token]) for token in ids] == ["x", ":", "\n       ", " return"]
 
 
 def test_a_trained_tokenizer_is_the_same_each_time_and_cached(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(TEXT * 50 + "é語🙂")
-    source = train_source(DataSection(path=str(tmp_path / "a.txt"), document="line"))
+    source = source_of(DataSection(path=str(tmp_path / "a.txt"), document="line"), tmp_path)
     calls: list[int] = []
     first = trained_tokenizer(source, 320, tmp_path / "one", lambda done, total: calls.append(done))
     assert calls

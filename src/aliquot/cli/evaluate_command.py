@@ -9,7 +9,7 @@ import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -31,7 +31,9 @@ def command(
         int | None, typer.Option(min=2, help="data.sequence_length: tokens that are seen at once.")
     ] = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="launch.ranks: local ranks; default auto.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, and nothing else on stdout.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object, of several sets one in it for each, and nothing else.")
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """Loss, perplexity and bits per byte of a model on a text, by all ranks; nothing is written.
@@ -67,9 +69,15 @@ def command(
     if os.environ.get("RANK", "0") != "0":
         return
     if as_json:
-        told = {key: value if value is None or math.isfinite(value) else None for key, value in asdict(found).items()}
-        print(json.dumps(told))
+        told = {name: _finite(asdict(each)) for name, each in found.items()}
+        print(json.dumps(told.get("", told)))
         return
-    bits = f", {found.bits_per_byte:.4f} bits per byte" if found.bits_per_byte is not None else ""
-    print(f"loss {found.loss:.4f}, perplexity {found.perplexity:.3f}{bits}")
-    print(f"over {found.predicted_tokens:,} tokens of {found.documents:,} documents, {found.sequence_length} at once")
+    for name, each in found.items():
+        of = f"{name}: " if name else ""
+        bits = f", {each.bits_per_byte:.4f} bits per byte" if each.bits_per_byte is not None else ""
+        print(f"{of}loss {each.loss:.4f}, perplexity {each.perplexity:.3f}{bits}")
+        print(f"over {each.predicted_tokens:,} tokens of {each.documents:,} documents, {each.sequence_length} at once")
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: value if value is None or math.isfinite(value) else None for key, value in values.items()}

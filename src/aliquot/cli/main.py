@@ -10,6 +10,7 @@ from aliquot import __version__
 from aliquot.cli import (
     chat_command,
     cluster_command,
+    data_command,
     doctor_command,
     evaluate_command,
     export_command,
@@ -36,6 +37,7 @@ app.command("evaluate")(evaluate_command.command)
 app.command("chat")(chat_command.command)
 app.command("report")(report_command.command)
 app.command("instances")(instances_command.command)
+app.add_typer(data_command.app, name="data")
 app.add_typer(cluster_command.app, name="cluster")
 
 

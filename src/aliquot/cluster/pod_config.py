@@ -61,7 +61,7 @@ def directories(job: Job) -> list[str]:
 def uses_hub(job: Job) -> bool:
     """Whether something is fetched from the Hugging Face hub: a name that is no absolute path."""
     config = job.config
-    names = [config.model.path, config.data.tokenizer, config.data.dataset]
+    names = [config.model.path, config.data.tokenizer, *config.data.datasets()]
     return any(name is not None and not name.startswith("/") for name in names)
 
 

@@ -33,8 +33,8 @@ def check_config(job: Job) -> Iterator[RuleFinding]:
 def _paths(job: Job) -> Iterator[RuleFinding]:
     """What the pods read and write must lie on the shared file system; a hub id, a dataset's name lie nowhere."""
     config, mount = job.config, PurePosixPath(job.section.storage.mount_path)
-    files = [*_each("data.path", config.data.path), *_each("data.eval_path", config.data.eval_path)]
-    local = [(key, value) for key, value in files if value != "stdlib"]  # Python's own texts are in the image
+    # Python's own texts are in the image.
+    local = [(key, value) for key, value in config.data.every_path() if value != "stdlib"]
     if config.checkpoint.resume not in ("auto", "never") and "://" not in config.checkpoint.resume:
         local.append(("checkpoint.resume", config.checkpoint.resume))
     names = [("model.path", config.model.path), ("data.tokenizer", config.data.tokenizer)]
@@ -49,10 +49,6 @@ def _paths(job: Job) -> Iterator[RuleFinding]:
                 "not-shared", key, f"{value} is relative: the pods start in their image's directory",
                 f"copy it to the file system and give {mount / PurePosixPath(value.lstrip('./~'))}",
             )  # fmt: skip
-
-
-def _each(key: str, value: str | list[str] | None) -> list[tuple[str, str]]:
-    return [(key, each) for each in ([value] if isinstance(value, str) else value or [])]
 
 
 def _is_path(value: str) -> bool:

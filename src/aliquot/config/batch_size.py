@@ -14,9 +14,10 @@ class BatchSize:
     total: int
     micro: int
 
-    def micro_batches(self, world_size: int) -> int:
-        """Of a rank and optimizer step."""
-        return -(-self.total // (self.micro * world_size))
+    def micro_batches(self, world_size: int, sources: int = 1) -> int:
+        """Of a rank and optimizer step, at most: each micro-batch is of one of the `sources`."""
+        of_all = min(self.total, -(-self.total // self.micro) + sources - 1)
+        return -(-of_all // world_size)
 
 
 def batch_size(train: TrainSection, world_size: int) -> BatchSize:

@@ -95,6 +95,11 @@ def _load(text: str, name: str, locations: dict[Keys, Location]) -> dict[str, An
 
 
 def _locate(node: yaml.Node, keys: Keys, name: str, locations: dict[Keys, Location]) -> None:
+    if isinstance(node, yaml.SequenceNode):
+        for index, each in enumerate(node.value):
+            path = (*keys, str(index))
+            locations[path] = f"{name}:{each.start_mark.line + 1}"
+            _locate(each, path, name, locations)
     if not isinstance(node, yaml.MappingNode):
         return
     for key_node, value_node in node.value:
@@ -150,7 +155,7 @@ def _explain(problem: dict[str, Any], locations: Mapping[Keys, Location], where:
 
 def _suggestion(keys: Keys, value: object) -> str:
     """What to write instead: our key for what it is called elsewhere, the right section, or the nearest spelling."""
-    *section, name = keys
+    *section, name = (key for key in keys if not key.isdigit())  # which entry of a list it is in
     ours = known_keys()
     beside = {path[-1]: path for path in ours if list(path[:-1]) == section}
     theirs = other_names.OURS.keys() | other_names.NONE.keys()
@@ -179,7 +184,7 @@ def _of_mapping(values: dict[Any, Any]) -> str | None:
 
 
 def known_keys() -> list[Keys]:
-    """Every key of the schema: sections, `section.key`, and those of sections inside a section."""
+    """Every key of the schema: sections, `section.key`, and those of sections inside a section or in a list of it."""
     return list(_keys_of(RunConfig, ()))
 
 
@@ -187,7 +192,8 @@ def _keys_of(model: type[BaseModel], prefix: Keys) -> Iterator[Keys]:
     for name, field in model.model_fields.items():
         path = (*prefix, field.alias or name)
         yield path
-        for kind in (field.annotation, *get_args(field.annotation)):  # a section, or `section | None`
+        kinds = [field.annotation, *get_args(field.annotation)]  # a section, `section | None`, a list of sections
+        for kind in [*kinds, *(of for each in kinds for of in get_args(each))]:
             if isinstance(kind, type) and issubclass(kind, BaseModel):
                 yield from _keys_of(kind, path)
 

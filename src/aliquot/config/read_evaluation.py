@@ -27,7 +27,7 @@ def read_evaluation(model: str, data: str, overrides: Sequence[str]) -> RunConfi
     """
     if data.endswith((".yaml", ".yml")):
         read = read_config(Path(data), overrides)
-        if not (read.data.eval_path or read.data.eval_split or read.data.eval_fraction):
+        if not (read.data.eval_path or read.data.eval_split or read.data.eval_fraction or read.data.eval_sources):
             raise ConfigError("has nothing to evaluate on: set data.eval_path, or give the text instead", data)
     else:
         values: dict[str, Any] = {"model": {"path": model}, "data": {"path": data, "eval_path": data}}

@@ -22,6 +22,7 @@ from pydantic import (
 from aliquot.config import deepspeed_json, schedules
 from aliquot.config.adapter_section import AdapterSection
 from aliquot.config.cluster_section import ClusterSection
+from aliquot.config.data_section import DataSection as DataSection
 from aliquot.config.section import Section
 from aliquot.errors import UserError
 
@@ -58,49 +59,14 @@ class ModelSection(Section):
         return self
 
 
-class DataSection(Section):
-    path: str | list[str] | None = Field(
-        None, description="Files, directories or globs of .txt, .py, .md, .jsonl, .parquet; or `stdlib`, Python's own."
-    )
-    dataset: str | None = Field(None, description="A name for datasets.load_dataset.")
-    dataset_config: str | None = Field(None, description="Its configuration, for example wikitext-2-raw-v1.")
-    split: str = Field("train", description="Its split.")
-    text_field: str = Field("text", description="Field of a record that holds the text, or `messages` of a chat.")
-    document: Literal["file", "line", "block", "field"] | None = Field(
-        None, description="What one document is. Default: a file of plain text; a field of a record."
-    )
-    add_bos: bool | None = Field(None, description="Begin each document with bos. Default: the model's convention.")
-    add_eos: bool | None = Field(None, description="End each document with eos. Default: true if there is one.")
-    tokenizer: str | None = Field(None, description="Directory, tokenizer.json or hub id. Default: the model's own.")
-    tokenizer_vocab_size: PositiveInt | None = Field(
-        None, description="Train a byte-level BPE tokenizer of this size on the training text instead."
-    )
-    sequence_length: PositiveInt = Field(1024, ge=2, description="Tokens of a sequence, documents packed into it.")
-    packing: bool = Field(True, description="Pack documents, exactly isolated. false: each is a sequence, unpadded.")
-    eval_path: str | list[str] | None = Field(None, description="Files to evaluate on, as data.path.")
-    eval_split: str | None = Field(None, description="A split of data.dataset to evaluate on.")
-    eval_fraction: float = Field(
-        0.0, ge=0.0, le=0.5, description="Hold out this part of the training documents where no eval source is given."
-    )
-    num_proc: PositiveInt | None = Field(None, description="Processes that tokenise. Default: the physical cores.")
-    cache_directory: Path | None = Field(None, description="Default: $ALIQUOT_CACHE, else ~/.cache/aliquot.")
-
-    @model_validator(mode="after")
-    def one_source(self) -> Self:
-        if self.path in ("", []):
-            raise ValueError("data.path is empty")
-        if (self.path is None) == (self.dataset is None):
-            raise ValueError("give exactly one of data.path (local files) and data.dataset (datasets.load_dataset)")
-        if self.tokenizer is not None and self.tokenizer_vocab_size is not None:
-            raise ValueError("give only one of data.tokenizer and data.tokenizer_vocab_size")
-        return self
-
-
 class TrainSection(Section):
     max_steps: PositiveInt | None = Field(None, description="Optimizer steps; wins over num_train_epochs.")
     num_train_epochs: PositiveFloat = Field(1.0, description="Passes over the training documents.")
     global_batch_size: PositiveInt | None = Field(
         None, description="Sequences per optimizer step over all ranks; uneven spreads are allowed."
+    )
+    global_batch_tokens: PositiveInt | None = Field(
+        None, description="Instead, in tokens: as many packed sequences as hold so many, a whole number of them."
     )
     per_device_train_batch_size: PositiveInt = Field(1, description="Sequences of a micro-batch, which is one rank's.")
     gradient_accumulation_steps: PositiveInt | None = Field(None, description="Micro-batches per rank and step.")
@@ -320,6 +286,9 @@ class RunConfig(Section):
             raise ValueError("an adapter is learned beside a pretrained model: give model.path")
         if self.adapter is not None and train.freeze:
             raise ValueError("with an adapter all of the model is frozen: leave train.freeze out")
+        if train.global_batch_tokens is not None:
+            train.global_batch_size = self._sequences_of(train.global_batch_tokens)
+            train.model_fields_set.add("global_batch_size")
         all_three = {"global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"}
         if all_three <= train.model_fields_set and train.global_batch_size and train.gradient_accumulation_steps:
             raise ValueError(
@@ -341,7 +310,25 @@ class RunConfig(Section):
             )
             if wanted
         ]
-        if asked and not (data.eval_path or data.eval_split or data.eval_fraction):
-            raise ValueError(f"{asked[0]} needs something to evaluate on: data.eval_path, eval_split or eval_fraction")
+        if asked and not (data.eval_path or data.eval_split or data.eval_fraction or data.eval_sources):
+            raise ValueError(
+                f"{asked[0]} needs something to evaluate on: data.eval_path, eval_sources, eval_split or eval_fraction"
+            )
         if (stops or self.checkpoint.best) and not train.eval_steps:
             raise ValueError(f"{asked[0]} compares evaluations, and there is one, at the end: set train.eval_steps")
+
+    def _sequences_of(self, tokens: int) -> int:
+        length, written = self.data.sequence_length, self.train.global_batch_size
+        if not self.data.packing:
+            raise ValueError(
+                "train.global_batch_tokens needs data.packing: only packed sequences are equally long;"
+                " give train.global_batch_size"
+            )
+        if tokens < length:
+            raise ValueError(
+                f"train.global_batch_tokens {tokens} is less than one sequence of data.sequence_length {length} tokens:"
+                " a step is at least one"
+            )
+        if written is not None and written != tokens // length:
+            raise ValueError("give only one of train.global_batch_size and train.global_batch_tokens")
+        return tokens // length

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import groupby
 from typing import Self
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from aliquot.config.batch_size import BatchSize
-from aliquot.config.schema import DataSection
+from aliquot.config.data_section import DataSection
 from aliquot.config.workload import Workload
-from aliquot.data.packing import Epoch, Packing
+from aliquot.data.layout import Group, Layout
+from aliquot.data.mixture import Mixture
+from aliquot.data.packing import Packing
 from aliquot.data.prepare import Prepared
 from aliquot.data.steps import Steps
+from aliquot.data.streams import Stream, TrainStore, drawn_seed
 from aliquot.data.token_store import TokenStore
-from aliquot.errors import ResumeError
-from aliquot.loss.base import IGNORE
+from aliquot.errors import DataError, ResumeError
 from aliquot.models.batch import MicroBatch
 
 _PLANNED_SEQUENCES = 64  # that a plan looks at
-
-Sequence = list[tuple[int, int]]  # (start, length) in the store of each piece
 
 
 @dataclass(frozen=True)
@@ -43,11 +41,20 @@ class StepBatch:
     """One optimizer step. All but `micro_batches` is of the global batch and the same on every rank."""
 
     micro_batches: list[MicroBatch | None]  # equally long on every rank; None where this rank has nothing left
-    predicted: int  # labels: what the mean of the loss is taken over
-    tokens: int  # real tokens, padding not counted
+    predicted_of: tuple[int, ...]  # labels of each source
+    tokens_of: tuple[int, ...]  # real tokens of each source, padding not counted
     lengths: npt.NDArray[np.int32]  # of the documents, or pieces of them: what attention costs
     sequences: int
     epoch: float  # epochs done after this step
+
+    @property
+    def predicted(self) -> int:
+        """What the mean of the loss is taken over."""
+        return sum(self.predicted_of)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.tokens_of)
 
     @property
     def own_tokens(self) -> int:
@@ -56,18 +63,19 @@ class StepBatch:
 
 
 class Batches:
-    """Sequences of epoch 0, then of epoch 1 shuffled anew, and so on; each step takes the next `global_batch_size`.
+    """Sequences of all sources in the order of their mixture; each step takes the next `global_batch_size`.
 
     Where an earlier stage of a run ended within a batch, the next one begins there (`going_on`).
 
-    The sequences of a global batch form micro-batches of `micro_batch_size` in order, and micro-batch m goes to rank
-    m % world_size: what is trained on does not depend on the world size. With `epochs` the last batch ends with the
-    last sequence and may be smaller; without, there is no last batch. Raises UserError where there is no sequence.
+    The sequences of a global batch form micro-batches of `micro_batch_size`, each of one source, and micro-batch m goes
+    to rank m % world_size: what is trained on does not depend on the world size. With `epochs` the last batch ends with
+    the last sequence and may be smaller; without, there is no last batch unless all sources end. An epoch is as many
+    tokens as all sources have together. Raises UserError where there is no sequence.
     """
 
     def __init__(
         self,
-        store: TokenStore,
+        sources: Sequence[TrainStore],
         *,
         sequence_length: int,
         packing: bool,
@@ -79,7 +87,7 @@ class Batches:
         packs: bool = True,
     ) -> None:
         """`packs`: the model takes several documents in a call; else each is one."""
-        self.store = store
+        self.sources = sources
         self.packs = packs
         self.sequence_length = sequence_length
         self.seed = seed
@@ -87,17 +95,31 @@ class Batches:
         self.micro_batch_size = micro_batch_size
         self.pad_id = pad_id
         self.packed = packing
-        self.packing = Packing.of(store, sequence_length, packing)
-        self.steps = Steps(global_batch_size, None if epochs is None else self._sequences_in(epochs))
-        self._epochs: dict[int, Epoch] = {}
+        self.streams = [Stream(each, Packing.of(each.store, sequence_length, packing), seed) for each in sources]
+        own_tokens = [stream.epoch_tokens for stream in self.streams]
+        means = [stream.sequence_tokens for stream in self.streams]
+        self.mixture = Mixture.of_tokens(
+            [each.weight or tokens for each, tokens in zip(sources, own_tokens, strict=True)],
+            means,
+            [None if stream.source.repeat else stream.packing.sequences for stream in self.streams],
+        )
+        mixed = sum(rate * mean for rate, mean in zip(self.mixture.rates, means, strict=True))
+        self.epoch_sequences = max(1, round(sum(own_tokens) * sum(self.mixture.rates) / mixed))
+        limits = [self.mixture.total, None if epochs is None else self._sequences_in(epochs)]
+        self.steps = Steps(global_batch_size, min((limit for limit in limits if limit is not None), default=None))
 
     @classmethod
     def of(
         cls, data: Prepared, section: DataSection, seed: int, size: BatchSize, epochs: float | None, packs: bool = True
     ) -> Self:
         """The training batches of a run."""
+        given = {source.name: source for source in section.sources or []}
+        sources = [
+            TrainStore(store, name, given[name].weight, given[name].repeat) if name in given else TrainStore(store)
+            for name, store in data.open_train().items()
+        ]
         return cls(
-            data.open_train(),
+            sources,
             sequence_length=section.sequence_length,
             packing=section.packing,
             seed=seed,
@@ -108,48 +130,60 @@ class Batches:
             packs=packs,
         )
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(source.name for source in self.sources)
+
     def workload(self) -> Workload:
         """What a plan needs to know of these data."""
-        epoch, size = self._epoch(0), self.packing.sequences
+        size = self.epoch_sequences
+        samples = self.mixture.between(0, min(size, _PLANNED_SEQUENCES, self.mixture.total or size))
         edges = []
-        for index in range(min(size, _PLANNED_SEQUENCES)):
-            ends = np.cumsum([length for _, length in epoch.sequence(index)]).tolist()
+        for source, index in samples:
+            ends = np.cumsum([length for _, length in self.streams[source].sequence(index)]).tolist()
             padded = self.packed and self.packs and ends[-1] < self.sequence_length
             edges.append((0, *ends, *([self.sequence_length] if padded else [])))
+        rates = np.array(self.mixture.rates, np.float64)
+        means = [[float(each.epoch(0).tokens.mean()), float(each.epoch(0).predicted.mean())] for each in self.streams]
+        tokens, predicted = (rates / rates.sum()) @ np.array(means)
         return Workload(
             samples=tuple(edges),
-            tokens=float(epoch.tokens.mean()),
-            predicted=float(epoch.predicted.mean()),
+            tokens=float(tokens),
+            predicted=float(predicted),
             sequences=size,
-            pieces=len(self.packing.pieces.start),
+            pieces=sum(len(stream.packing.pieces.start) for stream in self.streams),
             source="as the data are",
         )
 
-    def described(self, total_steps: int) -> str:
-        """The data and what is made of them, in one line."""
-        packed = "packed" if self.packed else "a document each"
-        return (
-            f"{self.store.documents:,} documents, {len(self.store.tokens):,} tokens; {total_steps} steps of"
-            f" {self.global_batch_size} sequences of {self.sequence_length}, {packed}"
-        )
-
-    def determinants(self) -> dict[str, str | int]:
+    def determinants(self) -> dict[str, str | int | float | None]:
         """All that the order of the data depends on: while these stay, a step's number says where in the data it is."""
-        return {
+        found: dict[str, str | int | float | None] = {
             "run.seed": self.seed,
-            "data (hash of the tokens)": self.store.path.name,
             "data.sequence_length": self.sequence_length,
             "data.packing": self.packed,
             "train.global_batch_size": self.global_batch_size,
+            "data.sources": ", ".join(self.names),
         }
+        for source in self.sources:
+            of = f"data.sources, {source.name}: " if source.name else "data "
+            found[f"{of}(hash of the tokens)"] = source.store.path.name
+            if source.name:
+                found[f"{of}weight"], found[f"{of}repeat"] = source.weight, source.repeat
+        return found
 
-    def steps_in(self, epochs: float) -> int:
-        """Optimizer steps that see `epochs` times the data."""
-        return self.steps.until(self._sequences_in(epochs))
+    def total_steps(self, max_steps: int | None) -> int:
+        """Optimizer steps of the run. Raises UserError where all sources end before `max_steps`."""
+        there = None if self.steps.stop is None else self.steps.until(self.steps.stop)
+        if max_steps is None:
+            assert there is not None, "a run has an end: in steps, or in epochs"
+            return there
+        if there is not None and there < max_steps:
+            raise DataError(f"all of data.sources end after {there} steps, before train.max_steps {max_steps}")
+        return max_steps
 
     def position(self, step: int) -> Position:
         """Where `step` (the first is 0) begins; after the last step, where the data ended."""
-        return Position(*self._place(self.steps.of(step - 1).stop if step else 0))
+        return Position(*divmod(self.steps.of(step - 1).stop if step else 0, self.epoch_sequences))
 
     def going_on(self, step: int, position: Position, ends: Iterable[int]) -> Self:
         """These batches behind an earlier stage of the run, which ended at `position` after `step` steps.
@@ -159,7 +193,7 @@ class Batches:
         later = copy(self)
         try:
             earlier = replace(self.steps, ends=tuple(ends))
-            later.steps = earlier.going_on(step, position.epoch * self.packing.sequences + position.index)
+            later.steps = earlier.going_on(step, position.epoch * self.epoch_sequences + position.index)
         except ValueError as error:
             raise ResumeError(f"cannot continue: the checkpoint's state contradicts itself: {error}") from None
         return later
@@ -170,42 +204,33 @@ class Batches:
         first, stop = taken.start, taken.stop
         if not taken:
             raise IndexError(f"step {step} begins after the last sequence")
-        predicted = tokens = 0
-        for epoch, start, end in self._stretches(first, stop):
-            predicted += int(self._epoch(epoch).predicted[start:end].sum())
-            tokens += int(self._epoch(epoch).tokens[start:end].sum())
-        layout = Layout(self.store, self.sequence_length, self.pad_id, self.packed, self.packs)
-        own = layout.micro_batches(taken, self.micro_batch_size, rank, world_size, self._sequence)
+        places = self.mixture.between(first, stop)
+        ranges = zip(self.streams, self.mixture.drawn(first), self.mixture.drawn(stop), strict=True)
+        counts = [stream.counts(start, end) for stream, start, end in ranges]
+        layout = Layout(
+            [source.store for source in self.sources], self.sequence_length, self.pad_id, self.packed, self.packs
+        )
+        groups = self._groups(first, places)
+        own = layout.micro_batches(groups, rank, world_size, lambda source, at: self.streams[source].sequence(at))
         # What is dropped depends on what is trained on and nothing else: the same at any world size.
-        micro_batches = [found and replace(found, seed=_seed(self.seed, start)) for start, found in own]
-        lengths = np.concatenate([self._epoch(epoch).lengths(at) for epoch, at in map(self._place, taken)])
-        return StepBatch(micro_batches, predicted, tokens, lengths, len(taken), stop / self.packing.sequences)
+        micro_batches = [found and replace(found, seed=drawn_seed("dropout", self.seed, start)) for start, found in own]
+        lengths = np.concatenate([self.streams[source].lengths(at) for source, at in places])
+        predicted_of, tokens_of = zip(*counts, strict=True)
+        return StepBatch(micro_batches, predicted_of, tokens_of, lengths, stop - first, stop / self.epoch_sequences)
+
+    def _groups(self, first: int, places: list[tuple[int, int]]) -> list[Group]:
+        """The micro-batches of a global batch, source by source, so that the loss of each is known."""
+        numbered = sorted(((source, first + n, at) for n, (source, at) in enumerate(places)), key=lambda each: each[0])
+        groups = []
+        for source, of_source in groupby(numbered, key=lambda each: each[0]):
+            sequences = list(of_source)
+            for start in range(0, len(sequences), self.micro_batch_size):
+                taken = sequences[start : start + self.micro_batch_size]
+                groups.append(Group(source, taken[0][1], [at for _, _, at in taken]))
+        return groups
 
     def _sequences_in(self, epochs: float) -> int:
-        return max(1, math.ceil(epochs * self.packing.sequences - 1e-6))
-
-    def _stretches(self, first: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """(epoch, start, end) of each epoch's stretch of the sequences [first, stop) of the endless stream."""
-        while first < stop:
-            epoch, start = divmod(first, self.packing.sequences)
-            end = min(self.packing.sequences, start + stop - first)
-            yield epoch, start, end
-            first += end - start
-
-    def _sequence(self, index: int) -> Sequence:
-        epoch, within = self._place(index)
-        return self._epoch(epoch).sequence(within)
-
-    def _place(self, index: int) -> tuple[int, int]:
-        """Epoch of a sequence of the endless stream, and which it is there."""
-        return divmod(index, self.packing.sequences)
-
-    def _epoch(self, epoch: int) -> Epoch:
-        if epoch not in self._epochs:
-            # A batch that straddles two epochs needs both.
-            self._epochs = {kept: self._epochs[kept] for kept in self._epochs if kept == epoch - 1}
-            self._epochs[epoch] = self.packing.epoch(self.seed, epoch)
-        return self._epochs[epoch]
+        return max(1, math.ceil(epochs * self.epoch_sequences - 1e-6))
 
 
 class EvalBatches:
@@ -231,19 +256,19 @@ class EvalBatches:
         self.predicted = int(self.epoch.predicted.sum())  # over all ranks: what perplexity is taken over
 
     @classmethod
-    def of(cls, data: Prepared, section: DataSection, size: BatchSize, packs: bool = True) -> Self | None:
-        """The evaluation batches of a run; None where it has no evaluation data."""
-        store = data.open_eval()
-        if store is None:
-            return None
-        return cls(
-            store,
-            sequence_length=section.sequence_length,
-            packing=section.packing,
-            micro_batch_size=size.micro,
-            pad_id=data.pad_id,
-            packs=packs,
-        )
+    def of(cls, data: Prepared, section: DataSection, size: BatchSize, packs: bool = True) -> dict[str, Self]:
+        """The evaluation batches of a run by name: the one that has none is called ""; none without evaluation data."""
+        return {
+            name: cls(
+                store,
+                sequence_length=section.sequence_length,
+                packing=section.packing,
+                micro_batch_size=size.micro,
+                pad_id=data.pad_id,
+                packs=packs,
+            )
+            for name, store in data.open_eval().items()
+        }
 
     def count(self, world_size: int) -> int:
         """Micro-batches of each rank."""
@@ -251,75 +276,8 @@ class EvalBatches:
 
     def micro_batches(self, rank: int, world_size: int) -> Iterator[MicroBatch | None]:
         """This rank's share; equally many on every rank, None where it has nothing left."""
-        layout = Layout(self.store, self.sequence_length, self.pad_id, self.packed, self.packs)
-        every = range(self.epoch.packing.sequences)
-        for _, found in layout.micro_batches(every, self.micro_batch_size, rank, world_size, self.epoch.sequence):
+        layout = Layout([self.store], self.sequence_length, self.pad_id, self.packed, self.packs)
+        size, stop = self.micro_batch_size, self.epoch.packing.sequences
+        groups = [Group(0, start, range(start, min(start + size, stop))) for start in range(0, stop, size)]
+        for _, found in layout.micro_batches(groups, rank, world_size, lambda _, at: self.epoch.sequence(at)):
             yield found
-
-
-def shares(first: int, stop: int, micro_batch_size: int, rank: int, world_size: int) -> list[range]:
-    """The micro-batches of sequences [first, stop) that are this rank's: m = rank, rank + world_size, ...
-
-    Equally many for every rank; an empty range where a rank has fewer.
-    """
-    starts = range(first + rank * micro_batch_size, stop, world_size * micro_batch_size)
-    most = len(range(first, stop, world_size * micro_batch_size))
-    own = [range(start, min(start + micro_batch_size, stop)) for start in starts]
-    return own + [range(0)] * (most - len(own))
-
-
-def _seed(seed: int, sequence: int) -> int:
-    return int.from_bytes(hashlib.sha256(f"dropout:{seed}:{sequence}".encode()).digest()[:7], "little")
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How sequences become the rows of micro-batches.
-
-    Packed sequences are padded to the full length on their right, where the model `packs` them in one call too.
-    """
-
-    store: TokenStore
-    sequence_length: int
-    pad_id: int
-    packed: bool
-    packs: bool
-
-    def micro_batches(
-        self, indices: range, size: int, rank: int, world_size: int, sequence: Callable[[int], Sequence]
-    ) -> Iterator[tuple[int, MicroBatch | None]]:
-        """This rank's share of the sequences `indices`, and where each begins; equally many on every rank.
-
-        Where each document is a call, a rank without sequences gets a micro-batch that only makes the calls.
-        """
-        own = shares(indices.start, indices.stop, size, rank, world_size)
-        for turn, share in enumerate(own):
-            calls = 0
-            if not self.packs:  # ranks make equally many
-                first = indices.start + turn * world_size * size
-                turns = (range(at, min(at + size, indices.stop)) for at in range(first, indices.stop, size))
-                calls = max(sum(len(sequence(index)) for index in each) for each in islice(turns, world_size))
-            if share:
-                yield share.start, self._row([sequence(index) for index in share], calls)
-            else:
-                yield share.start, MicroBatch.empty(calls) if calls else None
-
-    def _row(self, sequences: list[Sequence], calls: int) -> MicroBatch:
-        pieces: list[tuple[int, int]] = []  # (start, length), padding from nowhere
-        for sequence in sequences:
-            room = self.sequence_length - sum(length for _, length in sequence)
-            pieces += [*sequence, *([(-1, room)] if room and self.packed and self.packs else [])]
-        edges = np.concatenate([[0], np.cumsum([length for _, length in pieces])])
-        ids = np.full(edges[-1], self.pad_id, np.int64)
-        labels = np.full(edges[-1], IGNORE, np.int64)
-        for (start, length), at in zip(pieces, edges.tolist(), strict=False):
-            if start < 0:
-                continue
-            ids[at : at + length] = self.store.tokens[start : start + length]
-            labels[at : at + length - 1] = ids[at + 1 : at + length]
-            if self.store.mask is not None:
-                unsaid = self.store.mask[start + 1 : start + length] == 0
-                labels[at : at + length - 1][unsaid] = IGNORE
-        positions = np.arange(edges[-1]) - np.repeat(edges[:-1], np.diff(edges))
-        of_ids, of_labels, of_positions = (torch.from_numpy(array) for array in (ids, labels, positions))
-        return MicroBatch(of_ids, of_labels, of_positions, tuple(edges.tolist()), calls=calls)

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import codecs
+import csv
+import io
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
+from aliquot.config.data_section import RecordsSection
+from aliquot.data.formats import Format, Kind, format_of
+from aliquot.data.opened import not_text, opened, suffix_of
 from aliquot.errors import DataError
 
 Unit = Literal["file", "line", "block", "field"]
 
-
-_PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK\x03\x04": "zip"}
+PART_BYTES = 16 << 20  # of a file that is one document
+_BLOCK_CHARACTERS = 1 << 20
+_NEAR_THE_END = 16  # characters: what a JSON value can be cut within, strings apart
 
 
 class Document(NamedTuple):
-    """One document. `text` is a JSON list of messages where `chat`. `done_bytes`: how far its source had been read."""
+    """One document, or a part of one that is long. Blank where a record is; a JSON record (formats.py) but for text."""
 
     text: str
-    chat: bool
-    done_bytes: int
+    kind: Kind
+    done_bytes: int  # how far its source had been read
+    ended: bool = True  # false: the next one continues it
+
+    @property
+    def blank(self) -> bool:
+        return self.ended and (not self.text or self.text.isspace())
 
 
 def text_documents(path: Path, unit: Unit) -> Iterator[Document]:
@@ -28,112 +40,184 @@ def text_documents(path: Path, unit: Unit) -> Iterator[Document]:
 
     Raises UserError naming the file, and the line where there is one, at bytes that are not UTF-8.
     """
-    if unit == "file":
-        data = path.read_bytes()
-        text = _decode(data, str(path)).removeprefix("\ufeff")
-        if "\r" in text:
-            text = text.replace("\r\n", "\n").replace("\r", "\n")
-        yield Document(text, False, len(data))
-        return
+    with opened(path) as (file, position):
+        yield from _parts(file, position, path) if unit == "file" else _lines(file, position, path, unit)
+
+
+def _parts(file: BinaryIO, position: Callable[[], int], path: Path) -> Iterator[Document]:
+    """The whole file, in parts where it is long."""
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    with_newlines = io.IncrementalNewlineDecoder(decoder, translate=True)
+    read_bytes, text = 0, ""
+    while True:
+        block = file.read(PART_BYTES)
+        waiting = decoder.getstate()[0]
+        try:
+            more = with_newlines.decode(block, final=not block)
+        except UnicodeDecodeError as error:
+            raise not_text(waiting + block, error, str(path), read_bytes - len(waiting)) from error
+        if not block:
+            yield Document(text + more, "text", position())
+            return
+        if text:
+            yield Document(text, "text", position(), ended=False)
+        read_bytes, text = read_bytes + len(block), more
+
+
+def _lines(file: BinaryIO, position: Callable[[], int], path: Path, unit: Unit) -> Iterator[Document]:
     block: list[str] = []
-    done_bytes = 0
-    with path.open("rb") as file:
-        for number, data in enumerate(file, 1):
-            done_bytes += len(data)
-            line = _decode(data, f"{path}:{number}").rstrip("\r\n")
-            if number == 1:
-                line = line.removeprefix("\ufeff")
-            if unit == "line":
-                yield Document(line, False, done_bytes)
-            elif line and not line.isspace():
-                block.append(line)
-            elif block:
-                yield Document("\n".join(block), False, done_bytes)
-                block = []
+    for number, data in enumerate(file, 1):
+        try:
+            line = data.decode("utf-8").rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise not_text(data, error, f"{path}:{number}") from error
+        if number == 1:
+            line = line.removeprefix("\ufeff")
+        blank = not line or line.isspace()
+        if unit == "line":
+            if not blank:
+                yield Document(line, "text", position())
+        elif not blank:
+            block.append(line)
+        elif block:
+            yield Document("\n".join(block), "text", position())
+            block = []
     if block:
-        yield Document("\n".join(block), False, done_bytes)
+        yield Document("\n".join(block), "text", position())
 
 
-def jsonl_documents(path: Path, field: str) -> Iterator[Document]:
-    """One document a line, in `field`. Raises UserError with file:line at a bad line or an absent field."""
-    done_bytes = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            done_bytes += len(line)
-            if not line.strip():
-                continue
-            where = f"{path}:{number}"
-            try:
-                record = json.loads(line.removeprefix(b"\xef\xbb\xbf"))
-            except UnicodeDecodeError as error:
-                raise _no_text(line, error, where) from error
-            except (ValueError, RecursionError) as error:  # the second: endless nesting
-                raise DataError(f"not a JSON record ({error}); write one record a line", where) from error
-            if not isinstance(record, dict):
-                raise DataError(f"a record must be a JSON object, not {type(record).__name__}", where)
-            check_field(field, record, where)
-            text, chat = value_text(record[field], field, where)
-            if b"\\u" in line:
-                try:
-                    text.encode()
-                except UnicodeEncodeError as error:
-                    raise DataError(
-                        f"field {field!r} holds half of a surrogate pair, which is no text", where
-                    ) from error
-            yield Document(text, chat, done_bytes)
+def record_documents(path: Path, section: RecordsSection) -> Iterator[Document]:
+    """One document a record of a .jsonl, .json, .csv or .parquet file; blank ones are among them.
+
+    Raises UserError naming file and line, or row, at what is no record, and at an absent field.
+    """
+    return RECORDS[suffix_of(path)](path, section)
 
 
-def parquet_documents(path: Path, field: str) -> Iterator[Document]:
-    """One document a row, in column `field`. Raises UserError at an absent column or a damaged file."""
+def _jsonl(path: Path, section: RecordsSection) -> Iterator[Document]:
+    with opened(path) as (file, position):
+        yield from _json_lines(file, position, path, section)
+
+
+def _json(path: Path, section: RecordsSection) -> Iterator[Document]:
+    """An array of records, or a record a line."""
+    with opened(path) as (file, _):
+        start = file.read(1 << 16).removeprefix(codecs.BOM_UTF8).lstrip()
+    with opened(path) as (file, position):
+        read = _json_array if start.startswith(b"[") else _json_lines
+        yield from read(file, position, path, section)
+
+
+def _json_lines(file: BinaryIO, position: Callable[[], int], path: Path, section: RecordsSection) -> Iterator[Document]:
+    form: Format | None = None
+    for number, line in enumerate(file, 1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            record = json.loads(line.removeprefix(codecs.BOM_UTF8))
+        except UnicodeDecodeError as error:
+            raise not_text(line, error, where) from error
+        except (ValueError, RecursionError) as error:  # the second: endless nesting
+            raise DataError(f"not a JSON record ({error}); write one record a line", where) from error
+        text, kind, form = _read(record, form, section, where)
+        yield Document(_encodable(text, where) if b"\\u" in line else text, kind, position())
+
+
+def _json_array(file: BinaryIO, position: Callable[[], int], path: Path, section: RecordsSection) -> Iterator[Document]:
+    form: Format | None = None
+    try:
+        for number, record in enumerate(_elements(file, path), 1):
+            where = f"{path}, record {number}"
+            text, kind, form = _read(record, form, section, where)
+            yield Document(_encodable(text, where), kind, position())
+    except UnicodeDecodeError as error:
+        raise DataError(f"not UTF-8 text ({error.reason})", path) from error
+
+
+def _elements(file: BinaryIO, path: Path) -> Iterator[object]:
+    """The elements of one JSON array, one at a time."""
+    decode = codecs.getincrementaldecoder("utf-8-sig")().decode
+    scan = json.JSONDecoder().raw_decode
+    text, at, ended, number = "", 0, False, 0
+    while True:
+        while at < len(text) and (text[at].isspace() or text[at] == ("," if number else "[")):
+            number += text[at] == "["
+            at += 1
+        try:
+            if at < len(text) and text[at] == "]":
+                if not text[at + 1 :].strip() and not file.read(_BLOCK_CHARACTERS).strip():
+                    return
+                raise DataError("something follows the array of records", path)
+            element, at = scan(text, at)
+        except json.JSONDecodeError as error:
+            cut = error.msg.startswith("Unterminated string") or error.pos >= len(text) - _NEAR_THE_END
+            if ended or not cut:
+                raise DataError(f"not a JSON array of records ({error.msg} in record {number})", path) from error
+            block = file.read(max(_BLOCK_CHARACTERS, len(text) - at))  # twice as much at least: each is scanned again
+            text, at, ended = text[at:] + decode(block, final=not block), 0, not block
+        except RecursionError as error:
+            raise DataError(f"not a JSON array of records ({error})", path) from error
+        else:
+            number += 1
+            yield element
+
+
+def _csv(path: Path, section: RecordsSection) -> Iterator[Document]:
+    csv.field_size_limit(2**31 - 1)
+    with opened(path) as (file, position):
+        rows = csv.reader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), strict=True)
+        try:
+            names = next(rows, [])
+            form = format_of(section, names, path)
+            for row in rows:
+                if not row:
+                    continue
+                where = f"{path}:{rows.line_num}"
+                if len(row) != len(names):
+                    raise DataError(f"{len(row)} values, but the first line names {len(names)}", where)
+                yield Document(*form.read(dict(zip(names, row, strict=True)), where), position())
+        except csv.Error as error:
+            raise DataError(f"not CSV ({error})", f"{path}:{rows.line_num}") from error
+        except UnicodeDecodeError as error:
+            raise not_text(error.object, error, f"{path}, after line {rows.line_num}") from error
+
+
+def _parquet(path: Path, section: RecordsSection) -> Iterator[Document]:
     import pyarrow
     import pyarrow.parquet
 
     size_bytes = path.stat().st_size
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            check_field(field, file.schema_arrow.names, path)
+            form = format_of(section, file.schema_arrow.names, path)
             rows = max(file.metadata.num_rows, 1)
             row = 0
-            for batch in file.iter_batches(batch_size=512, columns=[field]):
-                for value in batch.column(0).to_pylist():
+            for batch in file.iter_batches(batch_size=512, columns=[*form.fields, *form.others]):
+                for record in batch.to_pylist():
                     row += 1
-                    yield Document(*value_text(value, field, f"{path}, row {row}"), size_bytes * row // rows)
+                    yield Document(*form.read(record, f"{path}, row {row}"), size_bytes * row // rows)
     except pyarrow.ArrowException as error:
         raise DataError(f"not a readable parquet file ({error})", path) from error
 
 
-def value_text(value: object, field: str, where: str) -> tuple[str, bool]:
-    """(text, whether it is a chat) of a record's field: a string, or a list of messages as JSON. None is empty."""
-    if value is None:
-        return "", False
-    if isinstance(value, str):
-        return value, False
-    if not isinstance(value, list):
-        raise DataError(f"field {field!r} holds {type(value).__name__}, not text or a list of messages", where)
-    for message in value:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise DataError(f"field {field!r} is a list, but not one of messages with `role` and `content`", where)
-        if not isinstance(message.get("content"), str | None):
-            raise DataError("a message's `content` must be text", where)
-    messages = [{key: part for key, part in message.items() if part is not None} for message in value]
-    return (json.dumps(messages, ensure_ascii=False) if messages else ""), True
+RECORDS: dict[str, Callable[[Path, RecordsSection], Iterator[Document]]] = {
+    ".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet,
+}  # fmt: skip
 
 
-def check_field(field: str, fields: Iterable[str], where: str | Path) -> None:
-    names = list(fields)
-    if field not in names:
-        raise DataError(f"no field {field!r}; there are {', '.join(map(str, names))}: set data.text_field", where)
+def _read(record: Any, form: Format | None, section: RecordsSection, where: str) -> tuple[str, Kind, Format]:
+    """The document in `record`, and its format: that of the records before it, or found by its fields."""
+    if not isinstance(record, dict):
+        raise DataError(f"a record must be a JSON object, not {type(record).__name__}", where)
+    form = form or format_of(section, record, where)
+    form.check(record, where)
+    return *form.read(record, where), form
 
 
-def _decode(data: bytes, where: str) -> str:
+def _encodable(text: str, where: str) -> str:
     try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise _no_text(data, error, where) from error
-
-
-def _no_text(data: bytes, error: UnicodeDecodeError, where: str) -> DataError:
-    packed = next((name for start, name in _PACKED.items() if data.startswith(start)), None)
-    if packed is not None:
-        return DataError(f"a {packed} archive, not text: unpack it first", where)
-    return DataError(f"not UTF-8 text ({error.reason} at byte {error.start})", where)
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError("a field holds half of a surrogate pair, which is no text", where) from error
+    return text

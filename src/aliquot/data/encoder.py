@@ -11,13 +11,14 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -30,10 +31,12 @@ from aliquot.models.code_of_strangers import without_code
 class EncoderSpec:
     tokenizer: str  # a directory that save_pretrained wrote
     fast: bool  # it has a tokenizer.json that needs no transformers
-    chat: bool
     prefix: tuple[int, ...]  # before each document
     suffix: tuple[int, ...]  # after it
-    drop: int  # tokens too many at the begin of a later piece of a document, where that is a newline
+    drop: int = 0  # tokens too many at the begin of a later piece of a document, where that is a newline
+    answers: bool = False  # texts are records with answers, as formats.py writes them
+    templated: bool = False  # and go through the tokenizer's chat template
+    train_on: Literal["completions", "all"] = "completions"
 
 
 @dataclass(frozen=True)
@@ -49,14 +52,15 @@ class Texts:
 class Encoded:
     counts: npt.NDArray[np.int64]  # [texts], tokens of each text; 0 for a document of no use
     ids: npt.NDArray[np.uint32]  # [sum of counts]
-    mask: npt.NDArray[np.uint8]  # [sum of counts] for a chat, else empty
+    mask: npt.NDArray[np.uint8]  # [sum of counts] for records with answers, else empty
     text_bytes: int | None  # UTF-8 bytes of text that all tokens but the first of each document stand for, if known
+    left_out: dict[str, int] = field(default_factory=dict)  # texts without tokens, or with what was left out, by reason
 
 
 class Encoder:
     def __init__(self, spec: EncoderSpec) -> None:
         self.spec = spec
-        if spec.fast and not spec.chat:
+        if spec.fast and not spec.answers:
             from tokenizers import Tokenizer
 
             self.tokenizer: Any = Tokenizer.from_file(str(Path(spec.tokenizer, "tokenizer.json")))
@@ -69,8 +73,8 @@ class Encoder:
 
     def encode(self, batch: Texts) -> Encoded:
         """Raises UserError where a conversation cannot be rendered."""
-        if self.spec.chat:
-            return self._encode_chats(batch.texts)
+        if self.spec.answers:
+            return self._encode_answers(batch.texts)
         prefix, suffix = list(self.spec.prefix), list(self.spec.suffix)
         text_bytes = sum(len(text.encode()) for text in batch.texts)
         if self.spec.fast and prefix:
@@ -94,24 +98,18 @@ class Encoder:
                 rows[index] = (prefix if first else []) + row + (suffix if last else [])
         return _encoded(rows, [], text_bytes if self.spec.fast or prefix else None)
 
-    def _encode_chats(self, texts: list[str]) -> Encoded:
-        from aliquot.data.chat import encode_chat
+    def _encode_answers(self, texts: list[str]) -> Encoded:
+        from aliquot.data.chat import encode_record
 
-        prefix, suffix = list(self.spec.prefix), list(self.spec.suffix)
         rows: list[list[int]] = []
         masks: list[list[int]] = []
+        left_out: Counter[str] = Counter()
         for text in texts:
-            ids, mask = encode_chat(self.tokenizer, text)
-            if not any(mask[1:]):  # nobody to learn from
-                ids, mask = [], []
-            else:
-                if prefix and ids[: len(prefix)] != prefix:
-                    ids, mask = prefix + ids, [0] * len(prefix) + mask
-                if suffix and ids[-len(suffix) :] != suffix:
-                    ids, mask = ids + suffix, mask + mask[-1:] * len(suffix)
+            ids, mask, reason = encode_record(self.tokenizer, text, self.spec)
+            left_out.update([reason] if reason is not None else [])
             rows.append(ids)
             masks.append(mask)
-        return _encoded(rows, masks, None)
+        return replace(_encoded(rows, masks, None), left_out=dict(left_out))
 
 
 def _encoded(rows: list[list[int]], masks: list[list[int]], text_bytes: int | None) -> Encoded:
@@ -160,11 +158,11 @@ class EncoderProcess:
             if failure:
                 kind, _, text = failure.decode().partition(" ")
                 raise next(known for known in kinds() if known.__name__ == kind)(text)
-            counts, ids, mask, text_bytes = (self.connection.recv_bytes() for _ in range(4))
+            counts, ids, mask, more = (self.connection.recv_bytes() for _ in range(4))
         except (EOFError, ConnectionError) as error:
             raise self._lost() from error
         arrays = np.frombuffer(counts, np.int64), np.frombuffer(ids, np.uint32), np.frombuffer(mask, np.uint8)
-        return Encoded(*arrays, json.loads(text_bytes))
+        return Encoded(*arrays, **json.loads(more))
 
     def _lost(self) -> TrainingError:
         code = self.process.wait()
@@ -197,7 +195,8 @@ def serve(connection: Connection) -> None:
         connection.send_bytes(b"")
         for array in (encoded.counts, encoded.ids, encoded.mask):
             connection.send_bytes(array.tobytes())
-        connection.send_bytes(json.dumps(encoded.text_bytes).encode())
+        more = {"text_bytes": encoded.text_bytes, "left_out": encoded.left_out}
+        connection.send_bytes(json.dumps(more).encode())
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from aliquot.config.schema import DataSection
 from aliquot.data.cache import publishing
 from aliquot.data.cuts import cut_of
 from aliquot.data.encoder import EncoderSpec
-from aliquot.data.sources import HeldOut, Source, eval_source, train_source
+from aliquot.data.sources import Source, joined, sources_of
 from aliquot.data.token_store import FORMAT, TokenStore, token_dtype
 from aliquot.data.tokenize import Progress, tokenize
 from aliquot.data.tokenizer import (
@@ -24,6 +24,7 @@ from aliquot.data.tokenizer import (
     check_vocabulary,
     configured_tokenizer,
     convention_of,
+    give_template,
     load_tokenizer,
     publish_tokenizer,
 )
@@ -39,8 +40,8 @@ NamedProgress = Callable[[str, int, int], None]  # (what is being made, bytes of
 class Prepared:
     """Where everything lies; small enough to send to other ranks as JSON."""
 
-    train: str
-    eval: str | None
+    train: dict[str, str]  # directories of token stores by the names of their sources; one of no name is called ""
+    eval: dict[str, str]
     tokenizer: str  # a directory that save_pretrained wrote
     pad_id: int
     prefix: tuple[int, ...]  # before each document
@@ -53,11 +54,11 @@ class Prepared:
         values = json.loads(text)
         return cls(**{**values, "prefix": tuple(values["prefix"])})
 
-    def open_train(self) -> TokenStore:
-        return TokenStore.open(Path(self.train))
+    def open_train(self) -> dict[str, TokenStore]:
+        return {name: TokenStore.open(Path(store)) for name, store in self.train.items()}
 
-    def open_eval(self) -> TokenStore | None:
-        return None if self.eval is None else TokenStore.open(Path(self.eval))
+    def open_eval(self) -> dict[str, TokenStore]:
+        return {name: TokenStore.open(Path(store)) for name, store in self.eval.items()}
 
     def load_tokenizer(self) -> Any:
         """The transformers tokenizer, as it is exported with the model."""
@@ -85,26 +86,33 @@ def prepare(
             f"data.tokenizer_vocab_size is {section.tokenizer_vocab_size}, but the model's embedding"
             f" has only {vocab_size} rows"
         )
-    train, held_out, fraction = train_source(section), eval_source(section), section.eval_fraction
-    if held_out is None and fraction > 0:
-        train, held_out = HeldOut(train, fraction, "rest"), HeldOut(train, fraction, "held out")
     root = cache_root(section.cache_directory)
+    train, evaluated = sources_of(section, root)
     told = progress or (lambda what, done_bytes, total_bytes: None)
-    tokenizer = configured_tokenizer(section, model_dir, train, root, partial(told, "training the tokenizer"))
+    everything = joined(list(train.values()))
+    tokenizer = configured_tokenizer(section, model_dir, everything, root, partial(told, "training the tokenizer"))
     before = len(tokenizer)
     tokenizer.add_tokens(list(added))
     tokenizer.add_tokens(list(added_special), special_tokens=True)
     own = section.tokenizer is None and section.tokenizer_vocab_size is None
     if config is not None and not own:  # the model's own was loaded from beside its config.json
         tokenizer = as_loaded_with(tokenizer, config)
+    give_template(tokenizer, section.chat_template)
     check_vocabulary(tokenizer, vocab_size + (len(tokenizer) - before if model_dir is not None else 0))
     directory = publish_tokenizer(tokenizer, root)
     trained = None if model_dir is None else trained_prefix(model_dir)
     builder = _Builder(section, tokenizer, directory, root, trained)
     convention = convention_of(tokenizer, section.add_bos, section.add_eos, trained)
+
+    def stores(sources: Mapping[str, Source], what: str) -> dict[str, str]:
+        return {
+            name: str(builder.store(source, partial(told, f"{what} {name}".strip())))
+            for name, source in sources.items()
+        }
+
     return Prepared(
-        train=str(builder.store(train, partial(told, "tokenising"))),
-        eval=None if held_out is None else str(builder.store(held_out, partial(told, "tokenising what is held out"))),
+        train=stores(train, "tokenising"),
+        eval=stores(evaluated, "tokenising what is held out"),
         tokenizer=str(directory),
         pad_id=convention.pad_id,
         prefix=convention.prefix,
@@ -145,7 +153,8 @@ class _Builder:
 
     def store(self, source: Source, progress: Progress) -> Path:
         """The directory with the tokens of `source`; made where the cache has none."""
-        conventions = [self.section.add_bos, self.section.add_eos]
+        section = self.section
+        conventions = [section.add_bos, section.add_eos, section.train_on, section.chat_template == "none"]
         made_of = [FORMAT, source.digest, self.tokenizer_directory.name, conventions, self.trained]
         path = self.root / "tokens" / hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
         if not path.is_dir():
@@ -153,7 +162,7 @@ class _Builder:
         return path
 
     def _make(self, source: Source, path: Path, progress: Progress) -> None:
-        first = next(source.documents(), None)
+        first = next((document for document in source.documents() if not document.blank), None)
         if first is None:
             raise DataError(
                 "no usable document: nothing but blank text here, or too few documents for data.eval_fraction to divide"
@@ -162,15 +171,19 @@ class _Builder:
             )
         tokenizer_json = self.tokenizer_directory / "tokenizer.json"
         fast = tokenizer_json.is_file()
-        cut = cut_of(tokenizer_json.read_text()) if fast and not first.chat else None
-        convention = self._convention(first.chat)
+        answers = first.kind != "text"
+        templated = answers and self.section.chat_template != "none" and self.tokenizer.chat_template is not None
+        cut = cut_of(tokenizer_json.read_text()) if fast and not answers else None
+        convention = self._convention(templated)
         spec = EncoderSpec(
             tokenizer=str(self.tokenizer_directory),
             fast=fast,
-            chat=first.chat,
             prefix=convention.prefix,
             suffix=convention.suffix,
             drop=cut.drop if cut is not None else 0,
+            answers=answers,
+            templated=templated,
+            train_on=self.section.train_on,
         )
 
         def written(done_bytes: int) -> None:
@@ -178,18 +191,17 @@ class _Builder:
 
         dtype = token_dtype(len(self.tokenizer))
         with publishing(path) as beside:
-            if tokenize(source.documents(), spec, cut, dtype, beside, self.section.num_proc, written) == 0:
-                raise DataError("no usable document: none has a token to learn from", source.label)
+            useful, left_out = tokenize(source.documents(), spec, cut, dtype, beside, self.section.num_proc, written)
+            if useful == 0:
+                reasons = ", ".join(f"{count:,} x {reason}" for reason, count in left_out.items())
+                raise DataError(
+                    f"no usable document: none has a token to learn from{f' ({reasons})' if reasons else ''}",
+                    source.label,
+                )
         written(source.total_bytes)
 
-    def _convention(self, chat: bool) -> Convention:
+    def _convention(self, templated: bool) -> Convention:
         add_bos, add_eos = self.section.add_bos, self.section.add_eos
-        if chat:
-            if self.tokenizer.chat_template is None:
-                field = self.section.text_field
-                raise TokenizerError(
-                    f"data.text_field {field!r} holds messages, but the tokenizer has no chat template"
-                )
-            # The template writes bos and eos itself; on explicit request they are added where it does not.
+        if templated:  # it writes bos and eos itself; on explicit request they are added where it does not
             add_bos, add_eos = add_bos is True, add_eos is True
-        return convention_of(self.tokenizer, add_bos, add_eos, None if chat else self.trained)
+        return convention_of(self.tokenizer, add_bos, add_eos, None if templated else self.trained)

@@ -6,30 +6,24 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import json
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from aliquot.config.cache_root import cache_root
-from aliquot.config.schema import DataSection
+from aliquot.config.data_section import DataSection, RecordsSection
 from aliquot.data.digests import digests
-from aliquot.data.documents import (
-    Document,
-    Unit,
-    check_field,
-    jsonl_documents,
-    parquet_documents,
-    text_documents,
-    value_text,
-)
+from aliquot.data.documents import RECORDS, Document, Unit, record_documents, text_documents
+from aliquot.data.formats import Format, format_of
+from aliquot.data.opened import suffix_of
 from aliquot.errors import ConfigError, DataError
 
-RECORDS = {".jsonl": jsonl_documents, ".json": jsonl_documents, ".parquet": parquet_documents}
-IN_DIRECTORIES = {".txt", ".md", ".py", ".jsonl", ".parquet"}
+IN_DIRECTORIES = {".txt", ".md", ".py", ".jsonl", ".csv", ".parquet"}  # and compressed ones
 # Nobody reads tests and tables (of characters, of help texts) to learn how Python is written.
 NOT_OF_STDLIB = {
     "site-packages", "dist-packages", "test", "tests", "idlelib", "idle_test", "encodings", "pydoc_data",
@@ -53,79 +47,99 @@ class Source(Protocol):
         ...
 
     def documents(self) -> Iterator[Document]:
-        """All documents that are not blank, always in the same order."""
+        """All documents, blank records among them, always in the same order."""
         ...
 
 
-def train_source(section: DataSection) -> Source:
-    """Raises UserError where there is nothing to read, or `data.document` does not fit what is there."""
-    if section.path is not None:
-        return FileSource.find(section, section.path, "data.path")
-    return HubSource.load(section, section.split)
-
-
-def eval_source(section: DataSection) -> Source | None:
-    """The source of `data.eval_path` or `data.eval_split`; None where neither is set."""
-    if section.eval_path is not None and section.eval_split is not None:
-        raise ConfigError("give only one of data.eval_path and data.eval_split")
+def sources_of(section: DataSection, cache: Path) -> tuple[dict[str, Source], dict[str, Source]]:
+    """What to train on and what to evaluate on, by name; what has none is called "". Raises as `source_of`."""
+    if section.sources is None:
+        train = {"": source_of(section, cache)}
+    else:
+        train = {each.name: source_of(each, cache, f"data.sources, {each.name}:") for each in section.sources}
+    held_out: dict[str, Source] = {}
     if section.eval_path is not None:
-        return FileSource.find(section, section.eval_path, "data.eval_path")
-    if section.eval_split is None:
-        return None
-    if section.dataset is None:
-        raise ConfigError("data.eval_split is a split of data.dataset; with data.path give data.eval_path")
-    return HubSource.load(section, section.eval_split)
+        there = section.model_copy(update={"path": section.eval_path, "dataset": None})
+        held_out[""] = FileSource.find(there, cache, "data.eval_path")
+    elif section.eval_split is not None:
+        held_out[""] = HubSource.load(section.model_copy(update={"split": section.eval_split}), "data.dataset")
+    elif (fraction := section.eval_fraction) > 0:
+        held_out = {name: HeldOut(source, fraction, "held out") for name, source in train.items()}
+        train = {name: HeldOut(source, fraction, "rest") for name, source in train.items()}
+    for each in section.eval_sources:
+        if each.name in held_out:
+            raise ConfigError(
+                f"data.eval_sources: data.eval_fraction holds out a part of {each.name}, which has this name already"
+            )
+        held_out[each.name] = source_of(each, cache, f"data.eval_sources, {each.name}:")
+    return train, held_out
+
+
+def joined(sources: Sequence[Source]) -> Source:
+    """One after the other."""
+    return sources[0] if len(sources) == 1 else Joined(tuple(sources))
+
+
+def source_of(section: RecordsSection, cache: Path, key: str = "") -> Source:
+    """What `key` of a configuration describes; `cache`: where digests are kept.
+
+    Raises UserError where there is nothing to read, or `document` does not fit what is there.
+    """
+    if section.path is not None:
+        return FileSource.find(section, cache, f"{key} path" if key else "data.path")
+    return HubSource.load(section, f"{key} dataset" if key else "data.dataset")
 
 
 @dataclass(frozen=True)
 class FileSource:
     files: tuple[Path, ...]
     units: tuple[Unit, ...]  # one a file
-    text_field: str
+    section: RecordsSection
     label: str
     total_bytes: int
     cache: Path  # where digests are kept
 
     @classmethod
-    def find(cls, section: DataSection, path: str | list[str], key: str) -> FileSource:
-        """The files at `path`, which `key` of the section names."""
-        entries = [path] if isinstance(path, str) else path
-        files = list(dict.fromkeys(file for entry in entries for file in _find(entry, key)))
-        if not files:
-            raise ConfigError(f"{key} is an empty list")
+    def find(cls, section: RecordsSection, cache: Path, key: str) -> FileSource:
+        """The files at the paths of the section, which `key` names. A file that is named twice is refused."""
+        files = [file for entry in section.paths for file in _find(entry, key)]
+        times = Counter(file.absolute() for file in files)
+        twice = next((file for file in files if times[file.absolute()] > 1), None)
+        if twice is not None:
+            raise ConfigError(
+                f"{key} names {twice} {times[twice.absolute()]} times: name it once; what is to be seen more often than"
+                " the rest gets a weight in data.sources"
+            )
         return cls(
             files=tuple(files),
             units=tuple(_unit(file, section.document) for file in files),
-            text_field=section.text_field,
-            label=f"{key} {', '.join(entries)}",
+            section=section,
+            label=f"{key} {', '.join(section.paths)}",
             total_bytes=sum(file.stat().st_size for file in files),
-            cache=cache_root(section.cache_directory),
+            cache=cache,
         )
 
     @cached_property
     def digest(self) -> str:
-        total = hashlib.sha256()
+        total, section = hashlib.sha256(), self.section
         try:
             contents = digests(self.files, self.cache)
         except OSError as error:
             raise DataError(f"cannot be read ({error.strerror or error})", error.filename or self.label) from error
+        fields = json.dumps([section.text_field, section.messages, section.prompt, section.completion])
         for file, unit, content in zip(self.files, self.units, contents, strict=True):
-            reader = file.suffix if file.suffix in RECORDS else "text"
-            field = self.text_field if unit == "field" else ""
-            total.update(f"{reader}\0{unit}\0{field}\0{content}\0".encode())
+            reader, named = (suffix_of(file), fields) if unit == "field" else ("text", "")
+            packed = file.suffix if suffix_of(file) != file.suffix else ""
+            total.update(f"{reader}{packed}\0{unit}\0{named}\0{content}\0".encode())
         return total.hexdigest()
 
     def documents(self) -> Iterator[Document]:
         before_bytes = 0
         for file, unit in zip(self.files, self.units, strict=True):
             try:
-                if unit == "field":
-                    documents = RECORDS[file.suffix](file, self.text_field)
-                else:
-                    documents = text_documents(file, unit)
+                documents = record_documents(file, self.section) if unit == "field" else text_documents(file, unit)
                 for document in documents:
-                    if document.text and not document.text.isspace():
-                        yield document._replace(done_bytes=before_bytes + document.done_bytes)
+                    yield document._replace(done_bytes=before_bytes + document.done_bytes)
             except OSError as error:
                 raise DataError(f"cannot be read ({error.strerror or error})", file) from error
             before_bytes += file.stat().st_size
@@ -159,7 +173,9 @@ def _walk(root: Path, suffixes: set[str]) -> list[Path]:
     found: list[Path] = []
     for parent, directories, names in os.walk(root):
         directories[:] = [name for name in directories if not name.startswith(".")]
-        found += [Path(parent, name) for name in names if Path(name).suffix in suffixes and not name.startswith(".")]
+        found += [
+            Path(parent, name) for name in names if suffix_of(Path(name)) in suffixes and not name.startswith(".")
+        ]
     return sorted((file for file in found if file.is_file()), key=lambda file: file.relative_to(root).as_posix())
 
 
@@ -172,51 +188,52 @@ def _is_utf8(file: Path) -> bool:
 
 
 def _unit(file: Path, unit: Unit | None) -> Unit:
-    records = file.suffix in RECORDS
+    records = suffix_of(file) in RECORDS
     if unit is None:
         return "field" if records else "file"
     if records and unit != "field":
         raise DataError(f"data.document: {unit} is for plain text; a record's document is its `field`", file)
     if not records and unit == "field":
-        raise DataError("data.document: field is for .jsonl and .parquet; plain text has file, line or block", file)
+        raise DataError(
+            f"data.document: field is for records ({', '.join(RECORDS)}); plain text has file, line or block", file
+        )
     return unit
 
 
 @dataclass(frozen=True)
 class HubSource:
     dataset: Any  # a datasets.Dataset, memory-mapped
-    text_field: str
+    form: Format
     label: str
     total_bytes: int
 
     @classmethod
-    def load(cls, section: DataSection, split: str) -> HubSource:
+    def load(cls, section: RecordsSection, key: str) -> HubSource:
         import datasets
 
         assert section.dataset is not None
-        label = f"data.dataset {section.dataset}, split {split}"
+        label = f"{key} {section.dataset}, split {section.split}"
         if section.document not in (None, "field"):
             raise DataError(f"data.document: {section.document} is for plain text; a record's document is its `field`")
         try:
-            dataset = datasets.load_dataset(section.dataset, section.dataset_config, split=split)
+            dataset = datasets.load_dataset(section.dataset, section.dataset_config, split=section.split)
         except Exception as error:  # datasets raises nearly every kind of exception
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise DataError(f"cannot load the dataset: {reason}", label) from error
-        check_field(section.text_field, dataset.column_names, label)
-        return cls(dataset, section.text_field, label, int(dataset.data.nbytes))
+        return cls(dataset, format_of(section, dataset.column_names, label), label, int(dataset.data.nbytes))
 
     @cached_property
     def digest(self) -> str:
-        return hashlib.sha256(f"{self.dataset._fingerprint}\0{self.text_field}".encode()).hexdigest()
+        return hashlib.sha256(f"{self.dataset._fingerprint}\0{self.form!r}".encode()).hexdigest()
 
     def documents(self) -> Iterator[Document]:
         row = 0
-        for batch in self.dataset.select_columns([self.text_field]).iter(batch_size=512):
-            for value in batch[self.text_field]:
+        for batch in self.dataset.select_columns([*self.form.fields, *self.form.others]).iter(batch_size=512):
+            for values in zip(*batch.values(), strict=True):
                 row += 1
-                text, chat = value_text(value, self.text_field, f"{self.label}, row {row}")
-                if text and not text.isspace():
-                    yield Document(text, chat, self.total_bytes * row // len(self.dataset))
+                record = dict(zip(batch, values, strict=True))
+                done_bytes = self.total_bytes * row // len(self.dataset)
+                yield Document(*self.form.read(record, f"{self.label}, row {row}"), done_bytes)
 
 
 @dataclass(frozen=True)
@@ -244,8 +261,35 @@ class HeldOut:
         return hashlib.sha256(f"{self.source.digest}\0{self.fraction!r}\0{self.side}".encode()).hexdigest()
 
     def documents(self) -> Iterator[Document]:
-        limit = int(self.fraction * 2**64)
+        limit, begins, held_out = int(self.fraction * 2**64), True, False
         for document in self.source.documents():
-            content = hashlib.blake2b(document.text.encode(), digest_size=8).digest()
-            if (int.from_bytes(content, "little") < limit) == (self.side == "held out"):
+            if begins:  # of a long document the first part decides
+                content = hashlib.blake2b(document.text.encode(), digest_size=8).digest()
+                held_out = int.from_bytes(content, "little") < limit
+            begins = document.ended
+            if held_out == (self.side == "held out"):
                 yield document
+
+
+@dataclass(frozen=True)
+class Joined:
+    sources: tuple[Source, ...]
+
+    @property
+    def label(self) -> str:
+        return ", ".join(source.label for source in self.sources)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(source.total_bytes for source in self.sources)
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256("\0".join(source.digest for source in self.sources).encode()).hexdigest()
+
+    def documents(self) -> Iterator[Document]:
+        before_bytes = 0
+        for source in self.sources:
+            for document in source.documents():
+                yield document._replace(done_bytes=before_bytes + document.done_bytes)
+            before_bytes += source.total_bytes

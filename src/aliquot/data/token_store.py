@@ -1,13 +1,15 @@
 """A token store: a directory with all tokens of a source one after the other, memory-mapped.
 
 tokens.bin is uint16 where the vocabulary has less than 65536 tokens, else uint32; offsets.bin is int64 [documents + 1];
-mask.bin, uint8, is there for chats alone: 1 where a token is to be predicted; store.json says what the others hold.
+mask.bin, uint8, is there for records with answers alone: 1 where a token is to be predicted; store.json says what the
+others hold, of which formats the documents were, and what of them is not here, and why.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import numpy.typing as npt
 
 from aliquot.errors import DataCacheError
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,10 @@ class TokenStore:
     offsets: npt.NDArray[np.int64]  # [documents + 1]; document d is tokens[offsets[d] : offsets[d + 1]]
     mask: npt.NDArray[np.uint8] | None  # [tokens]
     # UTF-8 bytes of the text that is predicted: all but the first token of each document, which has no text where it
-    # is a bos. None for chats, and where a version that did not count them made the store.
+    # is a bos. None for records with answers.
     text_bytes: int | None = None
+    formats: Mapping[str, int] = field(default_factory=dict)  # documents by what they were
+    left_out: Mapping[str, int] = field(default_factory=dict)  # records by why they are not here
 
     @classmethod
     def open(cls, path: Path) -> TokenStore:
@@ -36,13 +40,13 @@ class TokenStore:
             facts = json.loads((path / "store.json").read_text())
             tokens: npt.NDArray[Any] = np.memmap(path / "tokens.bin", facts["dtype"], mode="r")
             offsets: npt.NDArray[np.int64] = np.memmap(path / "offsets.bin", np.int64, mode="r")
-            mask = np.memmap(path / "mask.bin", np.uint8, mode="r") if facts["chat"] else None
+            mask = np.memmap(path / "mask.bin", np.uint8, mode="r") if facts["answers"] else None
         except (OSError, ValueError, KeyError) as error:
             raise DataCacheError(f"not a token cache ({error}); remove this directory and start again", path) from error
         sound = len(offsets) == facts["documents"] + 1 and len(tokens) == facts["tokens"] == offsets[-1]
         if not sound or (mask is not None and len(mask) != len(tokens)):
             raise DataCacheError("a damaged token cache; remove this directory and start again", path)
-        return cls(path, tokens, offsets, mask, facts.get("text_bytes"))
+        return cls(path, tokens, offsets, mask, facts["text_bytes"], facts["formats"], facts["left_out"])
 
     @property
     def documents(self) -> int:

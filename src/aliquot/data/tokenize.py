@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ Progress = Callable[[int, int], None]  # (bytes of the source done, of how many)
 
 CHUNK_CHARACTERS = 1 << 20
 CHUNK_TEXTS = 8192
+BLANK = "a blank record, left out"
 AHEAD = 4  # chunks a process that may wait for an earlier one to be written
 
 
@@ -42,23 +44,24 @@ def tokenize(
     directory: Path,
     num_proc: int | None,
     progress: Callable[[int], None],
-) -> int:
-    """Encode `documents` into the files of a token store in `directory`; returns how many have a token to predict.
+) -> tuple[int, Counter[str]]:
+    """Encode `documents` into the files of a token store in `directory`; returns how many have a token to predict, and
+    how many have none, by reason.
 
     `num_proc` processes (default: the physical cores that this process may use) take chunks of about a million
     characters; what fits one chunk is encoded right here. `progress` gets the bytes of the source that are written.
-    Raises UserError for a conversation that cannot be rendered or a source that mixes text and conversations,
+    Raises UserError for a conversation that cannot be rendered or a source that mixes text and answers,
     TrainingError where a process dies.
     """
     with ExitStack() as stack:
-        writer = stack.enter_context(StoreWriter(directory, dtype, spec.chat))
-        chunks = _chunks(documents, spec.chat, cut)
+        writer = stack.enter_context(StoreWriter(directory, dtype, spec.answers))
+        chunks = _chunks(documents, spec.answers, cut, writer)
         first = list(islice(chunks, 2))
         for chunk, encoded in _encode(chain(first, chunks), spec, 0 if len(first) < 2 else num_proc or _cores(), stack):
             writer.write(encoded, chunk.texts.last)
             progress(chunk.done_bytes)
     writer.finish()
-    return writer.useful
+    return writer.useful, writer.left_out
 
 
 def _encode(
@@ -96,23 +99,39 @@ def _encode(
             turn += 1
 
 
-def _chunks(documents: Iterator[Document], chat: bool, cut: Cut | None) -> Iterator[Chunk]:
-    """Texts of about CHUNK_CHARACTERS together; a long document is cut where that is exact."""
+def _chunks(documents: Iterator[Document], answers: bool, cut: Cut | None, writer: StoreWriter) -> Iterator[Chunk]:
+    """Texts of about CHUNK_CHARACTERS together; a long document is cut where that is exact. `writer` is told what the
+    documents were."""
     texts: list[tuple[str, bool, bool]] = []  # (text, first, last)
     characters = done_bytes = 0
+    held: list[str] = []  # of a document whose end has not been read
+    begins = True
     for document in documents:
-        before_bytes, done_characters = done_bytes, 0
-        if document.chat != chat:
-            raise DataError("some records hold a text and some a list of messages: give them runs of their own")
-        parts = [document.text] if chat else list(pieces(document.text, cut))
+        if (document.kind != "text") != answers:
+            raise DataError(
+                "some documents are text and some have answers: give them sources of their own, data.sources"
+            )
+        if document.blank and not held:
+            writer.left_out[BLANK] += 1
+            continue
+        held.append(document.text)
+        if not document.ended and cut is None:
+            continue
+        parts = [document.text] if answers else list(pieces("".join(held), cut))
+        held = [] if document.ended else [parts.pop()]
+        before_bytes, length, done_characters = done_bytes, max(1, sum(map(len, parts))), 0
         for index, part in enumerate(parts):
-            texts.append((part, index == 0, index == len(parts) - 1))
+            texts.append((part, begins, document.ended and index == len(parts) - 1))
+            begins = False
             characters += len(part)
             done_characters += len(part)
-            done_bytes = before_bytes + (document.done_bytes - before_bytes) * done_characters // len(document.text)
+            done_bytes = before_bytes + (document.done_bytes - before_bytes) * done_characters // length
             if characters >= CHUNK_CHARACTERS or len(texts) >= CHUNK_TEXTS:
                 yield _chunk(texts, done_bytes)
                 texts, characters = [], 0
+        if document.ended:
+            writer.formats[document.kind] += 1
+            begins = True
     if texts:
         yield _chunk(texts, done_bytes)
 
@@ -125,8 +144,10 @@ def _chunk(texts: list[tuple[str, bool, bool]], done_bytes: int) -> Chunk:
 class StoreWriter:
     """The files of a token store, appended to in order."""
 
-    def __init__(self, directory: Path, dtype: np.dtype[Any], chat: bool) -> None:
-        self.directory, self.dtype, self.chat = directory, dtype, chat
+    def __init__(self, directory: Path, dtype: np.dtype[Any], answers: bool) -> None:
+        self.directory, self.dtype, self.answers = directory, dtype, answers
+        self.formats: Counter[str] = Counter()
+        self.left_out: Counter[str] = Counter()
         self.tokens = self.documents = 0
         self.useful = 0  # documents in which there is a token to predict
         self.end = 0  # of the last complete document
@@ -134,7 +155,7 @@ class StoreWriter:
         self.files: dict[str, BinaryIO] = {}
 
     def __enter__(self) -> StoreWriter:
-        names = ["tokens", "offsets"] + (["mask"] if self.chat else [])
+        names = ["tokens", "offsets"] + (["mask"] if self.answers else [])
         self.files = {name: (self.directory / f"{name}.bin").open("wb") for name in names}
         self.files["offsets"].write(np.zeros(1, np.int64).tobytes())
         return self
@@ -151,7 +172,8 @@ class StoreWriter:
         self.useful += int((lengths > 1).sum())
         self.files["tokens"].write(encoded.ids.astype(self.dtype).tobytes())
         self.files["offsets"].write(ends.astype(np.int64).tobytes())
-        if self.chat:
+        self.left_out.update(encoded.left_out)
+        if self.answers:
             self.files["mask"].write(encoded.mask.tobytes())
         self.tokens += len(encoded.ids)
         self.documents += len(ends)
@@ -162,7 +184,8 @@ class StoreWriter:
     def finish(self) -> None:
         """Write what the other files hold; called when they are closed."""
         counts = {"documents": self.documents, "tokens": self.tokens, "text_bytes": self.text_bytes}
-        facts = {"dtype": self.dtype.name, **counts, "chat": self.chat}
+        seen = {"formats": self.formats, "left_out": self.left_out}
+        facts = {"dtype": self.dtype.name, **counts, "answers": self.answers, **seen}
         (self.directory / "store.json").write_text(json.dumps(facts))
 
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aliquot.config.schema import DataSection
+from aliquot.config.data_section import DataSection
 from aliquot.data.cache import digest_of_directory, publishing
+from aliquot.data.formats import words
 from aliquot.data.sources import Source
 from aliquot.errors import TokenizerError
 from aliquot.models.code_of_strangers import without_code
@@ -86,7 +87,7 @@ def trained_tokenizer(
 
 def _texts(source: Source, progress: Callable[[int, int], None] | None) -> Iterator[str]:
     for document in source.documents():
-        yield document.text
+        yield from words(document.text, document.kind)
         if progress is not None:
             progress(document.done_bytes, source.total_bytes)
 
@@ -106,6 +107,19 @@ def configured_tokenizer(
     if model_dir is None:
         raise TokenizerError("a model from scratch has no tokenizer: set data.tokenizer or data.tokenizer_vocab_size")
     return load_tokenizer(model_dir)
+
+
+def give_template(tokenizer: Any, template: str | None) -> None:
+    """Replace its chat template by `template`, which is one or the path of one. Raises UserError at an absent file."""
+    if template is None or template == "none":
+        return
+    if "{" not in template:
+        try:
+            template = Path(template).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not a text file"
+            raise TokenizerError(f"data.chat_template cannot be read: {reason}", template) from error
+    tokenizer.chat_template = template
 
 
 def check_vocabulary(tokenizer: Any, vocab_size: int) -> None:

@@ -81,7 +81,9 @@ class EngineSpec:
             precision=train.precision,
             gradient_checkpointing=train.gradient_checkpointing,
             reduce_dtype=config.shard.reduce_dtype,
-            micro_batches=batch_size(train, topology.world_size).micro_batches(topology.world_size),
+            micro_batches=batch_size(train, topology.world_size).micro_batches(
+                topology.world_size, len(config.data.sources or [config.data])
+            ),
             weight_decay=train.weight_decay,
             adam_beta1=train.adam_beta1,
             adam_beta2=train.adam_beta2,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -27,6 +27,7 @@ class MicroBatch:
     edges: tuple[int, ...]
     seed: int = 0  # of what is dropped at random
     calls: int = 0  # documents that the longest of the ranks has, where each is a call of the model
+    source: int = 0  # of the data, which of several
 
     @property
     def predicted(self) -> int:
@@ -35,7 +36,7 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         ids, labels, positions = (t.to(device) for t in (self.input_ids, self.labels, self.position_ids))
-        return MicroBatch(ids, labels, positions, self.edges, self.seed, self.calls)
+        return replace(self, input_ids=ids, labels=labels, position_ids=positions)
 
     def with_equal_calls(self) -> MicroBatch:
         """With documents of one token that predicts nothing, for engines whose ranks gather weights at every call."""
@@ -44,7 +45,7 @@ class MicroBatch:
         ids, positions = (torch.cat([own, zeros]) for own in (self.input_ids, self.position_ids))
         labels = torch.cat([self.labels, torch.full_like(zeros, IGNORE)])
         edges = (*self.edges, *range(self.edges[-1] + 1, self.edges[-1] + 1 + more))
-        return MicroBatch(ids, labels, positions, edges, self.seed, self.calls)
+        return replace(self, input_ids=ids, labels=labels, position_ids=positions, edges=edges)
 
     @classmethod
     def empty(cls, calls: int = 0) -> Self:

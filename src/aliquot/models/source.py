@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 # What a run needs of a hub repository; never code, pickles or other frameworks' weights.
-HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+DESCRIPTION_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # config and tokenizer
+HUB_FILES = [*DESCRIPTION_FILES, "*.safetensors"]
 CONFIG_FILES = ["config.json"]
 _SAMPLES, _SAMPLE_BYTES = 64, 16 << 10  # of a file of weights
 _MOST_LAYERS = 10_000
@@ -141,6 +142,10 @@ def _read_json(file: Path, key: str) -> dict[str, Any]:
     try:
         values = json.loads(file.read_text())
     except FileNotFoundError:
+        if (file.parent / "adapter_config.json").is_file():
+            raise ModelFilesError(
+                f"{key}: an adapter, not a model: aliquot export CHECKPOINT OUT --merge makes one of it", file.parent
+            ) from None
         raise ModelFilesError(f"{key}: no config.json here; is this a Hugging Face model directory?", file) from None
     except (OSError, ValueError, RecursionError) as error:
         raise ModelFilesError(f"{key}: not readable as JSON: {error}", file) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from aliquot.observe.readable import duration, gib, rate
 
 _WORTH_BYTES = 10_000_000  # less traffic is not shown
 _EVALUATING_EVERY_S = 20.0
+_PACE_FROM_S = 1.0  # of work: before, it says nothing
 _FILE_COLUMNS = 200  # of a table; without them rich takes the 80 of a terminal and cuts words
 
 
@@ -48,6 +50,7 @@ class Display:
         self._view = LiveView()
         self._live: Live | None = None
         self._shown: dict[str, int] = {}
+        self._began_s: dict[str, float] = {}
 
     def line(self, text: str) -> None:
         if not self._quiet:
@@ -89,16 +92,20 @@ class Display:
         self._bar("training", metrics["step"], total_steps, metrics.get("eta_s"))
 
     def progress(self, description: str, done: int, total: int) -> None:
-        """Work other than training; plain output prints a line at each quarter."""
+        """Work other than training, in bytes, and how fast it goes; plain output prints a line at each quarter."""
+        began_s = self._began_s.setdefault(description, time.perf_counter())
+        seconds = time.perf_counter() - began_s
+        pace = f", {rate(done / seconds, 'B/s')}" if seconds > _PACE_FROM_S else ""
         if self._is_live:
-            self._bar(description, done, total)
+            left_s = seconds / done * (total - done) if done and pace else None
+            self._bar(description, done, total, left_s, pace)
             if done >= total:
                 self._bars.remove_task(self._tasks.pop(description))
             return
         quarter = 4 * done // total if total else 4
         if quarter != self._shown.get(description, 0):
             self._shown[description] = quarter
-            self.line(f"{description}: {25 * quarter} %")
+            self.line(f"{description}: {25 * quarter} %{pace}")
 
     def evaluating(self, done: int, total: int, seconds: float) -> None:
         """So many micro-batches of an evaluation, for so long; plain output says so of long ones, once in a while."""
@@ -118,13 +125,13 @@ class Display:
             self._live.stop()
             self._live = None
 
-    def _bar(self, description: str, done: int, total: int, eta_s: float | None = None) -> None:
+    def _bar(self, description: str, done: int, total: int, eta_s: float | None = None, pace: str = "") -> None:
         if self._live is None:
             self._live = Live(Group(self._bars, self._view), console=self._console, refresh_per_second=4)
             self._live.start()
         if description not in self._tasks:
             self._tasks[description] = self._bars.add_task(description, eta="")
-        eta = f"ETA {duration(eta_s)}" if eta_s is not None else ""
+        eta = f"ETA {duration(eta_s)}{pace}" if eta_s is not None else ""
         self._bars.update(self._tasks[description], completed=done, total=total, eta=eta)
 
 

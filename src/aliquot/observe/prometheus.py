@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from threading import Thread
 from typing import TYPE_CHECKING, Any
@@ -66,5 +67,6 @@ class Exporter:
 
         if name not in self._gauges:
             text = f"`{name}` of the last line of metrics.jsonl that has it"
-            self._gauges[name] = Gauge(f"aliquot_{name}", text, labels, registry=self._registry)
+            metric = re.sub(r"\W", "_", f"aliquot_{name}", flags=re.ASCII)  # a source may be called tiny-stories
+            self._gauges[name] = Gauge(metric, text, labels, registry=self._registry)
         return self._gauges[name]

@@ -195,16 +195,24 @@ class Recorder:
             self._evaluation_began = time.perf_counter()
         self._display.evaluating(done, of, time.perf_counter() - self._evaluation_began)
 
-    def evaluated(self, loss: float, perplexity: float, bits_per_byte: float | None) -> float:
-        """Record an evaluation after the steps done so far; returns the perplexity."""
+    def evaluated(self, found: Mapping[str, tuple[float, float, float | None]]) -> float:
+        """Record an evaluation after the steps done so far: loss, perplexity and bits per byte of each set by its name.
+
+        Returns the perplexity of the set that has no name, else of the first.
+        """
         self._remaining.evaluation_s = time.perf_counter() - self._evaluation_began
+        line: dict[str, Any] = {"step": self._done}
+        for name, (loss, perplexity, bits_per_byte) in found.items():
+            own = {"loss": loss, "perplexity": perplexity, "bits_per_byte": bits_per_byte}
+            prefix = f"eval_{name}_" if name else "eval_"
+            line.update({f"{prefix}{key}": value for key, value in own.items() if value is not None})
         with self._unless_full():
-            found = {"step": self._done, "eval_loss": loss, "eval_perplexity": perplexity}
-            self._curve.write(found if bits_per_byte is None else {**found, "eval_bits_per_byte": bits_per_byte})
-        told = f"evaluation loss {loss:.4f}, perplexity {perplexity:.2f}"
-        told += f", {bits_per_byte:.3f} bits per byte" if bits_per_byte is not None else ""
-        self._display.line(f"step {self._done}: {told}")
-        return perplexity
+            self._curve.write(line)
+        for name, (loss, perplexity, bits_per_byte) in found.items():
+            told = f"evaluation {f'{name}: ' if name else ''}loss {loss:.4f}, perplexity {perplexity:.2f}"
+            told += f", {bits_per_byte:.3f} bits per byte" if bits_per_byte is not None else ""
+            self._display.line(f"step {self._done}: {told}")
+        return found.get("", next(iter(found.values())))[1]
 
     def saved(self, step: int, seconds: float, stall_s: float) -> None:
         """A checkpoint is complete, after so many seconds, of which training stood still for `stall_s`."""

@@ -8,15 +8,14 @@ from typing import Any
 from aliquot.observe.clock import PARTS
 from aliquot.observe.readable import gib, rate
 from aliquot.observe.report.figure import Figure, Key, Table
+from aliquot.observe.report.labelled_lines import labelled_lines
 from aliquot.observe.report.memory_figures import limit_bytes, top_bytes
 from aliquot.observe.report.read_run import Points, Run, number
 from aliquot.observe.report.run_facts import NOT_RECORDED, steps_done
-from aliquot.observe.report.series import average, mean_parts, per_step, smoothed, steady
-from aliquot.observe.report.svg import Level, Line, bars, bars_height, line_chart
+from aliquot.observe.report.series import average, mean_parts, per_step, steady
+from aliquot.observe.report.svg import Level, bars, bars_height
 from aliquot.observe.report.words import compact, percent, seconds, significant
 
-_STYLES = ("", "dashed", "dotted")  # seven colours, then the same with another stroke
-_COLOURS = 7
 _NONE = "none"
 
 
@@ -80,28 +79,9 @@ def _lines(
     runs: Sequence[Run], name: str, title: str, unit: str, points_of: Callable[[Run], Points],
     format_y: Callable[[float], str], from_zero: bool,
 ) -> Figure:  # fmt: skip
-    drawn = [(i, label, points_of(run)) for i, (run, label) in enumerate(zip(runs, labels(runs), strict=True))]
-    missing = [label for _, label, points in drawn if not points]
-    drawn = [(i, label, points) for i, label, points in drawn if points]
-    if not drawn:
-        return Figure(name, title, "", missing="no run has logged it")
-    smooth = name == "loss" and all(len(points) > 60 for _, _, points in drawn)
-    style = [_STYLES[i // _COLOURS % len(_STYLES)] for i, _, _ in drawn]
-    lines = [
-        Line(label, smoothed(points) if smooth else points, i % _COLOURS, f"{look} {'dots' if len(points) < 9 else ''}")
-        for (i, label, points), look in zip(drawn, style, strict=True)
-    ]
-    says = "The last values: " + ", ".join(f"{label} {format_y(points[-1][1])}" for _, label, points in drawn) + "."
-    says += f" Not logged by {', '.join(missing)}." if missing else ""
-    rows = [
-        [label, f"{points[0][0]:,.0f} to {points[-1][0]:,.0f}", format_y(points[0][1]), format_y(points[-1][1])]
-        for _, label, points in drawn
-    ]
-    keys = [Key(label, i % _COLOURS, look or "line") for (i, label, _), look in zip(drawn, style, strict=True)]
-    return Figure(
-        name, title, says, line_chart(lines, format_y, format_x=compact, from_zero=from_zero), unit=unit, keys=keys,
-        table=Table(("run", "from, to", "first", "last"), rows),
-    )  # fmt: skip
+    drawn = [(label, points_of(run)) for run, label in zip(runs, labels(runs), strict=True)]
+    smooth = name == "loss" and all(len(points) > 60 for _, points in drawn if points)
+    return labelled_lines(name, title, unit, drawn, "run", format_y, from_zero, smooth)
 
 
 def _parts(runs: Sequence[Run]) -> Figure:

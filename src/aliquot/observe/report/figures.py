@@ -57,7 +57,9 @@ def perplexity(run: Run) -> Figure:
     name, title = "perplexity", "Perplexity on held-out text"
     points = run.points("eval_perplexity", run.evaluations)
     if not points:
-        configured = any(run.setting("data", key) for key in ("eval_path", "eval_split", "eval_fraction"))
+        configured = any(
+            run.setting("data", key) for key in ("eval_path", "eval_split", "eval_fraction", "eval_sources")
+        )
         why = (
             "no evaluation was made yet: set train.eval_steps for more than the one at the end"
             if configured

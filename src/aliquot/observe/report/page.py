@@ -16,6 +16,7 @@ from aliquot.errors import RunDirectoryError
 from aliquot.observe.report import compare, figures, memory_figures, run_facts
 from aliquot.observe.report.figure import Figure
 from aliquot.observe.report.read_run import Run, read_run
+from aliquot.observe.report.source_figures import source_figures
 from aliquot.textfile import publish_text
 
 MARKER = "<!-- aliquot report -->"
@@ -61,7 +62,7 @@ def render(runs: Sequence[Run]) -> str:
 
 def _sections(run: Run) -> list[tuple[str, str, list[Figure]]]:
     return [
-        ("learning", "Learning", [figures.loss(run), figures.perplexity(run)]),
+        ("learning", "Learning", [figures.loss(run), figures.perplexity(run), *source_figures(run)]),
         ("speed", "Speed", [figures.speed(run), figures.utilisation(run)]),
         ("time", "Time of a step", [figures.parts(run)]),
         ("memory", "Memory", [*memory_figures.memory(run), memory_figures.memory_over_steps(run)]),

@@ -39,7 +39,8 @@ class Run:
     config: Object
     config_text: str | None
     steps: list[Object]  # logged steps, by step
-    evaluations: list[Object]
+    evaluations: list[Object]  # of the main set: the one that has no name, else the first
+    evaluated: list[Object]  # of all sets, as they were logged
     events: list[Object]
     rows: list[Object]  # of the ledger
     plan: Object  # as `aliquot plan --json` prints it, made when the run began; empty: none was recorded
@@ -95,13 +96,15 @@ def read_run(path: Path) -> Run:
     run_section = config.get("run")
     name = run_section.get("name") if isinstance(run_section, dict) else None
     steps = [line for line in lines if "loss" in line]
+    evaluated = [line for line in lines if evaluation_sets([line])]
     return Run(
         path=path,
         name=str(name) if name else path.name,
         config=config,
         config_text=text,
         steps=steps,
-        evaluations=[line for line in lines if "eval_loss" in line],
+        evaluations=[_of_main_set(line) for line in evaluated],
+        evaluated=evaluated,
         events=events,
         rows=[row for row in rows if isinstance(row, dict) and row.get("phase") in PHASES],
         plan=plan,
@@ -110,6 +113,20 @@ def read_run(path: Path) -> Run:
         doctor=_json(path / "doctor.json"),
         status=_status(path, events, steps, config),
     )
+
+
+def evaluation_sets(lines: list[Object]) -> list[str]:
+    """The names of what was evaluated on, "" for what has none, in the order of the lines."""
+    keys = [key for line in lines for key in line if key.startswith("eval_") and key.endswith("loss")]
+    return list(dict.fromkeys(key.removeprefix("eval_").removesuffix("loss").removesuffix("_") for key in keys))
+
+
+def _of_main_set(line: Object) -> Object:
+    """`line` with the numbers of the first set under the names of one that has none, where all have names."""
+    if "eval_loss" in line:
+        return line
+    prefix = f"eval_{evaluation_sets([line])[0]}_"
+    return {**line, **{f"eval_{key.removeprefix(prefix)}": line[key] for key in line if key.startswith(prefix)}}
 
 
 def number(value: Any) -> float | None:

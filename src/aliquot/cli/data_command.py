@@ -1,0 +1,61 @@
+"""aliquot data: what a run would learn from its data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from aliquot.cli.one_line_errors import one_line_errors
+
+app = typer.Typer(help="What a run would learn from its data.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@app.callback()
+def data() -> None:
+    """What a run would learn from its data."""
+
+
+@app.command("show")
+def show(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML run configuration.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="Replace single keys of the config.")
+    ] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    """Show the first two examples of each source, marked by what is learned, and what is counted of the rest.
+
+    Tokenises what is not in the cache yet, as `aliquot train` would; loads no weights.
+    """
+    with one_line_errors(debug):
+        from aliquot.config.batch_size import batch_size
+        from aliquot.config.read_config import read_config
+        from aliquot.data.batches import Batches, EvalBatches
+        from aliquot.data.examples import examples
+        from aliquot.data.header import header, warnings
+        from aliquot.data.prepare import prepare
+        from aliquot.data.streams import TrainStore
+        from aliquot.models.source import DESCRIPTION_FILES, resolve
+        from aliquot.observe.console import Display
+
+        settings = read_config(config, overrides or [])
+        display = Display("auto", enabled=True)
+        source = resolve(settings.model, DESCRIPTION_FILES)
+        beside = source.config.to_dict()
+        prepared = prepare(settings.data, source.directory, source.largest_vocabulary, display.progress, beside)
+        display.finish()
+        train, tokenizer = settings.train, prepared.load_tokenizer()
+        epochs = None if train.max_steps else train.num_train_epochs
+        ranks = settings.launch.nodes * (1 if settings.launch.ranks == "auto" else settings.launch.ranks)
+        size = batch_size(train, ranks)
+        batches = Batches.of(prepared, settings.data, settings.run.seed, size, epochs)
+        held_out = EvalBatches.of(prepared, settings.data, size)
+        steps = batches.total_steps(train.max_steps)
+        evaluated = [TrainStore(each.store, f"{name} (evaluation)".strip()) for name, each in held_out.items()]
+        for each in [*batches.sources, *evaluated]:
+            for line in examples(each, tokenizer, text=True):
+                print(line)
+        for line in [*header(batches, steps, held_out), *warnings(batches, steps, train.max_steps is not None)]:
+            print(line)

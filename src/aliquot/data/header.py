@@ -1,0 +1,98 @@
+"""What a person is told of the data of a run before it begins: what they are, what of them is learned, what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from aliquot.data.batches import Batches, EvalBatches
+from aliquot.data.formats import TITLES
+from aliquot.data.packing import Packing
+from aliquot.data.token_store import TokenStore
+
+FEW_STEPS = 20
+_DOCUMENTS_AT_ONCE = 1 << 20
+
+
+def header(batches: Batches, total_steps: int, held_out: Mapping[str, EvalBatches]) -> list[str]:
+    packed = "packed" if batches.packed else "a document each"
+    documents = sum(source.store.documents for source in batches.sources)
+    tokens = sum(len(source.store.tokens) for source in batches.sources)
+    told = [
+        f"{documents:,} documents, {tokens:,} tokens; {total_steps} steps of {batches.global_batch_size} sequences of"
+        f" {batches.sequence_length}, {packed}"
+    ]
+    for stream, share in zip(batches.streams, _shares(batches, total_steps), strict=True):
+        name = stream.source.name or "data"
+        described = _described(stream.source.store, stream.packing, batches.sequence_length, share)
+        told += [f"{name}: {text}" for text in described]
+    for name, each in held_out.items():
+        described = _described(each.store, each.epoch.packing, batches.sequence_length, None)
+        told += [f"{f'evaluation, {name}' if name else 'evaluation'}: {text}" for text in described]
+    steps = batches.epoch_sequences / batches.global_batch_size
+    every = total_steps / steps
+    told.append(f"an epoch: {batches.epoch_sequences:,} sequences, {steps:,.4g} steps; this run: {every:.3g} epochs")
+    return told
+
+
+def warnings(batches: Batches, total_steps: int, chosen: bool) -> Iterator[str]:
+    """`chosen`: the number of steps was written down."""
+    if total_steps < FEW_STEPS and not chosen:
+        smaller = "a smaller train.global_batch_size, " if batches.global_batch_size > 1 else ""
+        alone = ", or data.packing=false (a document is a sequence)" if batches.packed else ""
+        yield (
+            f"this run has only {total_steps} steps: {batches.epoch_sequences} sequences an epoch, and"
+            f" {batches.global_batch_size} a step. More: {smaller}a shorter data.sequence_length, more"
+            f" train.num_train_epochs{alone}"
+        )
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a run sees of a source."""
+
+    tokens: float  # part of all
+    epochs: float
+
+
+def _shares(batches: Batches, total_steps: int) -> list[Share | None]:
+    """None where there is one source alone."""
+    if len(batches.streams) == 1:
+        return [None]
+    drawn = batches.mixture.drawn(batches.steps.of(total_steps - 1).stop)
+    tokens = [float(stream.sequence_tokens) * count for stream, count in zip(batches.streams, drawn, strict=True)]
+    return [
+        Share(own / sum(tokens), count / stream.packing.sequences)
+        for stream, own, count in zip(batches.streams, tokens, drawn, strict=True)
+    ]
+
+
+def _described(store: TokenStore, packing: Packing, sequence_length: int, share: Share | None) -> Iterator[str]:
+    learned, tokens = int(packing.pieces.predicted.sum(dtype=np.int64)), len(store.tokens)
+    kinds = ", ".join(f"{count:,} {TITLES[kind]}" for kind, count in store.formats.items())
+    what = f"{kinds}; " if kinds else ""
+    seen = "" if share is None else f"; {share.tokens:.2%} of the tokens of this run, {share.epochs:.3g} epochs"
+    yield f"{what}{learned:,} of {tokens:,} tokens are learned ({learned / tokens:.1%}){seen}"
+    if store.left_out:
+        yield "; ".join(f"{count:,} x {reason}" for reason, count in store.left_out.items())
+    cut, into, pieces = _pieces(store, sequence_length)
+    if cut:
+        empty = pieces - len(packing.pieces.start)
+        told = "; a longer one keeps answers with their prompts" if store.mask is not None else ""
+        unlearned = f"; {empty:,} of all pieces are left out: nothing is learned in them" if empty else ""
+        are = "document is" if cut == 1 else "documents are"
+        yield f"{cut:,} {are} longer than data.sequence_length: cut into {into:,} pieces{unlearned}{told}"
+
+
+def _pieces(store: TokenStore, sequence_length: int) -> tuple[int, int, int]:
+    """(documents that are longer than a sequence, pieces that they become, pieces of all documents)."""
+    longer = into = pieces = 0
+    for start in range(0, store.documents, _DOCUMENTS_AT_ONCE):
+        lengths = np.diff(np.asarray(store.offsets[start : start + _DOCUMENTS_AT_ONCE + 1]))
+        counts = -(-(lengths - 1) // (sequence_length - 1))
+        longer += int((counts > 1).sum())
+        into += int(counts[counts > 1].sum())
+        pieces += int(counts.sum())
+    return longer, into, pieces

@@ -1,0 +1,46 @@
+"""Files as they lie on a disk: plain, or compressed as the end of their names says."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from aliquot.errors import DataError
+
+_CODECS = {".gz": "gzip", ".zst": "zstd"}
+_STARTS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK\x03\x04": "zip"}
+
+
+def suffix_of(path: Path) -> str:
+    """What is in a file, by its name: `.jsonl` of both `a.jsonl` and `a.jsonl.gz`."""
+    return Path(path.stem).suffix if path.suffix in _CODECS else path.suffix
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
+    """(its content, unpacked as it is read; how many bytes of the file have been read). Raises OSError as it is read
+    where an archive is damaged or cut short."""
+    if path.suffix not in _CODECS:
+        with path.open("rb") as file:
+            yield file, file.tell
+        return
+    import pyarrow
+
+    with pyarrow.OSFile(str(path), "rb") as packed:
+        stream = pyarrow.CompressedInputStream(packed, _CODECS[path.suffix])
+        with io.BufferedReader(stream, 1 << 20) as unpacked:
+            yield unpacked, packed.tell
+
+
+def not_text(data: bytes, error: UnicodeDecodeError, where: str, before: int = 0) -> DataError:
+    """What to say of `data` that is not UTF-8; `before` bytes came before it."""
+    packed = next((name for start, name in _STARTS.items() if data.startswith(start)), None)
+    if packed in _CODECS.values():
+        suffix = next(suffix for suffix, name in _CODECS.items() if name == packed)
+        return DataError(f"a {packed} archive, not text: let its name end with {suffix}, or unpack it", where)
+    if packed is not None:
+        return DataError(f"a {packed} archive, not text: unpack it first", where)
+    return DataError(f"not UTF-8 text ({error.reason} at byte {before + error.start})", where)

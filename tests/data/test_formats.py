@@ -1,0 +1,118 @@
+"""Records of the usual formats, found by their fields: what is an answer, and what cannot be one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aliquot.config.data_section import DataSection
+from aliquot.data.documents import record_documents
+from aliquot.data.formats import format_of, words
+from aliquot.errors import UserError
+
+ASKED, ANSWERED = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
+CHAT = {"messages": [ASKED, ANSWERED], "context": 0}
+
+
+def read(record: dict[str, Any], **keys: str) -> tuple[Any, str]:
+    section = DataSection(path="x", **keys)
+    text, kind = format_of(section, record, "x:1").read(record, "x:1")
+    return (json.loads(text) if text and kind != "text" else text), kind
+
+
+@pytest.mark.parametrize(
+    ("record", "document", "kind"),
+    [
+        ({"text": "hi", "id": 1}, "hi", "text"),
+        ({"messages": [ASKED, ANSWERED], "text": "rendered"}, CHAT, "messages"),
+        ({"messages": [{**ASKED, "name": None}, {"role": "gpt", "content": "yes"}]}, CHAT, "messages"),
+        ({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]}, CHAT, "conversations"),
+        (
+            {"system": "be kind", "conversations": [{"from": "human", "value": "hi"}]},
+            {"messages": [{"role": "system", "content": "be kind"}, ASKED], "context": 0},
+            "conversations",
+        ),
+        ({"prompt": "hi", "completion": "yes"}, {"prompt": "hi", "completion": "yes"}, "prompt"),
+        ({"prompt": [ASKED], "completion": [ANSWERED]}, {**CHAT, "context": 1}, "prompt"),
+        ({"prompt": [ASKED], "completion": "yes"}, {**CHAT, "context": 1}, "prompt"),
+        (
+            {"instruction": "add", "input": "1 2", "output": "3", "text": "Below is"},
+            {"instruction": "add", "input": "1 2", "output": "3"},
+            "instruction",
+        ),
+        ({"instruction": "a", "context": "b", "response": "c"}, {"instruction": "a", "input": "b", "output": "c"},
+         "instruction"),
+        ({"instruction": "a", "output": "c"}, {"instruction": "a", "input": "", "output": "c"}, "instruction"),
+        ({"messages": []}, "", "messages"),
+        ({"messages": None}, "", "messages"),
+        ({"prompt": " ", "completion": None}, "", "prompt"),
+        ({"instruction": "", "input": " ", "output": ""}, "", "instruction"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}]},
+            {"messages": [ASKED], "context": 0},
+            "messages",
+        ),
+    ],
+)  # fmt: skip
+def test_formats_are_found_by_their_fields(record: dict[str, Any], document: object, kind: str) -> None:
+    assert read(record) == (document, kind)
+
+
+def test_keys_name_other_fields() -> None:
+    assert read({"q": "hi", "a": "yes"}, prompt="q", completion="a") == (
+        {"prompt": "hi", "completion": "yes"},
+        "prompt",
+    )
+    assert read({"talk": [ASKED, ANSWERED]}, messages="talk") == (CHAT, "messages")
+    assert read({"prompt": "p", "completion": "c", "text": "t"}, text_field="text") == ("t", "text")
+
+
+@pytest.mark.parametrize(
+    ("record", "keys", "message"),
+    [
+        ({"body": "x"}, {}, "x:1: no field that is known; there are body: set data.text_field"),
+        ({"body": "x"}, {"text_field": "words"}, "x:1: no field 'words'; there are body: set data.text_field"),
+        ({"messages": [{"role": "narrator", "content": "x"}]}, {}, "x:1: a message's role is 'narrator'; known are"),
+        ({"messages": ["hello"]}, {}, "x:1: field 'messages' is a list, but not one of messages"),
+        ({"messages": "hello"}, {}, "x:1: field 'messages' holds str, not a list of messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, {}, "a message's `content` must be text"),
+        ({"prompt": 1, "completion": "x"}, {}, "x:1: field 'prompt' holds int, not text"),
+    ],
+)
+def test_what_is_no_record_gets_one_line(record: dict[str, Any], keys: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read(record, **keys)
+
+
+def test_a_later_record_without_the_field_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n')
+    with pytest.raises(UserError, match=r"a\.jsonl:2: no field 'completion'; there are prompt"):
+        list(record_documents(tmp_path / "a.jsonl", DataSection(path="x")))
+
+
+def test_the_words_of_a_document_are_what_a_tokenizer_learns_from() -> None:
+    assert words("a text", "text") == ["a text"]
+    assert words(json.dumps(CHAT), "messages") == ["hi", "yes"]
+    assert words(json.dumps({"prompt": "hi", "completion": "yes"}), "prompt") == ["hi", "yes"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"path": "x", "prompt": "q"}, "prompt and completion name two fields"),
+        ({"path": "x", "messages": "m", "text_field": "t"}, "only one of text_field, messages"),
+        ({"path": "x", "sources": [{"name": "a", "path": "x"}]}, "exactly one of data.path .* and data.sources"),
+        ({"sources": []}, "data.sources is empty"),
+        ({"sources": [{"name": "a", "path": "x"}], "text_field": "t"}, "data.text_field belongs into each"),
+        ({"sources": [{"name": "a", "path": "x"}] * 2}, "data.sources: two are called a"),
+        ({"sources": [{"name": "a", "path": "x", "weight": 1}, {"name": "b", "path": "y"}]}, "a weight, or none"),
+        ({"sources": [{"name": "a"}]}, "source a: give exactly one of path and dataset"),
+        ({"path": "x", "eval_sources": [{"name": "a", "path": "x"}] * 2}, "data.eval_sources: two are called a"),
+    ],
+)
+def test_sections_that_contradict_themselves(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DataSection(**keys)

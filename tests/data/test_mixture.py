@@ -1,0 +1,165 @@
+"""Sources in a fixed order: shares of tokens as their weights, found at any step without those before it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aliquot.config.batch_size import BatchSize
+from aliquot.config.data_section import DataSection
+from aliquot.data.batches import Batches, StepBatch
+from aliquot.data.mixture import Mixture
+from aliquot.data.prepare import prepare
+from aliquot.data.streams import TrainStore
+from aliquot.errors import UserError
+from tests.data.stores import numbered
+from tests.data.test_batches import facts, in_order
+
+SOURCES = st.lists(
+    st.tuples(st.floats(1e-3, 1e3), st.integers(1, 5000), st.none() | st.integers(1, 40)), min_size=1, max_size=5
+)
+
+
+def mixture(sources: list[tuple[float, int, int | None]]) -> Mixture:
+    weights, tokens, ends = zip(*sources, strict=True)
+    return Mixture.of_tokens(weights, [Fraction(each, 7) for each in tokens], ends)
+
+
+@given(SOURCES, st.integers(0, 300), st.integers(0, 60))
+def test_any_stretch_is_what_counting_from_the_beginning_gives(
+    sources: list[tuple[float, int, int | None]], first: int, length: int
+) -> None:
+    made = mixture(sources)
+    stop = first + length if made.total is None else min(first + length, made.total)
+    first = min(first, stop)
+    walked = made.between(0, stop)
+    assert len(walked) == stop
+    assert made.between(first, stop) == walked[first:]
+    counts = Counter(source for source, _ in walked)
+    assert made.drawn(stop) == [counts[source] for source in range(len(sources))]
+    for source, (_, _, end) in enumerate(sources):
+        assert [k for of, k in walked if of == source] == list(range(counts[source]))
+        assert end is None or counts[source] <= end
+
+
+@given(SOURCES, st.integers(1, 10**9))
+def test_each_source_has_had_its_share_to_within_about_one(
+    sources: list[tuple[float, int, int | None]], count: int
+) -> None:
+    endless = [(weight, tokens, None) for weight, tokens, _ in sources]
+    rates = [Fraction(weight) / tokens for weight, tokens, _ in endless]
+    for rate, drawn in zip(rates, mixture(endless).drawn(count), strict=True):
+        assert abs(drawn - count * rate / sum(rates)) <= len(sources) + count / 2**30
+
+
+def mixed(**changes: object) -> Batches:
+    """Three sources of 4-token sequences, whose tokens tell which they are from."""
+    stores = [numbered([4] * count) for count in (30, 10, 6)]
+    stores = [dataclasses.replace(store, tokens=store.tokens + 1000 * n) for n, store in enumerate(stores)]
+    sources = [
+        TrainStore(stores[0], "a", 0.6), TrainStore(stores[1], "b", 0.3), TrainStore(stores[2], "c", 0.1, repeat=False)
+    ]  # fmt: skip
+    settings = {"sequence_length": 4, "packing": True, "seed": 1, "global_batch_size": 10, "micro_batch_size": 3,
+                "pad_id": 0}  # fmt: skip
+    return Batches(sources, **{**settings, **changes})
+
+
+def origins(batch: StepBatch) -> Counter[int]:
+    return Counter(
+        int(token) // 1000 for micro in batch.micro_batches if micro for token in micro.input_ids[::4].tolist()
+    )
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_mixture_does_not_depend_on_the_world_size(world_size: int) -> None:
+    made = mixed()
+    for step in (0, 5, 17):
+        alone = made.step_batch(step, 0, 1)
+        shares = [mixed().step_batch(step, rank, world_size) for rank in range(world_size)]
+        together = in_order([share.micro_batches for share in shares])
+        assert [facts(micro) for micro in together] == [facts(micro) for micro in alone.micro_batches if micro]
+        assert {(share.predicted_of, share.tokens_of) for share in shares} == {(alone.predicted_of, alone.tokens_of)}
+        for micro in together:
+            assert {int(token) // 1000 for token in micro.input_ids} == {micro.source}, "one source each"
+        predicted = [sum(micro.predicted for micro in together if micro.source == source) for source in range(3)]
+        assert tuple(predicted) == alone.predicted_of
+
+
+def test_a_source_repeats_shuffled_anew_or_ends_and_the_others_go_on() -> None:
+    made = mixed()
+    seen: list[list[int]] = [[], [], []]
+    for step in range(40):
+        batch = made.step_batch(step, 0, 1)
+        for micro in batch.micro_batches:
+            assert micro is not None
+            seen[micro.source] += micro.input_ids[::4].tolist()
+    assert len(seen[2]) == len(set(seen[2])) == 6, "each once"
+    assert [len(set(part)) for part in (seen[0][:30], seen[0][30:60], seen[1][:10], seen[1][10:20])] == [30, 30, 10, 10]
+    assert seen[1][:10] != seen[1][10:20]
+    assert len(seen[0]) == pytest.approx(2 * len(seen[1]), abs=2)
+
+
+def test_without_weights_an_epoch_is_every_sequence_once() -> None:
+    sources = [dataclasses.replace(source, weight=None, repeat=True) for source in mixed().sources]
+    made = Batches(sources, sequence_length=4, packing=True, seed=1, global_batch_size=23, micro_batch_size=1, pad_id=0)
+    assert made.epoch_sequences == 46
+    whole = sum((origins(made.step_batch(step, 0, 1)) for step in range(2)), Counter())
+    assert whole == {0: 30, 1: 10, 2: 6}
+
+
+def test_two_sources_of_the_same_data_are_shuffled_apart() -> None:
+    store = numbered([4] * 30)
+    made = Batches(
+        [TrainStore(store, "a"), TrainStore(store, "b")], sequence_length=4, packing=True, seed=1, global_batch_size=60,
+        micro_batch_size=1, pad_id=0,
+    )  # fmt: skip
+    orders: list[list[int]] = [[], []]
+    for micro in made.step_batch(0, 0, 1).micro_batches:
+        assert micro is not None
+        orders[micro.source].append(int(micro.input_ids[0]))
+    assert orders[0] != orders[1]
+    assert sorted(orders[0]) == sorted(orders[1])
+
+
+def test_where_all_sources_end_the_run_ends() -> None:
+    sources = [dataclasses.replace(source, repeat=False) for source in mixed().sources]
+    made = Batches(sources, sequence_length=4, packing=True, seed=1, global_batch_size=10, micro_batch_size=1, pad_id=0)
+    assert made.steps(None) == 5
+    assert made.step_batch(4, 0, 1).sequences == 6
+    with pytest.raises(UserError, match=r"all of data\.sources end after 5 steps, before train\.max_steps 6"):
+        made.steps(6)
+
+
+def test_what_the_order_depends_on_is_told() -> None:
+    found = mixed().determinants()
+    sources = mixed().sources
+    heavier = [dataclasses.replace(sources[0], weight=0.7), *sources[1:]]
+    settings = {"sequence_length": 4, "packing": True, "seed": 1, "global_batch_size": 10, "micro_batch_size": 3}
+    changed = Batches(heavier, **settings, pad_id=0).determinants()
+    assert {key for key in found if found[key] != changed[key]} == {"data.sources, a: weight"}
+
+
+def test_shares_of_real_text_are_the_weights(shared: Path, tmp_path: Path) -> None:
+    weights = {"tinystories-train-head": 0.5, "tinyshakespeare": 0.3, "wikitext2-raw-valid": 0.2}
+    for name in weights:
+        (tmp_path / f"{name}.txt").write_text((shared / "data" / f"{name}.txt").read_text()[:200_000])
+    sources = [
+        {"name": name, "path": str(tmp_path / f"{name}.txt"), "document": "block", "weight": weight}
+        for name, weight in weights.items()
+    ]
+    section = DataSection(sources=sources, cache_directory=tmp_path / "cache", sequence_length=256)
+    prepared = prepare(section, shared / "models" / "stories260K", 512)
+    for packing, sequences in ((True, 1000), (False, 20_000)):
+        batches = Batches.of(
+            prepared, section.model_copy(update={"packing": packing}), 1, BatchSize(total=8, micro=1), None
+        )
+        ranges = zip(batches.streams, batches.mixture.drawn(sequences), strict=True)
+        tokens = {stream.source.name: stream.counts(0, count)[1] for stream, count in ranges}
+        shares = {name: own / sum(tokens.values()) for name, own in tokens.items()}
+        assert shares == pytest.approx(weights, abs=0.005)
