@@ -180,7 +180,7 @@ class Training:
         self._saver = Saver(
             run.directory.checkpoints, model.engine, model.built.tensors, self._files, run.ranks, saving,
             warn=record.warn, saved=self._saved, beat=watchdog.beat, states=run.config.train.optimizer_states,
-            spare=lambda: mirror.step,
+            spare=lambda: mirror.needed,
         )  # fmt: skip
         self._attention_widths = attention_widths(inputs.source.config)
         settings = run.config.train

@@ -9,7 +9,7 @@ start -> (drain on every rank) -> poll: all drained, pieces gathered -> (publish
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,8 @@ class Saver:
     """Saves one checkpoint at a time. `warn` is told of one that failed where `checkpoint.on_error` is warn.
 
     `saved` is told of each one that is published, on every rank: its step, the seconds that it took to come about, and
-    those that training stood still for it here. `spare` tells of which step the checkpoint is still needed, although
-    newer ones take its place.
+    those that training stood still for it here. `spare` tells of which steps checkpoints are still needed,
+    although newer ones take their place.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Saver:
         saved: Callable[[int, float, float], None] = lambda *_: None,
         beat: Callable[[], None] = lambda: None,
         states: States = "fp32",
-        spare: Callable[[], int | None] = lambda: None,
+        spare: Callable[[], Collection[int]] = lambda: (),
     ) -> None:
         self._spare = spare
         self._root = root

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 from aliquot.errors import DamagedCheckpoint
@@ -56,15 +57,11 @@ def newest(root: Path, below: int | None = None) -> Path | None:
     return None
 
 
-def retain(root: Path, keep: int, published: Path, spare: int | None = None) -> None:
-    """Remove all that is older than the `keep` newest complete checkpoints, but not `published`, nor step `spare`."""
-    complete = complete_directories(root)
+def retain(root: Path, keep: int, published: Path, spare: Collection[int] = ()) -> None:
+    """Remove all that is older than the `keep` newest complete checkpoints, but not `published` or `spare`."""
+    complete, spared = complete_directories(root), {published, *(directory_of(root, step) for step in spare)}
     for directory in directories(root):
-        if (
-            len(complete) > keep
-            and step_of(directory) < step_of(complete[-keep])
-            and step_of(directory) not in (spare, step_of(published))
-        ):
+        if len(complete) > keep and step_of(directory) < step_of(complete[-keep]) and directory not in spared:
             remove_directory(directory)
 
 

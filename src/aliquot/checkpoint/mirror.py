@@ -52,9 +52,9 @@ class Mirror:
         self._begun_at = 0.0
 
     @property
-    def step(self) -> int | None:
-        """That of the checkpoint which is being copied, and must not be removed."""
-        return self._step
+    def needed(self) -> list[int]:
+        """The steps of checkpoints that are being copied or wait for it, and must not be removed."""
+        return [step for step in (self._step, self._waiting) if step is not None]
 
     def start(self, step: int) -> None:
         """Copy the checkpoint of `step`, which is complete. Every rank calls it."""
@@ -125,11 +125,11 @@ class Mirror:
         return self._work.result
 
     def _over(self) -> None:
+        self._work = self._copy = self._step = None
         if self._ranks.rank == 0 and (last := newest(self._root)) is not None:
-            retain(self._root, self._settings.keep, last)  # without the one that was spared
-        waiting = self._waiting
-        self._work = self._copy = self._step = self._waiting = None
-        if waiting is not None:
+            retain(self._root, self._settings.keep, last, self.needed)  # without the one that was spared
+        if (waiting := self._waiting) is not None:
+            self._waiting = None
             self.start(waiting)
 
     def _give_up(self, error: UserError) -> None:

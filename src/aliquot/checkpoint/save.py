@@ -11,7 +11,7 @@ step-00000100/
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -105,10 +105,10 @@ class Draft:
         drain(StoredParts(store, entries), entries, checksums, watch)
         return checksums.pieces()
 
-    def publish(self, written: Sequence[Sequence[Piece]], keep: int, spare: int | None = None) -> None:
+    def publish(self, written: Sequence[Sequence[Piece]], keep: int, spare: Collection[int] = ()) -> None:
         """On rank 0, when all ranks have written: the manifest, one rename, then retention. Raises OSError.
 
-        `spare`: the step of an older checkpoint that is still needed.
+        `spare`: steps of older checkpoints that are still needed.
         """
         self._finish(written)
         commit(self.partial, self.target)
