@@ -186,7 +186,7 @@ class Training:
         self._saver = Saver(
             run.directory.checkpoints, model.saved, model.built.saved, self._files, run.ranks, saving,
             warn=record.warn, saved=self._saved, beat=watchdog.beat, states=run.config.train.optimizer_states,
-            learned=model.built.learned, spare=lambda: mirror.step,
+            learned=model.built.learned, spare=lambda: mirror.needed,
         )  # fmt: skip
         self._attention_widths = attention_widths(inputs.source.config)
         self._done, self._end = start.step, inputs.total_steps

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aliquot.checkpoint.directories import complete_directories
+from aliquot.checkpoint.directories import complete_directories, retain
 from aliquot.checkpoint.fetch_newer import fetch_newer
 from aliquot.checkpoint.mirror import Mirror
 from aliquot.checkpoint.mirrored import complete_steps, fetched_weights
@@ -113,7 +113,7 @@ def copy(
     for step in steps:
         mirror.start(step)
     mirror.finish()
-    assert mirror.step is None
+    assert mirror.needed == []
 
 
 def files_of(directory: Path) -> dict[str, bytes]:
@@ -167,6 +167,22 @@ def test_as_many_are_kept_there_as_here_and_of_those_that_wait_the_newest_is_cop
     assert complete_steps(open_store(url)) == ["step-00000003", "step-00000004"]
     assert {name.partition("/")[0] for name in open_store(url).list()} == {"step-00000003", "step-00000004"}
     assert [path.name for path in complete_directories(tmp_path / "here")] == ["step-00000003", "step-00000004"]
+
+
+def test_what_waits_is_not_removed_when_a_newer_one_is_published(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/there"
+    root = tmp_path / "here"
+    for step in (1, 2):
+        saved(root, step, keep=9)
+    mirror = Mirror(url, root, Alone(), CheckpointSection(keep=1), print, print)
+    mirror.start(1)
+    mirror.start(2)
+    saved(root, 3, keep=9)
+    retain(root, 1, root / "step-00000003", mirror.needed)  # as the end of a save does
+    assert len(complete_directories(root)) == 3
+    mirror.finish()
+    assert complete_steps(open_store(url)) == ["step-00000002"]
+    assert [path.name for path in complete_directories(root)] == ["step-00000003"]
 
 
 def test_errors_of_the_server_end_the_copy_and_leave_nothing_that_looks_complete(

@@ -31,8 +31,8 @@ class Saver:
     """Saves one checkpoint at a time. `warn` is told of one that failed where `checkpoint.on_error` is warn.
 
     `saved` is told of each one that is published, on every rank: its step, the seconds that it took to come about, and
-    those that training stood still for it here. `spare` tells of which step the checkpoint is still needed, although
-    newer ones take its place.
+    those that training stood still for it here. `spare` tells of which steps checkpoints are still needed,
+    although newer ones take their place.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Saver:
         beat: Callable[[], None] = lambda: None,
         states: States = "fp32",
         learned: Collection[str] | None = None,
-        spare: Callable[[], int | None] = lambda: None,
+        spare: Callable[[], Collection[int]] = lambda: (),
     ) -> None:
         self._spare = spare
         self._root = root
@@ -145,9 +145,9 @@ class Saver:
             return
         self._live = None
         pieces: list[list[Piece]] = self._ranks.gather(work.result)
-        keep, best, copied = self._settings.keep, self._best, self._spare()
+        keep, best, spare = self._settings.keep, self._best, self._spare()
         self._work = Background(
-            "aliquot-saver", lambda: draft.publish(pieces, keep, best, copied) if self._ranks.rank == 0 else None
+            "aliquot-saver", lambda: draft.publish(pieces, keep, best, spare) if self._ranks.rank == 0 else None
         )
 
     def _abandon(self) -> None:

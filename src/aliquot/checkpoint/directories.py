@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -61,13 +62,12 @@ def newest(root: Path, below: int | None = None) -> Path | None:
     return None
 
 
-def retain(root: Path, keep: int, published: Path, best: int | None = None, copied: int | None = None) -> None:
-    """Remove all that is older than the `keep` newest complete checkpoints, but not `published`, nor that of step
-    `best`, nor that of step `copied`, which is being."""
+def retain(root: Path, keep: int, published: Path, spare: Collection[int | None] = ()) -> None:
+    """Remove all that is older than the `keep` newest complete checkpoints, but not `published`, nor steps `spare`."""
     complete = complete_directories(root)
     for directory in directories(root):
         old = len(complete) > keep and step_of(directory) < step_of(complete[-keep])
-        if old and step_of(directory) not in (step_of(published), best, copied):
+        if old and directory != published and step_of(directory) not in spare:
             remove_directory(directory)
 
 
@@ -88,10 +88,10 @@ def clean(root: Path) -> None:
     clean_leftovers(root, _NAME)
 
 
-def tidy(root: Path, keep: int, restored: Path, best: int | None = None, copied: int | None = None) -> None:
+def tidy(root: Path, keep: int, restored: Path, best: int | None = None, spare: Collection[int] = ()) -> None:
     """What the end of a save would have done, had it not been killed. Raises OSError."""
     name_best(root, best)
-    retain(root, keep, restored, best, copied)
+    retain(root, keep, restored, {best, *spare})
     clean(root)
 
 

@@ -53,9 +53,9 @@ class Mirror:
         self._begun_at = 0.0
 
     @property
-    def step(self) -> int | None:
-        """That of the checkpoint which is being copied, and must not be removed."""
-        return self._step
+    def needed(self) -> list[int]:
+        """The steps of checkpoints that are being copied or wait for it, and must not be removed."""
+        return [*([] if self._step is None else [self._step]), *self._waiting]
 
     def start(self, step: int, best: int | None = None) -> None:
         """Copy the checkpoint of `step`, which is complete; that of `best` is kept beside the newest. Every rank calls
@@ -128,9 +128,9 @@ class Mirror:
         return self._work.result
 
     def _over(self) -> None:
-        if self._ranks.rank == 0 and (last := newest(self._root)) is not None:
-            retain(self._root, self._settings.keep, last, self._best)  # without the one that was copied
         self._work = self._copy = self._step = None
+        if self._ranks.rank == 0 and (last := newest(self._root)) is not None:
+            retain(self._root, self._settings.keep, last, {self._best, *self.needed})  # without the one that was copied
         if self._waiting:
             self.start(self._waiting.pop(0), self._best)
 

@@ -113,13 +113,13 @@ class Draft:
         return checksums.pieces()
 
     def publish(
-        self, written: Sequence[Sequence[Piece]], keep: int, best: int | None = None, copied: int | None = None
+        self, written: Sequence[Sequence[Piece]], keep: int, best: int | None = None, spare: Collection[int] = ()
     ) -> None:
         """On rank 0, when all ranks have written: the manifest, one rename, then retention, from which the checkpoint
-        of step `best` is exempt, and that of step `copied`, which is being copied. Raises OSError."""
+        of step `best` is exempt, and those of steps `spare`. Raises OSError."""
         self._finish(written)
         commit(self.partial, self.target)
-        tidy(self._root, keep, self.target, best, copied)
+        tidy(self._root, keep, self.target, best, spare)
 
     def abandon(self) -> None:
         """On rank 0, when no rank writes any more: leave nothing behind."""
