@@ -27,7 +27,10 @@ _OURS = {
     "data.sources": "datasets dataset_mixture dataset_mixer mix_strategy interleave_probs pretraining_dataset",
     "data.text_field": "dataset_text_field text_column field_messages text_key",
     "data.tokenizer": "tokenizer_name tokenizer_config tokenizer_path tokenizer_name_or_path tokenizer_type"
-    " use_fast_tokenizer tokenizer_use_fast chat_template chat_template_path chat_template_jinja template",
+    " use_fast_tokenizer tokenizer_use_fast",
+    "data.chat_template": "chat_template_path chat_template_jinja template",
+    "data.train_on": "train_on_inputs train_on_prompt completion_only_loss assistant_only_loss mask_history"
+    " roles_to_train",
     "data.add_eos": "eos_token eot_tokens add_eos_token",
     "data.add_bos": "bos_token add_bos_token",
     "data.sequence_length": "max_seq_length max_seq_len max_length sequence_len seq_length seq_len cutoff_len"
@@ -85,6 +88,7 @@ _OURS = {
     "adapter.type: lora": "lora use_lora use_peft peft peft_config finetuning_type peft_type lora_config qlora",
     "adapter.r": "lora_r lora_rank lora_dim",
     "adapter.alpha": "lora_alpha",
+    "adapter.use_rslora": "use_rslora peft_use_rslora",
     "adapter.dropout": "lora_dropout",
     "adapter.target_modules": "lora_target_modules lora_target lora_target_linear lora_modules",
     # checkpoint
@@ -133,8 +137,6 @@ _NONE = {
     " compute_metrics",
     "the loss is cross-entropy, a mean over all real tokens of the global batch": "label_smoothing_factor loss_type"
     " label_smoothing average_tokens_across_devices use_dft_loss use_eaft",
-    "of a chat the assistant's turns are learned, of other documents all": "train_on_inputs train_on_prompt"
-    " completion_only_loss assistant_only_loss mask_history roles_to_train",
     "what does not fit a sequence is cut into pieces, and none is lost": "truncation_mode excess_length_strategy"
     " min_sample_len max_prompt_len",
     "all documents are read: give fewer in data.path": "max_samples max_train_samples max_eval_samples streaming"
@@ -184,7 +186,7 @@ _NONE = {
     " output_router_logits",
     "set it in the model's config.json, or in model.config": "model_init_kwargs mixture_of_depths",
     "the tokenizer's files say it": "pad_token unk_token",
-    "LoRA is of the plain kind": "use_dora use_rslora peft_use_dora peft_use_rslora pissa_init relora",
+    "LoRA is of the plain kind": "use_dora peft_use_dora pissa_init relora",
 }  # fmt: skip
 
 OURS = {name: key for key, names in _OURS.items() for name in names.split()}
