@@ -43,7 +43,7 @@ def test_more_epochs_go_on_behind_a_batch_that_was_cut_short(epochs: tuple[Path,
     config, directory = aliquot.read_config(file), file.parent / "epochs"
     data = prepare(config.data, None, 1 << 20)
     batches = Batches.of(data, config.data, config.run.seed, batch_size(config.train, 1), 1)
-    sequences = batches.packing.sequences
+    sequences = batches.epoch_sequences
     assert sequences % 7 != 0, "the last batch of the first epoch is short"
     assert state(directory, first)["position"] == {"epoch": 1, "index": 0}
     assert (state(directory, first)["ends"], state(directory, second)["ends"]) == ([], [sequences])
@@ -100,8 +100,7 @@ def evaluation_loss(export: Path, file: Path) -> float:
     """By transformers."""
     config = aliquot.read_config(file)
     data = prepare(config.data, None, 1 << 20)
-    batches = EvalBatches.of(data, config.data, batch_size(config.train, 1))
-    assert batches is not None
+    batches = EvalBatches.of(data, config.data, batch_size(config.train, 1))[""]
     model = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32)
     return float(torch.log(torch.tensor(plain.perplexity(model, batches.micro_batches(0, 1), batches.predicted))))
 

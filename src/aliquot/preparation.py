@@ -151,8 +151,10 @@ def check_inputs(run: Attempt, inputs: Inputs) -> None:
     def told() -> dict[str, Any]:
         data, config = inputs.data, inputs.source.config.to_dict()
         return {
-            "data (hash of the tokens)": {name: Path(store).name for name, store in data.train.items()},
-            "held-out data (hash of the tokens)": {name: Path(store).name for name, store in data.eval.items()},
+            **{f"{name or 'data'} (hash of the tokens)": Path(store).name for name, store in data.train.items()},
+            **{
+                f"{name or 'held-out data'} (hash of the tokens)": Path(store).name for name, store in data.eval.items()
+            },
             "tokenizer (hash of its files)": Path(data.tokenizer).name,
             "model.config": {key: value for key, value in config.items() if not key.startswith("_")},
             "weights (hash of samples)": inputs.source.fingerprint(),

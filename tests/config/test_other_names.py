@@ -35,8 +35,9 @@ def answered(message: str) -> bool:
     """By a key that exists, or by why there is none."""
     if "; aliquot has none: " in message:
         return True
+    moved = re.search(r"\.(\w+); did you mean [a-z]+\.(\w+)\?$", message)  # the same key of another section
     found = re.search(r"; it is ([a-z_.0-9]+)(: [^;]+)? here$", message)
-    return found is not None and found[1] in KEYS
+    return (moved is not None and moved[1] == moved[2]) or (found is not None and found[1] in KEYS)
 
 
 @pytest.mark.parametrize("section", ["train", "checkpoint"])

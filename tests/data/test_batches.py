@@ -44,7 +44,7 @@ def facts(micro: MicroBatch) -> tuple[object, ...]:
 def test_the_global_batch_does_not_depend_on_the_world_size(world_size: int, packing: bool) -> None:
     made = batches(numbered(SIZES), packing=packing, epochs=2)
     seen = 0
-    for step in range(made.steps(None)):
+    for step in range(made.total_steps(None)):
         alone = made.step_batch(step, 0, 1)
         shares = [made.step_batch(step, rank, world_size) for rank in range(world_size)]
         together = in_order([share.micro_batches for share in shares])
@@ -77,7 +77,7 @@ def test_labels_are_the_next_token_of_the_same_document_or_nothing(
     store = memory_store(documents)
     made = batches(store, sequence_length=length, packing=packing, pad_id=data.draw(st.integers(0, 3)), epochs=1)
     transitions: list[tuple[int, int]] = []
-    for step in range(made.steps(None)):
+    for step in range(made.total_steps(None)):
         batch = made.step_batch(step, 0, 1)
         real = 0
         for micro in batch.micro_batches:
@@ -174,7 +174,7 @@ def test_the_last_batch_of_the_last_epoch_is_smaller() -> None:
     store = numbered([4] * 7)
     made = batches(store, sequence_length=4, epochs=1.5)
     assert made.epoch_sequences == 7
-    steps = [batches(store, sequence_length=4, epochs=epochs).steps(None) for epochs in (1, 1.5, 10 / 7, 0.001)]
+    steps = [batches(store, sequence_length=4, epochs=epochs).total_steps(None) for epochs in (1, 1.5, 10 / 7, 0.001)]
     assert steps == [2, 3, 2, 1]
     assert [made.step_batch(step, 0, 1).sequences for step in range(3)] == [5, 5, 1]
     assert [made.step_batch(2, rank, 2).micro_batches[0] is None for rank in range(2)] == [False, True]

@@ -130,10 +130,10 @@ def test_two_sources_of_the_same_data_are_shuffled_apart() -> None:
 def test_where_all_sources_end_the_run_ends() -> None:
     sources = [dataclasses.replace(source, repeat=False) for source in mixed().sources]
     made = Batches(sources, sequence_length=4, packing=True, seed=1, global_batch_size=10, micro_batch_size=1, pad_id=0)
-    assert made.steps(None) == 5
+    assert made.total_steps(None) == 5
     assert made.step_batch(4, 0, 1).sequences == 6
     with pytest.raises(UserError, match=r"all of data\.sources end after 5 steps, before train\.max_steps 6"):
-        made.steps(6)
+        made.total_steps(6)
 
 
 def test_what_the_order_depends_on_is_told() -> None:

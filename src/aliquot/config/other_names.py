@@ -17,7 +17,7 @@ _OURS = {
     " hf_assets_path initial_load_path",
     "model.config": "config_name train_from_scratch reinit_weights flavor rope_scaling",
     "model.dtype": "torch_dtype export_dtype infer_dtype merge_dtype",
-    "model.add_tokens": "add_special_tokens new_special_tokens_config additional_special_tokens special_tokens tokens"
+    "model.add_tokens": "new_special_tokens_config additional_special_tokens special_tokens tokens"
     " resize_vocab added_tokens_overrides resize_token_embeddings_to_32x init_special_tokens",
     # data
     "data.path": "train_file train_files dataset_dir data_files data_path dataset_path tokenized_path",
@@ -88,7 +88,7 @@ _OURS = {
     "adapter.type: lora": "lora use_lora use_peft peft peft_config finetuning_type peft_type lora_config qlora",
     "adapter.r": "lora_r lora_rank lora_dim",
     "adapter.alpha": "lora_alpha",
-    "adapter.use_rslora": "use_rslora peft_use_rslora",
+    "adapter.use_rslora": "peft_use_rslora",
     "adapter.dropout": "lora_dropout",
     "adapter.target_modules": "lora_target_modules lora_target lora_target_linear lora_modules",
     # checkpoint
@@ -101,10 +101,10 @@ _OURS = {
     "checkpoint.async": "async_mode enable_jit_checkpoint async_save",
     "checkpoint.mirror": "hub_strategy s3_path upload_dir remote_path",
     # observe
-    "observe.report_to": "report_to use_wandb wandb wandb_project wandb_entity wandb_watch wandb_mode mlflow"
+    "observe.report_to": "use_wandb wandb wandb_project wandb_entity wandb_watch wandb_mode mlflow"
     " mlflow_tracking_uri mlflow_experiment_name comet_project_name use_comet use_mlflow trackio_space_id"
     " trackio_bucket_id trackio_static_space_id project enable_wandb swanlab_project use_swanlab loggers",
-    "observe.tensorboard": "use_tensorboard tensorboard_dir enable_tensorboard save_tb_folder",
+    "observe.report_to: [tensorboard]": "use_tensorboard tensorboard_dir enable_tensorboard save_tb_folder",
     "observe.console": "disable_tqdm log_level log_level_replica verbose quiet progress_bar",
     "observe.profile": "profiler profiler_steps profiler_steps_start enable_profiling profile_freq profiling",
     "observe.sample_prompt": "sample_prompts generate_samples num_generation_samples",
