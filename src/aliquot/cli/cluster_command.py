@@ -58,6 +58,10 @@ def check(
         Path, typer.Argument(metavar="CONFIG|DIR", help="A run configuration, a manifest, or a directory of manifests.")
     ],
     overrides: _Overrides = None,
+    crds: Annotated[
+        Path | None,
+        typer.Option("--crds", metavar="DIR", help="CRDs to judge by; default: those of the supported versions."),
+    ] = None,
     live: Annotated[
         bool, typer.Option("--live", help="Also ask the cluster (kubectl) and the account (boto3); changes nothing.")
     ] = False,
@@ -67,16 +71,18 @@ def check(
     """Say what keeps a job from running before it is sent. Exit code 1: there is an error."""
     with one_line_errors(debug):
         from aliquot.cluster.check import check_job_of_config, check_manifests, in_order
-        from aliquot.cluster.live_cluster import ask_cluster
+        from aliquot.cluster.crds import read_crds
+        from aliquot.cluster.live_cluster import ask_cluster, crds_of_cluster
         from aliquot.cluster.manifests import is_manifest, read_manifests
         from aliquot.cluster.render import parsed
 
+        own = read_crds(crds) if crds is not None else crds_of_cluster() if live else []
         if is_manifest(path):
             manifests, job = read_manifests(path), None
-            findings = check_manifests(manifests)
+            findings = check_manifests(manifests, crds=own)
         else:
             job = _job(path, overrides)
-            manifests, findings = parsed(job), check_job_of_config(job)
+            manifests, findings = parsed(job), check_job_of_config(job, own)
         if live:
             findings = in_order([*findings, *ask_cluster(manifests, job)])
         if as_json:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aliquot.cluster.aws import ask_account
+from aliquot.cluster.crds import KindSchema, schemas_of
 from aliquot.cluster.findings import RuleFinding, finding
 from aliquot.cluster.job import Job
 from aliquot.cluster.job_view import JobView, job_views
@@ -62,12 +63,24 @@ class Kubectl:
 
 def ask_cluster(manifests: Sequence[ManifestObject], job: Job | None) -> list[RuleFinding]:
     """Raises UserError where there is no kubectl."""
-    if shutil.which("kubectl") is None:
-        raise MissingToolError("--live needs kubectl, configured for the cluster (aws eks update-kubeconfig)")
-    kubectl = Kubectl()
+    kubectl = _kubectl()
     found = [*_operators(kubectl, manifests), *_secrets(kubectl, manifests), *_quotas(kubectl, manifests)]
     found += [*_dry_run(kubectl, manifests), *ask_account(manifests, job.section if job is not None else None)]
     return found
+
+
+def _kubectl() -> Kubectl:
+    if shutil.which("kubectl") is None:
+        raise MissingToolError("kubectl is needed, configured for the cluster (aws eks update-kubeconfig)")
+    return Kubectl()
+
+
+def crds_of_cluster() -> list[KindSchema]:
+    """None where they may not be read: `ask_cluster` says so. Raises UserError where there is no kubectl."""
+    try:
+        return list(schemas_of(_kubectl().get("customresourcedefinitions"), "the cluster"))
+    except Refused:
+        return []
 
 
 def _operators(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:

@@ -52,7 +52,7 @@ class ManifestObject:
 
     @cached_property
     def _sound(self) -> tuple[dict[str, Any], Complaints]:
-        return sound(self.document, self.kind)
+        return sound(self.document)
 
     def __str__(self) -> str:
         return f"{self.place} {self.kind}/{self.name}"
