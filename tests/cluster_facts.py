@@ -32,9 +32,52 @@ _SOURCES: dict[str, tuple[str, frozenset[str]]] = {
 _CORE = ("configmap-v1", "namespace-v1", "persistentvolume-v1", "persistentvolumeclaim-v1", "secret-v1",
          "serviceaccount-v1", "storageclass-storage-v1")  # fmt: skip
 _QUANTITY = {
-    "x-kubernetes-int-or-string": True,
+    "anyOf": [{"type": "string"}, {"type": "number"}],
     "pattern": r"^(\+|-)?(([0-9]+(\.[0-9]*)?)|(\.[0-9]+))(([KMGTPE]i)|[numkMGTPE]|([eE](\+|-)?(([0-9]+(\.[0-9]*)?)|"
     r"(\.[0-9]+))))?$",
+}
+# What the API server's own code asks of core kinds, k8s.io/kubernetes/pkg/apis/core/validation, and no schema says.
+_ACCESS = {"enum": ["ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany", "ReadWriteOncePod"]}
+_MODE = {"enum": ["Filesystem", "Block"]}
+_KEYS = {
+    "x-kubernetes-validations": [
+        {"rule": "self.all(k, k.matches('^[-._a-zA-Z0-9]{1,253}$') && k != '.' && k != '..')",
+         "message": "a key is at most 253 letters, digits, -, _ and ."}
+    ]
+}  # fmt: skip
+_STORAGE = {"x-kubernetes-validations": [{"rule": "'storage' in self", "message": "storage is missing"}]}
+_SOURCES_OF_A_VOLUME = ("awsElasticBlockStore", "azureDisk", "azureFile", "cephfs", "cinder", "csi", "fc", "flexVolume",
+    "flocker", "gcePersistentDisk", "glusterfs", "hostPath", "iscsi", "local", "nfs", "photonPersistentDisk",
+    "portworxVolume", "quobyte", "rbd", "scaleIO", "storageos", "vsphereVolume")  # fmt: skip
+_ONE_SOURCE = {
+    "rule": f"[{', '.join(f'has(self.{each})' for each in _SOURCES_OF_A_VOLUME)}].filter(x, x).size() == 1",
+    "message": "a volume has exactly one source",
+}
+_HAND_WRITTEN: dict[str, dict[str, dict[str, Any]]] = {
+    "PersistentVolume": {
+        "": {"required": ["spec"]},
+        "spec": {"required": ["accessModes", "capacity"], "x-kubernetes-validations": [_ONE_SOURCE]},
+        "spec.accessModes": {"minItems": 1},
+        "spec.accessModes.[]": _ACCESS,
+        "spec.capacity": _STORAGE,
+        "spec.persistentVolumeReclaimPolicy": {"enum": ["Retain", "Delete", "Recycle"]},
+        "spec.volumeMode": _MODE,
+    },
+    "PersistentVolumeClaim": {
+        "": {"required": ["spec"]},
+        "spec": {"required": ["accessModes", "resources"]},
+        "spec.accessModes": {"minItems": 1},
+        "spec.accessModes.[]": _ACCESS,
+        "spec.resources": {"required": ["requests"]},
+        "spec.resources.requests": _STORAGE,
+        "spec.volumeMode": _MODE,
+    },
+    "StorageClass": {
+        "reclaimPolicy": {"enum": ["Retain", "Delete"]},
+        "volumeBindingMode": {"enum": ["Immediate", "WaitForFirstConsumer"]},
+    },
+    "ConfigMap": {"data": _KEYS, "binaryData": _KEYS},
+    "Secret": {"data": _KEYS, "stringData": _KEYS},
 }
 _WORDS = ("description", "title", "example", "externalDocs")
 _MAPS, _SCHEMAS, _LISTS = ("properties",), ("items", "additionalProperties", "not"), ("anyOf", "allOf", "oneOf")
@@ -73,7 +116,15 @@ def _core() -> Iterator[dict[str, Any]]:
         schema = _structural(given, definitions)
         schema["properties"] |= {"metadata": {"type": "object"}}
         schema["properties"].pop("status", None)
+        for path, more in _HAND_WRITTEN.get(meant["kind"], {}).items():
+            _at(schema, path).update(more)
         yield {"apiVersion": api_version, "kind": meant["kind"], "source": f"Kubernetes {KUBERNETES}", "schema": schema}
+
+
+def _at(schema: dict[str, Any], path: str) -> dict[str, Any]:
+    for key in path.split("."):
+        schema = schema["items"] if key == "[]" else schema["properties"][key] if key else schema
+    return schema
 
 
 def _structural(given: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:

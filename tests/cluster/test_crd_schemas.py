@@ -79,7 +79,7 @@ TEXT = {"type": "string"}
             "field-value",
         ),
         ({"type": "object", "properties": {"a": TEXT}}, {"a": "x"}, {"b": "x"}, "unknown-field"),
-        ({"type": "object", "properties": {"a": TEXT}, "required": ["a"]}, {"a": "x"}, {"a": None}, "missing-field"),
+        ({"type": "object", "properties": {"a": TEXT}, "required": ["a"]}, {"a": "x"}, {}, "missing-field"),
         ({"type": "object", "additionalProperties": TEXT}, {"a": "x"}, {"a": 1}, "malformed"),
         ({"type": "object", "properties": {"a": {}}, "oneOf": [{"required": ["a"]}]}, {"a": 1}, {}, "field-value"),
         (of("self.all(k, k != '')"), {"a": 1}, {"": 1}, "cel-rule"),
@@ -121,7 +121,7 @@ def test_as_the_server_looks_at_it() -> None:
             "c": {"type": "object", "default": {}, "properties": {"e": {"default": 1}}},
         },
     }
-    assert admitted(dated, schema) == {"a": "2026-01-01", "1": {}, "c": {"e": 1}}
+    assert admitted(dated, schema) == {"a": "2026-01-01", "b": None, "1": {"d": None}, "c": {"e": 1}}
 
 
 def checked(text: str, *crds: KindSchema) -> list[RuleFinding]:

@@ -7,6 +7,7 @@ that it renders; `python -m tests.cluster_facts` writes it. A person's own come 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -22,7 +23,10 @@ _SUFFIXES = (".yaml", ".yml", ".json")
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # a CRD can have a megabyte
 
 
-@dataclass(frozen=True)
+_CORE = re.compile(r"^([a-z]*|[a-z.]+\.k8s\.io)$")  # groups of Kubernetes itself; x-k8s.io is for others
+
+
+@dataclass(frozen=True, eq=False)
 class KindSchema:
     api_version: str
     kind: str
@@ -32,6 +36,10 @@ class KindSchema:
     @property
     def group(self) -> str:
         return self.api_version.rpartition("/")[0]
+
+
+def is_core(group: str) -> bool:
+    return bool(_CORE.match(group)) and not group.endswith(".x-k8s.io")
 
 
 def supported() -> list[KindSchema]:

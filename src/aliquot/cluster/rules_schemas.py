@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 
-from aliquot.cluster.crds import KindSchema
-from aliquot.cluster.fields import schema_below, schemas_of_kind
+from aliquot.cluster.crds import KindSchema, is_core
+from aliquot.cluster.fields import schemas_of_kind
 from aliquot.cluster.findings import RuleFinding, finding
 from aliquot.cluster.manifests import ManifestObject, mapping
 from aliquot.cluster.pools import LABEL_VALUE
@@ -19,7 +19,6 @@ from aliquot.cluster.pools import LABEL_VALUE
 KUBERNETES = "1.34"  # whose core kinds are judged
 
 _NEEDED = {"kubernetes_validate": "kubernetes-validate", "cel_expr_python": "cel-expr-python"}
-_CORE_GROUP = re.compile(r"^([a-z]*|[a-z.]+\.k8s\.io)$")  # those of operators have another domain, or x-k8s.io
 _NAME = re.compile(r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$")
 _KEY = re.compile(r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$")
 
@@ -54,8 +53,9 @@ def _judged(manifest: ManifestObject, known: Sequence[KindSchema]) -> Iterator[R
     if results:
         found, source = min(results, key=lambda result: len(result[0]))
     if not found:
-        stub = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": manifest.document.get("metadata")}
-        of_core = core_violations(stub if _is_custom(candidates) else manifest.document, KUBERNETES)
+        custom = any(not is_core(each.group) for each in candidates)
+        metadata_alone = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": manifest.document.get("metadata")}
+        of_core = core_violations(metadata_alone if custom else manifest.document, KUBERNETES)
         if of_core is None:
             yield from _unknown(manifest, known)
         found = of_core or []
@@ -63,16 +63,12 @@ def _judged(manifest: ManifestObject, known: Sequence[KindSchema]) -> Iterator[R
         yield finding(each.rule, manifest, f"{each.message} ({source})", each.fix)
 
 
-def _is_custom(candidates: Sequence[KindSchema]) -> bool:
-    return any(not _CORE_GROUP.match(each.group) or each.group.endswith(".x-k8s.io") for each in candidates)
-
-
 def _unknown(manifest: ManifestObject, known: Sequence[KindSchema]) -> Iterator[RuleFinding]:
     """A kind that a known group lacks is an error; of a group that nobody knows, nothing is known."""
     api_version = str(manifest.document["apiVersion"])
     group = api_version.rpartition("/")[0]
     kinds = sorted({f"{each.api_version} {each.kind}" for each in known if each.group == group})
-    if not kinds and (not _CORE_GROUP.match(group) or group.endswith(".x-k8s.io")):
+    if not kinds and not is_core(group):
         near = difflib.get_close_matches(group, {each.group for each in known}, 1, 0.8)
         fix = f"did you mean {near[0]}?" if near else "--crds DIR with its CRD, or --live"
         yield finding("not-read", manifest, f"{manifest.kind} of {api_version}", fix)
@@ -100,29 +96,12 @@ def _check_names(manifest: ManifestObject) -> Iterator[RuleFinding]:
 
 
 def _names_and_kinds(manifest: ManifestObject, known: Sequence[KindSchema]) -> Iterator[RuleFinding]:
-    candidates = schemas_of_kind(manifest.document, known)
-    if not candidates:
+    if not schemas_of_kind(manifest.document, known):
         yield from _unknown(manifest, known)
         return
-    results = [list(_unknown_fields(manifest.document, each.schema, "")) for each in candidates]
-    for path, near in min(results, key=len):
-        yield finding("unknown-field", manifest, path, f"did you mean {near}?" if near else "see `kubectl explain`")
-    for path, value, expected in manifest.complaints:
-        yield finding("malformed", manifest, f"{path} is {value!r}", expected)
-
-
-def _unknown_fields(value: object, schema: dict[str, object], path: str) -> Iterator[tuple[str, str | None]]:
-    """Paths, each with the nearest known name."""
-    if isinstance(value, list):
-        for index, item in enumerate(value):
-            inner = schema.get("items")
-            yield from _unknown_fields(item, inner if isinstance(inner, dict) else {}, f"{path}[{index}]")
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            below = schema_below(schema, key)
-            here = f"{path}.{key}".lstrip(".")
-            if below is not None:
-                yield from _unknown_fields(item, below, here)
-            else:
-                near = difflib.get_close_matches(str(key), list(mapping(schema["properties"])), 1, 0.6)
-                yield here, near[0] if near else None
+    for each in manifest.complaints:
+        if each.expected is None:
+            fix = f"did you mean {each.nearest}?" if each.nearest else "see `kubectl explain`"
+            yield finding("unknown-field", manifest, each.path, fix)
+        else:
+            yield finding("malformed", manifest, f"{each.path} is {each.value!r}", each.expected)

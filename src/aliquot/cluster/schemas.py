@@ -12,6 +12,7 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import kubernetes_validate
@@ -19,7 +20,7 @@ from jsonschema import Draft202012Validator, FormatChecker, ValidationError, val
 from jsonschema.protocols import Validator
 
 from aliquot.cluster.cel_rules import NotJudgedError, holds
-from aliquot.cluster.crds import KindSchema
+from aliquot.cluster.crds import KindSchema, is_core
 from aliquot.cluster.fields import expected_kind
 
 _NOT_JUDGED = "not-judged"
@@ -42,8 +43,8 @@ class Violation:
 
 def violations(document: dict[str, Any], kind: KindSchema) -> list[Violation]:
     """All that keeps `document` from being of `kind`, and each rule of it that could not be judged."""
-    value = admitted(document, kind.schema)
-    errors = list(_Structural(_json_schema(kind.schema), format_checker=_FORMATS).iter_errors(value))
+    value = admitted(_without_nulls(document) if is_core(kind.group) else document, kind.schema)
+    errors = list(_validator(kind).iter_errors(value))
     of_another_kind = [each.absolute_path for each in errors if each.validator == "type"]
     found: list[Violation] = []
     for error in errors:
@@ -64,7 +65,7 @@ def core_violations(document: dict[str, Any], version: str) -> list[Violation] |
 
 
 def admitted(value: Any, schema: dict[str, Any]) -> Any:
-    """`value` as the API server looks at it: without nulls that say nothing, with defaults, dates and keys as text."""
+    """`value` as the API server looks at it: with defaults, also in place of nulls; dates and keys as text."""
     if isinstance(value, datetime.date):
         return value.isoformat()
     if isinstance(value, list):
@@ -72,11 +73,26 @@ def admitted(value: Any, schema: dict[str, Any]) -> Any:
     if not isinstance(value, dict):
         return value
     properties, more = schema.get("properties", {}), schema.get("additionalProperties")
-    below = {key: properties.get(key) or (more if isinstance(more, dict) else {}) for key in value}
-    given = {key: item for key, item in value.items() if item is not None or below[key].get("nullable")}
-    defaults = {key: each["default"] for key, each in properties.items() if "default" in each and key not in given}
-    whole = {str(key): admitted(item, below[key]) for key, item in given.items()}
-    return whole | {key: admitted(item, properties[key]) for key, item in defaults.items()}
+    others = more if isinstance(more, dict) else {}
+    whole = {str(key): admitted(item, properties.get(key) or others) for key, item in value.items()}
+    for key, each in properties.items():
+        if "default" in each and (key not in whole or (whole[key] is None and not each.get("nullable"))):
+            whole[key] = admitted(each["default"], each)
+    return whole
+
+
+def _without_nulls(value: Any) -> Any:
+    """Kubernetes' own kinds read a null as nothing."""
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return value
+
+
+@cache
+def _validator(kind: KindSchema) -> Validator:
+    return _Structural(_json_schema(kind.schema), format_checker=_FORMATS)
 
 
 def _json_schema(schema: Any, at_root: bool = True) -> Any:
