@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -34,15 +35,25 @@ def render(
     out_dir: Annotated[
         Path | None, typer.Option("-o", "--output", help="Where to write; default: manifests/<name>.")
     ] = None,
+    runtime: Annotated[
+        bool,
+        typer.Option("--runtime", help="Instead of the job: the ClusterTrainingRuntime aliquot-cpu or aliquot-gpu."),
+    ] = False,
     debug: _Debug = False,
 ) -> None:
     """Write what `kubectl apply --server-side -k DIR` makes of a run: nodes, storage, config, job."""
     with one_line_errors(debug):
         from aliquot.cluster import render as rendering
-        from aliquot.cluster.check import check_job_of_config
+        from aliquot.cluster.check import check_job_of_config, check_manifests
 
         job = _job(config, overrides)
         directory = out_dir or Path("manifests") / job.name
+        if runtime:
+            rendering.write(rendering.render(job, __version__, runtime=True), directory)
+            print(f"wrote {directory}")
+            _print(check_manifests(rendering.parsed(job, runtime=True)))
+            print(f"\n# apply\nkubectl apply --server-side -k {shlex.quote(str(directory))}")
+            return
         rendering.write(rendering.render(job, __version__), directory)
         print(rendering.plan_line(job))
         print(f"wrote {directory}")
