@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -104,6 +105,43 @@ def check(
                 print(f"{len(manifests)} objects, nothing found")
     if any(each.level == "error" for each in findings):
         raise typer.Exit(1)
+
+
+_Name = Annotated[str, typer.Argument(metavar="NAME", help="Of the TrainJob.")]
+_Namespace = Annotated[str, typer.Option("-n", "--namespace", help="Where it lies.")]
+
+
+@app.command("status")
+def status(name: _Name, namespace: _Namespace = "default", debug: _Debug = False) -> None:
+    """Say where a job on the cluster stands, and why its pods wait. Only reads, by kubectl."""
+    with one_line_errors(debug):
+        from aliquot.cluster.live_cluster import kubectl_here
+        from aliquot.cluster.status import job_status
+
+        for line in job_status(name, namespace, kubectl_here()):
+            print(line)
+
+
+@app.command("logs")
+def logs(
+    name: _Name,
+    namespace: _Namespace = "default",
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on as it grows.")] = False,
+    debug: _Debug = False,
+) -> None:
+    """Print the log of rank 0 of a job on the cluster."""
+    with one_line_errors(debug):
+        from aliquot.cluster.live_cluster import kubectl_here
+        from aliquot.cluster.status import job_pods
+        from aliquot.cluster.trainjob import NODE
+        from aliquot.errors import ClusterError
+
+        kubectl = kubectl_here()
+        pods = job_pods(name, namespace, kubectl)
+        if not pods:
+            raise ClusterError(f"{namespace}/{name} has no pods: aliquot cluster status {name} -n {namespace}")
+        arguments = ["logs", pods[0]["metadata"]["name"], "-n", namespace, "-c", NODE, *(["-f"] if follow else [])]
+        raise typer.Exit(subprocess.run([kubectl.program, *arguments], check=False).returncode)
 
 
 def _job(config: Path, overrides: list[str] | None) -> Job:
