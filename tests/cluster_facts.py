@@ -46,6 +46,9 @@ _KEYS = {
     ]
 }  # fmt: skip
 _STORAGE = {"x-kubernetes-validations": [{"rule": "'storage' in self", "message": "storage is missing"}]}
+_CLASS = {"pattern": r"^([a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*)?$", "maxLength": 253}
+_PROVISIONER = {"pattern": r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$"}
+_SECRETS_OF_CSI = ("controllerExpand", "controllerPublish", "nodeExpand", "nodePublish")
 _SOURCES_OF_A_VOLUME = ("awsElasticBlockStore", "azureDisk", "azureFile", "cephfs", "cinder", "csi", "fc", "flexVolume",
     "flocker", "gcePersistentDisk", "glusterfs", "hostPath", "iscsi", "local", "nfs", "photonPersistentDisk",
     "portworxVolume", "quobyte", "rbd", "scaleIO", "storageos", "vsphereVolume")  # fmt: skip
@@ -60,7 +63,12 @@ _HAND_WRITTEN: dict[str, dict[str, dict[str, Any]]] = {
         "spec.accessModes": {"minItems": 1},
         "spec.accessModes.[]": _ACCESS,
         "spec.capacity": _STORAGE,
-        "spec.persistentVolumeReclaimPolicy": {"enum": ["Retain", "Delete", "Recycle"]},
+        "spec.nodeAffinity": {"required": ["required"]},
+        "spec.storageClassName": _CLASS,
+        "spec.csi.volumeHandle": {"minLength": 1},
+        "spec.csi.driver": {"pattern": r"^[A-Za-z0-9]([-A-Za-z0-9.]*[A-Za-z0-9])?$", "maxLength": 63},
+        **{f"spec.csi.{name}SecretRef": {"required": ["name", "namespace"]} for name in _SECRETS_OF_CSI},
+        "spec.persistentVolumeReclaimPolicy": {"enum": ["Retain", "Delete", "Recycle", ""]},
         "spec.volumeMode": _MODE,
     },
     "PersistentVolumeClaim": {
@@ -70,10 +78,12 @@ _HAND_WRITTEN: dict[str, dict[str, dict[str, Any]]] = {
         "spec.accessModes.[]": _ACCESS,
         "spec.resources": {"required": ["requests"]},
         "spec.resources.requests": _STORAGE,
+        "spec.storageClassName": _CLASS,
         "spec.volumeMode": _MODE,
     },
     "StorageClass": {
-        "reclaimPolicy": {"enum": ["Retain", "Delete"]},
+        "provisioner": _PROVISIONER,
+        "reclaimPolicy": {"enum": ["Retain", "Delete", ""]},
         "volumeBindingMode": {"enum": ["Immediate", "WaitForFirstConsumer"]},
     },
     "ConfigMap": {"data": _KEYS, "binaryData": _KEYS},

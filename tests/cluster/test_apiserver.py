@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections import Counter
 from pathlib import Path
@@ -86,6 +87,13 @@ def test_live(trainer: str) -> None:
 MUTANTS = 450  # of each version of Trainer
 # What decides whether an object is taken, as opposed to whether its job would run.
 OF_THE_SERVER = {"unknown-field", "malformed", "missing-field", "field-value", "cel-rule", "unknown-kind"}
+# Where the servers and the check may differ, and why.
+REASONS = {
+    r"^PersistentVolumeClaim \.spec\.dataSource": "1.20 drops one that it does not support, and knows no dataSourceRef;"
+    " later versions require kind and name",
+    r"^PersistentVolume \.spec\.csi\.nodeExpandSecretRef": "1.20 does not know it; later versions require its names",
+    r"(\] = None|= \[None\])$": "Kubernetes' own kinds read a null in a list as an empty text, which nobody means",
+}
 
 
 def test_mutants_are_judged_as_the_server_does(trainer: str) -> None:
@@ -93,7 +101,8 @@ def test_mutants_are_judged_as_the_server_does(trainer: str) -> None:
 
     The server has Kubernetes' own types without the code that validates them: where it takes an object of a core kind
     that the check refuses, Kubernetes 1.20's own server, started by $APISERVER_UP where $APISERVER_CORE120 is 1, says
-    who is right; without it these are not counted. A server of 1.20 does not know what is newer, which is no refusal.
+    who is right; without it these are not counted. What its own
+    schema of a patch does not know is newer than it, and no refusal.
     """
     crds = [each for folder in crd_folders(trainer) for each in read_crds(folder)]
     servers = [Server(Path(os.environ["KUBECONFIG"]))]
@@ -111,16 +120,19 @@ def test_mutants_are_judged_as_the_server_does(trainer: str) -> None:
         says, found = servers[0].refusal(mutant.document), found_in(mutant.document, crds)
         if says is None and core and len(servers) > 1:
             says = servers[1].refusal(mutant.document)
-            says = None if says is not None and "not declared in schema" in says else says
+            says = None if says is not None and "failed to create typed patch" in says else says
         if (says is None) == (not found):
             counts["agreed"] += 1
+        elif any(re.search(place, mutant.what) for place in REASONS):
+            counts["differed for a reason"] += 1
         elif core and found and len(servers) == 1:
             counts["not judged by this server"] += 1
         else:
             wrong.append(f"{mutant.what}: the server says {says}, the check {found}")
     print(f"Trainer {trainer}: {dict(counts)}, {len(wrong)} wrong")
     assert wrong == []
-    assert counts["agreed"] > MUTANTS * 0.9
+    assert counts["agreed"] >= 0.99 * (MUTANTS - counts["not judged by this server"])
+    assert counts["agreed"] > 0.9 * MUTANTS
 
 
 def good_objects(trainer: str) -> list[dict[str, Any]]:
