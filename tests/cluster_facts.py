@@ -89,6 +89,7 @@ _HAND_WRITTEN: dict[str, dict[str, dict[str, Any]]] = {
     "ConfigMap": {"data": _KEYS, "binaryData": _KEYS},
     "Secret": {"data": _KEYS, "stringData": _KEYS},
 }
+_ANYTHING = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}  # a status is the controllers' own
 _WORDS = ("description", "title", "example", "externalDocs")
 _MAPS, _SCHEMAS, _LISTS = ("properties",), ("items", "additionalProperties", "not"), ("anyOf", "allOf", "oneOf")
 _SMALLEST = 60  # characters of what is worth a reference
@@ -111,7 +112,7 @@ def _custom(crds: Path) -> Iterator[dict[str, Any]]:
         for each in read_crds(crds / folder):
             if each.kind in kinds:
                 schema = _without_words(each.schema)
-                schema["properties"].pop("status", None)
+                schema["properties"]["status"] = _ANYTHING
                 yield {"apiVersion": each.api_version, "kind": each.kind, "source": name, "schema": schema}
 
 
@@ -125,7 +126,7 @@ def _core() -> Iterator[dict[str, Any]]:
         api_version = "/".join(filter(None, (meant["group"], meant["version"])))
         schema = _structural(given, definitions)
         schema["properties"] |= {"metadata": {"type": "object"}}
-        schema["properties"].pop("status", None)
+        schema["properties"]["status"] = _ANYTHING
         for path, more in _HAND_WRITTEN.get(meant["kind"], {}).items():
             _at(schema, path).update(more)
         yield {"apiVersion": api_version, "kind": meant["kind"], "source": f"Kubernetes {KUBERNETES}", "schema": schema}

@@ -192,3 +192,17 @@ def test_without_the_extra_it_says_what_is_not_judged(monkeypatch: pytest.Monkey
     assert {"not-judged", "unknown-field", "malformed"} <= set(found)
     assert found["not-judged"].fix == "pip install 'aliquot[cluster]'" and found["not-judged"].level == "warning"
     assert "accessMode" in found["unknown-field"].message and found["unknown-field"].fix == "did you mean accessModes?"
+
+
+@pytest.mark.parametrize("schema", [{"properties": "x"}, {"type": "box"}, {"type": "object", "required": "a"}])
+def test_a_schema_that_is_none(schema: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"^boxes: the schema of Box is none, at properties\.spec"):
+        rules_of(schema, {})
+
+
+def test_an_object_with_its_status() -> None:
+    """As `kubectl get -o yaml` prints it."""
+    queue = (
+        "apiVersion: kueue.x-k8s.io/v1beta2\nkind: LocalQueue\nmetadata: {name: a, uid: x}\nspec: {clusterQueue: b}\n"
+    )
+    assert checked(queue + "status: {pendingWorkloads: 1, conditions: []}\n") == []

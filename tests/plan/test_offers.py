@@ -12,18 +12,20 @@ from typer.testing import CliRunner
 from aliquot.catalogue.instances import instance, instances
 from aliquot.cli.main import app
 from aliquot.config.read_config import read_config
+from aliquot.config.workload import Workload
 from aliquot.plan.offers import Offer, Spot, offers, undominated
 from aliquot.plan.offers_picture import svg, unbeaten
 from tests.conftest import REPOSITORY
 
 CONFIG = REPOSITORY / "examples" / "llama3-8b-cpu.yaml"
+SETTINGS = read_config(CONFIG)
 TOKENS = 10**8
 SPOT = Spot(price=0.4, lost_a_month=0.2)
 
 
 @pytest.fixture(scope="module")
 def found() -> list[Offer]:
-    return offers(read_config(CONFIG), TOKENS, "cost", SPOT, [32], [1, 2], [1, 2], "c7i.24xlarge")
+    return offers(SETTINGS, Workload.assumed(SETTINGS), TOKENS, "cost", SPOT, [32], [1, 2], [1, 2], "c7i.24xlarge")
 
 
 def test_sorted_and_whole(found: list[Offer]) -> None:
@@ -49,7 +51,7 @@ def test_a_spot_node_is_cheaper_and_later(found: list[Offer]) -> None:
 
 
 def test_time_is_money(found: list[Offer]) -> None:
-    fast = offers(read_config(CONFIG), TOKENS, "time", SPOT, [32], [1, 2], [1, 2], "c7i.24xlarge")
+    fast = offers(SETTINGS, Workload.assumed(SETTINGS), TOKENS, "time", SPOT, [32], [1, 2], [1, 2], "c7i.24xlarge")
     assert fast[0].plan.nodes == 2
     assert fast[0].total_s <= min(each.total_s for each in found)
     line = unbeaten([*found, *fast])
@@ -71,7 +73,13 @@ def test_what_nothing_fits() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--tokens", "many"], ["--tokens", "0"], ["--tokens", "1B", "--global-batch", "8-4"]]
+    "arguments",
+    [
+        ["--tokens", "many"],
+        ["--tokens", "0"],
+        ["--tokens", "1B", "--global-batch", "8-4"],
+        ["--tokens", "1B", "--cores", "8"],
+    ],
 )
 def test_bad_options_are_one_line(arguments: list[str]) -> None:
     result = CliRunner().invoke(app, ["plan", str(CONFIG), *arguments])

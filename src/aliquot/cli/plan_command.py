@@ -93,10 +93,12 @@ def command(
             print(dump_with_places(settings, places), end="")
             return
         if tokens is not None:
+            if memory is not None or cores is not None or network is not None:
+                raise UsageError("--tokens is about EC2 types: not with --memory, --cores or --network")
             goal = optimize or "cost"
             print_offers(
-                settings, tokens, goal, global_batch, nodes, ranks_per_node, instance, spot_price, spot_losses, picture,
-                as_json,
+                settings, tokens, goal, document_tokens, global_batch, nodes, ranks_per_node, instance, spot_price,
+                spot_losses, picture, as_json,
             )  # fmt: skip
             return
         machine = with_disk(chosen(instance, memory, cores, network), settings)

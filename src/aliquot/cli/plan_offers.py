@@ -20,6 +20,7 @@ def print_offers(
     config: RunConfig,
     tokens: str,
     goal: Literal["time", "cost"],
+    document_tokens: int | None,
     batches: str | None,
     nodes: int | None,
     ranks_per_node: int | None,
@@ -38,6 +39,7 @@ def print_offers(
     from aliquot.catalogue.instances import PRICES_DATE, PRICES_REGION
     from aliquot.cluster.job import placed
     from aliquot.config.batch_size import batch_size
+    from aliquot.config.workload import Workload
     from aliquot.errors import writing
     from aliquot.plan.offers import NODES, RANKS, Spot, offers
     from aliquot.plan.offers_picture import svg
@@ -47,7 +49,8 @@ def print_offers(
     world = config.launch.nodes * (config.launch.ranks if config.launch.ranks != "auto" else 1)
     totals = _range(batches) if batches is not None else [batch_size(config.train, world).total]
     found = offers(
-        config, count, goal, Spot(spot_price, spot_losses / 100), totals, [nodes] if nodes else NODES,
+        config, Workload.assumed(config, document_tokens), count, goal, Spot(spot_price, spot_losses / 100), totals,
+        [nodes] if nodes else NODES,
         [ranks_per_node] if ranks_per_node else RANKS, instance,
     )  # fmt: skip
     what = f"{count:,} tokens of {found[0].plan.model} ({found[0].plan.parameters / 1e9:.3g} B parameters)"

@@ -21,8 +21,6 @@ from aliquot.errors import ManifestError
 
 _SUFFIXES = (".yaml", ".yml", ".json")
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # a CRD can have a megabyte
-
-
 _CORE = re.compile(r"^([a-z]*|[a-z.]+\.k8s\.io)$")  # groups of Kubernetes itself; x-k8s.io is for others
 
 
@@ -67,7 +65,7 @@ def schemas_of(documents: Iterable[Any], source: str) -> Iterator[KindSchema]:
         try:
             spec = document["spec"]
             for version in spec["versions"]:
-                schema = version["schema"]["openAPIV3Schema"]
+                schema: dict[str, Any] = {**version["schema"]["openAPIV3Schema"]}
                 if version.get("served", True):
                     yield KindSchema(f"{spec['group']}/{version['name']}", spec["names"]["kind"], source, schema)
         except (KeyError, TypeError, AttributeError):
@@ -82,8 +80,8 @@ def _documents(file: Path) -> list[Any]:
         found = list(yaml.load_all(text, Loader=_LOADER))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ManifestError(f"cannot read this CRD: {' '.join(str(error).split())}", file) from None
-    lists = [item for each in found if isinstance(each, dict) for item in each.get("items") or ()]
-    return found + lists
+    lists = [each["items"] for each in found if isinstance(each, dict) and isinstance(each.get("items"), list)]
+    return [*found, *(item for each in lists for item in each)]
 
 
 @cache

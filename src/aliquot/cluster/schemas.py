@@ -16,12 +16,13 @@ from functools import cache
 from typing import Any
 
 import kubernetes_validate
-from jsonschema import Draft202012Validator, FormatChecker, ValidationError, validators
+from jsonschema import Draft202012Validator, FormatChecker, SchemaError, ValidationError, validators
 from jsonschema.protocols import Validator
 
 from aliquot.cluster.cel_rules import NotJudgedError, holds
 from aliquot.cluster.crds import KindSchema, is_core
 from aliquot.cluster.fields import expected_kind
+from aliquot.errors import ManifestError
 
 _NOT_JUDGED = "not-judged"
 _CEL = "x-kubernetes-validations"
@@ -42,9 +43,13 @@ class Violation:
 
 
 def violations(document: dict[str, Any], kind: KindSchema) -> list[Violation]:
-    """All that keeps `document` from being of `kind`, and each rule of it that could not be judged."""
+    """All that keeps `document` from being of `kind`, and each rule of it that could not be judged.
+
+    Raises UserError for a CRD whose schema is none.
+    """
+    validator = _validator(kind)
     value = admitted(_without_nulls(document) if is_core(kind.group) else document, kind.schema)
-    errors = list(_validator(kind).iter_errors(value))
+    errors = list(validator.iter_errors(value))
     of_another_kind = [each.absolute_path for each in errors if each.validator == "type"]
     found: list[Violation] = []
     for error in errors:
@@ -92,6 +97,11 @@ def _without_nulls(value: Any) -> Any:
 
 @cache
 def _validator(kind: KindSchema) -> Validator:
+    try:
+        Draft202012Validator.check_schema(kind.schema, format_checker=_FORMATS)
+    except SchemaError as error:
+        place = _path(error.absolute_path)
+        raise ManifestError(f"the schema of {kind.kind} is none, at {place}: {error.message}", kind.source) from None
     return _Structural(_json_schema(kind.schema), format_checker=_FORMATS)
 
 
@@ -122,7 +132,7 @@ def _json_schema(schema: Any, at_root: bool = True) -> Any:
 def _rules(validator: Validator, rules: Sequence[dict[str, Any]], value: Any, schema: Any) -> Iterator[ValidationError]:
     if value is None:
         return
-    for rule in rules:
+    for rule in (each for each in rules if isinstance(each, dict)):
         try:
             kept = holds(rule, value)
         except NotJudgedError as reason:

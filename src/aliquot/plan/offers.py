@@ -69,6 +69,7 @@ class Offer:
 
 def offers(
     config: RunConfig,
+    workload: Workload,
     tokens: int,
     goal: Literal["time", "cost"],
     spot: Spot,
@@ -82,7 +83,7 @@ def offers(
     `tokens`: real ones, to train on; `batches`: global batches, in sequences; `only`: one type. Raises UserError where
     nothing fits.
     """
-    model, workload = PlannedModel(config), Workload.assumed(config)
+    model = PlannedModel(config)
     gpus = config.launch.device == "cuda"
     types = [each for each in instances() if each.usd_per_hour is not None and bool(each.gpus) == gpus]
     types = [each for each in types if only is not None or not _SHARES_CPUS.match(each.name)]
