@@ -19,6 +19,7 @@ from aliquot.cluster.pools import LABEL_VALUE
 KUBERNETES = "1.34"  # whose core kinds are judged
 
 _NEEDED = {"kubernetes_validate": "kubernetes-validate", "cel_expr_python": "cel-expr-python"}
+_API_VERSION = re.compile(r"^([a-z0-9][-a-z0-9.]*/)?v[a-z0-9]+$")
 _NAME = re.compile(r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$")
 _KEY = re.compile(r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$")
 
@@ -33,8 +34,11 @@ def check_schemas(manifests: Sequence[ManifestObject], known: Sequence[KindSchem
         )  # fmt: skip
     for manifest in manifests:
         api_version, kind = manifest.document.get("apiVersion"), manifest.document.get("kind")
-        if not isinstance(api_version, str) or not isinstance(kind, str):
-            yield finding("malformed", manifest, f"apiVersion is {api_version!r}, kind is {kind!r}", "words, both")
+        if not (isinstance(api_version, str) and _API_VERSION.match(api_version)):
+            yield finding("malformed", manifest, f"apiVersion is {api_version!r}", "like v1 or karpenter.sh/v1")
+            continue
+        if not (isinstance(kind, str) and kind.isalnum()):
+            yield finding("malformed", manifest, f"kind is {kind!r}", "a word")
             continue
         yield from _check_names(manifest)
         if missing:
@@ -47,18 +51,16 @@ def _judged(manifest: ManifestObject, known: Sequence[KindSchema]) -> Iterator[R
     from aliquot.cluster.schemas import Violation, core_violations, violations
 
     candidates = schemas_of_kind(manifest.document, known)
+    group = str(manifest.document["apiVersion"]).rpartition("/")[0]
     results = [(violations(manifest.document, each), each.source) for each in candidates]
-    found: list[Violation] = []
-    source = f"Kubernetes {KUBERNETES}"
-    if results:
-        found, source = min(results, key=lambda result: len(result[0]))
+    found, source = min(results, key=lambda result: len(result[0]), default=(list[Violation](), ""))
     if not found:
-        custom = any(not is_core(each.group) for each in candidates)
+        # Of a custom object kubernetes-validate sees the metadata, which are every kind's.
         metadata_alone = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": manifest.document.get("metadata")}
-        of_core = core_violations(metadata_alone if custom else manifest.document, KUBERNETES)
-        if of_core is None:
+        of_core = core_violations(manifest.document if is_core(group) else metadata_alone, KUBERNETES)
+        if of_core is None or not (candidates or is_core(group)):
             yield from _unknown(manifest, known)
-        found = of_core or []
+        found, source = of_core or [], f"Kubernetes {KUBERNETES}"
     for each in found:
         yield finding(each.rule, manifest, f"{each.message} ({source})", each.fix)
 
