@@ -221,7 +221,18 @@ MISTAKES: dict[str, tuple[str, Callable[[Documents], Any]]] = {
     "limits as a list": ("malformed", lambda d: pool(d).update(limits=["cpu"])),
     "an amount of words": ("malformed", lambda d: pool(d).update(limits={"cpu": "many"})),
     "an operator as a list": ("malformed", lambda d: requirement(d, TYPE).update(operator=["In"])),
-    "an unknown kind": ("not-read", lambda d: d.update(x={"apiVersion": "v1", "kind": "Pod", "metadata": {}})),
+    "a kind of others": ("not-read", lambda d: d.update(
+        x={"apiVersion": "example.com/v1", "kind": "Box", "metadata": {"name": "x"}})),
+    "a misspelt kind": ("unknown-kind", lambda d: d["node-class.yaml"].update(kind="EC2NodeClas")),
+    "no provisioner": ("missing-field", lambda d: d.update(
+        x={"apiVersion": "storage.k8s.io/v1", "kind": "StorageClass", "metadata": {"name": "x"}})),
+    "an unknown image family": ("field-value", lambda d: d["node-class.yaml"]["spec"].update(amiFamily="AL2024")),
+    "a requirement without values": ("cel-rule", lambda d: requirement(d, TYPE).pop("values")),
+    "a restricted label": ("cel-rule", lambda d: pool(d)["template"]["metadata"]["labels"].update(
+        {"karpenter.sh/x": "y"})),
+    "a role and a profile": ("cel-rule", lambda d: d["node-class.yaml"]["spec"].update(instanceProfile="x")),
+    "two root volumes": ("cel-rule", lambda d: d["node-class.yaml"]["spec"].update(
+        blockDeviceMappings=2 * [{"deviceName": "/dev/xvda", "rootVolume": True, "ebs": {"volumeSize": "50Gi"}}])),
     "two types in one string": ("label-value", lambda d: requirement(d, TYPE).update(values=["r7i.8xlarge, x"])),
     "a type that does not exist": ("instance-type", lambda d: requirement(d, TYPE).update(values=["r7i.9xlarge"])),
     "requirements that exclude": ("no-type-left", lambda d: requirement(d, "kubernetes.io/arch").update(
@@ -389,7 +400,8 @@ def test_refused_before_rendering() -> None:
 def test_every_rule_has_a_test_or_asks_live() -> None:
     live = {"security-group", "subnet", "secret", "operator", "versions", "refused-by-server", "quota", "permission"}
     tested = {rule for rule, _ in MISTAKES.values()} | {rule for rule, _, _ in CONFIGS.values()}
-    assert set(RULES) - live - tested == {"discontinued", "efa-unused"}
+    elsewhere = {"discontinued", "efa-unused", "not-judged"}
+    assert set(RULES) - live - tested == elsewhere
 
 
 def test_places_are_lines() -> None:

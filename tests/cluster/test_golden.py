@@ -10,9 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from aliquot.cluster.job import Job
+from aliquot import __version__
+from aliquot.cluster.check import check_manifests
+from aliquot.cluster.job import Job, describe
+from aliquot.cluster.manifests import parse_manifests
 from aliquot.cluster.render import commands, render, write
-from tests.cluster.cases import cpu_job, dynamic_storage, gpu_job
+from aliquot.config.plan import PhaseMemory
+from aliquot.config.read_config import read_config
+from tests.cluster.cases import cpu_job, dynamic_storage, gpu_job, plan
+from tests.conftest import REPOSITORY
 
 GOLDEN = Path(__file__).parent / "golden"
 JOBS = {
@@ -42,3 +48,19 @@ def test_kustomization_lists_all() -> None:
         files = render(make(), "0.1.0")
         listed = files.pop("kustomization.yaml")
         assert all(f"  - {name}\n" in listed for name in files)
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_the_runtimes_of_deploy_are_those_of_the_examples(device: str) -> None:
+    """`aliquot cluster render examples/llama3-8b-cpu.yaml --runtime -o deploy/aliquot-cpu cluster.name=aliquot-cpu`."""
+    settings = read_config(REPOSITORY / "examples" / f"llama3-8b-{device}.yaml", [f"cluster.name=aliquot-{device}"])
+    assert settings.cluster is not None
+    foreseen = plan(
+        device="cpu" if device == "cpu" else "cuda", ranks_per_node=2 if device == "cpu" else 1,
+        nodes=settings.cluster.nodes, instance=settings.cluster.instance_types[0],
+        phases=(PhaseMemory("steady peak", {"all": 1}, {}),),
+        shm_bytes_per_node=0 if device == "cpu" else 64 << 20,
+    )  # fmt: skip
+    files = render(describe(settings, foreseen), __version__, runtime=True)
+    assert {file.name: file.read_text() for file in (REPOSITORY / "deploy" / f"aliquot-{device}").iterdir()} == files
+    assert check_manifests([one for name, text in files.items() for one in parse_manifests(text, name)]) == []

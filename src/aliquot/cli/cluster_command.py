@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -34,15 +36,25 @@ def render(
     out_dir: Annotated[
         Path | None, typer.Option("-o", "--output", help="Where to write; default: manifests/<name>.")
     ] = None,
+    runtime: Annotated[
+        bool,
+        typer.Option("--runtime", help="Instead of the job: the ClusterTrainingRuntime aliquot-cpu or aliquot-gpu."),
+    ] = False,
     debug: _Debug = False,
 ) -> None:
     """Write what `kubectl apply --server-side -k DIR` makes of a run: nodes, storage, config, job."""
     with one_line_errors(debug):
         from aliquot.cluster import render as rendering
-        from aliquot.cluster.check import check_job_of_config
+        from aliquot.cluster.check import check_job_of_config, check_manifests
 
         job = _job(config, overrides)
         directory = out_dir or Path("manifests") / job.name
+        if runtime:
+            rendering.write(rendering.render(job, __version__, runtime=True), directory)
+            print(f"wrote {directory}")
+            _print(check_manifests(rendering.parsed(job, runtime=True)))
+            print(f"\n# apply\nkubectl apply --server-side -k {shlex.quote(str(directory))}")
+            return
         rendering.write(rendering.render(job, __version__), directory)
         print(rendering.plan_line(job))
         print(f"wrote {directory}")
@@ -58,6 +70,10 @@ def check(
         Path, typer.Argument(metavar="CONFIG|DIR", help="A run configuration, a manifest, or a directory of manifests.")
     ],
     overrides: _Overrides = None,
+    crds: Annotated[
+        Path | None,
+        typer.Option("--crds", metavar="DIR", help="CRDs to judge by; default: those of the supported versions."),
+    ] = None,
     live: Annotated[
         bool, typer.Option("--live", help="Also ask the cluster (kubectl) and the account (boto3); changes nothing.")
     ] = False,
@@ -67,16 +83,18 @@ def check(
     """Say what keeps a job from running before it is sent. Exit code 1: there is an error."""
     with one_line_errors(debug):
         from aliquot.cluster.check import check_job_of_config, check_manifests, in_order
-        from aliquot.cluster.live_cluster import ask_cluster
+        from aliquot.cluster.crds import read_crds
+        from aliquot.cluster.live_cluster import ask_cluster, crds_of_cluster
         from aliquot.cluster.manifests import is_manifest, read_manifests
         from aliquot.cluster.render import parsed
 
+        own = read_crds(crds) if crds is not None else crds_of_cluster() if live else []
         if is_manifest(path):
             manifests, job = read_manifests(path), None
-            findings = check_manifests(manifests)
+            findings = check_manifests(manifests, crds=own)
         else:
             job = _job(path, overrides)
-            manifests, findings = parsed(job), check_job_of_config(job)
+            manifests, findings = parsed(job), check_job_of_config(job, own)
         if live:
             findings = in_order([*findings, *ask_cluster(manifests, job)])
         if as_json:
@@ -87,6 +105,43 @@ def check(
                 print(f"{len(manifests)} objects, nothing found")
     if any(each.level == "error" for each in findings):
         raise typer.Exit(1)
+
+
+_Name = Annotated[str, typer.Argument(metavar="NAME", help="Of the TrainJob.")]
+_Namespace = Annotated[str, typer.Option("-n", "--namespace", help="Where it lies.")]
+
+
+@app.command("status")
+def status(name: _Name, namespace: _Namespace = "default", debug: _Debug = False) -> None:
+    """Say where a job on the cluster stands, and why its pods wait. Only reads, by kubectl."""
+    with one_line_errors(debug):
+        from aliquot.cluster.live_cluster import kubectl_here
+        from aliquot.cluster.status import job_status
+
+        for line in job_status(name, namespace, kubectl_here()):
+            print(line)
+
+
+@app.command("logs")
+def logs(
+    name: _Name,
+    namespace: _Namespace = "default",
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on as it grows.")] = False,
+    debug: _Debug = False,
+) -> None:
+    """Print the log of rank 0 of a job on the cluster."""
+    with one_line_errors(debug):
+        from aliquot.cluster.live_cluster import kubectl_here
+        from aliquot.cluster.status import job_pods
+        from aliquot.cluster.trainjob import NODE
+        from aliquot.errors import ClusterError
+
+        kubectl = kubectl_here()
+        pods = job_pods(name, namespace, kubectl)
+        if not pods:
+            raise ClusterError(f"{namespace}/{name} has no pods: aliquot cluster status {name} -n {namespace}")
+        arguments = ["logs", pods[0]["metadata"]["name"], "-n", namespace, "-c", NODE, *(["-f"] if follow else [])]
+        raise typer.Exit(subprocess.run([kubectl.program, *arguments], check=False).returncode)
 
 
 def _job(config: Path, overrides: list[str] | None) -> Job:

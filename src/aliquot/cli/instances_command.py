@@ -69,6 +69,8 @@ def command(
         _show(_table(types))
         source = "types from AWS, this region" if live else f"catalogue of {PRICES_DATE}"
         print(f"{len(types)} types; {source}; prices on demand, {PRICES_REGION}, {PRICES_DATE}")
+        if fits is not None:  # the cheapest hour is seldom the cheapest run
+            print(f"by the hour; what a run costs in the end: aliquot plan {fits} --tokens 1B --optimize cost")
 
 
 def _named(each: InstanceType, patterns: str | None) -> bool:

@@ -27,8 +27,25 @@ def command(
         int | None, typer.Option(min=2, help="Mean length of a document. Default: as long as a sequence.")
     ] = None,
     optimize: Annotated[Literal["time", "cost"] | None, typer.Option(help="Other settings, the best first.")] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(
+            help="Like 1B: which EC2 types, how many, how long, how much for so many, over the whole catalogue."
+        ),
+    ] = None,
+    global_batch: Annotated[
+        str | None, typer.Option(help="With --tokens: sequences of a step, like 64 or 32-256. Default: the config's.")
+    ] = None,
+    spot_price: Annotated[
+        float, typer.Option(min=0.01, max=1, help="With --tokens: a spot node's price, of that on demand; assumed.")
+    ] = 0.4,
+    spot_losses: Annotated[
+        float, typer.Option(min=0, max=1000, help="With --tokens: spot nodes lost a month, in percent; assumed.")
+    ] = 20,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    picture: Annotated[Path | None, typer.Option(help="Write memory over the phases as SVG.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Write memory over the phases as SVG; with --tokens time against money.")
+    ] = None,
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Measure this machine thoroughly, for later plans.")
     ] = False,
@@ -47,6 +64,7 @@ def command(
     with one_line_errors(debug):
         from rich.console import Console
 
+        from aliquot.cli.plan_offers import print_offers
         from aliquot.config.read_config import dump_with_places, read_with_places
         from aliquot.config.workload import Workload
         from aliquot.errors import PlanError, UsageError, writing
@@ -73,6 +91,15 @@ def command(
         settings, places = read_with_places(config, overrides or [])
         if print_config:
             print(dump_with_places(settings, places), end="")
+            return
+        if tokens is not None:
+            if memory is not None or cores is not None or network is not None:
+                raise UsageError("--tokens is about EC2 types: not with --memory, --cores or --network")
+            goal = optimize or "cost"
+            print_offers(
+                settings, tokens, goal, document_tokens, global_batch, nodes, ranks_per_node, instance, spot_price,
+                spot_losses, picture, as_json,
+            )  # fmt: skip
             return
         machine = with_disk(chosen(instance, memory, cores, network), settings)
         workload = Workload.assumed(settings, document_tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from aliquot.cluster.crds import KindSchema, supported
 from aliquot.cluster.findings import RuleFinding
 from aliquot.cluster.job import Job
 from aliquot.cluster.job_view import job_views
@@ -11,19 +12,21 @@ from aliquot.cluster.manifests import ManifestObject, of_kind
 from aliquot.cluster.pools import pool_view
 from aliquot.cluster.render import parsed
 from aliquot.cluster.rules_config import check_config
-from aliquot.cluster.rules_fields import check_fields
 from aliquot.cluster.rules_job import check_job
 from aliquot.cluster.rules_nodes import check_node_class, check_pool, check_references
 from aliquot.cluster.rules_scheduling import check_together
+from aliquot.cluster.rules_schemas import check_schemas
 from aliquot.cluster.rules_storage import check_storage
 
 
-def check_manifests(manifests: Sequence[ManifestObject], job: Job | None = None) -> list[RuleFinding]:
-    """Errors first. `job`: what the manifests were rendered from."""
-    found: list[RuleFinding] = []
+def check_manifests(
+    manifests: Sequence[ManifestObject], job: Job | None = None, crds: Sequence[KindSchema] = ()
+) -> list[RuleFinding]:
+    """Errors first. `job`: what the manifests were rendered from; `crds`: what counts instead of what is shipped."""
+    own = {(each.group, each.kind) for each in crds}
+    known = [*crds, *(each for each in supported() if (each.group, each.kind) not in own)]
+    found = list(check_schemas(manifests, known))
     pools = [pool_view(pool) for pool in of_kind(manifests, "NodePool")]
-    for manifest in manifests:
-        found.extend(check_fields(manifest))
     for pool in pools:
         found.extend(check_pool(pool))
     for node_class in of_kind(manifests, "EC2NodeClass"):
@@ -41,9 +44,9 @@ def check_manifests(manifests: Sequence[ManifestObject], job: Job | None = None)
     return in_order(found)
 
 
-def check_job_of_config(job: Job) -> list[RuleFinding]:
+def check_job_of_config(job: Job, crds: Sequence[KindSchema] = ()) -> list[RuleFinding]:
     """What a render of `job` would hold, checked without writing it."""
-    return check_manifests(parsed(job), job)
+    return check_manifests(parsed(job), job, crds)
 
 
 def in_order(findings: Sequence[RuleFinding]) -> list[RuleFinding]:

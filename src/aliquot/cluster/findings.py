@@ -18,6 +18,11 @@ RULES: dict[str, Rule] = {
     # manifests
     "unknown-field": Rule("error", "the API server refuses or drops it, and what it was to say does not hold"),
     "malformed": Rule("error", "the API server refuses a value of another kind, and the other rules do not see it"),
+    "missing-field": Rule("error", "the API server refuses an object without what its kind needs"),
+    "field-value": Rule("error", "the API server refuses a value that the field's schema does not allow"),
+    "cel-rule": Rule("error", "a rule of the kind's own (CEL), which the API server evaluates"),
+    "unknown-kind": Rule("error", "the API server refuses an object of a kind that does not exist"),
+    "not-judged": Rule("warning", "what could not be evaluated here may be wrong"),
     "not-read": Rule("warning", "this kind is not checked"),
     # nodes
     "label-value": Rule("error", "Karpenter finds it at run time and ignores the whole NodePool"),

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aliquot.cluster.aws import ask_account
+from aliquot.cluster.crds import KindSchema, schemas_of
 from aliquot.cluster.findings import RuleFinding, finding
 from aliquot.cluster.job import Job
 from aliquot.cluster.job_view import JobView, job_views
@@ -33,7 +34,11 @@ _FORBIDDEN = re.compile(r'cannot (?P<verb>\w+) resource "(?P<resource>[^"]+)"(?:
 
 
 class Refused(Exception):
-    """kubectl said no: its last line."""
+    """kubectl said no, in its words."""
+
+    @property
+    def last_line(self) -> str:
+        return str(self).splitlines()[-1]
 
 
 @dataclass(frozen=True)
@@ -62,12 +67,25 @@ class Kubectl:
 
 def ask_cluster(manifests: Sequence[ManifestObject], job: Job | None) -> list[RuleFinding]:
     """Raises UserError where there is no kubectl."""
-    if shutil.which("kubectl") is None:
-        raise MissingToolError("--live needs kubectl, configured for the cluster (aws eks update-kubeconfig)")
-    kubectl = Kubectl()
+    kubectl = kubectl_here()
     found = [*_operators(kubectl, manifests), *_secrets(kubectl, manifests), *_quotas(kubectl, manifests)]
     found += [*_dry_run(kubectl, manifests), *ask_account(manifests, job.section if job is not None else None)]
     return found
+
+
+def kubectl_here() -> Kubectl:
+    """Raises UserError where there is none."""
+    if shutil.which("kubectl") is None:
+        raise MissingToolError("kubectl is needed, configured for the cluster (aws eks update-kubeconfig)")
+    return Kubectl()
+
+
+def crds_of_cluster() -> list[KindSchema]:
+    """None where they may not be read: `ask_cluster` says so. Raises UserError where there is no kubectl."""
+    try:
+        return list(schemas_of(kubectl_here().get("customresourcedefinitions"), "the cluster"))
+    except Refused:
+        return []
 
 
 def _operators(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
@@ -156,20 +174,16 @@ def _dry_run(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterator[
             elif manifest.namespace in to_be_made and f'namespaces "{manifest.namespace}" not found' in str(refused):
                 continue  # a dry run makes no namespace, so what is to lie in it cannot be tried
             else:
-                yield finding("refused-by-server", manifest, _last_line(refused), "correct what it names")
+                yield finding("refused-by-server", manifest, refused.last_line, "correct what it names")
 
 
 def _permission(verb: str, resource: str, refused: Refused) -> RuleFinding:
     """One line that says which verb on which resource was refused."""
     match = _FORBIDDEN.search(str(refused))
     if match is None:
-        return finding("permission", resource, _last_line(refused), f"kubectl {verb} {resource} by hand")
+        return finding("permission", resource, refused.last_line, f"kubectl {verb} {resource} by hand")
     group = f".{match['group']}" if match["group"] else ""
     name = f"{match['resource']}{group}"
     return finding(
         "permission", name, f"{match['verb']} {name} was refused", f"a role that allows {match['verb']} on {name}"
     )
-
-
-def _last_line(refused: Refused) -> str:
-    return str(refused).splitlines()[-1]

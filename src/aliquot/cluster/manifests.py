@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from aliquot.cluster.fields import Complaints, sound
+from aliquot.cluster.fields import Complaint, sound
 from aliquot.errors import ManifestError
 
 _SUFFIXES = (".yaml", ".yml", ".json")
@@ -46,13 +46,13 @@ class ManifestObject:
         return [item for item in found if isinstance(item, dict)] if isinstance(found, list) else []
 
     @property
-    def complaints(self) -> Complaints:
-        """What was left out, since it is not of its field's kind."""
+    def complaints(self) -> list[Complaint]:
+        """What was left out, since it is not of its field's kind, and fields that nobody knows."""
         return self._sound[1]
 
     @cached_property
-    def _sound(self) -> tuple[dict[str, Any], Complaints]:
-        return sound(self.document, self.kind)
+    def _sound(self) -> tuple[dict[str, Any], list[Complaint]]:
+        return sound(self.document)
 
     def __str__(self) -> str:
         return f"{self.place} {self.kind}/{self.name}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aliquot.cluster.job import Job
-from aliquot.cluster.manifest_yaml import Document, literal
+from aliquot.cluster.manifest_yaml import Document, compact, literal
 from aliquot.cluster.nodes import POOL_LABEL, taint
 from aliquot.cluster.pod_config import (
     CONFIG_DIRECTORY,
@@ -18,10 +18,12 @@ from aliquot.cluster.quantity import mebibytes
 from aliquot.cluster.storage import claim_name
 
 USER = 1000  # of the image
+ANCESTOR = "trainer.kubeflow.org/trainjob-ancestor-step"
 ANNOTATIONS = {"karpenter.sh/do-not-disrupt": "true"}
 
 _ZONE = "topology.kubernetes.io/zone"
-_SHARED, _CONFIG, _SHM, _OFFLOAD = "shared", "config", "shm", "offload"
+_SHARED, _CONFIG, _TEMPORARY, _SHM, _OFFLOAD = "shared", "config", "tmp", "shm", "offload"
+_JOB_SET = "jobset.sigs.k8s.io/jobset-name"
 
 
 def command() -> list[str]:
@@ -44,11 +46,9 @@ def environment(job: Job) -> list[Document]:
     return found
 
 
-def volumes(job: Job) -> list[Document]:
-    found: list[Document] = [
-        {"name": _CONFIG, "configMap": {"name": config_map_name(job)}},
-        {"name": _SHARED, "persistentVolumeClaim": {"claimName": claim_name(job)}},
-    ]
+def volumes(job: Job, with_config: bool = True) -> list[Document]:
+    found: list[Document] = [{"name": _CONFIG, "configMap": {"name": config_map_name(job)}}] if with_config else []
+    found += [shared_volume(job), {"name": _TEMPORARY, "emptyDir": {}}]
     if job.scratch_bytes:
         found.append({"name": _OFFLOAD, "emptyDir": {"sizeLimit": mebibytes(job.scratch_bytes)}})
     if job.shm_bytes:
@@ -56,11 +56,9 @@ def volumes(job: Job) -> list[Document]:
     return found
 
 
-def volume_mounts(job: Job) -> list[Document]:
-    found: list[Document] = [
-        {"name": _CONFIG, "mountPath": CONFIG_DIRECTORY, "readOnly": True},
-        shared_mount(job),
-    ]
+def volume_mounts(job: Job, with_config: bool = True) -> list[Document]:
+    found: list[Document] = [{"name": _CONFIG, "mountPath": CONFIG_DIRECTORY, "readOnly": True}] if with_config else []
+    found += [shared_mount(job), {"name": _TEMPORARY, "mountPath": "/tmp"}]
     if job.scratch_bytes:
         found.append({"name": _OFFLOAD, "mountPath": OFFLOAD_DIRECTORY})
     if job.shm_bytes:
@@ -88,11 +86,15 @@ def tolerations(job: Job) -> list[Document]:
     return [{"key": own["key"], "operator": "Equal", "value": own["value"], "effect": own["effect"]}]
 
 
-def affinity(job: Job) -> Document | None:
-    """All nodes in one zone, whichever: a step waits for the slowest link. None where the zone is given."""
+def affinity(job: Job, any_job: bool = False) -> Document | None:
+    """All nodes in one zone, whichever: a step waits for the slowest link. None where the zone is given.
+
+    `any_job`: those of whichever job a pod belongs to, else of the one with this name.
+    """
     if job.section.zone is not None or job.plan.nodes == 1:
         return None
-    own = {"labelSelector": {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": job.name}}, "topologyKey": _ZONE}
+    labels, keys = ({ANCESTOR: "trainer"}, [_JOB_SET]) if any_job else ({_JOB_SET: job.name}, None)
+    own = compact(labelSelector={"matchLabels": labels}, matchLabelKeys=keys, topologyKey=_ZONE)
     return {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [own]}}
 
 
@@ -105,12 +107,17 @@ def pod_security() -> Document:
 
 
 def container_security() -> Document:
-    return {"runAsNonRoot": True, "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    return {
+        "runAsNonRoot": True,
+        "readOnlyRootFilesystem": True,
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+    }
 
 
-def directory_maker(job: Job) -> Document:
+def directory_maker(job: Job, any_run: bool = False) -> Document:
     """A container that runs first, as root: a new Lustre file system belongs to root, and the trainer is not root."""
-    wanted = [literal(path) for path in directories(job)]
+    wanted = [literal(path) for path in directories(job, any_run)]
     return {
         "name": "directories",
         "image": job.section.image,
@@ -120,6 +127,7 @@ def directory_maker(job: Job) -> Document:
         "securityContext": {
             "runAsUser": 0,
             "runAsNonRoot": False,
+            "readOnlyRootFilesystem": True,
             "allowPrivilegeEscalation": False,
             "capabilities": {"drop": ["ALL"], "add": ["CHOWN", "DAC_OVERRIDE", "FOWNER"]},
         },

@@ -49,10 +49,11 @@ def shipped_config(job: Job) -> dict[str, Any]:
     return values
 
 
-def directories(job: Job) -> list[str]:
-    """What the trainer must be able to write to."""
+def directories(job: Job, any_run: bool = False) -> list[str]:
+    """What the trainer must be able to write to; `any_run`: beside the run of this job those of others."""
     values = shipped_config(job)
-    found = [values["run"]["directory"], values["data"]["cache_directory"]]
+    own = PurePosixPath(values["run"]["directory"])
+    found = [str(own.parent if any_run else own), values["data"]["cache_directory"]]
     if uses_hub(job):
         found.append(hub_cache(job))
     return found

@@ -12,14 +12,17 @@ from aliquot.cluster.nodes import node_class, node_pool
 from aliquot.cluster.pod_config import config_map
 from aliquot.cluster.quantity import GIB
 from aliquot.cluster.storage import storage
-from aliquot.cluster.trainjob import NODE, train_job, training_runtime
+from aliquot.cluster.trainjob import NODE, cluster_training_runtime, train_job, training_runtime
 from aliquot.errors import StorageError
 
 KUSTOMIZATION = "kustomization.yaml"
 
 
-def documents(job: Job) -> dict[str, Document]:
-    """Every object by the name of its file, in the order in which a person would make them."""
+def documents(job: Job, runtime: bool = False) -> dict[str, Document]:
+    """Every object by the name of its file, in the order in which a person would make them.
+
+    `runtime`: instead of the job what jobs of others refer to, a ClusterTrainingRuntime.
+    """
     found: dict[str, Document] = {}
     if job.section.create_namespace:
         found["namespace.yaml"] = {
@@ -27,21 +30,22 @@ def documents(job: Job) -> dict[str, Document]:
             "kind": "Namespace",
             "metadata": {"name": job.section.namespace},
         }
+    found |= {"node-class.yaml": node_class(job), "node-pool.yaml": node_pool(job), **storage(job)}
+    if runtime:
+        return {**found, "cluster-training-runtime.yaml": cluster_training_runtime(job)}
     return {
         **found,
-        "node-class.yaml": node_class(job),
-        "node-pool.yaml": node_pool(job),
-        **storage(job),
         "config-map.yaml": config_map(job),
         "training-runtime.yaml": training_runtime(job),
         "train-job.yaml": train_job(job),
     }
 
 
-def render(job: Job, version: str) -> dict[str, str]:
-    """File name -> text; `version` is aliquot's."""
-    header = [f"Rendered by aliquot {version}; change the run's config and render again.", plan_line(job)]
-    found = documents(job)
+def render(job: Job, version: str, runtime: bool = False) -> dict[str, str]:
+    """File name -> text; `version` is aliquot's, `runtime` as in `documents`."""
+    header = [f"Rendered by aliquot {version}; change the run's config and render again."]
+    header += [] if runtime else [plan_line(job)]
+    found = documents(job, runtime)
     files = {name: to_yaml(document, header) for name, document in found.items()}
     kustomization = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
@@ -52,10 +56,12 @@ def render(job: Job, version: str) -> dict[str, str]:
     return files
 
 
-def parsed(job: Job) -> list[ManifestObject]:
+def parsed(job: Job, runtime: bool = False) -> list[ManifestObject]:
     """The objects of a render as `cluster check` reads them from files."""
     return [
-        manifest for name, document in documents(job).items() for manifest in parse_manifests(to_yaml(document), name)
+        manifest
+        for name, document in documents(job, runtime).items()
+        for manifest in parse_manifests(to_yaml(document), name)
     ]
 
 

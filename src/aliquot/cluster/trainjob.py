@@ -15,7 +15,8 @@ from aliquot.cluster.quantity import mebibytes
 NODE = "node"  # the job's and the container's name: Trainer knows no other
 _API = "trainer.kubeflow.org/v1alpha1"
 _MANAGER = "aliquot.io/render"
-_ANCESTOR = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+_ANCESTOR = {pod.ANCESTOR: "trainer"}
+_FRAMEWORK = {"trainer.kubeflow.org/framework": "torch"}
 
 _LOGS_BYTES = 2 << 30  # of a pod's own disk, beside what is asked for
 
@@ -64,35 +65,69 @@ def training_runtime(job: Job) -> Document:
     return {
         "apiVersion": _API,
         "kind": "TrainingRuntime",
-        "metadata": {
-            "name": job.name,
-            "namespace": job.section.namespace,
-            "labels": {**labels(job), "trainer.kubeflow.org/framework": "torch"},
-        },
+        "metadata": {"name": job.name, "namespace": job.section.namespace, "labels": {**labels(job), **_FRAMEWORK}},
         "spec": {
             "mlPolicy": {"numNodes": job.plan.nodes, "torch": {}},
-            "template": {
-                "spec": {
-                    "failurePolicy": _failure_policy(job),
-                    "replicatedJobs": [
-                        {
-                            "name": NODE,
-                            "template": {
-                                "metadata": {"labels": _ANCESTOR},
-                                "spec": {
-                                    "backoffLimit": 0,
-                                    "podFailurePolicy": _pod_failure_policy(),
-                                    "template": {
-                                        "metadata": {"annotations": pod.ANNOTATIONS},
-                                        "spec": pod_spec,
-                                    },
-                                },
-                            },
-                        }
-                    ],
-                }
-            },
+            "template": {"spec": _job_set(job, pod_spec)},
         },
+    }
+
+
+def cluster_training_runtime(job: Job) -> Document:
+    """`aliquot-cpu` or `aliquot-gpu`: all but the command and its config, for TrainJobs that others write or that the
+    Kubeflow SDK makes. Nodes, storage and resources are those of `job`.
+    """
+    pod_spec = compact(
+        restartPolicy="Never",
+        terminationGracePeriodSeconds=job.grace_s,
+        securityContext=pod.pod_security(),
+        nodeSelector=pod.node_selector(job),
+        tolerations=pod.tolerations(job),
+        affinity=pod.affinity(job, any_job=True),
+        initContainers=_init_containers(job, any_run=True),
+        containers=[
+            {
+                "name": NODE,
+                "image": job.section.image,
+                "imagePullPolicy": job.section.image_pull_policy,
+                "workingDir": "/tmp",  # where the SDK writes its script, and any user may
+                "env": pod.environment(job),
+                "resources": {"requests": resources(job), "limits": resources(job)},
+                "securityContext": pod.container_security(),
+                "volumeMounts": pod.volume_mounts(job, with_config=False),
+            }
+        ],
+        volumes=pod.volumes(job, with_config=False),
+    )
+    # Later versions take the number from the TrainJob, and 1 where it says none.
+    processes = {"numProcPerNode": job.plan.ranks_per_node} if old_dialect(job) else {}
+    return {
+        "apiVersion": _API,
+        "kind": "ClusterTrainingRuntime",
+        "metadata": {"name": f"aliquot-{'gpu' if job.gpu_nodes else 'cpu'}", "labels": {**labels(job), **_FRAMEWORK}},
+        "spec": {
+            "mlPolicy": {"numNodes": job.plan.nodes, "torch": processes},
+            "template": {"spec": _job_set(job, pod_spec)},
+        },
+    }
+
+
+def _job_set(job: Job, pod_spec: Document) -> Document:
+    return {
+        "failurePolicy": _failure_policy(job),
+        "replicatedJobs": [
+            {
+                "name": NODE,
+                "template": {
+                    "metadata": {"labels": _ANCESTOR},
+                    "spec": {
+                        "backoffLimit": 0,
+                        "podFailurePolicy": _pod_failure_policy(),
+                        "template": {"metadata": {"annotations": pod.ANNOTATIONS}, "spec": pod_spec},
+                    },
+                },
+            }
+        ],
     }
 
 
@@ -144,9 +179,9 @@ def _pod(job: Job, **beside: object) -> Document:
     )
 
 
-def _init_containers(job: Job) -> list[Document]:
+def _init_containers(job: Job, any_run: bool = False) -> list[Document]:
     """None for a claim that the person made: its directories are theirs."""
-    return [] if job.section.storage.kind == "claim" else [pod.directory_maker(job)]
+    return [] if job.section.storage.kind == "claim" else [pod.directory_maker(job, any_run)]
 
 
 def _pod_failure_policy() -> Document:

@@ -1,0 +1,103 @@
+"""`aliquot plan --tokens`: which machines of the catalogue, how long, how much."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from aliquot.errors import UsageError
+
+if TYPE_CHECKING:
+    from aliquot.config.schema import RunConfig
+
+_SHOWN = 12
+_FACTORS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_MOST_BATCHES = 4  # each is planned on everything
+
+
+def print_offers(
+    config: RunConfig,
+    tokens: str,
+    goal: Literal["time", "cost"],
+    document_tokens: int | None,
+    batches: str | None,
+    nodes: int | None,
+    ranks_per_node: int | None,
+    instance: str | None,
+    spot_price: float,
+    spot_losses: float,
+    picture: Path | None,
+    as_json: bool,
+) -> None:
+    """Raises UserError for options that say nothing, and where nothing fits."""
+    import json
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from aliquot.catalogue.instances import PRICES_DATE, PRICES_REGION
+    from aliquot.cluster.job import placed
+    from aliquot.config.batch_size import batch_size
+    from aliquot.config.workload import Workload
+    from aliquot.errors import writing
+    from aliquot.plan.offers import NODES, RANKS, Spot, offers
+    from aliquot.plan.offers_picture import svg
+
+    count = _number(tokens)
+    config = placed(config) if config.cluster is not None else config
+    world = config.launch.nodes * (config.launch.ranks if config.launch.ranks != "auto" else 1)
+    totals = _range(batches) if batches is not None else [batch_size(config.train, world).total]
+    found = offers(
+        config, Workload.assumed(config, document_tokens), count, goal, Spot(spot_price, spot_losses / 100), totals,
+        [nodes] if nodes else NODES,
+        [ranks_per_node] if ranks_per_node else RANKS, instance,
+    )  # fmt: skip
+    what = f"{count:,} tokens of {found[0].plan.model} ({found[0].plan.parameters / 1e9:.3g} B parameters)"
+    if as_json:
+        print(json.dumps({"tokens": count, "goal": goal, "offers": [each.as_json() for each in found]}, indent=1))
+    else:
+        table = Table(title=f"{what}, least {goal} first", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+        for column in ("nodes", "type", "bought", "hours", "USD", "restarts", "tokens/s", "ranks", "batch", "micro",
+                       "checkpointing"):  # fmt: skip
+            table.add_column(column, no_wrap=True, justify="left" if column == "type" else "right")
+        for each in found[:_SHOWN]:
+            table.add_row(
+                str(each.plan.nodes), str(each.plan.instance), each.capacity, f"{each.total_s / 3600:,.1f}",
+                f"{each.usd:,.0f}", f"{each.restarts:.2f}", f"{each.plan.tokens_per_s:,.0f}",
+                str(each.plan.ranks_per_node), str(each.global_batch), str(each.micro_batch), each.checkpointing,
+            )  # fmt: skip
+        console = Console(highlight=False)
+        (console if console.is_terminal else Console(width=200)).print(table)
+        print(f"the first: {found[0].lines}")
+        print(f"{len(found)} offers, each the best of its type, nodes and way to buy; {found[0].plan.rates}")
+        print(
+            f"prices {PRICES_REGION}, {PRICES_DATE}; spot: {spot_price:g} of them, {spot_losses:g} % of nodes lost a"
+            " month, both assumed (--spot-price, --spot-losses: see AWS' Spot Instance Advisor)"
+        )
+    if picture is not None:
+        with writing(picture):
+            picture.write_text(svg(found, what))
+
+
+def _number(text: str) -> int:
+    """1B, 300M, 2.5e9."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]{1,2})?)([KMBT]?)", text.strip(), re.IGNORECASE)
+    number = int(float(match[1]) * _FACTORS[match[2].upper()]) if match is not None else 0
+    if not 1 <= number <= 10**15:
+        raise UsageError(f"--tokens {text}: a number of tokens like 1B, 300M or 2.5e9")
+    return number
+
+
+def _range(text: str) -> list[int]:
+    """64, or 32-256: the ends and what lies between in powers of two, four of them at most."""
+    match = re.fullmatch(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", text.strip())
+    low, high = (int(match[1]), int(match[2] or match[1])) if match is not None else (0, 0)
+    if not 1 <= low <= high:
+        raise UsageError(f"--global-batch {text}: sequences of a step, like 64 or 32-256")
+    found = [low]
+    while found[-1] * 2 < high:
+        found.append(found[-1] * 2)
+    found = list(dict.fromkeys([*found, high]))
+    apart = max(1.0, (len(found) - 1) / (_MOST_BATCHES - 1))
+    return list(dict.fromkeys(found[min(len(found) - 1, round(number * apart))] for number in range(_MOST_BATCHES)))

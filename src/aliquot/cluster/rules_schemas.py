@@ -1,0 +1,109 @@
+"""The rule of rules: an object is what its kind's schema says, CEL rules included.
+
+Without the extra `cluster` only names and kinds of fields are looked at, and a finding says so.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+
+from aliquot.cluster.crds import KindSchema, is_core
+from aliquot.cluster.fields import schemas_of_kind
+from aliquot.cluster.findings import RuleFinding, finding
+from aliquot.cluster.manifests import ManifestObject, mapping
+from aliquot.cluster.pools import LABEL_VALUE
+
+KUBERNETES = "1.34"  # whose core kinds are judged
+
+_NEEDED = {"kubernetes_validate": "kubernetes-validate", "cel_expr_python": "cel-expr-python"}
+_API_VERSION = re.compile(r"^([a-z0-9][-a-z0-9.]*/)?v[a-z0-9]+$")
+_NAME = re.compile(r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$")
+_KEY = re.compile(r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$")
+
+
+def check_schemas(manifests: Sequence[ManifestObject], known: Sequence[KindSchema]) -> Iterator[RuleFinding]:
+    """`known`: where a kind is there twice, as of two versions of an operator, that one counts which fits best."""
+    missing = [name for module, name in _NEEDED.items() if find_spec(module) is None]
+    if missing:
+        yield finding(
+            "not-judged", "schemas", f"only names and kinds of fields are: {' and '.join(missing)} are not installed",
+            "pip install 'aliquot[cluster]'",
+        )  # fmt: skip
+    for manifest in manifests:
+        api_version, kind = manifest.document.get("apiVersion"), manifest.document.get("kind")
+        if not (isinstance(api_version, str) and _API_VERSION.match(api_version)):
+            yield finding("malformed", manifest, f"apiVersion is {api_version!r}", "like v1 or karpenter.sh/v1")
+            continue
+        if not (isinstance(kind, str) and kind.isalnum()):
+            yield finding("malformed", manifest, f"kind is {kind!r}", "a word")
+            continue
+        yield from _check_names(manifest)
+        if missing:
+            yield from _names_and_kinds(manifest, known)
+        else:
+            yield from _judged(manifest, known)
+
+
+def _judged(manifest: ManifestObject, known: Sequence[KindSchema]) -> Iterator[RuleFinding]:
+    from aliquot.cluster.schemas import Violation, core_violations, violations
+
+    candidates = schemas_of_kind(manifest.document, known)
+    group = str(manifest.document["apiVersion"]).rpartition("/")[0]
+    results = [(violations(manifest.document, each), each.source) for each in candidates]
+    found, source = min(results, key=lambda result: len(result[0]), default=(list[Violation](), ""))
+    if not found:
+        # Of a custom object kubernetes-validate sees the metadata, which are every kind's.
+        metadata_alone = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": manifest.document.get("metadata")}
+        of_core = core_violations(manifest.document if is_core(group) else metadata_alone, KUBERNETES)
+        if of_core is None or not (candidates or is_core(group)):
+            yield from _unknown(manifest, known)
+        found, source = of_core or [], f"Kubernetes {KUBERNETES}"
+    for each in found:
+        yield finding(each.rule, manifest, f"{each.message} ({source})", each.fix)
+
+
+def _unknown(manifest: ManifestObject, known: Sequence[KindSchema]) -> Iterator[RuleFinding]:
+    """A kind that a known group lacks is an error; of a group that nobody knows, nothing is known."""
+    api_version = str(manifest.document["apiVersion"])
+    group = api_version.rpartition("/")[0]
+    kinds = sorted({f"{each.api_version} {each.kind}" for each in known if each.group == group})
+    if not kinds and not is_core(group):
+        near = difflib.get_close_matches(group, {each.group for each in known}, 1, 0.8)
+        fix = f"did you mean {near[0]}?" if near else "--crds DIR with its CRD, or --live"
+        yield finding("not-read", manifest, f"{manifest.kind} of {api_version}", fix)
+        return
+    near = difflib.get_close_matches(f"{api_version} {manifest.kind}", kinds, 1, 0.6)
+    fix = f"did you mean {near[0]}?" if near else "see `kubectl api-resources`"
+    yield finding("unknown-kind", manifest, f"{api_version} has no {manifest.kind}", fix)
+
+
+def _check_names(manifest: ManifestObject) -> Iterator[RuleFinding]:
+    """What the API server asks of metadata, and no schema says."""
+    metadata = mapping(manifest.document.get("metadata"))
+    name = metadata.get("name")
+    if name is None and metadata.get("generateName") is None:
+        yield finding("missing-field", manifest, "metadata.name is missing", "give it")
+    elif isinstance(name, str) and (len(name) > 253 or not _NAME.match(name)):
+        yield finding("field-value", manifest, f"metadata.name is {name!r}", "small letters, digits, - and .")
+    for part in ("labels", "annotations"):
+        for key, value in mapping(metadata.get(part)).items():
+            if not _KEY.match(str(key)):
+                yield finding("field-value", manifest, f"metadata.{part} has {key!r}", "a name, or domain/name")
+            if part == "labels" and isinstance(value, str) and not (LABEL_VALUE.match(value) and len(value) < 64):
+                fix = "at most 63 letters, digits, -, _ and ."
+                yield finding("field-value", manifest, f"metadata.labels.{key} is {value!r}", fix)
+
+
+def _names_and_kinds(manifest: ManifestObject, known: Sequence[KindSchema]) -> Iterator[RuleFinding]:
+    if not schemas_of_kind(manifest.document, known):
+        yield from _unknown(manifest, known)
+        return
+    for each in manifest.complaints:
+        if each.expected is None:
+            fix = f"did you mean {each.nearest}?" if each.nearest else "see `kubectl explain`"
+            yield finding("unknown-field", manifest, each.path, fix)
+        else:
+            yield finding("malformed", manifest, f"{each.path} is {each.value!r}", each.expected)

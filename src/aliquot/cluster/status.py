@@ -1,0 +1,193 @@
+"""`aliquot cluster status`: where a job on the cluster stands, and in words why it does not run. Reads only."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from aliquot.cluster.live_cluster import Kubectl, Refused
+from aliquot.cluster.manifests import dig, listed, mapping
+from aliquot.cluster.trainjob import NODE
+from aliquot.errors import ClusterError
+
+Object = dict[str, Any]
+
+_INDEX = "batch.kubernetes.io/job-completion-index"
+_NODE_LABELS = ("node.kubernetes.io/instance-type", "topology.kubernetes.io/zone", "karpenter.sh/capacity-type")
+_LAST_LINES = 50  # of rank 0's log, in which the last line of a step is looked for
+
+# What the scheduler says -> what it means.
+_UNSCHEDULABLE = (
+    (r"Insufficient ([\w./-]*\w)", "no node has enough {0} free: a new one is coming, or no NodePool may make it"),
+    (r"untolerated taint \{([^}]*)\}", "nodes have the taint {0}, which the pod does not tolerate"),
+    (r"didn't match Pod's node affinity/selector", "no node has the labels that the pod selects"),
+    (r"didn't match pod affinity rules", "the pods of a job must be in one zone, and no node of that zone is free"),
+    (r'persistentvolumeclaim "([^"]+)" not found', "the claim {0} does not exist"),
+    (r"unbound immediate PersistentVolumeClaims", "its claim has no volume yet: kubectl describe pvc"),
+)
+_WAITING = {
+    "ImagePullBackOff": "the image cannot be pulled",
+    "ErrImagePull": "the image cannot be pulled",
+    "InvalidImageName": "the image's name is wrong",
+    "CreateContainerConfigError": "a Secret or ConfigMap that it names is missing",
+    "CrashLoopBackOff": "its container ends again and again",
+    "ContainerCreating": "volumes are being mounted, the image pulled",
+    "PodInitializing": "the directories of the run are being made",
+}
+_ENDED = {2: "bad input: see the log", 137: "killed, most often for memory", 143: "stopped, and saved before"}
+
+
+def job_status(name: str, namespace: str, kubectl: Kubectl) -> Iterator[str]:
+    """Lines for a person. Raises UserError where there is no such job, or it may not be seen."""
+    job = _job(name, namespace, kubectl)
+    pods = job_pods(name, namespace, kubectl)
+    running = sum(dig(each, "status", "phase") == "Running" for each in pods)
+    yield f"TrainJob {namespace}/{name}: {_state(job)}; {running} of {len(pods)} pods run"
+    yield from _progress(job)
+    if not pods:
+        yield f"no pods: {_why_no_pods(job)}"
+    events = _maybe(kubectl, "events", "-n", namespace) if pods else []
+    nodes = {_name(each): each for each in _maybe(kubectl, "nodes")} if pods else {}
+    for pod in pods:
+        node = dig(pod, "spec", "nodeName")
+        what = why_waiting(pod, events) or _ended(pod) or ""
+        yield "  " + "  ".join(filter(None, (_name(pod), dig(pod, "status", "phase"), _node(node, nodes), what)))
+    if any(dig(pod, "status", "phase") == "Pending" for pod in pods):
+        yield from _coming_nodes(kubectl)
+    if running and (line := _last_step(pods, namespace, kubectl)) is not None:
+        yield f"rank 0: {line}"
+
+
+def job_pods(name: str, namespace: str, kubectl: Kubectl) -> list[Object]:
+    """The newest attempt's, rank 0's first. Raises UserError where they may not be seen."""
+    try:
+        pods = kubectl.get("pods", "-n", namespace, "-l", f"jobset.sigs.k8s.io/jobset-name={name}")
+    except Refused as refused:
+        raise ClusterError(f"the pods of {namespace}/{name} cannot be listed: {refused.last_line}") from None
+    attempt = "jobset.sigs.k8s.io/restart-attempt"
+    newest = max((int(_labels(each).get(attempt) or 0) for each in pods), default=0)
+    kept = [each for each in pods if int(_labels(each).get(attempt) or 0) == newest]
+    return sorted(kept, key=lambda each: int(_labels(each).get(_INDEX) or 0))
+
+
+def why_waiting(pod: Object, events: Sequence[Object]) -> str | None:
+    """In words, with what Kubernetes said; None for a pod that runs or has ended."""
+    if dig(pod, "status", "phase") != "Pending":
+        return None
+    own = [each for each in events if dig(each, "involvedObject", "name") == _name(pod)]
+    warnings = [str(each.get("message")) for each in own if each.get("type") == "Warning"]
+    for condition in listed(dig(pod, "status", "conditions")):
+        if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
+            if condition.get("reason") == "SchedulingGated":
+                return "it waits for its queue to admit it"
+            says = str(condition.get("message") or (warnings or ["nothing said yet"])[-1])
+            return f"{_unschedulable(says)} ({says})"
+    for kind in ("initContainerStatuses", "containerStatuses"):
+        for container in listed(dig(pod, "status", kind)):
+            reason = dig(container, "state", "waiting", "reason")
+            if reason is not None and reason != "PodInitializing":
+                says = dig(container, "state", "waiting", "message") or (warnings or [""])[-1]
+                return f"{_WAITING.get(reason, reason)}{f' ({says})' if says else ''}"
+    return warnings[-1] if warnings else "it has a node, and starts" if dig(pod, "spec", "nodeName") else "no node yet"
+
+
+def _unschedulable(says: str) -> str:
+    for pattern, words in _UNSCHEDULABLE:
+        if (match := re.search(pattern, says)) is not None:
+            return words.format(*match.groups())
+    return "no node can take it"
+
+
+def _job(name: str, namespace: str, kubectl: Kubectl) -> Object:
+    try:
+        (job,) = kubectl.get("trainjob", name, "-n", namespace)
+    except Refused as refused:
+        if "NotFound" in str(refused):
+            raise ClusterError(f"TrainJob {namespace}/{name} does not exist: kubectl get trainjobs -A") from None
+        raise ClusterError(f"TrainJob {namespace}/{name} cannot be read: {refused.last_line}") from None
+    return job
+
+
+def _state(job: Object) -> str:
+    conditions = {each.get("type"): each for each in listed(dig(job, "status", "conditions"))}
+    for kind, words in (("Complete", "complete"), ("Failed", "failed"), ("Suspended", "suspended")):
+        found = mapping(conditions.get(kind))
+        if found.get("status") == "True":
+            return f"{words} ({found.get('message') or found.get('reason')})"
+    return "suspended" if dig(job, "spec", "suspend") else "not finished"
+
+
+def _why_no_pods(job: Object) -> str:
+    if dig(job, "spec", "suspend"):
+        return "the job is suspended: its queue has not admitted it, or a person has stopped it"
+    for condition in listed(dig(job, "status", "conditions")):
+        if condition.get("status") == "True":
+            return str(condition.get("message") or condition.get("reason"))
+    return "Trainer has not seen the job yet: does its controller run? kubectl get pods -n kubeflow-system"
+
+
+def _progress(job: Object) -> Iterator[str]:
+    """What the trainer itself has told, where Trainer's feature gate TrainJobRuntimeStatus is on."""
+    status = mapping(dig(job, "status", "trainerStatus"))
+    if not status:
+        return
+    parts = [f"{status.get('progressPercentage')} %"]
+    if isinstance(left := status.get("estimatedRemainingSeconds"), int):
+        parts.append(f"{datetime.timedelta(seconds=left)} left")
+    parts += [f"{each.get('name')} {each.get('value')}" for each in listed(status.get("metrics"))]
+    yield f"{', '.join(parts)} (at {status.get('lastUpdatedTime')})"
+
+
+def _node(name: Any, nodes: dict[str, Object]) -> str:
+    if not name:
+        return ""
+    labels = _labels(mapping(nodes.get(name)))
+    about = [labels[key] for key in _NODE_LABELS if key in labels]
+    ready = [each for each in listed(dig(nodes.get(name), "status", "conditions")) if each.get("type") == "Ready"]
+    about += ["not ready"] if any(each.get("status") != "True" for each in ready) else []
+    return f"on {name}" + (f" ({', '.join(about)})" if about else "")
+
+
+def _ended(pod: Object) -> str | None:
+    for container in listed(dig(pod, "status", "containerStatuses")):
+        if (ended := dig(container, "state", "terminated")) and ended.get("exitCode"):
+            code = ended["exitCode"]
+            return f"exit code {code}: {_ENDED.get(code, ended.get('reason') or 'see the log')}"
+    return None
+
+
+def _coming_nodes(kubectl: Kubectl) -> Iterator[str]:
+    """Nodes that Karpenter is making, with what keeps them."""
+    for claim in _maybe(kubectl, "nodeclaims"):
+        for condition in listed(dig(claim, "status", "conditions")):
+            if condition.get("type") in ("Launched", "Registered", "Initialized") and condition.get("status") != "True":
+                says = condition.get("message") or condition.get("reason") or "on its way"
+                yield f"  node {_name(claim)}: not {str(condition['type']).lower()} ({says})"
+                break
+
+
+def _last_step(pods: Sequence[Object], namespace: str, kubectl: Kubectl) -> str | None:
+    try:
+        log = kubectl.run("logs", _name(pods[0]), "-n", namespace, "-c", NODE, f"--tail={_LAST_LINES}")
+    except Refused:
+        return None
+    lines = [line for line in log.splitlines() if line.strip()]
+    return next((line for line in reversed(lines) if line.lstrip().startswith("step")), lines[-1] if lines else None)
+
+
+def _maybe(kubectl: Kubectl, *arguments: str) -> list[Object]:
+    """Nothing where it is not there, or may not be seen: the rest is still worth saying."""
+    try:
+        return kubectl.get(*arguments)
+    except Refused:
+        return []
+
+
+def _name(each: Object) -> str:
+    return str(dig(each, "metadata", "name"))
+
+
+def _labels(each: Object) -> dict[str, str]:
+    return mapping(dig(each, "metadata", "labels"))

@@ -1,0 +1,22 @@
+"""The shipped facts are those of the real CRDs and of Kubernetes' own schemas."""
+
+from __future__ import annotations
+
+from aliquot.cluster.crds import supported
+from tests.cluster.crd import CRDS, needs_crds
+from tests.cluster_facts import FILE, facts
+
+
+@needs_crds
+def test_they_are_what_the_crds_say() -> None:
+    assert FILE.read_text() == facts(CRDS), "python -m tests.cluster_facts --crds DIR"
+
+
+def test_each_kind_says_its_version() -> None:
+    sources: dict[str, set[str]] = {}
+    for each in supported():
+        sources.setdefault(each.kind, set()).add(each.source)
+    assert sources["NodePool"] == {"Karpenter 1.14.1"}
+    assert sources["TrainJob"] == {"Kubeflow Trainer 2.3.0", "Kubeflow Trainer 2.1.0"}
+    assert sources["StorageClass"] == {"Kubernetes 1.34"}
+    assert {"JobSet", "LocalQueue", "PersistentVolume", "Secret", "EC2NodeClass"} <= set(sources)

@@ -1,0 +1,121 @@
+"""A run by the Kubeflow SDK: its TrainJob for our runtime is taken, its command trains, its status tells how far."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aliquot.cluster.manifest_yaml import to_yaml
+from aliquot.cluster.trainjob import cluster_training_runtime
+from tests.cluster.apiserver import NEEDS_SERVER, Server, kubectl
+from tests.cluster.cases import cpu_job
+from tests.runs import write_config
+
+pytestmark = NEEDS_SERVER
+
+JOBS = "/apis/trainer.kubeflow.org/v1alpha1/namespaces/default/trainjobs"
+
+
+def fine_tune(config: str) -> None:
+    import pathlib
+
+    import aliquot
+
+    aliquot.train(aliquot.read_config(pathlib.Path(config)))
+
+
+@pytest.fixture
+def runtime(trainer: str) -> Iterator[str]:
+    applied = kubectl(
+        "apply", "--server-side", "-f", "-", text=to_yaml(cluster_training_runtime(cpu_job(trainer=trainer)))
+    )
+    assert applied.returncode == 0, applied.stderr
+    yield "aliquot-cpu"
+    kubectl("delete", "clustertrainingruntime", "aliquot-cpu")
+
+
+def test_the_sdk_runs_a_config(runtime: str, trainer: str, tmp_path: Path) -> None:
+    if trainer != "2.3":
+        pytest.skip("the SDK's models are those of Trainer 2.3")
+    from kubeflow.common.types import KubernetesBackendConfig
+    from kubeflow.trainer import CustomTrainer, TrainerClient
+
+    client = TrainerClient(KubernetesBackendConfig(config_file=os.environ["KUBECONFIG"], namespace="default"))
+    found = client.get_runtime(runtime)
+    assert (found.trainer.device, found.trainer.num_nodes) == ("cpu", 4)
+    config = write_config(tmp_path, train={"max_steps": 3}, launch={"threads_per_rank": 1})
+    task = CustomTrainer(func=fine_tune, func_args={"config": str(config)}, num_nodes=1)
+    name = client.train(runtime=runtime, trainer=task)
+    server = Server(Path(os.environ["KUBECONFIG"]))
+    _, job = server.request("GET", f"{JOBS}/{name}")
+    assert job["spec"]["runtimeRef"]["name"] == runtime
+
+    with controller(server, name) as url:
+        (tmp_path / "token").write_text("x")
+        result = subprocess.run(
+            job["spec"]["trainer"]["command"], cwd=tmp_path, env=variables_of_a_pod(url, tmp_path / "token"),
+            capture_output=True, text=True, check=False, timeout=300,
+        )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    _, job = server.request("GET", f"{JOBS}/{name}")
+    status = job["status"]["trainerStatus"]
+    assert status["progressPercentage"] == 100
+    assert {"name": "current_step", "value": "3"} in status["metrics"]
+    assert "loss" in {each["name"] for each in status["metrics"]}
+    assert [each.name for each in client.list_jobs(found)] == [name]
+    client.delete_job(name)
+
+
+def variables_of_a_pod(url: str, token: Path) -> dict[str, str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "HOME": str(token.parent),
+        "PET_NNODES": "1",
+        "PET_NPROC_PER_NODE": "1",
+        "PET_NODE_RANK": "0",
+        "PET_MASTER_ADDR": "127.0.0.1",
+        "PET_MASTER_PORT": str(port),
+        "KUBEFLOW_TRAINER_SERVER_URL": url,
+        "KUBEFLOW_TRAINER_SERVER_TOKEN": str(token),
+    }
+
+
+class controller:
+    """What Trainer's own server does with a post: it becomes the status of the TrainJob."""
+
+    def __init__(self, server: Server, name: str) -> None:
+        class Posts(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                status: dict[str, Any] = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                code, answer = server.request(
+                    "PATCH", f"{JOBS}/{name}/status", {"status": status}, "application/merge-patch+json"
+                )
+                assert code == 200, answer
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *arguments: object) -> None:
+                pass
+
+        self._http = HTTPServer(("127.0.0.1", 0), Posts)
+        threading.Thread(target=self._http.serve_forever, daemon=True).start()
+
+    def __enter__(self) -> str:
+        return f"http://127.0.0.1:{self._http.server_port}"
+
+    def __exit__(self, *reason: object) -> None:
+        self._http.shutdown()
+        self._http.server_close()

@@ -1,0 +1,99 @@
+"""Offers over the catalogue: sorted, whole in tokens, restarts counted, nothing that another beats in everything."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from aliquot.catalogue.instances import instance, instances
+from aliquot.cli.main import app
+from aliquot.config.read_config import read_config
+from aliquot.config.workload import Workload
+from aliquot.plan.offers import Offer, Spot, offers, undominated
+from aliquot.plan.offers_picture import svg, unbeaten
+from tests.conftest import REPOSITORY
+
+CONFIG = REPOSITORY / "examples" / "llama3-8b-cpu.yaml"
+SETTINGS = read_config(CONFIG)
+TOKENS = 10**8
+SPOT = Spot(price=0.4, lost_a_month=0.2)
+
+
+@pytest.fixture(scope="module")
+def found() -> list[Offer]:
+    return offers(SETTINGS, Workload.assumed(SETTINGS), TOKENS, "cost", SPOT, [32], [1, 2], [1, 2], "c7i.24xlarge")
+
+
+def test_sorted_and_whole(found: list[Offer]) -> None:
+    assert {(each.plan.nodes, each.capacity) for each in found} == {
+        (nodes, capacity) for nodes in (1, 2) for capacity in ("spot", "on-demand")
+    }
+    costs = [each.usd for each in found]
+    assert costs == sorted(costs)
+    for each in found:
+        assert TOKENS <= each.plan.steps * each.plan.tokens_per_step < TOKENS + each.plan.tokens_per_step
+        assert each.plan.tokens_per_step == each.global_batch * 512 and each.plan.fits
+    assert found[0].capacity == "spot"
+
+
+def test_a_spot_node_is_cheaper_and_later(found: list[Offer]) -> None:
+    by = {(each.plan.nodes, each.capacity): each for each in found}
+    spot, sure = by[2, "spot"], by[2, "on-demand"]
+    assert (sure.restarts, sure.total_s) == (0.0, sure.plan.total_s)
+    assert spot.restarts == pytest.approx(0.2 * 2 * spot.total_s / (30 * 86400))
+    lost_s = spot.total_s - spot.plan.total_s
+    assert 300 * spot.restarts < lost_s  # a new node, and the checkpoint is read
+    assert spot.usd == pytest.approx(0.4 * spot.plan.usd_per_hour * spot.total_s / 3600)
+
+
+def test_time_is_money(found: list[Offer]) -> None:
+    fast = offers(SETTINGS, Workload.assumed(SETTINGS), TOKENS, "time", SPOT, [32], [1, 2], [1, 2], "c7i.24xlarge")
+    assert fast[0].plan.nodes == 2
+    assert fast[0].total_s <= min(each.total_s for each in found)
+    line = unbeaten([*found, *fast])
+    assert [each.usd for each in line] == sorted((each.usd for each in line), reverse=True)
+    picture = svg(found, "a <title>")
+    assert picture.count("<circle") == len(found) and "a &lt;title&gt;" in picture
+
+
+def test_undominated() -> None:
+    types = [each for each in instances() if each.usd_per_hour is not None and not each.gpus]
+    kept = {each.name for each in undominated(types)}
+    assert {"c7i.24xlarge", "r7i.24xlarge"} <= kept and len(kept) < len(types)
+    assert "c7i.metal-24xl" not in kept or instance("c7i.metal-24xl").clock_mhz > instance("c7i.24xlarge").clock_mhz
+
+
+def test_what_nothing_fits() -> None:
+    result = CliRunner().invoke(app, ["plan", str(CONFIG), "--tokens", "1B", "--instance", "c7i.large", "--nodes", "1"])
+    assert result.exit_code == 2 and "nothing in the catalogue fits" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--tokens", "many"],
+        ["--tokens", "0"],
+        ["--tokens", "1B", "--global-batch", "8-4"],
+        ["--tokens", "1B", "--cores", "8"],
+    ],
+)
+def test_bad_options_are_one_line(arguments: list[str]) -> None:
+    result = CliRunner().invoke(app, ["plan", str(CONFIG), *arguments])
+    assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1, result.stderr
+
+
+def test_the_command(tmp_path: Path) -> None:
+    picture = tmp_path / "x.svg"
+    arguments = ["--tokens", "100M", "--optimize", "time", "--instance", "c7i.24xlarge", "--global-batch", "16-128"]
+    result = CliRunner().invoke(
+        app, ["plan", str(CONFIG), *arguments, "--nodes", "2", "--picture", str(picture), "--json"]
+    )
+    told = json.loads(result.stdout)
+    assert told["tokens"] == TOKENS and picture.read_text().startswith("<svg")
+    hours = [each["total_s"] for each in told["offers"]]
+    assert hours == sorted(hours) and all(math.isfinite(each["usd"]) for each in told["offers"])
+    assert {each["nodes"] for each in told["offers"]} == {2}
