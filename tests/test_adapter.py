@@ -15,8 +15,12 @@ from transformers import AutoModelForCausalLM
 import aliquot
 from aliquot.config.adapter_section import AdapterSection
 from aliquot.config.batch_size import batch_size
+from aliquot.config.schema import ModelSection
 from aliquot.data.batches import Batches
 from aliquot.data.prepare import prepare
+from aliquot.errors import UserError
+from aliquot.models.export import export_checkpoint
+from aliquot.models.source import resolve
 from tests import plain
 from tests.runs import command, curve, refused, trained, write_config
 
@@ -119,22 +123,36 @@ def test_frozen_weights_are_exported_as_they_were(folder: Path, base: Path) -> N
     assert not any("embed_tokens" in name or ".mlp." in name for name in moments)
 
 
+def refusal(config: Path, *overrides: str) -> str:
+    """What is said of bad input, in this process: starting one takes seconds."""
+    with pytest.raises(UserError) as caught:
+        aliquot.train(aliquot.read_config(config, ["launch.ranks=1", *overrides]))
+    assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
+    return str(caught.value)
+
+
 def test_refusals(folder: Path, base: Path, lora: Path) -> None:
     config, whole = beside(base, "refused", adapter=LORA), beside(base, "whole")
-    assert "give model.path" in refused(write_config(folder, "scratch", adapter=LORA))
+    assert "give model.path" in refusal(write_config(folder, "scratch", adapter=LORA))
     assert "needs shard.engine: host or fsdp, not deepspeed" in refused(config, "shard.engine=deepspeed")
-    assert "leave train.freeze out" in refused(config, "train.freeze=[model.*]")
-    assert "no weight is named nothing.*" in refused(whole, "train.freeze=[nothing.*]")
-    assert "nothing is left to learn" in refused(whole, "train.freeze=['*']")
-    assert "adapter.target_modules: " in refused(config, "adapter.target_modules=[nothing]")
-    assert "embed_tokens is no linear layer" in refused(config, "adapter.target_modules=[embed_tokens]")
-    # Another model of the same shapes is not what it was learned beside.
+    assert "leave train.freeze out" in refusal(config, "train.freeze=[model.*]")
+    assert "no weight is named nothing.*" in refusal(whole, "train.freeze=[nothing.*]")
+    assert "nothing is left to learn" in refusal(whole, "train.freeze=['*']")
+    assert "adapter.target_modules: " in refusal(config, "adapter.target_modules=[nothing]")
+    assert "embed_tokens is no linear layer" in refusal(config, "adapter.target_modules=[embed_tokens]")
+    with pytest.raises(UserError, match="not of an adapter"):
+        export_checkpoint(folder / "base" / "checkpoints" / "step-00000003", folder / "never", "float32", merge=True)
+    with pytest.raises(UserError, match="an adapter, not a model: aliquot export"):
+        resolve(ModelSection(path=str(lora / "export")))
+
+
+@pytest.mark.long
+def test_an_adapter_is_not_continued_beside_another_model(folder: Path, base: Path, lora: Path) -> None:
+    """Of the same shapes."""
     other = folder / "other"
     trained(write_config(folder, "other-base", run={"seed": 6, "name": "other-base", "directory": str(other)}))
     moved = beside(base, "lora", adapter=LORA, model={"config": None, "path": str(other / "export")})
     assert "model (hash of samples) was" in refused(moved)
-    done = command("export", folder / "base" / "checkpoints" / "step-00000003", folder / "never", "--merge")
-    assert done.returncode == 2 and "not of an adapter" in done.stderr
 
 
 @pytest.mark.long

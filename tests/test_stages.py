@@ -59,7 +59,8 @@ def test_more_epochs_go_on_behind_a_batch_that_was_cut_short(epochs: tuple[Path,
     assert curve(directory, "epoch")[first] == 1.0 and curve(directory, "epoch")[second] == 2.0
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_second_stage_is_resumed_exactly(epochs: tuple[Path, int, int], tmp_path: Path, ranks: int) -> None:
     file, first, second = epochs
     directory = file.parent / "epochs"

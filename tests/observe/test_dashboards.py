@@ -85,6 +85,7 @@ def attempt(run: Path, service: str, steps: range, how: str | None = "end", last
     return warned
 
 
+@pytest.mark.long
 def test_a_server_that_never_answers_holds_nothing_up_and_the_next_attempt_sends_what_it_missed(
     run: Path, mlflow_server: str, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
