@@ -29,10 +29,10 @@ from typing import Any, NoReturn
 REQUEST_BYTES = 1 << 20
 RESTARTS = "ALIQUOT_ALLOCATOR"  # a process that is not restarted for another allocator; see launch/preload.py
 IMPORTED = (
-    "datasets", "peft.tuners.lora", "safetensors.torch", "tensorboard.compat.proto.summary_pb2", "torch.distributed.fsdp",
-    "torch.distributed.launcher.api", "torch.profiler", "torch.testing", "torch.utils.tensorboard", "transformers",
-    "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto",
-    "transformers.models.llama.modeling_llama",
+    "datasets", "peft.tuners.lora", "safetensors.torch", "tensorboard.compat.proto.summary_pb2",
+    "torch.distributed.fsdp", "torch.distributed.launcher.api", "torch.profiler", "torch.testing",
+    "torch.utils.tensorboard", "transformers", "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto", "transformers.models.llama.modeling_llama",
 )  # fmt: skip
 
 
