@@ -2,7 +2,7 @@
 
 python benchmarks/lora.py --json lora.json [--shape 500m] [--precision auto] [--steps 2] [--rounds 2]
 
-A step has 1,024 real tokens a rank, in two ways: full rows of 512, where a peer has nothing to pad, and documents of
+A step has about 1,024 real tokens a rank, in two ways: full rows of 512, where a peer has nothing to pad, and documents of
 65 tokens on average, which aliquot packs and the peer, eight at a time, pads to the longest (its default). Adapters of
 rank 16 on all linear layers. Rounds alternate; medians of all steps but the first. Memory is the most PSS of a rank.
 """
@@ -86,7 +86,7 @@ def _row(who: str, work: str, measured: list[Measured]) -> Row:
     if not good:
         return row | {"note": measured[0]["failed"]}
     seconds = statistics.median(second for each in good for second in each["seconds"])
-    tokens = RANKS * WORKS[work].tokens * WORKS[work].rows
+    tokens = RANKS * good[0]["tokens"]
     return row | {"tokens_per_s": tokens / seconds, "pss_gb": max(each["pss"] for each in good) / 1e9}
 
 
@@ -112,10 +112,11 @@ def rank() -> None:
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
-    ends = []
+    ends: list[float] = []
+    tokens = float(WORKS[work].tokens * WORKS[work].rows)
     config, count = llama_config(SHAPES[shape]), int(steps) + 1
     if who.startswith("peft"):
-        peer(config, WORKS[work], precision, count, lambda: ends.append(time.perf_counter()))
+        tokens = peer(config, WORKS[work], precision, count, lambda: ends.append(time.perf_counter()))
     else:
         topology = Topology(number, RANKS, number, RANKS, 0, 1, "cpu", 1, ())
         adapter = AdapterSection(r=R, alpha=ALPHA) if "LoRA" in who else None
@@ -125,12 +126,12 @@ def rank() -> None:
             ends.append(time.perf_counter())
     over.set()
     watcher.join()
-    tell({"pss": peak[0], "seconds": [b - a for a, b in pairwise(ends)]})
+    tell({"pss": peak[0], "tokens": tokens, "seconds": [b - a for a, b in pairwise(ends)]})
     os._exit(0)
 
 
-def peer(config: dict[str, Any], work: Work, precision: str, steps: int, ended: Callable[[], object]) -> None:
-    """As their documentation says: get_peft_model, Trainer, two processes."""
+def peer(config: dict[str, Any], work: Work, precision: str, steps: int, ended: Callable[[], object]) -> float:
+    """As their documentation says: get_peft_model, Trainer, two processes. Real tokens of a rank and step, on average."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
@@ -162,7 +163,10 @@ def peer(config: dict[str, Any], work: Work, precision: str, steps: int, ended: 
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype)
     model = get_peft_model(model, LoraConfig(r=R, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM"))
+    documents = Documents()
+    mean = sum(documents.lengths) / len(documents.lengths)
     batch = 1 if work.mean is None else BATCH
+    accumulation = round(work.tokens * work.rows / (mean * batch))
     with tempfile.TemporaryDirectory() as folder:
         settings = TrainingArguments(
             output_dir=folder,
@@ -170,7 +174,7 @@ def peer(config: dict[str, Any], work: Work, precision: str, steps: int, ended: 
             bf16=precision == "bf16",
             ddp_backend="gloo",
             per_device_train_batch_size=batch,
-            gradient_accumulation_steps=work.tokens * work.rows // ((work.mean or work.tokens) * batch),
+            gradient_accumulation_steps=accumulation,
             max_steps=steps,
             learning_rate=1e-4,
             max_grad_norm=1.0,
@@ -180,9 +184,8 @@ def peer(config: dict[str, Any], work: Work, precision: str, steps: int, ended: 
             logging_strategy="no",
             remove_unused_columns=False,
         )
-        Trainer(
-            model=model, args=settings, train_dataset=Documents(), data_collator=padded, callbacks=[Ended()]
-        ).train()
+        Trainer(model=model, args=settings, train_dataset=documents, data_collator=padded, callbacks=[Ended()]).train()
+    return mean * batch * accumulation
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -140,8 +140,20 @@ def test_refusals(folder: Path, base: Path, lora: Path) -> None:
     assert "nothing is left to learn" in refusal(whole, "train.freeze=['*']")
     assert "adapter.target_modules: " in refusal(config, "adapter.target_modules=[nothing]")
     assert "embed_tokens is no linear layer" in refusal(config, "adapter.target_modules=[embed_tokens]")
+    assert "the output head is not adapted" in refusal(config, "adapter.target_modules=[q_proj, lm_head]")
+    assert "an adapter leaves the model as it is" in refusal(config, "model.add_tokens=[<a>]")
+    assert "adapter.alpha was 12.0 and is 6.0" in refusal(beside(base, "lora", adapter={**LORA, "alpha": 6.0}))
     with pytest.raises(UserError, match="not of an adapter"):
         export_checkpoint(folder / "base" / "checkpoints" / "step-00000003", folder / "never", "float32", merge=True)
+    step, elsewhere = lora / "checkpoints" / "step-00000006", folder / "elsewhere"
+    shutil.copytree(base, elsewhere)
+    export_checkpoint(step, folder / "moved", "float32", merge=True, base=str(elsewhere))
+    moved = load_file(folder / "moved" / "model.safetensors")
+    save_file({name: 2 * values for name, values in moved.items()}, elsewhere / "model.safetensors")
+    with pytest.raises(UserError, match="not the weights beside which the adapter was learned"):
+        export_checkpoint(step, folder / "never", "float32", merge=True, base=str(elsewhere))
+    with pytest.raises(UserError, match="--base names another place"):
+        export_checkpoint(step, folder / "never", "float32", merge=True, base=str(folder / "nowhere"))
     with pytest.raises(UserError, match="an adapter, not a model: aliquot export"):
         resolve(ModelSection(path=str(lora / "export")))
 

@@ -74,6 +74,8 @@ def _evaluate(run: Attempt) -> dict[str, Evaluation]:
     began = time.perf_counter()
 
     def progress(done: int, total: int) -> None:
+        nonlocal began
+        began = time.perf_counter() if done == 0 else began
         display.evaluating(done, total, time.perf_counter() - began)
 
     results = {}

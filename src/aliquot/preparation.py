@@ -29,6 +29,7 @@ from aliquot.launch.ranks import Ranks
 from aliquot.launch.same_everywhere import check_same
 from aliquot.machine.allocator import give_back
 from aliquot.models import initialize, meta
+from aliquot.models.adapter import BASE
 from aliquot.models.load import load_weights
 from aliquot.models.published import Published, published_of
 from aliquot.models.source import ModelSource, resolve
@@ -85,7 +86,10 @@ class Inputs:
     def determinants(self, config: RunConfig) -> dict[str, str | int | float | None]:
         """What a checkpoint goes on with: the order of the data, and the model beside which an adapter is learned."""
         fixed = self.batches.determinants()
-        return fixed if config.adapter is None else fixed | {"model (hash of samples)": str(self.source.fingerprint())}
+        if config.adapter is None:
+            return fixed
+        scaling = {f"adapter.{key}": getattr(config.adapter, key) for key in ("r", "alpha", "use_rslora")}
+        return fixed | scaling | {BASE: str(self.source.fingerprint)}
 
 
 @dataclass(frozen=True)
@@ -152,12 +156,10 @@ def check_inputs(run: Attempt, inputs: Inputs) -> None:
         data, config = inputs.data, inputs.source.config.to_dict()
         return {
             **{f"{name or 'data'} (hash of the tokens)": Path(store).name for name, store in data.train.items()},
-            **{
-                f"{name or 'held-out data'} (hash of the tokens)": Path(store).name for name, store in data.eval.items()
-            },
+            **{f"held-out {name or 'data'} (hash of the tokens)": Path(at).name for name, at in data.eval.items()},
             "tokenizer (hash of its files)": Path(data.tokenizer).name,
             "model.config": {key: value for key, value in config.items() if not key.startswith("_")},
-            "weights (hash of samples)": inputs.source.fingerprint(),
+            "weights (hash of samples)": inputs.source.fingerprint,
         }
 
     check_same(run.ranks, told)
@@ -248,6 +250,7 @@ def _evaluations(run: Attempt, where: Path, state: dict[str, Any]) -> Evaluation
     best = directory_of(root, found.best_step)
     if on_first(run.ranks, lambda: best in complete_directories(root)):
         return found
+    run.display.warning(f"the checkpoint of step {found.best_step}, which evaluated best, is not here any more")
     return replace(found, best_step=None, best_loss=math.inf)
 
 

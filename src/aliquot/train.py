@@ -201,6 +201,8 @@ class Training:
         given_up = self._evaluation_is_due() and self._evaluations.last_step != first  # or the one before all steps
         if given_up and (stopping := self._evaluate()):
             raise Terminated(stopping, f"before step {first + 1}: start again to continue")
+        if given_up and first > 0 and _best_step(self._run.config, self._evaluations) == first:
+            self._saver.start(first, self._state(), first)  # it may be of another run
         with BatchesAhead(self._inputs.batches, ranks.rank, ranks.world_size, first, stop) as batches:
             while self._done < self._end:
                 self._record.begin()
@@ -314,7 +316,7 @@ class Training:
 
     def _saved(self, step: int, seconds: float, stall_s: float) -> None:
         self._record.saved(step, seconds, stall_s)
-        self._mirror.start(step, _best_step(self._run.config, self._evaluations))
+        self._mirror.start(step, self._saver.best)
         give_back()
 
     def _stopped(self) -> int:
@@ -391,10 +393,14 @@ class Training:
         wanted, precision, adapter = run.config.model.dtype, run.config.train.precision, built.adapter
         # An adapter is small, and added to what is much larger.
         dtype = export_dtype(wanted, source.dtype if adapter is None else torch.float32, precision)
-        best = _best_step(run.config, self._evaluations)
-        if best is not None and best != self._done:
+        best, root = _best_step(run.config, self._evaluations), run.directory.checkpoints
+        kept = None if best is None else directory_of(root, best)
+        if kept is not None and on_first(run.ranks, lambda: kept not in complete_directories(root)):
+            run.display.warning(f"step {best} evaluated best, but could not be saved: the last weights are exported")
+            kept = None
+        if kept is not None and best != self._done:
             run.display.line(f"exported is what evaluated best: {self._evaluations.told()}")
-            export_checkpoint(directory_of(run.directory.checkpoints, best), target, dtype, ranks=run.ranks)
+            export_checkpoint(kept, target, dtype, ranks=run.ranks)
         elif adapter is None:
             export(self._engine, built.tensors, target, dtype, self._files, run.ranks, published=self._model.published)
         else:

@@ -191,3 +191,17 @@ def test_every_known_key_is_documented_or_plain(file: Path) -> None:
 def test_a_schedule_takes_its_own_settings_alone(file: Path, kind: str, kwargs: str, expected: str) -> None:
     told = failure(file, f"train.lr_scheduler_type={kind}", f"train.lr_scheduler_kwargs={kwargs}")
     assert expected in told
+
+
+def test_a_key_of_digits_is_one_line(file: Path) -> None:
+    for override in ("5=3", "train.5=1", "5.x=1"):
+        with pytest.raises(UserError) as caught:
+            read_config(file, [override])
+        assert "\n" not in str(caught.value)
+
+
+def test_keys_that_belong_into_each_source(file: Path) -> None:
+    sources = "data.sources=[{name: a, path: text.txt}]"
+    for override in ("data.split=train[:1%]", "data.dataset_config=x"):
+        with pytest.raises(UserError, match="belongs into each of"):
+            read_config(file, ["data.path=null", sources, override])

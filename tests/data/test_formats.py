@@ -116,3 +116,11 @@ def test_the_words_of_a_document_are_what_a_tokenizer_learns_from() -> None:
 def test_sections_that_contradict_themselves(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DataSection(**keys)
+
+
+def test_an_input_that_the_first_record_has_not_and_a_system_text_that_is_none() -> None:
+    found = format_of(DataSection(path="x"), {"instruction": "add", "output": "ok", "system": "be kind"}, "x:1")
+    second = {"instruction": "translate", "input": "Guten Tag", "output": "Good day"}
+    assert json.loads(found.read(second, "x:2")[0])["input"] == "Guten Tag"
+    first = json.loads(found.read({"instruction": "add", "output": "ok", "system": "be kind"}, "x:1")[0])
+    assert (first["input"], first["system"]) == ("", "be kind")

@@ -134,6 +134,15 @@ def test_where_all_sources_end_the_run_ends() -> None:
     assert made.step_batch(4, 0, 1).sequences == 6
     with pytest.raises(UserError, match=r"all of data\.sources end after 5 steps, before train\.max_steps 6"):
         made.total_steps(6)
+    one_epoch = Batches(
+        sources, sequence_length=4, packing=True, seed=1, global_batch_size=10, micro_batch_size=1, pad_id=0, epochs=1
+    )
+    assert one_epoch.total_steps(None) == 5, "one epoch is all of them, whatever their weights"
+    with pytest.raises(UserError, match="no source repeats"):
+        Batches(
+            sources, sequence_length=4, packing=True, seed=1, global_batch_size=10, micro_batch_size=1, pad_id=0,
+            epochs=3,
+        )  # fmt: skip
 
 
 def test_what_the_order_depends_on_is_told() -> None:

@@ -95,6 +95,11 @@ class Saver:
             self.finish()
 
     @property
+    def best(self) -> int | None:
+        """The step that was best when the newest save began."""
+        return self._best
+
+    @property
     def under_way(self) -> int | None:
         """The step whose checkpoint is being saved."""
         return self._step if self._work is not None else None

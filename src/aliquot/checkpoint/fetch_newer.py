@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from aliquot.checkpoint.directories import newest, step_of
+from aliquot.checkpoint.directories import STATE, complete_directories, directory_of, newest, step_of
+from aliquot.checkpoint.evaluations import Evaluations
 from aliquot.checkpoint.mirrored import complete_steps, fetch, split_url
 from aliquot.config.schema import CheckpointSection
 from aliquot.errors import DamagedCheckpoint, ResumeError, StorageError
+from aliquot.ranges.jsonfile import read_json
 from aliquot.ranges.together import RankGroup, on_first
 from aliquot.stores.open_store import is_url, open_store
 
@@ -45,8 +47,33 @@ def fetch_newer(
         url, folder = candidates.pop()
         try:
             fetch(url, folder, root, ranks)
+            if settings.best:
+                _fetch_best(url, root / folder, root, ranks, warn)
+            return
+        except StorageError as error:
+            if settings.on_error == "stop" or on_first(ranks, lambda: newest(root) is None):
+                raise
+            warn(f"checkpoint.mirror: {error}; going on from what is here")
             return
         except DamagedCheckpoint as error:
             if is_url(settings.resume) and not candidates:
                 raise
             warn(f"skipping a damaged checkpoint: {url}: {error}")
+
+
+def _fetch_best(url: str, fetched: Path, root: Path, ranks: RankGroup, warn: Callable[[str], None]) -> None:
+    """The checkpoint that evaluated best, by the state of the newest, where it is there and not here."""
+
+    def look() -> str | None:
+        best = Evaluations.of(read_json(fetched / STATE)).best_step
+        if best is None or directory_of(root, best) in complete_directories(root):
+            return None
+        name = directory_of(root, best).name
+        return name if name in complete_steps(open_store(url)) else None
+
+    name = on_first(ranks, look)
+    if name is not None:
+        try:
+            fetch(url, name, root, ranks)
+        except (DamagedCheckpoint, StorageError) as error:
+            warn(f"the checkpoint that evaluated best could not be fetched: {url}: {error}")

@@ -96,14 +96,15 @@ class Mirror:
     def _prepare(self, step: int) -> Any:
         assert self._url is not None
         store = open_store(self._url)
-        self._copy = Copy(directory_of(self._root, step), store, self._ranks.rank, self._ranks.world_size)
-        return self._copy.prepare() if self._ranks.rank == 0 else None
+        copy = Copy(directory_of(self._root, step), store, self._ranks.rank, self._ranks.world_size)
+        return copy, copy.prepare() if self._ranks.rank == 0 else None
 
     # What comes next, once all ranks have done what came before; False: it is over. Collective.
 
     def _sending(self) -> bool:
-        copy, tokens = self._copy, self._ranks.gather(self._done())[0]
-        if copy is None or tokens is None:
+        copy, own = self._done()
+        self._copy, tokens = copy, self._ranks.gather(own)[0]
+        if tokens is None:
             return False
         self._go_on = lambda: self._publishing(copy, tokens)
         self._work = Background("aliquot-mirror", lambda: copy.send(tokens))

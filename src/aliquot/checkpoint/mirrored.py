@@ -72,7 +72,7 @@ class Copy:
             return None
         store.abort()
         complete = {name.partition("/")[0] for name in names if name.endswith(f"/{MANIFEST}")} - {folder}
-        store.remove(_manifest_first(name for name in names if _folder(name) and _folder(name) not in complete))
+        _remove(store, (name for name in names if _folder(name) and _folder(name) not in complete))
         files = read_manifest(self._directory).files
         return {name: store.begin(f"{folder}/{name}", record.bytes) for name, record in files.items()}
 
@@ -111,7 +111,7 @@ class Copy:
         store.put(f"{folder}/{MANIFEST}", (self._directory / MANIFEST).read_bytes())
         kept = {folder, *(directory_of(Path(), step).name for step in (best,) if step is not None)}
         old = set(complete_steps(store)[:-keep]) - kept
-        store.remove(_manifest_first(name for name in there if _folder(name) in old))
+        _remove(store, (name for name in there if _folder(name) in old))
 
     def stop(self) -> None:
         """Nothing more need be sent."""
@@ -259,5 +259,9 @@ def _folder(name: str) -> str | None:
     return folder if slash and is_name(folder) else None
 
 
-def _manifest_first(names: Iterator[str]) -> list[str]:
-    return sorted(names, key=lambda name: not name.endswith(f"/{MANIFEST}"))
+def _remove(store: Store, names: Iterator[str]) -> None:
+    """Manifests first, in a request of their own: what has none is no checkpoint."""
+    every = list(names)
+    manifests = [name for name in every if name.endswith(f"/{MANIFEST}")]
+    store.remove(manifests)
+    store.remove([name for name in every if name not in set(manifests)])

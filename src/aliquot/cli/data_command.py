@@ -44,7 +44,9 @@ def show(
         display = Display("auto", enabled=True)
         source = resolve(settings.model, DESCRIPTION_FILES)
         beside = source.config.to_dict()
-        prepared = prepare(settings.data, source.directory, source.largest_vocabulary, display.progress, beside)
+        added = (settings.model.add_tokens, settings.model.add_special_tokens)
+        rows = source.largest_vocabulary
+        prepared = prepare(settings.data, source.directory, rows, display.progress, beside, *added)
         display.finish()
         train, tokenizer = settings.train, prepared.load_tokenizer()
         epochs = None if train.max_steps else train.num_train_epochs

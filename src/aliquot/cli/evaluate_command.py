@@ -70,7 +70,7 @@ def command(
         return
     if as_json:
         told = {name: _finite(asdict(each)) for name, each in found.items()}
-        print(json.dumps(told.get("", told)))
+        print(json.dumps(told[""] if set(told) == {""} else told))
         return
     for name, each in found.items():
         of = f"{name}: " if name else ""

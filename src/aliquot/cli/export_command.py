@@ -18,6 +18,7 @@ def command(
         "bfloat16"
     ),
     merge: Annotated[bool, typer.Option("--merge", help="Of an adapter: into the model that it adapts.")] = False,
+    base: Annotated[str | None, typer.Option(help="Where that model lies now, if not where it did.")] = None,
     verify: Annotated[bool, typer.Option("--verify", help="First check every byte of the checkpoint.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
@@ -36,5 +37,5 @@ def command(
             directory = held.enter_context(fetched_weights(checkpoint, out_dir, verify))
         if verify:
             verify_all(directory)
-        export_checkpoint(directory, out_dir, dtype, merge=merge)
+        export_checkpoint(directory, out_dir, dtype, merge=merge, base=base)
     print(f"exported {checkpoint} to {out_dir} ({dtype})")

@@ -97,7 +97,10 @@ class DataSection(RecordsSection):
     eval_path: str | list[str] | None = Field(None, description="Files to evaluate on, as data.path.")
     eval_split: str | None = Field(None, description="A split of data.dataset to evaluate on.")
     eval_fraction: float = Field(
-        0.0, ge=0.0, le=0.5, description="Hold out this part of the training documents where no eval source is given."
+        0.0,
+        ge=0.0,
+        le=0.5,
+        description="Hold out this part of each source. Not with eval_path or eval_split.",
     )
     eval_sources: list[NamedSection] = Field(
         [],
@@ -125,7 +128,9 @@ class DataSection(RecordsSection):
     @model_validator(mode="after")
     def sources_fit(self) -> Self:
         if self.sources is not None:
-            misplaced = [name for name in ("text_field", "messages", "prompt", "document") if getattr(self, name)]
+            fields = ("text_field", "messages", "prompt", "document", "dataset_config")
+            misplaced = [name for name in fields if getattr(self, name)]
+            misplaced += ["split"] if "split" in self.model_fields_set else []
             if misplaced:
                 raise ValueError(f"data.{misplaced[0]} belongs into each of data.sources")
             if not self.sources:
@@ -138,6 +143,10 @@ class DataSection(RecordsSection):
             if twice is not None:
                 raise ValueError(f"data.{key}: two are called {twice}")
         return self
+
+    @property
+    def source_count(self) -> int:
+        return len(self.sources or [self])
 
     def every_path(self) -> Iterator[tuple[str, str]]:
         """(key, path) of all local data that the section names."""

@@ -25,7 +25,8 @@ _OURS = {
     "data.dataset_config": "dataset_config_name dataset_kwargs",
     "data.split": "dataset_split train_split",
     "data.sources": "datasets dataset_mixture dataset_mixer mix_strategy interleave_probs pretraining_dataset",
-    "data.text_field": "dataset_text_field text_column field_messages text_key",
+    "data.text_field": "dataset_text_field text_column text_key",
+    "data.messages": "field_messages",
     "data.tokenizer": "tokenizer_name tokenizer_config tokenizer_path tokenizer_name_or_path tokenizer_type"
     " use_fast_tokenizer tokenizer_use_fast",
     "data.chat_template": "chat_template_path chat_template_jinja template",
@@ -85,7 +86,7 @@ _OURS = {
     "shard.offload_directory": "offload_folder nvme_path",
     "shard.memory": "max_memory gpu_memory_limit",
     # adapter
-    "adapter.type: lora": "lora use_lora use_peft peft peft_config finetuning_type peft_type lora_config qlora",
+    "adapter.type: lora": "lora use_lora use_peft peft peft_config finetuning_type peft_type lora_config",
     "adapter.r": "lora_r lora_rank lora_dim",
     "adapter.alpha": "lora_alpha",
     "adapter.use_rslora": "peft_use_rslora",
@@ -186,6 +187,7 @@ _NONE = {
     " output_router_logits",
     "set it in the model's config.json, or in model.config": "model_init_kwargs mixture_of_depths",
     "the tokenizer's files say it": "pad_token unk_token",
+    "frozen weights are in bf16; adapter.type: lora": "qlora",
     "LoRA is of the plain kind": "use_dora peft_use_dora pissa_init relora",
 }  # fmt: skip
 

@@ -155,7 +155,7 @@ def _explain(problem: dict[str, Any], locations: Mapping[Keys, Location], where:
 
 def _suggestion(keys: Keys, value: object) -> str:
     """What to write instead: our key for what it is called elsewhere, the right section, or the nearest spelling."""
-    *section, name = (key for key in keys if not key.isdigit())  # which entry of a list it is in
+    section, name = [key for key in keys[:-1] if not key.isdigit()], keys[-1]  # without its place in a list
     ours = known_keys()
     beside = {path[-1]: path for path in ours if list(path[:-1]) == section}
     theirs = other_names.OURS.keys() | other_names.NONE.keys()

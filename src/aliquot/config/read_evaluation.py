@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from aliquot.config.data_section import DataSection, RecordsSection
 from aliquot.config.read_config import Keys, Location, apply_override, read_config, validate
 from aliquot.config.schema import (
     CheckpointSection,
@@ -36,10 +37,11 @@ def read_evaluation(model: str, data: str, overrides: Sequence[str]) -> RunConfi
             apply_override(values, override, locations)
         read = validate(values, locations, "command line")
     train, shard = read.train, read.shard
+    tokenizer = {"tokenizer": None, "tokenizer_vocab_size": None}
     return RunConfig(
         run=read.run,
         model=ModelSection(path=model),
-        data=read.data.model_copy(update={"tokenizer": None, "tokenizer_vocab_size": None}),
+        data=read.data.model_copy(update=tokenizer | _without_training(read.data)),
         train=TrainSection(
             max_steps=1,
             global_batch_size=max(_TOGETHER, train.per_device_train_batch_size),
@@ -54,3 +56,11 @@ def read_evaluation(model: str, data: str, overrides: Sequence[str]) -> RunConfi
         observe=read.observe.model_copy(update={"prometheus": None}),
         launch=read.launch,
     )
+
+
+def _without_training(data: DataSection) -> dict[str, Any]:
+    """What to evaluate on in the place of what to train on, which is not read, where it is no part of that."""
+    if data.eval_fraction or data.eval_split:
+        return {}
+    first = {"path": data.eval_path, "dataset": None} if data.eval_path else data.eval_sources[0].model_dump()
+    return {"sources": None, **{key: value for key, value in first.items() if key in RecordsSection.model_fields}}

@@ -284,6 +284,8 @@ class RunConfig(Section):
         train = self.train
         if self.adapter is not None and self.model.path is None:
             raise ValueError("an adapter is learned beside a pretrained model: give model.path")
+        if self.adapter is not None and (self.model.add_tokens or self.model.add_special_tokens):
+            raise ValueError("an adapter leaves the model as it is: new tokens are for training its weights")
         if self.adapter is not None and train.freeze:
             raise ValueError("with an adapter all of the model is frozen: leave train.freeze out")
         if train.global_batch_tokens is not None:

@@ -70,7 +70,7 @@ class Batches:
     The sequences of a global batch form micro-batches of `micro_batch_size`, each of one source, and micro-batch m goes
     to rank m % world_size: what is trained on does not depend on the world size. With `epochs` the last batch ends with
     the last sequence and may be smaller; without, there is no last batch unless all sources end. An epoch is as many
-    tokens as all sources have together. Raises UserError where there is no sequence.
+    tokens as all sources have together, or all of them where none repeats. Raises UserError where there is no sequence.
     """
 
     def __init__(
@@ -105,6 +105,10 @@ class Batches:
         )
         mixed = sum(rate * mean for rate, mean in zip(self.mixture.rates, means, strict=True))
         self.epoch_sequences = max(1, round(sum(own_tokens) * sum(self.mixture.rates) / mixed))
+        if self.mixture.total is not None:
+            self.epoch_sequences = self.mixture.total  # they end: all of them is all there is
+            if epochs is not None and epochs > 1:
+                raise DataError(f"no source repeats, so train.num_train_epochs cannot be {epochs:g}: 1 is all of them")
         limits = [self.mixture.total, None if epochs is None else self._sequences_in(epochs)]
         self.steps = Steps(global_batch_size, min((limit for limit in limits if limit is not None), default=None))
 

@@ -61,10 +61,11 @@ class Format:
         values = {field: record.get(field) for field in (*self.fields, *self.others)}
         if self.kind == "prompt":
             return _prompted(self.fields[0], self.fields[1], values, where), self.kind
-        output, inputs = self.fields[1], self.others[:1]
+        output = self.fields[1]
+        inputs = [field for field in _INPUTS if record.get(field)][:1]
         parts = {
             "instruction": _text(values["instruction"], "instruction", where),
-            "input": "".join(_text(values[field], field, where) for field in inputs),
+            "input": "".join(_text(record[field], field, where) for field in inputs),
             "output": _text(values[output], output, where),
         }
         if not any(part.strip() for part in parts.values()):
@@ -109,7 +110,7 @@ def _found(names: list[str], where: str | Path) -> Format:
     if {"prompt", "completion"} <= set(names):
         return Format("prompt", ("prompt", "completion"))
     if "instruction" in names and outputs:
-        return Format("instruction", ("instruction", outputs[0]), _of(names, *_INPUTS)[:1] + _of(names, "system"))
+        return Format("instruction", ("instruction", outputs[0]), _of(names, *_INPUTS, "system"))
     if "text" in names:
         return Format("text", ("text",))
     raise DataError(

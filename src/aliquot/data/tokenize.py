@@ -107,13 +107,13 @@ def _chunks(documents: Iterator[Document], answers: bool, cut: Cut | None, write
     held: list[str] = []  # of a document whose end has not been read
     begins = True
     for document in documents:
+        if document.blank and not held:
+            writer.left_out[BLANK] += 1
+            continue
         if (document.kind != "text") != answers:
             raise DataError(
                 "some documents are text and some have answers: give them sources of their own, data.sources"
             )
-        if document.blank and not held:
-            writer.left_out[BLANK] += 1
-            continue
         held.append(document.text)
         if not document.ended and cut is None:
             continue

@@ -82,7 +82,7 @@ class EngineSpec:
             gradient_checkpointing=train.gradient_checkpointing,
             reduce_dtype=config.shard.reduce_dtype,
             micro_batches=batch_size(train, topology.world_size).micro_batches(
-                topology.world_size, len(config.data.sources or [config.data])
+                topology.world_size, config.data.source_count
             ),
             weight_decay=train.weight_decay,
             adam_beta1=train.adam_beta1,

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 CONFIG_FILE = "adapter_config.json"
+BASE = "model (hash of samples)"  # by that name a checkpoint's state tells beside which one it was learned
 STEM = "adapter_model"  # of its safetensors, by peft's convention
 _NAME = ".default"  # of the adapter, in the model but not in its files
 _PREFIX = "base_model.model."
@@ -80,6 +81,8 @@ def adapt(model: PreTrainedModel, section: AdapterSection) -> tuple[Adapter, Fil
             raise ConfigError(
                 f"adapter.target_modules: {name} is no linear layer (experts are none), and only those are adapted"
             )
+    if isinstance(model.get_output_embeddings(), LoraLayer):
+        raise ConfigError("adapter.target_modules: the output head is not adapted: head and loss are one step here")
     settings.target_modules = sorted(settings.target_modules)  # peft's is a set, in any order
     settings.inference_mode = True
     now = {names[id(parameter)]: name for name, parameter in model.named_parameters() if id(parameter) in names}

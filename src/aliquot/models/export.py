@@ -13,7 +13,7 @@ import torch
 
 from aliquot.config.schema import ModelSection
 from aliquot.errors import RunDirectoryError, UsageError
-from aliquot.models.adapter import CONFIG_FILE, STEM, saves_of
+from aliquot.models.adapter import BASE, CONFIG_FILE, STEM, saves_of
 from aliquot.models.code_of_strangers import without_code
 from aliquot.models.merge import MergedWeights
 from aliquot.models.published import Published, PublishedParts, published_of, tensors_of
@@ -22,7 +22,7 @@ from aliquot.models.stored_weights import StoredWeights, in_order
 from aliquot.ranges.bytemap import ByteMap, Shape
 from aliquot.ranges.checksums import BlockChecksums, Piece
 from aliquot.ranges.file_layout import FilesLayout
-from aliquot.ranges.jsonfile import parse_json, read_small
+from aliquot.ranges.jsonfile import parse_json, read_json, read_small
 from aliquot.ranges.manifest import check_read, read_manifest
 from aliquot.ranges.parts import PartSource
 from aliquot.ranges.publish import check_names, check_space, clean_leftovers, publish_together, write_file
@@ -30,6 +30,7 @@ from aliquot.ranges.reader import RangeReader
 from aliquot.ranges.together import Alone, RankGroup, on_first
 from aliquot.ranges.transfer import drain
 
+STATE = "state.json"  # of a checkpoint
 MAX_SHARD_BYTES = 50_000_000_000  # transformers' default
 
 
@@ -88,10 +89,12 @@ def export_checkpoint(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     ranks: RankGroup = Alone(),  # noqa: B008 (it holds nothing)
     merge: bool = False,
+    base: str | None = None,
 ) -> None:
     """Export the weights of a checkpoint, with the config files that it was saved with; each rank its part. Collective.
 
-    Of an adapter they are one of peft; with `merge` they are the model that it was learned beside, which it changes.
+    Of an adapter they are one of peft; with `merge` they are the model that it was learned beside, which it changes
+    and which lies where it did, or at `base`.
 
     Memory is bounded by a few buffers; a model is built only on the meta device, of experts that are stored apart.
     `verify`: compare all bytes that are exported with the checksums of the manifest. Raises UserError as `export` does,
@@ -116,12 +119,13 @@ def export_checkpoint(
     adapter = config_files.get(CONFIG_FILE)
     if merge and adapter is None:
         raise UsageError("--merge: this is a checkpoint of a whole model, not of an adapter", checkpoint_dir)
-    with RangeReader(checksums if verify else None) as reader, RangeReader() as base:
+    with RangeReader(checksums if verify else None) as reader, RangeReader() as of_base:
         store = StoredWeights(source, reader, ranks)
         if adapter is None:
             write(store, tensors, config_files, published=_published(checkpoint_dir, tensors))
         elif merge:
-            merged = MergedWeights(StoredWeights(source, reader), adapter, base)
+            beside = read_json(checkpoint_dir / STATE)["determinants"].get(BASE)
+            merged = MergedWeights(StoredWeights(source, reader), adapter, of_base, base, beside)
             write(merged, merged.tensors, merged.files(config_files))
         else:
             write(store, tensors, config_files, published=saves_of(tensors), stem=STEM)

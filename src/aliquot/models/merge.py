@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from aliquot.errors import WeightsFileError
+from aliquot.errors import ModelFilesError, WeightsFileError
 from aliquot.models.adapter import CONFIG_FILE
-from aliquot.models.source import HUB_FILES, local_directory
+from aliquot.models.source import HUB_FILES, fingerprint, local_directory
 from aliquot.models.stored_weights import StoredWeights, in_order
 from aliquot.ranges.bytemap import ByteMap
 from aliquot.ranges.jsonfile import parse_json, read_small
@@ -23,10 +23,19 @@ _A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
 class MergedWeights:
     """As the model's own files name and cut them."""
 
-    def __init__(self, adapter: StoredWeights, settings: bytes, reader: RangeReader) -> None:
-        """`settings`: peft's, as JSON. `reader`: of the model's files. Raises UserError where those do not belong."""
+    def __init__(
+        self, adapter: StoredWeights, settings: bytes, reader: RangeReader, base: str | None, beside: object
+    ) -> None:
+        """`settings`: peft's, as JSON. `reader`: of the model's files. `base`: where they are, if not where they were.
+        `beside`: their fingerprint. Raises UserError where those do not belong."""
         fields = parse_json(settings, CONFIG_FILE)
-        self._directory = local_directory(str(fields["base_model_name_or_path"]), HUB_FILES)
+        named = base or str(fields["base_model_name_or_path"])
+        try:
+            self._directory = local_directory(named, HUB_FILES)
+        except ModelFilesError as error:
+            raise ModelFilesError(f"the model that the adapter is for: {error}; --base names another place") from None
+        if fingerprint(self._directory) != beside:
+            raise WeightsFileError("not the weights beside which the adapter was learned", self._directory)
         source = ByteMap.of_directory(self._directory)
         self._base = StoredWeights(source, reader)
         self.tensors = in_order(source)

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,19 +77,10 @@ class ModelSource:
             if getattr(config, "vocab_size", size) < size:
                 config.vocab_size = size
 
+    @cached_property
     def fingerprint(self) -> str | None:
-        """Of the weights: a hash of sizes and of samples all over the files, a few megabytes of reading. None: none."""
-        if self.directory is None:
-            return None
-        total = hashlib.sha256()
-        for path in sorted(self.directory.glob("*.safetensors")):
-            size = path.stat().st_size
-            total.update(f"{path.name} {size} ".encode())
-            with path.open("rb") as file:
-                for number in range(_SAMPLES):
-                    file.seek(number * max(0, size - _SAMPLE_BYTES) // (_SAMPLES - 1))
-                    total.update(file.read(_SAMPLE_BYTES))
-        return total.hexdigest()[:16]
+        """Of the weights as they are when this is first asked for; None: there are none."""
+        return None if self.directory is None else fingerprint(self.directory)
 
     def check_length(self, sequence_length: int) -> None:
         """Raises UserError where sequences are longer than the positions that the model knows."""
@@ -98,6 +90,19 @@ class ModelSource:
                 f"data.sequence_length is {sequence_length}, but the model has {positions} positions"
                 " (max_position_embeddings): shorten the sequences"
             )
+
+
+def fingerprint(directory: Path) -> str:
+    """Of its weights: a hash of sizes and of samples all over the files, a few megabytes of reading. Raises OSError."""
+    total = hashlib.sha256()
+    for path in sorted(directory.glob("*.safetensors")):
+        size = path.stat().st_size
+        total.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            for number in range(_SAMPLES):
+                file.seek(number * max(0, size - _SAMPLE_BYTES) // (_SAMPLES - 1))
+                total.update(file.read(_SAMPLE_BYTES))
+    return total.hexdigest()[:16]
 
 
 def resolve(section: ModelSection, hub_files: Sequence[str] = HUB_FILES) -> ModelSource:

@@ -47,6 +47,10 @@ class KubeflowStatus:
         self._thread.start()
         self._tell({"progressPercentage": 0, "metrics": [{"name": "total_steps", "value": str(total_steps)}]})
 
+    def ends_at(self, step: int) -> None:
+        """It ends earlier than was said."""
+        self._total_steps = step
+
     def write(self, metrics: Mapping[str, Any]) -> None:
         """`metrics` holds "step" and, on a training step, "eta_s"."""
         numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}

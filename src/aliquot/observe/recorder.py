@@ -77,7 +77,7 @@ class Recorder:
 
     def __enter__(self) -> Self:
         directory, first = self._directory, self._ranks.rank == 0
-        status = kubeflow_status(self._total) if first else None
+        self._status = status = kubeflow_status(self._total) if first else None
         self._curve = Curve(
             directory.metrics, directory.tensorboard, self._config.observe, self._before, first, self._exporter, status,
             self._display.warning,
@@ -224,6 +224,8 @@ class Recorder:
     def stopped_early(self, text: str) -> None:
         """The step that was done is the last one."""
         self._total = self._done
+        if self._status is not None:
+            self._status.ends_at(self._done)
         self._display.line(f"stopped early after step {self._done}: {text}")
         with self._unless_full():
             self._events.write("stopped_early", self._done, text=text)

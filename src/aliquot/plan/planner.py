@@ -68,7 +68,7 @@ class Planner:
         """`approximate`: micro-batches of more than two sequences are extrapolated, for many plans in short time."""
         engine = self.engine(config, layout)
         size = batch_size(config.train, layout.world_size)
-        micro_batches = size.micro_batches(layout.world_size)
+        micro_batches = size.micro_batches(layout.world_size, config.data.source_count)
         cost = self._cost(config, engine, layout, workload, size.micro, approximate)
         moved = traffic(config, engine, self.shape, layout, micro_batches)
         rates = self.rates(layout)

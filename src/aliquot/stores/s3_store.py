@@ -8,14 +8,14 @@ from __future__ import annotations
 import base64
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import ClassVar
 
 import boto3
 from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
+from botocore.exceptions import BotoCoreError, ClientError
 
-from aliquot.errors import StorageError
+from aliquot.errors import DamagedCheckpoint, StorageError
 
 _PART_BYTES, _MOST_PARTS = 16 << 20, 10_000
 _ATTEMPTS = 3  # at a body that breaks off, which botocore does not read again by itself
@@ -47,10 +47,8 @@ class S3Store:
         if start >= stop:
             return b""
         for _ in range(_ATTEMPTS - 1):
-            try:
+            with suppress(BotoCoreError):
                 return self._read(name, start, stop)
-            except HTTPClientError:
-                continue
         with self._asking():
             return self._read(name, start, stop)
 
@@ -103,6 +101,8 @@ class S3Store:
         try:
             return bytes(self._s3.get_object(**self._at(name), Range=f"bytes={start}-{stop - 1}")["Body"].read())
         except ClientError as error:
+            if error.response.get("Error", {}).get("Code") == "NoSuchKey":
+                raise DamagedCheckpoint(f"{name} is not there", self._url) from None
             raise self._refused(error) from None
 
     def _at(self, name: str) -> dict[str, str]:

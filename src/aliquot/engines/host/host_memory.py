@@ -33,7 +33,8 @@ def host_memory(config: RunConfig, shape: ModelShape, layout: RankLayout, on_dis
     shares = {weight: padded_share(weight, layout.world_size) for weight in shape.alike}
     states_there, sums_there = dict(on_disk.states), dict(on_disk.gradients)
     low = gradients = moments = waiting = 0
-    passes = batch_size(config.train, layout.world_size).micro_batches(layout.world_size) == 1
+    size, sources = batch_size(config.train, layout.world_size), config.data.source_count
+    passes = size.micro_batches(layout.world_size, sources) == 1
     for weight, count in shape.alike.items():
         here = count - states_there.get(weight, 0)
         low += here * (low_bytes(shares[weight]) if splits else 0)
