@@ -2,8 +2,8 @@
 
 python benchmarks/lora.py --json lora.json [--shape 500m] [--precision auto] [--steps 2] [--rounds 2]
 
-A step has about 1,024 real tokens a rank, in two ways: full rows of 512, where a peer has nothing to pad, and documents of
-65 tokens on average, which aliquot packs and the peer, eight at a time, pads to the longest (its default). Adapters of
+A step has about 1,024 real tokens a rank, in two ways: full rows of 512, where a peer has nothing to pad, and documents
+of 65 tokens on average, which aliquot packs and the peer, eight at a time, pads to the longest (its default). Adapters of
 rank 16 on all linear layers. Rounds alternate; medians of all steps but the first. Memory is the most PSS of a rank.
 """
 
@@ -131,7 +131,7 @@ def rank() -> None:
 
 
 def peer(config: dict[str, Any], work: Work, precision: str, steps: int, ended: Callable[[], object]) -> float:
-    """As their documentation says: get_peft_model, Trainer, two processes. Real tokens of a rank and step, on average."""
+    """As their documentation says: get_peft_model, Trainer, two processes. -> real tokens of a rank's mean step."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
