@@ -136,6 +136,7 @@ CASES = {
         Case("moe-frozen", {"model_type": "qwen3_moe", **EXPERTS}, freeze=("*.experts.*",), steps=3),
         Case("llama-lora", {"model_type": "llama"}, adapter=LORA),
         Case("llama-lora-full", {"model_type": "llama"}, adapter=LORA, checkpointing="full", steps=3),
+        Case("llama-lora-selective", {"model_type": "llama"}, adapter=LORA, checkpointing="selective", steps=3),
         Case("llama-lora-bf16", {"model_type": "llama"}, adapter=LORA, precision="bf16"),
         Case("llama-lora-once", {"model_type": "llama"}, adapter=LORA, precision="bf16", once=True),
         Case("qwen2-tied-lora", {"model_type": "qwen2", "tie_word_embeddings": True}, adapter=LORA, steps=3),

@@ -37,7 +37,7 @@ from tests.processes import World, run_worlds
 
 WORKER = Path(__file__).parent / "worker.py"
 FROZEN = ["llama-frozen", "head-alone", "llama-lora", "qwen2-tied-lora", "qwen2-tied-frozen", "embedding-alone",
-          "moe-frozen", "llama-lora-full", "gpt2-lora", "moe-lora"]  # fmt: skip
+          "moe-frozen", "llama-lora-full", "llama-lora-selective", "gpt2-lora", "moe-lora"]  # fmt: skip
 BY_WORLD = {
     1: ["llama"],
     2: ["llama", "llama-bf16", "llama-full", "llama-selective", "qwen2-tied", "gemma",

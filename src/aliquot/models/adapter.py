@@ -58,6 +58,8 @@ def adapt(model: PreTrainedModel, section: AdapterSection) -> tuple[Adapter, Fil
         from peft import LoraConfig, inject_adapter_in_model
         from peft.tuners.lora import Linear, LoraLayer
         from transformers.pytorch_utils import Conv1D
+
+        from aliquot.models.fused_lora import fuse
     except ImportError as error:
         raise MissingToolError("adapter: LoRA needs peft: pip install 'aliquot[lora]'") from error
     settings: Any = LoraConfig(
@@ -69,6 +71,7 @@ def adapt(model: PreTrainedModel, section: AdapterSection) -> tuple[Adapter, Fil
         use_rslora=section.use_rslora,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
     )
+    fuse(settings)
     held = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
     stored = published_of(model, held) or tuple(Published(name, shape, name, 0) for name, shape in held)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -77,7 +80,7 @@ def adapt(model: PreTrainedModel, section: AdapterSection) -> tuple[Adapter, Fil
     except ValueError as error:  # peft says so of names that it does not find, and of modules that it cannot adapt
         raise ConfigError(f"adapter.target_modules: {' '.join(str(error).split())}") from error
     for name, module in model.named_modules():
-        if isinstance(module, LoraLayer) and type(module) is not Linear:
+        if isinstance(module, LoraLayer) and not isinstance(module, Linear):
             raise ConfigError(
                 f"adapter.target_modules: {name} is no linear layer (experts are none), and only those are adapted"
             )
