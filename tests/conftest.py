@@ -64,7 +64,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
         keep_quick(read_cpu(), ranks, threads, RATES)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def shared() -> Path:
     """The data directory beside the repository; a test that asks for it is skipped where it is absent."""
     if not SHARED.is_dir():

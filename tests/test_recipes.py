@@ -54,6 +54,8 @@ def run(place: Path, command: list[str]) -> str:
     arguments = [*command[1:], *(STEPS.get(command[2], []) if command[1] == "train" else [])]
     if "--sequence-length" in arguments:
         arguments[arguments.index("--sequence-length") + 1] = "256"
+    elif command[1] == "evaluate":
+        arguments += SMALL[:3]
     done = warm.run("-m", "aliquot", *arguments, cwd=place)
     assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
     return done.stdout
