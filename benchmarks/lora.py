@@ -3,8 +3,8 @@
 python benchmarks/lora.py --json lora.json [--shape 500m] [--precision auto] [--steps 2] [--rounds 2]
 
 A step has about 1,024 real tokens a rank, in two ways: full rows of 512, where a peer has nothing to pad, and documents
-of 65 tokens on average, which aliquot packs and the peer, eight at a time, pads to the longest (its default). Adapters of
-rank 16 on all linear layers. Rounds alternate; medians of all steps but the first. Memory is the most PSS of a rank.
+of 65 tokens on average, which aliquot packs and the peer, eight at a time, pads to the longest (its default). Adapters
+of rank 16 on all linear layers. Rounds alternate; medians of all steps but the first. Memory is the most PSS of a rank.
 """
 
 from __future__ import annotations
