@@ -136,7 +136,7 @@ def deepspeed_seconds(
     """
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
-    from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+    from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback
 
     deepspeed.init_distributed(dist_backend="gloo")  # takes over the group that exists
 
@@ -158,24 +158,31 @@ def deepspeed_seconds(
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "cpu-ds.json")
         file.write_text(json.dumps(DEEPSPEED_JSON | {"bf16": {"enabled": precision == "bf16"}}))
-        settings = TrainingArguments(
-            output_dir=folder,
-            deepspeed=str(file),
-            use_cpu=True,
-            bf16=precision == "bf16",
-            per_device_train_batch_size=1,
-            gradient_accumulation_steps=accumulation,
-            max_steps=steps,
-            learning_rate=1e-4,
-            max_grad_norm=1.0,
-            report_to=[],
-            disable_tqdm=True,
-            save_strategy="no",
-            logging_strategy="no",
-        )
+        settings = trainer_arguments(folder, precision, steps, 1, accumulation, deepspeed=str(file))
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
         Trainer(model=model, args=settings, train_dataset=Rows(), callbacks=[Between()]).train()
+
+
+def trainer_arguments(folder: str, precision: str, steps: int, batch: int, accumulation: int, **more: Any) -> Any:
+    """Of HF Trainer, on CPU and silent: nothing is saved, logged or reported."""
+    from transformers import TrainingArguments
+
+    return TrainingArguments(
+        output_dir=folder,
+        use_cpu=True,
+        bf16=precision == "bf16",
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=accumulation,
+        max_steps=steps,
+        learning_rate=1e-4,
+        max_grad_norm=1.0,
+        report_to=[],
+        disable_tqdm=True,
+        save_strategy="no",
+        logging_strategy="no",
+        **more,
+    )
 
 
 def matmul_rate(

@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.contestants import Work, aliquot_steps, quiet
+from benchmarks.contestants import Work, aliquot_steps, quiet, trainer_arguments
 from benchmarks.layouts import LLAMA_125M, LLAMA_500M, llama_config
 from benchmarks.report import Row, finish, target
 from benchmarks.worlds import Measured, run_world, tell
@@ -134,7 +134,7 @@ def peer(config: dict[str, Any], work: Work, precision: str, steps: int, ended: 
     """As their documentation says: get_peft_model, Trainer, two processes. -> real tokens of a rank's mean step."""
     import torch
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+    from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback
 
     class Documents(torch.utils.data.Dataset[torch.Tensor]):
         """Those of the rows that aliquot packs: as many real tokens a step, as nearly as whole batches allow."""
@@ -168,22 +168,8 @@ def peer(config: dict[str, Any], work: Work, precision: str, steps: int, ended: 
     batch = 1 if work.mean is None else BATCH
     accumulation = round(work.tokens * work.rows / (mean * batch))
     with tempfile.TemporaryDirectory() as folder:
-        settings = TrainingArguments(
-            output_dir=folder,
-            use_cpu=True,
-            bf16=precision == "bf16",
-            ddp_backend="gloo",
-            per_device_train_batch_size=batch,
-            gradient_accumulation_steps=accumulation,
-            max_steps=steps,
-            learning_rate=1e-4,
-            max_grad_norm=1.0,
-            report_to=[],
-            disable_tqdm=True,
-            save_strategy="no",
-            logging_strategy="no",
-            remove_unused_columns=False,
-        )
+        more = {"ddp_backend": "gloo", "remove_unused_columns": False}
+        settings = trainer_arguments(folder, precision, steps, batch, accumulation, **more)
         Trainer(model=model, args=settings, train_dataset=documents, data_collator=padded, callbacks=[Ended()]).train()
     return mean * batch * accumulation
 

@@ -49,16 +49,13 @@ def evaluate_model(config: RunConfig) -> dict[str, Evaluation]:
         ranks = Ranks.join(topology, _TIMEOUT_S, config.launch.join_timeout_s, False)
     display = Display(config.observe.console, enabled=topology.is_first)
     exporter = Exporter(config.observe, config.run.name)
-    try:
-        about = {"placement": placement}
-        run = Attempt(config, ranks, RunDirectory(config.run.directory), display, exporter, Ledger(ranks.rank), about)
-        return _evaluate(run)
-    except BaseException:
-        if ranks.world_size == 1:
-            ranks.close()  # with peers, what ended this rank must be told before they see the connection go
-        raise
-    finally:
-        display.finish()
+    with ranks.closing():
+        try:
+            ledger, directory = Ledger(ranks.rank), RunDirectory(config.run.directory)
+            about = {"placement": placement}
+            return _evaluate(Attempt(config, ranks, directory, display, exporter, ledger, about))
+        finally:
+            display.finish()
 
 
 def _evaluate(run: Attempt) -> dict[str, Evaluation]:
@@ -85,5 +82,4 @@ def _evaluate(run: Attempt) -> dict[str, Evaluation]:
         documents, length = held_out.store.documents, held_out.sequence_length
         results[name] = Evaluation(*found, held_out.predicted, documents, length, ranks.world_size)
     model.engine.close()
-    ranks.close()
     return results

@@ -8,16 +8,14 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from aliquot import preparation
+from aliquot import finishing, preparation
 from aliquot.checkpoint.background_saver import Saver
-from aliquot.checkpoint.directories import complete_directories, directory_of, newest
-from aliquot.checkpoint.evaluations import Evaluations
+from aliquot.checkpoint.directories import complete_directories, newest
 from aliquot.checkpoint.mirror import Mirror
 from aliquot.config.due import is_due
 from aliquot.config.schema import RunConfig
@@ -38,10 +36,7 @@ from aliquot.launch.watchdog import Watchdog
 from aliquot.machine.allocator import give_back
 from aliquot.machine.cpu import read_cpu
 from aliquot.machine.facts import machine_facts
-from aliquot.models.adapter import STEM
-from aliquot.models.export import export, export_checkpoint
-from aliquot.models.generate import continuation
-from aliquot.models.model_files import export_dtype, model_files
+from aliquot.models.model_files import model_files
 from aliquot.models.structure import attention_widths
 from aliquot.observe import summary
 from aliquot.observe.console import Display
@@ -53,7 +48,6 @@ from aliquot.observe.recorder import Recorder
 from aliquot.observe.run_directory import RunDirectory
 from aliquot.plan.own_rates import ceiling
 from aliquot.preparation import Attempt, Inputs, Model, Start
-from aliquot.ranges.publish import remove_directory
 from aliquot.ranges.together import on_first
 from aliquot.stores.open_store import open_store
 
@@ -87,23 +81,18 @@ def train(config: RunConfig, force: bool = False) -> Result:
     display = Display(config.observe.console, enabled=topology.is_first)
     exporter = Exporter(config.observe, config.run.name)
     directory = RunDirectory(config.run.directory)
-    try:
-        with directory.locked() if topology.is_first else nullcontext():
-            on_first(ranks, partial(check_installed, config.observe.report_to))
-            on_first(ranks, partial(_check_mirror, config))
-            on_first(ranks, exporter.listen)
-            about = {"placement": placement, "machine": ranks.broadcast(machine)}
-            run = Attempt(config, ranks, directory, display, exporter, Ledger(ranks.rank), about)
-            result = _train(run, force)
-    except BaseException:
-        if ranks.world_size == 1:
-            ranks.close()  # with peers, what ended this rank must be told before they see the connection go
-        raise
-    finally:
-        display.finish()
-        exporter.close()
-    ranks.close()
-    return result
+    with ranks.closing():
+        try:
+            with directory.locked() if topology.is_first else nullcontext():
+                on_first(ranks, partial(check_installed, config.observe.report_to))
+                on_first(ranks, partial(_check_mirror, config))
+                on_first(ranks, exporter.listen)
+                about = {"placement": placement, "machine": ranks.broadcast(machine)}
+                run = Attempt(config, ranks, directory, display, exporter, Ledger(ranks.rank), about)
+                return _train(run, force)
+        finally:
+            display.finish()
+            exporter.close()
 
 
 def _train(run: Attempt, force: bool) -> Result:
@@ -126,13 +115,10 @@ def _train(run: Attempt, force: bool) -> Result:
     if start.step == 0 and inputs.source.directory is not None:
         preparation.check_beginning(run, inputs, model)
 
-    own = start.resumed_from is not None and start.resumed_from.parent == run.directory.checkpoints
     if why := preparation.complete(run, inputs, start):
         run.display.line(f"this run is complete at step {start.step}: {why}, or choose another run.name")
-        if own:
-            mirror = _mirror(run, run.display.warning)
-            mirror.start(start.step, _best_step(run.config, start.evaluations))
-            mirror.finish()
+        mirror = _mirror(run, start, run.display.warning)
+        mirror.finish()
         if run.directory.export.exists() or not run.config.checkpoint.export:
             return Result(run.directory.path, start.step, None, None, run.directory.export)
         inputs = replace(inputs, total_steps=start.step)  # what is left to do is the export
@@ -146,10 +132,7 @@ def _train(run: Attempt, force: bool) -> Result:
         StopSignal(run.config.checkpoint.grace_s, run.ranks.rank == 0, partial(_would_be_lost, run.directory)) as stop,
         Watchdog(run.config.launch.step_timeout_s, stacks, run.ranks.rank) as watchdog,
     ):  # fmt: skip
-        mirror = _mirror(run, record.warn, watchdog.beat)
-        if own:
-            # Of which a killed run may have left a part.
-            mirror.start(start.step, _best_step(run.config, start.evaluations))
+        mirror = _mirror(run, start, record.warn, watchdog.beat)
         training = Training(run, inputs, model, start, record, stop, watchdog, mirror)
         training.all_steps()
         return training.finish()
@@ -201,7 +184,7 @@ class Training:
         given_up = self._evaluation_is_due() and self._evaluations.last_step != first  # or the one before all steps
         if given_up and (stopping := self._evaluate()):
             raise Terminated(stopping, f"before step {first + 1}: start again to continue")
-        if given_up and first > 0 and _best_step(self._run.config, self._evaluations) == first:
+        if given_up and first > 0 and self._evaluations.kept_step(self._run.config.checkpoint) == first:
             self._saver.start(first, self._state(), first)  # it may be of another run
         with BatchesAhead(self._inputs.batches, ranks.rank, ranks.world_size, first, stop) as batches:
             while self._done < self._end:
@@ -258,7 +241,7 @@ class Training:
             self._record.log({**metrics, **self._experts(), **self._engine.counters().traffic()})
         if not stopping and self._evaluation_is_due():
             stopping = self._evaluate()
-        last, best = done == self._end, _best_step(config, self._evaluations)
+        last, best = done == self._end, self._evaluations.kept_step(config.checkpoint)
         if last or stopping or best == done or is_due(config.checkpoint.every, done):
             with self._record.between_steps("checkpoint"):
                 self._saver.start(done, self._state(), best)
@@ -361,7 +344,7 @@ class Training:
 
     def finish(self) -> Result:
         """All is saved and measured, then exported, then shown."""
-        run, observe = self._run, self._run.config.observe
+        run = self._run
         self._finish_saving()
         self._watchdog.stop()
         over = f"after step {self._done}, the last, which is saved: start again for the rest"
@@ -370,58 +353,16 @@ class Training:
             raise Terminated(stopping, over)
         run.ledger.mark(STEADY_PEAK, self._engine.counters().memory())
         self._record.finish()
-        exported = self._export() if run.config.checkpoint.export else None
-        said = None
-        if observe.sample_prompt is not None:
-            inputs, prompt = self._inputs, observe.sample_prompt
-            answers = any(store.mask is not None for store in inputs.data.open_train().values())
-            chat = answers and inputs.tokenizer.chat_template is not None
-            said = continuation(
-                self._engine.generate, inputs.tokenizer, prompt, inputs.data.prefix, observe.sample_tokens, chat=chat
-            )
+        trained, exported = (run, self._inputs, self._model), None
+        if run.config.checkpoint.export:
+            exported = finishing.export_run(*trained, self._files, self._evaluations, self._done)
+        said = finishing.sample(*trained)
         rows = run.ledger.publish(run.directory.ledger, run.ranks, run.about)
         if run.ranks.rank == 0:
             speed = self._record.meter.overall()
             summary.finish(run.display, run.directory, rows, speed, said, exported, run.ledger.plan)
         self._engine.close()
         return Result(run.directory.path, self._done, self._loss, self._perplexity, exported)
-
-    def _export(self) -> Path:
-        run, source, built = self._run, self._inputs.source, self._model.built
-        target = run.directory.export
-        on_first(run.ranks, lambda: self._make_room(target) if target.exists() else None)
-        wanted, precision, adapter = run.config.model.dtype, run.config.train.precision, built.adapter
-        # An adapter is small, and added to what is much larger.
-        dtype = export_dtype(wanted, source.dtype if adapter is None else torch.float32, precision)
-        best, root = _best_step(run.config, self._evaluations), run.directory.checkpoints
-        kept = None if best is None else directory_of(root, best)
-        if kept is not None and on_first(run.ranks, lambda: kept not in complete_directories(root)):
-            run.display.warning(f"step {best} evaluated best, but could not be saved: the last weights are exported")
-            kept = None
-        if kept is not None and best != self._done:
-            run.display.line(f"exported is what evaluated best: {self._evaluations.told()}")
-            export_checkpoint(kept, target, dtype, ranks=run.ranks)
-        elif adapter is None:
-            export(self._engine, built.tensors, target, dtype, self._files, run.ranks, published=self._model.published)
-        else:
-            own = adapter.saves
-            export(self._model.saved, built.saved, target, dtype, self._files, run.ranks, published=own, stem=STEM)
-        return target
-
-    def _make_room(self, target: Path) -> None:
-        """An export of an earlier stage of this run is replaced; one in which a person has put files is kept."""
-        own = {path.name for path in target.iterdir() if path.match("*model*.safetensors*")} | self._files.keys()
-        if foreign := sorted({path.name for path in target.iterdir()} - own):
-            kept = next(at for n in count(1) if not (at := target.with_name(f"{target.name}-{n}")).exists())
-            target.rename(kept)
-            self._run.display.warning(f"{target} held {foreign[0]}, which is not of an export: it is {kept} now")
-            return
-        remove_directory(target)
-
-
-def _best_step(config: RunConfig, evaluations: Evaluations) -> int | None:
-    """That of the checkpoint which is kept because it evaluated best."""
-    return evaluations.best_step if config.checkpoint.best else None
 
 
 def _check_mirror(config: RunConfig) -> None:
@@ -430,9 +371,15 @@ def _check_mirror(config: RunConfig) -> None:
         open_store(config.mirror)
 
 
-def _mirror(run: Attempt, warn: Callable[[str], None], beat: Callable[[], None] = lambda: None) -> Mirror:
-    config = run.config
-    return Mirror(config.mirror, run.directory.checkpoints, run.ranks, config.checkpoint, run.display.line, warn, beat)
+def _mirror(run: Attempt, start: Start, warn: Callable[[str], None], beat: Callable[[], None] = lambda: None) -> Mirror:
+    """With the checkpoints of this run on their way there of which one that was killed may have left a part."""
+    config, root = run.config, run.directory.checkpoints
+    mirror = Mirror(config.mirror, root, run.ranks, config.checkpoint, run.display.line, warn, beat)
+    if start.resumed_from is not None and start.resumed_from.parent == root:
+        best = start.evaluations.kept_step(config.checkpoint)
+        for step in sorted({start.step, *([] if best is None else [best])}):
+            mirror.start(step, best)
+    return mirror
 
 
 def _would_be_lost(directory: RunDirectory) -> str:

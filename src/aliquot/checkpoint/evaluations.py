@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
+from aliquot.config.schema import CheckpointSection
+
 
 @dataclass(frozen=True)
 class Evaluations:
@@ -25,6 +27,10 @@ class Evaluations:
         improved = self.best_step is None or loss < self.best_loss - threshold
         best = (step, loss) if loss < self.best_loss else (self.best_step, self.best_loss)
         return type(self)(*best, 0 if improved else self.without_improvement + 1, step)
+
+    def kept_step(self, settings: CheckpointSection) -> int | None:
+        """That of the checkpoint which is kept because it evaluated best."""
+        return self.best_step if settings.best else None
 
     def are_enough(self, patience: int | None) -> bool:
         """Whether train.early_stopping_patience is at its end."""

@@ -93,6 +93,18 @@ class Ranks:
             if self.memory_bound:
                 bind_memory(self.topology.cores)
 
+    @contextmanager
+    def closing(self) -> Iterator[None]:
+        """Close at the end; after an error only where there are no peers, who must hear of it before they see the
+        connection go."""
+        try:
+            yield
+        except BaseException:
+            if self.world_size == 1:
+                self.close()
+            raise
+        self.close()
+
     def close(self) -> None:
         """Leave the group. Whatever was sharded over it must be out of use."""
         # gloo's threads drop their last tensors after the collective has returned. If the interpreter ends first the

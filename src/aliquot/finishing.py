@@ -1,0 +1,66 @@
+"""What comes after the last step of a run: the export, of what evaluated best or of the last weights, and a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from itertools import count
+from pathlib import Path
+
+import torch
+
+from aliquot.checkpoint.directories import complete_directories, directory_of
+from aliquot.checkpoint.evaluations import Evaluations
+from aliquot.models.adapter import STEM
+from aliquot.models.export import export, export_checkpoint
+from aliquot.models.generate import continuation
+from aliquot.models.model_files import export_dtype
+from aliquot.observe.console import Display
+from aliquot.preparation import Attempt, Inputs, Model
+from aliquot.ranges.publish import remove_directory
+from aliquot.ranges.together import on_first
+
+
+def export_run(
+    run: Attempt, inputs: Inputs, model: Model, files: Mapping[str, bytes], evaluations: Evaluations, done: int
+) -> Path:
+    """Where it lies. `files`: what is beside the weights; `done`: steps. Collective."""
+    target, root, built = run.directory.export, run.directory.checkpoints, model.built
+    on_first(run.ranks, lambda: _make_room(target, files, run.display) if target.exists() else None)
+    wanted, precision, adapter = run.config.model.dtype, run.config.train.precision, built.adapter
+    # An adapter is small, and added to what is much larger.
+    dtype = export_dtype(wanted, inputs.source.dtype if adapter is None else torch.float32, precision)
+    best = evaluations.kept_step(run.config.checkpoint)
+    kept = None if best is None else directory_of(root, best)
+    if kept is not None and on_first(run.ranks, lambda: kept not in complete_directories(root)):
+        run.display.warning(f"step {best} evaluated best, but could not be saved: the last weights are exported")
+        kept = None
+    if kept is not None and best != done:
+        run.display.line(f"exported is what evaluated best: {evaluations.told()}")
+        export_checkpoint(kept, target, dtype, ranks=run.ranks)
+    elif adapter is None:
+        export(model.engine, built.tensors, target, dtype, files, run.ranks, published=model.published)
+    else:
+        export(model.saved, built.saved, target, dtype, files, run.ranks, published=adapter.saves, stem=STEM)
+    return target
+
+
+def sample(run: Attempt, inputs: Inputs, model: Model) -> str | None:
+    """What the model makes of `observe.sample_prompt`, as a user's turn where it learned answers. Collective."""
+    prompt, tokenizer = run.config.observe.sample_prompt, inputs.tokenizer
+    if prompt is None:
+        return None
+    answers = any(store.mask is not None for store in inputs.data.open_train().values())
+    chat = answers and tokenizer.chat_template is not None
+    tokens = run.config.observe.sample_tokens
+    return continuation(model.engine.generate, tokenizer, prompt, inputs.data.prefix, tokens, chat=chat)
+
+
+def _make_room(target: Path, files: Collection[str], display: Display) -> None:
+    """An export of an earlier stage of this run is replaced; one in which a person has put files is kept."""
+    own = {path.name for path in target.iterdir() if path.match("*model*.safetensors*")} | {*files}
+    if foreign := sorted({path.name for path in target.iterdir()} - own):
+        kept = next(at for n in count(1) if not (at := target.with_name(f"{target.name}-{n}")).exists())
+        target.rename(kept)
+        display.warning(f"{target} held {foreign[0]}, which is not of an export: it is {kept} now")
+        return
+    remove_directory(target)
