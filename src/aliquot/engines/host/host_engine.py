@@ -23,10 +23,8 @@ from torch import Tensor, nn
 
 from aliquot.attention.base import Documents
 from aliquot.attention.document_attention import attention_on
-from aliquot.collectives.alignment import aligned
 from aliquot.collectives.hosts import Hosts
 from aliquot.collectives.json_values import gather
-from aliquot.collectives.shared import Memory
 from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.compiling import compile_layers
 from aliquot.engines.global_norm import global_norm
@@ -37,8 +35,8 @@ from aliquot.engines.host.host_disk import HostDisk
 from aliquot.engines.host.host_gradients import HostGradients
 from aliquot.engines.host.host_states import HostStates
 from aliquot.engines.host.host_sums import HostSums
-from aliquot.engines.host.owned import Owned
 from aliquot.engines.host.publication import ForwardOrder, Publication
+from aliquot.engines.host.shared_weights import SharedWeights
 from aliquot.engines.host.streamed_layers import StreamedLayers, layers_on_disk
 from aliquot.engines.host.weight import Weight
 from aliquot.engines.saved_bytes import SavedBytes
@@ -50,7 +48,6 @@ from aliquot.loss.head_loss import head_loss_on
 from aliquot.machine.cpu import numa_nodes
 from aliquot.models import calls, recompute
 from aliquot.models.batch import MicroBatch
-from aliquot.models.materialise import replace_tensors, tied_weights
 from aliquot.optim.blocked_adamw import BlockedAdamW, FlatShard
 from aliquot.optim.sizes import update_block
 from aliquot.ranges.parts import KINDS, Part, row_ranges
@@ -73,12 +70,9 @@ class HostEngine:
             for name, each in model.named_parameters()
         ]
         self._index = {weight.name: index for index, weight in enumerate(self._weights)}
-        self._offsets = [0]
-        for weight in self._weights:
-            self._offsets.append(self._offsets[-1] + aligned(weight.numel * self._compute.itemsize))
         streamed = layers_on_disk(model, spec, several_hosts=hosts.wire is not None)
-        self._memory, self._copies = hosts.share_per_numa_node(self._offsets[-1], touch=not streamed)
-        self._place_parameters()
+        self._shared = SharedWeights(hosts, self._weights, self._compute, touch=not streamed)
+        self._shared.place(model)
         kept = torch.float32 if spec.optimizer_states == "fp32" else torch.bfloat16
         embedding = cast(nn.Parameter, cast(nn.Module, model.get_input_embeddings()).weight)  # type: ignore[operator]
         self._cuts_look_up = spec.looks_up and spec.fused_loss and embedding.requires_grad
@@ -101,7 +95,7 @@ class HostEngine:
             hosts, self._weights, self._sums, order.by_autograd, self._compute, spec.micro_batch_tokens, width,
             order.head, order.looked_up,
         )  # fmt: skip
-        owned = [self._owned(index) for index in range(len(self._weights))]
+        owned = [self._shared.owned(index, self._rank) for index in range(len(self._weights))]
         self._states = HostStates(owned, self._sums, states, self._disk, on_disk)
         self._layers = None
         if self._disk is not None and streamed:
@@ -124,7 +118,7 @@ class HostEngine:
         if hosts.wire is not None:
             serve = self._gradients.ring.read_published
             of_hosts = (hosts.wire, hosts.peers, owners)
-            self._publication = Publication(*of_hosts, self._weights, self._ranges_of, serve)
+            self._publication = Publication(*of_hosts, self._weights, self._shared.ranges, serve)
             if spec.packs and spec.compile == "none":  # compiled layers would compile the wait for their weights, too
                 self._wanted_first = wanted.first
                 self._hooks += self._publication.before_layers(wanted.layers)
@@ -144,40 +138,6 @@ class HostEngine:
         if spec.compile == "layers":
             compile_layers(meta, topology.threads)
         return cls(meta, spec, Hosts.join(topology.rank, node, gather), topology)
-
-    def _place_parameters(self) -> None:
-        """Replace the meta parameters by views of the shared copy; tied ones by one and the same."""
-        placed = {
-            weight.name: nn.Parameter(self._view_of(self._memory, index), requires_grad=weight.learns)
-            for index, weight in enumerate(self._weights)
-        }
-        aliases = {alias: placed[name] for alias, name in tied_weights(self._model).items()}
-        replace_tensors(self._model, placed | aliases)
-
-    def _view_of(self, memory: Memory, index: int) -> Tensor:
-        return memory.tensor(self._offsets[index], self._weights[index].shape, self._compute)
-
-    def _range_of(self, memory: Memory, index: int, rank: int) -> Tensor:
-        """The part of weight `index` that `rank` owns, flat, in a shared copy."""
-        start, stop = self._weights[index].ranges[rank]
-        return memory.tensor(self._offsets[index] + start * self._compute.itemsize, (stop - start,), self._compute)
-
-    def _ranges_of(self, index: int, rank: int) -> list[Tensor]:
-        return [self._range_of(memory, index, rank) for memory in (self._memory, *self._copies)]
-
-    def _owned(self, index: int) -> Owned:
-        weight = self._weights[index]
-        start = weight.ranges[self._rank][0]
-        return Owned(
-            memories=(self._memory, *self._copies),
-            offset_bytes=self._offsets[index] + start * self._compute.itemsize,
-            dtype=self._compute,
-            numel=weight.numel_of(self._rank),
-            start=start,
-            row_numel=weight.row_numel,
-            learns=weight.learns,
-            decays=len(weight.shape) >= 2,
-        )
 
     def _listen(self) -> Iterator[RemovableHandle]:
         """Hooks that hand each gradient on as soon as autograd has completed it, a tied weight's once."""
@@ -220,7 +180,7 @@ class HostEngine:
         starts = [(index, *weight.ranges[self._rank]) for index, weight in enumerate(self._weights)]
         if self._layers is not None:
             starts = [each for each in starts if each[0] not in self._layers.weights]
-        views = [self._view_of(self._memory, index).view(-1) for index in range(len(self._weights))]
+        views = [self._shared.view(index).view(-1) for index in range(len(self._weights))]
         check_published([(index, start) for index, start, stop in starts if start < stop], views)
 
     def restored(self, steps: int) -> None:
@@ -357,7 +317,7 @@ class HostEngine:
             gathered_bytes=0,
             activations_bytes=self._activations.peak_bytes,
             wire_bytes=wire.sent_bytes if wire is not None else 0,
-            shared_bytes=self._memory.size_bytes // self._hosts.peers.size
+            shared_bytes=self._shared.size_bytes // self._hosts.peers.size
             + self._gradients.ring.size_bytes
             - (0 if self._layers is None else self._layers.absent_bytes),
             staged_bytes=self._gradients.staged_bytes,
