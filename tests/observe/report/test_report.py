@@ -67,6 +67,19 @@ def page_of(*directories: Path) -> Page:
     return Page(render([read_run(directory) for directory in directories]))
 
 
+def test_a_mixture_of_experts_shows_how_evenly_they_are_used(tmp_path: Path) -> None:
+    def of_experts(number: int) -> dict[str, Any]:
+        loads = [1.5, 4.0 - 0.25 * number]  # of two layers
+        return step(number, busiest_expert=loads, unused_experts=7 - number, router_loss=0.01 * number)
+
+    steps = [of_experts(number) for number in range(1, 6)]
+    page = page_of(write_run(tmp_path / "run", steps=steps, events=[start()]))
+    assert "averaged over 2 layers, at worst 2.75 times (layer 1); 2 experts got no token since" in page.text
+    assert "Balancing the routers added 0.05 to the training loss" in page.text
+    unlogged = page_of(write_run(tmp_path / "odd", steps=[step(1, busiest_expert=["much", None])], events=[start()]))
+    assert "busiest expert" not in unlogged.text
+
+
 def test_a_whole_run_has_every_picture(tmp_path: Path) -> None:
     page = page_of(whole_run(tmp_path / "run"))
     text = page.text

@@ -14,6 +14,7 @@ from markupsafe import Markup
 
 from aliquot.errors import RunDirectoryError
 from aliquot.observe.report import compare, figures, memory_figures, run_facts
+from aliquot.observe.report.expert_figures import expert_figures
 from aliquot.observe.report.figure import Figure
 from aliquot.observe.report.read_run import Run, read_run
 from aliquot.observe.report.source_figures import source_figures
@@ -61,8 +62,9 @@ def render(runs: Sequence[Run]) -> str:
 
 
 def _sections(run: Run) -> list[tuple[str, str, list[Figure]]]:
+    learning = [figures.loss(run), figures.perplexity(run), *source_figures(run), *expert_figures(run)]
     return [
-        ("learning", "Learning", [figures.loss(run), figures.perplexity(run), *source_figures(run)]),
+        ("learning", "Learning", learning),
         ("speed", "Speed", [figures.speed(run), figures.utilisation(run)]),
         ("time", "Time of a step", [figures.parts(run)]),
         ("memory", "Memory", [*memory_figures.memory(run), memory_figures.memory_over_steps(run)]),
