@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +30,7 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    def on_meta(self) -> Self:
+    def on_meta(self) -> AttentionBackend:
         """What the planner runs on meta tensors to learn what `attend` keeps, multiplies and needs as scratch."""
         ...
 

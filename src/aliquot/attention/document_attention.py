@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from aliquot.attention.base import Scoring
 from aliquot.attention.causal import causal
-from aliquot.attention.cuda_attention import CudaAttention
 from aliquot.attention.tiled_attention import TiledAttention
 from aliquot.errors import UnsupportedModelError
 
@@ -34,7 +33,11 @@ def attention_on(device: str, packs: bool = True) -> AttentionBackend | None:
     """None: the model's own attention, a call a document."""
     if not packs:
         return None
-    return CudaAttention() if device == "cuda" else TiledAttention()
+    if device == "cuda":
+        from aliquot.attention.cuda_attention import CudaAttention  # brings torch's compiler with it
+
+        return CudaAttention()
+    return TiledAttention()
 
 
 def register(compiled: bool = False) -> None:

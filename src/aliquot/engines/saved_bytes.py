@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from aliquot.models.recompute import KEPT
+from aliquot.models.recompute import keeps
 
 
 class SavedBytes:
@@ -56,6 +56,6 @@ class _KeptBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in KEPT:
+        if keeps(func):
             self.total_bytes += sum(t.nbytes for t in tree_leaves(result) if isinstance(t, torch.Tensor))
         return result

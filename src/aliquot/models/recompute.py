@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from aliquot.errors import UnsupportedModelError
 
 # `selective` keeps the results that are dear to compute and recomputes the cheap ones: norms, rotary, activations.
-KEPT = frozenset(
+_KEPT = frozenset(
     {
         torch.ops.aten.mm.default,
         torch.ops.aten.addmm.default,
@@ -22,6 +22,7 @@ KEPT = frozenset(
         torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     }
 )
+_KEPT_BY_NAME = "torch_attn::_varlen_attn"  # of a GPU; does not exist before torch.nn.attention.varlen is imported
 
 
 def enable(model: nn.Module, mode: Literal["none", "selective", "full"], dropout: bool = False) -> None:
@@ -39,5 +40,10 @@ def enable(model: nn.Module, mode: Literal["none", "selective", "full"], dropout
         ) from error
 
 
+def keeps(operation: object) -> bool:
+    """Whether `selective` keeps what this operation of torch returns."""
+    return operation in _KEPT or getattr(operation, "_name", None) == _KEPT_BY_NAME
+
+
 def _policy(_context: object, operation: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if keeps(operation) else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,103 @@
+"""What is asked of a GPU's kernels, without one: stand-ins of the same signature compute it as it is defined.
+
+`flex_attention` itself runs on CPU, too, but only forward; it is tried as well.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
+
+from aliquot.attention.base import Documents, Scoring
+from aliquot.attention.cuda_attention import CudaAttention
+from aliquot.attention.reference_attention import ReferenceAttention
+from tests.attention.test_backends import HEAD_DIM, HEADS, SHORT, assert_equal, results
+
+LENGTHS = (*SHORT, 257)
+
+
+def varlen_stand_in(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor | None, max_q: int, max_k: int, *,
+    return_aux: object = None, scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False, seqused_k: Tensor | None = None, block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> Tensor:  # fmt: skip
+    """[T, heads, D], as `varlen_attn` documents it: a window of (W, 0) is W keys to the left, -1 all of them."""
+    assert cu_seq_q.dtype == torch.int32 and cu_seq_k is not None and torch.equal(cu_seq_q, cu_seq_k)
+    edges = cu_seq_q.tolist()
+    assert max_q == max_k == max(stop - start for start, stop in pairwise(edges))
+    assert enable_gqa == (query.shape[1] != key.shape[1]) and scale is not None
+    left, right = window_size
+    assert right == 0
+    scoring = Scoring(scale, None if left == -1 else left + 1)
+    documents = Documents(tuple(edges), None)
+    rows = (x.transpose(0, 1)[None] for x in (query, key, value))
+    return ReferenceAttention().attend(*rows, documents, scoring)[0]
+
+
+def flex_stand_in(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Tensor] | None = None,
+    block_mask: BlockMask | None = None, scale: float | None = None, enable_gqa: bool = False,
+    return_lse: bool = False, kernel_options: object = None, *, return_aux: AuxRequest | None = None,
+) -> tuple[Tensor, AuxOutput]:  # fmt: skip
+    assert block_mask is not None and return_aux == AuxRequest(lse=True)
+    group = query.shape[1] // key.shape[1]
+    assert enable_gqa == (group > 1)
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    at = torch.arange(query.shape[2])
+    none = torch.zeros((), dtype=torch.int64)
+    scores = query @ key.mT * scale
+    if score_mod is not None:
+        scores = score_mod(scores, none, none, at[:, None], at)
+    scores = scores.masked_fill(~block_mask.mask_mod(none, none, at[:, None], at), float("-inf"))
+    return scores.softmax(-1) @ value, AuxOutput(lse=scores.logsumexp(-1))
+
+
+@pytest.mark.parametrize(("real", "stand_in"), [(varlen_attn, varlen_stand_in), (flex_attention, flex_stand_in)])
+def test_stand_ins_are_called_as_the_kernels_are(real: Callable[..., object], stand_in: Callable[..., object]) -> None:
+    assert list(inspect.signature(stand_in).parameters) == list(inspect.signature(real).parameters)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("window", [None, 1, 100], ids=["whole", "itself", "window"])
+def test_flash_attention_gets_edges_windows_and_heads(window: int | None, heads: str) -> None:
+    """In bf16, as it asks for: both sides round the same values, in different orders of summation."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("flash attention can do this")
+
+    exact = results(ReferenceAttention(), LENGTHS, window, HEADS[heads], torch.float64)
+    found = results(CudaAttention(varlen_stand_in, refuse), LENGTHS, window, HEADS[heads], torch.bfloat16)
+    assert_equal(found, exact, 2**-6)
+
+
+@pytest.mark.parametrize("window", [None, 100], ids=["whole", "window"])
+@pytest.mark.parametrize(
+    ("softcap", "has_sinks", "value_dim"),
+    [(None, False, HEAD_DIM), (0.7, False, HEAD_DIM), (None, True, HEAD_DIM), (None, False, 5), (0.7, True, 12)],
+    ids=["wide", "softcap", "sinks", "narrow-values", "all"],
+)
+def test_flex_attention_gets_what_flash_cannot(
+    window: int | None, softcap: float | None, has_sinks: bool, value_dim: int
+) -> None:
+    case = (LENGTHS, window, HEADS["grouped"], torch.float64, softcap, has_sinks, value_dim)
+    assert_equal(results(CudaAttention(flex=flex_stand_in), *case), results(ReferenceAttention(), *case), 1e-12)
+
+
+@pytest.mark.parametrize("window", [None, 100], ids=["whole", "window"])
+def test_flex_attention_itself_reads_the_mask_and_the_sinks_so(window: int | None) -> None:
+    edges = (0, 40, 140, 300)
+    query, sinks = torch.randn(1, 4, 300, HEAD_DIM), torch.randn(4)
+    key, value = torch.randn(2, 1, 2, 300, HEAD_DIM)
+    scoring = Scoring(0.3, window, 0.7, sinks)
+    expected = ReferenceAttention().attend(query, key, value, Documents(edges, None), scoring)
+    with torch.no_grad():
+        found = CudaAttention(flex=flex_attention).attend(query, key, value, Documents(edges, None), scoring)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)  # fp32, two orders of summation
