@@ -196,16 +196,18 @@ class Training:
     def _step(self, step: int, batch: StepBatch) -> tuple[int, dict[str, Any]]:
         """The signal by which a rank was told to stop, or 0, and what is to be logged."""
         settings, engine, record, saver = self._run.config.train, self._engine, self._record, self._saver
-        summed = torch.zeros(len(batch.predicted_of), dtype=torch.float64)  # of each source
         record.enter("forward")
+        losses = []
         for index, micro_batch in enumerate(batch.micro_batches):
             last = index == len(batch.micro_batches) - 1
-            loss = engine.backward(micro_batch, 1 / max(1, batch.predicted), last).cpu()
+            losses.append(engine.backward(micro_batch, 1 / max(1, batch.predicted), last))
+        summed = [0.0] * len(batch.predicted_of)  # of each source
+        for micro_batch, loss in zip(batch.micro_batches, torch.stack(losses).tolist(), strict=True):
             summed[0 if micro_batch is None else micro_batch.source] += loss
 
         # The one exchange of small values in a step: all ranks decide by the same numbers what they do next.
         own = {
-            "loss": summed.tolist(),
+            "loss": summed,
             "stop": self._stop.requested,
             "save": saver.report(),
             "mirror": self._mirror.report(),

@@ -6,11 +6,13 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from aliquot.config.schema import LaunchSection
 from aliquot.errors import UserError
+from aliquot.launch.device import check_gpus
 from aliquot.launch.numa_memory import bind_memory, has_policy, prefer_node
 from aliquot.launch.placement import core_sets, place, threads_per_rank
 from aliquot.machine.cpu import CpuFacts
@@ -189,3 +191,10 @@ def test_pinning_reaches_threads_that_run_already() -> None:
     finally:
         pin(tuple(allowed))
         release.set()
+
+
+def test_more_ranks_than_gpus_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    check_gpus(1)
+    with pytest.raises(UserError, match=r"2 ranks on this machine, which has 1 GPU: .* set launch.ranks=1, or launch"):
+        check_gpus(2)

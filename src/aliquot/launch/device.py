@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from aliquot.errors import DeviceError
+from aliquot.errors import DeviceError, LaunchError
 
 
 def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:
@@ -16,3 +16,15 @@ def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cud
     if wanted == "cpu" or not torch.cuda.is_available():
         return "cpu"
     return "cuda"
+
+
+def check_gpus(local_ranks: int) -> None:
+    """Raises UserError where several ranks would have to share a GPU, which nccl refuses."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if local_ranks > gpus:
+        raise LaunchError(
+            f"{local_ranks} ranks on this machine, which has {gpus} GPU{'' if gpus == 1 else 's'}: each rank needs its own;"
+            f" set launch.ranks={gpus}, or launch.device=cpu"
+        )

@@ -20,6 +20,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # public,
 
 from aliquot.collectives import json_values
 from aliquot.collectives.json_values import JSON
+from aliquot.launch.device import check_gpus
 from aliquot.launch.gloo_interface import check_interface, choose_interface
 from aliquot.launch.numa_memory import bind_memory, prefer_node
 from aliquot.launch.preload import tune
@@ -53,6 +54,7 @@ class Ranks:
         torch.set_num_threads(topology.threads)
         backend = "gloo"
         if topology.device == "cuda":
+            check_gpus(topology.local_world_size)
             torch.cuda.set_device(topology.local_rank)
             backend = "cpu:gloo,cuda:nccl"
         timeout = timedelta(seconds=timeout_s)

@@ -166,7 +166,7 @@ class DeepspeedEngine:
 
     def _loss(self, batch: MicroBatch | None, scale: float) -> tuple[Tensor, Tensor]:
         """The summed loss, detached, and what backward() starts from."""
-        fed = (batch or MicroBatch.empty()).to(self._device).with_equal_calls()
+        fed = (batch or MicroBatch.empty()).with_equal_calls().to(self._device)
         result: tuple[Tensor, Tensor] = self._engine(
             fed.input_ids, fed.position_ids, fed.labels, Documents(fed.edges, self._attention), scale
         )

@@ -45,7 +45,7 @@ from aliquot.models.batch import MicroBatch
 from aliquot.models.materialise import materialise
 from aliquot.models.structure import decoder_layers
 from aliquot.optim.sharded_adamw import ShardedAdamW
-from aliquot.optim.squared_norm import squared_norm
+from aliquot.optim.squared_norm import squared_norms
 from aliquot.ranges.parts import KINDS, Part, row_ranges
 
 
@@ -182,7 +182,7 @@ class FsdpEngine:
 
     def _loss(self, batch: MicroBatch | None, scale: float) -> tuple[Tensor, Tensor]:
         """The summed loss, detached, and what backward() starts from."""
-        fed = (batch or MicroBatch.empty()).to(self._device).with_equal_calls()
+        fed = (batch or MicroBatch.empty()).with_equal_calls().to(self._device)
         inputs = fed.input_ids, fed.position_ids, fed.labels, Documents(fed.edges, self._attention)
         if not self._fused:
             loss = calls.whole_logits_loss(self._model, *inputs)
@@ -197,9 +197,8 @@ class FsdpEngine:
             # A shard without rows has no gradient of its own; the optimizer wants one for every weight.
             shard.local.grad = torch.zeros_like(shard.local) if gradient is None else gradient.to_local()
             shard.parameter.grad = None
-        norm = global_norm(
-            [squared_norm(cast("Tensor", shard.local.grad).view(-1)) for shard in self._learning], self._device
-        )
+        gradients = [cast("Tensor", shard.local.grad) for shard in self._learning]
+        norm = global_norm(squared_norms(gradients), self._device)
         self._optimizer.step(learning_rate, norm, max_grad_norm)
         return StepResult(norm)
 
