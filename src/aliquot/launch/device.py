@@ -25,6 +25,6 @@ def check_gpus(local_ranks: int) -> None:
     gpus = torch.cuda.device_count()
     if local_ranks > gpus:
         raise LaunchError(
-            f"{local_ranks} ranks on this machine, which has {gpus} GPU{'' if gpus == 1 else 's'}: each rank needs its own;"
+            f"{local_ranks} ranks on this machine, which has {gpus} GPU{'' if gpus == 1 else 's'}: each needs its own;"
             f" set launch.ranks={gpus}, or launch.device=cpu"
         )
