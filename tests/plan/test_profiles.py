@@ -90,7 +90,12 @@ def test_a_busy_machine_and_an_older_profile_are_measured_again(unknown: Path) -
     assert profiles.quick(cpu, 2, 1) is None
     profiles.keep_quick(cpu, 2, 1, {**RATES, "spread": 0.5})
     assert profiles.quick(cpu, 2, 1) is None
-    assert profiles.rates_of(Machine.this(cpu), ONE) is not None  # better than an estimate
+    rates = profiles.rates_of(Machine.this(cpu), ONE)
+    assert rates is not None and rates.source.endswith("the machine was busy")  # better than an estimate
+    profiles.keep_quick(cpu, 1, 2, {**RATES, "spread": 0.5, "call_s": 7.0})
+    profiles.keep_quick(cpu, 2, 2, {**RATES, "call_s": 8.0})
+    rates = profiles.rates_of(Machine.this(cpu), RankLayout(1, 1, 2, "cpu"))
+    assert rates is not None and rates.overhead_s(1) == 8.0  # of two ranks, but undisturbed
 
 
 def test_a_run_measures_its_machine_and_a_second_one_does_not(unknown: Path, tmp_path: Path) -> None:

@@ -85,6 +85,8 @@ class Measured:
                 )
             )
             share, factor, how = 0.0, wanted / measured, " in a second; --calibrate takes its time"
+            if core["spread"] > _BUSY:
+                how += "; the machine was busy"
 
         def between(one: Any, whole: Any) -> float:
             return float(factor * (one + (whole - one) * share))
@@ -137,12 +139,13 @@ def _kind(operation: str) -> str:
 
 
 def _nearest_quick(cpu: CpuFacts, layout: RankLayout) -> dict[str, Any] | None:
-    """Of ranks whose threads come nearest to those of `layout`."""
+    """Of ranks whose threads come nearest to those of `layout`, measured while the machine was not busy if any was."""
     own = _path(cpu)
     found = [profile for path in own.parent.glob(f"{own.stem}-*.json") if (profile := _read(path)) is not None]
 
-    def distance(profile: dict[str, Any]) -> tuple[int, int]:
-        return abs(profile["threads"] - layout.threads_per_rank), abs(profile["ranks"] - layout.ranks_per_node)
+    def distance(profile: dict[str, Any]) -> tuple[bool, int, int]:
+        busy = profile["tables"]["spread"] > _BUSY
+        return busy, abs(profile["threads"] - layout.threads_per_rank), abs(profile["ranks"] - layout.ranks_per_node)
 
     return min(found, key=distance, default=None)
 
