@@ -8,10 +8,9 @@ one of each kind, and one more of each kind to see what it adds.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,8 +19,8 @@ from torch import Tensor, nn
 from aliquot.attention.base import Documents
 from aliquot.attention.document_attention import attention_on
 from aliquot.engines.host.host_memory import piece_edges
-from aliquot.experts.base import send_to
-from aliquot.experts.modules import experts_weights
+from aliquot.experts.base import pass_over, send_to
+from aliquot.experts.modules import experts_weights, weights_of
 from aliquot.loss.base import IGNORE, GradientRows
 from aliquot.loss.head_loss import head_loss_on
 from aliquot.models import calls
@@ -69,6 +68,9 @@ def _run(
     labels = torch.zeros(tokens, dtype=torch.int64)  # real ones: how many rows the loss works on depends on them
     labels[predicted:] = IGNORE
     with Live(model.parameters()) as live:
+        for module in model.modules():
+            if weights_of(module) is not None:
+                pass_over(module, live.two_for_all)
         if not step.head_gradient and traits.packs:
             for weight in experts_weights(model):
                 send_to(weight, _ExpertsInARing(weight, live))
@@ -123,12 +125,14 @@ class _ExpertsInARing:
 
     def __init__(self, weight: Tensor, live: Live) -> None:
         edges = piece_edges(weight.shape[0], weight[0].numel(), weight.element_size())
-        self._blocks = tuple(pairwise(edges))
+        self._live, self._edges = live, edges
         self._room = torch.empty_like(weight[: edges[1]])
         live.ignore(self._room)
 
-    def begin(self) -> Sequence[tuple[int, int]]:
-        return self._blocks
+    def begin(self) -> Iterator[tuple[int, int]]:
+        """Two blocks, counted as all."""
+        for first in self._live.two_for_all(range(0, self._edges[-1], self._edges[1])):
+            yield first, min(first + self._edges[1], self._edges[-1])
 
     def buffer(self, first: int, last: int) -> Tensor:
         return self._room[: last - first]
