@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from aliquot.plan.micro_batch_cost import Work
 
@@ -95,8 +94,14 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._work["memory", func._schema.name.removeprefix("aten::"), max(sizes)] += self._times * sum(sizes)
 
     def _tensors(self, tree: Any) -> list[Tensor]:
-        leaves = tree_leaves(tree)
-        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.device.type == self._device]
+        """In tuples, lists and dicts, as operations take and give them."""
+        if isinstance(tree, torch.Tensor):
+            return [tree] if tree.device.type == self._device else []
+        if isinstance(tree, dict):
+            tree = tree.values()
+        elif not isinstance(tree, tuple | list):
+            return []
+        return [tensor for each in tree for tensor in self._tensors(each)]
 
 
 def _storage(tensor: Tensor) -> int:
