@@ -13,7 +13,7 @@ import json
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import cache, cached_property
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from aliquot.config.cache_root import cache_root
 from aliquot.config.schema import ModelSection, RunConfig
+from aliquot.config.workload import Workload
 from aliquot.errors import UserError
 from aliquot.models.model_shape import LayerKind, ModelShape
 from aliquot.models.source import CONFIG_FILES, local_directory
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_MOST_SEQUENCES = 64  # of a micro-batch that is run through on meta tensors as it is; larger ones are extrapolated
 _KEPT_FILES = 1000  # of some ten kilobytes each; those that were used least recently go
 
 
@@ -51,6 +53,22 @@ class PlannedModel:
             kept = asdict(self._shaped.shape)
             _keep(self._key, kept)
         self.shape = _shape(kept)
+        self._costs: dict[Hashable, MicroBatchCost] = {}
+
+    def cost_of(self, step: Step, workload: Workload, sequences: int, approximate: bool) -> MicroBatchCost:
+        """Of a micro-batch of so many sequences; the same object whenever it is asked for.
+
+        `approximate`: more than two are extrapolated, so that many sizes take no longer than two.
+        """
+        key = (step, workload, sequences, approximate)
+        if key not in self._costs:
+            if sequences > (2 if approximate else _MOST_SEQUENCES):
+                one, two = (self.cost_of(step, workload, count, False) for count in (1, 2))
+                self._costs[key] = one.plus(two, one, sequences - 1)
+            else:
+                predicted = round(workload.predicted * sequences)
+                self._costs[key] = self.cost(step, workload.heaviest(sequences), predicted)
+        return self._costs[key]
 
     def cost(self, step: Step, edges: tuple[int, ...], predicted: int) -> MicroBatchCost:
         """Of one row with documents at `edges`, `predicted` of whose tokens have a label.

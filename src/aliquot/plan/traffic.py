@@ -11,7 +11,7 @@ from aliquot.config.schema import RunConfig
 from aliquot.engines.deepspeed.deepspeed_memory import KEPT_NUMEL, persistent_numel
 from aliquot.engines.host.host_memory import published_bytes, sent_itemsize
 from aliquot.launch.rank_layout import RankLayout
-from aliquot.models.model_shape import ModelShape, numel, padded_groups
+from aliquot.models.model_shape import ModelShape, numel
 from aliquot.optim.sizes import moment_bytes
 
 _ONE_BY_ONE, _INTERVALS = 1000, 64
@@ -120,8 +120,8 @@ def _fsdp(
     ranks = layout.world_size
     if ranks == 1:
         return 0, 0, 0
-    root, *others = padded_groups(shape.groups(), ranks)
-    gathered, learned = compute * (root + 2 * sum(others)), sum(padded_groups(shape.learned_groups(), ranks))
+    root, *others = shape.padded_groups(ranks)
+    gathered, learned = compute * (root + 2 * sum(others)), sum(shape.learned_padded_groups(ranks))
     on_one_host = layout.device == "cpu" and layout.nodes == 1 and config.shard.collectives != "gloo"
     if on_one_host:
         # engines/fsdp/fsdp_collectives.py: each rank stages its shard, and all of its gradients.
