@@ -26,7 +26,10 @@ def command(
     document_tokens: Annotated[
         int | None, typer.Option(min=2, help="Mean length of a document. Default: as long as a sequence.")
     ] = None,
-    optimize: Annotated[Literal["time", "cost"] | None, typer.Option(help="Other settings, the best first.")] = None,
+    optimize: Annotated[
+        Literal["time", "cost"] | None,
+        typer.Option(help="What is to be least, with --tokens. Without: time, of other settings on the same nodes."),
+    ] = None,
     tokens: Annotated[
         str | None,
         typer.Option(
@@ -65,6 +68,7 @@ def command(
         from rich.console import Console
 
         from aliquot.cli.plan_offers import print_offers
+        from aliquot.cluster.job import placed
         from aliquot.config.read_config import dump_with_places, read_with_places
         from aliquot.config.workload import Workload
         from aliquot.errors import PlanError, UsageError, writing
@@ -101,6 +105,10 @@ def command(
                 spot_losses, picture, as_json,
             )  # fmt: skip
             return
+        if optimize == "cost":
+            raise UsageError("--optimize cost: say for how many tokens, for example --tokens 1B")
+        if instance is not None and settings.cluster is not None:
+            settings = placed(settings)
         machine = with_disk(chosen(instance, memory, cores, network), settings)
         workload = Workload.assumed(settings, document_tokens)
         layout = machine.layout(settings, nodes, ranks_per_node)
@@ -114,7 +122,7 @@ def command(
             problems = fit.problems(plan, machine)
             status.update("what else there is")
             advice = search.remedies(planner, settings, layout, workload) if problems else None
-            better = search.best(planner, settings, layout, workload, optimize) if optimize is not None else []
+            better = search.fastest(planner, settings, layout, workload) if optimize is not None else []
         if as_json:
             alternatives = [{"set": each.lines, **each.plan.as_json()} for each in better]
             # The plan's own `fits` is about memory alone.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import ge
 from typing import Any, Literal
@@ -77,12 +77,14 @@ def offers(
     nodes: Sequence[int] = NODES,
     ranks: Sequence[int] = RANKS,
     only: str | None = None,
+    tell: Callable[[str], None] = lambda words: None,
 ) -> list[Offer]:
     """The best of each type, number of nodes and way to buy them, the cheapest or fastest first.
 
-    `tokens`: real ones, to train on; `batches`: global batches, in sequences; `only`: one type. Raises UserError where
-    nothing fits.
+    `tokens`: real ones, to train on; `batches`: global batches, in sequences; `only`: one type; `tell`: is told what is
+    being done. Raises UserError where nothing fits.
     """
+    tell("what the model needs")
     model = PlannedModel(config)
     gpus = config.launch.device == "cuda"
     types = [each for each in instances() if each.usd_per_hour is not None and bool(each.gpus) == gpus]
@@ -90,10 +92,14 @@ def offers(
     types = [each for each in types if each.name == only] if only is not None else undominated(types)
     search = _Search(config, model, workload, tokens, spot)
     # First every type in one way: what is far behind with that wins with nothing. Few nodes are cheap, many are fast.
-    first = {each.name: search.first(each, sorted(nodes, reverse=goal == "time"), batches[-1], goal) for each in types}
+    first = {}
+    for number, each in enumerate(types):
+        tell(f"{each.name}, {number + 1} of {len(types)} types")
+        first[each.name] = search.first(each, sorted(nodes, reverse=goal == "time"), batches[-1], goal)
     types.sort(key=lambda each: first[each.name])
     best: dict[tuple[str | None, int, str], Offer] = {}
     for each in types[:_TYPES_SEARCHED]:
+        tell(f"{each.name} with all settings")
         for offer in search.of(each, nodes, ranks, batches, _MICROS):
             key = (offer.plan.instance, offer.plan.nodes, offer.capacity)
             if key not in best or _measure(offer, goal) < _measure(best[key], goal):
