@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-_LEAST = 8  # rows
+from aliquot.experts.row_counts import filled_up
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,3 @@ def _even(chosen: Tensor, experts: int) -> Routing:
     rows = filled_up(count)
     spans = tuple((expert * rows, (expert + 1) * rows) for expert in range(experts))
     return Routing(chosen.new_empty(experts * rows), torch.empty_like(chosen), spans, (count,) * experts)
-
-
-def filled_up(count: int) -> int:
-    """The next of eight numbers between two powers of two: 200 rows are 208, 1,000 are 1,024."""
-    step = max(_LEAST, (1 << (count - 1).bit_length() - 1) // 8 if count > 1 else 0)
-    return -(-count // step) * step

@@ -16,19 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aliquot.attention import tile_sizes
 from aliquot.attention.base import Documents
 from aliquot.attention.document_attention import attention_on
 from aliquot.engines.host.host_memory import piece_edges
+from aliquot.experts import row_counts
 from aliquot.experts.base import pass_over, send_to
 from aliquot.experts.modules import experts_weights, weights_of
 from aliquot.loss.base import IGNORE, GradientRows
-from aliquot.loss.head_loss import head_loss_on
+from aliquot.loss.head_loss import ROW_COUNTS, head_loss_on
 from aliquot.models import calls
 from aliquot.models.model_shape import ModelShape
 from aliquot.models.recompute import enable
 from aliquot.models.shaped_model import ShapedModel
 from aliquot.models.structure import decoder_layers
-from aliquot.plan.live_storages import Live
+from aliquot.plan.live_storages import Live, Product
 from aliquot.plan.micro_batch_cost import MicroBatchCost, Step
 
 
@@ -75,6 +77,8 @@ def _run(
             for weight in experts_weights(model):
                 send_to(weight, _ExpertsInARing(weight, live))
 
+        of_head: set[Product] = set()
+
         def loss_of(inputs: Tensor) -> tuple[int, Tensor]:
             """What is alive after the layers, and the loss."""
             documents = Documents(edges, attention)
@@ -82,11 +86,13 @@ def _run(
                 loss = calls.whole_logits_loss(model, ids, ids, ids, documents)
                 return live.live_bytes, loss
             hidden = calls.hidden_states(model, inputs, ids, documents)
-            saved_bytes = live.live_bytes
+            saved_bytes, before = live.live_bytes, live.products.copy()
             head = model.get_output_embeddings().weight
             in_a_ring = not step.head_gradient and torch.is_grad_enabled() and head.requires_grad
             sink = _rows_in_a_ring(shape, step, live) if in_a_ring else None
-            return saved_bytes, head_loss_on(step.device, live.two_for_all)(hidden, head, labels, 1.0, sink)[1]
+            loss = head_loss_on(step.device, live.two_for_all)(hidden, head, labels, 1.0, sink)[1]
+            of_head.update(live.products - before)
+            return saved_bytes, loss
 
         inputs = ids
         if step.looks_up and traits.plain_head and traits.looks_up and shape.embedding_learns:
@@ -98,6 +104,7 @@ def _run(
             loss.backward()  # type: ignore[no-untyped-call]
         backward_bytes, backward = live.peak_bytes, live.take_work()
         largest_bytes = live.largest_bytes
+        others = len(live.products) + (ROW_COUNTS - 1) * len(of_head)
         del inputs, loss
         # The same however training recomputes or passes on its gradients.
         evaluation = (step.precision, step.device, edges, predicted, layers)
@@ -109,7 +116,19 @@ def _run(
             model.train()
             shaped.evaluations[evaluation] = live.peak_bytes
         most = shaped.evaluations[evaluation]
-        return MicroBatchCost(saved_bytes, 0, forward_bytes, backward_bytes, most, largest_bytes, forward, backward)
+        return MicroBatchCost(
+            saved_bytes, 0, forward_bytes, backward_bytes, most, largest_bytes, *_products_of_kinds(shaped, step),
+            others, forward, backward,
+        )  # fmt: skip
+
+
+def _products_of_kinds(shaped: ShapedModel, step: Step) -> tuple[int, int]:
+    """Of a shape of attention's tiles, and of a number of an expert's rows."""
+    if step.device != "cpu" or not shaped.built.traits.packs:
+        return 0, 0
+    ways = 1 if getattr(shaped.config, "v_head_dim", None) is None else 2  # values as wide as keys, or not
+    layers = {tuple(weight.shape[1:]) for weight in experts_weights(shaped.built.model)}
+    return ways * tile_sizes.PRODUCTS, row_counts.PRODUCTS * -(-len(layers) // 2)
 
 
 def _rows_in_a_ring(shape: ModelShape, step: Step, live: Live) -> GradientRows:

@@ -20,6 +20,8 @@ _PRODUCTS = {
     torch.ops.aten.addmm.default: (1, 2),
 }
 
+Product = tuple[int, int, int, bool, bool]  # [m, k] x [k, n], and whether their rows lie in one piece
+
 
 class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Bytes of storages on `device` alive now and at most, but for `weights`. `take_work` empties the tally."""
@@ -34,6 +36,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._ignored = {_storage(weight): weight for weight in weights}
         self._work: Work = defaultdict(float)
+        self.products: set[Product] = set()  # but those of attention, which are batched
 
     def ignore(self, weight: Tensor) -> None:
         """It is counted elsewhere."""
@@ -84,6 +87,8 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
             batch = left.shape[0] if left.ndim == 3 else 1
             m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
             self._work["matmul", batch, m, k, n, left.element_size()] += self._times
+            if left.ndim == 2:
+                self.products.add((m, k, n, left.stride(1) == 1, right.stride(1) == 1))
             return
         inputs = self._tensors((args, kwargs))
         aliases = not func._schema.is_mutable and all(_storage(t) in map(_storage, inputs) for t in outputs)

@@ -15,7 +15,7 @@ import os
 from collections import defaultdict
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -100,7 +100,7 @@ class PlannedModel:
         except UserError:
             raise
         except Exception as error:  # each model's code fails in its own way on tensors that hold nothing
-            cost = micro_batch_cost(self._shaped.as_llama(), step, edges, predicted)
+            cost = replace(micro_batch_cost(self._shaped.as_llama(), step, edges, predicted), tile_products=0)
             why = f"without values it does not run ({error})"
         works = {name: list(getattr(cost, name).items()) for name in ("forward", "backward")}
         return {"as_llama": why, "cost": vars(cost) | works}

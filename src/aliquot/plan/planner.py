@@ -21,6 +21,7 @@ from aliquot.engines.host.host_memory import disk_use, host_memory
 from aliquot.launch.rank_layout import RankLayout
 from aliquot.plan.calibrate import make_known
 from aliquot.plan.engine_memory import LAUNCHER_BYTES, phases
+from aliquot.plan.kernel_shapes import kernel_shapes
 from aliquot.plan.micro_batch_cost import MicroBatchCost, Step
 from aliquot.plan.planned_machine import GIB, Machine
 from aliquot.plan.planned_model import PlannedModel
@@ -143,6 +144,7 @@ class Planner:
             disk_batch=None if enough is None else enough * size.micro * layout.world_size,
             rates=rates.source,
             off_by=rates.off_by,
+            kernel_shapes=kernel_shapes(config, self.shape, cost, size),
             usd_per_hour=None if hourly is None else hourly * layout.nodes,
         )
 
