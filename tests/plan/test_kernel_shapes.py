@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -76,7 +76,7 @@ def test_a_model_meets_no_more(model: dict[str, Any]) -> None:
             edges = row(draw)
             ids = torch.randint(0, 256, (edges[-1],), generator=generator)
             labels = torch.where(torch.rand(len(ids), generator=generator) < draw.random(), IGNORE, ids)
-            positions = torch.cat([torch.arange(b - a) for a, b in zip(edges, edges[1:], strict=False)])
+            positions = torch.cat([torch.arange(b - a) for a, b in pairwise(edges)])
             hidden = calls.hidden_states(real, ids, positions, Documents(edges, TiledAttention()))
             head_loss_on("cpu")(hidden, real.get_output_embeddings().weight, labels, 1.0)[1].backward()
     most = planned(config)

@@ -10,14 +10,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from aliquot.attention import tile_sizes
-from aliquot.attention.base import Documents
+from aliquot.attention.base import AttentionBackend, Documents, Scoring
 from aliquot.attention.document_attention import attention_on
 from aliquot.engines.host.host_memory import piece_edges
 from aliquot.experts import row_counts
@@ -64,12 +64,13 @@ def _run(
 ) -> MicroBatchCost:
     shape, model, traits = shaped.shape, shaped.built.model, shaped.built.traits
     own = attention_on(step.device, traits.packs)
-    attention = None if own is None else own.on_meta()
+    meta_attention = None if own is None else own.on_meta()
     tokens = edges[-1]
     ids = torch.empty(tokens, dtype=torch.int64, device="meta")
     labels = torch.zeros(tokens, dtype=torch.int64)  # real ones: how many rows the loss works on depends on them
     labels[predicted:] = IGNORE
-    with Live(model.parameters()) as live:
+    with Live(model.parameters()) as live, _compiled_layers(model, live, step):
+        attention = meta_attention and _NotCompiled(meta_attention, live)
         for module in model.modules():
             if weights_of(module) is not None:
                 pass_over(module, live.two_for_all)
@@ -101,7 +102,9 @@ def _run(
         forward_bytes, forward = live.peak_bytes, live.take_work()
         live.peak_bytes = live.live_bytes
         if loss.requires_grad:
+            live.fusing = _compiles(model, step)  # attention's few elementwise operations with it
             loss.backward()  # type: ignore[no-untyped-call]
+            live.fusing = False
         backward_bytes, backward = live.peak_bytes, live.take_work()
         largest_bytes = live.largest_bytes
         others = len(live.products) + (ROW_COUNTS - 1) * len(of_head)
@@ -137,6 +140,46 @@ def _rows_in_a_ring(shape: ModelShape, step: Step, live: Live) -> GradientRows:
     room = torch.empty(edges[1], shape.width, dtype=_dtype(step), device="meta")
     live.ignore(room)
     return _TwoForAll(live, edges, lambda a, b: room[: b - a], lambda: None)
+
+
+def _compiles(model: nn.Module, step: Step) -> bool:
+    """Of a mixture's layers most is experts, which are left as they are: planned as not compiled."""
+    return step.compiled and not experts_weights(model)
+
+
+@contextmanager
+def _compiled_layers(model: nn.Module, live: Live, step: Step) -> Iterator[None]:
+    def begin(*_: Any) -> None:
+        live.fusing = True
+
+    def end(*_: Any) -> None:
+        live.fusing = False
+
+    hooks = []
+    for layer in decoder_layers(model) if _compiles(model, step) else ():
+        hooks += [layer.register_forward_pre_hook(begin), layer.register_forward_hook(end)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@dataclass(frozen=True)
+class _NotCompiled:
+    """Attention, which torch.compile leaves as it is."""
+
+    backend: AttentionBackend
+    live: Live
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, scoring: Scoring) -> Tensor:
+        before, self.live.fusing = self.live.fusing, False
+        found = self.backend.attend(query, key, value, documents, scoring)
+        self.live.fusing = before
+        return found
+
+    def on_meta(self) -> _NotCompiled:
+        return self
 
 
 class _ExpertsInARing:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from aliquot.plan.fusion import FusedRun, fuses
 from aliquot.plan.micro_batch_cost import Work
 
 _PRODUCTS = {
@@ -36,6 +37,8 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._ignored = {_storage(weight): weight for weight in weights}
         self._work: Work = defaultdict(float)
+        self.fusing = False  # whether torch.compile has what comes
+        self._run = FusedRun()
         self.products: set[Product] = set()  # but those of attention, which are batched
 
     def ignore(self, weight: Tensor) -> None:
@@ -44,6 +47,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._ignored[_storage(weight)] = weight
 
     def take_work(self) -> Work:
+        self._end_run()
         work, self._work = self._work, defaultdict(float)
         return work
 
@@ -81,7 +85,10 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.live_bytes -= size
 
     def _count(self, func: Any, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
-        self._work["calls",] += self._times
+        fused = self.fusing and fuses(func)
+        if not fused:
+            self._end_run()
+            self._work["calls",] += self._times
         if func in _PRODUCTS:
             left, right = (args[at] for at in _PRODUCTS[func])
             batch = left.shape[0] if left.ndim == 3 else 1
@@ -95,8 +102,18 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not outputs or aliases or func._schema.name.startswith("aten::empty"):
             return
         moved = [*{id(t): t for t in (*inputs, *outputs)}.values()]
+        if fused:
+            self._run.add(*({_storage(t): t.numel() * t.element_size() for t in each} for each in (inputs, outputs)))
+            return
         sizes = [tensor.numel() * tensor.element_size() for tensor in moved]
         self._work["memory", func._schema.name.removeprefix("aten::"), max(sizes)] += self._times * sum(sizes)
+
+    def _end_run(self) -> None:
+        largest, moved = self._run.moved({*self._alive, *self._ignored})
+        if moved:
+            self._work["memory", "fused", largest] += self._times * moved
+            self._work["calls",] += self._times
+            self._run = FusedRun()
 
     def _tensors(self, tree: Any) -> list[Tensor]:
         """In tuples, lists and dicts, as operations take and give them."""

@@ -22,6 +22,7 @@ class Step:
     device: Literal["cpu", "cuda"]
     looks_up: bool  # the embedding's gradient is a row a token, as in engine host; else a whole table
     head_gradient: bool  # the head's gradient exists as a whole; engine host writes it into its ring piece by piece
+    compiled: bool = False  # decoder layers
 
 
 @dataclass(frozen=True)

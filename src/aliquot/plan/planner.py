@@ -190,6 +190,7 @@ def _step(config: RunConfig, engine: str, layout: RankLayout) -> Step:
         device=layout.device,
         looks_up=engine == "host",
         head_gradient=engine != "host",
+        compiled=config.train.compile == "layers",
     )
 
 
