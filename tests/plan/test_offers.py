@@ -97,3 +97,25 @@ def test_the_command(tmp_path: Path) -> None:
     hours = [each["total_s"] for each in told["offers"]]
     assert hours == sorted(hours) and all(math.isfinite(each["usd"]) for each in told["offers"])
     assert {each["nodes"] for each in told["offers"]} == {2}
+
+
+def test_optimize_cost_needs_tokens() -> None:
+    result = CliRunner().invoke(app, ["plan", str(CONFIG), "--instance", "c7i.24xlarge", "--optimize", "cost"])
+    assert result.exit_code == 2 and "--tokens 1B" in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def test_hpc_types_are_not_on_spot() -> None:
+    found = offers(SETTINGS, Workload.assumed(SETTINGS), TOKENS, "cost", SPOT, [32], [4], [4], "hpc7g.16xlarge")
+    assert {each.capacity for each in found} == {"on-demand"}
+
+
+def test_instances_that_fit_come_by_what_tokens_cost() -> None:
+    names = "c7i.12xlarge,c7i.24xlarge,r7i.48xlarge,m7i.16xlarge"
+    told = [
+        json.loads(CliRunner().invoke(app, ["instances", names, "--fits", str(CONFIG), "--json", *more]).stdout)
+        for more in ([], ["--sort", "price"])
+    ]
+    costs, hourly = [each["usd_per_billion_tokens"] for each in told[0]], [each["usd_per_hour"] for each in told[1]]
+    assert len(costs) == 4 and costs == sorted(costs) and hourly == sorted(hourly)
+    assert {each["nodes"] for each in told[0]} == {4}  # cluster.nodes
+    assert [each["name"] for each in told[0]] != [each["name"] for each in told[1]]

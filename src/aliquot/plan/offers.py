@@ -30,6 +30,7 @@ _TYPES_SEARCHED = 12  # with all settings; the others are out of reach with the 
 _NEW_NODE_S = 300.0  # until a successor of a lost node runs pods: EC2, the image of the node, that of the pod; assumed
 _NOTICE_S = 120.0  # from the notice that a spot node goes until it is gone
 _SHARES_CPUS = re.compile(r"^t\d|^\w+-flex\.")  # types that have their CPUs for hours, not for days
+_NOT_ON_SPOT = re.compile(r"^hpc")  # on demand alone is among their SupportedUsageClasses (describe-instance-types)
 _MONTH_S = 30 * 86400.0
 
 
@@ -196,6 +197,8 @@ class _Search:
         offer = Offer(plan, "on-demand", total, micro, checkpointing, 0.0, plan.total_s, usd)
         yield offer
         a_restart = _restart_s(config, plan)
+        if _NOT_ON_SPOT.match(str(plan.instance)):
+            return
         a_second = self.spot.lost_a_month * plan.nodes / _MONTH_S
         if a_second * a_restart < 0.5:  # else it hardly gets on
             total_s = plan.total_s / (1 - a_second * a_restart)
