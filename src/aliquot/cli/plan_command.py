@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from aliquot.cli.one_line_errors import one_line_errors
+
+if TYPE_CHECKING:
+    from aliquot.config.schema import RunConfig
 
 _MOST = 1e9  # GiB or Gbit/s; far above, sizes in bytes become infinite
 
@@ -68,7 +71,6 @@ def command(
         from rich.console import Console
 
         from aliquot.cli.plan_offers import print_offers
-        from aliquot.cluster.job import placed
         from aliquot.config.read_config import dump_with_places, read_with_places
         from aliquot.config.workload import Workload
         from aliquot.errors import PlanError, UsageError, writing
@@ -108,7 +110,7 @@ def command(
         if optimize == "cost":
             raise UsageError("--optimize cost: say for how many tokens, for example --tokens 1B")
         if instance is not None and settings.cluster is not None:
-            settings = placed(settings)
+            settings = _placed(settings)
         machine = with_disk(chosen(instance, memory, cores, network), settings)
         workload = Workload.assumed(settings, document_tokens)
         layout = machine.layout(settings, nodes, ranks_per_node)
@@ -140,3 +142,12 @@ def command(
                 picture.write_text(svg(plan))
             print(f"picture         {picture}", file=sys.stderr)
     raise typer.Exit(1 if problems else 0)
+
+
+def _placed(config: RunConfig) -> RunConfig:
+    """With the cluster's nodes and ranks, but for what the section `launch` says itself."""
+    from aliquot.cluster.job import placed
+
+    found = placed(config).launch
+    update = {name: getattr(config.launch, name) for name in {"nodes", "ranks"} & config.launch.model_fields_set}
+    return config.model_copy(update={"launch": found.model_copy(update=update)})

@@ -52,13 +52,21 @@ class Offer:
     restarts: float  # expected
     total_s: float  # restarts included
     usd: float
+    on_cluster: bool  # the config has a section for it, which says where it runs
 
     @property
     def lines(self) -> str:
         """To paste after the config on the command line."""
+        nodes, ranks = self.plan.nodes, self.plan.ranks_per_node
+        where = (
+            f"cluster.instance_types=[{self.plan.instance}] cluster.capacity=[{self.capacity}] cluster.nodes={nodes}"
+            f" cluster.ranks_per_node={ranks}"
+            if self.on_cluster
+            else f"launch.nodes={nodes} launch.ranks={ranks}"
+        )
         return (
-            f"launch.nodes={self.plan.nodes} launch.ranks={self.plan.ranks_per_node}"
-            f" train.global_batch_size={self.global_batch} train.per_device_train_batch_size={self.micro_batch}"
+            f"{where} train.global_batch_size={self.global_batch}"
+            f" train.per_device_train_batch_size={self.micro_batch} train.gradient_accumulation_steps=null"
             f" train.gradient_checkpointing={self.checkpointing} train.max_steps={self.plan.steps}"
         )
 
@@ -194,7 +202,9 @@ class _Search:
     def _bought(self, config: RunConfig, plan: Plan, total: int, micro: int, checkpointing: str) -> Iterator[Offer]:
         usd = plan.cost_usd
         assert usd is not None  # types have prices here, and the run its steps
-        offer = Offer(plan, "on-demand", total, micro, checkpointing, 0.0, plan.total_s, usd)
+        offer = Offer(
+            plan, "on-demand", total, micro, checkpointing, 0.0, plan.total_s, usd, config.cluster is not None
+        )
         yield offer
         a_restart = _restart_s(config, plan)
         if _NOT_ON_SPOT.match(str(plan.instance)):
