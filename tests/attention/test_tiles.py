@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aliquot.attention.base import Documents, Scoring
+from aliquot.attention.tile_sizes import LONGEST_BINNED, NARROWEST, QUERY_BLOCK, tile_shapes
 from aliquot.attention.tiled_attention import TiledAttention
-from aliquot.attention.tiles import LONGEST_BINNED, NARROWEST, QUERY_BLOCK, cut
+from aliquot.attention.tiles import cut
 from aliquot.loss.base import IGNORE
 from aliquot.loss.head_loss import head_loss_on
 
@@ -52,7 +53,7 @@ def test_bins_and_blocks_come_in_few_sizes(window: int | None) -> None:
         tiles = cut(packing(draw), window, torch.zeros(0))
         bins |= {(each.count, each.width) for each in tiles.bins}
         blocks |= {(block.last - block.first, block.last - block.key) for long in tiles.longs for block in long.blocks}
-    assert len(bins) <= 3 * WIDTHS
+    assert len(bins) <= 3 * WIDTHS and len(bins) + len(blocks) <= tile_shapes(TOKENS, TOKENS, window)
     assert {queries for queries, _ in blocks} == {QUERY_BLOCK}
     assert len(blocks) <= TOKENS // QUERY_BLOCK
 

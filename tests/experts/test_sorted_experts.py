@@ -18,7 +18,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from aliquot.experts.base import send_to
 from aliquot.experts.load import counted, spread
 from aliquot.experts.modules import weights_of
-from aliquot.experts.routing import filled_up, route
+from aliquot.experts.routing import route
+from aliquot.experts.row_counts import filled_up, row_counts
 from aliquot.experts.sorted_experts import IMPLEMENTATION, register, suits
 
 EXPERTS, WIDTH, INNER = 5, 16, 12
@@ -225,6 +226,10 @@ def test_every_choice_has_a_slot_of_its_expert(experts: int, chosen: list[list[i
 
 def test_there_are_few_numbers_of_rows() -> None:
     sizes = {filled_up(count) for count in range(4097)}
-    assert len(sizes) <= 64 and all(filled_up(count) >= count for count in range(4097))
+    assert (
+        len(sizes) <= 64
+        and len(sizes) == row_counts(4096) + 1
+        and all(filled_up(count) >= count for count in range(4097))
+    )
     assert all(filled_up(count) <= max(8 + count, 1.125 * count) for count in range(1, 4097))
     assert filled_up(0) == 0 and filled_up(128) == 128 and filled_up(129) == 144

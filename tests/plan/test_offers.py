@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from aliquot.catalogue.instances import instance, instances
 from aliquot.cli.main import app
+from aliquot.config.batch_size import BatchSize, batch_size
 from aliquot.config.read_config import read_config
 from aliquot.config.workload import Workload
 from aliquot.plan.offers import Offer, Spot, offers, undominated
@@ -48,6 +49,28 @@ def test_a_spot_node_is_cheaper_and_later(found: list[Offer]) -> None:
     lost_s = spot.total_s - spot.plan.total_s
     assert 300 * spot.restarts < lost_s  # a new node, and the checkpoint is read
     assert spot.usd == pytest.approx(0.4 * spot.plan.usd_per_hour * spot.total_s / 3600)
+
+
+def test_the_lines_give_what_was_offered(found: list[Offer]) -> None:
+    for each in found:
+        pasted = read_config(CONFIG, each.lines.split())
+        assert pasted.cluster is not None and pasted.cluster.instance_types == [each.plan.instance]
+        assert (pasted.cluster.nodes, pasted.cluster.ranks_per_node) == (each.plan.nodes, each.plan.ranks_per_node)
+        world = each.plan.nodes * each.plan.ranks_per_node
+        assert batch_size(pasted.train, world) == BatchSize(each.global_batch, each.micro_batch)
+        assert pasted.train.max_steps == each.plan.steps
+
+
+@pytest.mark.parametrize(
+    ("more", "nodes", "ranks"),
+    [([], 4, 2), (["--nodes", "2"], 2, 2), (["launch.nodes=3", "launch.ranks=8"], 3, 8)],
+    ids=str,
+)
+def test_a_type_is_planned_on_the_nodes_of_the_cluster(more: list[str], nodes: int, ranks: int) -> None:
+    told = json.loads(
+        CliRunner().invoke(app, ["plan", str(CONFIG), "--instance", "c7i.24xlarge", "--json", *more]).stdout
+    )
+    assert (told["nodes"], told["ranks_per_node"]) == (nodes, ranks)
 
 
 def test_time_is_money(found: list[Offer]) -> None:
@@ -97,3 +120,25 @@ def test_the_command(tmp_path: Path) -> None:
     hours = [each["total_s"] for each in told["offers"]]
     assert hours == sorted(hours) and all(math.isfinite(each["usd"]) for each in told["offers"])
     assert {each["nodes"] for each in told["offers"]} == {2}
+
+
+def test_optimize_cost_needs_tokens() -> None:
+    result = CliRunner().invoke(app, ["plan", str(CONFIG), "--instance", "c7i.24xlarge", "--optimize", "cost"])
+    assert result.exit_code == 2 and "--tokens 1B" in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def test_hpc_types_are_not_on_spot() -> None:
+    found = offers(SETTINGS, Workload.assumed(SETTINGS), TOKENS, "cost", SPOT, [32], [4], [4], "hpc7g.16xlarge")
+    assert {each.capacity for each in found} == {"on-demand"}
+
+
+def test_instances_that_fit_come_by_what_tokens_cost() -> None:
+    names = "c7i.12xlarge,c7i.24xlarge,r7i.48xlarge,m7i.16xlarge"
+    told = [
+        json.loads(CliRunner().invoke(app, ["instances", names, "--fits", str(CONFIG), "--json", *more]).stdout)
+        for more in ([], ["--sort", "price"])
+    ]
+    costs, hourly = [each["usd_per_billion_tokens"] for each in told[0]], [each["usd_per_hour"] for each in told[1]]
+    assert len(costs) == 4 and costs == sorted(costs) and hourly == sorted(hourly)
+    assert {each["nodes"] for each in told[0]} == {4}  # cluster.nodes
+    assert [each["name"] for each in told[0]] != [each["name"] for each in told[1]]

@@ -26,7 +26,7 @@ from aliquot.plan.planned_machine import Machine
 from aliquot.plan.planned_model import PlannedModel
 from aliquot.plan.planner import Planner, plan
 from aliquot.plan.report import COLUMNS, summary
-from aliquot.plan.search import best, remedies
+from aliquot.plan.search import fastest, remedies
 from aliquot.plan.traffic import traffic
 from tests.plan.shapes import LLAMA, QWEN3, planned_config
 
@@ -141,7 +141,7 @@ def test_slow_wires_favour_one_exchange_a_step() -> None:
     slow = Machine.of_numbers(64, 16, 1)
     config = planned_config(LLAMA, train={"global_batch_size": 64, "per_device_train_batch_size": 1})
     planner = Planner(PlannedModel(config), slow)
-    found = best(planner, config, RankLayout(2, 2, 8, "cpu"), Workload.assumed(config), "time")
+    found = fastest(planner, config, RankLayout(2, 2, 8, "cpu"), Workload.assumed(config))
     assert all(each.plan.engine == "host" for each in found)
     fsdp = plan(planned_config(LLAMA, shard={"engine": "fsdp"}), slow, 2, 2)
     assert fsdp.bottleneck.startswith("network-bound")
@@ -167,7 +167,7 @@ def test_a_run_that_does_not_fit_names_settings_that_do() -> None:
     assert not made.fits
     advice = remedies(planner, config, layout, Workload.assumed(config))
     assert "train.per_device_train_batch_size=" in advice and "% time" in advice
-    for each in best(planner, config, layout, Workload.assumed(config), "cost"):
+    for each in fastest(planner, config, layout, Workload.assumed(config)):
         assert each.plan.fits
 
 

@@ -16,7 +16,7 @@ from aliquot.launch.rank_layout import RankLayout
 from aliquot.plan.planned_machine import Machine
 from aliquot.plan.planned_model import PlannedModel
 from aliquot.plan.planner import Planner
-from aliquot.plan.search import candidates
+from aliquot.plan.search import candidates, fastest
 from tests.plan.shapes import LLAMA, planned_config
 
 SERVER = Machine.of_numbers(64, 4, 10)
@@ -58,6 +58,18 @@ def test_proposed_lines_give_the_planned_batch(tmp_path: Path, batch: dict[str, 
             pasted, RankLayout(each.plan.nodes, each.plan.ranks_per_node, 2, "cpu"), Workload.assumed(config)
         )
         assert again.peak_bytes_per_rank == pytest.approx(each.plan.peak_bytes_per_rank, rel=0.1), each.lines
+
+
+def test_the_fastest_come_first_on_the_nodes_asked_for() -> None:
+    config = planned_config(SMALL)
+    planner, layout = Planner(PlannedModel(config), SERVER), RankLayout(2, 2, 2, "cpu")
+    found = fastest(planner, config, layout, Workload.assumed(config))
+    times = [each.plan.step_s for each in found]
+    assert len(found) > 2 and times == sorted(times) and {each.plan.nodes for each in found} == {2}
+    every = list(candidates(planner, config, layout, Workload.assumed(config)))
+    assert {each.plan.nodes for each in every} == {1, 2, 4}
+    on_two = min(each.plan.step_s for each in every if each.plan.nodes == 2 and each.plan.fits)
+    assert times[0] == pytest.approx(on_two, rel=0.03)
 
 
 @pytest.mark.parametrize(

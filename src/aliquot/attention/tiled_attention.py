@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from aliquot.attention.tiles import QUERY_BLOCK, Bins, Block, Long, Tiles, cut
+from aliquot.attention.tile_sizes import QUERY_BLOCK
+from aliquot.attention.tiles import Bins, Block, Long, Tiles, cut
 
 if TYPE_CHECKING:
     from aliquot.attention.base import Documents, Scoring

@@ -19,11 +19,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-NARROWEST = 64  # width of a bin: several documents share one
-_STEP = 32  # wider bins come in multiples of this and hold one document, or a long and a short one
-LONGEST_BINNED = 256  # documents above are cut into blocks of queries
-QUERY_BLOCK = 128
-_BATCHES = (16, 4, 1)  # bins of one width that are multiplied at once
+from aliquot.attention.tile_sizes import BATCHES, LONGEST_BINNED, NARROWEST, QUERY_BLOCK, STEP
 
 
 @dataclass(frozen=True)
@@ -113,7 +109,7 @@ def cut(edges: tuple[int, ...], window: int | None, like: Tensor) -> Tiles:
 
 def _in_batches(bins: Bins) -> Iterator[Bins]:
     done = 0
-    for size in _BATCHES:
+    for size in BATCHES:
         while bins.count - done >= size:
             yield Bins(bins.start + done * bins.width, size, bins.width, bins.bias[done : done + size])
             done += size
@@ -129,7 +125,7 @@ def _fill_bins(lengths: list[int]) -> dict[int, list[list[int]]]:
             continue
         free = min((f for f, waiting in room.items() if f >= length and waiting), default=None)
         if free is None:
-            width = max(NARROWEST, -(-length // _STEP) * _STEP)
+            width = max(NARROWEST, -(-length // STEP) * STEP)
             free, chosen = width, list[int]()
             filled[width].append(chosen)
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from aliquot.catalogue.instances import InstanceType
+    from aliquot.config.plan import Plan
 
 _GIB = 1 << 30
 
@@ -32,9 +33,13 @@ def command(
     max_vcpus: Annotated[int | None, typer.Option(min=1)] = None,
     min_memory: Annotated[float, typer.Option(min=0, help="GiB that a pod can have.")] = 0.0,
     max_price: Annotated[float | None, typer.Option(min=0, help="USD per hour, on demand.")] = None,
-    sort: Annotated[Literal["price", "price-per-gib", "memory", "vcpus", "name"], typer.Option()] = "price",
+    sort: Annotated[
+        Literal["price", "price-per-gib", "memory", "vcpus", "name"] | None,
+        typer.Option(help="Default: price, by the hour; with --fits what training costs."),
+    ] = None,
     fits: Annotated[
-        Path | None, typer.Option("--fits", metavar="CONFIG", help="Only those on which this run fits, cheapest first.")
+        Path | None,
+        typer.Option("--fits", metavar="CONFIG", help="Only those on which this run fits, the cheapest tokens first."),
     ] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="With --fits; default: cluster.nodes.")] = None,
     live: Annotated[bool, typer.Option("--live", help="Ask AWS for the types of your region (boto3).")] = False,
@@ -58,19 +63,22 @@ def command(
             and each.allocatable_memory_bytes >= min_memory * _GIB
             and (max_price is None or (each.usd_per_hour is not None and each.usd_per_hour <= max_price))
         ]  # fmt: skip
-        types.sort(key=lambda each: _order(each, sort))
-        if fits is not None:
-            types = list(_fitting(types, fits, nodes))
+        types.sort(key=lambda each: _order(each, sort or "price"))
+        plans = _fitting(types, fits, nodes) if fits is not None else None
+        if plans is not None:
+            types = [each for each in types if each.name in plans]
+            if sort is None:
+                types.sort(key=lambda each: _or_last(_usd_a_billion(plans[each.name])))
         if not types:
             raise InstanceError("no EC2 type meets all of this")
         if as_json:
-            print(json.dumps([asdict(each) for each in types], indent=1))
+            print(json.dumps([asdict(each) | _training(each, plans) for each in types], indent=1))
             return
-        _show(_table(types))
+        _show(_table(types, plans))
         source = "types from AWS, this region" if live else f"catalogue of {PRICES_DATE}"
         print(f"{len(types)} types; {source}; prices on demand, {PRICES_REGION}, {PRICES_DATE}")
-        if fits is not None:  # the cheapest hour is seldom the cheapest run
-            print(f"by the hour; what a run costs in the end: aliquot plan {fits} --tokens 1B --optimize cost")
+        if fits is not None:
+            print(f"with the settings of {fits}; with the best ones: aliquot plan {fits} --tokens 1B --optimize cost")
 
 
 def _named(each: InstanceType, patterns: str | None) -> bool:
@@ -80,7 +88,7 @@ def _named(each: InstanceType, patterns: str | None) -> bool:
 
 
 def _order(each: InstanceType, sort: str) -> tuple[float, str]:
-    price = each.usd_per_hour if each.usd_per_hour is not None else float("inf")
+    price = _or_last(each.usd_per_hour)
     value = {
         "price": price,
         "price-per-gib": price / each.allocatable_memory_bytes,
@@ -91,8 +99,25 @@ def _order(each: InstanceType, sort: str) -> tuple[float, str]:
     return value, each.name
 
 
-def _fitting(types: Sequence[InstanceType], file: Path, nodes: int | None) -> Iterator[InstanceType]:
-    """Those of `types`, in their order, on which the run of `file` fits.
+def _or_last(price: float | None) -> float:
+    return price if price is not None else float("inf")
+
+
+def _usd_a_billion(plan: Plan) -> float | None:
+    """To train on 1e9 tokens, all nodes together, on demand; None: no price is known."""
+    return None if plan.usd_per_hour is None else plan.usd_per_hour / 3600 * 1e9 / plan.tokens_per_s
+
+
+def _training(each: InstanceType, plans: Mapping[str, Plan] | None) -> dict[str, object]:
+    """What --json tells beside the type itself."""
+    if plans is None:
+        return {}
+    plan = plans[each.name]
+    return {"nodes": plan.nodes, "tokens_per_s": plan.tokens_per_s, "usd_per_billion_tokens": _usd_a_billion(plan)}
+
+
+def _fitting(types: Sequence[InstanceType], file: Path, nodes: int | None) -> dict[str, Plan]:
+    """Those of `types` on which the run of `file` fits, and how.
 
     Raises UserError where no type is to blame: for what is wrong with the config, or where each of them has an error.
     """
@@ -108,7 +133,7 @@ def _fitting(types: Sequence[InstanceType], file: Path, nodes: int | None) -> It
     count = nodes or (config.cluster.nodes if config.cluster is not None else config.launch.nodes)
     settings = placed(config) if config.cluster is not None else config
     plan_on = planner_of(settings)
-    refused = []
+    refused, found = [], {}
     console = Console(stderr=True)
     for each in track(types, "planned", console=console, transient=True, disable=not console.is_terminal):
         try:
@@ -118,17 +143,20 @@ def _fitting(types: Sequence[InstanceType], file: Path, nodes: int | None) -> It
             refused.append(error)
             continue
         if plan.fits:
-            yield each
+            found[each.name] = plan
     if refused and len(refused) == len(types):
         raise refused[0]
+    return found
 
 
-def _table(types: Sequence[InstanceType]) -> Table:
+def _table(types: Sequence[InstanceType], plans: Mapping[str, Plan] | None) -> Table:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("type", no_wrap=True)
     for column in ("vCPU", "cores", "GiB", "for a pod", "Gbit/s", "EFA", "AMX", "GPU", "USD/h", "USD/h GiB"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for column in ("tokens/s", "USD/1B tokens") if plans is not None else ():
         table.add_column(column, justify="right", no_wrap=True)
     for each in types:
         price = each.usd_per_hour
@@ -145,8 +173,14 @@ def _table(types: Sequence[InstanceType]) -> Table:
             f"{each.gpus} {each.gpu_name}" if each.gpus else "",
             "?" if price is None else f"{price:,.3f}",
             "?" if price is None else f"{price / (each.allocatable_memory_bytes / _GIB):.4f}",
+            *([] if plans is None else _of_training(plans[each.name])),
         )
     return table
+
+
+def _of_training(plan: Plan) -> list[str]:
+    usd = _usd_a_billion(plan)
+    return [f"{plan.tokens_per_s:,.0f}", "?" if usd is None else f"{usd:,.0f}"]
 
 
 def _show(table: Table) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from aliquot.cli.one_line_errors import one_line_errors
+
+if TYPE_CHECKING:
+    from aliquot.config.schema import RunConfig
 
 _MOST = 1e9  # GiB or Gbit/s; far above, sizes in bytes become infinite
 
@@ -26,7 +29,10 @@ def command(
     document_tokens: Annotated[
         int | None, typer.Option(min=2, help="Mean length of a document. Default: as long as a sequence.")
     ] = None,
-    optimize: Annotated[Literal["time", "cost"] | None, typer.Option(help="Other settings, the best first.")] = None,
+    optimize: Annotated[
+        Literal["time", "cost"] | None,
+        typer.Option(help="What is to be least, with --tokens. Without: time, of other settings on the same nodes."),
+    ] = None,
     tokens: Annotated[
         str | None,
         typer.Option(
@@ -101,6 +107,10 @@ def command(
                 spot_losses, picture, as_json,
             )  # fmt: skip
             return
+        if optimize == "cost":
+            raise UsageError("--optimize cost: say for how many tokens, for example --tokens 1B")
+        if instance is not None and settings.cluster is not None:
+            settings = _placed(settings)
         machine = with_disk(chosen(instance, memory, cores, network), settings)
         workload = Workload.assumed(settings, document_tokens)
         layout = machine.layout(settings, nodes, ranks_per_node)
@@ -114,7 +124,7 @@ def command(
             problems = fit.problems(plan, machine)
             status.update("what else there is")
             advice = search.remedies(planner, settings, layout, workload) if problems else None
-            better = search.best(planner, settings, layout, workload, optimize) if optimize is not None else []
+            better = search.fastest(planner, settings, layout, workload) if optimize is not None else []
         if as_json:
             alternatives = [{"set": each.lines, **each.plan.as_json()} for each in better]
             # The plan's own `fits` is about memory alone.
@@ -132,3 +142,12 @@ def command(
                 picture.write_text(svg(plan))
             print(f"picture         {picture}", file=sys.stderr)
     raise typer.Exit(1 if problems else 0)
+
+
+def _placed(config: RunConfig) -> RunConfig:
+    """With the cluster's nodes and ranks, but for what the section `launch` says itself."""
+    from aliquot.cluster.job import placed
+
+    found = placed(config).launch
+    update = {name: getattr(config.launch, name) for name in {"nodes", "ranks"} & config.launch.model_fields_set}
+    return config.model_copy(update={"launch": found.model_copy(update=update)})

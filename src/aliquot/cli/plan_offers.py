@@ -48,11 +48,12 @@ def print_offers(
     config = placed(config) if config.cluster is not None else config
     world = config.launch.nodes * (config.launch.ranks if config.launch.ranks != "auto" else 1)
     totals = _range(batches) if batches is not None else [batch_size(config.train, world).total]
-    found = offers(
-        config, Workload.assumed(config, document_tokens), count, goal, Spot(spot_price, spot_losses / 100), totals,
-        [nodes] if nodes else NODES,
-        [ranks_per_node] if ranks_per_node else RANKS, instance,
-    )  # fmt: skip
+    with Console(stderr=True).status("") as status:  # seen on a terminal alone
+        found = offers(
+            config, Workload.assumed(config, document_tokens), count, goal, Spot(spot_price, spot_losses / 100), totals,
+            [nodes] if nodes else NODES,
+            [ranks_per_node] if ranks_per_node else RANKS, instance, status.update,
+        )  # fmt: skip
     what = f"{count:,} tokens of {found[0].plan.model} ({found[0].plan.parameters / 1e9:.3g} B parameters)"
     if as_json:
         print(json.dumps({"tokens": count, "goal": goal, "offers": [each.as_json() for each in found]}, indent=1))

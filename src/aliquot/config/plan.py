@@ -63,6 +63,7 @@ class Plan:
     scratch_moved_per_step: int = 0  # by all ranks: read and written there
     scratch_written_per_step: int = 0
     disk_s: float = 0.0  # of `step_s`, in which all wait for disks
+    kernel_shapes: int | None = None  # different matrix products of a rank at most; None: no bound is known, or on GPUs
     disk_batch: int | None = None  # sequences a step from which on it is DISK_PART of it or less; None: none is enough
 
     @property

@@ -1,20 +1,25 @@
-"""Where the gradient of an experts' weight [E, ., .] goes, expert by expert, where it is not to exist as a whole."""
+"""What an engine or the planner tells experts: where the gradient of a weight [E, ., .] goes, expert by expert, where
+it is not to exist as a whole, and which of them are run through.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+Passes = Callable[[range], Iterable[int]]
+
 _ATTRIBUTE = "aliquot_expert_gradients"
+_PASSES = "aliquot_expert_passes"
 
 
 class ExpertGradients(Protocol):
     """Of one weight. In a backward pass either all blocks, in order, or the whole."""
 
-    def begin(self) -> Sequence[tuple[int, int]] | None:
+    def begin(self) -> Iterable[tuple[int, int]] | None:
         """It is about to come. Experts [a, b) of each block; None: not this weight's turn, it must come as a whole."""
         ...
 
@@ -39,3 +44,13 @@ def send_to(weight: nn.Parameter, gradients: ExpertGradients | None) -> None:
 
 def gradients_of(weight: Tensor) -> ExpertGradients | None:
     return getattr(weight, _ATTRIBUTE, None)
+
+
+def pass_over(module: nn.Module, passes: Passes) -> None:
+    """Which of its experts are computed, in order: the planner takes two, whose work it counts as that of all."""
+    setattr(module, _PASSES, passes)
+
+
+def passes_of(module: nn.Module) -> Passes:
+    found: Passes = getattr(module, _PASSES, iter)
+    return found

@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-_LEAST = 8  # rows
+from aliquot.experts.row_counts import filled_up
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,11 @@ def route(chosen: Tensor, experts: int) -> Routing:
 
     On the meta device, where nothing is known, all experts are chosen equally often.
     """
+    if chosen.is_meta:
+        return _even(chosen, experts)
     tokens, per_token = chosen.shape
     flat = chosen.reshape(-1)
-    if chosen.is_meta:
-        counts = [(flat.numel() + expert) // experts for expert in range(experts)]
-    else:
-        counts = torch.bincount(flat.clamp(max=experts), minlength=experts + 1)[:experts].tolist()
+    counts = torch.bincount(flat.clamp(max=experts), minlength=experts + 1)[:experts].tolist()
     ends = list(accumulate(filled_up(count) for count in counts))
     starts = [0, *ends[:-1]]
     real = sum(counts)
@@ -59,7 +58,8 @@ def route(chosen: Tensor, experts: int) -> Routing:
     return Routing(of_slots, slots.view(tokens, per_token), tuple(zip(starts, ends, strict=True)), tuple(counts))
 
 
-def filled_up(count: int) -> int:
-    """The next of eight numbers between two powers of two: 200 rows are 208, 1,000 are 1,024."""
-    step = max(_LEAST, (1 << (count - 1).bit_length() - 1) // 8 if count > 1 else 0)
-    return -(-count // step) * step
+def _even(chosen: Tensor, experts: int) -> Routing:
+    count = -(-chosen.numel() // experts)
+    rows = filled_up(count)
+    spans = tuple((expert * rows, (expert + 1) * rows) for expert in range(experts))
+    return Routing(chosen.new_empty(experts * rows), torch.empty_like(chosen), spans, (count,) * experts)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from aliquot.experts.activation import Activation, activation_of
-from aliquot.experts.base import ExpertGradients, gradients_of
+from aliquot.experts.base import ExpertGradients, Passes, gradients_of, passes_of
 from aliquot.experts.load import count
 from aliquot.experts.modules import weights_of
 from aliquot.experts.routing import Routing, route
@@ -59,7 +59,8 @@ def sorted_experts(module: nn.Module, hidden: Tensor, chosen: Tensor, scores: Te
     sinks = [gradients_of(weight) if learning else None for weight in weights]
     if None in sinks:
         sinks = [None, None]
-    mixture = _Mixture(module, activation_of(module), route(chosen, up.shape[0]), bool(module.is_transposed), *sinks)
+    routing = route(chosen, up.shape[0])
+    mixture = _Mixture(module, activation_of(module), routing, bool(module.is_transposed), passes_of(module), *sinks)
     if sinks[0] is not None:
         up, down = up.detach(), down.detach()  # type: ignore[assignment]
     result: Tensor = _SortedExperts.apply(hidden.to(up.dtype), scores, up, down, *biases, mixture)  # type: ignore[no-untyped-call]
@@ -77,12 +78,14 @@ class _Mixture:
     activation: Activation
     routing: Routing
     transposed: bool  # weights are [E, in, out], else [E, out, in]
+    passes: Passes
     up_gradients: ExpertGradients | None
     down_gradients: ExpertGradients | None
 
     def used(self) -> Iterator[tuple[int, slice]]:
         """The experts that were chosen, and their slots."""
-        for expert, (start, stop) in enumerate(self.routing.spans):
+        for expert in self.passes(range(len(self.routing.spans))):
+            start, stop = self.routing.spans[expert]
             if start < stop:
                 yield expert, slice(start, stop)
 
@@ -196,8 +199,8 @@ def _by_expert(
             sink.publish(present)
         return None
     whole = torch.empty_like(weight)
-    for expert, tokens in enumerate(counts):
-        _fill(whole[expert], tokens, expert, work)
+    for expert in mixture.passes(range(len(counts))):
+        _fill(whole[expert], counts[expert], expert, work)
     if sink is None:
         return whole
     sink.whole(whole)

@@ -19,7 +19,7 @@ from aliquot.loss.base import IGNORE, GradientRows, HeadLoss, summed_cross_entro
 if TYPE_CHECKING:
     Blocks = Callable[[range], Iterable[int]]
 
-_ROW_COUNTS = 8
+ROW_COUNTS = 8  # different ones, of rows that have as many tokens
 
 
 def head_loss_on(device: str, blocks: Blocks = iter) -> HeadLoss:
@@ -91,7 +91,7 @@ def _labelled_first(labelled: Tensor) -> Tensor:
     """The tokens that have a label, then some that have none: so many that together they are a multiple of an eighth of
     all. Every number of rows would be another shape of product, of which oneDNN keeps a kernel."""
     own, others = labelled.nonzero().flatten(), (~labelled).nonzero().flatten()
-    step = -(-len(labelled) // _ROW_COUNTS)
+    step = -(-len(labelled) // ROW_COUNTS)
     return torch.cat([own, others[: -len(own) % step]])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -62,20 +62,24 @@ class ModelShape:
     def layers(self) -> int:
         return sum(len(kind.positions) for kind in self.kinds)
 
-    def groups(self) -> list[list[Shape]]:
-        """What engine fsdp gathers together, in the order of the forward pass after the root: root, layers, head."""
-        of_layer = {position: list(kind.weights) for kind in self.kinds for position in kind.positions}
-        layers = [of_layer[position] for position in sorted(of_layer)]
-        head = [] if self.head is None else [[self.head]]
-        return [[self.embedding, *self.rest], *layers, *head]
+    def padded_groups(self, ranks: int) -> list[int]:
+        """Elements of what engine fsdp gathers together, weights padded to equal parts: of the root, and of each layer
+        and the head in the order of the forward pass."""
+        head = [] if self.head is None else [_padded([self.head], ranks)]
+        layers = self._by_layer([_padded(kind.weights, ranks) for kind in self.kinds])
+        return [_padded([self.embedding, *self.rest], ranks), *layers, *head]
 
-    def learned_groups(self) -> list[list[Shape]]:
+    def learned_padded_groups(self, ranks: int) -> list[int]:
         """Of each of them what learns."""
-        of_layer = {position: list(kind.learned) for kind in self.kinds for position in kind.positions}
-        layers = [of_layer[position] for position in sorted(of_layer)]
-        head = [] if self.head is None else [[self.head] if self.head_learns else []]
+        head = [] if self.head is None else [_padded([self.head] if self.head_learns else [], ranks)]
+        layers = self._by_layer([_padded(kind.learned, ranks) for kind in self.kinds])
         embedding = [self.embedding] if self.embedding_learns else []
-        return [[*embedding, *(self.rest if self.rest_learns else ())], *layers, *head]
+        return [_padded([*embedding, *(self.rest if self.rest_learns else ())], ranks), *layers, *head]
+
+    def _by_layer(self, of_kinds: Sequence[int]) -> list[int]:
+        """The layers' values in their order, of those of their kinds."""
+        found = {at: value for kind, value in zip(self.kinds, of_kinds, strict=True) for at in kind.positions}
+        return [found[at] for at in sorted(found)]
 
 
 def numel(shape: Shape) -> int:
@@ -87,6 +91,5 @@ def padded_share(shape: Shape, ranks: int) -> int:
     return -(-(shape[0] if shape else 1) // ranks) * math.prod(shape[1:])
 
 
-def padded_groups(groups: Sequence[Sequence[Shape]], ranks: int) -> list[int]:
-    """Elements of each group, its weights padded to equal parts."""
-    return [sum(padded_share(weight, ranks) * ranks for weight in group) for group in groups]
+def _padded(weights: Iterable[Shape], ranks: int) -> int:
+    return sum(padded_share(weight, ranks) * ranks for weight in weights)

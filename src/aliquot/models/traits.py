@@ -77,11 +77,12 @@ def _length_that_changes_frequencies(config: PretrainedConfig) -> int | None:
 def _traits(kind: Any, values: str) -> Traits:
     config = kind.from_dict(json.loads(values))
     register()
-    with quiet():
+    with quiet(), _one_thread():
         model = eager_copy(config)
         alone = _logits_alone(model)
         _check_causal(model, alone)
-        plain_head, looks_up = _plain_head(model, alone), _looks_up(model)
+        hidden = _decoded(model)
+        plain_head, looks_up = _plain_head(model, alone, hidden), _looks_up(model, hidden)
         why_alone = _why_alone(config, model, alone)
         return Traits(IMPLEMENTATION if why_alone is None else _own_attention(config), why_alone, plain_head, looks_up)
 
@@ -136,6 +137,17 @@ def quiet() -> Iterator[None]:
         torch.random.set_rng_state(state)
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Products of narrow copies take longer to hand out than to compute."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def _logits_alone(model: PreTrainedModel) -> Tensor:
     ids, positions, edges = example(model)
     try:
@@ -175,20 +187,19 @@ def _decoded(model: PreTrainedModel, embed: bool = False) -> Tensor | None:
             return None
 
 
-def _plain_head(model: PreTrainedModel, alone: Tensor) -> bool:
+def _plain_head(model: PreTrainedModel, alone: Tensor, hidden: Tensor | None) -> bool:
     head: Any = model.get_output_embeddings()
     if type(head) is not nn.Linear or getattr(head, "bias", None) is not None:
         return False
-    hidden = _decoded(model)
     return (
         hidden is not None and hidden.shape[-1] == head.in_features and agree(F.linear(hidden, head.weight), alone[0])
     )
 
 
-def _looks_up(model: PreTrainedModel) -> bool:
+def _looks_up(model: PreTrainedModel, of_ids: Tensor | None) -> bool:
     if type(model.get_input_embeddings()) is not nn.Embedding:  # a subclass may do more than look up
         return False
-    of_ids, of_rows = _decoded(model), _decoded(model, embed=True)
+    of_rows = _decoded(model, embed=True)
     return of_ids is not None and of_rows is not None and agree(of_rows, of_ids)
 
 

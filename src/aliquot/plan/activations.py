@@ -8,28 +8,29 @@ one of each kind, and one more of each kind to see what it adds.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from itertools import pairwise
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from aliquot.attention.base import Documents
+from aliquot.attention import tile_sizes
+from aliquot.attention.base import AttentionBackend, Documents, Scoring
 from aliquot.attention.document_attention import attention_on
 from aliquot.engines.host.host_memory import piece_edges
-from aliquot.experts.base import send_to
-from aliquot.experts.modules import experts_weights
+from aliquot.experts import row_counts
+from aliquot.experts.base import pass_over, send_to
+from aliquot.experts.modules import experts_weights, weights_of
 from aliquot.loss.base import IGNORE, GradientRows
-from aliquot.loss.head_loss import head_loss_on
+from aliquot.loss.head_loss import ROW_COUNTS, head_loss_on
 from aliquot.models import calls
 from aliquot.models.model_shape import ModelShape
 from aliquot.models.recompute import enable
 from aliquot.models.shaped_model import ShapedModel
 from aliquot.models.structure import decoder_layers
-from aliquot.plan.live_storages import Live
+from aliquot.plan.live_storages import Live, Product
 from aliquot.plan.micro_batch_cost import MicroBatchCost, Step
 
 
@@ -63,15 +64,21 @@ def _run(
 ) -> MicroBatchCost:
     shape, model, traits = shaped.shape, shaped.built.model, shaped.built.traits
     own = attention_on(step.device, traits.packs)
-    attention = None if own is None else own.on_meta()
+    meta_attention = None if own is None else own.on_meta()
     tokens = edges[-1]
     ids = torch.empty(tokens, dtype=torch.int64, device="meta")
     labels = torch.zeros(tokens, dtype=torch.int64)  # real ones: how many rows the loss works on depends on them
     labels[predicted:] = IGNORE
-    with Live(model.parameters()) as live:
+    with Live(model.parameters()) as live, _compiled_layers(model, live, step):
+        attention = meta_attention and _NotCompiled(meta_attention, live)
+        for module in model.modules():
+            if weights_of(module) is not None:
+                pass_over(module, live.two_for_all)
         if not step.head_gradient and traits.packs:
             for weight in experts_weights(model):
                 send_to(weight, _ExpertsInARing(weight, live))
+
+        of_head: set[Product] = set()
 
         def loss_of(inputs: Tensor) -> tuple[int, Tensor]:
             """What is alive after the layers, and the loss."""
@@ -80,11 +87,13 @@ def _run(
                 loss = calls.whole_logits_loss(model, ids, ids, ids, documents)
                 return live.live_bytes, loss
             hidden = calls.hidden_states(model, inputs, ids, documents)
-            saved_bytes = live.live_bytes
+            saved_bytes, before = live.live_bytes, live.products.copy()
             head = model.get_output_embeddings().weight
             in_a_ring = not step.head_gradient and torch.is_grad_enabled() and head.requires_grad
             sink = _rows_in_a_ring(shape, step, live) if in_a_ring else None
-            return saved_bytes, head_loss_on(step.device, live.two_for_all)(hidden, head, labels, 1.0, sink)[1]
+            loss = head_loss_on(step.device, live.two_for_all)(hidden, head, labels, 1.0, sink)[1]
+            of_head.update(live.products - before)
+            return saved_bytes, loss
 
         inputs = ids
         if step.looks_up and traits.plain_head and traits.looks_up and shape.embedding_learns:
@@ -93,9 +102,12 @@ def _run(
         forward_bytes, forward = live.peak_bytes, live.take_work()
         live.peak_bytes = live.live_bytes
         if loss.requires_grad:
+            live.fusing = _compiles(model, step)  # attention's few elementwise operations with it
             loss.backward()  # type: ignore[no-untyped-call]
+            live.fusing = False
         backward_bytes, backward = live.peak_bytes, live.take_work()
         largest_bytes = live.largest_bytes
+        others = len(live.products) + (ROW_COUNTS - 1) * len(of_head)
         del inputs, loss
         # The same however training recomputes or passes on its gradients.
         evaluation = (step.precision, step.device, edges, predicted, layers)
@@ -107,7 +119,19 @@ def _run(
             model.train()
             shaped.evaluations[evaluation] = live.peak_bytes
         most = shaped.evaluations[evaluation]
-        return MicroBatchCost(saved_bytes, 0, forward_bytes, backward_bytes, most, largest_bytes, forward, backward)
+        return MicroBatchCost(
+            saved_bytes, 0, forward_bytes, backward_bytes, most, largest_bytes, *_products_of_kinds(shaped, step),
+            others, forward, backward,
+        )  # fmt: skip
+
+
+def _products_of_kinds(shaped: ShapedModel, step: Step) -> tuple[int, int]:
+    """Of a shape of attention's tiles, and of a number of an expert's rows."""
+    if step.device != "cpu" or not shaped.built.traits.packs:
+        return 0, 0
+    ways = 1 if getattr(shaped.config, "v_head_dim", None) is None else 2  # values as wide as keys, or not
+    layers = {tuple(weight.shape[1:]) for weight in experts_weights(shaped.built.model)}
+    return ways * tile_sizes.PRODUCTS, row_counts.PRODUCTS * -(-len(layers) // 2)
 
 
 def _rows_in_a_ring(shape: ModelShape, step: Step, live: Live) -> GradientRows:
@@ -118,17 +142,59 @@ def _rows_in_a_ring(shape: ModelShape, step: Step, live: Live) -> GradientRows:
     return _TwoForAll(live, edges, lambda a, b: room[: b - a], lambda: None)
 
 
+def _compiles(model: nn.Module, step: Step) -> bool:
+    """Of a mixture's layers most is experts, which are left as they are: planned as not compiled."""
+    return step.compiled and not experts_weights(model)
+
+
+@contextmanager
+def _compiled_layers(model: nn.Module, live: Live, step: Step) -> Iterator[None]:
+    def begin(*_: Any) -> None:
+        live.fusing = True
+
+    def end(*_: Any) -> None:
+        live.fusing = False
+
+    hooks = []
+    for layer in decoder_layers(model) if _compiles(model, step) else ():
+        hooks += [layer.register_forward_pre_hook(begin), layer.register_forward_hook(end)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@dataclass(frozen=True)
+class _NotCompiled:
+    """Attention, which torch.compile leaves as it is."""
+
+    backend: AttentionBackend
+    live: Live
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, scoring: Scoring) -> Tensor:
+        before, self.live.fusing = self.live.fusing, False
+        found = self.backend.attend(query, key, value, documents, scoring)
+        self.live.fusing = before
+        return found
+
+    def on_meta(self) -> _NotCompiled:
+        return self
+
+
 class _ExpertsInARing:
     """Where engine host has the gradients of experts written."""
 
     def __init__(self, weight: Tensor, live: Live) -> None:
         edges = piece_edges(weight.shape[0], weight[0].numel(), weight.element_size())
-        self._blocks = tuple(pairwise(edges))
+        self._live, self._edges = live, edges
         self._room = torch.empty_like(weight[: edges[1]])
         live.ignore(self._room)
 
-    def begin(self) -> Sequence[tuple[int, int]]:
-        return self._blocks
+    def begin(self) -> Iterator[tuple[int, int]]:
+        """Two blocks, counted as all."""
+        for first in self._live.two_for_all(range(0, self._edges[-1], self._edges[1])):
+            yield first, min(first + self._edges[1], self._edges[-1])
 
     def buffer(self, first: int, last: int) -> Tensor:
         return self._room[: last - first]

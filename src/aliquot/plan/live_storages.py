@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from aliquot.plan.fusion import FusedRun, fuses
 from aliquot.plan.micro_batch_cost import Work
 
 _PRODUCTS = {
@@ -20,6 +20,8 @@ _PRODUCTS = {
     torch.ops.aten.bmm.default: (0, 1),
     torch.ops.aten.addmm.default: (1, 2),
 }
+
+Product = tuple[int, int, int, bool, bool]  # [m, k] x [k, n], and whether their rows lie in one piece
 
 
 class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -35,6 +37,9 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._ignored = {_storage(weight): weight for weight in weights}
         self._work: Work = defaultdict(float)
+        self.fusing = False  # whether torch.compile has what comes
+        self._run = FusedRun()
+        self.products: set[Product] = set()  # but those of attention, which are batched
 
     def ignore(self, weight: Tensor) -> None:
         """It is counted elsewhere."""
@@ -42,6 +47,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._ignored[_storage(weight)] = weight
 
     def take_work(self) -> Work:
+        self._end_run()
         work, self._work = self._work, defaultdict(float)
         return work
 
@@ -79,24 +85,45 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.live_bytes -= size
 
     def _count(self, func: Any, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
-        self._work["calls",] += self._times
+        fused = self.fusing and fuses(func)
+        if not fused:
+            self._end_run()
+            self._work["calls",] += self._times
         if func in _PRODUCTS:
             left, right = (args[at] for at in _PRODUCTS[func])
             batch = left.shape[0] if left.ndim == 3 else 1
             m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
             self._work["matmul", batch, m, k, n, left.element_size()] += self._times
+            if left.ndim == 2:
+                self.products.add((m, k, n, left.stride(1) == 1, right.stride(1) == 1))
             return
         inputs = self._tensors((args, kwargs))
         aliases = not func._schema.is_mutable and all(_storage(t) in map(_storage, inputs) for t in outputs)
         if not outputs or aliases or func._schema.name.startswith("aten::empty"):
             return
         moved = [*{id(t): t for t in (*inputs, *outputs)}.values()]
+        if fused:
+            self._run.add(*({_storage(t): t.numel() * t.element_size() for t in each} for each in (inputs, outputs)))
+            return
         sizes = [tensor.numel() * tensor.element_size() for tensor in moved]
         self._work["memory", func._schema.name.removeprefix("aten::"), max(sizes)] += self._times * sum(sizes)
 
+    def _end_run(self) -> None:
+        largest, moved = self._run.moved({*self._alive, *self._ignored})
+        if moved:
+            self._work["memory", "fused", largest] += self._times * moved
+            self._work["calls",] += self._times
+            self._run = FusedRun()
+
     def _tensors(self, tree: Any) -> list[Tensor]:
-        leaves = tree_leaves(tree)
-        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.device.type == self._device]
+        """In tuples, lists and dicts, as operations take and give them."""
+        if isinstance(tree, torch.Tensor):
+            return [tree] if tree.device.type == self._device else []
+        if isinstance(tree, dict):
+            tree = tree.values()
+        elif not isinstance(tree, tuple | list):
+            return []
+        return [tensor for each in tree for tensor in self._tensors(each)]
 
 
 def _storage(tensor: Tensor) -> int:

@@ -22,6 +22,7 @@ class Step:
     device: Literal["cpu", "cuda"]
     looks_up: bool  # the embedding's gradient is a row a token, as in engine host; else a whole table
     head_gradient: bool  # the head's gradient exists as a whole; engine host writes it into its ring piece by piece
+    compiled: bool = False  # decoder layers
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,17 @@ class MicroBatchCost:
     backward_bytes: int
     evaluation_bytes: int  # most at once in a forward pass without gradients
     largest_bytes: int  # the largest block of a forward and backward pass
+    # Products of different shape or order, in rows of one length: of attention's tiles and of an expert for each shape
+    # of a tile or number of rows, and all others. 0: attention and experts are not ours, or there are none.
+    tile_products: int
+    expert_products: int
+    other_products: int
     forward: Work
     backward: Work
 
     def plus(self, other: MicroBatchCost, base: MicroBatchCost, times: int) -> MicroBatchCost:
-        """This, and `times` what `other` has more than `base`; the largest block is the largest of all."""
+        """This, and `times` what `other` has more than `base`; the largest block is the largest of all,
+        and products are those of the one that has most."""
         values: dict[str, Any] = {}
         for field in fields(self):
             own, less, more = (getattr(each, field.name) for each in (self, base, other))
@@ -48,4 +55,5 @@ class MicroBatchCost:
                 work: Work = defaultdict(float)
                 work.update({key: own[key] + times * (more[key] - less[key]) for key in {*own, *less, *more}})
                 values[field.name] = work
-        return replace(MicroBatchCost(**values), largest_bytes=max(self.largest_bytes, other.largest_bytes))
+        most = {name: max(getattr(self, name), getattr(other, name)) for name in ("largest_bytes", "other_products")}
+        return replace(MicroBatchCost(**values), **most)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import ge
 from typing import Any, Literal
@@ -30,6 +30,7 @@ _TYPES_SEARCHED = 12  # with all settings; the others are out of reach with the 
 _NEW_NODE_S = 300.0  # until a successor of a lost node runs pods: EC2, the image of the node, that of the pod; assumed
 _NOTICE_S = 120.0  # from the notice that a spot node goes until it is gone
 _SHARES_CPUS = re.compile(r"^t\d|^\w+-flex\.")  # types that have their CPUs for hours, not for days
+_NOT_ON_SPOT = re.compile(r"^hpc")  # on demand alone is among their SupportedUsageClasses (describe-instance-types)
 _MONTH_S = 30 * 86400.0
 
 
@@ -51,13 +52,21 @@ class Offer:
     restarts: float  # expected
     total_s: float  # restarts included
     usd: float
+    on_cluster: bool  # the config has a section for it, which says where it runs
 
     @property
     def lines(self) -> str:
         """To paste after the config on the command line."""
+        nodes, ranks = self.plan.nodes, self.plan.ranks_per_node
+        where = (
+            f"cluster.instance_types=[{self.plan.instance}] cluster.capacity=[{self.capacity}] cluster.nodes={nodes}"
+            f" cluster.ranks_per_node={ranks}"
+            if self.on_cluster
+            else f"launch.nodes={nodes} launch.ranks={ranks}"
+        )
         return (
-            f"launch.nodes={self.plan.nodes} launch.ranks={self.plan.ranks_per_node}"
-            f" train.global_batch_size={self.global_batch} train.per_device_train_batch_size={self.micro_batch}"
+            f"{where} train.global_batch_size={self.global_batch}"
+            f" train.per_device_train_batch_size={self.micro_batch} train.gradient_accumulation_steps=null"
             f" train.gradient_checkpointing={self.checkpointing} train.max_steps={self.plan.steps}"
         )
 
@@ -77,12 +86,14 @@ def offers(
     nodes: Sequence[int] = NODES,
     ranks: Sequence[int] = RANKS,
     only: str | None = None,
+    tell: Callable[[str], None] = lambda words: None,
 ) -> list[Offer]:
     """The best of each type, number of nodes and way to buy them, the cheapest or fastest first.
 
-    `tokens`: real ones, to train on; `batches`: global batches, in sequences; `only`: one type. Raises UserError where
-    nothing fits.
+    `tokens`: real ones, to train on; `batches`: global batches, in sequences; `only`: one type; `tell`: is told what is
+    being done. Raises UserError where nothing fits.
     """
+    tell("what the model needs")
     model = PlannedModel(config)
     gpus = config.launch.device == "cuda"
     types = [each for each in instances() if each.usd_per_hour is not None and bool(each.gpus) == gpus]
@@ -90,10 +101,14 @@ def offers(
     types = [each for each in types if each.name == only] if only is not None else undominated(types)
     search = _Search(config, model, workload, tokens, spot)
     # First every type in one way: what is far behind with that wins with nothing. Few nodes are cheap, many are fast.
-    first = {each.name: search.first(each, sorted(nodes, reverse=goal == "time"), batches[-1], goal) for each in types}
+    first = {}
+    for number, each in enumerate(types):
+        tell(f"{each.name}, {number + 1} of {len(types)} types")
+        first[each.name] = search.first(each, sorted(nodes, reverse=goal == "time"), batches[-1], goal)
     types.sort(key=lambda each: first[each.name])
     best: dict[tuple[str | None, int, str], Offer] = {}
     for each in types[:_TYPES_SEARCHED]:
+        tell(f"{each.name} with all settings")
         for offer in search.of(each, nodes, ranks, batches, _MICROS):
             key = (offer.plan.instance, offer.plan.nodes, offer.capacity)
             if key not in best or _measure(offer, goal) < _measure(best[key], goal):
@@ -187,9 +202,13 @@ class _Search:
     def _bought(self, config: RunConfig, plan: Plan, total: int, micro: int, checkpointing: str) -> Iterator[Offer]:
         usd = plan.cost_usd
         assert usd is not None  # types have prices here, and the run its steps
-        offer = Offer(plan, "on-demand", total, micro, checkpointing, 0.0, plan.total_s, usd)
+        offer = Offer(
+            plan, "on-demand", total, micro, checkpointing, 0.0, plan.total_s, usd, config.cluster is not None
+        )
         yield offer
         a_restart = _restart_s(config, plan)
+        if _NOT_ON_SPOT.match(str(plan.instance)):
+            return
         a_second = self.spot.lost_a_month * plan.nodes / _MONTH_S
         if a_second * a_restart < 0.5:  # else it hardly gets on
             total_s = plan.total_s / (1 - a_second * a_restart)

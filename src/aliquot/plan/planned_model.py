@@ -7,13 +7,15 @@ sequences and the software. To plan with what is kept imports neither torch nor 
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import logging
 import os
 from collections import defaultdict
-from contextlib import suppress
-from dataclasses import asdict
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from aliquot.config.cache_root import cache_root
 from aliquot.config.schema import ModelSection, RunConfig
+from aliquot.config.workload import Workload
 from aliquot.errors import UserError
 from aliquot.models.model_shape import LayerKind, ModelShape
 from aliquot.models.source import CONFIG_FILES, local_directory
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_MOST_SEQUENCES = 64  # of a micro-batch that is run through on meta tensors as it is; larger ones are extrapolated
 _KEPT_FILES = 1000  # of some ten kilobytes each; those that were used least recently go
 
 
@@ -49,6 +53,22 @@ class PlannedModel:
             kept = asdict(self._shaped.shape)
             _keep(self._key, kept)
         self.shape = _shape(kept)
+        self._costs: dict[Hashable, MicroBatchCost] = {}
+
+    def cost_of(self, step: Step, workload: Workload, sequences: int, approximate: bool) -> MicroBatchCost:
+        """Of a micro-batch of so many sequences; the same object whenever it is asked for.
+
+        `approximate`: more than two are extrapolated, so that many sizes take no longer than two.
+        """
+        key = (step, workload, sequences, approximate)
+        if key not in self._costs:
+            if sequences > (2 if approximate else _MOST_SEQUENCES):
+                one, two = (self.cost_of(step, workload, count, False) for count in (1, 2))
+                self._costs[key] = one.plus(two, one, sequences - 1)
+            else:
+                predicted = round(workload.predicted * sequences)
+                self._costs[key] = self.cost(step, workload.heaviest(sequences), predicted)
+        return self._costs[key]
 
     def cost(self, step: Step, edges: tuple[int, ...], predicted: int) -> MicroBatchCost:
         """Of one row with documents at `edges`, `predicted` of whose tokens have a label.
@@ -66,9 +86,10 @@ class PlannedModel:
 
     @cached_property
     def _shaped(self) -> ShapedModel:
-        from aliquot.models.shaped_model import shaped_model
+        with _collecting_no_garbage():
+            from aliquot.models.shaped_model import shaped_model
 
-        return shaped_model(self._config, self._vocabulary)
+            return shaped_model(self._config, self._vocabulary)
 
     def _found(self, step: Step, edges: tuple[int, ...], predicted: int) -> dict[str, Any]:
         from aliquot.plan.activations import micro_batch_cost
@@ -79,10 +100,22 @@ class PlannedModel:
         except UserError:
             raise
         except Exception as error:  # each model's code fails in its own way on tensors that hold nothing
-            cost = micro_batch_cost(self._shaped.as_llama(), step, edges, predicted)
+            cost = replace(micro_batch_cost(self._shaped.as_llama(), step, edges, predicted), tile_products=0)
             why = f"without values it does not run ({error})"
         works = {name: list(getattr(cost, name).items()) for name in ("forward", "backward")}
         return {"as_llama": why, "cost": vars(cost) | works}
+
+
+@contextmanager
+def _collecting_no_garbage() -> Iterator[None]:
+    """What imports make stays: to look through it again and again, as there comes more, takes a sixth of their time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _shape(kept: dict[str, Any]) -> ModelShape:

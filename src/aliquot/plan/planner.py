@@ -21,16 +21,16 @@ from aliquot.engines.host.host_memory import disk_use, host_memory
 from aliquot.launch.rank_layout import RankLayout
 from aliquot.plan.calibrate import make_known
 from aliquot.plan.engine_memory import LAUNCHER_BYTES, phases
+from aliquot.plan.kernel_shapes import kernel_shapes
 from aliquot.plan.micro_batch_cost import MicroBatchCost, Step
 from aliquot.plan.planned_machine import GIB, Machine
 from aliquot.plan.planned_model import PlannedModel
 from aliquot.plan.profiles import rates_of
 from aliquot.plan.rates import Rates, estimated
 from aliquot.plan.spill import MARGIN, spilled
-from aliquot.plan.timing import StepTime, evaluation_time, step_time
+from aliquot.plan.timing import MicroBatchTime, StepTime, evaluation_time, step_time
 from aliquot.plan.traffic import traffic
 
-_MOST_SEQUENCES = 64  # of a micro-batch that is run through on meta tensors as it is; larger ones are extrapolated
 _MOST_MICRO_BATCHES = 4096  # of a rank, to find a step of which that is true
 DISK_BYTES_PER_S = 0.5e9  # a node, assumed: a volume or file system of the cloud; local NVMe is faster
 _NCCL_SHM_BYTES = 64 << 20  # a rank; NCCL's own buffers where GPUs of a host have no direct link
@@ -55,23 +55,26 @@ def plan(
 
 @dataclass
 class Planner:
-    """Plans of one model on one kind of machine; what a micro-batch costs is worked out once for each way to run it."""
+    """Plans of one model on one kind of machine; how long a micro-batch takes is worked out once for each way to run
+    it."""
 
     model: PlannedModel
     machine: Machine
 
     def __post_init__(self) -> None:
         self.shape = self.model.shape
-        self._costs: dict[tuple[Step, tuple[int, ...], int], MicroBatchCost] = {}
+        self._rates: dict[tuple[str, int, int], Rates] = {}
+        self._times: dict[tuple[int, int], MicroBatchTime] = {}
 
     def plan(self, config: RunConfig, layout: RankLayout, workload: Workload, approximate: bool = False) -> Plan:
         """`approximate`: micro-batches of more than two sequences are extrapolated, for many plans in short time."""
         engine = self.engine(config, layout)
         size = batch_size(config.train, layout.world_size)
         micro_batches = size.micro_batches(layout.world_size, config.data.source_count)
-        cost = self._cost(config, engine, layout, workload, size.micro, approximate)
+        cost = self.model.cost_of(_step(config, engine, layout), workload, size.micro, approximate)
         moved = traffic(config, engine, self.shape, layout, micro_batches)
         rates = self.rates(layout)
+        each = self._time(cost, rates)
         steps = _steps(config, workload, size.total)
         evaluations = config.train.eval_on_start + times_due(config.train.eval_steps, steps or 0)
         told = building(config, self.shape, layout) if engine == "deepspeed" else []
@@ -94,8 +97,8 @@ class Planner:
 
         def time_of(count: int) -> StepTime:
             used = disk_use(config, self.shape, layout, on_disk, count)
-            passed = traffic(config, engine, self.shape, layout, count)
-            return step_time(engine, cost, held, passed, layout, count, rates, used, disk_rate)
+            passed = moved if count == micro_batches else traffic(config, engine, self.shape, layout, count)
+            return step_time(engine, each, held, passed, layout, count, rates, used, disk_rate)
 
         took = time_of(micro_batches)
         enough = (
@@ -127,7 +130,7 @@ class Planner:
             step_s=took.total_s,
             bottleneck=took.bottleneck,
             evaluations=evaluations if of_evaluation else 0,
-            evaluation_s=evaluation_time(cost, moved, layout, of_evaluation, micro_batches, rates),
+            evaluation_s=evaluation_time(each, moved, layout, of_evaluation, micro_batches, rates),
             saves=1 if config.checkpoint.asynchronous else times_due(config.checkpoint.every, steps or 0),
             save_s=moved.checkpoint_bytes / disks,
             export_s=moved.export_bytes / disks,
@@ -141,6 +144,7 @@ class Planner:
             disk_batch=None if enough is None else enough * size.micro * layout.world_size,
             rates=rates.source,
             off_by=rates.off_by,
+            kernel_shapes=kernel_shapes(config, self.shape, cost, size),
             usd_per_hour=None if hourly is None else hourly * layout.nodes,
         )
 
@@ -149,28 +153,17 @@ class Planner:
         return chosen_engine(config, layout.device, self.shape.numel, self.machine.memory_bytes)
 
     def rates(self, layout: RankLayout) -> Rates:
-        measured = rates_of(self.machine, layout)
-        return measured if measured is not None else estimated(self.machine, layout)
+        key = (layout.device, layout.ranks_per_node, layout.threads_per_rank)
+        if key not in self._rates:
+            measured = rates_of(self.machine, layout)
+            self._rates[key] = measured if measured is not None else estimated(self.machine, layout)
+        return self._rates[key]
 
-    def _cost(
-        self, config: RunConfig, engine: str, layout: RankLayout, workload: Workload, sequences: int, approximate: bool
-    ) -> MicroBatchCost:
-        if sequences > (2 if approximate else _MOST_SEQUENCES):
-            one, two = (self._cost(config, engine, layout, workload, count, False) for count in (1, 2))
-            return one.plus(two, one, sequences - 1)
-        step = Step(
-            precision=config.train.precision,
-            checkpointing=config.train.gradient_checkpointing,
-            device=layout.device,
-            looks_up=engine == "host",
-            head_gradient=engine != "host",
-        )
-        edges = workload.heaviest(sequences)
-        predicted = round(workload.predicted * sequences)
-        key = (step, edges, predicted)
-        if key not in self._costs:
-            self._costs[key] = self.model.cost(step, edges, predicted)
-        return self._costs[key]
+    def _time(self, cost: MicroBatchCost, rates: Rates) -> MicroBatchTime:
+        key = (id(cost), id(rates))  # both are kept, here and by the model
+        if key not in self._times:
+            self._times[key] = MicroBatchTime.of(cost, rates)
+        return self._times[key]
 
     def _limit(self, config: RunConfig, layout: RankLayout) -> int:
         """Bytes that all ranks of a node may have together."""
@@ -188,6 +181,17 @@ class Planner:
         if layout.device == "cuda" and config.shard.offload == "cpu":
             held = replace(held, weights=0, gradients=0, moments=0, update=0)  # the phases are of the GPU's memory
         return held
+
+
+def _step(config: RunConfig, engine: str, layout: RankLayout) -> Step:
+    return Step(
+        precision=config.train.precision,
+        checkpointing=config.train.gradient_checkpointing,
+        device=layout.device,
+        looks_up=engine == "host",
+        head_gradient=engine != "host",
+        compiled=config.train.compile == "layers",
+    )
 
 
 def _fewest_with(suffices: Callable[[int], bool]) -> int | None:

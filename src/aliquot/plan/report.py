@@ -41,6 +41,7 @@ def summary(plan: Plan, problems: Sequence[str], machine: str, assumed: str) -> 
         f"speed           {plan.speed} ({assumed})",
         *_whole(plan),
         f"rates           {plan.rates}",
+        *([f"kernels         of at most {plan.kernel_shapes} products a rank"] if plan.kernel_shapes else []),
     ]
     if problems:  # not `plan.fits`: that is about memory alone
         verdict = Text("does not fit: " + "; ".join(problems), style="red")

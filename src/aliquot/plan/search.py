@@ -1,15 +1,15 @@
-"""Other ways to run the same training: the nearest that fit, and the fastest or cheapest.
+"""Other ways to run the same training: the nearest that fit, and the fastest.
 
 The wanted global batch stays; what may change is the engine, the micro-batch, activation checkpointing, optimizer
-states, ranks per node and nodes. Every candidate is planned as a run would be.
+states, ranks per node, and nodes where the run does not fit on those asked for. Every candidate is planned as a run
+would be.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from aliquot.config.batch_size import BatchSize, batch_size
 from aliquot.config.plan import Plan
@@ -21,7 +21,7 @@ from aliquot.plan.planner import Planner
 
 _MOST_RANKS = 16
 _REMEDIES = 3
-_ALIKE = 0.03  # relative difference of times or prices that are taken for the same
+_ALIKE = 0.03  # relative difference of times that are taken for the same
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,13 @@ class Candidate:
         return " ".join(f"{key}={value}" for key, value in self.changes.items()) or "(as it is)"
 
 
-def candidates(planner: Planner, config: RunConfig, layout: RankLayout, workload: Workload) -> Iterator[Candidate]:
-    """All that can run, whether it fits or not, the given settings first."""
+def candidates(
+    planner: Planner, config: RunConfig, layout: RankLayout, workload: Workload, counts: Sequence[int] | None = None
+) -> Iterator[Candidate]:
+    """All that can run, whether it fits or not, the given settings first. `counts`: of nodes; None: those near by."""
     total = batch_size(config.train, layout.world_size).total
     seen = set()
-    for nodes in dict.fromkeys((layout.nodes, 2 * layout.nodes, max(1, layout.nodes // 2), 1)):
+    for nodes in counts or dict.fromkeys((layout.nodes, 2 * layout.nodes, max(1, layout.nodes // 2), 1)):
         for ranks in _ranks(planner, layout):
             threads = max(1, planner.machine.cores // ranks) if layout.device == "cpu" else layout.threads_per_rank
             if ranks == layout.ranks_per_node:
@@ -74,20 +76,17 @@ def remedies(planner: Planner, config: RunConfig, layout: RankLayout, workload: 
     return "What fits: " + "; ".join(told)
 
 
-def best(
-    planner: Planner,
-    config: RunConfig,
-    layout: RankLayout,
-    workload: Workload,
-    goal: Literal["time", "cost"],
-    count: int = 6,
+def fastest(
+    planner: Planner, config: RunConfig, layout: RankLayout, workload: Workload, count: int = 6
 ) -> list[Candidate]:
-    """Those that fit, the fastest or the cheapest first; nodes count as money where no price is known."""
-    measure: Callable[[Plan], float] = _seconds if goal == "time" else _money
-    fitting = [each for each in candidates(planner, config, layout, workload) if each.plan.fits]
-    # What is gained by less than a plan can tell apart is not worth a change.
-    steps = {id(each): round(math.log(measure(each.plan)) / _ALIKE) for each in fitting}
-    return sorted(fitting, key=lambda each: (steps[id(each)], _distance(each.changes)))[:count]
+    """On as many nodes: those that fit, the fastest first; of those that a plan can hardly tell apart, the one that
+    changes least."""
+    nearest: dict[int, Candidate] = {}
+    for each in candidates(planner, config, layout, workload, [layout.nodes]):
+        alike = round(math.log(each.plan.step_s) / _ALIKE)
+        if each.plan.fits and (alike not in nearest or _distance(each.changes) < _distance(nearest[alike].changes)):
+            nearest[alike] = each
+    return [nearest[alike] for alike in sorted(nearest)][:count]
 
 
 def _with_a_disk(planner: Planner, config: RunConfig, layout: RankLayout, workload: Workload) -> Iterator[Candidate]:
@@ -180,14 +179,6 @@ _WEIGHTS = {"train.global_batch_size": 0, "train.optimizer_states": 3, "launch.n
 
 def _distance(changes: dict[str, object]) -> int:
     return sum(_WEIGHTS.get(key, 1) for key in changes)
-
-
-def _seconds(plan: Plan) -> float:
-    return plan.step_s
-
-
-def _money(plan: Plan) -> float:
-    return plan.step_s * (plan.usd_per_hour if plan.usd_per_hour is not None else plan.nodes)
 
 
 def _price(plan: Plan, now: Plan) -> str:

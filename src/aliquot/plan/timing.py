@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 from aliquot.engines.held_memory import Held
 from aliquot.engines.host.host_memory import DiskUse
@@ -45,9 +46,21 @@ class StepTime:
         return "compute-bound"
 
 
+@dataclass(frozen=True)
+class MicroBatchTime:
+    """Seconds of one on a rank: (of matrix products, of everything else)."""
+
+    forward: tuple[float, float]
+    backward: tuple[float, float]
+
+    @classmethod
+    def of(cls, cost: MicroBatchCost, rates: Rates) -> Self:
+        return cls(work_s(cost.forward, rates), work_s(cost.backward, rates))
+
+
 def step_time(
     engine: str,
-    cost: MicroBatchCost,
+    each: MicroBatchTime,
     held: Held,
     moved: Traffic,
     layout: RankLayout,
@@ -58,8 +71,7 @@ def step_time(
 ) -> StepTime:
     """`micro_batches`: of a rank and optimizer step. `disk_bytes_per_s`: of a node, in both directions together."""
     matmul_s = memory_s = disk_s = 0.0
-    for work in (cost.forward, cost.backward):
-        of_products, of_rest = work_s(work, rates)
+    for of_products, of_rest in (each.forward, each.backward):
         matmul_s += micro_batches * of_products
         memory_s += micro_batches * of_rest
     staged = moved.shared_bytes / layout.world_size
@@ -81,9 +93,9 @@ def step_time(
         weights = rates.wire_s(moved.wire_weights_bytes / layout.nodes)
         # Sums leave while the last backward pass computes, weights come while owners update and the next forward pass
         # computes.
-        hidden = (sum(work_s(cost.backward, rates)), update_s + sum(work_s(cost.forward, rates)))
+        hidden = (sum(each.backward), update_s + sum(each.forward))
         wire_s = sum(
-            max(_TAIL * each, each - beside) for each, beside in zip((gradients, weights), hidden, strict=True)
+            max(_TAIL * sent, sent - beside) for sent, beside in zip((gradients, weights), hidden, strict=True)
         )
     else:
         # Cast and copied into flat buffers, out of them, gradients to fp32, staged and read where memory is shared.
@@ -100,14 +112,14 @@ def step_time(
 
 
 def evaluation_time(
-    cost: MicroBatchCost, moved: Traffic, layout: RankLayout, micro_batches: int, steps_micro_batches: int, rates: Rates
+    each: MicroBatchTime, moved: Traffic, layout: RankLayout, micro_batches: int, steps_micro_batches: int, rates: Rates
 ) -> float:
     """Seconds of an evaluation of so many micro-batches a rank; `moved` is of a step of `steps_micro_batches`."""
     passed = moved.evaluated * micro_batches / steps_micro_batches
     sending = rates.local_s(passed * moved.local_bytes / layout.world_size)
     sending += rates.wire_s(passed * moved.wire_bytes / layout.nodes)
     staging = rates.stage_s(3 * passed * moved.shared_bytes / layout.world_size)
-    return micro_batches * sum(work_s(cost.forward, rates)) + staging + sending
+    return micro_batches * sum(each.forward) + staging + sending
 
 
 def work_s(work: Work, rates: Rates) -> tuple[float, float]:

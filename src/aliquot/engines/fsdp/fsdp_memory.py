@@ -5,7 +5,7 @@ from __future__ import annotations
 from aliquot.config.schema import RunConfig
 from aliquot.engines.held_memory import Held
 from aliquot.launch.rank_layout import RankLayout
-from aliquot.models.model_shape import ModelShape, padded_groups
+from aliquot.models.model_shape import ModelShape
 
 HALF_BYTES = 16 << 20  # of a rank's staging room in shared memory, which has two
 
@@ -15,8 +15,8 @@ def fsdp_memory(
 ) -> Held:
     """`backward_bytes`: of activations at most in a backward pass; `layer_bytes`: of those of one layer."""
     compute, ranks = 2 if config.train.precision == "bf16" else 4, layout.world_size
-    root, *others = padded_groups(shape.groups(), ranks)
-    learned = padded_groups(shape.learned_groups(), ranks)
+    root, *others = shape.padded_groups(ranks)
+    learned = shape.learned_padded_groups(ranks)
     own = sum(learned) // ranks
     frozen = (root + sum(others)) // ranks - own
     shared = layout.device == "cpu" and layout.nodes == 1 and ranks > 1 and config.shard.collectives != "gloo"

@@ -1,0 +1,28 @@
+"""Of which sizes attention's tiles on CPU are (tiles.py), and how many different ones that makes. No torch."""
+
+from __future__ import annotations
+
+NARROWEST = 64  # width of a bin: several documents share one
+STEP = 32  # wider bins come in multiples of this and hold one document, or a long and a short one
+LONGEST_BINNED = 256  # documents above are cut into blocks of queries
+QUERY_BLOCK = 128
+BATCHES = (16, 4, 1)  # bins of one width that are multiplied at once
+PRODUCTS = 3  # of a tile, different in shape or order: scores, what they weigh, and the way back to keys and values
+
+
+def tile_shapes(tokens: int, longest: int, window: int | None) -> int:
+    """At most, in rows of `tokens` with documents of at most `longest`, of which a token sees `window` back."""
+    widths = range(NARROWEST, LONGEST_BINNED + 1, STEP)
+    # A bin of more than the narrowest holds a document that does not fit into a narrower one.
+    bins = sum(
+        count * (width - STEP) < tokens and (width == NARROWEST or width - STEP < longest)
+        for width in widths
+        for count in BATCHES
+    )
+    if longest <= LONGEST_BINNED:
+        return bins
+    first_keys = {
+        first + QUERY_BLOCK - (0 if window is None else max(0, first - window + 1))
+        for first in range(0, longest, QUERY_BLOCK)
+    }
+    return bins + len(first_keys)

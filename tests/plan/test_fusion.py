@@ -1,0 +1,50 @@
+"""What compiled layers move: what comes from before once, what is left at the end once, and nothing in between."""
+
+from __future__ import annotations
+
+import torch
+
+from aliquot.plan.live_storages import Live
+from aliquot.plan.micro_batch_cost import Step, Work
+from aliquot.plan.planned_model import PlannedModel
+from tests.plan.shapes import LLAMA, planned_config
+
+SIZE = 1000 * 4
+
+
+def memory_bytes(work: Work) -> float:
+    return sum(amount for key, amount in work.items() if key[0] == "memory")
+
+
+def moved(fusing: bool) -> tuple[float, float]:
+    """(bytes, calls) of two runs of elementwise operations with a product between them."""
+    x, y = torch.empty(1000, device="meta"), torch.empty(1000, device="meta")
+    matrix = torch.empty(10, 10, device="meta")
+    with Live([]) as live:
+        live.fusing = fusing
+        total = (x * y).add_(x).sigmoid()
+        product = matrix @ matrix
+        total = total * 2
+        assert product.shape == (10, 10) and total.shape == x.shape
+        work = live.take_work()
+    return memory_bytes(work), work["calls",]
+
+
+def test_a_run_is_one_pass() -> None:
+    assert moved(fusing=True) == (3 * SIZE + 2 * SIZE, 3)  # x and y to total; total to total; and the product
+    bytes_alone, calls = moved(fusing=False)
+    assert bytes_alone == (3 + 2 + 2 + 2) * SIZE and calls == 5
+
+
+def test_only_time_is_less_in_compiled_layers() -> None:
+    model = PlannedModel(planned_config(LLAMA))
+    plain, compiled = (
+        model.cost(Step("bf16", "none", "cpu", True, False, compiled), (0, 300, 512), 500) for compiled in (False, True)
+    )
+    for name in ("forward", "backward"):
+        before, after = getattr(plain, name), getattr(compiled, name)
+        assert 0.3 * memory_bytes(before) < memory_bytes(after) < 0.95 * memory_bytes(before)
+        assert {key: n for key, n in before.items() if key[0] == "matmul"} == {
+            key: n for key, n in after.items() if key[0] == "matmul"
+        }
+    assert compiled.saved_bytes == plain.saved_bytes and compiled.backward_bytes == plain.backward_bytes
