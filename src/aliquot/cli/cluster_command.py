@@ -151,7 +151,7 @@ def _job(config: Path, overrides: list[str] | None) -> Job:
 
     settings = read_config(config, overrides or [])
     section = cluster_section(settings)
-    return describe(settings, plan_on(placed(settings), section.instance_types[0], section.nodes))
+    return describe(settings, plan_on(placed(settings), section.instance_types[0], section.most_nodes))
 
 
 def _print(findings: list[RuleFinding]) -> None:

@@ -50,7 +50,7 @@ def describe(config: RunConfig, plan: Plan) -> Job:
     types = tuple(instance(name) for name in section.instance_types)
     _alike(types)
     gpus = _gpus(types[0], plan)
-    if plan.nodes != section.nodes:
+    if plan.nodes != section.most_nodes:
         raise ClusterError(f"the plan is for {plan.nodes} nodes, cluster.nodes is {section.nodes}")
     cpus = pod_cpus(section, types)
     memory = min(each.allocatable_memory_bytes for each in types) - section.daemonset_memory_mib * MIB
