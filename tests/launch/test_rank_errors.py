@@ -74,7 +74,7 @@ def test_a_run_that_saved_because_another_node_was_stopped_ends_as_one_that_was(
     terminated = RankError(0, "training", "saved [terminated]", "", 7.0, 143, uptime=7.0)
     rank_errors.publish_text(rank_errors.error_file(tmp_path, 0), json.dumps(asdict(terminated)))
     assert explain({0: Dead(143)}, tmp_path) == (["aliquot: rank 0: saved [terminated]"], 143, "training")
-    assert explain_stop(signal.SIGTERM, tmp_path, 5) == (["aliquot: rank 0: saved [terminated]"], 143, "training")
+    assert explain_stop(signal.SIGTERM, tmp_path, 5) == (["aliquot: rank 0: saved [terminated]"], 143)
     assert explain_stop(signal.SIGTERM, tmp_path, 8) == (["aliquot: stopped by SIGTERM"], 143)  # of an earlier start
     elsewhere = replace(terminated, rank=3, message="of another machine", boot="another", exit_code=1)
     rank_errors.publish_text(rank_errors.error_file(tmp_path, 3), json.dumps(asdict(elsewhere)))

@@ -328,6 +328,11 @@ class RunConfig(Section):
                     f"{key} {nodes}: with nodes that come and go the batch of a step would change:"
                     " give train.global_batch_size, or train.global_batch_tokens"
                 )
+            if may_change(nodes) and self.checkpoint.resume == "never":
+                raise ValueError(
+                    f"{key} {nodes}: each time that nodes go or come the run goes on from its newest checkpoint:"
+                    " leave checkpoint.resume: never out"
+                )
 
     def _check_evaluations(self) -> None:
         """What goes by evaluations needs some."""
