@@ -38,6 +38,10 @@ class Claim:
     port: int
     nonce: str
 
+    @property
+    def name(self) -> str:
+        return f"{self.host} ({self.addresses[0]})"
+
 
 class Claims:
     """The rounds of the run in `directory`. Methods raise StorageError where it cannot be read or written."""

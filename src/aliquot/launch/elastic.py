@@ -80,7 +80,7 @@ def _run_round(
         }
     )
     if order["node"]:
-        where = f"node {order['node']} of {order['nodes']}, led by {node.link.claim.host} ({node.link.peer.address})"
+        where = f"node {order['node']} of {order['nodes']}, led by {node.link.claim.name}"
         _print([f"aliquot: round {order['round']}: {where}"])
     os.environ[ROUND] = str(order["round"])
     node.link.in_round.set()
@@ -207,7 +207,7 @@ class _Node:
                 return link
             if (newest is None or self._is_gone(newest)) and (link := self._lead(newest)) is not None:
                 return link
-            where = f"{newest.host}, which leads round {newest.number}," if newest is not None else "a leader"
+            where = f"{newest.name}, which leads round {newest.number}," if newest is not None else "a leader"
             if time.monotonic() - begun > self._launch.join_timeout_s:
                 raise RendezvousError(
                     f"{where} was not reached within {self._launch.join_timeout_s:g} s (launch.join_timeout_s):"

@@ -45,14 +45,10 @@ class Member:
     peer: Peer
     heard: float
     id: str = ""
-    host: str = ""
     ranks: int = 0
     automatic: bool = False
+    name: str = ""  # for the person
     ended: Message | None = None  # of the present round
-
-    @property
-    def name(self) -> str:
-        return f"{self.host} ({self.peer.address})"
 
 
 @dataclass
@@ -171,11 +167,13 @@ class Leader:
         if message.get("nonce") != self._claim.nonce:
             self._remove(member)
             return
-        member.id, member.host = message["id"], message["host"]
+        member.id = message["id"]
+        address = self._claim.addresses[0] if member.id == self._own else member.peer.address
+        member.name = f"{message['host']} ({address})"
         member.ranks, member.automatic = message["ranks"], message["automatic"]
         member.peer.send("hello", nonce=self._claim.nonce)
         if message["mark"] != self._run.mark:
-            line = f"{member.name} does not train what {self._claim.host} does: other settings or versions"
+            line = f"{member.name} does not train what {self._claim.name} does: other settings or versions"
             member.peer.send("end", code=2, lines=[f"aliquot: {line} [nodes-differ]"])
             self._remove(member)
             return
