@@ -63,14 +63,16 @@ def _rounds(launch: LaunchSection, settings: RunConfig, arguments: list[str], au
 
     from aliquot.checkpoint.directories import newest, step_of
     from aliquot.errors import StorageError
+    from aliquot.launch.local_group import prepare
+    from aliquot.observe.run_directory import RunDirectory
+
+    directory = RunDirectory(settings.run.directory)
+    logs = prepare(directory.logs)
     from aliquot.launch.elastic import start_elastic_ranks
     from aliquot.launch.membership import Run
     from aliquot.launch.same_everywhere import common_settings
     from aliquot.observe.events import Events
     from aliquot.observe.metrics import last_step
-    from aliquot.observe.run_directory import RunDirectory
-
-    directory = RunDirectory(settings.run.directory)
 
     def progress() -> tuple[int, int]:
         saved = newest(directory.checkpoints)
@@ -84,4 +86,4 @@ def _rounds(launch: LaunchSection, settings: RunConfig, arguments: list[str], au
 
     run = Run(json.dumps(common_settings(settings), sort_keys=True, default=str), progress, tell)
     grace_s = settings.checkpoint.grace_s
-    return start_elastic_ranks(launch, arguments, directory.path, directory.logs, grace_s, automatic, run)
+    return start_elastic_ranks(launch, arguments, directory.path, logs, grace_s, automatic, run)

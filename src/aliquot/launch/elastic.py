@@ -27,7 +27,7 @@ from aliquot.errors import RendezvousError
 from aliquot.launch.claims import DEAD_S, ROUND, Claim, Claims
 from aliquot.launch.gloo_interface import address_of, gloo_interface
 from aliquot.launch.json_lines import Message, Peer
-from aliquot.launch.local_group import Ended, prepare, run_local_ranks
+from aliquot.launch.local_group import Ended, run_local_ranks
 from aliquot.launch.membership import BEAT_S, ENDING_S, SILENT_S, Leader, Run
 
 _POLL_S = 0.1
@@ -42,9 +42,8 @@ def start_elastic_ranks(
 ) -> int:
     """Run `python ARGV` as the ranks of this node, in as many rounds as it takes; the exit code of this process.
 
-    `launch` as `with_environment` has left it; `automatic`: launch.ranks was auto. Returns as `start_ranks` does.
+    `launch` as `with_environment` has left it; `logs` as `prepare` has; `automatic`: launch.ranks was auto. Returns as `start_ranks` does.
     """
-    logs = prepare(logs)
     from torch.distributed.elastic.multiprocessing import SignalException
 
     node = _Node(launch, Claims(run_directory), automatic, run)
@@ -258,7 +257,7 @@ class _Node:
 
 
 def _own_addresses() -> list[str]:
-    """At which others may reach this node, the likeliest first; what else has such an address does not know the nonce."""
+    """At which others may reach this node, the likeliest first. Whoever else has one does not know the nonce."""
     if gloo_interface() is not None:
         return [address_of(gloo_interface())]
     found = [address_of(None)] if address_of(None)[0].isdigit() else []
