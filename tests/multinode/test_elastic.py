@@ -26,7 +26,7 @@ from aliquot.observe.metrics import last_step
 from tests.multinode.namespaces import Host, environment, kill, plug, switched_hosts, why_not
 from tests.runs import curve, write_config
 
-STEPS = 120
+STEPS = 300
 FEWEST, MOST = 2, 4
 SECTIONS = {
     "shard": {"engine": "host"},

@@ -42,7 +42,8 @@ def start_elastic_ranks(
 ) -> int:
     """Run `python ARGV` as the ranks of this node, in as many rounds as it takes; the exit code of this process.
 
-    `launch` as `with_environment` has left it; `logs` as `prepare` has; `automatic`: launch.ranks was auto. Returns as `start_ranks` does.
+    `launch` as `with_environment` has left it, `logs` as `prepare` has; `automatic`: launch.ranks was auto. Returns as
+    `start_ranks` does.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
 
