@@ -46,7 +46,7 @@ def test_nodes_are_a_number_or_a_range(tmp_path: Path) -> None:
             read_config(file, [f"launch.nodes={wrong}"])
     with pytest.raises(UserError, match=r"launch.nodes 2:4: .* give train.global_batch_size"):
         read_config(file, ["train.global_batch_size=null"])
-    with pytest.raises(UserError, match="leave checkpoint.resume"):
+    with pytest.raises(UserError, match=r"leave checkpoint\.resume"):
         read_config(file, ["checkpoint.resume=never"])
 
 
@@ -117,6 +117,7 @@ class Nodes:
 
     def __init__(self, folder: Path, nodes: str, **launch: Any) -> None:
         self.folder, self.told, self.saved = folder, list[str](), 0
+        self.peers: list[Peer] = []
         listener = socket.create_server(("127.0.0.1", 0))
         self.claim = replace(CLAIM, port=listener.getsockname()[1])
         Claims(folder).make(self.claim)
@@ -126,6 +127,7 @@ class Nodes:
 
     def come(self, name: str, mark: str = "mark") -> Peer:
         peer = Peer(socket.create_connection(("127.0.0.1", self.claim.port)))
+        self.peers.append(peer)
         peer.send("hello", nonce="word", id=name, host=name, ranks=1, automatic=False, mark=mark)
         assert self.next(peer) == {"what": "hello", "nonce": "word"}
         return peer
@@ -142,6 +144,11 @@ class Nodes:
                 if (message := peer.rest.pop(0))["what"] != "beat":  # type: ignore[attr-defined]
                     return dict(message)
         raise TimeoutError
+
+    def leave(self) -> None:
+        for peer in self.peers:
+            peer.close()
+        self.leader.leave()
 
     def whats(self, *peers: Peer) -> list[str]:
         return [self.next(peer)["what"] for peer in peers]
@@ -162,7 +169,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def nodes(tmp_path: Path, quick: None, request: pytest.FixtureRequest) -> Iterator[Nodes]:
     made = Nodes(tmp_path, getattr(request, "param", "2:3"))
     yield made
-    made.leader.leave()
+    made.leave()
 
 
 def test_a_node_comes_another_is_lost_and_the_run_ends(nodes: Nodes) -> None:
@@ -200,7 +207,8 @@ def test_of_nodes_that_lose_most_of_the_others_the_larger_part_is_first(nodes: N
     assert nodes.next(a)["what"] == "kill"
     end(a, 1, 1, "killed")
     Claims(nodes.folder).make(replace(CLAIM, number=2))  # by b and c, who have found each other
-    assert nodes.whats(a)[0] in ("kill", "leave")
+    while nodes.next(a)["what"] != "leave":  # after one more `kill`, of c
+        pass
     assert "another node has begun a newer one" in nodes.told[-1]
 
 
@@ -251,7 +259,7 @@ def test_too_few_nodes_are_waited_for_and_named(tmp_path: Path, quick: None) -> 
     assert told["code"] == 2
     assert told["lines"][0].startswith("aliquot: 1 of at least 2 nodes (launch.nodes 2:3) came within 1 s")
     assert "a (127.0.0.1)" in told["lines"][0]
-    few.leader.leave()
+    few.leave()
 
 
 def test_a_leader_that_lives_is_waited_for_and_one_that_does_not_is_replaced(
@@ -290,7 +298,7 @@ def wait_for_step(directory: Path, step: int) -> None:
 
 
 def test_a_run_goes_on_without_the_node_that_led_it(tmp_path: Path) -> None:
-    settings = {"shard": {"engine": "host"}, "train": {"max_steps": 30}, "checkpoint": {"every": 2, "export": False}}
+    settings = {"shard": {"engine": "host"}, "train": {"max_steps": 14}, "checkpoint": {"every": 2, "export": False}}
     trained(write_config(tmp_path, "whole", **settings))
     launch = {"ranks": 1, "nodes": "1:2", "device": "cpu"}
     config = write_config(tmp_path, "left", **settings, launch=launch)
@@ -299,7 +307,7 @@ def test_a_run_goes_on_without_the_node_that_led_it(tmp_path: Path) -> None:
         while newest_round(tmp_path / "left") is None:
             time.sleep(0.02)
         follows = start(config)
-        wait_for_step(tmp_path / "left", 5)
+        wait_for_step(tmp_path / "left", 4)
         os.kill(leads.pid, signal.SIGKILL)
         told = follows.communicate(timeout=90)[0]
         assert follows.returncode == 0, told
