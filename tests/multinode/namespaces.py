@@ -104,6 +104,13 @@ def plug(host: Host, connected: bool) -> None:
     _run("ip", "-n", f"{before}-switch", "link", "set", f"port{number}", state)
 
 
+def lift_limit(host: Host) -> None:
+    """Of one of `switched_hosts`, in both directions."""
+    before, _, number = host.namespace.rpartition("-")
+    for namespace, device in ((host.namespace, INTERFACE), (f"{before}-switch", f"port{number}")):
+        _run("tc", "-n", namespace, "qdisc", "del", "dev", device, "root")
+
+
 def kill(host: Host) -> None:
     """All of its processes at once, as when it loses its power."""
     found = subprocess.run(["ip", "netns", "pids", host.namespace], capture_output=True, text=True, check=True)

@@ -23,10 +23,11 @@ import pytest
 
 from aliquot.launch.claims import newest_round
 from aliquot.observe.metrics import last_step
-from tests.multinode.namespaces import Host, environment, kill, plug, switched_hosts, why_not
+from tests.multinode.namespaces import Host, environment, kill, lift_limit, plug, switched_hosts, why_not
 from tests.runs import curve, write_config
 
-STEPS = 300
+STEPS = 600
+LINK = "4mbit"  # a step takes half a second: the run lasts until all has happened
 FEWEST, MOST = 2, 4
 SECTIONS = {
     "shard": {"engine": "host"},
@@ -100,7 +101,7 @@ def disturbed(folder: Path, events: int, seed: int) -> list[tuple[str, float]]:
     launch = {"ranks": 1, "device": "cpu", "nodes": f"{FEWEST}:{MOST}", "join_timeout_s": 120}
     config = write_config(folder, "disturbed", **SECTIONS, launch=launch)
     draw, found = random.Random(seed), []
-    with switched_hosts(MOST) as hosts:
+    with switched_hosts(MOST, LINK) as hosts:
         cluster = Cluster(hosts, config, folder / "disturbed")
         try:
             for number in range(MOST):
@@ -123,8 +124,9 @@ def disturbed(folder: Path, events: int, seed: int) -> list[tuple[str, float]]:
                 found.append((what, lost_s))
                 print(f"{what:32} {lost_s:5.1f} s without a new step, then {len(cluster.here())} nodes", flush=True)
             assert cluster.look() < STEPS, "the run was over before all had happened"
-            for number in sorted(cluster.cut):
-                plug(hosts[number], True)
+            for number, host in enumerate(hosts):
+                plug(host, True)
+                lift_limit(host)
             cluster.cut.clear()
             last = {number: cluster.nodes[number] for number in cluster.here()}
             for number, node in last.items():
