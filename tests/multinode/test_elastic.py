@@ -124,7 +124,7 @@ def disturbed(folder: Path, events: int, seed: int) -> list[tuple[str, float]]:
                 found.append((what, lost_s))
                 print(f"{what:32} {lost_s:5.1f} s without a new step, then {len(cluster.here())} nodes", flush=True)
             assert cluster.look() < STEPS, "the run was over before all had happened"
-            for number, host in enumerate(hosts):
+            for host in hosts:
                 plug(host, True)
                 lift_limit(host)
             cluster.cut.clear()
