@@ -123,7 +123,7 @@ class Nodes:
         Claims(folder).make(self.claim)
         run = Run("mark", lambda: (self.saved, 9), self.told.append)
         section = LaunchSection(nodes=nodes, **launch)
-        self.leader = Leader(Claims(folder), self.claim, listener, "a", section, run, None)
+        self.leader = Leader(Claims(folder), self.claim, listener, "a", section, run, None, [])
 
     def come(self, name: str, mark: str = "mark") -> Peer:
         peer = Peer(socket.create_connection(("127.0.0.1", self.claim.port)))
@@ -311,7 +311,7 @@ def test_a_run_goes_on_without_the_node_that_led_it(tmp_path: Path) -> None:
         os.kill(leads.pid, signal.SIGKILL)
         told = follows.communicate(timeout=90)[0]
         assert follows.returncode == 0, told
-        assert "round 2: 1 node trains" in told
+        assert "round 2: 1 node trains" in told and ", which led, has gone" in told
         late = command("train", config)
         assert (late.returncode, late.stderr) == (0, "aliquot: the run is finished: nothing to do here\n")
     finally:

@@ -76,6 +76,7 @@ class Cluster:
         elif number in self.cut:
             plug(self.hosts[number], True)
             self.cut.remove(number)
+            assert self.nodes[number].poll() is None, "it should have waited for its cable"
         else:
             self.start(number)
 
@@ -98,7 +99,7 @@ def disturbed(folder: Path, events: int, seed: int) -> list[tuple[str, float]]:
     os.environ |= {"ALIQUOT_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     whole = write_config(folder, "whole", **SECTIONS, launch={"ranks": 1, "device": "cpu"})
     subprocess.run([sys.executable, "-m", "aliquot", "train", str(whole)], check=True, capture_output=True)
-    launch = {"ranks": 1, "device": "cpu", "nodes": f"{FEWEST}:{MOST}", "join_timeout_s": 120}
+    launch = {"ranks": 1, "device": "cpu", "nodes": f"{FEWEST}:{MOST}", "join_timeout_s": 900}
     config = write_config(folder, "disturbed", **SECTIONS, launch=launch)
     draw, found = random.Random(seed), []
     with switched_hosts(MOST, LINK) as hosts:

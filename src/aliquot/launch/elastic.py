@@ -253,7 +253,9 @@ class _Node:
         if not self._claims.make(claim):
             listener.close()
             return None
-        self._leader = Leader(self._claims, claim, listener, self._id, self._launch, self._run, self._last)
+        # Of a run that is only started again nobody has gone.
+        reasons = [] if newest is None or self._last is None else [f"{newest.name}, which led, has gone"]
+        self._leader = Leader(self._claims, claim, listener, self._id, self._launch, self._run, self._last, reasons)
         return self._reach(claim)
 
 

@@ -70,13 +70,15 @@ class Leader:
 
     def __init__(
         self, claims: Claims, claim: Claim, listener: socket.socket, own: str, launch: LaunchSection, run: Run,
-        expected: frozenset[str] | None,
+        expected: frozenset[str] | None, reasons: list[str],
     ) -> None:  # fmt: skip
-        """`own`: the id of this node; `expected`: those of the last round that live as far as is known, None: none."""
+        """`own`: the id of this node; `expected`: those of the last round that live as far as is known, None: none;
+        `reasons`: why it leads.
+        """
         self._claims, self._claim, self._listener, self._own = claims, claim, listener, own
         self._launch, self._run = launch, run
         self._members: list[Member] = []
-        self._round = _Round([], False, len(expected or ()), expected)
+        self._round = _Round([], False, len(expected or ()), expected, reasons)
         self._claim_used = False  # by a round
         self._changed = self._said = self._waiting_since = time.monotonic()
         self._failed_at: int | None = None  # steps saved at the last failure
