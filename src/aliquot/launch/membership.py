@@ -84,6 +84,7 @@ class Leader:
         self._failed_at: int | None = None  # steps saved at the last failure
         self._over = threading.Event()
         self._superseded = self._enough = False
+        self._claiming = threading.Lock()  # an own claim is not another node's
         self._thread = threading.Thread(target=self._lead, name="aliquot-leader", daemon=True)
         self._thread.start()
         threading.Thread(target=self._keep, name="aliquot-claim", daemon=True).start()
@@ -102,8 +103,9 @@ class Leader:
             with suppress(OSError, StorageError):
                 if self._enough:
                     self._claims.beat(self._claim.number)
-                newest = self._claims.newest_number()
-                self._superseded = newest is not None and newest > self._claim.number
+                with self._claiming:
+                    newest = self._claims.newest_number()
+                    self._superseded = newest is not None and newest > self._claim.number
 
     def _lead(self) -> None:
         try:
@@ -229,10 +231,11 @@ class Leader:
     def _start(self, members: list[Member], spare: list[Member]) -> None:
         number = self._claim.number + self._claim_used
         claim = replace(self._claim, number=number)
-        if self._claim_used and not self._claims.make(claim):
-            self._superseded = True
-            return
-        self._claim, self._claim_used = claim, True
+        with self._claiming:
+            if self._claim_used and not self._claims.make(claim):
+                self._superseded = True
+                return
+            self._claim, self._claim_used = claim, True
         saved, done = self._run.progress()
         names = ", ".join(member.name for member in members)
         why = f", because {'; '.join(self._round.reasons)}" if self._round.reasons else ""
