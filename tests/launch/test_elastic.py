@@ -17,9 +17,9 @@ import pytest
 
 from aliquot.config.read_config import read_config
 from aliquot.config.schema import LaunchSection
-from aliquot.errors import UserError
+from aliquot.errors import CutOffError, UserError
 from aliquot.launch import claims, elastic, membership
-from aliquot.launch.claims import Claim, Claims, CutOffError, check_round, newest_round
+from aliquot.launch.claims import Claim, Claims, check_round, newest_round
 from aliquot.launch.elastic import _Node
 from aliquot.launch.json_lines import Message, Peer
 from aliquot.launch.launcher import mode, with_environment

@@ -16,16 +16,12 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from aliquot.errors import StorageError, TrainingError
+from aliquot.errors import CutOffError, StorageError
 
 ROUNDS = ".rounds"  # in the run directory
 ROUND = "ALIQUOT_ROUND"  # set by the launcher in its ranks: of which round they are
 DEAD_S = 10.0  # a leader that leaves its file untouched for so long has ended, or does not reach the directory
 _KEPT = 8
-
-
-class CutOffError(TrainingError, id="cut-off"):
-    """The other nodes have begun a newer round without this one."""
 
 
 @dataclass(frozen=True)

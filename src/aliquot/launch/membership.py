@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from aliquot.config.schema import LaunchSection
-from aliquot.errors import StorageError
+from aliquot.errors import NodesDifferError, RendezvousError, StorageError
 from aliquot.launch.claims import Claim, Claims
 from aliquot.launch.json_lines import Message, Peer
 
@@ -177,8 +177,8 @@ class Leader:
         member.ranks, member.automatic = message["ranks"], message["automatic"]
         member.peer.send("hello", nonce=self._claim.nonce)
         if message["mark"] != self._run.mark:
-            line = f"{member.name} does not train what {self._claim.name} does: other settings or versions"
-            member.peer.send("end", code=2, lines=[f"aliquot: {line} [nodes-differ]"])
+            error = NodesDifferError(f"{member.name} has other settings or versions than {self._claim.name}")
+            member.peer.send("end", code=error.exit_code, lines=[f"aliquot: {error.line}"])
             self._remove(member)
             return
         self._changed = time.monotonic()
@@ -221,12 +221,11 @@ class Leader:
         elif now - self._waiting_since > self._launch.join_timeout_s:
             names = ", ".join(member.name for member in here)
             told = "; ".join(self._round.reasons)
-            self._end(
-                2,
-                f"aliquot: {len(here)} of at least {fewest} nodes (launch.nodes {self._launch.nodes}) came within"
+            error = RendezvousError(
+                f"{len(here)} of at least {fewest} nodes (launch.nodes {self._launch.nodes}) came within"
                 f" {self._launch.join_timeout_s:g} s (launch.join_timeout_s): {names}{'; ' * bool(told)}{told}"
-                " [rendezvous]",
             )
+            self._end(error.exit_code, f"aliquot: {error.line}")
 
     def _start(self, members: list[Member], spare: list[Member]) -> None:
         number = self._claim.number + self._claim_used
