@@ -267,6 +267,7 @@ def test_a_leader_that_lives_is_waited_for_and_one_that_does_not_is_replaced(
 ) -> None:
     monkeypatch.setattr(elastic, "DEAD_S", 0.6)
     monkeypatch.setattr(elastic, "_SEEN_S", 0.2)
+    monkeypatch.setattr(membership, "_SETTLE_S", 0.1)
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         unreachable = replace(CLAIM, port=nobody.getsockname()[1])
@@ -276,7 +277,7 @@ def test_a_leader_that_lives_is_waited_for_and_one_that_does_not_is_replaced(
         )
         found = threading.Thread(target=node.next_order, daemon=True)
         found.start()
-        for _ in range(10):
+        for _ in range(6):
             Claims(tmp_path).beat(1)
             time.sleep(0.2)
         assert newest_round(tmp_path) == 1
