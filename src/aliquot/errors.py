@@ -139,6 +139,10 @@ class SelfTestError(TrainingError, id="engine-check"):
     """What an engine checks before it trains gave a wrong result."""
 
 
+class CutOffError(TrainingError, id="cut-off"):
+    """The other nodes of a run have begun a newer round without this one."""
+
+
 class DivergedError(TrainingError, id="diverged"):
     """A loss or gradient norm that is not finite."""
 

@@ -25,6 +25,7 @@ from aliquot.errors import DivergedError
 from aliquot.evaluate import evaluate
 from aliquot.experts.load import counted, mean_balance, noted_balance, spread
 from aliquot.experts.modules import has_experts
+from aliquot.launch.claims import check_round
 from aliquot.launch.device import choose_device
 from aliquot.launch.local_ranks import told_local_ranks
 from aliquot.launch.placement import place
@@ -170,6 +171,7 @@ class Training:
             run.directory.checkpoints, model.saved, model.built.saved, self._files, run.ranks, saving,
             warn=record.warn, saved=self._saved, beat=watchdog.beat, states=run.config.train.optimizer_states,
             learned=model.built.learned, spare=lambda: mirror.needed,
+            may_publish=partial(check_round, run.directory.path),
         )  # fmt: skip
         self._attention_widths = attention_widths(inputs.source.config)
         self._done, self._end = start.step, inputs.total_steps

@@ -68,7 +68,7 @@ def test_what_people_export_for_torchrun_counts_where_nothing_is_configured() ->
 
 def test_senseless_environment_is_a_user_error() -> None:
     with pytest.raises(UserError, match="PET_NNODES"):
-        mode(LaunchSection(), TRAIN_JOB | {"PET_NNODES": "1:2"})
+        mode(LaunchSection(), TRAIN_JOB | {"PET_NNODES": "2:1"})
     with pytest.raises(UserError, match="PET_NPROC_PER_NODE"):
         mode(LaunchSection(), TRAIN_JOB | {"PET_NPROC_PER_NODE": "0"})
     with pytest.raises(UserError, match="MASTER_ADDR"):

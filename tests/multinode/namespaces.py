@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -94,6 +95,28 @@ def two_hosts(rate: str | None = None) -> Iterator[tuple[Host, Host]]:
         for host in hosts:
             with suppress(subprocess.CalledProcessError):
                 _run("ip", "netns", "del", host.namespace)
+
+
+def plug(host: Host, connected: bool) -> None:
+    """The cable of one of `switched_hosts`, at the switch: the host's own end stays up, as a host's does."""
+    before, _, number = host.namespace.rpartition("-")
+    state = "up" if connected else "down"
+    _run("ip", "-n", f"{before}-switch", "link", "set", f"port{number}", state)
+
+
+def lift_limit(host: Host) -> None:
+    """Of one of `switched_hosts`, in both directions."""
+    before, _, number = host.namespace.rpartition("-")
+    for namespace, device in ((host.namespace, INTERFACE), (f"{before}-switch", f"port{number}")):
+        _run("tc", "-n", namespace, "qdisc", "del", "dev", device, "root")
+
+
+def kill(host: Host) -> None:
+    """All of its processes at once, as when it loses its power."""
+    found = subprocess.run(["ip", "netns", "pids", host.namespace], capture_output=True, text=True, check=True)
+    for process in found.stdout.split():
+        with suppress(ProcessLookupError):
+            os.kill(int(process), signal.SIGKILL)
 
 
 def _limit(host: Host, interface: str, rate: str) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.multinode.namespaces import Host, switched_hosts, why_not
+from tests.multinode.namespaces import kill, switched_hosts, why_not
 from tests.multinode.test_namespaces import on_both, start
 from tests.runs import curve, write_config
 
@@ -60,9 +57,3 @@ def wait_for_step(directory: Path, step: int) -> None:
             return
         time.sleep(0.1)
     raise TimeoutError(f"{directory} does not come to step {step}")
-
-
-def kill(host: Host) -> None:
-    found = subprocess.run(["ip", "netns", "pids", host.namespace], capture_output=True, text=True, check=True)
-    for process in found.stdout.split():
-        os.kill(int(process), signal.SIGKILL)

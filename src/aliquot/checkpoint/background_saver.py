@@ -32,7 +32,7 @@ class Saver:
 
     `saved` is told of each one that is published, on every rank: its step, the seconds that it took to come about, and
     those that training stood still for it here. `spare` tells of which steps checkpoints are still needed,
-    although newer ones take their place.
+    although newer ones take their place. `may_publish` raises UserError on rank 0 where a complete one must not appear.
     """
 
     def __init__(
@@ -49,7 +49,9 @@ class Saver:
         states: States = "fp32",
         learned: Collection[str] | None = None,
         spare: Callable[[], Collection[int]] = lambda: (),
+        may_publish: Callable[[], None] = lambda: None,
     ) -> None:
+        self._may_publish = may_publish
         self._spare = spare
         self._root = root
         self._store = store
@@ -151,9 +153,13 @@ class Saver:
         self._live = None
         pieces: list[list[Piece]] = self._ranks.gather(work.result)
         keep, best, spare = self._settings.keep, self._best, self._spare()
-        self._work = Background(
-            "aliquot-saver", lambda: draft.publish(pieces, keep, best, spare) if self._ranks.rank == 0 else None
-        )
+
+        def publish() -> None:
+            if self._ranks.rank == 0:
+                self._may_publish()
+                draft.publish(pieces, keep, best, spare)
+
+        self._work = Background("aliquot-saver", publish)
 
     def _abandon(self) -> None:
         """Every rank stops writing before rank 0 removes what was written."""

@@ -151,7 +151,11 @@ def _job(config: Path, overrides: list[str] | None) -> Job:
 
     settings = read_config(config, overrides or [])
     section = cluster_section(settings)
-    return describe(settings, plan_on(placed(settings), section.instance_types[0], section.nodes))
+    plans = [
+        plan_on(placed(settings), section.instance_types[0], nodes)
+        for nodes in dict.fromkeys((section.most_nodes, section.fewest_nodes))
+    ]
+    return describe(settings, *plans)
 
 
 def _print(findings: list[RuleFinding]) -> None:

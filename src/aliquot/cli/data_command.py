@@ -50,7 +50,7 @@ def show(
         display.finish()
         train, tokenizer = settings.train, prepared.load_tokenizer()
         epochs = None if train.max_steps else train.num_train_epochs
-        ranks = settings.launch.nodes * (1 if settings.launch.ranks == "auto" else settings.launch.ranks)
+        ranks = settings.launch.most_nodes * (1 if settings.launch.ranks == "auto" else settings.launch.ranks)
         size = batch_size(train, ranks)
         batches = Batches.of(prepared, settings.data, settings.run.seed, size, epochs)
         held_out = EvalBatches.of(prepared, settings.data, size)

@@ -130,7 +130,7 @@ def _fitting(types: Sequence[InstanceType], file: Path, nodes: int | None) -> di
     from aliquot.errors import DeepspeedConfigError, DeviceError, EngineError, InstanceError
 
     config = read_config(file)
-    count = nodes or (config.cluster.nodes if config.cluster is not None else config.launch.nodes)
+    count = nodes or (config.cluster.most_nodes if config.cluster is not None else config.launch.most_nodes)
     settings = placed(config) if config.cluster is not None else config
     plan_on = planner_of(settings)
     refused, found = [], {}

@@ -66,6 +66,7 @@ def command(
     """
     import json
     import sys
+    from dataclasses import replace
 
     with one_line_errors(debug):
         from rich.console import Console
@@ -78,6 +79,7 @@ def command(
         from aliquot.plan.advice import with_advice
         from aliquot.plan.calibrate import make_known
         from aliquot.plan.disks import with_disk
+        from aliquot.plan.fewest_nodes import with_fewest_nodes
         from aliquot.plan.memory_picture import svg
         from aliquot.plan.planned_machine import chosen
         from aliquot.plan.planned_model import PlannedModel
@@ -122,8 +124,13 @@ def command(
             status.update("what the run needs")
             plan = with_advice(planner.plan(settings, layout, workload), planner, settings, layout, workload)
             problems = fit.problems(plan, machine)
+            least = with_fewest_nodes(planner, settings, layout, workload) if nodes is None else None
+            short = layout
+            if least is not None and not problems:
+                problems = [f"with launch.nodes {least.nodes} left, {each}" for each in fit.problems(least, machine)]
+                short = replace(layout, nodes=least.nodes)
             status.update("what else there is")
-            advice = search.remedies(planner, settings, layout, workload) if problems else None
+            advice = search.remedies(planner, settings, short, workload) if problems else None
             better = search.fastest(planner, settings, layout, workload) if optimize is not None else []
         if as_json:
             alternatives = [{"set": each.lines, **each.plan.as_json()} for each in better]
@@ -133,6 +140,8 @@ def command(
         else:
             console = Console(soft_wrap=True, highlight=False)
             console.print(report.summary(plan, problems, machine.name, workload.source))
+            if least is not None:
+                print(report.fewest(least))
             if advice is not None:
                 console.print(advice, markup=False)
             if better:

@@ -46,7 +46,7 @@ def print_offers(
 
     count = _number(tokens)
     config = placed(config) if config.cluster is not None else config
-    world = config.launch.nodes * (config.launch.ranks if config.launch.ranks != "auto" else 1)
+    world = config.launch.most_nodes * (config.launch.ranks if config.launch.ranks != "auto" else 1)
     totals = _range(batches) if batches is not None else [batch_size(config.train, world).total]
     with Console(stderr=True).status("") as status:  # seen on a terminal alone
         found = offers(

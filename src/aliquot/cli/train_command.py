@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from aliquot.cli.one_line_errors import one_line_errors
+
+if TYPE_CHECKING:
+    from aliquot.config.schema import LaunchSection, RunConfig
 
 
 def command(
@@ -38,6 +41,8 @@ def command(
                 print(f"aliquot: launch.ranks: auto is {placed.ranks} here, by {reason}", file=sys.stderr)
             arguments, automatic = ["-m", "aliquot", *sys.argv[1:]], reason is not None
             grace_s = settings.checkpoint.grace_s
+            if placed.nodes_may_change:
+                raise typer.Exit(_rounds(placed, settings, arguments, automatic))
             raise typer.Exit(launcher.start_ranks(placed, arguments, directory.logs, grace_s, automatic))
 
     restart_with_allocator()
@@ -49,3 +54,36 @@ def command(
     # The boundary of a rank: whatever ended it is reported once, in the way that suits who started it.
     except Exception as error:
         raise typer.Exit(report_error(error, debug=debug)) from None
+
+
+def _rounds(launch: LaunchSection, settings: RunConfig, arguments: list[str], automatic: bool) -> int:
+    """Train with the nodes that come and go; the exit code."""
+    import json
+    from contextlib import suppress
+
+    from aliquot.checkpoint.directories import newest, step_of
+    from aliquot.errors import StorageError
+    from aliquot.launch.local_group import prepare
+    from aliquot.observe.run_directory import RunDirectory
+
+    directory = RunDirectory(settings.run.directory)
+    logs = prepare(directory.logs)
+    from aliquot.launch.elastic import start_elastic_ranks
+    from aliquot.launch.membership import Run
+    from aliquot.launch.same_everywhere import common_settings
+    from aliquot.observe.events import Events
+    from aliquot.observe.metrics import last_step
+
+    def progress() -> tuple[int, int]:
+        saved = newest(directory.checkpoints)
+        return (step_of(saved) if saved is not None else 0), last_step(directory.metrics)
+
+    def tell(text: str) -> None:
+        print(f"aliquot: {text}", file=sys.stderr, flush=True)
+        with suppress(StorageError):
+            if (directory.path / "config.yaml").exists():  # else it is no run yet, and holds nothing of one
+                Events(directory.events, True).write("round", progress()[0], text=text)
+
+    run = Run(json.dumps(common_settings(settings), sort_keys=True, default=str), progress, tell)
+    grace_s = settings.checkpoint.grace_s
+    return start_elastic_ranks(launch, arguments, directory.path, logs, grace_s, automatic, run)

@@ -44,28 +44,23 @@ class Job:
         return self.gpus > 0
 
 
-def describe(config: RunConfig, plan: Plan) -> Job:
-    """Raises UserError where the plan cannot run on the given types."""
+def describe(config: RunConfig, plan: Plan, least: Plan | None = None) -> Job:
+    """`least`: the plan for the fewest nodes where they may come and go. Raises UserError where one of the plans cannot
+    run on the given types.
+    """
     section = cluster_section(config)
     types = tuple(instance(name) for name in section.instance_types)
     _alike(types)
     gpus = _gpus(types[0], plan)
-    if plan.nodes != section.nodes:
+    if plan.nodes != section.most_nodes:
         raise ClusterError(f"the plan is for {plan.nodes} nodes, cluster.nodes is {section.nodes}")
     cpus = pod_cpus(section, types)
     memory = min(each.allocatable_memory_bytes for each in types) - section.daemonset_memory_mib * MIB
     shm = -(-plan.shm_bytes_per_node // MIB) * MIB
     if cpus < 1 or memory < MIB:
         raise ClusterError(f"{types[0].name} has nothing left for a pod beside the node's daemonsets")
-    if plan.device == "cpu":
-        needed = plan.peak_bytes_per_rank * plan.ranks_per_node + shm
-        if needed > memory:
-            raise ClusterError(
-                f"the plan needs {needed / GIB:.1f} GiB a node ({plan.peak.name}); a pod on {types[0].name} can have"
-                f" {memory / GIB:.1f} GiB: take more nodes or a larger type (aliquot instances --fits CONFIG)"
-            )
-    elif not plan.fits:
-        raise ClusterError(f"the plan does not fit {types[0].name}: {plan.peak_bytes_per_rank / GIB:.1f} GiB a GPU")
+    for each in (plan, *([] if least is None else [least])):
+        _check_memory(each, types[0], memory, f"with {each.nodes} nodes " if least is not None else "")
     return Job(
         name=section.name or job_name(config.run.name),
         config=config,
@@ -82,6 +77,18 @@ def describe(config: RunConfig, plan: Plan) -> Job:
         local_disks=bool(plan.scratch_bytes_per_node) and all(each.local_nvme_bytes for each in types),
         grace_s=-int(-config.checkpoint.grace_s // 1) + _GRACE_MARGIN_S,
     )
+
+
+def _check_memory(plan: Plan, node: InstanceType, memory_bytes: int, when: str) -> None:
+    if plan.device == "cpu":
+        needed = plan.peak_bytes_per_rank * plan.ranks_per_node + -(-plan.shm_bytes_per_node // MIB) * MIB
+        if needed > memory_bytes:
+            raise ClusterError(
+                f"{when}the plan needs {needed / GIB:.1f} GiB a node ({plan.peak.name}); a pod on {node.name} can have"
+                f" {memory_bytes / GIB:.1f} GiB: take more nodes or a larger type (aliquot instances --fits CONFIG)"
+            )
+    elif not plan.fits:
+        raise ClusterError(f"{when}the plan does not fit {node.name}: {plan.peak_bytes_per_rank / GIB:.1f} GiB a GPU")
 
 
 def cluster_section(config: RunConfig) -> ClusterSection:

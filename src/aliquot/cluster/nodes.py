@@ -30,7 +30,7 @@ def node_pool(job: Job) -> Document:
     ]
     if section.zone is not None:
         requirements.append(_one_of("topology.kubernetes.io/zone", [section.zone]))
-    nodes = section.nodes + 1  # a lost node's successor need not wait until the lost one is gone from the books
+    nodes = section.most_nodes + 1  # a lost node's successor need not wait until the lost one is gone from the books
     limits = {
         "cpu": str(nodes * max(each.vcpus for each in job.types)),
         "memory": f"{nodes * max(each.memory_bytes for each in job.types) >> 20}Mi",

@@ -40,7 +40,10 @@ def shipped_config(job: Job) -> dict[str, Any]:
     if isinstance(config.model.config, Path):
         values["model"]["config"] = _shape(config.model.config)
     values["launch"].update(
-        device=plan.device, nodes=plan.nodes, ranks=plan.ranks_per_node, threads_per_rank=plan.threads_per_rank
+        device=plan.device,
+        nodes=job.section.nodes if job.section.nodes_may_change else plan.nodes,
+        ranks=plan.ranks_per_node,
+        threads_per_rank=plan.threads_per_rank,
     )
     values["shard"]["engine"] = plan.engine
     if job.scratch_bytes:

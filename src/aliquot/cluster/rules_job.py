@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from aliquot.cluster.findings import RuleFinding, finding
 from aliquot.cluster.job import EFA, GPU
 from aliquot.cluster.job_view import NODE, JobView
-from aliquot.cluster.manifests import mapping
+from aliquot.cluster.manifests import dig, mapping
 from aliquot.cluster.quantity import GIB, MIB, parse_bytes
 from aliquot.config.plan import Plan
 
@@ -148,7 +148,10 @@ def _lifetime(job: JobView, grace_s: float | None) -> Iterator[RuleFinding]:
                 "do-not-disrupt", job.manifest, "the pods have no karpenter.sh/do-not-disrupt",
                 'annotation karpenter.sh/do-not-disrupt: "true" in the pod template',
             )  # fmt: skip
-        if not job.runtime.get("spec", "template", "spec", "failurePolicy", "maxRestarts"):
+        retried = dig(
+            job.runtime.items("spec", "template", "spec", "replicatedJobs"), 0, "template", "spec", "backoffLimit"
+        )
+        if not retried and not job.runtime.get("spec", "template", "spec", "failurePolicy", "maxRestarts"):
             yield finding(
                 "restarts", job.runtime, "no failurePolicy.maxRestarts", "spec.template.spec.failurePolicy.maxRestarts"
             )

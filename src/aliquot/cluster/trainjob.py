@@ -114,15 +114,14 @@ def cluster_training_runtime(job: Job) -> Document:
 
 def _job_set(job: Job, pod_spec: Document) -> Document:
     return {
-        "failurePolicy": _failure_policy(job),
+        "failurePolicy": _failure_policy_one_by_one() if job.section.nodes_may_change else _failure_policy(job),
         "replicatedJobs": [
             {
                 "name": NODE,
                 "template": {
                     "metadata": {"labels": _ANCESTOR},
                     "spec": {
-                        "backoffLimit": 0,
-                        "podFailurePolicy": _pod_failure_policy(),
+                        **(_one_by_one(job) if job.section.nodes_may_change else _all_together()),
                         "template": {"metadata": {"annotations": pod.ANNOTATIONS}, "spec": pod_spec},
                     },
                 },
@@ -184,15 +183,41 @@ def _init_containers(job: Job, any_run: bool = False) -> list[Document]:
     return [] if job.section.storage.kind == "claim" else [pod.directory_maker(job, any_run)]
 
 
-def _pod_failure_policy() -> Document:
+def _all_together() -> Document:
     """The first failed pod ends the Job, with a reason that tells the three cases of `_failure_policy` apart."""
     return {
-        "rules": [
-            {"action": "FailJob", "onExitCodes": {"containerName": NODE, "operator": "In", "values": [_STOPPED]}},
-            {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-            {"action": "FailJob", "onExitCodes": {"containerName": NODE, "operator": "In", "values": [_BAD_INPUT]}},
-        ]
+        "backoffLimit": 0,
+        "podFailurePolicy": {
+            "rules": [
+                {"action": "FailJob", "onExitCodes": {"containerName": NODE, "operator": "In", "values": [_STOPPED]}},
+                {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+                {"action": "FailJob", "onExitCodes": {"containerName": NODE, "operator": "In", "values": [_BAD_INPUT]}},
+            ]
+        },
     }
+
+
+def _one_by_one(job: Job) -> Document:
+    """A pod that is lost or told to stop is replaced, while the others go on without it and then with it. The first
+    that has finished, which it does when all have, ends the Job: its successor need not come to do nothing.
+    """
+    return {
+        "backoffLimit": job.section.max_restarts * job.section.most_nodes,  # a crash ends the run on all nodes
+        "podReplacementPolicy": "Failed",  # not while the old pod still saves
+        "podFailurePolicy": {
+            "rules": [
+                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+                {"action": "Ignore", "onExitCodes": {"containerName": NODE, "operator": "In", "values": [_STOPPED]}},
+                {"action": "FailJob", "onExitCodes": {"containerName": NODE, "operator": "In", "values": [_BAD_INPUT]}},
+            ]
+        },
+        "successPolicy": {"rules": [{"succeededCount": 1}]},
+    }
+
+
+def _failure_policy_one_by_one() -> Document:
+    """All restarts are the Job's."""
+    return {"maxRestarts": 0}
 
 
 def _failure_policy(job: Job) -> Document:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
+from aliquot.config.node_count import NodeCount, fewest, may_change, most
 from aliquot.config.section import Section
 
 # RFC 1123 labels and subdomains; a TrainJob's name begins with a letter and becomes part of pod names and DNS names.
@@ -74,7 +75,7 @@ class ClusterSection(Section):
     )
     image: str = Field(min_length=1, pattern=r"^[^\s]+$", max_length=512, description="With aliquot in it.")
     image_pull_policy: Literal["Always", "IfNotPresent"] = "IfNotPresent"
-    nodes: PositiveInt = 1
+    nodes: NodeCount = Field(1, description="MIN:MAX, for example 2:4: the job goes on while some are lost or new.")
     ranks_per_node: PositiveInt | Literal["auto"] = Field("auto", description="auto: as planned.")
     instance_types: list[Annotated[str, Field(pattern=r"^[a-z0-9-]+\.[a-z0-9-]+$")]] = Field(
         min_length=1, description="Types that may serve; alike in cores, memory and GPUs. The plan is for the first."
@@ -107,3 +108,15 @@ class ClusterSection(Section):
     huggingface_secret: SecretSection | None = Field(None, description="Holds the token for gated models and data.")
     queue: Subdomain | None = Field(None, description="A Kueue LocalQueue.")
     storage: StorageSection
+
+    @property
+    def fewest_nodes(self) -> int:
+        return fewest(self.nodes)
+
+    @property
+    def most_nodes(self) -> int:
+        return most(self.nodes)
+
+    @property
+    def nodes_may_change(self) -> bool:
+        return may_change(self.nodes)

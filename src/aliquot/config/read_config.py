@@ -199,13 +199,18 @@ def _keys_of(model: type[BaseModel], prefix: Keys) -> Iterator[Keys]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's floats: `2e-5` is a number (PyYAML follows 1.1 and reads a string)."""
+    """YAML 1.2's numbers, where PyYAML follows 1.1: `2e-5` is one, and `2:4` is not (124, to the base of 60)."""
 
 
 class _Dumper(yaml.SafeDumper):
     """Quotes the strings that `_Loader` would read as numbers."""
 
 
+def _integer(loader: _Loader, node: yaml.ScalarNode) -> int | str:
+    return str(node.value) if ":" in node.value else int(loader.construct_yaml_int(node))
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _integer)
 for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver(
         "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")

@@ -23,6 +23,7 @@ from aliquot.config import deepspeed_json, schedules
 from aliquot.config.adapter_section import AdapterSection
 from aliquot.config.cluster_section import ClusterSection
 from aliquot.config.data_section import DataSection as DataSection
+from aliquot.config.node_count import NodeCount, fewest, may_change, most
 from aliquot.config.section import Section
 from aliquot.errors import UserError
 
@@ -220,12 +221,28 @@ class LaunchSection(Section):
         " train.global_batch_size and with the engines that gather.",
     )
     threads_per_rank: PositiveInt | None = Field(None, description="Default: physical cores / local ranks.")
-    nodes: PositiveInt = Field(1, description="Machines; `aliquot train` is started on each.")
+    nodes: NodeCount = Field(
+        1,
+        description="Machines; `aliquot train` is started on each. MIN:MAX, for example 2:4: they may come and go, and"
+        " need no node_rank and no master.",
+    )
     node_rank: NonNegativeInt = Field(0, description="Which of them this one is.")
     master_address: str = Field("127.0.0.1", description="Where node 0 is reached.")
     master_port: int = Field(29500, ge=1, le=65535, description="A free port of node 0; one machine takes any itself.")
     join_timeout_s: PositiveFloat = Field(900.0, description="Nodes and ranks wait this long for each other at start.")
     step_timeout_s: PositiveFloat = Field(1800.0, description="A rank that makes no progress this long ends the run.")
+
+    @property
+    def fewest_nodes(self) -> int:
+        return fewest(self.nodes)
+
+    @property
+    def most_nodes(self) -> int:
+        return most(self.nodes)
+
+    @property
+    def nodes_may_change(self) -> bool:
+        return may_change(self.nodes)
 
 
 class RunConfig(Section):
@@ -278,7 +295,7 @@ class RunConfig(Section):
         if "directory" not in self.run.model_fields_set:
             self.run.directory = Path("runs") / self.run.name
             self.run.model_fields_set.add("directory")
-        if self.launch.node_rank >= self.launch.nodes:
+        if self.launch.node_rank >= self.launch.most_nodes:
             raise ValueError(f"launch.node_rank {self.launch.node_rank} is not below launch.nodes {self.launch.nodes}")
         self._check_evaluations()
         train = self.train
@@ -291,6 +308,7 @@ class RunConfig(Section):
         if train.global_batch_tokens is not None:
             train.global_batch_size = self._sequences_of(train.global_batch_tokens)
             train.model_fields_set.add("global_batch_size")
+        self._check_node_counts()
         all_three = {"global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"}
         if all_three <= train.model_fields_set and train.global_batch_size and train.gradient_accumulation_steps:
             raise ValueError(
@@ -298,6 +316,23 @@ class RunConfig(Section):
                 " are all set: two of them fix the third, leave one out"
             )
         return self
+
+    def _check_node_counts(self) -> None:
+        """The batch must not change with the nodes."""
+        counts = {"launch.nodes": self.launch.nodes}
+        if self.cluster is not None:
+            counts["cluster.nodes"] = self.cluster.nodes
+        for key, nodes in counts.items():
+            if may_change(nodes) and self.train.global_batch_size is None:
+                raise ValueError(
+                    f"{key} {nodes}: with nodes that come and go the batch of a step would change:"
+                    " give train.global_batch_size, or train.global_batch_tokens"
+                )
+            if may_change(nodes) and self.checkpoint.resume == "never":
+                raise ValueError(
+                    f"{key} {nodes}: each time that nodes go or come the run goes on from its newest checkpoint:"
+                    " leave checkpoint.resume: never out"
+                )
 
     def _check_evaluations(self) -> None:
         """What goes by evaluations needs some."""

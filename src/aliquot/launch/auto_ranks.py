@@ -38,7 +38,7 @@ def with_automatic_ranks(launch: LaunchSection, config: RunConfig) -> tuple[Laun
     if gpus := visible_gpus(launch):
         ranks, reason = gpus, "one a GPU"
     else:
-        ranks, reason = cpu_ranks(config, launch.nodes, read_cpu(), memory_limit())
+        ranks, reason = cpu_ranks(config, launch.most_nodes, read_cpu(), memory_limit())
     return launch.model_copy(update={"ranks": ranks}), reason
 
 

@@ -6,20 +6,19 @@ ranks; or alone.
 
 from __future__ import annotations
 
-import logging
 import math
 import os
-import signal
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
+from pydantic import ValidationError
+
 from aliquot.config.schema import LaunchSection
-from aliquot.errors import LaunchError, RendezvousError, StorageError
+from aliquot.errors import LaunchError
+from aliquot.launch.local_group import prepare, run_local_ranks
 from aliquot.launch.rank_errors import LOG_DIRECTORY
-from aliquot.launch.rank_failures import explain, explain_stop
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR")  # the rest is found out: local_ranks.py
 _TORCHRUN_SHUTDOWN_S = 30  # torchrun's default
@@ -36,7 +35,8 @@ def mode(launch: LaunchSection, environ: Mapping[str, str]) -> Literal["rank", "
     if "RANK" in environ and environ.get("WORLD_SIZE", "1") != "1":
         raise LaunchError(f"RANK is set, so this is one rank of many, but {', '.join(missing)} is not: use torchrun")
     launch = with_environment(launch, environ)
-    return "launcher" if launch.nodes > 1 or launch.ranks not in (1, "auto") else "alone"
+    several = launch.most_nodes > 1 or launch.nodes_may_change
+    return "launcher" if several or launch.ranks not in (1, "auto") else "alone"
 
 
 def with_environment(launch: LaunchSection, environ: Mapping[str, str]) -> LaunchSection:
@@ -50,7 +50,7 @@ def with_environment(launch: LaunchSection, environ: Mapping[str, str]) -> Launc
         return launch
     if "PET_NNODES" not in environ:
         return _with_exported(launch, environ)
-    update: dict[str, object] = {"nodes": _integer(environ, "PET_NNODES", 1)}
+    update: dict[str, object] = {"nodes": _nodes(launch, environ)}
     if environ.get("PET_NPROC_PER_NODE", "auto") not in ("auto", "cpu", "gpu"):
         update["ranks"] = _integer(environ, "PET_NPROC_PER_NODE", 1)
     if "PET_NODE_RANK" in environ:
@@ -60,18 +60,34 @@ def with_environment(launch: LaunchSection, environ: Mapping[str, str]) -> Launc
     if "PET_MASTER_PORT" in environ:
         update["master_port"] = _integer(environ, "PET_MASTER_PORT", 1)
     placed = launch.model_copy(update=update)
-    if placed.node_rank >= placed.nodes:
-        raise LaunchError(f"PET_NODE_RANK is {placed.node_rank}, but there are only {placed.nodes} nodes (PET_NNODES)")
+    if placed.node_rank >= placed.most_nodes:
+        raise LaunchError(
+            f"PET_NODE_RANK is {placed.node_rank}, but there are only {placed.most_nodes} nodes (PET_NNODES)"
+        )
     return placed
+
+
+def _nodes(launch: LaunchSection, environ: Mapping[str, str]) -> int | str:
+    """Of PET_NNODES, a number or MIN:MAX. A number is the most of nodes that may come and go by the configuration."""
+    text = environ["PET_NNODES"]
+    if ":" in text:
+        try:
+            return LaunchSection(nodes=text).nodes
+        except ValidationError:
+            raise LaunchError(f"the environment variable PET_NNODES is {text!r}: give a number, or MIN:MAX") from None
+    nodes = _integer(environ, "PET_NNODES", 1)
+    return f"{min(launch.fewest_nodes, nodes)}:{nodes}" if launch.nodes_may_change else nodes
 
 
 def _with_exported(launch: LaunchSection, environ: Mapping[str, str]) -> LaunchSection:
     update: dict[str, object] = {}
     if "WORLD_SIZE" in environ and "RANK" not in environ and launch.ranks == "auto":
         world_size = _integer(environ, "WORLD_SIZE", 1)
-        if world_size % launch.nodes:
-            raise LaunchError(f"WORLD_SIZE is {world_size}, which {launch.nodes} nodes cannot share: set launch.ranks")
-        update["ranks"] = world_size // launch.nodes
+        if world_size % launch.most_nodes:
+            raise LaunchError(
+                f"WORLD_SIZE is {world_size}, which {launch.most_nodes} nodes cannot share: set launch.ranks"
+            )
+        update["ranks"] = world_size // launch.most_nodes
     if "MASTER_ADDR" in environ and "master_address" not in launch.model_fields_set:
         update["master_address"] = environ["MASTER_ADDR"]
     if "MASTER_PORT" in environ and "master_port" not in launch.model_fields_set:
@@ -88,65 +104,19 @@ def start_ranks(
     that failed first is named in a line or two. `automatic`: launch.ranks was auto, so several nodes agree on the
     smallest number that one of them chose. Returns 2 for bad input, 128 + signal if this process was told to stop.
     """
-    # Keeps torch, which reads it at import here and in the ranks, from reporting a lost peer: the lines below do.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from torch.distributed import DistError
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError as ElasticRendezvousError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    for name in ("torch.distributed.elastic", "torch.distributed.launcher"):  # we say ourselves what happened
-        logging.getLogger(name).addHandler(logging.NullHandler())
-        logging.getLogger(name).propagate = False
-
-    log_directory = log_directory.absolute()
-    try:
-        log_directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"cannot write the ranks' logs: {error.strerror}", log_directory) from None
+    log_directory = prepare(log_directory)
     launch = with_environment(launch, os.environ)
-    if launch.nodes == 1:
-        # Port 0: the store chooses a free one. The address is given so that no name of this host must resolve.
-        backend, endpoint, address = "c10d", "127.0.0.1:0", "127.0.0.1"
-    else:
-        backend, endpoint, address = "static", f"{launch.master_address}:{launch.master_port}", None
+    nodes, store = launch.most_nodes, None
+    if nodes > 1:
         from aliquot.launch.rendezvous import meet_nodes
 
-        _store, ranks = meet_nodes(launch, automatic)  # kept until this returns: on node 0 the ranks meet in it
+        store, ranks = meet_nodes(launch, automatic)
         launch = launch.model_copy(update={"ranks": ranks})
-    config = LaunchConfig(
-        min_nodes=launch.nodes,
-        max_nodes=launch.nodes,
-        nproc_per_node=int(launch.ranks),
-        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # rank_start redirects; the elastic launcher writes nothing
-        run_id="aliquot",
-        rdzv_backend=backend,
-        rdzv_endpoint=endpoint,
-        rdzv_configs={"rank": launch.node_rank, "timeout": math.ceil(launch.join_timeout_s)},
-        local_addr=address,
-        max_restarts=0,
-        monitor_interval=0.05,
-        shutdown_timeout=math.ceil(grace_s) + 10,  # torch elastic then kills: a rank must have saved by then
-    )
-    command = ["-m", "aliquot.launch.rank_start", str(os.getpid()), str(log_directory), *argv]
-    began = time.monotonic()
-    try:
-        # The elastic launcher substitutes ${...} in arguments; $$ is its escape for a plain $.
-        elastic_launch(config, sys.executable)(*(argument.replace("$", "$$") for argument in command))
-    except ChildFailedError as failed:
-        lines, code = explain(failed.failures, log_directory)
-        print("\n".join(lines), file=sys.stderr)
-        return code
-    except SignalException as stopped:
-        lines, code = explain_stop(signal.Signals(stopped.sigval), log_directory, began)
-        print("\n".join(lines), file=sys.stderr)
-        return code
-    except (DistError, ElasticRendezvousError) as error:
-        raise RendezvousError(
-            f"the {launch.nodes} nodes could not be brought together at {endpoint}, as node {launch.node_rank}: {error}"
-        ) from error
-    return 0
+    ended = run_local_ranks(launch, nodes, argv, log_directory, grace_s, launch.join_timeout_s)
+    del store  # kept until here: on node 0 the ranks meet in it
+    if ended.lines:
+        print("\n".join(ended.lines), file=sys.stderr)
+    return ended.code
 
 
 def torchrun_advice(environ: Mapping[str, str], grace_s: float) -> list[str]:

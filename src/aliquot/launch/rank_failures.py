@@ -20,21 +20,21 @@ class Failure(Protocol):
     def timestamp(self) -> int: ...  # seconds since the epoch, rounded down
 
 
-def explain(failures: Mapping[int, Failure], log_directory: Path) -> tuple[list[str], int]:
-    """Lines for the person about the failure that caused the others, and the exit code for the launcher.
+def explain(failures: Mapping[int, Failure], log_directory: Path) -> tuple[list[str], int, str]:
+    """Lines for the person about the failure that caused the others, the exit code for the launcher, the kind of error.
 
     `failures` by global rank. 2 where the input was bad, 143 where all was saved because another node was told to stop,
-    else 1.
+    else 1. The kind is one of rank_errors.Kind, or "killed" where a rank has died without a word.
     """
     recorded = {rank: read_error(log_directory, rank) for rank in failures}
     rank = min(failures, key=lambda rank: _order(failures[rank], recorded[rank]))
     error = recorded[rank]
     lines = [f"aliquot: {_describe(rank, failures[rank], error)}"]
     if error is not None and error.exit_code != 1:
-        return lines, error.exit_code
+        return lines, error.exit_code, error.kind
     if log_file(log_directory, rank).exists():
         lines.append(f"  more in {log_file(log_directory, rank)}")
-    return lines, 1
+    return lines, 1, "killed" if error is None else error.kind
 
 
 def explain_stop(number: signal.Signals, log_directory: Path, since: float) -> tuple[list[str], int]:

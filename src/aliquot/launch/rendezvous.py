@@ -67,14 +67,14 @@ def meet_nodes(launch: LaunchSection, automatic: bool) -> tuple[Store, int]:
     number that any node has chosen for itself. Raises UserError, which names who is missing.
     """
     where = f"{launch.master_address}:{launch.master_port}"
-    print(f"aliquot: node {launch.node_rank} of {launch.nodes} meets the others at {where}", file=sys.stderr)
+    print(f"aliquot: node {launch.node_rank} of {launch.most_nodes} meets the others at {where}", file=sys.stderr)
     deadline = _Deadline(launch.join_timeout_s)
     store = _open(launch.master_address, launch.master_port, launch.node_rank == 0, deadline, "node 0")
     if launch.node_rank == 0:
         _check_own_address(launch, deadline)
     own, facts = PrefixStore("aliquot/nodes", store), {"ranks": launch.ranks}
-    told = _arrive(own, "node", launch.node_rank, launch.nodes, facts, deadline)
-    _leave(own, launch.node_rank, launch.nodes)
+    told = _arrive(own, "node", launch.node_rank, launch.most_nodes, facts, deadline)
+    _leave(own, launch.node_rank, launch.most_nodes)
     return store, min(entry["ranks"] for entry in told) if automatic else int(launch.ranks)
 
 

@@ -25,9 +25,14 @@ _MOST_TOLD = 3
 
 def check_configs(ranks: Ranks, config: RunConfig) -> None:
     """Settings and versions. Collective; raises NodesDifferError on every rank."""
+    check_same(ranks, lambda: common_settings(config))
+
+
+def common_settings(config: RunConfig) -> dict[str, Any]:
+    """What must be the same on all nodes, by key, and the versions of the software."""
     settings = dict(_flat(config.model_dump(mode="json", by_alias=True)))
     common = {key: value for key, value in settings.items() if not key.startswith(_OWN)}
-    check_same(ranks, lambda: {**common, **{f"version of {name}": version(name) for name in _PACKAGES}})
+    return {**common, **{f"version of {name}": version(name) for name in _PACKAGES}}
 
 
 def check_same(ranks: Ranks, tell: Callable[[], Mapping[str, Any]]) -> None:

@@ -1,7 +1,8 @@
 """What happened to a run besides its curve: one JSON object an event in events.jsonl, never removed.
 
 start, resume: what the run is made of, at each attempt · checkpoint: `seconds` until complete, `stall_s` that training
-stood still for it · warning · slow_ranks · stopped_early · and how it ended: end, stopped (by a signal), failed, with
+stood still for it · warning · slow_ranks · stopped_early · round: which nodes go on from
+where, by their leader · and how it ended: end, stopped (by a signal), failed, with
 the speed over all steps of the attempt but its first. A run that was killed has no last word.
 """
 

@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,15 @@ def _all(calls: Sequence[Callable[[], None]]) -> None:
             failures.append(error)
     if failures:
         raise failures[0]
+
+
+def last_step(path: Path) -> int:
+    """Of a metrics.jsonl, which may be growing; 0: of none."""
+    with suppress(OSError):
+        for line in reversed(path.read_text(encoding="utf-8").splitlines()):
+            with suppress(ValueError):  # cut short
+                return int(json.loads(line)["step"])
+    return 0
 
 
 def _lines_until(path: Path, step: int) -> list[str]:

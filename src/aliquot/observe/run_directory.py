@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import secrets
 import time
 from collections.abc import Iterator
@@ -12,11 +13,13 @@ from pathlib import Path
 from aliquot.config.read_config import dump_config
 from aliquot.config.schema import RunConfig
 from aliquot.errors import NodesDifferError, RunDirectoryError, StorageError
+from aliquot.launch.claims import ROUND, ROUNDS
 from aliquot.observe.beating_lock import beating_lock
 from aliquot.textfile import publish_text
 
 HEADER = "# The configuration of an aliquot run, complete, as it was run."
 LOCK, BEATING_LOCK = ".lock", ".lock.held"
+_OF_A_ROUND = "round "
 _SEEN_S = 15.0  # within which a network file system shows to a node what another one has written
 
 
@@ -25,7 +28,9 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.nonce = secrets.token_hex(8)  # in the lock of who trains into it
+        self._of_a_round = ROUND in os.environ
+        # In the lock of who trains into it.
+        self.nonce = f"{_OF_A_ROUND if self._of_a_round else ''}{secrets.token_hex(8)}"
         self.metrics = path / "metrics.jsonl"
         self.events = path / "events.jsonl"
         self.ledger = path / "ledger.json"
@@ -40,7 +45,7 @@ class RunDirectory:
         """Raises UserError when something else lives here or when `checkpoint.resume: never` meets an earlier run."""
         # logs/ alone is no run: the launcher makes it before any rank starts.
         held = (
-            {entry.name for entry in self.path.iterdir()} - {"logs", LOCK, BEATING_LOCK}
+            {entry.name for entry in self.path.iterdir()} - {"logs", ROUNDS, LOCK, BEATING_LOCK}
             if self.path.is_dir()
             else set()
         )
@@ -80,7 +85,9 @@ class RunDirectory:
     def locked(self) -> Iterator[None]:
         """Raises UserError while another process trains into this directory; the kernel unlocks when a process dies.
 
-        Where the file system has no locks, a file that is touched for as long as a run lives stands for one."""
+        Where the file system has no locks, a file that is touched for as long as a run lives stands for one. A round of
+        a run whose nodes come and go (launch/claims.py) need not wait until a file server gives up the lock of a node
+        of an earlier one, which is cut off or gone: that node publishes nothing any more."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = (self.path / LOCK).open("a")
@@ -92,9 +99,11 @@ class RunDirectory:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise RunDirectoryError("another process is training into this run directory", self.path) from None
+                if not (self._of_a_round and (self.path / LOCK).read_text().startswith(_OF_A_ROUND)):
+                    raise RunDirectoryError("another process is training into this run directory", self.path) from None
             except OSError:  # a file system without locks: Lustre may be mounted so
-                held.enter_context(beating_lock(self.path / BEATING_LOCK))
+                if not self._of_a_round:
+                    held.enter_context(beating_lock(self.path / BEATING_LOCK))
             try:
                 with suppress(OSError):  # a full disk is met by what needs it
                     lock.truncate(0)

@@ -118,7 +118,7 @@ class Machine:
         elif device == "cuda":
             ranks = self.gpus
         else:
-            ranks, _ = cpu_ranks(config, nodes or launch.nodes, self._cpu(), self.memory_bytes)
+            ranks, _ = cpu_ranks(config, nodes or launch.most_nodes, self._cpu(), self.memory_bytes)
         if device == "cuda" and ranks > self.gpus:
             raise DeviceError(
                 f"{ranks} ranks a node need a GPU each, and {self.name} has {self.gpus}: fewer launch.ranks"
@@ -126,7 +126,7 @@ class Machine:
         environ = os.environ if self.here else {}
         facts = self._cpu()
         threads, _ = threads_per_rank(launch, environ, facts, ranks)
-        return RankLayout(nodes or launch.nodes, ranks, threads, device, self.numa_nodes)
+        return RankLayout(nodes or launch.most_nodes, ranks, threads, device, self.numa_nodes)
 
     def _cpu(self) -> CpuFacts:
         if self.cpu is not None:

@@ -14,6 +14,7 @@ from aliquot.machine.cpu import read_cpu
 from aliquot.plan import fit
 from aliquot.plan.advice import with_advice
 from aliquot.plan.disks import short_disks, with_disk
+from aliquot.plan.fewest_nodes import with_fewest_nodes
 from aliquot.plan.planned_machine import Machine
 from aliquot.plan.planned_model import PlannedModel
 from aliquot.plan.planner import Planner
@@ -45,6 +46,7 @@ def plan_before(
         found = "; ".join(fit.problems(plan, machine))
         full = "; ".join(short_disks(config, plan))
         advice = remedies(planner, config, layout, workload) if found and fit.hopeless(plan) and not force else None
+        least = with_fewest_nodes(planner, config, layout, workload)
     except UserError:
         raise
     except Exception as error:
@@ -58,5 +60,10 @@ def plan_before(
         raise StorageError(f"this run would fill a disk: {full} (--force starts it all the same)")
     if found:
         warn(f"this run may not fit: {found}")
+    elif least is not None and (short := "; ".join(fit.problems(least, machine))):
+        told = f"with {least.nodes} of its nodes left (launch.nodes {config.launch.nodes}), {short}"
+        if fit.hopeless(least) and not force:
+            raise DoesNotFitError(f"this run would not fit: {told}; raise MIN (--force starts it all the same)")
+        warn(f"this run may not fit: {told}")
     peaks = {phase.name: phase.per_rank(plan.ranks_per_node) for phase in plan.phases}
     return plan.as_json() | {"peak_bytes": peaks}

@@ -50,6 +50,14 @@ def summary(plan: Plan, problems: Sequence[str], machine: str, assumed: str) -> 
     return Group(Text(head), verdict, Text(), phases(plan), Text(), Text("\n".join(lines)))
 
 
+def fewest(plan: Plan) -> str:
+    """A line about the fewest nodes of a run whose nodes may come and go."""
+    return (
+        f"{f'with {plan.nodes} left':16}{_gib(plan.peak_bytes_per_rank)} of {_gib(plan.limit_bytes)} a rank,"
+        f" {_seconds(plan.step_s)} a step"
+    )
+
+
 def phases(plan: Plan) -> Table:
     """Bytes by category, a line a phase; shared memory as this rank's share."""
     large = plan.peak_bytes_per_rank >= 8 << 30

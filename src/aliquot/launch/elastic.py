@@ -1,0 +1,299 @@
+"""A node of a run whose nodes come and go: it finds the leader or becomes it, and runs its ranks in each round.
+
+When nodes go or come, a round ends on all nodes and the next one goes on from the newest checkpoint with those that
+are there: who leads and decides that is in membership.py, who may lead in claims.py.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import queue
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import psutil
+
+from aliquot.config.schema import LaunchSection
+from aliquot.errors import RendezvousError
+from aliquot.launch.claims import DEAD_S, ROUND, Claim, Claims
+from aliquot.launch.gloo_interface import address_of, gloo_interface
+from aliquot.launch.json_lines import Message, Peer
+from aliquot.launch.local_group import Ended, run_local_ranks
+from aliquot.launch.membership import BEAT_S, ENDING_S, SILENT_S, Leader, Run
+
+_POLL_S = 0.1
+_CONNECT_S = 2.0
+_SEEN_S = 2.0  # a leader's file must stand still for so long here, too: clocks of machines may differ
+_MEET_S = 60.0  # all members of a round live, and begin at once
+_SAY_EVERY_S = 30.0
+
+
+def start_elastic_ranks(
+    launch: LaunchSection, argv: list[str], run_directory: Path, logs: Path, grace_s: float, automatic: bool, run: Run
+) -> int:
+    """Run `python ARGV` as the ranks of this node, in as many rounds as it takes; the exit code of this process.
+
+    `launch` as `with_environment` has left it, `logs` as `prepare` has; `automatic`: launch.ranks was auto. Returns as
+    `start_ranks` does.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    node = _Node(launch, Claims(run_directory), automatic, run)
+    try:
+        while True:
+            _obey_signals()
+            order = node.next_order()
+            if order["what"] == "end":
+                _print(order["lines"])
+                return int(order["code"])
+            ended = _run_round(node, order, launch, argv, logs, grace_s)
+            if ended.told:
+                _print(ended.lines)
+                return ended.code
+            node.report(ended)
+    except SignalException as told:
+        _print([f"aliquot: stopped by {signal.Signals(told.sigval).name}"])
+        return 128 + told.sigval
+    finally:
+        node.leave()
+
+
+def _run_round(
+    node: _Node, order: Message, launch: LaunchSection, argv: list[str], logs: Path, grace_s: float
+) -> Ended:
+    assert node.link is not None
+    own = launch.model_copy(
+        update={
+            "node_rank": order["node"],
+            "master_address": order["address"] or node.link.peer.address,
+            "master_port": order["port"],
+            "ranks": order["ranks"],
+        }
+    )
+    if order["node"]:
+        where = f"node {order['node']} of {order['nodes']}, led by {node.link.claim.name}"
+        _print([f"aliquot: round {order['round']}: {where}"])
+    os.environ[ROUND] = str(order["round"])
+    node.link.in_round.set()
+    try:
+        return run_local_ranks(own, order["nodes"], argv, logs, grace_s, _MEET_S)
+    except RendezvousError as error:
+        return Ended(1, (f"aliquot: {error.line}",), "crash")
+    finally:
+        node.link.in_round.clear()
+
+
+class _Link(threading.Thread):
+    """This node's connection to the leader, and its hand on the ranks while they run."""
+
+    def __init__(self, claim: Claim, peer: Peer, said: list[Message]) -> None:
+        """`said`: what has come with its greeting."""
+        super().__init__(name="aliquot-member", daemon=True)
+        self.claim, self.peer = claim, peer
+        self.orders: queue.Queue[Message] = queue.Queue()
+        self.in_round = threading.Event()
+        self.lost = threading.Event()
+        self.dismissed = False  # the leader has said that it leaves
+        self._pending: signal.Signals | None = None  # for the ranks
+        for message in said:
+            self._obey(message)
+        self.start()
+
+    def run(self) -> None:
+        heard = said = time.monotonic()
+        while not self.lost.is_set():
+            for message in self.peer.receive(_POLL_S):
+                heard = time.monotonic()
+                self._obey(message)
+            if time.monotonic() - said > BEAT_S:
+                said = time.monotonic()
+                self.peer.send("beat")
+            if self.peer.closed or time.monotonic() - heard > SILENT_S:
+                self.lost.set()
+            self._signal_ranks()
+        # A leader that leaves has had its ranks saved, and those here with them.
+        until = time.monotonic() + (ENDING_S if self.dismissed else 0)
+        while self.in_round.is_set():
+            if time.monotonic() > until:
+                self._pending = signal.SIGKILL
+            self._signal_ranks()
+            time.sleep(_POLL_S)
+        self.peer.close()
+
+    def _obey(self, message: Message) -> None:
+        what = message["what"]
+        if what in ("start", "end"):
+            self._pending = None
+            self.orders.put(message)
+        elif what == "wait":
+            _print([f"aliquot: {message['text']}"])
+        elif what == "kill":
+            self._pending = signal.SIGKILL
+        elif what == "stop" and self._pending is None:
+            self._pending = signal.SIGTERM
+        elif what == "leave":
+            self.dismissed = True
+
+    def _signal_ranks(self) -> None:
+        """Again and again until the round ends where they are to be killed: they may only just be starting."""
+        if self._pending is None or not self.in_round.is_set():
+            return
+        ranks = psutil.Process().children()
+        for rank in ranks:
+            with suppress(psutil.NoSuchProcess):
+                rank.send_signal(self._pending)
+        if ranks and self._pending == signal.SIGTERM:
+            self._pending = None
+
+
+class _Node:
+    """Where this node stands: whom it is linked to, and whether it leads."""
+
+    def __init__(self, launch: LaunchSection, claims: Claims, automatic: bool, run: Run) -> None:
+        self.link: _Link | None = None
+        self._id = secrets.token_hex(8)
+        self._launch, self._claims, self._automatic, self._run = launch, claims, automatic, run
+        self._leader: Leader | None = None
+        self._last: frozenset[str] | None = None  # ids of the last round, but its leader's
+        self._still: tuple[int, float, float] = (0, 0.0, 0.0)  # a round, its last beat, and when that was seen first
+
+    def next_order(self) -> Message:
+        """`start` or `end`, of a leader that lives. Raises RendezvousError."""
+        while True:
+            if self.link is None or (self.link.lost.is_set() and self.link.orders.empty()):
+                found = self._find_leader()
+                if found is None:
+                    return {"what": "end", "code": 0, "lines": ["aliquot: the run is finished: nothing to do here"]}
+                self.link = found
+            with suppress(queue.Empty):
+                order = self.link.orders.get(timeout=_POLL_S)
+                if order["what"] == "end":
+                    return order
+                if not self.link.lost.is_set():
+                    self._last = frozenset(order["ids"][1:])
+                    return order
+
+    def report(self, ended: Ended) -> None:
+        assert self.link is not None
+        number = int(os.environ[ROUND])
+        self.link.peer.send("ended", round=number, code=ended.code, lines=ended.lines, kind=ended.kind)
+
+    def leave(self) -> None:
+        if self._leader is not None:
+            self._leader.leave()
+        elif self.link is not None:
+            self.link.peer.send("leave")
+        if self.link is not None:
+            self.link.lost.set()
+            self.link.join()
+
+    def _find_leader(self) -> _Link | None:
+        """None: the run is finished."""
+        begun = said = time.monotonic()
+        while True:
+            newest = self._claims.newest()
+            if self._run.progress()[0] and self._claims.finished(self._run.mark):
+                return None
+            if newest is not None and (link := self._reach(newest)) is not None:
+                return link
+            if (newest is None or self._is_gone(newest)) and (link := self._lead(newest)) is not None:
+                return link
+            where = f"{newest.name}, which leads round {newest.number}," if newest is not None else "a leader"
+            if time.monotonic() - begun > self._launch.join_timeout_s:
+                raise RendezvousError(
+                    f"{where} was not reached within {self._launch.join_timeout_s:g} s (launch.join_timeout_s):"
+                    " nodes must reach each other on all ports, by the interface in GLOO_SOCKET_IFNAME if set"
+                )
+            if time.monotonic() - said > _SAY_EVERY_S:
+                said = time.monotonic()
+                _print([f"aliquot: {where} is not reached since {said - begun:.0f} s"])
+            time.sleep(_POLL_S)
+
+    def _reach(self, claim: Claim) -> _Link | None:
+        own = self._leader is not None and self._leader.leads(claim)
+        for address in ("127.0.0.1",) if own else claim.addresses:
+            with suppress(OSError):
+                peer = Peer(socket.create_connection((address, claim.port), timeout=_CONNECT_S))
+                peer.send(
+                    "hello", nonce=claim.nonce, id=self._id, host=platform.node(), ranks=self._launch.ranks,
+                    automatic=self._automatic, mark=self._run.mark,
+                )  # fmt: skip
+                answer = peer.receive(_CONNECT_S)
+                if answer and answer[0].get("nonce") == claim.nonce:  # else another's, at an address that is nobody's
+                    return _Link(claim, peer, answer[1:])
+                peer.close()
+        return None
+
+    def _is_gone(self, claim: Claim) -> bool:
+        """Whether the leader of that round has ended, so that another node may lead."""
+        link = self.link if self.link is not None and self.link.claim.nonce == claim.nonce else None
+        if link is not None and (link.dismissed or _refuses(link.peer.address, claim.port)):
+            return True
+        then, ago_s = self._claims.beaten(claim.number)
+        if self._still[:2] != (claim.number, then):
+            self._still = (claim.number, then, time.monotonic())
+        return ago_s > DEAD_S and time.monotonic() - self._still[2] > _SEEN_S
+
+    def _lead(self, newest: Claim | None) -> _Link | None:
+        """None: another node was first."""
+        listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+        claim = Claim(
+            1 if newest is None else newest.number + 1, platform.node(), tuple(_own_addresses()),
+            listener.getsockname()[1], secrets.token_hex(16),
+        )  # fmt: skip
+        if not self._claims.make(claim):
+            listener.close()
+            return None
+        # Of a run that is only started again nobody has gone.
+        reasons = [] if newest is None or self._last is None else [f"{newest.name}, which led, has gone"]
+        self._leader = Leader(self._claims, claim, listener, self._id, self._launch, self._run, self._last, reasons)
+        return self._reach(claim)
+
+
+def _own_addresses() -> list[str]:
+    """At which others may reach this node, the likeliest first. Whoever else has one does not know the nonce."""
+    if gloo_interface() is not None:
+        return [address_of(gloo_interface())]
+    found = [address_of(None)] if address_of(None)[0].isdigit() else []
+    for name, addresses in psutil.net_if_addrs().items():
+        found += [each.address for each in addresses if name != "lo" and each.family == socket.AF_INET]
+    for addresses in psutil.net_if_addrs().values():
+        found += [each.address for each in addresses if each.family == socket.AF_INET6 and "%" not in each.address]
+    return [*(each for each in dict.fromkeys(found) if not each.startswith("127.")), "127.0.0.1"]
+
+
+def _refuses(address: str, port: int) -> bool:
+    """Whether the machine lives and nobody listens there."""
+    try:
+        socket.create_connection((address, port), timeout=_CONNECT_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _obey_signals() -> None:
+    """As torch's elastic launcher does from when it has started ranks."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    def told(number: int, _frame: FrameType | None) -> NoReturn:
+        raise SignalException("told to stop", signal.Signals(number))
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, told)
+
+
+def _print(lines: list[str] | tuple[str, ...]) -> None:
+    for line in lines:
+        print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,93 @@
+"""The ranks of one machine, run by torch's elastic launcher until they end, and how they ended."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from aliquot.config.schema import LaunchSection
+from aliquot.errors import RendezvousError, StorageError
+from aliquot.launch.rank_failures import explain, explain_stop
+
+
+@dataclass(frozen=True)
+class Ended:
+    """`code`: 0, 1, 2 for bad input, or 128 + signal where all was saved because a node was told to stop."""
+
+    code: int
+    lines: tuple[str, ...] = ()  # for the person
+    kind: str = "done"  # or that of the rank error which caused the others; "killed": without a word
+    told: bool = False  # it was this launcher that was told to stop
+
+
+def prepare(directory: Path) -> Path:
+    """Before torch is imported: where the ranks' logs go, made. Raises StorageError."""
+    # Keeps torch, which reads it at import here and in the ranks, from reporting a lost peer: our own lines do.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    directory = directory.absolute()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"cannot write the ranks' logs: {error.strerror}", directory) from None
+    return directory
+
+
+def run_local_ranks(
+    launch: LaunchSection, nodes: int, argv: list[str], log_directory: Path, grace_s: float, timeout_s: float
+) -> Ended:
+    """Run `python ARGV` as every local rank of node `launch.node_rank` and wait for them.
+
+    Rank 0 talks on this console, rank N into rank-N.log of `log_directory`. When a rank dies, all end. Several `nodes`
+    come together at the master within `timeout_s`. Raises RendezvousError where they do not.
+    """
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError as ElasticRendezvousError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    for name in ("torch.distributed.elastic", "torch.distributed.launcher"):  # we say ourselves what happened
+        logging.getLogger(name).addHandler(logging.NullHandler())
+        logging.getLogger(name).propagate = False
+
+    if nodes == 1:
+        # Port 0: the store chooses a free one. The address is given so that no name of this host must resolve.
+        backend, endpoint, address = "c10d", "127.0.0.1:0", "127.0.0.1"
+    else:
+        backend, endpoint, address = "static", f"{launch.master_address}:{launch.master_port}", None
+    config = LaunchConfig(
+        min_nodes=nodes,
+        max_nodes=nodes,
+        nproc_per_node=int(launch.ranks),
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # rank_start redirects; the elastic launcher writes nothing
+        run_id="aliquot",
+        rdzv_backend=backend,
+        rdzv_endpoint=endpoint,
+        rdzv_configs={"rank": launch.node_rank, "timeout": math.ceil(timeout_s)},
+        local_addr=address,
+        max_restarts=0,
+        monitor_interval=0.05,
+        shutdown_timeout=math.ceil(grace_s) + 10,  # torch elastic then kills: a rank must have saved by then
+    )
+    command = ["-m", "aliquot.launch.rank_start", str(os.getpid()), str(log_directory), *argv]
+    began = time.monotonic()
+    try:
+        # The elastic launcher substitutes ${...} in arguments; $$ is its escape for a plain $.
+        elastic_launch(config, sys.executable)(*(argument.replace("$", "$$") for argument in command))
+    except ChildFailedError as failed:
+        lines, code, kind = explain(failed.failures, log_directory)
+        return Ended(code, tuple(lines), kind)
+    except SignalException as stopped:
+        lines, code = explain_stop(signal.Signals(stopped.sigval), log_directory, began)
+        return Ended(code, tuple(lines), "stopped", told=True)
+    except (DistError, ElasticRendezvousError) as error:
+        raise RendezvousError(
+            f"the {nodes} nodes could not be brought together at {endpoint}, as node {launch.node_rank}: {error}"
+        ) from error
+    return Ended(0)

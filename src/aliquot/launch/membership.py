@@ -1,0 +1,310 @@
+"""The leader of the rounds of a run whose nodes come and go: who is here, who trains, what follows when that changes.
+
+It lives in the launcher of one node, which is its member as the others are. A member says `hello`, then `beat` again
+and again, `ended` when its ranks have, `leave` when it was told to stop. The leader says `start`, `stop` (finish the
+step, save), `kill`, `wait`, `end` (of the run), and `leave` when its own node was told to stop: another one leads then.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from aliquot.config.schema import LaunchSection
+from aliquot.errors import NodesDifferError, RendezvousError, StorageError
+from aliquot.launch.claims import Claim, Claims
+from aliquot.launch.json_lines import Message, Peer
+
+BEAT_S = 1.0
+SILENT_S = 6.0  # without a word for so long, a node is taken for lost
+ENDING_S = 15.0  # ranks that have not ended so long after the first of them are stuck
+_SETTLE_S = 3.0  # nodes that come within it begin together
+_MINORITY_S = 15.0  # longer than claims.DEAD_S: the larger part of nodes that lost each other claims first
+_POLL_S = 0.1
+_FAREWELL_S = 2.0
+_FATAL = ("[diverged]", "[engine-check]")  # with all of the same input and state they would come again
+_AGAIN = ("[rendezvous]", "[cut-off]")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the leader must know of the run."""
+
+    mark: str  # the same on nodes that do the same
+    progress: Callable[[], tuple[int, int]]  # steps of the newest checkpoint, and steps done
+    tell: Callable[[str], None]  # the person
+
+
+@dataclass
+class Member:
+    peer: Peer
+    heard: float
+    id: str = ""
+    ranks: int = 0
+    automatic: bool = False
+    name: str = ""  # for the person
+    ended: Message | None = None  # of the present round
+
+
+@dataclass
+class _Round:
+    """The present round, or between two the last one, and what has happened since it began."""
+
+    members: list[Member]  # those that train and have not gone
+    running: bool
+    size: int  # nodes that it began with, but those that left by will
+    expected: frozenset[str] | None  # of those of the last round that live; None: it is not known who will come
+    reasons: list[str] = field(default_factory=list)  # for another round
+    ending: float | None = None  # since when its ranks end
+    killed: bool = False
+    came: float | None = None  # when a node did that could take part
+
+
+class Leader:
+    """Leads from round `claim.number` on, in a thread, until the run ends or another node leads a newer round."""
+
+    def __init__(
+        self, claims: Claims, claim: Claim, listener: socket.socket, own: str, launch: LaunchSection, run: Run,
+        expected: frozenset[str] | None, reasons: list[str],
+    ) -> None:  # fmt: skip
+        """`own`: the id of this node; `expected`: those of the last round that live as far as is known, None: none;
+        `reasons`: why it leads.
+        """
+        self._claims, self._claim, self._listener, self._own = claims, claim, listener, own
+        self._launch, self._run = launch, run
+        self._members: list[Member] = []
+        self._round = _Round([], False, len(expected or ()), expected, reasons)
+        self._claim_used = False  # by a round
+        self._changed = self._said = self._waiting_since = time.monotonic()
+        self._failed_at: int | None = None  # steps saved at the last failure
+        self._over = threading.Event()
+        self._superseded = self._enough = False
+        self._claiming = threading.Lock()  # an own claim is not another node's
+        self._thread = threading.Thread(target=self._lead, name="aliquot-leader", daemon=True)
+        self._thread.start()
+        threading.Thread(target=self._keep, name="aliquot-claim", daemon=True).start()
+
+    def leads(self, claim: Claim) -> bool:
+        return claim.nonce == self._claim.nonce and not self._over.is_set()
+
+    def leave(self) -> None:
+        """This node was told to stop, or has failed: another one leads from here on."""
+        self._over.set()
+        self._thread.join()
+
+    def _keep(self) -> None:
+        """In a thread of its own, which a file system that hangs keeps from nothing else."""
+        while not self._over.wait(BEAT_S):
+            with suppress(OSError, StorageError):
+                if self._enough:
+                    self._claims.beat(self._claim.number)
+                with self._claiming:
+                    newest = self._claims.newest_number()
+                    self._superseded = newest is not None and newest > self._claim.number
+
+    def _lead(self) -> None:
+        try:
+            self._rounds()
+        finally:
+            self._over.set()
+            self._listener.close()
+            until = time.monotonic() + _FAREWELL_S
+            for member in self._members:
+                member.peer.send("leave")
+            for member in self._members:
+                member.peer.see_off(until)
+
+    def _rounds(self) -> None:
+        while not self._over.is_set():
+            self._listen()
+            for member in [each for each in self._members if time.monotonic() - each.heard > SILENT_S]:
+                self._lost(member, f"was not heard of for {SILENT_S:g} s")
+            if self._superseded:
+                self._run.tell(f"round {self._claim.number} is over: another node has begun a newer one")
+                self._kill()
+                break
+            if time.monotonic() - self._said > BEAT_S:
+                self._said = time.monotonic()
+                for member in self._members:
+                    member.peer.send("beat")
+            if self._round.running:
+                self._watch()
+            else:
+                self._gather()
+
+    # Who is here
+
+    def _listen(self) -> None:
+        sockets = [self._listener, *(member.peer.socket for member in self._members)]
+        ready = select.select(sockets, [], [], _POLL_S)[0]
+        if self._listener in ready:
+            with suppress(OSError):
+                self._members.append(Member(Peer(self._listener.accept()[0]), time.monotonic()))
+        for member in [each for each in self._members if each.peer.socket in ready]:
+            for message in member.peer.receive():
+                member.heard = time.monotonic()
+                self._heard(member, message)
+            if member.peer.closed and member in self._members:
+                self._lost(member, "was lost")
+
+    def _heard(self, member: Member, message: Message) -> None:
+        what = message.get("what")
+        if what == "hello":
+            self._welcome(member, message)
+        elif what == "ended" and message["round"] == self._claim.number:
+            member.ended = message
+            if message["code"]:
+                self._round.ending = self._round.ending or time.monotonic()
+        elif what == "leave":
+            if member in self._round.members:
+                self._round.reasons.append(f"{member.name} was told to stop")
+                self._round.size -= 1
+                self._round.ending = self._round.ending or time.monotonic()
+            self._remove(member)
+
+    def _welcome(self, member: Member, message: Message) -> None:
+        if message.get("nonce") != self._claim.nonce:
+            self._remove(member)
+            return
+        member.id = message["id"]
+        address = self._claim.addresses[0] if member.id == self._own else member.peer.address
+        member.name = f"{message['host']} ({address})"
+        member.ranks, member.automatic = message["ranks"], message["automatic"]
+        member.peer.send("hello", nonce=self._claim.nonce)
+        if message["mark"] != self._run.mark:
+            error = NodesDifferError(f"{member.name} has other settings or versions than {self._claim.name}")
+            member.peer.send("end", code=error.exit_code, lines=[f"aliquot: {error.line}"])
+            self._remove(member)
+            return
+        self._changed = time.monotonic()
+        if not self._round.running:
+            return
+        if len(self._round.members) < self._launch.most_nodes:
+            self._round.came = time.monotonic()
+            self._round.reasons.append(f"{member.name} has come")
+        else:
+            member.peer.send(
+                "wait", text=f"{self._launch.most_nodes} nodes train, the most: this one waits for a place"
+            )
+
+    def _lost(self, member: Member, how: str) -> None:
+        trained = self._round.running and member in self._round.members
+        self._remove(member)
+        if trained:
+            self._round.reasons.append(f"{member.name} {how}")
+            self._kill()
+
+    def _remove(self, member: Member) -> None:
+        self._members.remove(member)
+        self._round.members = [each for each in self._round.members if each is not member]
+        self._changed = time.monotonic()
+        member.peer.close()
+
+    # Between rounds
+
+    def _gather(self) -> None:
+        here = [member for member in self._members if member.id]
+        fewest, most, now = self._launch.fewest_nodes, self._launch.most_nodes, time.monotonic()
+        minority = 2 * len(here) < self._round.size and now - self._changed < _MINORITY_S
+        self._enough = len(here) >= fewest and not minority
+        expected = self._round.expected
+        all_here = expected is not None and expected <= {member.id for member in here}
+        if self._enough and (len(here) >= most or all_here or now - self._changed > _SETTLE_S):
+            # Those that trained go on to; of the others who came first.
+            here.sort(key=lambda member: (member.id != self._own, member not in self._round.members))
+            self._start(here[:most], here[most:])
+        elif now - self._waiting_since > self._launch.join_timeout_s:
+            names = ", ".join(member.name for member in here)
+            told = "; ".join(self._round.reasons)
+            error = RendezvousError(
+                f"{len(here)} of at least {fewest} nodes (launch.nodes {self._launch.nodes}) came within"
+                f" {self._launch.join_timeout_s:g} s (launch.join_timeout_s): {names}{'; ' * bool(told)}{told}"
+            )
+            self._end(error.exit_code, f"aliquot: {error.line}")
+
+    def _start(self, members: list[Member], spare: list[Member]) -> None:
+        number = self._claim.number + self._claim_used
+        claim = replace(self._claim, number=number)
+        with self._claiming:
+            if self._claim_used and not self._claims.make(claim):
+                self._superseded = True
+                return
+            self._claim, self._claim_used = claim, True
+        saved, done = self._run.progress()
+        names = ", ".join(member.name for member in members)
+        why = f", because {'; '.join(self._round.reasons)}" if self._round.reasons else ""
+        again = f", {done - saved} of {done} are done again" if done > saved else ""
+        self._run.tell(f"round {number}: {_nodes(len(members))} ({names}) from step {saved}{again}{why}")
+        ranks = min(member.ranks for member in members) if all(member.automatic for member in members) else None
+        with socket.create_server(("", 0)) as probe:
+            port = probe.getsockname()[1]
+        address = members[1].peer.own_address if len(members) > 1 else "127.0.0.1"
+        for node, member in enumerate(members):
+            member.ended = None
+            member.peer.send(
+                "start", round=number, node=node, nodes=len(members), address=address if node == 0 else None,
+                port=port, ranks=ranks or member.ranks, ids=[each.id for each in members],
+            )  # fmt: skip
+        for member in spare:
+            member.peer.send("wait", text=f"{_nodes(len(members))}, the most: this one waits for a place")
+        self._round = _Round(members, True, len(members), frozenset())
+
+    # During a round
+
+    def _watch(self) -> None:
+        round, now = self._round, time.monotonic()
+        left = [member for member in round.members if member.ended is None]
+        if not left:
+            self._judge([member.ended for member in round.members if member.ended is not None])
+        elif round.ending is not None and now - round.ending > ENDING_S and not round.killed:
+            self._kill()
+        elif round.came is not None and round.ending is None and now - round.came > _SETTLE_S:
+            round.came = None
+            for member in left:
+                member.peer.send("stop")
+
+    def _kill(self) -> None:
+        """Ranks that have lost one have nothing to save, and may wait for it for long."""
+        self._round.killed = True
+        for member in self._round.members:
+            member.peer.send("kill")
+
+    def _judge(self, ended: list[Message]) -> None:
+        """What follows, once all ranks that are left have ended."""
+        causes = [each for each in ended if each["code"] and each["kind"] != "peer_lost"] or ended
+        worst = next((each for each in causes if _is_final(each)), None)
+        if ended and not any(each["code"] for each in ended):
+            self._claims.finish(self._run.mark)
+            self._end(0)
+        elif worst is not None:
+            self._end(worst["code"], *worst["lines"])
+        elif not self._round.reasons and causes[0]["code"] > 2:  # a signal to ranks, not to a launcher
+            self._end(causes[0]["code"], *causes[0]["lines"])
+        elif not self._round.reasons and self._failed_at == self._run.progress()[0]:
+            self._end(causes[0]["code"], *causes[0]["lines"], "  twice since the last checkpoint: the run ends")
+        else:
+            if not self._round.reasons:
+                self._failed_at = self._run.progress()[0]
+                self._round.reasons.append(causes[0]["lines"][0].removeprefix("aliquot: "))
+            self._round.running, self._round.ending = False, None
+            self._changed = self._waiting_since = time.monotonic()
+
+    def _end(self, code: int, *lines: str) -> None:
+        for member in self._members:
+            member.peer.send("end", code=code, lines=lines)
+        self._over.set()
+
+
+def _is_final(ended: Message) -> bool:
+    """Whether it would come again: bad input, and what follows from input and state alone."""
+    told = " ".join(ended["lines"])
+    return (ended["code"] == 2 and not any(each in told for each in _AGAIN)) or any(each in told for each in _FATAL)
+
+
+def _nodes(count: int) -> str:
+    return f"{count} node{'s train' if count > 1 else ' trains'}"

@@ -1,0 +1,167 @@
+"""Nodes that come and go, by chance: four hosts, ten events, the losses of a run that nothing disturbed.
+
+    python -m tests.multinode.test_elastic [--events 10] [--seed 0]
+
+prints for each event for how long no new step was done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from aliquot.launch.claims import newest_round
+from aliquot.observe.metrics import last_step
+from tests.multinode.namespaces import Host, environment, kill, lift_limit, plug, switched_hosts, why_not
+from tests.runs import curve, write_config
+
+STEPS = 600
+LINK = "4mbit"  # a step takes half a second: the run lasts until all has happened
+FEWEST, MOST = 2, 4
+SECTIONS = {
+    "shard": {"engine": "host"},
+    "train": {"max_steps": STEPS, "global_batch_size": 6},
+    "checkpoint": {"every": 10, "export": False},
+}
+KINDS = ("killed", "told to stop", "cut off")
+
+
+@dataclass
+class Cluster:
+    """Hosts with a launcher each, of which some are away, and when the run has come to which step."""
+
+    hosts: list[Host]
+    config: Path
+    directory: Path
+    nodes: dict[int, subprocess.Popen[str]] = field(default_factory=dict)
+    cut: set[int] = field(default_factory=set)
+    times: list[tuple[float, int]] = field(default_factory=list)
+
+    def start(self, number: int) -> None:
+        command = self.hosts[number].command(sys.executable, "-m", "aliquot", "train", str(self.config))
+        with (self.config.parent / f"node-{number}.txt").open("a") as told:
+            self.nodes[number] = subprocess.Popen(command, env=environment(), stdout=told, stderr=told, text=True)
+
+    def look(self) -> int:
+        """The highest step so far; call it often."""
+        step = last_step(self.directory / "metrics.jsonl")
+        if step > (self.times[-1][1] if self.times else 0):
+            self.times.append((time.monotonic(), step))
+        time.sleep(0.05)
+        return self.times[-1][1] if self.times else 0
+
+    def here(self) -> list[int]:
+        return [number for number, node in self.nodes.items() if node.poll() is None and number not in self.cut]
+
+    def disturb(self, kind: str, number: int) -> None:
+        if kind == "killed":
+            kill(self.hosts[number])
+            self.nodes[number].wait(10)
+        elif kind == "told to stop":
+            self.nodes[number].send_signal(signal.SIGTERM)
+        elif kind == "cut off":
+            plug(self.hosts[number], False)
+            self.cut.add(number)
+        elif number in self.cut:
+            plug(self.hosts[number], True)
+            self.cut.remove(number)
+            assert self.nodes[number].poll() is None, "it should have waited for its cable"
+        else:
+            self.start(number)
+
+    def lost_s(self, begun: float, round: int | None, limit_s: float = 180) -> float:
+        """Once a newer round than `round` has done a step: the longest time without a new step since `begun`."""
+        until, beginning = time.monotonic() + limit_s, None
+        while time.monotonic() < until:
+            step = self.look()
+            if beginning is None and (newest_round(self.directory) or 0) > (round or 0):
+                beginning = time.monotonic()
+            if beginning is not None and self.times and self.times[-1][0] > beginning + 0.5 and step:
+                before = [at for at, _ in self.times if at <= begun][-1:]
+                after = [at for at, _ in self.times if at > begun]
+                return max(later - earlier for earlier, later in zip([*before, *after], after, strict=False))
+        raise TimeoutError(f"round {round} has no successor that trains")
+
+
+def disturbed(folder: Path, events: int, seed: int) -> list[tuple[str, float]]:
+    """What was done to which node, and the seconds without a new step. Raises AssertionError where losses differ."""
+    os.environ |= {"ALIQUOT_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    whole = write_config(folder, "whole", **SECTIONS, launch={"ranks": 1, "device": "cpu"})
+    subprocess.run([sys.executable, "-m", "aliquot", "train", str(whole)], check=True, capture_output=True)
+    launch = {"ranks": 1, "device": "cpu", "nodes": f"{FEWEST}:{MOST}", "join_timeout_s": 900}
+    config = write_config(folder, "disturbed", **SECTIONS, launch=launch)
+    draw, found = random.Random(seed), []
+    with switched_hosts(MOST, LINK) as hosts:
+        cluster = Cluster(hosts, config, folder / "disturbed")
+        try:
+            for number in range(MOST):
+                cluster.start(number)
+            while cluster.look() < 3:
+                assert cluster.here(), "no node is left"
+            for _ in range(events):
+                end = time.monotonic() + draw.uniform(1, 6)
+                while time.monotonic() < end:
+                    cluster.look()
+                here = cluster.here()
+                away = [number for number in range(MOST) if number not in here]
+                comes = len(here) <= FEWEST or (away and draw.random() < 0.5)
+                kind, number = ("back", draw.choice(away)) if comes else (draw.choice(KINDS), draw.choice(here))
+                round, begun = newest_round(cluster.directory), time.monotonic()
+                leads = leader(cluster.directory) == hosts[number].address
+                cluster.disturb(kind, number)
+                lost_s = cluster.lost_s(begun, round)
+                what = f"node {number}{', which led,' if leads else ''} {kind}"
+                found.append((what, lost_s))
+                print(f"{what:32} {lost_s:5.1f} s without a new step, then {len(cluster.here())} nodes", flush=True)
+            assert cluster.look() < STEPS, "the run was over before all had happened"
+            for host in hosts:
+                plug(host, True)
+                lift_limit(host)
+            cluster.cut.clear()
+            last = {number: cluster.nodes[number] for number in cluster.here()}
+            for number, node in last.items():
+                assert node.wait(300) == 0, (folder / f"node-{number}.txt").read_text()[-2000:]
+        finally:
+            for host in hosts:
+                kill(host)
+            for node in cluster.nodes.values():
+                node.wait(10)
+    expected, losses = curve(folder / "whole"), curve(folder / "disturbed")
+    assert list(losses) == list(expected)
+    differences = [abs(losses[step] / expected[step] - 1) for step in expected]
+    print(f"{len(losses)} losses, at most {max(differences):.1e} off those of an undisturbed run")
+    assert max(differences) < 1e-4
+    return found
+
+
+def leader(directory: Path) -> str:
+    newest = newest_round(directory)
+    return str(json.loads((directory / ".rounds" / f"{newest:08d}.json").read_text())["addresses"][0])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_nodes_that_come_and_go(tmp_path: Path) -> None:
+    assert len(disturbed(tmp_path, events=10, seed=0)) == 10
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--events", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        disturbed(arguments.folder or Path(temporary), arguments.events, arguments.seed)
