@@ -4,8 +4,9 @@ python benchmarks/large_text.py --gigabytes 0.4 1.5 5 10 --document file line --
 
 A text is the blocks of a real one (--text; the modules of Python's own library otherwise) in an order drawn anew, each
 with a number of its own. Of each size: it is tokenised, then its index and first epoch are made and its first batch
-read; then both again, as every later start does it. Each start is a process of its own; memory is what it and those that
-it started held at most beyond its imports, mapped files left out. One text lies on the disk at a time, with its tokens.
+read; then both again, as every later start does it. Each start is a process of its own; memory is what it and those
+that it started held at most beyond its imports, mapped files left out. One text lies on the disk at a time, with its
+tokens.
 """
 
 from __future__ import annotations
