@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import aliquot
+from aliquot.checkpoint.save import Draft
 from aliquot.config.batch_size import batch_size
 from aliquot.data.batches import Batches, EvalBatches, Position
 from aliquot.data.prepare import prepare
@@ -132,6 +134,32 @@ def test_the_best_is_kept_and_exported_and_patience_ends_the_run(tmp_path: Path,
         trained(file, "train.early_stopping_patience=4", "launch.ranks=1")
         assert max(curve(directory)) == last + 2
         assert evaluation_loss(directory / "export", file) == pytest.approx(losses[best], rel=1e-5)
+
+
+def test_the_best_before_is_kept_where_a_better_one_cannot_be_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sections = {"train": {"max_steps": 12}, "checkpoint": {"on_error": "warn"}}
+    aliquot.train(aliquot.read_config(overfitting(tmp_path, "whole", **copy.deepcopy(sections))))
+    losses = curve(tmp_path / "whole", "eval_loss")
+    best = min(losses, key=lambda step: losses[step])
+    assert 2 < best < 12
+    write = Draft.write
+
+    def full(draft: Draft, *arguments: Any) -> Any:
+        if draft.target.name == f"step-{best:08d}":
+            raise OSError(28, "No space left on device")
+        return write(draft, *arguments)
+
+    monkeypatch.setattr(Draft, "write", full)
+    file, directory = overfitting(tmp_path, "full", **sections), tmp_path / "full"
+    aliquot.train(aliquot.read_config(file))
+    assert "could not be saved" in (directory / "events.jsonl").read_text()
+    second = min(losses.keys() - {best}, key=lambda step: losses[step])
+    assert {path.name for path in (directory / "checkpoints").iterdir()} == {
+        f"step-{second:08d}", "step-00000012", "best",
+    }  # fmt: skip
+    assert evaluation_loss(directory / "export", file) == pytest.approx(losses[second], rel=1e-5)
 
 
 @pytest.mark.long

@@ -25,7 +25,7 @@ _TOGETHER = 64  # sequences that the automatic number of ranks shares out; the r
 
 
 def read_evaluation(model: str, data: str, overrides: Sequence[str]) -> RunConfig:
-    """`model`, or an adapter and its own, on the text at `data`, or on what the run of a YAML configuration evaluates on.
+    """`model`, or an adapter beside its own, on the text at `data`, or on what a run's YAML configuration evaluates on.
 
     Of that configuration, or of `overrides`, counts how text becomes sequences, how it is computed and by which ranks;
     the tokenizer is the model's. Raises UserError as `read_config` does, and for one that evaluates on nothing.
