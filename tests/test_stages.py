@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -160,6 +161,30 @@ def test_the_best_before_is_kept_where_a_better_one_cannot_be_saved(
         f"step-{second:08d}", "step-00000012", "best",
     }  # fmt: skip
     assert evaluation_loss(directory / "export", file) == pytest.approx(losses[second], rel=1e-5)
+
+
+def test_the_first_evaluation_set_says_what_is_best_and_a_mirror_that_lost_it_gets_it_again(tmp_path: Path) -> None:
+    """The other set, which is what is learned, is predicted best by the last weights."""
+    file = overfitting(
+        tmp_path, "run", train={"max_steps": 12}, checkpoint={"mirror": f"file://{tmp_path}/mirror", "export": False}
+    )
+    told = yaml.safe_load(file.read_text())
+    names = {"others": told["data"].pop("eval_path"), "learned": told["data"]["path"]}
+    told["data"]["eval_sources"] = [{"name": name, "path": path, "document": "line"} for name, path in names.items()]
+    file.write_text(yaml.safe_dump(told))
+    aliquot.train(aliquot.read_config(file))
+    best, lowest = (
+        min(losses, key=lambda step: losses[step])
+        for losses in (curve(tmp_path / "run", f"eval_{name}_loss") for name in names)
+    )
+    assert best < lowest == 12
+    assert (tmp_path / "run" / "checkpoints" / "best").readlink() == Path(f"step-{best:08d}")
+    copies = tmp_path / "mirror" / "run"
+    held = {path.name for path in copies.iterdir() if (path / "manifest.json").exists()}
+    assert held == {f"step-{best:08d}", "step-00000012"}
+    shutil.rmtree(copies / f"step-{best:08d}")  # as if the run had been killed before it was there
+    aliquot.train(aliquot.read_config(file))
+    assert {path.name for path in copies.iterdir() if (path / "manifest.json").exists()} == held
 
 
 @pytest.mark.long

@@ -21,7 +21,7 @@ MIB = 1 << 20
 START_PRIVATE_BYTES, START_SHARED_BYTES = 164 * MIB, 88 * MIB
 # The process that has started the ranks of a node: Python and torch.
 LAUNCHER_BYTES = 182 * MIB
-# A process that sends to a dashboard, with what its client starts (wandb 0.30 offline, mlflow 3 over a database).
+# A process that sends to a dashboard, with what its client starts (wandb 0.31 offline, mlflow 3.17 over a database).
 DASHBOARD_BYTES = {"wandb": 86 * MIB, "mlflow": 188 * MIB}
 PROCESS_PRIVATE_BYTES, PROCESS_SHARED_BYTES = 292 * MIB, 116 * MIB
 
