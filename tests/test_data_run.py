@@ -106,7 +106,8 @@ def test_a_mixture_goes_on_at_another_world_size(config: Path, alone: tuple[Path
         assert curve(config.parent / "again", key) == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("engine", ["fsdp", pytest.param("deepspeed", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ["fsdp", "deepspeed"])
 def test_the_other_engines_see_the_same_batches(config: Path, alone: tuple[Path, str], engine: str) -> None:
     """By their losses, of each source and of each evaluation set, on two ranks."""
     directory, _ = alone

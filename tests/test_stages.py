@@ -163,6 +163,7 @@ def test_the_best_before_is_kept_where_a_better_one_cannot_be_saved(
     assert evaluation_loss(directory / "export", file) == pytest.approx(losses[second], rel=1e-5)
 
 
+@pytest.mark.long
 def test_the_first_evaluation_set_says_what_is_best_and_a_mirror_that_lost_it_gets_it_again(tmp_path: Path) -> None:
     """The other set, which is what is learned, is predicted best by the last weights."""
     file = overfitting(
