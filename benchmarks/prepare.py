@@ -52,9 +52,7 @@ def main() -> None:
 
 
 def make(folder: Path, megabytes: int) -> int:
-    """lines.txt and tokenizer.json; how many lines."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
+    """lines.txt and a tokenizer; how many lines."""
     draw = random.Random(0)
     words = ["".join(draw.choices(SYLLABLES, k=draw.randint(1, 4))) for _ in range(20_000)]
     lines = written = 0
@@ -62,38 +60,57 @@ def make(folder: Path, megabytes: int) -> int:
         while written < megabytes * 1_000_000:
             written += file.write(" ".join(draw.choices(words, k=draw.randint(2, 12))) + "\n")
             lines += 1
+    make_tokenizer(folder, [" ".join(words)])
+    return lines
+
+
+def make_tokenizer(folder: Path, texts: list[str]) -> None:
+    """A byte-level one of those texts, in `folder`/tokenizer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<s>", "</s>"]
     trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=special, show_progress=False)
-    tokenizer.train_from_iterator([" ".join(words)], trainer)
-    (folder / "tokenizer").mkdir()
-    from transformers import PreTrainedTokenizerFast
-
+    tokenizer.train_from_iterator(texts, trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
     fast.save_pretrained(folder / "tokenizer")
-    return lines
 
 
 def part(work: Callable[[Path], Callable[[], object]], folder: Path) -> None:
     run = work(folder)
-    before = most = private_bytes()
-    over = threading.Event()
+    with Peak() as peak:
+        begun = time.perf_counter()
+        _kept = run()
+        seconds = time.perf_counter() - begun
+        beyond = peak.beyond()
+    print(seconds, beyond / MIB)
 
-    def sample() -> None:
-        nonlocal most
-        while not over.wait(0.02):
-            most = max(most, private_bytes())
 
-    watching = threading.Thread(target=sample)
-    watching.start()
-    begun = time.perf_counter()
-    _kept = run()
-    seconds = time.perf_counter() - begun
-    over.set()
-    watching.join()
-    print(seconds, (max(most, private_bytes()) - before) / MIB)
+class Peak:
+    """The most private memory of this process and those that it has started, sampled in a thread."""
+
+    def __enter__(self) -> Peak:
+        self._before = self._most = private_bytes()
+        self._over = threading.Event()
+        self._watching = threading.Thread(target=self._sample)
+        self._watching.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._watching.join()
+
+    def beyond(self) -> int:
+        """In bytes, over what there was when this began; since then, or since it was last asked."""
+        most, self._most = max(self._most, private_bytes()), 0
+        return most - self._before
+
+    def _sample(self) -> None:
+        while not self._over.wait(0.02):
+            self._most = max(self._most, private_bytes())
 
 
 def private_bytes() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -15,12 +16,18 @@ from transformers import AutoModelForCausalLM
 import aliquot
 from aliquot.config.adapter_section import AdapterSection
 from aliquot.config.batch_size import batch_size
+from aliquot.config.read_evaluation import read_evaluation
 from aliquot.config.schema import ModelSection
 from aliquot.data.batches import Batches
 from aliquot.data.prepare import prepare
 from aliquot.errors import UserError
+from aliquot.evaluate_model import evaluate_model
+from aliquot.models import meta
 from aliquot.models.export import export_checkpoint
+from aliquot.models.generate import generate
+from aliquot.models.load import load_adapter
 from aliquot.models.source import resolve
+from aliquot.ranges.together import Alone
 from tests import plain
 from tests.runs import command, curve, refused, trained, write_config
 
@@ -114,6 +121,41 @@ def test_exports_are_peft_s_and_merged_they_are_a_model(folder: Path, base: Path
     assert said.returncode == 0 and said.stdout.startswith("the rank"), said.stderr
 
 
+def test_training_goes_on_from_a_directory_of_peft(folder: Path, base: Path, lora: Path) -> None:
+    """What peft has saved has the weights that peft loads, and the curve of peft's own layers in a plain loop."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    continued = PeftModel.from_pretrained(model, lora / "export", is_trainable=True)
+    continued.save_pretrained(folder / "of-peft")
+    config = beside(base, "continued", adapter={"path": str(folder / "of-peft")})
+    trained(config)
+    read = aliquot.read_config(config)
+    assert read.adapter is not None and (read.adapter.r, read.adapter.alpha) == (3, 12.0)
+
+    built = meta.build(resolve(read.model).config, adapter=read.adapter)
+    assert built.adapter is not None
+    for directory in (folder / "of-peft", lora / "checkpoints" / "step-00000006"):
+        own = plain.Whole(built.saved)
+        beside_model = resolve(read.model).fingerprint
+        load_adapter(own, directory, built.adapter.saves, beside_model, Alone())
+        saved = load_file(folder / "of-peft" / "adapter_model.safetensors")
+        assert all(torch.equal(own.values[each.source], saved[each.name]) for each in built.adapter.saves)
+
+    data = prepare(read.data, base, model.config.vocab_size)
+    batches = Batches.of(data, read.data, read.run.seed, batch_size(read.train, 1), None)
+    expected = plain.train(continued, batches, read.train, 6)
+    assert list(curve(folder / "continued").values()) == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_adapter_is_evaluated_and_continues_texts_beside_its_model(folder: Path, base: Path, lora: Path) -> None:
+    """As an export, as a checkpoint."""
+    found = curve(lora, "eval_loss")[6]
+    for directory in (lora / "export", lora / "checkpoints" / "step-00000006"):
+        told = evaluate_model(read_evaluation(str(directory), str(folder / "lora.yaml"), ["launch.ranks=1"]))[""]
+        assert told.loss == pytest.approx(found, rel=1e-6)
+    said = [next(generate(at, ["the rank"], 4, 0.0, 1)) for at in (lora / "export", directory)]
+    assert said[0] == said[1]
+
+
 def test_frozen_weights_are_exported_as_they_were(folder: Path, base: Path) -> None:
     trained(beside(base, "frozen", train={"freeze": ["model.embed_tokens.*", "*.mlp.*"]}))
     before, after = (load_file(at / "model.safetensors") for at in (base, folder / "frozen" / "export"))
@@ -143,6 +185,18 @@ def test_refusals(folder: Path, base: Path, lora: Path) -> None:
     assert "the output head is not adapted" in refusal(config, "adapter.target_modules=[q_proj, lm_head]")
     assert "an adapter leaves the model as it is" in refusal(config, "model.add_tokens=[<a>]")
     assert "adapter.alpha was 12.0 and is 6.0" in refusal(beside(base, "lora", adapter={**LORA, "alpha": 6.0}))
+    saved = {"path": str(lora / "export")}
+    for other, told in (({"r": 4}, "r is 4, but 3 of"), ({"target_modules": ["q_proj"]}, "target_modules is")):
+        assert told in refusal(beside(base, "contradicts", adapter={**saved, **other}))
+    assert "no adapter_config.json here" in refusal(beside(base, "none", adapter={"path": str(base)}))
+    dora = folder / "dora"
+    shutil.copytree(lora / "export", dora)
+    settings = json.loads((dora / "adapter_config.json").read_text())
+    (dora / "adapter_config.json").write_text(json.dumps({**settings, "use_dora": True}))
+    assert "it has use_dora" in refusal(beside(base, "dora", adapter={"path": str(dora)}))
+    fewer = [name for name in settings["target_modules"] if name != "q_proj"]
+    (dora / "adapter_config.json").write_text(json.dumps({**settings, "target_modules": fewer}))
+    assert "not of this model: " in refusal(beside(base, "fewer", adapter={"path": str(dora)}))
     with pytest.raises(UserError, match="not of an adapter"):
         export_checkpoint(folder / "base" / "checkpoints" / "step-00000003", folder / "never", "float32", merge=True)
     step, elsewhere = lora / "checkpoints" / "step-00000006", folder / "elsewhere"
@@ -163,6 +217,9 @@ def test_an_adapter_is_not_continued_beside_another_model(folder: Path, base: Pa
     """Of the same shapes."""
     other = folder / "other"
     trained(write_config(folder, "other-base", run={"seed": 6, "name": "other-base", "directory": str(other)}))
+    step = {"path": str(lora / "checkpoints" / "step-00000006")}
+    begun = beside(base, "begun", adapter=step, model={"config": None, "path": str(other / "export")})
+    assert "learned beside another model" in refused(begun)
     moved = beside(base, "lora", adapter=LORA, model={"config": None, "path": str(other / "export")})
     assert "model (hash of samples) was" in refused(moved)
 

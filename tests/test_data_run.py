@@ -12,6 +12,7 @@ import aliquot
 from aliquot.config.batch_size import BatchSize
 from aliquot.data.batches import Batches
 from aliquot.data.prepare import prepare
+from aliquot.engines.deepspeed.deepspeed_ops import missing_tools
 from tests.runs import WORDS, command, curve, refused, trained, write_config
 
 TEMPLATE = (
@@ -103,6 +104,23 @@ def test_a_mixture_goes_on_at_another_world_size(config: Path, alone: tuple[Path
     for key in ("loss", "loss_chats", "eval_talks_loss"):
         expected = {step: value for step, value in curve(directory, key).items() if step > 3}
         assert curve(config.parent / "again", key) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ["fsdp", "deepspeed"])
+def test_the_other_engines_see_the_same_batches(config: Path, alone: tuple[Path, str], engine: str) -> None:
+    """By their losses, of each source and of each evaluation set, on two ranks."""
+    directory, _ = alone
+    shard = [f"shard.engine={engine}"]
+    if engine == "deepspeed":
+        pytest.importorskip("deepspeed", reason="the extra `deepspeed` is not installed")
+        if missing_tools():
+            pytest.skip(f"DeepSpeed on CPUs needs {' and '.join(missing_tools())}")
+    trained(config, f"run.directory={config.parent / engine}", "launch.ranks=2", *shard)
+    for key in ("loss", "loss_chats", "loss_tiny-text", "tokens", "eval_lines_loss", "eval_talks_loss"):
+        expected = curve(directory, key)
+        assert expected
+        assert curve(config.parent / engine, key) == pytest.approx(expected, rel=1e-4)
 
 
 def test_the_data_are_shown_without_training(config: Path) -> None:

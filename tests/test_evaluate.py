@@ -60,6 +60,13 @@ def test_a_text_as_transformers_reads_it(run: Path, tmp_path: Path, ranks: int) 
     assert told["bits_per_byte"] == pytest.approx(nats / math.log(2) / sum(map(len, lines)), rel=1e-5)
 
 
+def test_sequences_are_no_longer_than_the_model_can_read(run: Path) -> None:
+    """1024 tokens where nobody has said how many; this one knows 64 positions."""
+    text = str(run.parent / "text.txt")
+    told = evaluate_model(read_evaluation(str(run.parent / "run" / "export"), text, ["launch.ranks=1"]))[""]
+    assert told.sequence_length == 64 and math.isfinite(told.loss)
+
+
 @pytest.mark.parametrize(
     ("model", "data", "overrides", "expected"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -9,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import aliquot
+from aliquot.checkpoint.save import Draft
 from aliquot.config.batch_size import batch_size
 from aliquot.data.batches import Batches, EvalBatches, Position
 from aliquot.data.prepare import prepare
@@ -132,6 +135,57 @@ def test_the_best_is_kept_and_exported_and_patience_ends_the_run(tmp_path: Path,
         trained(file, "train.early_stopping_patience=4", "launch.ranks=1")
         assert max(curve(directory)) == last + 2
         assert evaluation_loss(directory / "export", file) == pytest.approx(losses[best], rel=1e-5)
+
+
+def test_the_best_before_is_kept_where_a_better_one_cannot_be_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sections = {"train": {"max_steps": 12}, "checkpoint": {"on_error": "warn"}}
+    aliquot.train(aliquot.read_config(overfitting(tmp_path, "whole", **copy.deepcopy(sections))))
+    losses = curve(tmp_path / "whole", "eval_loss")
+    best = min(losses, key=lambda step: losses[step])
+    assert 2 < best < 12
+    write = Draft.write
+
+    def full(draft: Draft, *arguments: Any) -> Any:
+        if draft.target.name == f"step-{best:08d}":
+            raise OSError(28, "No space left on device")
+        return write(draft, *arguments)
+
+    monkeypatch.setattr(Draft, "write", full)
+    file, directory = overfitting(tmp_path, "full", **sections), tmp_path / "full"
+    aliquot.train(aliquot.read_config(file))
+    assert "could not be saved" in (directory / "events.jsonl").read_text()
+    second = min(losses.keys() - {best}, key=lambda step: losses[step])
+    assert {path.name for path in (directory / "checkpoints").iterdir()} == {
+        f"step-{second:08d}", "step-00000012", "best",
+    }  # fmt: skip
+    assert evaluation_loss(directory / "export", file) == pytest.approx(losses[second], rel=1e-5)
+
+
+@pytest.mark.long
+def test_the_first_evaluation_set_says_what_is_best_and_a_mirror_that_lost_it_gets_it_again(tmp_path: Path) -> None:
+    """The other set, which is what is learned, is predicted best by the last weights."""
+    file = overfitting(
+        tmp_path, "run", train={"max_steps": 12}, checkpoint={"mirror": f"file://{tmp_path}/mirror", "export": False}
+    )
+    told = yaml.safe_load(file.read_text())
+    names = {"others": told["data"].pop("eval_path"), "learned": told["data"]["path"]}
+    told["data"]["eval_sources"] = [{"name": name, "path": path, "document": "line"} for name, path in names.items()]
+    file.write_text(yaml.safe_dump(told))
+    aliquot.train(aliquot.read_config(file))
+    best, lowest = (
+        min(losses, key=lambda step: losses[step])
+        for losses in (curve(tmp_path / "run", f"eval_{name}_loss") for name in names)
+    )
+    assert best < lowest == 12
+    assert (tmp_path / "run" / "checkpoints" / "best").readlink() == Path(f"step-{best:08d}")
+    copies = tmp_path / "mirror" / "run"
+    held = {path.name for path in copies.iterdir() if (path / "manifest.json").exists()}
+    assert held == {f"step-{best:08d}", "step-00000012"}
+    shutil.rmtree(copies / f"step-{best:08d}")  # as if the run had been killed before it was there
+    aliquot.train(aliquot.read_config(file))
+    assert {path.name for path in copies.iterdir() if (path / "manifest.json").exists()} == held
 
 
 @pytest.mark.long

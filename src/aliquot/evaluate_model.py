@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aliquot import preparation
 from aliquot.config.schema import RunConfig
@@ -15,11 +15,13 @@ from aliquot.launch.placement import place
 from aliquot.launch.ranks import Ranks
 from aliquot.launch.same_everywhere import check_configs
 from aliquot.machine.cpu import read_cpu
+from aliquot.models.source import resolve
 from aliquot.observe.console import Display
 from aliquot.observe.ledger import Ledger
 from aliquot.observe.prometheus import Exporter
 from aliquot.observe.run_directory import RunDirectory
 from aliquot.preparation import Attempt
+from aliquot.ranges.together import on_first
 
 _TIMEOUT_S = 24 * 3600.0  # a rank that dies ends the others at once; this only bounds the wait for one that hangs
 
@@ -61,6 +63,7 @@ def evaluate_model(config: RunConfig) -> dict[str, Evaluation]:
 def _evaluate(run: Attempt) -> dict[str, Evaluation]:
     ranks, display = run.ranks, run.display
     check_configs(ranks, run.config)
+    run = replace(run, config=_within(run.config, on_first(ranks, lambda: resolve(run.config.model).positions)))
     inputs = preparation.read_inputs(run)
     preparation.check_inputs(run, inputs)
     model = preparation.build_model(run, inputs)
@@ -83,3 +86,11 @@ def _evaluate(run: Attempt) -> dict[str, Evaluation]:
         results[name] = Evaluation(*found, held_out.predicted, documents, length, ranks.world_size)
     model.engine.close()
     return results
+
+
+def _within(config: RunConfig, positions: int | None) -> RunConfig:
+    """With sequences that a model of so many positions can read, where nobody has said how long they are."""
+    if "sequence_length" in config.data.model_fields_set or positions is None:
+        return config
+    length = min(config.data.sequence_length, positions)
+    return config.model_copy(update={"data": config.data.model_copy(update={"sequence_length": length})})

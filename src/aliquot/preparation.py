@@ -30,7 +30,7 @@ from aliquot.launch.same_everywhere import check_same
 from aliquot.machine.allocator import give_back
 from aliquot.models import initialize, meta
 from aliquot.models.adapter import BASE
-from aliquot.models.load import load_weights
+from aliquot.models.load import load_adapter, load_weights
 from aliquot.models.published import Published, published_of
 from aliquot.models.source import ModelSource, resolve
 from aliquot.models.traits import Traits, traits
@@ -229,6 +229,10 @@ def fill_model(run: Attempt, inputs: Inputs, model: Model) -> Start:
         run.display.line(f"resuming from {where}")
         for change in changes(state, config.model_dump(mode="json", by_alias=True)):
             run.display.line(f"changed since: {change}")
+    elif config.adapter is not None and config.adapter.path is not None:
+        assert built.adapter is not None
+        learned = Path(config.adapter.path).expanduser()
+        load_adapter(model.saved, learned, built.adapter.saves, inputs.source.fingerprint, run.ranks)
     elif built.adapter is not None:
         initialize.initialize(engine, built.fills, config.run.seed)
     elif inputs.source.directory is not None:

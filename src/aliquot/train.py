@@ -169,8 +169,8 @@ class Training:
             saving = saving.model_copy(update={"buffer_bytes": 0})  # copies of what does not fit would not fit either
         self._saver = Saver(
             run.directory.checkpoints, model.saved, model.built.saved, self._files, run.ranks, saving,
-            warn=record.warn, saved=self._saved, beat=watchdog.beat, states=run.config.train.optimizer_states,
-            learned=model.built.learned, spare=lambda: mirror.needed,
+            warn=record.warn, saved=self._saved, failed=self._not_saved, beat=watchdog.beat,
+            states=run.config.train.optimizer_states, learned=model.built.learned, spare=lambda: mirror.needed,
             may_publish=partial(check_round, run.directory.path),
         )  # fmt: skip
         self._attention_widths = attention_widths(inputs.source.config)
@@ -244,10 +244,14 @@ class Training:
         if self._record.due(done):
             self._record.log({**metrics, **self._experts(), **self._engine.counters().traffic()})
         if not stopping and self._evaluation_is_due():
+            if self._saver.under_way == self._evaluations.kept_step(config.checkpoint):
+                self._saver.finish()  # what is compared with is the best that could be saved
             stopping = self._evaluate()
         last, best = done == self._end, self._evaluations.kept_step(config.checkpoint)
         if last or stopping or best == done or is_due(config.checkpoint.every, done):
             with self._record.between_steps("checkpoint"):
+                self._saver.finish()
+                best = self._evaluations.kept_step(config.checkpoint)  # without one that could not be saved
                 self._saver.start(done, self._state(), best)
         if stopping and not last:
             self._finish_saving()
@@ -305,6 +309,11 @@ class Training:
         self._record.saved(step, seconds, stall_s)
         self._mirror.start(step, self._saver.best)
         give_back()
+
+    def _not_saved(self, step: int) -> None:
+        """What was best before it is the best again; at the end the weights themselves are there to be exported."""
+        if self._run.config.checkpoint.best and step != self._end:
+            self._evaluations = self._evaluations.without_saved(step)
 
     def _stopped(self) -> int:
         """The signal by which any rank was told to stop, or 0. Collective."""

@@ -34,6 +34,16 @@ def test_as_transformers_counts(losses: list[float], threshold: float) -> None:
     assert found.are_enough(found.without_improvement) and not found.are_enough(found.without_improvement + 1)
 
 
+def test_one_that_could_not_be_saved_is_not_the_best() -> None:
+    found = after([3.0, 2.0, 1.0])
+    assert found.without_saved(2) == found
+    lost = found.without_saved(3)
+    assert (lost.best_step, lost.best_loss, lost.last_step) == (2, 2.0, 3)
+    again = lost.after(4, 1.5, 0.0)
+    assert (again.best_step, again.best_loss) == (4, 1.5)
+    assert after([3.0]).without_saved(1).after(2, 9.0, 0.0).best_step == 2
+
+
 @given(st.lists(st.floats(allow_nan=True), max_size=5))
 def test_the_state_of_a_checkpoint_carries_them(losses: list[float]) -> None:
     found = after([loss if loss > 0 else math.nan for loss in losses])

@@ -70,7 +70,7 @@ def test_the_planned_peak_and_five_hundredths_are_enough(tmp_path: Path, group: 
     config.write_text(yaml.safe_dump(values))
     plan = _plan(config, 1.75)
     assert plan["on_disk"]["layers"] == 8, "all layers are to be on disk: no plan holds less"  # type: ignore[index]
-    limit = int(MARGIN * (2 * plan["peak_bytes_per_rank"] + plan["launcher_bytes"]))
+    limit = int(MARGIN * (2 * plan["peak_bytes_per_rank"] + plan["beside_bytes"]))
     _limit_file(group).write_text(str(limit))
 
     def enter() -> None:

@@ -52,6 +52,29 @@ def test_phases_are_those_of_the_ledger(engine: str) -> None:
     assert all(set(phase.private_bytes) <= columns for phase in made.phases), "the table leaves something out"
 
 
+def test_dashboards_take_memory_beside_the_ranks() -> None:
+    alone, watched = (planned(observe={"report_to": services}) for services in ([], ["tensorboard", "wandb", "mlflow"]))
+    assert watched.beside_bytes - alone.beside_bytes == 274 << 20
+    assert watched.limit_bytes == alone.limit_bytes - (137 << 20)
+
+
+def test_evaluation_sets_take_the_memory_of_an_evaluation() -> None:
+    sets = {"eval_sources": [{"name": "a", "path": "a.txt"}]}
+    wide = LLAMA | {"vocab_size": 8192}
+    assert planned(wide, data=sets).phases[-1] == planned(wide, data={"eval_fraction": 0.1}).phases[-1]
+
+
+def test_a_plan_of_many_sources_works_out_a_micro_batch_as_often_as_one_of_one() -> None:
+    counts = []
+    for sources in (1, 7):
+        told = [{"name": f"s{n}", "path": f"{n}.txt"} for n in range(sources)]
+        config = planned_config(LLAMA, data={"path": None, "document": None, "sources": told})
+        planner = Planner(PlannedModel(config), SERVER)
+        planner.plan(config, RankLayout(1, 2, 8, "cpu", 1), Workload.assumed(config))
+        counts.append(len(planner._costs))
+    assert counts[0] == counts[1] > 0
+
+
 @pytest.mark.parametrize("engine", ["host", pytest.param("fsdp", marks=pytest.mark.long)])
 def test_more_ranks_hold_less_each_and_larger_micro_batches_more(engine: str) -> None:
     def steady(ranks: int, micro: int) -> Plan:

@@ -73,7 +73,7 @@ def limited(gib: float, **train: object) -> RunConfig:
 def test_a_plan_says_what_lies_where_and_what_that_costs() -> None:
     free = plan(limited(16), MACHINE, ranks_per_node=2)
     assert not free.on_disk and free.disk_s == free.scratch_bytes_per_node == 0 and free.disk_words is None
-    limit = (2 * free.peak_bytes_per_rank + free.launcher_bytes) / 2**30
+    limit = (2 * free.peak_bytes_per_rank + free.beside_bytes) / 2**30
     less = plan(limited(limit), MACHINE, ranks_per_node=2)
     assert less.fits and less.on_disk and not less.on_disk.gradients and less.disk_s > 0
     assert less.peak_bytes_per_rank <= (1 - MARGIN) * less.limit_bytes

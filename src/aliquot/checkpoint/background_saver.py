@@ -31,8 +31,9 @@ class Saver:
     """Saves one checkpoint at a time. `warn` is told of one that failed where `checkpoint.on_error` is warn.
 
     `saved` is told of each one that is published, on every rank: its step, the seconds that it took to come about, and
-    those that training stood still for it here. `spare` tells of which steps checkpoints are still needed,
-    although newer ones take their place. `may_publish` raises UserError on rank 0 where a complete one must not appear.
+    those that training stood still for it here; `failed` of the step of one of which `warn` is told. `spare` tells of
+    which steps checkpoints are still needed, although newer ones take their place. `may_publish` raises UserError on
+    rank 0 where a complete one must not appear.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Saver:
         settings: CheckpointSection,
         warn: Callable[[str], None],
         saved: Callable[[int, float, float], None] = lambda *_: None,
+        failed: Callable[[int], None] = lambda _: None,
         beat: Callable[[], None] = lambda: None,
         states: States = "fp32",
         learned: Collection[str] | None = None,
@@ -61,6 +63,7 @@ class Saver:
         self._settings = settings
         self._warn = warn
         self._saved = saved
+        self._failed = failed
         self._beat = beat
         self._states = states
         self._learned = learned
@@ -183,4 +186,5 @@ class Saver:
     def _give_up(self, error: UserError) -> None:
         if self._settings.on_error == "stop":
             raise error
+        self._failed(self._step)
         self._warn(f"a checkpoint could not be saved, training goes on: {error}")

@@ -18,7 +18,7 @@ from aliquot.cli.one_line_errors import one_line_errors
 
 def command(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A model directory, an export, a checkpoint, or a hub id.")
+        str, typer.Argument(metavar="MODEL", help="A directory: model, adapter, export, checkpoint; or a hub id.")
     ],
     data: Annotated[
         str, typer.Argument(metavar="DATA", help="Text as data.path, or a run's YAML: what it evaluates on.")
@@ -28,7 +28,10 @@ def command(
         typer.Argument(metavar="[section.key=value ...]", help="How: data.document=line train.precision=fp32 ..."),
     ] = None,
     sequence_length: Annotated[
-        int | None, typer.Option(min=2, help="data.sequence_length: tokens that are seen at once.")
+        int | None,
+        typer.Option(
+            min=2, help="data.sequence_length: tokens that are seen at once; default 1024, or all that the model can."
+        ),
     ] = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="launch.ranks: local ranks; default auto.")] = None,
     as_json: Annotated[

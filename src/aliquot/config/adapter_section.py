@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
+from aliquot.config.peft_settings import adapter_settings
 from aliquot.config.section import Section
+from aliquot.errors import UserError
 
 
 class AdapterSection(Section):
     type: Literal["lora"] = Field("lora", description="LoRA, through peft: pip install 'aliquot[lora]'.")
+    path: str | None = Field(
+        None,
+        description="Begin with the adapter in this directory, saved by peft or a run; r, alpha and so on are its own.",
+    )
     r: PositiveInt = Field(16, description="Rank of the two matrices beside each adapted one.")
     alpha: PositiveFloat = Field(32.0, description="Their product is scaled by alpha / r.")
     dropout: float = Field(0.0, ge=0.0, lt=1.0, description="Of their input, in training.")
@@ -19,3 +26,23 @@ class AdapterSection(Section):
         description="By the end of their names; all-linear: all such layers but the head and, of a mixture, experts.",
     )
     use_rslora: bool = Field(False, description="Scale by alpha / sqrt(r) instead.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def as_it_was_learned(cls, values: Any) -> Any:
+        """What is not given is that of the adapter at `path`; what is must not contradict it."""
+        if not isinstance(values, dict) or not isinstance(values.get("path"), str):
+            return values
+        try:
+            saved = adapter_settings(Path(values["path"]).expanduser())
+        except UserError as error:
+            raise ValueError(str(error)) from None
+        for key in saved.keys() & values.keys() - {"dropout"}:
+            if _plain(values[key]) != _plain(saved[key]) and values[key] != "all-linear":
+                raise ValueError(f"{key} is {values[key]}, but {saved[key]} of the adapter at path: leave it out")
+        return saved | values
+
+
+def _plain(value: Any) -> Any:
+    """Names in any order; numbers of any kind."""
+    return sorted(value) if isinstance(value, list) else value

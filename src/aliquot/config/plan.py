@@ -57,7 +57,7 @@ class Plan:
     save_s: float = 0.0  # of one, and like `export_s` at an assumed rate of disks
     export_s: float = 0.0
     export_bytes: int = 0
-    launcher_bytes: int = 0  # of a node: the process that has started its ranks
+    beside_bytes: int = 0  # of a node: the process that has started its ranks, those that send to dashboards
     on_disk: OnDisk = field(default_factory=OnDisk)  # what does not fit into memory, where `shard.offload` is disk
     scratch_bytes_per_node: int = 0  # on disk, of that
     scratch_moved_per_step: int = 0  # by all ranks: read and written there
@@ -77,7 +77,7 @@ class Plan:
     @property
     def limit_bytes(self) -> int:
         """What one rank may have of its node."""
-        return max(0, self.limit_bytes_per_node - self.launcher_bytes) // self.ranks_per_node
+        return max(0, self.limit_bytes_per_node - self.beside_bytes) // self.ranks_per_node
 
     @property
     def fits(self) -> bool:

@@ -6,7 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
+from aliquot.config.adapter_section import AdapterSection
 from aliquot.config.data_section import DataSection, RecordsSection
+from aliquot.config.peft_settings import CONFIG_FILE, model_beside
 from aliquot.config.read_config import Keys, Location, apply_override, read_config, validate
 from aliquot.config.schema import (
     CheckpointSection,
@@ -21,7 +25,7 @@ _TOGETHER = 64  # sequences that the automatic number of ranks shares out; the r
 
 
 def read_evaluation(model: str, data: str, overrides: Sequence[str]) -> RunConfig:
-    """`model` on the text at `data`, or on what the run of a YAML configuration evaluates on.
+    """`model`, or an adapter beside its own, on the text at `data`, or on what a run's YAML configuration evaluates on.
 
     Of that configuration, or of `overrides`, counts how text becomes sequences, how it is computed and by which ranks;
     the tokenizer is the model's. Raises UserError as `read_config` does, and for one that evaluates on nothing.
@@ -37,10 +41,12 @@ def read_evaluation(model: str, data: str, overrides: Sequence[str]) -> RunConfi
             apply_override(values, override, locations)
         read = validate(values, locations, "command line")
     train, shard = read.train, read.shard
+    adapter = model if (Path(model).expanduser() / CONFIG_FILE).is_file() else None
     tokenizer = {"tokenizer": None, "tokenizer_vocab_size": None}
     return RunConfig(
         run=read.run,
-        model=ModelSection(path=model),
+        model=ModelSection(path=model if adapter is None else model_beside(Path(adapter))),
+        adapter=None if adapter is None else _adapter(adapter),
         data=read.data.model_copy(update=tokenizer | _without_training(read.data)),
         train=TrainSection(
             max_steps=1,
@@ -56,6 +62,13 @@ def read_evaluation(model: str, data: str, overrides: Sequence[str]) -> RunConfi
         observe=read.observe.model_copy(update={"prometheus": None}),
         launch=read.launch,
     )
+
+
+def _adapter(path: str) -> AdapterSection:
+    try:
+        return AdapterSection(path=path)
+    except ValidationError as error:
+        raise ConfigError(str(error.errors()[0]["msg"]).removeprefix("Value error, ")) from None
 
 
 def _without_training(data: DataSection) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Where a long text may be cut so that its pieces, encoded one by one, give exactly the tokens of the whole.
 
-Encoding takes about a hundred bytes of memory a token, so a document of hundreds of megabytes must be cut. That is
+Encoding takes hundreds of bytes of memory a character, so a document of many megabytes must be cut. That is
 exact for two families of tokenizers; any other text is left whole.
 
 - byte-level BPE whose pre-tokenizer splits by one of the patterns below: in `x\\ny`, with x and y ASCII letters, the
@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-PIECE_CHARACTERS = 1 << 20
+PIECE_CHARACTERS = 1 << 16
 _LETTER = r"[^\W\d_]"
 
 _WORDS = (

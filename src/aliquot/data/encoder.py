@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
@@ -25,6 +26,8 @@ import numpy.typing as npt
 
 from aliquot.errors import TrainingError, UserError, kinds
 from aliquot.models.code_of_strangers import without_code
+
+AT_ONCE_CHARACTERS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -75,20 +78,23 @@ class Encoder:
         """Raises UserError where a conversation cannot be rendered."""
         if self.spec.answers:
             return self._encode_answers(batch.texts)
+        return _joined([self._encode_texts(group) for group in _groups(batch)])
+
+    def _encode_texts(self, batch: Texts) -> Encoded:
         prefix, suffix = list(self.spec.prefix), list(self.spec.suffix)
         text_bytes = sum(len(text.encode()) for text in batch.texts)
-        if self.spec.fast and prefix:
+        if not self.spec.fast:
+            rows = [self.tokenizer.encode(text, add_special_tokens=False) for text in batch.texts]
+        elif prefix or not batch.first.any():
             rows = [row.ids for row in self.tokenizer.encode_batch_fast(batch.texts, add_special_tokens=False)]
-        elif self.spec.fast:
+        else:
             encodings = self.tokenizer.encode_batch(batch.texts, add_special_tokens=False)  # knows offsets, is slower
             rows = [row.ids for row in encodings]
             text_bytes -= sum(
-                len(text[: row.offsets[0][1]].encode())
+                len(text[: row.token_to_chars(0)[1]].encode())
                 for text, first, row in zip(batch.texts, batch.first.tolist(), encodings, strict=True)
-                if first and row.ids
+                if first and len(row)
             )
-        else:
-            rows = [self.tokenizer.encode(text, add_special_tokens=False) for text in batch.texts]
         for index, (first, last) in enumerate(zip(batch.first.tolist(), batch.last.tolist(), strict=True)):
             drop = 0 if first else self.spec.drop
             if drop and not batch.texts[index].startswith("\n"):  # cut at a space: what was put in front is the space
@@ -110,6 +116,25 @@ class Encoder:
             rows.append(ids)
             masks.append(mask)
         return replace(_encoded(rows, masks, None), left_out=dict(left_out))
+
+
+def _groups(batch: Texts) -> Iterator[Texts]:
+    """Of about AT_ONCE_CHARACTERS each: while a tokenizer works it holds hundreds of bytes a character."""
+    start = characters = 0
+    for index, text in enumerate(batch.texts):
+        characters += len(text)
+        if characters >= AT_ONCE_CHARACTERS or index == len(batch.texts) - 1:
+            stop = index + 1
+            yield Texts(batch.texts[start:stop], batch.first[start:stop], batch.last[start:stop])
+            start, characters = stop, 0
+
+
+def _joined(parts: list[Encoded]) -> Encoded:
+    """Of texts without answers."""
+    counts, ids = ([getattr(part, name) for part in parts] for name in ("counts", "ids"))
+    sizes = [part.text_bytes for part in parts if part.text_bytes is not None]
+    known = len(sizes) == len(parts)
+    return Encoded(np.concatenate(counts), np.concatenate(ids), np.empty(0, np.uint8), sum(sizes) if known else None)
 
 
 def _encoded(rows: list[list[int]], masks: list[list[int]], text_bytes: int | None) -> Encoded:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from aliquot.config.adapter_section import AdapterSection
+from aliquot.config.peft_settings import CONFIG_FILE
 from aliquot.errors import ConfigError, MissingToolError
 from aliquot.experts.modules import weights_of
 from aliquot.models.initialize import Fills, record_added
@@ -24,7 +25,6 @@ from aliquot.ranges.bytemap import Shape
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-CONFIG_FILE = "adapter_config.json"
 BASE = "model (hash of samples)"  # by that name a checkpoint's state tells beside which one it was learned
 STEM = "adapter_model"  # of its safetensors, by peft's convention
 _NAME = ".default"  # of the adapter, in the model but not in its files

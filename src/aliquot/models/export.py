@@ -11,9 +11,10 @@ from typing import Any, Literal
 
 import torch
 
+from aliquot.config.peft_settings import CONFIG_FILE
 from aliquot.config.schema import ModelSection
 from aliquot.errors import RunDirectoryError, UsageError
-from aliquot.models.adapter import BASE, CONFIG_FILE, STEM, saves_of
+from aliquot.models.adapter import BASE, STEM, saves_of
 from aliquot.models.code_of_strangers import without_code
 from aliquot.models.merge import MergedWeights
 from aliquot.models.published import Published, PublishedParts, published_of, tensors_of

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from aliquot.config.peft_settings import CONFIG_FILE
 from aliquot.errors import ModelFilesError, TokenizerError
-from aliquot.models.adapter import CONFIG_FILE
 from aliquot.models.code_of_strangers import without_code
+from aliquot.models.export import STATE, export_checkpoint
 from aliquot.models.model_files import trained_prefix
 
 if TYPE_CHECKING:
@@ -33,6 +35,10 @@ def load(directory: Path) -> Loaded:
         raise ModelFilesError(
             "no config.json here; give an export, an adapter or a Hugging Face model directory", directory
         )
+    if (directory / CONFIG_FILE).is_file() and (directory / STATE).is_file():
+        with tempfile.TemporaryDirectory() as folder:  # transformers knows adapters by the names of their exports
+            export_checkpoint(directory, Path(folder) / "export", "float32")
+            return load(Path(folder) / "export")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:

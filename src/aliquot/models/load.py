@@ -6,10 +6,14 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from aliquot.errors import WeightsFileError
+from aliquot.models.adapter import BASE, STEM
 from aliquot.models.added_rows import OldRows, add_rows
+from aliquot.models.export import STATE
 from aliquot.models.published import Published, PublishedStore, tensors_of
 from aliquot.ranges.bytemap import ByteMap, Shape, check_tensors
 from aliquot.ranges.header import TensorEntry
+from aliquot.ranges.jsonfile import read_json
 from aliquot.ranges.parts import PartStore
 from aliquot.ranges.together import RankGroup, together
 from aliquot.ranges.transfer import Watch, fill
@@ -59,6 +63,31 @@ def load_weights(
     read_bytes = together(ranks, read)[ranks.rank]
     add_rows(store, grown, dict(tensors), seed, ranks)
     return read_bytes
+
+
+def load_adapter(
+    store: PartStore, directory: Path, saves: Sequence[Published], beside: str | None, ranks: RankGroup
+) -> None:
+    """Fill the weights of `store`, which are those of an adapter alone, from peft's files, an export or a checkpoint in
+    `directory`. Collective.
+
+    `saves`: how peft names them; `beside`: the fingerprint of the model, which a checkpoint knows. Raises UserError on
+    every rank: no such files, tensors missing, extra or of another shape, learned beside another model.
+    """
+
+    def read() -> None:
+        of_checkpoint = (directory / STATE).is_file()
+        stored = ByteMap.of_directory(directory, "model" if of_checkpoint else STEM).entries
+        if of_checkpoint and read_json(directory / STATE)["determinants"].get(BASE) != beside:
+            raise WeightsFileError("this adapter was learned beside another model than model.path", directory)
+        wanted = [(each.source if of_checkpoint else each.name, each.shape) for each in saves]
+        names = {name for name, _ in wanted}
+        check_tensors(
+            wanted, {name: stored[name] for name in names & stored.keys()}, directory, sorted(stored.keys() - names)
+        )
+        fill(store if of_checkpoint else PublishedStore(store, saves), {"weight": stored})
+
+    together(ranks, read)
 
 
 def _grows(stored: Shape, wanted: Shape) -> bool:

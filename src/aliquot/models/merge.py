@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from aliquot.config.peft_settings import CONFIG_FILE
 from aliquot.errors import ModelFilesError, WeightsFileError
-from aliquot.models.adapter import CONFIG_FILE
 from aliquot.models.source import HUB_FILES, fingerprint, local_directory
 from aliquot.models.stored_weights import StoredWeights, in_order
 from aliquot.ranges.bytemap import ByteMap

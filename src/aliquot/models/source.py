@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from aliquot.config.peft_settings import CONFIG_FILE
 from aliquot.config.schema import ModelSection
 from aliquot.errors import ConfigError, ModelFilesError, UnsupportedModelError
 
@@ -82,10 +83,15 @@ class ModelSource:
         """Of the weights as they are when this is first asked for; None: there are none."""
         return None if self.directory is None else fingerprint(self.directory)
 
+    @property
+    def positions(self) -> int | None:
+        """That it knows; None: as many as it is given."""
+        positions = getattr(self.config, "max_position_embeddings", None)
+        return positions if positions is not None and positions > 0 else None
+
     def check_length(self, sequence_length: int) -> None:
         """Raises UserError where sequences are longer than the positions that the model knows."""
-        positions = getattr(self.config, "max_position_embeddings", None)
-        if positions is not None and 0 < positions < sequence_length:
+        if (positions := self.positions) is not None and positions < sequence_length:
             raise ConfigError(
                 f"data.sequence_length is {sequence_length}, but the model has {positions} positions"
                 " (max_position_embeddings): shorten the sequences"
@@ -147,7 +153,7 @@ def _read_json(file: Path, key: str) -> dict[str, Any]:
     try:
         values = json.loads(file.read_text())
     except FileNotFoundError:
-        if (file.parent / "adapter_config.json").is_file():
+        if (file.parent / CONFIG_FILE).is_file():
             raise ModelFilesError(
                 f"{key}: an adapter, not a model: aliquot export CHECKPOINT OUT --merge makes one of it", file.parent
             ) from None

@@ -21,7 +21,15 @@ MIB = 1 << 20
 START_PRIVATE_BYTES, START_SHARED_BYTES = 164 * MIB, 88 * MIB
 # The process that has started the ranks of a node: Python and torch.
 LAUNCHER_BYTES = 182 * MIB
+# A process that sends to a dashboard, with what its client starts (wandb 0.31 offline, mlflow 3.17 over a database).
+DASHBOARD_BYTES = {"wandb": 86 * MIB, "mlflow": 188 * MIB}
 PROCESS_PRIVATE_BYTES, PROCESS_SHARED_BYTES = 292 * MIB, 116 * MIB
+
+
+def beside_bytes(config: RunConfig, ranks: int) -> int:
+    """What runs on a node beside its ranks."""
+    dashboards = sum(DASHBOARD_BYTES.get(service, 0) for service in config.observe.report_to)
+    return dashboards + (LAUNCHER_BYTES if ranks > 1 else 0)
 
 
 def phases(
@@ -85,7 +93,9 @@ def _kept(now: dict[str, int], most: int) -> dict[str, int]:
 
 def _evaluates(config: RunConfig) -> bool:
     data = config.data
-    return data.eval_path is not None or data.eval_split is not None or data.eval_fraction > 0
+    return (
+        data.eval_path is not None or data.eval_split is not None or data.eval_fraction > 0 or bool(data.eval_sources)
+    )
 
 
 def _snapshot(config: RunConfig, own_bytes: int, steps: int | None) -> int:

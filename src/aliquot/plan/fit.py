@@ -19,11 +19,11 @@ def problems(plan: Plan, machine: Machine) -> list[str]:
     found = []
     if not plan.fits:
         peak, limit = plan.peak_bytes_per_rank, plan.limit_bytes
-        launcher = f", of which their launcher has {_gib(plan.launcher_bytes)}" if plan.launcher_bytes else ""
+        beside = f", of which the processes beside them have {_gib(plan.beside_bytes)}" if plan.beside_bytes else ""
         where = "of GPU memory" if plan.device == "cuda" else "of memory"
         found.append(
             f"a rank needs {_gib(peak)} {where} in the phase `{plan.peak.name}` and can have {_gib(limit)}"
-            f" ({plan.ranks_per_node} a node of {_gib(plan.limit_bytes_per_node)}{launcher}):"
+            f" ({plan.ranks_per_node} a node of {_gib(plan.limit_bytes_per_node)}{beside}):"
             f" {_gib(peak - limit)} too much"
         )
     if machine.shm_bytes is not None and plan.shm_bytes_per_node > machine.shm_bytes:

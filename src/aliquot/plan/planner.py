@@ -20,7 +20,7 @@ from aliquot.engines.held_memory import Held
 from aliquot.engines.host.host_memory import disk_use, host_memory
 from aliquot.launch.rank_layout import RankLayout
 from aliquot.plan.calibrate import make_known
-from aliquot.plan.engine_memory import LAUNCHER_BYTES, phases
+from aliquot.plan.engine_memory import beside_bytes, phases
 from aliquot.plan.kernel_shapes import kernel_shapes
 from aliquot.plan.micro_batch_cost import MicroBatchCost, Step
 from aliquot.plan.planned_machine import GIB, Machine
@@ -79,7 +79,7 @@ class Planner:
         evaluations = config.train.eval_on_start + times_due(config.train.eval_steps, steps or 0)
         told = building(config, self.shape, layout) if engine == "deepspeed" else []
         limit = self._limit(config, layout)
-        launcher = LAUNCHER_BYTES if layout.world_size > 1 and layout.device == "cpu" else 0
+        beside = beside_bytes(config, layout.world_size) if layout.device == "cpu" else 0
 
         def phases_with(on_disk: OnDisk) -> tuple[Held, tuple[PhaseMemory, ...]]:
             held = self._held(config, engine, layout, cost, on_disk)
@@ -87,7 +87,7 @@ class Planner:
 
         def too_much(on_disk: OnDisk) -> float:
             most = max(phase.per_rank(layout.ranks_per_node) for phase in phases_with(on_disk)[1])
-            return most - (1 - MARGIN) * (limit - launcher) / layout.ranks_per_node
+            return most - (1 - MARGIN) * (limit - beside) / layout.ranks_per_node
 
         goes_to_disk = config.shard.offload == "disk" and engine == "host"
         on_disk = spilled(self.shape, layout, too_much) if goes_to_disk else OnDisk()
@@ -135,7 +135,7 @@ class Planner:
             save_s=moved.checkpoint_bytes / disks,
             export_s=moved.export_bytes / disks,
             export_bytes=moved.export_bytes,
-            launcher_bytes=launcher,
+            beside_bytes=beside,
             on_disk=on_disk,
             scratch_bytes_per_node=disk.size // layout.nodes,
             scratch_moved_per_step=disk.update + disk.beside_read + disk.beside_written,

@@ -1,0 +1,135 @@
+"""Memory and seconds of preparing texts of several sizes: nothing may grow with the text but the files of the cache.
+
+python benchmarks/large_text.py --gigabytes 0.4 1.5 5 10 --document file line --json large_text.json
+
+A text is the blocks of a real one (--text; the modules of Python's own library otherwise) in an order drawn anew, each
+with a number of its own. Of each size: it is tokenised, then its index and first epoch are made and its first batch
+read; then both again, as every later start does it. Each start is a process of its own; memory is what it and those
+that it started held at most beyond its imports, mapped files left out. One text lies on the disk at a time, with its
+tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.prepare import MIB, VOCABULARY, Peak, make_tokenizer
+from benchmarks.report import Row, finish, target
+
+SEQUENCE = 1024
+_BLOCKS_AT_ONCE = 4096
+MOST_GROWTH_MIB = 64  # from the smallest to the largest
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--json", type=Path)
+    arguments.add_argument("--gigabytes", type=float, nargs="+", default=[0.4, 1.5, 5, 10])
+    arguments.add_argument("--document", nargs="+", default=["file"], choices=["file", "line", "block"])
+    arguments.add_argument("--text", type=Path, help="a real text")
+    arguments.add_argument("--directory", type=Path, help="where there is room for the text and its tokens")
+    arguments.add_argument("--part", nargs=2, help=argparse.SUPPRESS)  # the unit and the folder: a process of ours
+    given = arguments.parse_args()
+    if given.part is not None:
+        part(given.part[0], Path(given.part[1]))
+        return
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="aliquot-large-", dir=given.directory) as folder:
+        blocks = real_blocks(given.text)
+        make_tokenizer(Path(folder), blocks)
+        for gigabytes in given.gigabytes:
+            make(Path(folder) / "text.txt", blocks, gigabytes)
+            for unit in given.document:
+                for start in ("first", "again"):
+                    row = {"GB": gigabytes, "a document is a": unit, "start": start, **measured(unit, folder)}
+                    print(row, flush=True)
+                    rows.append(row)
+                shutil.rmtree(Path(folder) / "cache")
+    targets = []
+    for unit in given.document:
+        firsts = [row for row in rows if row["a document is a"] == unit and row["start"] == "first"]
+        again = max(row["seconds"] for row in rows if row["a document is a"] == unit and row["start"] == "again")
+        for what in ("tokens", "index"):
+            growth = firsts[-1][f"{what}, MiB"] - firsts[0][f"{what}, MiB"]
+            targets.append(target(f"growth_of_{what}_{unit}_mib", growth, MOST_GROWTH_MIB, "lower"))
+        targets.append(target(f"second_start_{unit}_s", again, 10, "lower"))
+    finish("preparing large texts", rows, targets, given.json)
+
+
+def real_blocks(text: Path | None) -> list[str]:
+    """Paragraphs, or what else stands between blank lines."""
+    if text is None:
+        from aliquot.data.sources import _find
+
+        whole = "\n\n".join(file.read_text() for file in _find("stdlib", "benchmark"))
+    else:
+        whole = text.read_text()
+    return [block for block in re.split(r"\n\s*\n", whole) if block.strip()]
+
+
+def make(path: Path, blocks: list[str], gigabytes: float) -> None:
+    draw, written, number = random.Random(0), 0, 0
+    with path.open("w", encoding="utf-8") as file:
+        while written < gigabytes * 1e9:
+            drawn = draw.choices(blocks, k=_BLOCKS_AT_ONCE)
+            written += file.write("".join(f"{number + n} {block}\n\n" for n, block in enumerate(drawn)))
+            number += len(drawn)
+
+
+def measured(unit: str, folder: str) -> Row:
+    """What a start of its own says of itself."""
+    command = [sys.executable, __file__, "--part", unit, folder]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
+    row: Row = json.loads(told)
+    return row
+
+
+def part(unit: str, folder: Path) -> None:
+    from aliquot.config.batch_size import BatchSize
+    from aliquot.config.schema import DataSection
+    from aliquot.data.batches import Batches
+    from aliquot.data.prepare import prepare
+
+    section = DataSection(
+        path=str(folder / "text.txt"), document=unit, sequence_length=SEQUENCE, tokenizer=str(folder / "tokenizer"),
+        cache_directory=folder / "cache",
+    )  # fmt: skip
+    text_bytes = (folder / "text.txt").stat().st_size
+    told = 0
+
+    def progress(what: str, done_bytes: int, total_bytes: int) -> None:
+        nonlocal told
+        told += 1
+
+    with Peak() as peak:
+        begun = time.perf_counter()
+        prepared = prepare(section, None, VOCABULARY, progress)
+        tokens_s, of_tokens = time.perf_counter() - begun, peak.beyond()
+        Batches.of(prepared, section, 1, BatchSize(total=8, micro=1), None).step_batch(0, 0, 1)
+        seconds, of_index = time.perf_counter() - begun, peak.beyond()
+    (store,) = prepared.open_train().values()
+    row = {
+        "documents": store.documents,
+        "tokens": len(store.tokens),
+        "seconds": round(seconds, 1),
+        "tokens, MB/s": round(text_bytes / 1e6 / tokens_s, 1),
+        "progress told": told,
+        "tokens, MiB": round(of_tokens / MIB),
+        "index, MiB": round(of_index / MIB),
+    }
+    print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()
