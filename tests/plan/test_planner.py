@@ -71,7 +71,7 @@ def test_a_plan_of_many_sources_works_out_a_micro_batch_as_often_as_one_of_one()
         config = planned_config(LLAMA, data={"path": None, "document": None, "sources": told})
         planner = Planner(PlannedModel(config), SERVER)
         planner.plan(config, RankLayout(1, 2, 8, "cpu", 1), Workload.assumed(config))
-        counts.append(len(planner._costs))
+        counts.append(len(planner.model._costs))
     assert counts[0] == counts[1] > 0
 
 
