@@ -368,6 +368,8 @@ class Training:
         self._record.finish()
         trained, exported = (run, self._inputs, self._model), None
         if run.config.checkpoint.export:
+            if run.ranks.rank == 0:
+                check_round(run.directory.path)  # of a node that was cut off the living run's is not replaced
             exported = finishing.export_run(*trained, self._files, self._evaluations, self._done)
         said = finishing.sample(*trained)
         rows = run.ledger.publish(run.directory.ledger, run.ranks, run.about)

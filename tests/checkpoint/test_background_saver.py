@@ -82,7 +82,7 @@ def test_the_values_saved_are_those_of_the_start(tmp_path: Path) -> None:
     store.gate.clear()
     saver.start(1, {"step": 1})
     poll(saver)  # a step's forward and backward: nothing is done yet
-    assert saver.report() == {"done": False, "error": None}
+    assert saver.report() == {"done": False, "error": None, "kind": None}
     threading.Timer(0.1, store.gate.set).start()
     saver.before_update()  # waits for the piece that is being read; all else fits into checkpoint.buffer_bytes
     store.update()

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from aliquot.errors import UserError
+from aliquot.errors import StorageError, UserError
 from aliquot.machine.memory import unwritten_bytes
 from aliquot.ranges.together import RankGroup
 
@@ -21,6 +21,7 @@ class Background:
     def __init__(self, name: str, work: Callable[[], Any], on_error: Callable[[], None] = lambda: None) -> None:
         self.result: Any = None
         self._error: str | None = None
+        self._kind: str | None = None  # of the error
         self._on_error = on_error
         self._thread = threading.Thread(target=self._run, args=[work], name=name, daemon=True)
         self._thread.start()
@@ -31,10 +32,11 @@ class Background:
         # Whatever it is, it must reach the training thread, which alone can tell the other ranks.
         except Exception as error:
             self._error = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            self._kind = error.id if isinstance(error, UserError) else StorageError.id
             self._on_error()
 
     def report(self) -> Report:
-        return {"done": not self._thread.is_alive(), "error": self._error}
+        return {"done": not self._thread.is_alive(), "error": self._error, "kind": self._kind}
 
     def join(self, timeout_s: float | None = None) -> bool:
         self._thread.join(timeout_s)

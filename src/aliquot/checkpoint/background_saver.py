@@ -18,7 +18,7 @@ from aliquot.checkpoint.background import Background, Report, wait_together
 from aliquot.checkpoint.live_parts import LiveParts
 from aliquot.checkpoint.save import Draft
 from aliquot.config.schema import CheckpointSection
-from aliquot.errors import StorageError, UserError
+from aliquot.errors import CutOffError, StorageError, UserError
 from aliquot.optim.sizes import States
 from aliquot.ranges.bytemap import Shape
 from aliquot.ranges.checksums import Piece
@@ -121,10 +121,13 @@ class Saver:
         states = [report for report in reports if report is not None]
         if self._draft is None or self._work is None or not states:
             return
-        failed = [(rank, state["error"]) for rank, state in enumerate(states) if state["error"]]
+        failed = [(rank, state["error"], state["kind"]) for rank, state in enumerate(states) if state["error"]]
         if failed:
             self._abandon()
-            self._give_up(StorageError(f"rank {failed[0][0]}: {failed[0][1]}"))
+            rank, told, kind = failed[0]
+            if kind == CutOffError.id:  # no trouble of storage: others go on with this run
+                raise CutOffError(told)
+            self._give_up(StorageError(f"rank {rank}: {told}"))
         elif all(state["done"] for state in states):
             self._advance(self._draft, self._work)
 

@@ -62,10 +62,14 @@ def _rounds(launch: LaunchSection, settings: RunConfig, arguments: list[str], au
     from contextlib import suppress
 
     from aliquot.checkpoint.directories import newest, step_of
-    from aliquot.errors import StorageError
+    from aliquot.errors import LaunchError, StorageError
     from aliquot.launch.local_group import prepare
     from aliquot.observe.run_directory import RunDirectory
 
+    if settings.train.global_batch_size is None or settings.checkpoint.resume == "never":  # of PET_NNODES
+        raise LaunchError(
+            f"{launch.nodes} nodes that come and go need train.global_batch_size, and no checkpoint.resume: never"
+        )
     directory = RunDirectory(settings.run.directory)
     logs = prepare(directory.logs)
     from aliquot.launch.elastic import start_elastic_ranks

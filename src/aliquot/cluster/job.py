@@ -56,10 +56,11 @@ def describe(config: RunConfig, plan: Plan, least: Plan | None = None) -> Job:
         raise ClusterError(f"the plan is for {plan.nodes} nodes, cluster.nodes is {section.nodes}")
     cpus = pod_cpus(section, types)
     memory = min(each.allocatable_memory_bytes for each in types) - section.daemonset_memory_mib * MIB
-    shm = -(-plan.shm_bytes_per_node // MIB) * MIB
+    plans = (plan, *([] if least is None else [least]))
+    shm = -(-max(each.shm_bytes_per_node for each in plans) // MIB) * MIB
     if cpus < 1 or memory < MIB:
         raise ClusterError(f"{types[0].name} has nothing left for a pod beside the node's daemonsets")
-    for each in (plan, *([] if least is None else [least])):
+    for each in plans:
         _check_memory(each, types[0], memory, f"with {each.nodes} nodes " if least is not None else "")
     return Job(
         name=section.name or job_name(config.run.name),
@@ -73,8 +74,8 @@ def describe(config: RunConfig, plan: Plan, least: Plan | None = None) -> Job:
         gpus=gpus,
         # gloo knows only TCP: EFA serves NCCL alone.
         efa_interfaces=types[0].efa_interfaces if gpus and section.efa == "auto" and plan.nodes > 1 else 0,
-        scratch_bytes=_scratch(section, types, plan),
-        local_disks=bool(plan.scratch_bytes_per_node) and all(each.local_nvme_bytes for each in types),
+        scratch_bytes=max(_scratch(section, types, each) for each in plans),
+        local_disks=any(each.scratch_bytes_per_node for each in plans) and all(each.local_nvme_bytes for each in types),
         grace_s=-int(-config.checkpoint.grace_s // 1) + _GRACE_MARGIN_S,
     )
 

@@ -33,6 +33,8 @@ class AdapterSection(Section):
         """What is not given is that of the adapter at `path`; what is must not contradict it."""
         if not isinstance(values, dict) or not isinstance(values.get("path"), str):
             return values
+        if {"r", "alpha", "target_modules"} <= values.keys() and not Path(values["path"]).expanduser().is_dir():
+            return values  # said in full, as a run's own config.yaml does: it is asked for when it is loaded
         try:
             saved = adapter_settings(Path(values["path"]).expanduser())
         except UserError as error:

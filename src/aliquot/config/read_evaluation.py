@@ -42,7 +42,9 @@ def read_evaluation(model: str, data: str, overrides: Sequence[str]) -> RunConfi
         read = validate(values, locations, "command line")
     train, shard = read.train, read.shard
     adapter = model if (Path(model).expanduser() / CONFIG_FILE).is_file() else None
-    tokenizer = {"tokenizer": None, "tokenizer_vocab_size": None}
+    own = None if adapter is None else Path(adapter).expanduser()
+    beside = own is not None and (own / "tokenizer_config.json").is_file()  # as it was trained, with its chat template
+    tokenizer = {"tokenizer": str(own) if beside else None, "tokenizer_vocab_size": None}
     return RunConfig(
         run=read.run,
         model=ModelSection(path=model if adapter is None else model_beside(Path(adapter))),

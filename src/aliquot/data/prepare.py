@@ -100,7 +100,10 @@ def prepare(
     give_template(tokenizer, section.chat_template)
     check_vocabulary(tokenizer, vocab_size + (len(tokenizer) - before if model_dir is not None else 0))
     directory = publish_tokenizer(tokenizer, root)
-    trained = None if model_dir is None else trained_prefix(model_dir)
+    # An adapter is evaluated with the tokenizer and the prefix that lie beside it, where it has them.
+    beside = [Path(section.tokenizer)] if section.tokenizer is not None else []
+    known = (trained_prefix(each) for each in (*beside, *([] if model_dir is None else [model_dir])) if each.is_dir())
+    trained = next((prefix for prefix in known if prefix is not None), None)
     builder = _Builder(section, tokenizer, directory, root, trained)
     convention = convention_of(tokenizer, section.add_bos, section.add_eos, trained)
 

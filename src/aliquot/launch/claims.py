@@ -78,7 +78,8 @@ class Claims:
             self._own.unlink(missing_ok=True)
         for number in _numbers(self._rounds):
             if number <= claim.number - _KEPT:
-                self._file(number).unlink(missing_ok=True)
+                with suppress(OSError):
+                    self._file(number).unlink(missing_ok=True)
         return True
 
     def beat(self, number: int) -> None:

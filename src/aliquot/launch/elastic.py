@@ -63,7 +63,12 @@ def start_elastic_ranks(
     except SignalException as told:
         _print([f"aliquot: stopped by {signal.Signals(told.sigval).name}"])
         return 128 + told.sigval
+    except RendezvousError as error:  # of other nodes, not of the input: where pods are replaced, another one may do
+        _print([f"aliquot: {error.line}"])
+        return 1
     finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)  # it leaves already, in a second or two
         node.leave()
 
 
@@ -201,7 +206,7 @@ class _Node:
         begun = said = time.monotonic()
         while True:
             newest = self._claims.newest()
-            if self._run.progress()[0] and self._claims.finished(self._run.mark):
+            if self._run.progress()[0] and self._claims.finished(self._run.finish_mark()):
                 return None
             if newest is not None and (link := self._reach(newest)) is not None:
                 return link
@@ -245,7 +250,10 @@ class _Node:
 
     def _lead(self, newest: Claim | None) -> _Link | None:
         """None: another node was first."""
-        listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+        if socket.has_dualstack_ipv6():
+            listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+        else:
+            listener = socket.create_server(("", 0))
         claim = Claim(
             1 if newest is None else newest.number + 1, platform.node(), tuple(_own_addresses()),
             listener.getsockname()[1], secrets.token_hex(16),

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from aliquot.config.schema import LaunchSection
-from aliquot.errors import NodesDifferError, RendezvousError, StorageError
+from aliquot.errors import NodesDifferError, RendezvousError, StorageError, UserError
 from aliquot.launch.claims import Claim, Claims
 from aliquot.launch.json_lines import Message, Peer
 
@@ -39,6 +39,10 @@ class Run:
     progress: Callable[[], tuple[int, int]]  # steps of the newest checkpoint, and steps done
     tell: Callable[[str], None]  # the person
 
+    def finish_mark(self) -> str:
+        """Of the run with the checkpoint that it has now: another one, or none, is not the end of it."""
+        return f"{self.mark} {self.progress()[0]}"
+
 
 @dataclass
 class Member:
@@ -49,6 +53,11 @@ class Member:
     automatic: bool = False
     name: str = ""  # for the person
     ended: Message | None = None  # of the present round
+
+    @property
+    def finished(self) -> bool:
+        """Its ranks are done with the whole run: the others can do without it."""
+        return self.ended is not None and self.ended["code"] == 0
 
 
 @dataclass
@@ -110,6 +119,8 @@ class Leader:
     def _lead(self) -> None:
         try:
             self._rounds()
+        except (OSError, UserError) as error:  # of the run directory; a node that can write it leads from here on
+            self._run.tell(f"{self._claim.name} leads no longer: {error}")
         finally:
             self._over.set()
             self._listener.close()
@@ -156,12 +167,14 @@ class Leader:
         what = message.get("what")
         if what == "hello":
             self._welcome(member, message)
+        elif not member.id:
+            self._remove(member)  # a stranger
         elif what == "ended" and message["round"] == self._claim.number:
             member.ended = message
             if message["code"]:
                 self._round.ending = self._round.ending or time.monotonic()
         elif what == "leave":
-            if member in self._round.members:
+            if member in self._round.members and not member.finished:
                 self._round.reasons.append(f"{member.name} was told to stop")
                 self._round.size -= 1
                 self._round.ending = self._round.ending or time.monotonic()
@@ -193,16 +206,19 @@ class Leader:
             )
 
     def _lost(self, member: Member, how: str) -> None:
-        trained = self._round.running and member in self._round.members
+        trained = self._round.running and member in self._round.members and not member.finished
         self._remove(member)
         if trained:
             self._round.reasons.append(f"{member.name} {how}")
             self._kill()
 
     def _remove(self, member: Member) -> None:
+        if member not in self._members:
+            return
         self._members.remove(member)
         self._round.members = [each for each in self._round.members if each is not member]
-        self._changed = time.monotonic()
+        if member.id:
+            self._changed = time.monotonic()
         member.peer.close()
 
     # Between rounds
@@ -225,7 +241,7 @@ class Leader:
                 f"{len(here)} of at least {fewest} nodes (launch.nodes {self._launch.nodes}) came within"
                 f" {self._launch.join_timeout_s:g} s (launch.join_timeout_s): {names}{'; ' * bool(told)}{told}"
             )
-            self._end(error.exit_code, f"aliquot: {error.line}")
+            self._end(1, f"aliquot: {error.line}")  # not 2, as for bad input: where pods are replaced, others may come
 
     def _start(self, members: list[Member], spare: list[Member]) -> None:
         number = self._claim.number + self._claim_used
@@ -279,7 +295,7 @@ class Leader:
         causes = [each for each in ended if each["code"] and each["kind"] != "peer_lost"] or ended
         worst = next((each for each in causes if _is_final(each)), None)
         if ended and not any(each["code"] for each in ended):
-            self._claims.finish(self._run.mark)
+            self._claims.finish(self._run.finish_mark())
             self._end(0)
         elif worst is not None:
             self._end(worst["code"], *worst["lines"])

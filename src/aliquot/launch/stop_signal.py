@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Self
 
 from aliquot.errors import TrainingError
+from aliquot.launch.claims import ROUND
 from aliquot.launch.rank_errors import report_error
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -25,7 +26,8 @@ class Terminated(TrainingError, id="terminated"):
 
 class StopSignal:
     """`requested` is the number of the signal that has come, or 0. `grace_s` later the process ends, saved or not; a
-    second signal ends it at once. While `nothing_to_save` says why there is nothing to wait for the first one does.
+    second signal ends it at once, but for a rank of a round: there a node and the leader may both tell it. While
+    `nothing_to_save` says why there is nothing to wait for the first one does.
 
     A context on the main thread, which gives the signals their former meaning back.
     """
@@ -48,14 +50,16 @@ class StopSignal:
             report_error(Terminated(number, self.nothing_to_save))
             os._exit(128 + number)
         self.requested = number
+        in_round = ROUND in os.environ
         for each in self._former:
-            signal.signal(each, signal.SIG_DFL)
+            signal.signal(each, signal.SIG_IGN if in_round else signal.SIG_DFL)
         self._deadline = threading.Timer(self._grace_s, _end, [self._grace_s, number])
         self._deadline.daemon = True
         self._deadline.start()
         if self._tells:
             name = signal.Signals(number).name
-            text = f"{name}: the step is finished and saved; once more ends the run at once, {self._kept()}"
+            once_more = "" if in_round else f"; once more ends the run at once, {self._kept()}"
+            text = f"{name}: the step is finished and saved{once_more}"
             os.write(2, f"aliquot: {text}\n".encode())  # whatever was being printed when the signal came
 
     def __enter__(self) -> Self:

@@ -26,5 +26,6 @@ def _row_lengths(config: RunConfig, size: BatchSize) -> int:
     if config.data.source_count > 1:
         return size.micro
     data = config.data
-    evaluates = data.eval_path is not None or data.eval_split is not None or data.eval_fraction > 0
-    return min(size.micro, 1 + (size.total % size.micro > 0) + evaluates)
+    evaluates = bool(data.eval_path or data.eval_split or data.eval_fraction or data.eval_sources)
+    cut_short = config.train.max_steps is None  # the last step of all epochs takes what is left
+    return min(size.micro, 1 + (size.total % size.micro > 0) + cut_short + evaluates)

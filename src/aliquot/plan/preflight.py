@@ -44,9 +44,9 @@ def plan_before(
         planner = Planner(PlannedModel(config, vocabulary), machine)
         plan = with_advice(planner.plan(config, layout, workload), planner, config, layout, workload)
         found = "; ".join(fit.problems(plan, machine))
-        full = "; ".join(short_disks(config, plan))
         advice = remedies(planner, config, layout, workload) if found and fit.hopeless(plan) and not force else None
         least = with_fewest_nodes(planner, config, layout, workload)
+        full = "; ".join(short_disks(config, plan) or ([] if least is None else short_disks(config, least)))
     except UserError:
         raise
     except Exception as error:
