@@ -121,6 +121,7 @@ def test_exports_are_peft_s_and_merged_they_are_a_model(folder: Path, base: Path
     assert said.returncode == 0 and said.stdout.startswith("the rank"), said.stderr
 
 
+@pytest.mark.long
 def test_training_goes_on_from_a_directory_of_peft(folder: Path, base: Path, lora: Path) -> None:
     """What peft has saved has the weights that peft loads, and the curve of peft's own layers in a plain loop."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)

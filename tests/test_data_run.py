@@ -93,6 +93,7 @@ def test_each_source_and_each_set_has_its_loss(config: Path, alone: tuple[Path, 
     assert all(title in page for title in ("Training loss of each source", "Perplexity of each evaluation set"))
 
 
+@pytest.mark.long
 def test_a_mixture_goes_on_at_another_world_size(config: Path, alone: tuple[Path, str]) -> None:
     directory, _ = alone
     again = [f"run.directory={config.parent / 'again'}", f"checkpoint.resume={directory}/checkpoints/step-00000003"]

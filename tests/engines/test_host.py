@@ -69,6 +69,7 @@ def test_equals_fsdp_bit_for_bit_in_fp32(runs: Runs[str]) -> None:
     same(runs["host"], runs["fsdp"], "llama")
 
 
+@LONG
 def test_what_is_frozen_is_that_of_fsdp_and_goes_to_other_hosts_once_and_to_no_disk(runs: Runs[str]) -> None:
     same(runs["host"], runs["fsdp"], "llama-lora")
     same(runs["host"], runs["disk"], "llama-frozen")
@@ -180,7 +181,7 @@ def test_hosts_compute_the_bits_of_one(runs: Runs[str], one: str, several: str, 
 @pytest.mark.parametrize(
     ("several", "late", "world_size", "names"),
     [
-        ("hosts", "hosts-late", 2, ["llama-bf16-once", "qwen2-tied-once"]),
+        pytest.param("hosts", "hosts-late", 2, ["llama-bf16-once", "qwen2-tied-once"], marks=LONG),
         pytest.param("hosts-2x2", "hosts-2x2-late", 4, ["llama-bf16-once"], marks=LONG),
         pytest.param("hosts-3", "hosts-3-late", 3, ["llama", "llama-once", "llama-bf16-once"], marks=LONG),
     ],

@@ -199,7 +199,7 @@ def test_a_node_comes_another_is_lost_and_the_run_ends(nodes: Nodes) -> None:
     for each in (a, c, d):
         end(each, 3)
     assert [nodes.next(each)["code"] for each in (a, c, d)] == [0, 0, 0]
-    assert Claims(nodes.folder).finished("mark")
+    assert Claims(nodes.folder).finished("mark 0")
 
 
 def test_of_nodes_that_lose_most_of_the_others_the_larger_part_is_first(nodes: Nodes) -> None:

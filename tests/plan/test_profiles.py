@@ -98,6 +98,7 @@ def test_a_busy_machine_and_an_older_profile_are_measured_again(unknown: Path) -
     assert rates is not None and rates.overhead_s(1) == 8.0  # of two ranks, but undisturbed
 
 
+@pytest.mark.long
 def test_a_run_measures_its_machine_and_a_second_one_does_not(unknown: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, launch={"ranks": 2}, train={"max_steps": 1})
     ceilings, kept = [], []
