@@ -69,7 +69,7 @@ def test_equals_fsdp_bit_for_bit_in_fp32(runs: Runs[str]) -> None:
     same(runs["host"], runs["fsdp"], "llama")
 
 
-@LONG
+@pytest.mark.long
 def test_what_is_frozen_is_that_of_fsdp_and_goes_to_other_hosts_once_and_to_no_disk(runs: Runs[str]) -> None:
     same(runs["host"], runs["fsdp"], "llama-lora")
     same(runs["host"], runs["disk"], "llama-frozen")
