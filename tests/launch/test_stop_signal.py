@@ -46,6 +46,16 @@ def test_the_first_asks_and_the_second_ends(number: signal.Signals) -> None:
     )
 
 
+def test_a_node_and_the_leader_may_both_tell_a_rank_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALIQUOT_ROUND", "1")
+    with started(1, "hangs") as process:
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout is not None and process.stdout.readline() == f"{int(signal.SIGTERM)}\n"
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == 1 and "not saved within checkpoint.grace_s = 1 s" in errors  # it lived until then
+
+
 def test_a_rank_that_obeys_has_its_signals_back() -> None:
     with started(60, "obeys") as process:
         process.send_signal(signal.SIGTERM)
