@@ -68,7 +68,10 @@ class Claims:
     def make(self, claim: Claim) -> bool:
         """False: another node was first."""
         try:
-            self._own.write_text(json.dumps(asdict(claim)))
+            with self._own.open("w") as file:
+                file.write(json.dumps(asdict(claim)))
+                file.flush()
+                os.fsync(file.fileno())
             os.link(self._own, self._file(claim.number))
         except FileExistsError:
             return False

@@ -86,6 +86,10 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count(self, func: Any, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
         fused = self.fusing and fuses(func)
+        inputs = self._tensors((args, kwargs))
+        aliases = not func._schema.is_mutable and all(_storage(t) in map(_storage, inputs) for t in outputs)
+        if self.fusing and outputs and aliases:
+            return  # a view costs compiled code nothing
         if not fused:
             self._end_run()
             self._work["calls",] += self._times
@@ -97,8 +101,6 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if left.ndim == 2:
                 self.products.add((m, k, n, left.stride(1) == 1, right.stride(1) == 1))
             return
-        inputs = self._tensors((args, kwargs))
-        aliases = not func._schema.is_mutable and all(_storage(t) in map(_storage, inputs) for t in outputs)
         if not outputs or aliases or func._schema.name.startswith("aten::empty"):
             return
         moved = [*{id(t): t for t in (*inputs, *outputs)}.values()]
