@@ -10,19 +10,15 @@ four, and a router. Held-out loss along the way, of a twentieth of the documents
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.report import Row, finish, target
+from benchmarks.runs import metrics_of
 
 LENGTH, BATCH, EVALUATIONS = 256, 16, 12
 EXPERTS, CHOSEN, WIDTH = 16, 4, 96
@@ -75,38 +71,23 @@ def gaps(curves: dict[str, list[Curve]], at: int) -> list[float]:
 
 
 def trained(given: argparse.Namespace, name: str, seed: int) -> Curve:
-    with tempfile.TemporaryDirectory() as folder:
-        data: dict[str, Any] = {"path": given.text, "eval_fraction": 0.05, "sequence_length": LENGTH}
-        if given.text != "stdlib":
-            data["document"] = "block"
-        if given.tokenizer is None:
-            data["tokenizer_vocab_size"] = 512
-        else:
-            data["tokenizer"] = str(given.tokenizer)
-        config = {
-            "run": {"name": name, "directory": f"{folder}/run", "seed": seed},
-            "model": {"config": {**SHAPE, **MODELS[name]}},
-            "data": data,
-            "train": {
-                "max_steps": given.steps, "global_batch_size": BATCH, "precision": "fp32", "learning_rate": 3e-3,
-                "warmup_steps": given.steps // 20, "lr_scheduler_type": "cosine", "weight_decay": 0.1,
-                "adam_beta2": 0.95, "logging_steps": given.steps // EVALUATIONS,
-                "eval_steps": given.steps // EVALUATIONS,
-            },
-            "shard": {"engine": "host"},
-            "checkpoint": {"export": False},
-            "observe": {"console": "quiet", "report_to": []},
-            "launch": {"device": "cpu"},
-        }  # fmt: skip
-        file = Path(folder, "run.yaml")
-        file.write_text(yaml.safe_dump(config))
-        done = subprocess.run(
-            [sys.executable, "-m", "aliquot", "train", str(file)], capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            raise SystemExit(done.stderr.strip())
-        lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
-        return [(line["step"], line["eval_loss"]) for line in lines if "eval_loss" in line]
+    data: dict[str, Any] = {"path": given.text, "eval_fraction": 0.05, "sequence_length": LENGTH}
+    if given.text != "stdlib":
+        data["document"] = "block"
+    tokenizer = {"tokenizer_vocab_size": 512} if given.tokenizer is None else {"tokenizer": str(given.tokenizer)}
+    lines = metrics_of(
+        seed,
+        model={"config": {**SHAPE, **MODELS[name]}},
+        data=data | tokenizer,
+        train={
+            "max_steps": given.steps, "global_batch_size": BATCH, "precision": "fp32", "learning_rate": 3e-3,
+            "warmup_steps": given.steps // 20, "lr_scheduler_type": "cosine", "weight_decay": 0.1,
+            "adam_beta2": 0.95, "logging_steps": given.steps // EVALUATIONS, "eval_steps": given.steps // EVALUATIONS,
+        },
+        shard={"engine": "host"},
+        launch={"device": "cpu"},
+    )  # fmt: skip
+    return [(line["step"], line["eval_loss"]) for line in lines if "eval_loss" in line]
 
 
 def picture(curves: dict[str, list[Curve]]) -> str:

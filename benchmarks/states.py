@@ -9,18 +9,14 @@ which is held out; differences are between runs of one seed, which sees the same
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
-
-import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.report import Row, finish
+from benchmarks.runs import metrics_of
 
 STATES = ("fp32", "bf16", "int8")
 
@@ -54,41 +50,19 @@ def main() -> None:
 
 
 def run(given: argparse.Namespace, states: str, seed: int) -> float:
-    with tempfile.TemporaryDirectory() as folder:
-        config = {
-            "run": {"name": "run", "directory": f"{folder}/run", "seed": seed},
-            "model": {"path": str(given.model)},
-            "data": {
-                "path": str(given.text),
-                "document": "block",
-                "eval_fraction": 0.05,
-                "sequence_length": 256,
-            },
-            "train": {
-                "max_steps": given.steps,
-                "global_batch_size": 2,
-                "learning_rate": 3e-4,
-                "warmup_steps": 20,
-                "lr_scheduler_type": "cosine",
-                "weight_decay": 0.1,
-                "adam_beta2": 0.95,
-                "optimizer_states": states,
-                "logging_steps": given.steps,
-            },
-            "shard": {"engine": "host"},
-            "checkpoint": {"export": False},
-            "observe": {"console": "quiet", "report_to": []},
-            "launch": {"ranks": 2, "device": "cpu"},
-        }
-        file = Path(folder, "run.yaml")
-        file.write_text(yaml.safe_dump(config))
-        done = subprocess.run(
-            [sys.executable, "-m", "aliquot", "train", str(file)], capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            raise SystemExit(done.stderr.strip())
-        lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
-        return float(next(line["eval_loss"] for line in reversed(lines) if "eval_loss" in line))
+    lines = metrics_of(
+        seed,
+        model={"path": str(given.model)},
+        data={"path": str(given.text), "document": "block", "eval_fraction": 0.05, "sequence_length": 256},
+        train={
+            "max_steps": given.steps, "global_batch_size": 2, "learning_rate": 3e-4, "warmup_steps": 20,
+            "lr_scheduler_type": "cosine", "weight_decay": 0.1, "adam_beta2": 0.95, "optimizer_states": states,
+            "logging_steps": given.steps,
+        },
+        shard={"engine": "host"},
+        launch={"ranks": 2, "device": "cpu"},
+    )  # fmt: skip
+    return float(next(line["eval_loss"] for line in reversed(lines) if "eval_loss" in line))
 
 
 if __name__ == "__main__":

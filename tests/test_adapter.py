@@ -157,6 +157,16 @@ def test_an_adapter_is_evaluated_and_continues_texts_beside_its_model(folder: Pa
     assert said[0] == said[1]
 
 
+def test_an_adapter_says_how_its_documents_begin(folder: Path, base: Path, lora: Path, tmp_path: Path) -> None:
+    """Its tokenizer and its aliquot.json go before those of the model beside it."""
+    own = shutil.copytree(lora / "export", tmp_path / "own")
+    (own / "aliquot.json").write_text('{"prefix": []}')
+    read = read_evaluation(str(own), str(folder / "lora.yaml"), [])
+    assert read.data.tokenizer == str(own) and read.adapter is not None and read.adapter.directory == own
+    of_model, of_adapter = (prepare(read.data, base, 512, adapter_dir=at).prefix for at in (None, own))
+    assert of_model != () and of_adapter == ()
+
+
 def test_frozen_weights_are_exported_as_they_were(folder: Path, base: Path) -> None:
     trained(beside(base, "frozen", train={"freeze": ["model.embed_tokens.*", "*.mlp.*"]}))
     before, after = (load_file(at / "model.safetensors") for at in (base, folder / "frozen" / "export"))

@@ -135,7 +135,9 @@ def read_inputs(run: Attempt) -> Inputs:
     source = resolve(config.model)
     beside, largest = source.config.to_dict(), source.largest_vocabulary
     added = config.model.add_tokens, config.model.add_special_tokens
-    data = prepare_together(config.data, source.directory, largest, ranks, run.display.progress, beside, *added)
+    learned = None if config.adapter is None else config.adapter.directory
+    told = run.display.progress
+    data = prepare_together(config.data, source.directory, largest, ranks, told, beside, *added, learned)
     tokenizer = data.load_tokenizer()
     source.adopt_tokenizer(tokenizer)
     source.check_length(config.data.sequence_length)
@@ -229,9 +231,8 @@ def fill_model(run: Attempt, inputs: Inputs, model: Model) -> Start:
         run.display.line(f"resuming from {where}")
         for change in changes(state, config.model_dump(mode="json", by_alias=True)):
             run.display.line(f"changed since: {change}")
-    elif config.adapter is not None and config.adapter.path is not None:
+    elif config.adapter is not None and (learned := config.adapter.directory) is not None:
         assert built.adapter is not None
-        learned = Path(config.adapter.path).expanduser()
         load_adapter(model.saved, learned, built.adapter.saves, inputs.source.fingerprint, run.ranks)
     elif built.adapter is not None:
         initialize.initialize(engine, built.fills, config.run.seed)

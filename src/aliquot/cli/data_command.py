@@ -46,7 +46,8 @@ def show(
         beside = source.config.to_dict()
         added = (settings.model.add_tokens, settings.model.add_special_tokens)
         rows = source.largest_vocabulary
-        prepared = prepare(settings.data, source.directory, rows, display.progress, beside, *added)
+        learned = None if settings.adapter is None else settings.adapter.directory
+        prepared = prepare(settings.data, source.directory, rows, display.progress, beside, *added, learned)
         display.finish()
         train, tokenizer = settings.train, prepared.load_tokenizer()
         epochs = None if train.max_steps else train.num_train_epochs

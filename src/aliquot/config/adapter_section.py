@@ -27,6 +27,11 @@ class AdapterSection(Section):
     )
     use_rslora: bool = Field(False, description="Scale by alpha / sqrt(r) instead.")
 
+    @property
+    def directory(self) -> Path | None:
+        """Of the adapter to begin with."""
+        return None if self.path is None else Path(self.path).expanduser()
+
     @model_validator(mode="before")
     @classmethod
     def as_it_was_learned(cls, values: Any) -> Any:

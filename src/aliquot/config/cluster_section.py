@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from aliquot.config.node_count import NodeCount, fewest, may_change, most
+from aliquot.config.node_count import NodeCount, OnNodes
 from aliquot.config.section import Section
 
 # RFC 1123 labels and subdomains; a TrainJob's name begins with a letter and becomes part of pod names and DNS names.
@@ -62,7 +62,7 @@ class SecretSection(Section):
     key: Annotated[str, Field(pattern=r"^[-._a-zA-Z0-9]+$")] = "token"
 
 
-class ClusterSection(Section):
+class ClusterSection(OnNodes):
     """Where the run's manifests are to work. `aliquot cluster render` writes them, `check` checks them."""
 
     name: Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$", max_length=50)] | None = Field(
@@ -108,15 +108,3 @@ class ClusterSection(Section):
     huggingface_secret: SecretSection | None = Field(None, description="Holds the token for gated models and data.")
     queue: Subdomain | None = Field(None, description="A Kueue LocalQueue.")
     storage: StorageSection
-
-    @property
-    def fewest_nodes(self) -> int:
-        return fewest(self.nodes)
-
-    @property
-    def most_nodes(self) -> int:
-        return most(self.nodes)
-
-    @property
-    def nodes_may_change(self) -> bool:
-        return may_change(self.nodes)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import AfterValidator, PositiveInt
+
+from aliquot.config.section import Section
 
 _RANGE = re.compile(r"([1-9][0-9]{0,5}):([1-9][0-9]{0,5})")
 
@@ -20,14 +22,25 @@ def _checked(text: str) -> str:
 NodeCount = PositiveInt | Annotated[str, AfterValidator(_checked)]
 
 
-def fewest(nodes: int | str) -> int:
-    return int(str(nodes).partition(":")[0])
-
-
-def most(nodes: int | str) -> int:
-    return int(str(nodes).rpartition(":")[2])
-
-
 def may_change(nodes: int | str) -> bool:
     """Whether nodes may come and go."""
     return ":" in str(nodes)
+
+
+class OnNodes(Section):
+    """A section with a key `nodes`, which it declares itself, at its place among the others."""
+
+    if TYPE_CHECKING:
+        nodes: NodeCount
+
+    @property
+    def fewest_nodes(self) -> int:
+        return int(str(self.nodes).partition(":")[0])
+
+    @property
+    def most_nodes(self) -> int:
+        return int(str(self.nodes).rpartition(":")[2])
+
+    @property
+    def nodes_may_change(self) -> bool:
+        return may_change(self.nodes)

@@ -23,7 +23,8 @@ from aliquot.config import deepspeed_json, schedules
 from aliquot.config.adapter_section import AdapterSection
 from aliquot.config.cluster_section import ClusterSection
 from aliquot.config.data_section import DataSection as DataSection
-from aliquot.config.node_count import NodeCount, fewest, may_change, most
+from aliquot.config.launch_section import LaunchSection as LaunchSection
+from aliquot.config.node_count import may_change
 from aliquot.config.section import Section
 from aliquot.errors import UserError
 
@@ -210,39 +211,6 @@ class ObserveSection(Section):
         if isinstance(values, dict) and isinstance(values.get("report_to"), str):
             values = {**values, "report_to": [values["report_to"]]}
         return values
-
-
-class LaunchSection(Section):
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where torch sees a GPU.")
-    ranks: PositiveInt | Literal["auto"] = Field(
-        "auto",
-        description="Local ranks. auto: one a GPU; on CPU one a core up to 4 a NUMA node, then one every 4 cores, as"
-        " memory (2 GiB a rank) and the micro-batches of train.global_batch_size allow; one a NUMA node without"
-        " train.global_batch_size and with the engines that gather.",
-    )
-    threads_per_rank: PositiveInt | None = Field(None, description="Default: physical cores / local ranks.")
-    nodes: NodeCount = Field(
-        1,
-        description="Machines; `aliquot train` is started on each. MIN:MAX, for example 2:4: they may come and go, and"
-        " need no node_rank and no master.",
-    )
-    node_rank: NonNegativeInt = Field(0, description="Which of them this one is.")
-    master_address: str = Field("127.0.0.1", description="Where node 0 is reached.")
-    master_port: int = Field(29500, ge=1, le=65535, description="A free port of node 0; one machine takes any itself.")
-    join_timeout_s: PositiveFloat = Field(900.0, description="Nodes and ranks wait this long for each other at start.")
-    step_timeout_s: PositiveFloat = Field(1800.0, description="A rank that makes no progress this long ends the run.")
-
-    @property
-    def fewest_nodes(self) -> int:
-        return fewest(self.nodes)
-
-    @property
-    def most_nodes(self) -> int:
-        return most(self.nodes)
-
-    @property
-    def nodes_may_change(self) -> bool:
-        return may_change(self.nodes)
 
 
 class RunConfig(Section):

@@ -73,10 +73,12 @@ def prepare(
     config: Mapping[str, Any] | None = None,
     added: Sequence[str] = (),
     added_special: Sequence[str] = (),
+    adapter_dir: Path | None = None,
 ) -> Prepared:
     """Find the tokens of `section` in the cache, or make them.
 
-    `model_dir` holds the model's own tokenizer; None: from scratch. `config`: the fields of the config.json that the
+    `model_dir` holds the model's own tokenizer; None: from scratch. `adapter_dir`: of an adapter that was trained
+    already, whose way to begin a document goes before the model's. `config`: the fields of the config.json that the
     tokenizer will lie beside. `vocab_size` is the number of rows of the model's embedding, which those `added` extend.
     `progress(what, done_bytes, total_bytes)` is told while something is made, and never where all is cached.
     Raises UserError for whatever is wrong with sources, tokenizer or cache; TrainingError where a process dies.
@@ -100,9 +102,7 @@ def prepare(
     give_template(tokenizer, section.chat_template)
     check_vocabulary(tokenizer, vocab_size + (len(tokenizer) - before if model_dir is not None else 0))
     directory = publish_tokenizer(tokenizer, root)
-    # An adapter is evaluated with the tokenizer and the prefix that lie beside it, where it has them.
-    beside = [Path(section.tokenizer)] if section.tokenizer is not None else []
-    known = (trained_prefix(each) for each in (*beside, *([] if model_dir is None else [model_dir])) if each.is_dir())
+    known = (trained_prefix(each) for each in (adapter_dir, model_dir) if each is not None)
     trained = next((prefix for prefix in known if prefix is not None), None)
     builder = _Builder(section, tokenizer, directory, root, trained)
     convention = convention_of(tokenizer, section.add_bos, section.add_eos, trained)
@@ -131,6 +131,7 @@ def prepare_together(
     config: Mapping[str, Any],
     added: Sequence[str] = (),
     added_special: Sequence[str] = (),
+    adapter_dir: Path | None = None,
 ) -> Prepared:
     """`prepare` once a node. Collective: rank 0 first; then one rank of each further node, which finds the work done
     where the cache is shared.
@@ -138,7 +139,9 @@ def prepare_together(
 
     def build() -> str:
         with ranks.unpinned():
-            return prepare(section, model_dir, vocab_size, progress, config, added, added_special).to_json()
+            return prepare(
+                section, model_dir, vocab_size, progress, config, added, added_special, adapter_dir
+            ).to_json()
 
     first = on_first(ranks, build)
     local_rank = ranks.topology.local_rank

@@ -1,0 +1,30 @@
+"""The `launch` section: on which machines, in how many ranks, and how long they wait for each other."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from aliquot.config.node_count import NodeCount, OnNodes
+
+
+class LaunchSection(OnNodes):
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where torch sees a GPU.")
+    ranks: PositiveInt | Literal["auto"] = Field(
+        "auto",
+        description="Local ranks. auto: one a GPU; on CPU one a core up to 4 a NUMA node, then one every 4 cores, as"
+        " memory (2 GiB a rank) and the micro-batches of train.global_batch_size allow; one a NUMA node without"
+        " train.global_batch_size and with the engines that gather.",
+    )
+    threads_per_rank: PositiveInt | None = Field(None, description="Default: physical cores / local ranks.")
+    nodes: NodeCount = Field(
+        1,
+        description="Machines; `aliquot train` is started on each. MIN:MAX, for example 2:4: they may come and go, and"
+        " need no node_rank and no master.",
+    )
+    node_rank: NonNegativeInt = Field(0, description="Which of them this one is.")
+    master_address: str = Field("127.0.0.1", description="Where node 0 is reached.")
+    master_port: int = Field(29500, ge=1, le=65535, description="A free port of node 0; one machine takes any itself.")
+    join_timeout_s: PositiveFloat = Field(900.0, description="Nodes and ranks wait this long for each other at start.")
+    step_timeout_s: PositiveFloat = Field(1800.0, description="A rank that makes no progress this long ends the run.")
