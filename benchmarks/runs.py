@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 
-def metrics_of(seed: int, **sections: Any) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl. Ends this process with what the run says where it fails."""
+def metrics_of(
+    seed: int, *, nodes: Sequence[Sequence[str]] = ((),), environ: Mapping[str, str] | None = None, **sections: Any
+) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl. Ends this process with what the run says where it fails.
+
+    `nodes`: what the command of each begins with, one for a run on several nodes, such as that which enters a host.
+    """
     with tempfile.TemporaryDirectory() as folder:
         config = {
             "run": {"name": "run", "directory": f"{folder}/run", "seed": seed},
@@ -23,9 +30,16 @@ def metrics_of(seed: int, **sections: Any) -> list[dict[str, Any]]:
         }
         file = Path(folder, "run.yaml")
         file.write_text(yaml.safe_dump(config))
-        done = subprocess.run(
-            [sys.executable, "-m", "aliquot", "train", str(file)], capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            raise SystemExit(done.stderr.strip())
+        train = [sys.executable, "-m", "aliquot", "train", str(file)]
+        streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        started = [
+            subprocess.Popen(
+                [*prefix, *train, *([f"launch.node_rank={n}"] if len(nodes) > 1 else [])],
+                env={**os.environ, **(environ or {})}, **streams,
+            )
+            for n, prefix in enumerate(nodes)
+        ]  # fmt: skip
+        said = [process.communicate()[1].strip() for process in started]
+        if any(process.returncode for process in started):
+            raise SystemExit("\n".join(said))
         return [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""Model types of transformers against a plain loop: five here, all of them by `make test-long`."""
+"""Model types of transformers against a plain loop: three here, all of them by `make test-long`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from tests import warm
 
-FIVE = ("gemma2", "deepseek_v3", "gpt_oss", "gpt2", "qwen3_next")
+THREE = ("deepseek_v3", "gpt2", "qwen3_next")  # latent attention and experts, other layers of weights, a recurrence
 
 
 def outcomes(folder: Path, *arguments: str, timeout_s: float) -> list[dict[str, Any]]:
@@ -22,9 +22,9 @@ def outcomes(folder: Path, *arguments: str, timeout_s: float) -> list[dict[str, 
     return found
 
 
-def test_five_of_all_kinds_are_exact(tmp_path: Path) -> None:
-    found = outcomes(tmp_path, "--quick", "--types", ",".join(FIVE), timeout_s=240)
-    assert [(each["type"], each["verdict"]) for each in found] == [(name, "exact") for name in FIVE], found
+def test_three_of_all_kinds_are_exact(tmp_path: Path) -> None:
+    found = outcomes(tmp_path, "--quick", "--types", ",".join(THREE), timeout_s=240)
+    assert [(each["type"], each["verdict"]) for each in found] == [(name, "exact") for name in THREE], found
 
 
 @pytest.mark.long

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
 
@@ -9,7 +11,8 @@ from aliquot.engines.deepspeed.deepspeed_ops import missing_tools
 from tests.engines.cases import CASES
 from tests.engines.test_engines import Runs, assembled, initial_weights, plain_loop, result
 
-pytest.importorskip("deepspeed", reason="the extra `deepspeed` is not installed")
+if importlib.util.find_spec("deepspeed") is None:  # to import it takes seconds, of every worker
+    pytest.skip("the extra `deepspeed` is not installed", allow_module_level=True)
 if missing_tools():
     pytest.skip(f"DeepSpeed on CPUs needs {' and '.join(missing_tools())}", allow_module_level=True)
 

@@ -101,9 +101,9 @@ def test_a_missing_node_is_named_by_all_that_came(tmp_path: Path) -> None:
     with started([node(2, 3, port, 200, tmp_path)]) as (early,):
         assert early.stderr is not None
         assert "meets the others" in early.stderr.readline()  # it is ready, and finds node 0 as soon as there is one
-        (first,) = last_lines([node(0, 3, port, 3, tmp_path)])
+        (first,) = last_lines([node(0, 3, port, 2, tmp_path)])
         text = early.communicate(timeout=240)[1]
-    assert first.startswith("node 1 did not come within 3 s (launch.join_timeout_s); 2 of 3 nodes are here: 0 (")
+    assert first.startswith("node 1 did not come within 2 s (launch.join_timeout_s); 2 of 3 nodes are here: 0 (")
     assert text.splitlines()[-1] == first
 
 
@@ -112,10 +112,10 @@ def test_a_missing_rank_is_named() -> None:
     with started([rank(3, 4, port, 200)]) as (early,):
         assert early.stdout is not None
         assert early.stdout.readline() == "joins\n"
-        (first,) = last_lines([rank(0, 4, port, 3)])
+        (first,) = last_lines([rank(0, 4, port, 2)])
         text = early.communicate(timeout=240)[1]
     host = platform.node()
-    assert first.startswith("ranks 1, 2 did not come within 3 s")
+    assert first.startswith("ranks 1, 2 did not come within 2 s")
     assert first.endswith(f"2 of 4 ranks are here: 0 ({host}), 3 ({host})")
     assert text.splitlines()[-1] == first
 

@@ -55,6 +55,19 @@ def test_two_hosts_train_what_one_does(tmp_path: Path, ranks: int) -> None:
 
 
 @pytest.mark.long
+def test_gradients_in_bf16_of_a_tied_model(tmp_path: Path) -> None:
+    """It starts: of the one weight two sums are rounded, more than the start-up proof allows of exact ones."""
+    shape = {"hidden_size": 32, "intermediate_size": 50, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = {"config": {"model_type": "llama", **shape, "max_position_embeddings": 64, "tie_word_embeddings": True}}
+    shard = {"engine": "host", "reduce_dtype": "bf16"}
+    two = write_config(tmp_path, model=model, shard=shard, launch={"ranks": 1, "nodes": 2, "device": "cpu"})
+    with two_hosts() as hosts:
+        (code, output), (other_code, other_output) = on_both(hosts, two)
+    assert (code, other_code) == (0, 0), output + other_output
+    assert len(curve(tmp_path / "run")) == 6
+
+
+@pytest.mark.long
 def test_fsdp_says_what_it_uses_between_hosts(tmp_path: Path) -> None:
     launch = {"ranks": 1, "nodes": 2, "device": "cpu"}
     config = write_config(tmp_path, shard={"engine": "fsdp"}, launch=launch, train={"max_steps": 1})

@@ -112,7 +112,7 @@ def test_noise_belongs_to_the_place_in_the_whole_tensor() -> None:
     assert torch.equal(noise.at(65_536 * 5 + 7, 10), noise.at(7, 10))
 
 
-@pytest.mark.parametrize("kind", ["whole", "split", "compiled"])
+@pytest.mark.parametrize("kind", ["whole", "split", pytest.param("compiled", marks=pytest.mark.long)])
 def test_equals_torch_adamw_with_clipping(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr(blocked_adamw, "BLOCK", 1 << 7)  # several blocks and a remainder
     start = torch.randn(1000).bfloat16().float()

@@ -32,6 +32,7 @@ _ROWS = 2
 # Relative, of each weight's gradient: all architectures of docs/models.md pass, and no fault of
 # tests/engines/test_startup_proof.py does.
 _TOLERANCE = 1e-3
+_REDUCED_TOLERANCE = 2**-7  # sums in bf16 are rounded by 2^-9 of themselves, and those of two hosts may cancel
 _NOISE = 1e-5  # of the whole gradient: what is left of one that is zero
 
 
@@ -54,8 +55,9 @@ def prove(config: PretrainedConfig, traits: Traits, kind: type[Engine], spec: En
         found, parts = _by_engine(config, traits, kind, spec, topology, rows, scale, weights)
     wrong = [f"loss is {sum(found):.6g} instead of {sum(losses):.6g}"] if not _near(sum(found), sum(losses)) else []
     whole = torch.stack([gradient.float().norm() for gradient in expected.values()]).norm()
+    tolerance = _REDUCED_TOLERANCE if spec.reduce_dtype == "bf16" else _TOLERANCE
     for name, (start, gradient) in parts.items():
-        bound = _TOLERANCE * float(expected[name].norm()) + _NOISE * float(whole)
+        bound = tolerance * float(expected[name].norm()) + _NOISE * float(whole)
         if not float((gradient - expected[name][start : start + len(gradient)]).norm()) <= bound:
             wrong.append(name)
     told = [each for of_rank in gather(wrong) for each in of_rank]
