@@ -43,6 +43,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs[str]:
         "hosts-late": ("hosts-late", 2, once),
         "hosts-3-late": ("hosts-late", 3, ["llama", *once]),
         "hosts-far": ("hosts", 2, ["llama-reduced"]),
+        "hosts-flipped": ("hosts-flipped", 2, ["llama-bf16"]),
         "host-3": ("host", 3, once),
         "hosts-3": ("hosts", 3, ["llama", *once]),
         "hosts-2x2": ("hosts-of-two", 4, ["llama-bf16-once"]),
@@ -200,6 +201,15 @@ def test_hosts_that_come_late_change_no_bit(
     """Random delays wherever hosts meet, little room for what is on its way."""
     for name in names:
         same(runs[several], runs[late], name, world_size)
+
+
+@pytest.mark.long
+def test_a_bit_that_flips_between_hosts_ends_the_run(runs: Runs[str]) -> None:
+    """TCP's checksum lets one of 65,536 through."""
+    found, lost = (json.loads((runs["hosts-flipped"] / f"llama-bf16-{rank}.json").read_text()) for rank in (1, 0))
+    assert found["error"].startswith("SelfTestError: weights of ")
+    assert "that rank 0 has updated are not those that were sent" in found["error"]
+    assert "SelfTestError" not in lost["error"]
 
 
 @pytest.mark.long

@@ -9,12 +9,15 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig
 
@@ -29,6 +32,7 @@ from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
 from aliquot.engines.host import gradient_exchange, host_memory, publication, streamed_layers
 from aliquot.engines.host.host_engine import HostEngine
 from aliquot.engines.host.owned import Owned
+from aliquot.errors import SelfTestError
 from aliquot.launch.topology import Topology
 from aliquot.models import initialize, meta, recompute
 from aliquot.models.batch import MicroBatch
@@ -175,6 +179,26 @@ def come_late(rank: int) -> None:
     Wire.send, Wire.receive = late(Wire.send), late(Wire.receive)  # type: ignore[method-assign]
 
 
+def flip_a_bit(rank: int) -> None:
+    """Of what rank 1 receives: in the first code of the third message about what has changed."""
+    receive, patches = Wire.receive, count()
+
+    def receive_another(wire: Wire, values: Tensor, host: int) -> Future[None]:
+        arrival = receive(wire, values, host)
+        if rank != 1 or values.dtype != torch.uint8 or next(patches) != 2:
+            return arrival
+        flipped: Future[None] = Future()
+
+        def flip(_: Future[None]) -> None:
+            values[16].bitwise_xor_(1)
+            flipped.set_result(None)
+
+        arrival.add_done_callback(flip)
+        return flipped
+
+    Wire.receive = receive_another  # type: ignore[method-assign]
+
+
 def spoil(owned: Owned) -> None:
     for copy in owned.copies:
         copy.fill_(float("nan"))
@@ -204,7 +228,14 @@ def write_parts(engine: Engine, file: Path) -> None:
 def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None:
     kind, *names = arguments
     for name in names:
-        train(kind, cases.CASES[name], rank, world_size, folder)
+        if kind != "hosts-flipped":
+            train(kind, cases.CASES[name], rank, world_size, folder)
+            continue
+        flip_a_bit(rank)
+        try:
+            train(kind, cases.CASES[name], rank, world_size, folder)
+        except (SelfTestError, RuntimeError) as error:
+            (folder / f"{name}-{rank}.json").write_text(json.dumps({"error": f"{type(error).__name__}: {error}"}))
 
 
 if __name__ == "__main__":
