@@ -37,6 +37,7 @@ from aliquot.launch.watchdog import Watchdog
 from aliquot.machine.allocator import give_back
 from aliquot.machine.cpu import read_cpu
 from aliquot.machine.facts import machine_facts
+from aliquot.machine.gpu_memory import gpu_of
 from aliquot.models.model_files import model_files
 from aliquot.models.structure import attention_widths
 from aliquot.observe import summary
@@ -89,7 +90,8 @@ def train(config: RunConfig, force: bool = False) -> Result:
                 on_first(ranks, partial(_check_mirror, config))
                 on_first(ranks, exporter.listen)
                 about = {"placement": placement, "machine": ranks.broadcast(machine)}
-                run = Attempt(config, ranks, directory, display, exporter, Ledger(ranks.rank), about)
+                ledger = Ledger(ranks.rank, gpu_of(topology.device), offloads=config.shard.offload == "cpu")
+                run = Attempt(config, ranks, directory, display, exporter, ledger, about)
                 return _train(run, force)
         finally:
             display.finish()
@@ -127,7 +129,7 @@ def _train(run: Attempt, force: bool) -> Result:
     with (
         Recorder(
             run.config, run.directory, run.ranks, run.display, model.clock, run.exporter, run.about,
-            partial(ceiling, run.ranks, run.config.train.precision, again=True),
+            partial(ceiling, run.ranks, run.config.train.precision, again=True), run.ledger.gpu,
             steps_before=start.step, total_steps=inputs.total_steps,
         ) as record,
         StopSignal(run.config.checkpoint.grace_s, run.ranks.rank == 0, partial(_would_be_lost, run.directory)) as stop,

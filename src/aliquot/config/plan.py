@@ -37,7 +37,7 @@ class Plan:
     ranks_per_node: int
     threads_per_rank: int
     instance: str | None  # an EC2 type, where the machines are such
-    phases: tuple[PhaseMemory, ...]
+    phases: tuple[PhaseMemory, ...]  # of the memory that it computes in: a GPU's, or the machine's
     shm_bytes_per_node: int  # needed in /dev/shm (DeepSpeed, NCCL); the host engine needs none
     limit_bytes_per_node: int  # what all ranks of a node may have together
     wire_bytes_per_step: int  # sent between hosts by all ranks
@@ -50,6 +50,8 @@ class Plan:
     bottleneck: str  # e.g. "compute-bound", "network-bound 4.1x", with what would help
     rates: str  # where the machine's rates come from: measured here on a date, or the catalogue's
     usd_per_hour: float | None  # of all nodes, on demand
+    host_phases: tuple[PhaseMemory, ...] = ()  # of the machine's memory, where ranks compute on GPUs
+    host_limit_bytes_per_node: int = 0
     off_by: float = 1.0  # factor by which the time of a step may be wrong, either way; 1: rates were measured
     evaluations: int = 0  # those that are known of
     evaluation_s: float = 0.0  # of one
@@ -80,8 +82,17 @@ class Plan:
         return max(0, self.limit_bytes_per_node - self.beside_bytes) // self.ranks_per_node
 
     @property
+    def host_peak_bytes_per_rank(self) -> int:
+        """Beside a GPU's memory; 0: there is none."""
+        return max((phase.per_rank(self.ranks_per_node) for phase in self.host_phases), default=0)
+
+    @property
+    def host_limit_bytes(self) -> int:
+        return self.host_limit_bytes_per_node // self.ranks_per_node
+
+    @property
     def fits(self) -> bool:
-        return self.peak_bytes_per_rank <= self.limit_bytes
+        return self.peak_bytes_per_rank <= self.limit_bytes and self.host_peak_bytes_per_rank <= self.host_limit_bytes
 
     @property
     def tokens_per_s(self) -> float:
@@ -138,6 +149,8 @@ class Plan:
         derived = (
             "peak_bytes_per_rank",
             "limit_bytes",
+            "host_peak_bytes_per_rank",
+            "host_limit_bytes",
             "fits",
             "tokens_per_s",
             "speed",

@@ -20,7 +20,7 @@ from aliquot.engines.held_memory import Held
 from aliquot.engines.host.host_memory import disk_use, host_memory
 from aliquot.launch.rank_layout import RankLayout
 from aliquot.plan.calibrate import make_known
-from aliquot.plan.engine_memory import beside_bytes, phases
+from aliquot.plan.engine_memory import beside_bytes, beside_on_cpu, beside_on_gpu, host_phases, phases
 from aliquot.plan.kernel_shapes import kernel_shapes
 from aliquot.plan.micro_batch_cost import MicroBatchCost, Step
 from aliquot.plan.planned_machine import GIB, Machine
@@ -81,9 +81,15 @@ class Planner:
         limit = self._limit(config, layout)
         beside = beside_bytes(config, layout.world_size) if layout.device == "cpu" else 0
 
+        on_gpu, offloaded = layout.device == "cuda", config.shard.offload == "cpu"
+
         def phases_with(on_disk: OnDisk) -> tuple[Held, tuple[PhaseMemory, ...]]:
             held = self._held(config, engine, layout, cost, on_disk)
-            return held, phases(config, held, cost, workload.index_bytes, steps, told)
+            if not on_gpu:
+                beside = beside_on_cpu(config, held, workload.index_bytes, steps)
+                return held, phases(config, held, cost, beside, told)
+            left = replace(held, weights=0, gradients=0, moments=0, update=0) if offloaded else held
+            return held, phases(config, left, cost, beside_on_gpu(layout.world_size), [])
 
         def too_much(on_disk: OnDisk) -> float:
             most = max(phase.per_rank(layout.ranks_per_node) for phase in phases_with(on_disk)[1])
@@ -119,6 +125,8 @@ class Planner:
             threads_per_rank=layout.threads_per_rank,
             instance=self.machine.instance.name if self.machine.instance is not None else None,
             phases=found,
+            host_phases=host_phases(config, held, offloaded, workload.index_bytes, steps) if on_gpu else (),
+            host_limit_bytes_per_node=self._wanted(config),
             shm_bytes_per_node=_NCCL_SHM_BYTES * layout.ranks_per_node if layout.device == "cuda" else 0,
             limit_bytes_per_node=limit,
             wire_bytes_per_step=moved.wire_bytes,
@@ -167,20 +175,19 @@ class Planner:
 
     def _limit(self, config: RunConfig, layout: RankLayout) -> int:
         """Bytes that all ranks of a node may have together."""
-        there = self.machine.memory_for(layout)
-        wanted = config.shard.memory
-        return there if wanted is None or layout.device == "cuda" else min(there, int(wanted * GIB))
+        return self.machine.memory_for(layout) if layout.device == "cuda" else self._wanted(config)
+
+    def _wanted(self, config: RunConfig) -> int:
+        """Bytes of the machine's memory."""
+        there, wanted = self.machine.memory_bytes, config.shard.memory
+        return there if wanted is None else min(there, int(wanted * GIB))
 
     def _held(self, config: RunConfig, engine: str, layout: RankLayout, cost: MicroBatchCost, on_disk: OnDisk) -> Held:
         if engine == "host":
             return host_memory(config, self.shape, layout, on_disk)
         if engine == "deepspeed":
-            held = deepspeed_memory(config, self.shape, layout)
-        else:
-            held = fsdp_memory(config, self.shape, layout, cost.backward_bytes, cost.layer_bytes)
-        if layout.device == "cuda" and config.shard.offload == "cpu":
-            held = replace(held, weights=0, gradients=0, moments=0, update=0)  # the phases are of the GPU's memory
-        return held
+            return deepspeed_memory(config, self.shape, layout)
+        return fsdp_memory(config, self.shape, layout, cost.backward_bytes, cost.layer_bytes)
 
 
 def _step(config: RunConfig, engine: str, layout: RankLayout) -> Step:
