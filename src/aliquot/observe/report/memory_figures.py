@@ -111,8 +111,9 @@ def _memory_of(run: Run, rank: int, rows: Sequence[Object], kind: _Kind) -> Figu
     keys = [Key(layer, colour, "area", gib(values[at])) for layer, values, colour in layers]
     keys += [Key("plan", 6, "dashed")] if planned else []
     return Figure(
-        f"memory{kind.suffix}-{rank}", f"{kind.of} of rank {rank}", says, svg,
-        unit="GiB, the most during each phase", keys=keys, height=PHASES_HEIGHT, table=Table(head, body), hints=hints_of_layers(xs, layers, names, gib),
+        f"memory{kind.suffix}-{rank}", f"{kind.of} of rank {rank}", says, svg, keys=keys,
+        unit="GiB, the most during each phase", height=PHASES_HEIGHT, table=Table(head, body),
+        hints=hints_of_layers(xs, layers, names, gib),
     )  # fmt: skip
 
 
