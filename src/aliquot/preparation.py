@@ -40,6 +40,7 @@ from aliquot.observe.console import Display
 from aliquot.observe.ledger import Ledger
 from aliquot.observe.prometheus import Exporter
 from aliquot.observe.run_directory import RunDirectory
+from aliquot.observe.timeline import timeline_of
 from aliquot.optim.schedule import Schedule
 from aliquot.plan.own_rates import ceiling
 from aliquot.plan.preflight import plan_before
@@ -184,7 +185,7 @@ def build_model(run: Attempt, inputs: Inputs) -> Model:
     topology, ledger = run.ranks.topology, run.ledger
     built = meta.build(inputs.source.config, inputs.traits, run.config.adapter, run.config.train.freeze)
     engine_name, engine_type = engine_class(run.config, topology, built.numel)
-    clock = StepClock(lambda: engine.counters().inside_s())
+    clock = StepClock(lambda: engine.counters().inside_s(), timeline_of(topology.device))
 
     def phase_ended(name: str) -> None:
         ledger.mark(f"first {name}", lambda: engine.counters().memory())

@@ -15,6 +15,7 @@ import torch
 
 from aliquot import finishing, preparation
 from aliquot.checkpoint.background_saver import Saver
+from aliquot.checkpoint.copies import copies_from
 from aliquot.checkpoint.directories import complete_directories, newest
 from aliquot.checkpoint.mirror import Mirror
 from aliquot.config.due import is_due
@@ -173,7 +174,7 @@ class Training:
             run.directory.checkpoints, model.saved, model.built.saved, self._files, run.ranks, saving,
             warn=record.warn, saved=self._saved, failed=self._not_saved, beat=watchdog.beat,
             states=run.config.train.optimizer_states, learned=model.built.learned, spare=lambda: mirror.needed,
-            may_publish=partial(check_round, run.directory.path),
+            may_publish=partial(check_round, run.directory.path), copies=copies_from(run.ranks.topology.device),
         )  # fmt: skip
         self._attention_widths = attention_widths(inputs.source.config)
         self._done, self._end = start.step, inputs.total_steps

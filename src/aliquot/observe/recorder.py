@@ -137,7 +137,7 @@ class Recorder:
     def gather(self, report: dict[str, Any], tokens: int) -> list[dict[str, Any]]:
         """The reports of all ranks, and how long each has worked for its `tokens` (padding too) in this step."""
         self._clock.enter("wait")
-        now = self._clock.seconds()
+        now = self._clock.waited()
         worked_s = sum(now[part] - self._step_began[part] for part in OWN_WORK)
         reports = self._ranks.gather({**report, "worked": [worked_s, tokens]})
         if self._done > self._before:  # the first step compiles and faults pages in, on some ranks more than on others
