@@ -16,6 +16,7 @@ from aliquot.checkpoint.resume import changes, check_continuity, resume
 from aliquot.config.batch_size import BatchSize, batch_size
 from aliquot.config.on_disk import OnDisk
 from aliquot.config.schema import RunConfig, TrainSection
+from aliquot.config.unsharded import Unsharded
 from aliquot.data.batches import Batches, EvalBatches, Position
 from aliquot.data.examples import examples
 from aliquot.data.header import header, warnings
@@ -193,8 +194,9 @@ def build_model(run: Attempt, inputs: Inputs) -> Model:
 
     on_disk = OnDisk.of_json(ledger.plan["on_disk"]) if "on_disk" in ledger.plan else None
     spec = EngineSpec.of(
-        run.config, topology, engine_name, built, phase_ended, lambda name: ledger.mark(name, {}), on_disk
-    )
+        run.config, topology, engine_name, built, phase_ended, lambda name: ledger.mark(name, {}), on_disk,
+        Unsharded(**ledger.plan.get("unsharded", {})),
+    )  # fmt: skip
     if engine_name != "deepspeed":  # which can be started once in a process
         prove(inputs.source.config, built.traits, engine_type, spec, topology)
     # Before the engine shards it.

@@ -8,6 +8,7 @@ from io import StringIO
 from rich.console import Console
 
 from aliquot.config.plan import Plan
+from aliquot.config.unsharded import SHARDED, Unsharded
 from aliquot.observe.ledger import PHASES
 from aliquot.plan import fit
 from aliquot.plan.engine_memory import CONTEXT_BYTES, CUDA_HOST_BYTES, NCCL_BYTES
@@ -59,3 +60,20 @@ def test_the_plan_shows_both() -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "of GPU memory of a rank" in text and "of the machine's memory of a rank" in text
     assert "of GPU memory a rank" in text
+
+
+def test_more_is_kept_whole_the_more_memory_there_is() -> None:
+    wanted = {"per_device_train_batch_size": 1, "global_batch_size": 16}
+    ample = planned(4, train=wanted)
+    assert ample.unsharded == Unsharded(weights=True, gradients=True)
+    assert planned(4, train={**wanted, "global_batch_size": 4}).unsharded == Unsharded(weights=True)
+    sizes = [ample.peak_bytes_per_rank]
+    for expected in (Unsharded(weights=True), SHARDED):
+        config = planned_config(LLAMA, launch={"device": "cuda", "ranks": 4}, train=wanted)
+        tight = replace(MACHINE, gpu_memory_bytes=sizes[-1] - 1)
+        found = plan(config, tight, 1, 4)
+        assert found.unsharded == expected and found.fits
+        assert found.local_bytes_per_step > ample.local_bytes_per_step
+        sizes.append(found.peak_bytes_per_rank)
+    assert sizes == sorted(sizes, reverse=True)
+    assert plan(planned_config(LLAMA, shard={"engine": "fsdp"}), MACHINE, 1, 2).unsharded == SHARDED  # on CPUs

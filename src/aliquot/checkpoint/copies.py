@@ -40,9 +40,9 @@ class FromGpu:
     these, and they for it. Not yet run on a GPU."""
 
     def __init__(self) -> None:
-        before = torch.cuda.Event()
+        before = torch.cuda.Event()  # type: ignore[no-untyped-call]
         before.record()
-        self._stream = torch.cuda.Stream()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._stream.wait_event(before)
 
     def copying(self) -> AbstractContextManager[object]:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from aliquot.config.on_disk import Counts, OnDisk
+from aliquot.config.unsharded import Unsharded
 
 DISK_PART = 0.05  # of a step: what waiting for a disk may take to be worth no thought
 
@@ -61,6 +62,7 @@ class Plan:
     export_bytes: int = 0
     beside_bytes: int = 0  # of a node: the process that has started its ranks, those that send to dashboards
     on_disk: OnDisk = field(default_factory=OnDisk)  # what does not fit into memory, where `shard.offload` is disk
+    unsharded: Unsharded = field(default_factory=Unsharded)  # by engine fsdp, within a step
     scratch_bytes_per_node: int = 0  # on disk, of that
     scratch_moved_per_step: int = 0  # by all ranks: read and written there
     scratch_written_per_step: int = 0

@@ -50,7 +50,7 @@ class CudaEvents:
     def mark(self) -> Any:
         import torch
 
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
