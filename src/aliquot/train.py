@@ -22,6 +22,7 @@ from aliquot.config.due import is_due
 from aliquot.config.schema import RunConfig
 from aliquot.data.batches import StepBatch
 from aliquot.data.batches_ahead import BatchesAhead
+from aliquot.data.batches_to_gpu import ToGpu
 from aliquot.errors import DivergedError
 from aliquot.evaluate import evaluate
 from aliquot.experts.load import counted, mean_balance, noted_balance, spread
@@ -191,7 +192,8 @@ class Training:
             raise Terminated(stopping, f"before step {first + 1}: start again to continue")
         if given_up and first > 0 and self._evaluations.kept_step(self._run.config.checkpoint) == first:
             self._saver.start(first, self._state(), first)  # it may be of another run
-        with BatchesAhead(self._inputs.batches, ranks.rank, ranks.world_size, first, stop) as batches:
+        to_gpu = ToGpu() if ranks.topology.device == "cuda" else None
+        with BatchesAhead(self._inputs.batches, ranks.rank, ranks.world_size, first, stop, to_gpu) as batches:
             while self._done < self._end:
                 self._record.begin()
                 batch = batches.take(self._done)

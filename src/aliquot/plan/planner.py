@@ -20,6 +20,7 @@ from aliquot.engines.fsdp.fsdp_memory import fsdp_memory
 from aliquot.engines.held_memory import Held
 from aliquot.engines.host.host_memory import disk_use, host_memory
 from aliquot.launch.rank_layout import RankLayout
+from aliquot.loss.logits_room import logits_room
 from aliquot.plan.calibrate import make_known
 from aliquot.plan.engine_memory import beside_bytes, beside_on_cpu, beside_on_gpu, host_phases, phases
 from aliquot.plan.kernel_shapes import kernel_shapes
@@ -73,7 +74,7 @@ class Planner:
         engine = self.engine(config, layout)
         size = batch_size(config.train, layout.world_size)
         micro_batches = size.micro_batches(layout.world_size, config.data.source_count)
-        cost = self.model.cost_of(_step(config, engine, layout), workload, size.micro, approximate)
+        cost = self.model.cost_of(_step(config, engine, layout, self.machine), workload, size.micro, approximate)
         rates = self.rates(layout)
         each = self._time(cost, rates)
         steps = _steps(config, workload, size.total)
@@ -198,7 +199,7 @@ class Planner:
         return fsdp_memory(config, self.shape, layout, cost.backward_bytes, cost.layer_bytes, kept)
 
 
-def _step(config: RunConfig, engine: str, layout: RankLayout) -> Step:
+def _step(config: RunConfig, engine: str, layout: RankLayout, machine: Machine) -> Step:
     return Step(
         precision=config.train.precision,
         checkpointing=config.train.gradient_checkpointing,
@@ -206,6 +207,7 @@ def _step(config: RunConfig, engine: str, layout: RankLayout) -> Step:
         looks_up=engine == "host",
         head_gradient=engine != "host",
         compiled=config.train.compile == "layers",
+        logits_bytes=logits_room(machine.gpu_memory_bytes if layout.device == "cuda" else None),
     )
 
 

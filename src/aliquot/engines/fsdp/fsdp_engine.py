@@ -38,7 +38,7 @@ from aliquot.engines.global_norm import global_norm
 from aliquot.engines.saved_bytes import SavedBytes
 from aliquot.errors import EngineError
 from aliquot.launch.topology import Topology
-from aliquot.loss.base import HeadLoss
+from aliquot.loss.base import Chosen, HeadLoss
 from aliquot.loss.head_loss import head_loss_on
 from aliquot.models import calls, recompute
 from aliquot.models.batch import MicroBatch
@@ -210,7 +210,7 @@ class FsdpEngine:
             loss = calls.whole_logits_loss(self._model, *inputs)
             summed, scaled = loss.detach(), loss * scale
         else:
-            summed, scaled = self._model.fused_loss(*inputs, scale)  # type: ignore[operator]
+            summed, scaled = self._model.fused_loss(*inputs, scale, fed.chosen)  # type: ignore[operator]
         return summed, calls.with_auxiliary(self._model, scaled, scale, fed.labels, inputs[-1])
 
     def step(self, learning_rate: float, max_grad_norm: float | None) -> StepResult:
@@ -309,14 +309,22 @@ def _add_fused_loss(model: nn.Module, head_loss: HeadLoss) -> None:
     """Give model and head a method `fused_loss`, for which FSDP2 gathers their weights as for a call of `forward`."""
     head = model.get_output_embeddings()  # type: ignore[operator]
 
-    def of_head(head: nn.Module, hidden: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        return head_loss(hidden, cast("nn.Parameter", head.weight), labels, scale)
+    def of_head(
+        head: nn.Module, hidden: Tensor, labels: Tensor, scale: float, chosen: Chosen | None
+    ) -> tuple[Tensor, Tensor]:
+        return head_loss(hidden, cast("nn.Parameter", head.weight), labels, scale, chosen=chosen)
 
     def of_model(
-        model: nn.Module, ids: Tensor, positions: Tensor, labels: Tensor, documents: Documents, scale: float
+        model: nn.Module,
+        ids: Tensor,
+        positions: Tensor,
+        labels: Tensor,
+        documents: Documents,
+        scale: float,
+        chosen: Chosen | None,
     ) -> tuple[Tensor, Tensor]:
         hidden = calls.hidden_states(model, ids, positions, documents)
-        result: tuple[Tensor, Tensor] = head.fused_loss(hidden, labels, scale)
+        result: tuple[Tensor, Tensor] = head.fused_loss(hidden, labels, scale, chosen)
         return result
 
     for module, method in ((head, of_head), (model, of_model)):
