@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -138,12 +139,10 @@ def speed_rank(shape: str, documents: str, device: str, steps: str, name: str) -
         if step == WARM + int(steps):
             raise _Enough
 
-    try:
+    with suppress(_Enough):
         CONTESTANTS[name](
             llama_config(numbers), work, device, shape in OFFLOADED, RECOMPUTED.get(shape, "none"), between
         )
-    except _Enough:
-        pass
     reserved = torch.cuda.max_memory_reserved() if device == "cuda" else 0
     gc.collect()
     if device == "cuda":
