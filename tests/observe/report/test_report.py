@@ -367,6 +367,7 @@ def test_of_a_gpu_its_own_memory_is_drawn_beside_the_machines(tmp_path: Path) ->
     machine = {**MACHINE, "gpus": ["Some GPU"], "gpu_memory_bytes": 4000 * MIB}
     on_host = [{"name": "first step", "private_bytes": {"process": 321 * MIB}, "shared_bytes": {}}]
     foreseen = plan() | {"phases": [], "host_phases": on_host, "ranks_per_node": 1}
+    foreseen["host_peak_bytes_per_rank"] = 999 * MIB
     steps = [step(n, memory_bytes=[500 * MIB], gpu_memory_bytes=[1500 * MIB]) for n in range(1, 5)]
     run = write_run(
         tmp_path / "gpu", ledger=told, plan=foreseen, steps=steps, events=[start(machine=machine, world_size=1)]
@@ -377,3 +378,4 @@ def test_of_a_gpu_its_own_memory_is_drawn_beside_the_machines(tmp_path: Path) ->
     )
     assert "limit 3.91 GiB" in page.text  # of the GPU, not of the machine
     assert "context, NCCL, allocator" in page.text and "0.31 GiB" in page.text
+    assert "of the machine's memory 0.98 GiB" in page.text  # planned

@@ -162,6 +162,11 @@ def top_bytes(row: Object) -> float:
     return number(_gpu_of(row).get("peak_bytes")) or 0.0
 
 
+def host_top_bytes(run: Run) -> float | None:
+    """The most that a rank on a GPU held of the machine's memory beside; None: ranks compute on CPUs."""
+    return max(number(row.get("peak_bytes")) or 0.0 for row in run.rows) if _on_gpus(run) else None
+
+
 def _on_gpus(run: Run) -> bool:
     return any(isinstance(row.get(_ON_GPU), dict) for row in run.rows)
 
