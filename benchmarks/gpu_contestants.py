@@ -122,6 +122,10 @@ def zero3(config: Mapping[str, Any], work: Work, device: str, offload: bool, rec
     import os
 
     os.environ["DS_ACCELERATOR"] = device
+    import deepspeed
+
+    # Takes over the group that exists.
+    deepspeed.init_distributed(dist_backend="nccl" if device == "cuda" else "gloo")
     away = {"device": "cpu", "pin_memory": True}
     stage3: dict[str, Any] = {"stage": 3, "overlap_comm": device == "cuda"}
     if offload and device == "cuda":
