@@ -164,13 +164,15 @@ def deepspeed_seconds(
         Trainer(model=model, args=settings, train_dataset=Rows(), callbacks=[Between()]).train()
 
 
-def trainer_arguments(folder: str, precision: str, steps: int, batch: int, accumulation: int, **more: Any) -> Any:
-    """Of HF Trainer, on CPU and silent: nothing is saved, logged or reported."""
+def trainer_arguments(
+    folder: str, precision: str, steps: int, batch: int, accumulation: int, use_cpu: bool = True, **more: Any
+) -> Any:
+    """Of HF Trainer, silent: nothing is saved, logged or reported."""
     from transformers import TrainingArguments
 
     return TrainingArguments(
         output_dir=folder,
-        use_cpu=True,
+        use_cpu=use_cpu,
         bf16=precision == "bf16",
         per_device_train_batch_size=batch,
         gradient_accumulation_steps=accumulation,

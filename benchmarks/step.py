@@ -204,7 +204,7 @@ def tuned_topology(tuned: bool) -> Topology:
     return Topology(number, RANKS, number, RANKS, 0, 1, "cpu", torch.get_num_threads(), own)
 
 
-def step_flops(numbers: dict[str, Any], work: Work, rank_number: int, step: int) -> int:
+def step_flops(numbers: dict[str, Any], work: Work, rank_number: int, step: int, ranks: int = RANKS) -> int:
     """Of one rank's micro-batches of one step."""
     from aliquot.observe.flops import model_flops
 
@@ -213,7 +213,7 @@ def step_flops(numbers: dict[str, Any], work: Work, rank_number: int, step: int)
     query = numbers["num_attention_heads"] * numbers["head_dim"]
     layer = 2 * hidden * query + 2 * hidden * key + 3 * hidden * mlp
     parameters = numbers["num_hidden_layers"] * layer + hidden * numbers["vocab_size"]
-    edges = [work.edges((step * work.rows + row) * RANKS + rank_number) for row in range(work.rows)]
+    edges = [work.edges((step * work.rows + row) * ranks + rank_number) for row in range(work.rows)]
     lengths = [b - a for of_row in edges for a, b in pairwise(of_row)]
     return model_flops(6 * parameters, work.tokens * work.rows, lengths, {None: numbers["num_hidden_layers"] * query})
 

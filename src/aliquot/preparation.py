@@ -16,6 +16,7 @@ from aliquot.checkpoint.resume import changes, check_continuity, resume
 from aliquot.config.batch_size import BatchSize, batch_size
 from aliquot.config.on_disk import OnDisk
 from aliquot.config.schema import RunConfig, TrainSection
+from aliquot.config.unsharded import Unsharded
 from aliquot.data.batches import Batches, EvalBatches, Position
 from aliquot.data.examples import examples
 from aliquot.data.header import header, warnings
@@ -40,6 +41,7 @@ from aliquot.observe.console import Display
 from aliquot.observe.ledger import Ledger
 from aliquot.observe.prometheus import Exporter
 from aliquot.observe.run_directory import RunDirectory
+from aliquot.observe.timeline import timeline_of
 from aliquot.optim.schedule import Schedule
 from aliquot.plan.own_rates import ceiling
 from aliquot.plan.preflight import plan_before
@@ -184,7 +186,7 @@ def build_model(run: Attempt, inputs: Inputs) -> Model:
     topology, ledger = run.ranks.topology, run.ledger
     built = meta.build(inputs.source.config, inputs.traits, run.config.adapter, run.config.train.freeze)
     engine_name, engine_type = engine_class(run.config, topology, built.numel)
-    clock = StepClock(lambda: engine.counters().inside_s())
+    clock = StepClock(lambda: engine.counters().inside_s(), timeline_of(topology.device))
 
     def phase_ended(name: str) -> None:
         ledger.mark(f"first {name}", lambda: engine.counters().memory())
@@ -192,8 +194,9 @@ def build_model(run: Attempt, inputs: Inputs) -> Model:
 
     on_disk = OnDisk.of_json(ledger.plan["on_disk"]) if "on_disk" in ledger.plan else None
     spec = EngineSpec.of(
-        run.config, topology, engine_name, built, phase_ended, lambda name: ledger.mark(name, {}), on_disk
-    )
+        run.config, topology, engine_name, built, phase_ended, lambda name: ledger.mark(name, {}), on_disk,
+        Unsharded(**ledger.plan.get("unsharded", {})),
+    )  # fmt: skip
     if engine_name != "deepspeed":  # which can be started once in a process
         prove(inputs.source.config, built.traits, engine_type, spec, topology)
     # Before the engine shards it.

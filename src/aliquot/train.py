@@ -15,12 +15,14 @@ import torch
 
 from aliquot import finishing, preparation
 from aliquot.checkpoint.background_saver import Saver
+from aliquot.checkpoint.copies import copies_from
 from aliquot.checkpoint.directories import complete_directories, newest
 from aliquot.checkpoint.mirror import Mirror
 from aliquot.config.due import is_due
 from aliquot.config.schema import RunConfig
 from aliquot.data.batches import StepBatch
 from aliquot.data.batches_ahead import BatchesAhead
+from aliquot.data.batches_to_gpu import ToGpu
 from aliquot.errors import DivergedError
 from aliquot.evaluate import evaluate
 from aliquot.experts.load import counted, mean_balance, noted_balance, spread
@@ -37,6 +39,7 @@ from aliquot.launch.watchdog import Watchdog
 from aliquot.machine.allocator import give_back
 from aliquot.machine.cpu import read_cpu
 from aliquot.machine.facts import machine_facts
+from aliquot.machine.gpu_memory import gpu_of
 from aliquot.models.model_files import model_files
 from aliquot.models.structure import attention_widths
 from aliquot.observe import summary
@@ -89,7 +92,8 @@ def train(config: RunConfig, force: bool = False) -> Result:
                 on_first(ranks, partial(_check_mirror, config))
                 on_first(ranks, exporter.listen)
                 about = {"placement": placement, "machine": ranks.broadcast(machine)}
-                run = Attempt(config, ranks, directory, display, exporter, Ledger(ranks.rank), about)
+                ledger = Ledger(ranks.rank, gpu_of(topology.device), offloads=config.shard.offload == "cpu")
+                run = Attempt(config, ranks, directory, display, exporter, ledger, about)
                 return _train(run, force)
         finally:
             display.finish()
@@ -127,7 +131,7 @@ def _train(run: Attempt, force: bool) -> Result:
     with (
         Recorder(
             run.config, run.directory, run.ranks, run.display, model.clock, run.exporter, run.about,
-            partial(ceiling, run.ranks, run.config.train.precision, again=True),
+            partial(ceiling, run.ranks, run.config.train.precision, again=True), run.ledger.gpu,
             steps_before=start.step, total_steps=inputs.total_steps,
         ) as record,
         StopSignal(run.config.checkpoint.grace_s, run.ranks.rank == 0, partial(_would_be_lost, run.directory)) as stop,
@@ -171,7 +175,7 @@ class Training:
             run.directory.checkpoints, model.saved, model.built.saved, self._files, run.ranks, saving,
             warn=record.warn, saved=self._saved, failed=self._not_saved, beat=watchdog.beat,
             states=run.config.train.optimizer_states, learned=model.built.learned, spare=lambda: mirror.needed,
-            may_publish=partial(check_round, run.directory.path),
+            may_publish=partial(check_round, run.directory.path), copies=copies_from(run.ranks.topology.device),
         )  # fmt: skip
         self._attention_widths = attention_widths(inputs.source.config)
         self._done, self._end = start.step, inputs.total_steps
@@ -188,7 +192,8 @@ class Training:
             raise Terminated(stopping, f"before step {first + 1}: start again to continue")
         if given_up and first > 0 and self._evaluations.kept_step(self._run.config.checkpoint) == first:
             self._saver.start(first, self._state(), first)  # it may be of another run
-        with BatchesAhead(self._inputs.batches, ranks.rank, ranks.world_size, first, stop) as batches:
+        to_gpu = ToGpu() if ranks.topology.device == "cuda" else None
+        with BatchesAhead(self._inputs.batches, ranks.rank, ranks.world_size, first, stop, to_gpu) as batches:
             while self._done < self._end:
                 self._record.begin()
                 batch = batches.take(self._done)

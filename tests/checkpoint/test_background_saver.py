@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from aliquot.checkpoint.background_saver import Saver
+from aliquot.checkpoint.copies import FromHost
 from aliquot.checkpoint.directories import complete_directories
 from aliquot.checkpoint.live_parts import LiveParts
 from aliquot.checkpoint.restore import restore
@@ -154,7 +155,7 @@ def test_a_save_that_fails(tmp_path: Path, policy: str) -> None:
 
 def test_live_parts_end_a_drain_that_nobody_wants() -> None:
     store = Store()
-    live = LiveParts(store, 0)
+    live = LiveParts(store, 0, FromHost())
     live.stop()
     with pytest.raises(Exception, match="given up"):
         live.read(store.parts()[0], 0, torch.empty(1))

@@ -6,9 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from aliquot.loss.base import GradientRows, HeadLoss
-from aliquot.loss.head_loss import FusedLoss, head_loss_on
+from aliquot.loss.base import Chosen, GradientRows, HeadLoss
+from aliquot.loss.head_loss import FusedLoss, choose, head_loss_on
+from aliquot.loss.logits_room import logits_room
 from aliquot.loss.reference_loss import reference_loss
 
 TOKENS, WIDTH, VOCABULARY = 37, 16, 101
@@ -17,8 +19,7 @@ BACKENDS: dict[str, HeadLoss] = {
     "reference": reference_loss,
     "cpu": FusedLoss(SCRATCH),
     "cpu-in-chunks": FusedLoss(SCRATCH, logits_bytes=8 * VOCABULARY * 9),
-    "cuda": head_loss_on("cuda"),
-    "cuda-in-chunks": FusedLoss(None, logits_bytes=8 * VOCABULARY * 9),
+    "cuda": head_loss_on("cuda", logits_bytes=logits_room(80 << 30)),
 }
 head_loss = head_loss_on("cpu")
 
@@ -61,6 +62,42 @@ def test_equals_autograd(backend: str, by_rows: bool) -> None:
     assert (weight.grad is None) == by_rows
     with torch.no_grad():
         torch.testing.assert_close(head_loss(hidden, weight, labels, 0.25)[0].double(), expected[0], rtol=1e-6, atol=0)
+
+
+class Waits(TorchDispatchMode):
+    """What makes a host wait for its GPU: a number of a tensor, or a shape that depends on one."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = func.overloadpacket.__name__
+        waits = name in ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique")
+        by_mask = name == "index" and any(each is not None and each.dtype == torch.bool for each in args[1])
+        assert not waits and not by_mask, f"{name} waits for the GPU"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("backend", ["cuda", "cpu-in-chunks"])
+def test_a_gpu_is_asked_for_nothing_once_its_tokens_are_chosen(backend: str) -> None:
+    hidden, weight, labels = case()
+    chosen = choose(labels)
+    assert chosen.rows is not None and chosen.learned == int((labels != -100).sum())
+    expected = plain(hidden, weight, labels, 0.25)
+
+    def both(known: Chosen | None) -> Tensor:
+        summed, scaled = BACKENDS[backend](hidden, weight, labels, 0.25, chosen=known)
+        scaled.backward()
+        return summed
+
+    with Waits():
+        summed = both(chosen)
+    for ours, theirs in zip((summed, hidden.grad, weight.grad), expected, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=2e-6, atol=2e-6)
+    with Waits(), pytest.raises(AssertionError, match="waits"):
+        both(None)
+
+
+def test_a_large_gpu_keeps_logits_that_a_cpu_would_compute_twice() -> None:
+    assert logits_room(None) == 256 << 20 == logits_room(2 << 30)
+    assert 2 * 8192 * 128256 < logits_room(80 << 30) < (80 << 30) // 10
 
 
 def test_bf16_is_as_near_to_exact_as_autograd_in_bf16() -> None:

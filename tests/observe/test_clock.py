@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+import torch
 
 from aliquot.observe.clock import PARTS, StepClock
 from aliquot.observe.slow_ranks import SlowRanks
+from aliquot.observe.timeline import CudaEvents, WallClock
 
 
 class Machine:
@@ -44,7 +46,7 @@ def one_step(clock: StepClock, machine: Machine) -> None:
 
 def test_the_parts_of_a_step_add_up_to_it() -> None:
     machine = Machine()
-    clock = StepClock(lambda: (machine.reduced, machine.waited), lambda: machine.now)
+    clock = StepClock(lambda: (machine.reduced, machine.waited), WallClock(lambda: machine.now))
     one_step(clock, machine)
     machine.work(100)  # between steps
     assert clock.seconds() == {
@@ -57,15 +59,87 @@ def test_the_parts_of_a_step_add_up_to_it() -> None:
 def test_an_engine_that_cannot_tell_reducing_apart() -> None:
     machine = Machine()
     machine.reduced = None
-    clock = StepClock(lambda: (machine.reduced, machine.waited), lambda: machine.now)
+    clock = StepClock(lambda: (machine.reduced, machine.waited), WallClock(lambda: machine.now))
     one_step(clock, machine)
     assert clock.seconds()["reduce"] == 0 and clock.seconds()["backward"] == 7
     assert not clock.reduce_known
 
 
+class Stream:
+    """A GPU: kernels run one after another, each from when it was launched on, or the one before has ended."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine, self.free_at = machine, 0.0
+
+    def launch(self, seconds: float) -> None:
+        self.free_at = max(self.free_at, self.machine.now) + seconds
+
+    def event(self, enable_timing: bool = False) -> Event:
+        assert enable_timing
+        return Event(self)
+
+
+class Event:
+    """As torch.cuda.Event."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream, self.at = stream, float("nan")
+
+    def record(self) -> None:
+        self.at = max(self.stream.free_at, self.stream.machine.now)
+
+    def query(self) -> bool:
+        return self.at <= self.stream.machine.now
+
+    def synchronize(self) -> None:
+        self.stream.machine.now = max(self.stream.machine.now, self.at)
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self.query() and end.query(), "torch raises where an event has not been passed"
+        return 1e3 * (end.at - self.at)
+
+
+def test_kernels_count_where_they_run_and_only_one_moment_of_a_step_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine = Machine()
+    stream = Stream(machine)
+    monkeypatch.setattr(torch.cuda, "Event", stream.event)
+    clock = StepClock(lambda: (None, 0.0), CudaEvents())
+    for step in range(2):
+        before = clock.seconds()
+        clock.enter("data")
+        machine.work(0.5)  # the host alone, while the GPU still updates
+        clock.enter("forward")
+        machine.work(0.25)  # launching
+        stream.launch(2)
+        clock.ended("forward")
+        stream.launch(4)
+        clock.ended("backward")
+        launched = machine.now
+        stream.event(True).record()
+        machine.now = max(machine.now, stream.free_at)  # the losses have come
+        assert machine.now > launched + 4
+        there = machine.now
+        clock.enter("wait")
+        now = clock.waited()
+        assert machine.now == there, "the step has waited already"
+        assert now["forward"] - before["forward"] == 2 + (0.25 if step == 0 else 0)
+        assert now["backward"] - before["backward"] == 4
+        machine.work(1)
+        clock.enter("optimizer")
+        stream.launch(3)
+        clock.leave()
+        assert clock.seconds()["wait"] == step + 1  # and of the update nothing is known yet
+        assert clock.seconds()["optimizer"] == 3 * step
+        assert machine.now == there + 1
+    assert clock.waited()["optimizer"] == 6
+    assert sum(clock.waited().values()) == machine.now
+
+
 def test_phases_outside_of_a_step_are_not_counted() -> None:
     machine = Machine()
-    clock = StepClock(lambda: (machine.reduced, machine.waited), lambda: machine.now)
+    clock = StepClock(lambda: (machine.reduced, machine.waited), WallClock(lambda: machine.now))
     clock.ended("forward")  # a self-test of the engine
     machine.work(5)
     assert clock.seconds() == dict.fromkeys(PARTS, 0.0)
@@ -73,7 +147,7 @@ def test_phases_outside_of_a_step_are_not_counted() -> None:
 
 def test_each_part_is_a_range_of_a_profile() -> None:
     machine, open_ranges, seen = Machine(), [], []
-    clock = StepClock(lambda: (machine.reduced, machine.waited), lambda: machine.now)
+    clock = StepClock(lambda: (machine.reduced, machine.waited), WallClock(lambda: machine.now))
 
     @contextmanager
     def annotate(part: str) -> Iterator[None]:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from aliquot.machine.memory import reset_peak_rss
 from aliquot.observe.console import Display
-from aliquot.observe.ledger import Ledger, table
+from aliquot.observe.ledger import Ledger, tables
 from aliquot.ranges.together import Alone
 
 MIB = 1 << 20
@@ -78,7 +78,7 @@ def test_file_and_table_show_the_largest_over_the_ranks(tmp_path: Path) -> None:
         "engine": "host", "machine": {"cpu": "some"}, "plan": {"fits": True}, "rows": told.rows(),
     }  # fmt: skip
     console = Console(file=io.StringIO(), width=200)
-    console.print(table(rows))
+    console.print(*tables(rows))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "first step" in text and "7,168" in text and "2,048" in text and "grads" in text
     assert "model built" not in text
@@ -89,6 +89,6 @@ def test_in_a_file_no_word_of_the_table_is_cut() -> None:
     categories = ("weights", "gradients", "moments", "shared", "activations", "gathered")
     ledger.mark("optimizer state", dict.fromkeys(categories, 12345 * MIB))
     console = Console(file=io.StringIO(), width=80)
-    Display("plain", console=console).show(table(ledger.rows()))
+    Display("plain", console=console).show(*tables(ledger.rows()))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert text.count("12,345") == 6 and all(word in text for word in ("private", "weights", "moments", "gath."))

@@ -48,7 +48,7 @@ class CudaAttention:
     def _by_varlen(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, scoring: Scoring) -> Tensor:
         kind = (None, torch.int32)
         if kind not in documents.cuts:
-            documents.cuts[kind] = torch.tensor(documents.edges, dtype=torch.int32, device=query.device)
+            documents.cuts[kind] = _sent(torch.tensor(documents.edges, dtype=torch.int32), query.device)
         edges = documents.cuts[kind]
         longest = max(stop - start for start, stop in pairwise(documents.edges))
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D], as the projections made them
@@ -100,10 +100,15 @@ def _flash_can(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
     return fits and query.dtype in _HALF and scoring.softcap is None and scoring.sinks is None
 
 
+def _sent(values: Tensor, device: torch.device) -> Tensor:
+    """On the device; a GPU is not waited for, as it is where `torch.tensor` puts them there."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+
+
 def _mask(edges: tuple[int, ...], window: int | None, device: torch.device) -> BlockMask:
     """A token sees itself and those of its document before it, `window` in all."""
     length = edges[-1]
-    ends = torch.tensor(edges[1:], device=device)
+    ends = _sent(torch.tensor(edges[1:]), device)
     document = torch.bucketize(torch.arange(length, device=device), ends, right=True)
 
     def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from aliquot.checkpoint.background import Background, Report, wait_together
+from aliquot.checkpoint.copies import Copies, FromHost
 from aliquot.checkpoint.live_parts import LiveParts
 from aliquot.checkpoint.save import Draft
 from aliquot.config.schema import CheckpointSection
@@ -33,7 +34,7 @@ class Saver:
     `saved` is told of each one that is published, on every rank: its step, the seconds that it took to come about, and
     those that training stood still for it here; `failed` of the step of one of which `warn` is told. `spare` tells of
     which steps checkpoints are still needed, although newer ones take their place. `may_publish` raises UserError on
-    rank 0 where a complete one must not appear.
+    rank 0 where a complete one must not appear. `copies` makes what copies from where the store computes.
     """
 
     def __init__(
@@ -52,7 +53,9 @@ class Saver:
         learned: Collection[str] | None = None,
         spare: Callable[[], Collection[int]] = lambda: (),
         may_publish: Callable[[], None] = lambda: None,
+        copies: Callable[[], Copies] = FromHost,
     ) -> None:
+        self._copies = copies
         self._may_publish = may_publish
         self._spare = spare
         self._root = root
@@ -93,7 +96,7 @@ class Saver:
                 self._give_up(error)
                 return
             self._written_bytes = 0
-            draft, live = self._draft, LiveParts(self._store, self._settings.buffer_bytes)
+            draft, live = self._draft, LiveParts(self._store, self._settings.buffer_bytes, self._copies())
             self._live = live
             self._work = Background("aliquot-saver", lambda: draft.write(live, self._count), on_error=live.stop)
         if not self._settings.asynchronous:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
+from aliquot.checkpoint.copies import Copies
 from aliquot.checkpoint.directories import STEMS
 from aliquot.errors import TrainingError
-from aliquot.ranges.mapped_memory import mapped_tensor
 from aliquot.ranges.parts import Part, PartSource
-
-_MAPPED_NUMEL = 1 << 16  # smaller copies find room between others in the heap
 
 
 class LiveParts:
@@ -23,8 +20,9 @@ class LiveParts:
     read yet is copied within `buffer_bytes` and waited for beyond that.
     """
 
-    def __init__(self, store: PartSource, buffer_bytes: int) -> None:
+    def __init__(self, store: PartSource, buffer_bytes: int, copies: Copies) -> None:
         self._store = store
+        self._made = copies
         self._room_bytes = buffer_bytes
         self._parts = sorted(store.parts(), key=lambda part: STEMS[part.kind])  # as the drain goes: by file
         self._left = set(self._parts)
@@ -45,7 +43,8 @@ class LiveParts:
         if copy is not None:
             out.copy_(copy[start - part.start : start - part.start + out.numel()])
         else:
-            self._store.read(part, start, out)
+            with self._made.copying():
+                self._store.read(part, start, out)
         with self._changed:
             self._reading -= copy is None
             if start + out.numel() == part.stop:
@@ -60,8 +59,9 @@ class LiveParts:
             for part in reversed([part for part in self._parts if part in self._left]):
                 if 4 * part.numel <= self._room_bytes and part not in self._copies:
                     self._room_bytes -= 4 * part.numel
-                    self._copies[part] = _buffer(part.numel)
-                    self._store.read(part, part.start, self._copies[part])
+                    self._copies[part] = self._made.room(part.numel)
+                    with self._made.copying():
+                        self._store.read(part, part.start, self._copies[part])
             return self._changed.wait_for(
                 lambda: self._stopped or (not self._reading and self._left <= self._copies.keys()), timeout_s
             )
@@ -71,7 +71,3 @@ class LiveParts:
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
-
-
-def _buffer(numel: int) -> Tensor:
-    return mapped_tensor(numel, torch.float32) if numel >= _MAPPED_NUMEL else torch.empty(numel)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from aliquot.config.on_disk import Counts, OnDisk
+from aliquot.config.unsharded import Unsharded
 
 DISK_PART = 0.05  # of a step: what waiting for a disk may take to be worth no thought
 
@@ -37,7 +38,7 @@ class Plan:
     ranks_per_node: int
     threads_per_rank: int
     instance: str | None  # an EC2 type, where the machines are such
-    phases: tuple[PhaseMemory, ...]
+    phases: tuple[PhaseMemory, ...]  # of the memory that it computes in: a GPU's, or the machine's
     shm_bytes_per_node: int  # needed in /dev/shm (DeepSpeed, NCCL); the host engine needs none
     limit_bytes_per_node: int  # what all ranks of a node may have together
     wire_bytes_per_step: int  # sent between hosts by all ranks
@@ -50,6 +51,8 @@ class Plan:
     bottleneck: str  # e.g. "compute-bound", "network-bound 4.1x", with what would help
     rates: str  # where the machine's rates come from: measured here on a date, or the catalogue's
     usd_per_hour: float | None  # of all nodes, on demand
+    host_phases: tuple[PhaseMemory, ...] = ()  # of the machine's memory, where ranks compute on GPUs
+    host_limit_bytes_per_node: int = 0
     off_by: float = 1.0  # factor by which the time of a step may be wrong, either way; 1: rates were measured
     evaluations: int = 0  # those that are known of
     evaluation_s: float = 0.0  # of one
@@ -59,6 +62,7 @@ class Plan:
     export_bytes: int = 0
     beside_bytes: int = 0  # of a node: the process that has started its ranks, those that send to dashboards
     on_disk: OnDisk = field(default_factory=OnDisk)  # what does not fit into memory, where `shard.offload` is disk
+    unsharded: Unsharded = field(default_factory=Unsharded)  # by engine fsdp, within a step
     scratch_bytes_per_node: int = 0  # on disk, of that
     scratch_moved_per_step: int = 0  # by all ranks: read and written there
     scratch_written_per_step: int = 0
@@ -80,8 +84,17 @@ class Plan:
         return max(0, self.limit_bytes_per_node - self.beside_bytes) // self.ranks_per_node
 
     @property
+    def host_peak_bytes_per_rank(self) -> int:
+        """Beside a GPU's memory; 0: there is none."""
+        return max((phase.per_rank(self.ranks_per_node) for phase in self.host_phases), default=0)
+
+    @property
+    def host_limit_bytes(self) -> int:
+        return self.host_limit_bytes_per_node // self.ranks_per_node
+
+    @property
     def fits(self) -> bool:
-        return self.peak_bytes_per_rank <= self.limit_bytes
+        return self.peak_bytes_per_rank <= self.limit_bytes and self.host_peak_bytes_per_rank <= self.host_limit_bytes
 
     @property
     def tokens_per_s(self) -> float:
@@ -138,6 +151,8 @@ class Plan:
         derived = (
             "peak_bytes_per_rank",
             "limit_bytes",
+            "host_peak_bytes_per_rank",
+            "host_limit_bytes",
             "fits",
             "tokens_per_s",
             "speed",

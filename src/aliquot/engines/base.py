@@ -17,6 +17,7 @@ from aliquot.config import deepspeed_json
 from aliquot.config.batch_size import batch_size
 from aliquot.config.on_disk import OnDisk
 from aliquot.config.schema import RunConfig
+from aliquot.config.unsharded import SHARDED, Unsharded
 from aliquot.launch.topology import Topology
 from aliquot.models.batch import MicroBatch
 from aliquot.models.meta import MetaModel
@@ -51,6 +52,7 @@ class EngineSpec:
     offload: bool = False  # of a GPU's weights, gradients and moments to host memory
     on_disk: OnDisk | None = None  # what lies there between its uses, in `offload_directory`; only for engine host
     offload_directory: Path = Path()
+    unsharded: Unsharded = SHARDED  # within a step, of a model that packs; only for engine fsdp
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -66,6 +68,7 @@ class EngineSpec:
         phase: Callable[[str], None],
         building: Callable[[str], object],
         on_disk: OnDisk | None = None,
+        unsharded: Unsharded = SHARDED,
     ) -> Self:
         train = config.train
         settings: dict[str, Any] | None = None
@@ -102,6 +105,7 @@ class EngineSpec:
             offload=config.shard.offload == "cpu",
             on_disk=on_disk,
             offload_directory=config.offload_directory,
+            unsharded=unsharded if model.traits.packs else SHARDED,
             notes=tuple(notes),
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
@@ -29,15 +30,30 @@ class GradientRows:
         return pairwise(self.edges)
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """The tokens of a row that a loss works on. Found where labels lie in CPU memory: a GPU that is asked for numbers
+    must be waited for."""
+
+    rows: Tensor | None  # int64, which tokens, those that have a label first; None: all
+    learned: int  # how many have a label
+
+
 class HeadLoss(Protocol):
     def __call__(
-        self, hidden: Tensor, weight: Tensor, labels: Tensor, scale: float, rows: GradientRows | None = None
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        scale: float,
+        rows: GradientRows | None = None,
+        chosen: Chosen | None = None,
     ) -> tuple[Tensor, Tensor]:
         """hidden [T, E], weight [V, E] of one dtype, labels int64 [T] already shifted.
 
         -> the summed cross-entropy, a detached fp32 scalar, and `scale` times it, to call backward() on, which must not
         be scaled further. Without autograd the second is the first. With `rows` the gradient of `weight` goes there
-        during this call and autograd sees none.
+        during this call and autograd sees none. `chosen`: of `labels`, where it is known.
         """
         ...
 

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aliquot.loss.base import IGNORE, GradientRows, HeadLoss, summed_cross_entropy
+from aliquot.loss.base import IGNORE, Chosen, GradientRows, HeadLoss, summed_cross_entropy
+from aliquot.loss.logits_room import HOST_BYTES, logits_room
 
 if TYPE_CHECKING:
     Blocks = Callable[[range], Iterable[int]]
@@ -22,40 +23,50 @@ if TYPE_CHECKING:
 ROW_COUNTS = 8  # different ones, of rows that have as many tokens
 
 
-def head_loss_on(device: str, blocks: Blocks = iter) -> HeadLoss:
-    """On CPU the rows that are worked on in fp32 stay in the cache; a GPU takes all at once (not yet run on one)."""
-    return FusedLoss(scratch_bytes=2 << 20 if device == "cpu" else None, blocks=blocks)
+def head_loss_on(device: str, blocks: Blocks = iter, logits_bytes: int | None = None) -> HeadLoss:
+    """On CPU the rows that are worked on in fp32 stay in the cache; on a GPU they are enough to keep it busy (not yet
+    run on one). `logits_bytes`: for a planned machine; None: what this one has room for."""
+    if logits_bytes is None:
+        memory = None if device == "cpu" else torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        logits_bytes = logits_room(memory)
+    scratch_bytes = 2 << 20 if device == "cpu" else 256 << 20
+    return FusedLoss(scratch_bytes=scratch_bytes, logits_bytes=logits_bytes, blocks=blocks)
 
 
 @dataclass(frozen=True)
 class FusedLoss:
-    scratch_bytes: int | None  # fp32 rows that one pass over the logits works on; None: all
-    logits_bytes: int = 256 << 20  # at most this much of them at once
+    scratch_bytes: int  # fp32 rows that one pass over the logits works on
+    logits_bytes: int = HOST_BYTES  # at most this much of them at once
     blocks: Blocks = iter  # the passes over the logits: the planner makes two and counts them as all
 
     def __call__(
-        self, hidden: Tensor, weight: Tensor, labels: Tensor, scale: float, rows: GradientRows | None = None
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        scale: float,
+        rows: GradientRows | None = None,
+        chosen: Chosen | None = None,
     ) -> tuple[Tensor, Tensor]:
-        labelled = labels != IGNORE
-        if not bool(labelled.all()):
-            taken = _labelled_first(labelled)
-            hidden, labels = hidden[taken], labels[taken]
+        chosen = chosen or choose(labels)
+        if chosen.rows is not None:
+            hidden, labels = hidden[chosen.rows], labels[chosen.rows]
         if not torch.is_grad_enabled():
             total = torch.zeros((), device=hidden.device)
-            for a, b in self.row_chunks(hidden, weight):
+            for a, b in self.row_chunks(hidden, weight, min(self.logits_bytes, HOST_BYTES)):  # there in fp32, too
                 logits = F.linear(hidden[None, a:b], weight)
                 total = total + summed_cross_entropy(logits, labels[a:b].to(logits.device))  # the planner's are on CPU
             return total, total
         summed: Tensor
         scaled: Tensor
         scaled, summed = _HeadLoss.apply(  # type: ignore[no-untyped-call]
-            hidden, weight if rows is None else weight.detach(), labels, scale, rows, self
+            hidden, weight if rows is None else weight.detach(), labels, scale, rows, chosen.learned, self
         )
         return summed.detach(), scaled
 
-    def row_chunks(self, hidden: Tensor, weight: Tensor) -> Iterator[tuple[int, int]]:
+    def row_chunks(self, hidden: Tensor, weight: Tensor, logits_bytes: int) -> Iterator[tuple[int, int]]:
         """At least one chunk, of no rows if there are none."""
-        count = max(16, self.logits_bytes // (weight.shape[0] * weight.element_size()))
+        count = max(16, logits_bytes // (weight.shape[0] * weight.element_size()))
         for start in range(0, max(1, len(hidden)), count):
             yield start, min(start + count, len(hidden))
 
@@ -71,8 +82,7 @@ class FusedLoss:
         `normalizers` [N] is set to the log of the sum of the exponentials.
         """
         summed = torch.zeros((), device=logits.device)
-        count = len(logits) if self.scratch_bytes is None else self.scratch_bytes // (4 * logits.shape[1])
-        count = max(1, count)
+        count = max(1, self.scratch_bytes // (4 * logits.shape[1]))
         for start in self.blocks(range(0, len(logits), count)):
             rows, wanted = logits[start : start + count], labels[start : start + count, None]
             values = rows.float()
@@ -85,6 +95,13 @@ class FusedLoss:
             probabilities.mul_(scale).scatter_add_(1, wanted, torch.full_like(targets, -scale))
             rows.copy_(probabilities)
         return summed
+
+
+def choose(labels: Tensor) -> Chosen:
+    """What the loss of labels [T] works on, on their device."""
+    labelled = labels != IGNORE
+    learned = int(labelled.sum())
+    return Chosen(None if learned == len(labels) else _labelled_first(labelled), learned)
 
 
 def _labelled_first(labelled: Tensor) -> Tensor:
@@ -104,18 +121,18 @@ class _HeadLoss(torch.autograd.Function):
         labels: Tensor,
         scale: float,
         rows: GradientRows | None,
+        learned: int,
         fused: FusedLoss,
     ) -> tuple[Tensor, Tensor]:
-        chunks = list(fused.row_chunks(hidden, weight))
+        chunks = list(fused.row_chunks(hidden, weight, fused.logits_bytes))
         summed = torch.zeros((), device=hidden.device)
         hidden_gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        learned = int((labels != IGNORE).sum())  # those come first
         # The log of the sum of exp(logits); infinite where nothing is learned: all probabilities are 0 there.
         normalizers = torch.full((len(labels),), float("inf"), device=hidden.device)
         logits = hidden.new_empty(0, weight.shape[0])
         for a, b in chunks:
             logits = F.linear(hidden[a:b], weight)
-            end = min(max(a, learned), b)
+            end = min(max(a, learned), b)  # those that have a label come first
             summed += fused.to_gradient_(logits[: end - a], labels[a:end], scale, normalizers[a:end])
             logits[end - a :].zero_()
             if hidden_gradient is not None:
@@ -143,7 +160,7 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, _gradient: Tensor, _summed: Tensor) -> tuple[Tensor | None, ...]:
         gradients = ctx.gradients
         ctx.gradients = (None, None)
-        return *gradients, None, None, None, None
+        return *gradients, None, None, None, None, None
 
 
 def _columns(
@@ -151,6 +168,6 @@ def _columns(
 ) -> Tensor:
     """Columns [a, b) of the gradient of the logits, [T, b - a], computed again where they could not be kept."""
     values = F.linear(hidden, weight[a:b]).float().sub_(normalizers[:, None]).exp_().mul_(scale)
-    inside = ((labels >= a) & (labels < b)).nonzero().flatten()
-    values[inside, labels[inside] - a] -= scale
+    inside = (labels >= a) & (labels < b)
+    values.scatter_add_(1, (labels - a).clamp(0, b - a - 1)[:, None], torch.where(inside, -scale, 0.0)[:, None])
     return values.to(hidden.dtype)

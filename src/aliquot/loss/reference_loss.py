@@ -6,11 +6,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aliquot.loss.base import IGNORE, GradientRows
+from aliquot.loss.base import IGNORE, Chosen, GradientRows
 
 
 def reference_loss(
-    hidden: Tensor, weight: Tensor, labels: Tensor, scale: float, rows: GradientRows | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    scale: float,
+    rows: GradientRows | None = None,
+    chosen: Chosen | None = None,
 ) -> tuple[Tensor, Tensor]:
     """A HeadLoss, in the dtype of its inputs."""
     own = weight if rows is None else weight.detach().requires_grad_()

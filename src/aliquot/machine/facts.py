@@ -30,6 +30,7 @@ def machine_facts() -> dict[str, Any]:
         "allocator": allocator.described(),
         "memory_limit_bytes": memory_limit(),
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "gpu_memory_bytes": torch.cuda.get_device_properties(0).total_memory if torch.cuda.device_count() else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": version("transformers"),

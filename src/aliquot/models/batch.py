@@ -8,7 +8,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from aliquot.loss.base import IGNORE
+from aliquot.loss.base import IGNORE, Chosen
+from aliquot.loss.head_loss import choose
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class MicroBatch:
     seed: int = 0  # of what is dropped at random
     calls: int = 0  # documents that the longest of the ranks has, where each is a call of the model
     source: int = 0  # of the data, which of several
+    chosen: Chosen | None = None  # what the loss works on, on the labels' device; None: that is asked there
 
     @property
     def predicted(self) -> int:
@@ -35,16 +37,25 @@ class MicroBatch:
         return int((self.labels != IGNORE).sum())
 
     def to(self, device: torch.device) -> MicroBatch:
-        """On a GPU by one copy that the caller does not wait for."""
-        if device.type == "cpu":
+        """On a GPU by copies that the caller does not wait for, and with what would have to be asked there later."""
+        if self.input_ids.device.type == device.type:
             return self
+        chosen = choose(self.labels)
         rows = torch.stack([self.input_ids, self.labels, self.position_ids]).pin_memory()
         ids, labels, positions = rows.to(device, non_blocking=True)
-        return replace(self, input_ids=ids, labels=labels, position_ids=positions)
+        if chosen.rows is not None:
+            chosen = replace(chosen, rows=chosen.rows.pin_memory().to(device, non_blocking=True))
+        return replace(self, input_ids=ids, labels=labels, position_ids=positions, chosen=chosen)
+
+    def tensors(self) -> list[Tensor]:
+        found = [self.input_ids, self.labels, self.position_ids]
+        return found if self.chosen is None or self.chosen.rows is None else [*found, self.chosen.rows]
 
     def with_equal_calls(self) -> MicroBatch:
         """With documents of one token that predicts nothing, for engines whose ranks gather weights at every call."""
-        more = max(0, self.calls - (len(self.edges) - 1))
+        more = self.calls - (len(self.edges) - 1)
+        if more <= 0:
+            return self
         zeros = torch.zeros(more, dtype=torch.int64, device=self.input_ids.device)
         ids, positions = (torch.cat([own, zeros]) for own in (self.input_ids, self.position_ids))
         labels = torch.cat([self.labels, torch.full_like(zeros, IGNORE)])

@@ -66,9 +66,9 @@ class Display:
         where = self._console if self._live is not None and self._errors.is_terminal else self._errors
         where.print(f"warning: {text}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
-    def training(self, limit_bytes: int | None) -> None:
-        """Steps begin; a rank may have so much memory, where that is known."""
-        self._view.limit_bytes = limit_bytes
+    def training(self, limit_bytes: int | None, gpu_bytes: int | None = None) -> None:
+        """Steps begin; a rank may have so much of the machine's memory, where that is known, and has such a GPU."""
+        self._view.limit_bytes, self._view.gpu_bytes = limit_bytes, gpu_bytes
 
     def tick(self, done: int, total: int, eta_s: float | None, saving: int | None, slow: Sequence[int]) -> None:
         """A step is done: `saving` the checkpoint of which step is under way, `slow` the ranks that hold others up."""
@@ -145,6 +145,7 @@ def _readings(metrics: Mapping[str, Any]) -> list[str]:
         "flops_per_s": lambda value: rate(value, "FLOP/s"),
         "mfu": lambda value: f"MFU {100 * value:.0f} %",
         "memory_bytes": lambda value: f"memory {' | '.join(gib(size) for size in value)} a rank",
+        "gpu_memory_bytes": lambda value: f"GPU memory {' | '.join(gib(size) for size in value)} a rank",
         "staged_bytes": lambda value: f"shared memory {value / 1e9:.2f} GB" if value >= _WORTH_BYTES else None,
         "interface_bytes": _interfaces,
         "eta_s": lambda value: f"ETA {duration(value)}",

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from aliquot.errors import writing
 from aliquot.launch.ranks import Ranks
+from aliquot.machine.gpu_memory import Gpu
 from aliquot.machine.memory import memory_use, peak_pss, reset_peak_rss
 from aliquot.textfile import publish_text
 
@@ -37,17 +38,35 @@ PHASES = (
     STEADY_PEAK,
 )
 
+OFFLOADED = ("weights", "gradients", "moments")
 _SHORT = {"gradients": "grads", "activations": "activ.", "gathered": "gath."}  # the table fits 80 columns
 
 Row = dict[str, Any]
+Columns = Mapping[str, Callable[[Row], int]]
+
+_OF_HOST: Columns = {
+    "private": lambda row: row["private_bytes"],
+    "shared": lambda row: row["pss_bytes"] - row["private_bytes"],
+}
+_OF_GPU: Columns = {
+    "tensors": lambda row: row["allocated_bytes"],
+    "reserved": lambda row: row["reserved_bytes"],
+    "beside": lambda row: row["beside_bytes"],
+}
 
 
 class Ledger:
     """One rank's rows, in bytes. A phase marked twice keeps the first mark, the steady peak the last."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, gpu: Gpu | None = None, offloads: bool = False) -> None:
+        """`gpu`: on which the rank computes; its memory is measured beside that of the process. `offloads`: what the
+        model keeps from step to step lies in the machine's memory all the same."""
+        self.gpu = gpu
+        self._offloads = offloads
         self._rank = rank
-        self.plan: Mapping[str, Any] = {}  # `peak_bytes`: phase -> the most that a rank was foreseen to hold
+        # `peak_bytes`: phase -> the most that a rank was foreseen to hold of the memory that it computes in; on a GPU
+        # `host_peak_bytes` is of the machine's.
+        self.plan: Mapping[str, Any] = {}
         self._rows: dict[str, Row] = {}
 
     def mark(self, phase: str, accounted: Mapping[str, int] | Callable[[], Mapping[str, int]]) -> bool:
@@ -61,21 +80,35 @@ class Ledger:
             raise ValueError(f"{phase!r} is not a phase of the ledger")
         if phase in self._rows and phase != STEADY_PEAK:
             return False
-        now = memory_use()
+        now, kept = memory_use(), dict(accounted() if callable(accounted) else accounted)
+        of_gpu = {}
+        if self.gpu is not None:
+            on_host = {name: kept.pop(name) for name in OFFLOADED if name in kept} if self._offloads else {}
+            of_gpu = {"gpu": {**asdict(self.gpu.memory()), "accounted_bytes": kept}}
+            kept = on_host
         self._rows[phase] = {
             "rank": self._rank,
             "phase": phase,
             **asdict(now),
             "peak_bytes": peak_pss(now),
-            "accounted_bytes": dict(accounted() if callable(accounted) else accounted),
+            "accounted_bytes": kept,
+            **of_gpu,
         }
         if phase != STEADY_PEAK:
             reset_peak_rss()  # where that is not permitted the peaks are those since the process began
+            if self.gpu is not None:
+                self.gpu.reset_peak()
         return True
 
     def rows(self) -> list[Row]:
         planned = self.plan.get("peak_bytes", {})
-        return [row | {"planned_bytes": planned.get(phase)} for phase, row in self._rows.items()]
+        if self.gpu is None:
+            return [row | {"planned_bytes": planned.get(phase)} for phase, row in self._rows.items()]
+        of_host = self.plan.get("host_peak_bytes", {})
+        return [
+            row | {"planned_bytes": of_host.get(phase), "gpu": row["gpu"] | {"planned_bytes": planned.get(phase)}}
+            for phase, row in self._rows.items()
+        ]
 
     def publish(self, path: Path, ranks: Ranks, about: Mapping[str, Any]) -> list[Row]:
         """Write what all ranks have marked so far, the plan and what the run is made of; returns it. Collective."""
@@ -86,29 +119,37 @@ class Ledger:
         return rows
 
 
-def table(rows: Sequence[Row]) -> Table:
-    """A line a phase, each number the largest over the ranks; `shared` is the share of a rank.
+def tables(rows: Sequence[Row]) -> list[Table]:
+    """Of GPU memory, where ranks compute on GPUs, and of the machine's.
 
-    The plan is of the peak, and its error is signed: positive where less was needed than planned.
+    A line a phase, each number the largest over the ranks; `shared` is the share of a rank. The plan is of the peak,
+    and its error is signed: positive where less was needed than planned.
     """
+    of_gpus = [{"phase": row["phase"], **row["gpu"]} for row in rows if "gpu" in row]
+    title = "MiB of a rank: its own and its share of what is shared; the largest"
+    if not of_gpus:
+        return [_table(rows, title, _OF_HOST)]
+    return [_table(of_gpus, "MiB of a rank's GPU; the largest", _OF_GPU), _table(rows, title, _OF_HOST)]
+
+
+def _table(rows: Sequence[Row], title: str, columns: Columns) -> Table:
     found = (category for row in rows for category, size in row["accounted_bytes"].items() if size)
     categories = list(dict.fromkeys(found))
     # No frame: with one, a terminal of 80 columns cuts the words.
     result = Table(
-        title="MiB of a rank: its own and its share of what is shared; the largest",
+        title=title,
         box=None,
         pad_edge=False,
         padding=(0, 1, 0, 0),
     )
     result.add_column("phase", no_wrap=True)
-    for column in ("plan", "peak", "err. %", "private", "shared", *categories):
+    for column in ("plan", "peak", "err. %", *columns, *categories):
         result.add_column(_SHORT.get(column, column), justify="right", overflow="fold")
     for phase in PHASES:
         of_phase = [row for row in rows if row["phase"] == phase]
         if not of_phase:
             continue
-        measured = [max(row["private_bytes"] for row in of_phase)]
-        measured.append(max(row["pss_bytes"] - row["private_bytes"] for row in of_phase))
+        measured = [max(map(size_of, of_phase)) for size_of in columns.values()]
         peak, planned = max(row["peak_bytes"] for row in of_phase), of_phase[0].get("planned_bytes")
         foreseen = ("", f"{peak / 2**20:,.0f}", "")
         if planned:

@@ -25,7 +25,8 @@ class LiveView:
     def __init__(self) -> None:
         self.metrics: Mapping[str, Any] = {}
         self.losses: list[float] = []
-        self.limit_bytes: int | None = None  # what one rank may have
+        self.limit_bytes: int | None = None  # what one rank may have of the machine's memory
+        self.gpu_bytes: int | None = None
         self.saving: int | None = None
         self.saved: str | None = None
         self.slow: Sequence[int] = ()
@@ -62,7 +63,9 @@ class LiveView:
         if told.get("learning_rate") is not None and told.get("grad_norm") is not None:
             rows.append(("step", Text(f"lr {told['learning_rate']:.2e}  grad norm {told['grad_norm']:.3f}")))
         if told.get("memory_bytes"):
-            rows.append(("memory", self._memory(told["memory_bytes"], plain)))
+            rows.append(("memory", _memory(told["memory_bytes"], self.limit_bytes, plain)))
+        if told.get("gpu_memory_bytes"):
+            rows.append(("GPU memory", _memory(told["gpu_memory_bytes"], self.gpu_bytes, plain)))
         if self.saving is not None:
             rows.append(("checkpoint", Text(f"saving step {self.saving} ...", style="cyan")))
         elif self.saved is not None:
@@ -71,24 +74,6 @@ class LiveView:
             ranks = ", ".join(str(rank) for rank in self.slow)
             rows.append(("warning", Text(f"rank {ranks} is slow, the others wait for it", style="bold yellow")))
         return rows
-
-    def _memory(self, sizes: Sequence[int], plain: bool) -> Text:
-        """A bar a rank against what it may have."""
-        text = Text()
-        for rank, size in enumerate(sizes[:_SHOWN_RANKS]):
-            text.append(f"{rank}: ", style="dim")
-            if self.limit_bytes:
-                share = size / self.limit_bytes
-                filled = min(_BAR, round(_BAR * share))
-                style = "green" if share < 0.8 else "yellow" if share < 0.95 else "bold red"
-                full, empty = ("#", ".") if plain else ("█", "░")
-                text.append(full * filled + empty * (_BAR - filled), style=style).append(" ")
-            text.append(f"{gib(size)}  ")
-        if len(sizes) > _SHOWN_RANKS:
-            text.append(f"... the largest of {len(sizes)} ranks {gib(max(sizes))}  ")
-        if self.limit_bytes:
-            text.append(f"of {gib(self.limit_bytes)} each", style="dim")
-        return text
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -99,6 +84,25 @@ def sparkline(values: Sequence[float], width: int) -> str:
     low, high = min(means), max(means)
     scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
     return "".join(_BLOCKS[round((mean - low) * scale)] for mean in means)
+
+
+def _memory(sizes: Sequence[int], limit_bytes: int | None, plain: bool) -> Text:
+    """A bar a rank against what it may have."""
+    text = Text()
+    for rank, size in enumerate(sizes[:_SHOWN_RANKS]):
+        text.append(f"{rank}: ", style="dim")
+        if limit_bytes:
+            share = size / limit_bytes
+            filled = min(_BAR, round(_BAR * share))
+            style = "green" if share < 0.8 else "yellow" if share < 0.95 else "bold red"
+            full, empty = ("#", ".") if plain else ("█", "░")
+            text.append(full * filled + empty * (_BAR - filled), style=style).append(" ")
+        text.append(f"{gib(size)}  ")
+    if len(sizes) > _SHOWN_RANKS:
+        text.append(f"... the largest of {len(sizes)} ranks {gib(max(sizes))}  ")
+    if limit_bytes:
+        text.append(f"of {gib(limit_bytes)} each", style="dim")
+    return text
 
 
 def _shares(metrics: Mapping[str, Any]) -> str:

@@ -15,6 +15,7 @@ from aliquot.config.schema import RunConfig
 from aliquot.errors import StorageError, UserError
 from aliquot.launch.ranks import Ranks
 from aliquot.launch.stop_signal import Terminated
+from aliquot.machine.gpu_memory import Gpu
 from aliquot.machine.memory import memory_use
 from aliquot.observe.clock import OWN_WORK, PARTS, StepClock
 from aliquot.observe.console import Display
@@ -49,6 +50,7 @@ class Recorder:
         exporter: Exporter,
         about: Mapping[str, Any],
         measure_ceiling: Callable[[], float],
+        gpu: Gpu | None,
         steps_before: int,
         total_steps: int,
     ) -> None:
@@ -71,6 +73,7 @@ class Recorder:
         self._step_began = clock.seconds()
         self._said_full = False
         self._measure_ceiling = measure_ceiling
+        self._gpu = gpu
         self._measurements_left = _MOST_MEASUREMENTS
         self._remaining = Remaining(config, total_steps, about["plan"])
         self._evaluation_began = 0.0
@@ -82,7 +85,9 @@ class Recorder:
             directory.metrics, directory.tensorboard, self._config.observe, self._before, first, self._exporter, status,
             self._display.warning,
         )  # fmt: skip
-        self._display.training(self._about["machine"]["memory_limit_bytes"] // self._ranks.topology.local_world_size)
+        machine = self._about["machine"]
+        limit = machine["memory_limit_bytes"] // self._ranks.topology.local_world_size
+        self._display.training(limit, None if self._gpu is None else machine["gpu_memory_bytes"])
         kind = "start" if self._about["resumed_from"] is None else "resume"
         facts = {**self._about, "world_size": self._ranks.world_size, "nodes": self._ranks.topology.nodes}
         started = {"aliquot": version("aliquot"), "command": command_line(), "total_steps": self._total}
@@ -132,7 +137,7 @@ class Recorder:
     def gather(self, report: dict[str, Any], tokens: int) -> list[dict[str, Any]]:
         """The reports of all ranks, and how long each has worked for its `tokens` (padding too) in this step."""
         self._clock.enter("wait")
-        now = self._clock.seconds()
+        now = self._clock.waited()
         worked_s = sum(now[part] - self._step_began[part] for part in OWN_WORK)
         reports = self._ranks.gather({**report, "worked": [worked_s, tokens]})
         if self._done > self._before:  # the first step compiles and faults pages in, on some ranks more than on others
@@ -162,7 +167,10 @@ class Recorder:
         steps = self._done - step
         own = {part: (now[part] - before[part]) / steps for part in PARTS}
         beaten = self.meter.beats_ceiling
-        told = self._ranks.gather({"parts": own, "memory": memory_use().pss_bytes, "beaten": beaten})
+        of_gpu = None if self._gpu is None else self._gpu.memory().used_bytes
+        told = self._ranks.gather(
+            {"parts": own, "memory": memory_use().pss_bytes, "gpu_memory": of_gpu, "beaten": beaten}
+        )
         if told[0]["beaten"] and self._measurements_left:
             self._measurements_left -= 1  # the machine was busy when it was measured, and is not any more
             self.meter.raise_ceiling(self._measure_ceiling())
@@ -181,6 +189,8 @@ class Recorder:
             "own_work_s": [sum(rank["parts"][part] for part in OWN_WORK) for rank in told],
             "memory_bytes": [rank["memory"] for rank in told],
         }
+        if self._gpu is not None:
+            line["gpu_memory_bytes"] = [rank["gpu_memory"] for rank in told]
         with self._unless_full():
             self._curve.write(line)
         self._display.step(line, self._total)

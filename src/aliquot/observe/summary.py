@@ -36,7 +36,8 @@ def foreseen(plan: Mapping[str, Any]) -> tuple[str, ...]:
     """The plan, as `aliquot plan --json` prints it: memory, time, what is passed on and written, what lies on disk."""
     cost = f", {plan['cost_usd']:,.2f} USD" if plan["cost_usd"] is not None else ""
     return (
-        f"plan: {gib(plan['peak_bytes_per_rank'])} of {gib(plan['limit_bytes'])} a rank at most ({plan['peak_phase']})",
+        f"plan: {gib(plan['peak_bytes_per_rank'])} of {gib(plan['limit_bytes'])} a rank at most ({plan['peak_phase']})"
+        + _of_host(plan),
         f"plan: {plan['step_s']:.3g} s a step, {plan['speed']}, {plan['bottleneck']};"
         f" {duration(plan['total_s'])} in all{cost}; rates: {plan['rates']}",
         f"plan: {rate(plan['wire_bytes_per_step'], 'B')} a step between hosts,"
@@ -44,6 +45,13 @@ def foreseen(plan: Mapping[str, Any]) -> tuple[str, ...]:
         f" {rate(plan['checkpoint_bytes'], 'B')} a checkpoint",
         *([f"plan: on disk {plan['disk_words']}"] if plan["disk_words"] else []),
     )
+
+
+def _of_host(plan: Mapping[str, Any]) -> str:
+    if not plan.get("host_phases"):
+        return ""
+    host = f"{gib(plan['host_peak_bytes_per_rank'])} of {gib(plan['host_limit_bytes'])}"
+    return f" of GPU memory, {host} of the machine's"
 
 
 def finish(
@@ -57,7 +65,8 @@ def finish(
 ) -> None:
     """Show the summary, with the ledger's rows of all ranks. Rank 0 alone calls it."""
     display.finish()
-    display.show(ledger.table(rows))
+    for table in ledger.tables(rows):
+        display.show(table)
     if sample is not None:
         display.line(f"sample:\n{sample}\n")
     if speed.mfu:

@@ -91,7 +91,7 @@ def _run(
             head = model.get_output_embeddings().weight
             in_a_ring = not step.head_gradient and torch.is_grad_enabled() and head.requires_grad
             sink = _rows_in_a_ring(shape, step, live) if in_a_ring else None
-            loss = head_loss_on(step.device, live.two_for_all)(hidden, head, labels, 1.0, sink)[1]
+            loss = head_loss_on(step.device, live.two_for_all, step.logits_bytes)(hidden, head, labels, 1.0, sink)[1]
             of_head.update(live.products - before)
             return saved_bytes, loss
 

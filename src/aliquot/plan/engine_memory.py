@@ -6,6 +6,8 @@ snapshot, data and allocator; of shared memory, once per host: process, weights,
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from aliquot.config.plan import PhaseMemory
 from aliquot.config.schema import RunConfig
 from aliquot.engines.held_memory import Held
@@ -24,6 +26,9 @@ LAUNCHER_BYTES = 182 * MIB
 # A process that sends to a dashboard, with what its client starts (wandb 0.31 offline, mlflow 3.17 over a database).
 DASHBOARD_BYTES = {"wandb": 86 * MIB, "mlflow": 188 * MIB}
 PROCESS_PRIVATE_BYTES, PROCESS_SHARED_BYTES = 292 * MIB, 116 * MIB
+# Estimates, for no rank has run on a GPU yet: what a process takes of one before its first tensor, NCCL beside it where
+# there are other ranks, and what CUDA's libraries take of the host's memory.
+CONTEXT_BYTES, NCCL_BYTES, CUDA_HOST_BYTES = 600 * MIB, 512 * MIB, 1024 * MIB
 
 
 def beside_bytes(config: RunConfig, ranks: int) -> int:
@@ -32,33 +37,56 @@ def beside_bytes(config: RunConfig, ranks: int) -> int:
     return dashboards + (LAUNCHER_BYTES if ranks > 1 else 0)
 
 
+@dataclass(frozen=True)
+class Beside:
+    """Bytes beside model and micro-batches, in the memory that a rank computes in."""
+
+    start: int  # of the process, when it begins
+    start_shared: int
+    process: int  # when it trains
+    process_shared: int
+    data: int  # of the index of the data
+    loading: int
+    snapshot: int  # copies of parts that are being saved
+
+
+def beside_on_cpu(config: RunConfig, held: Held, index_bytes: int, steps: int | None) -> Beside:
+    snapshot = 0 if held.streamed else _snapshot(config, held.weights + held.moments, steps)
+    process = START_PRIVATE_BYTES, START_SHARED_BYTES, PROCESS_PRIVATE_BYTES, PROCESS_SHARED_BYTES
+    return Beside(*process, index_bytes, MEMORY_BYTES, snapshot)
+
+
+def beside_on_gpu(ranks: int) -> Beside:
+    """Data, and what is read and written, pass through the host's memory."""
+    context = CONTEXT_BYTES + (NCCL_BYTES if ranks > 1 else 0)
+    return Beside(context, 0, context, 0, 0, 0, 0)
+
+
 def phases(
     config: RunConfig,
     held: Held,
     cost: MicroBatchCost,
-    index_bytes: int,
-    steps: int | None,
+    beside: Beside,
     building: list[tuple[str, dict[str, int]]],
 ) -> tuple[PhaseMemory, ...]:
     """Each phase of the ledger. From the first forward pass on nothing shrinks: allocators keep what is freed.
 
     `building`: private bytes of the phases in which an engine builds itself, beside the process.
     """
-    own = held.weights + held.moments
-    start = PhaseMemory("process start", {"process": START_PRIVATE_BYTES}, {"process": START_SHARED_BYTES})
+    start = PhaseMemory("process start", {"process": beside.start}, {"process": beside.start_shared})
     states = {
-        "process": PROCESS_PRIVATE_BYTES,
-        "data": index_bytes,
+        "process": beside.process,
+        "data": beside.data,
         "weights": held.weights,
         "gradients": held.gradients if held.gradients_from_start else 0,
         "moments": held.moments,
     }
-    shared = {"process": PROCESS_SHARED_BYTES, "weights": held.shared_weights}
-    process = {"process": PROCESS_SHARED_BYTES}
-    built = [PhaseMemory(name, {"process": PROCESS_PRIVATE_BYTES, **private}, process) for name, private in building]
+    shared = {"process": beside.process_shared, "weights": held.shared_weights}
+    process = {"process": beside.process_shared}
+    built = [PhaseMemory(name, {"process": beside.process, **private}, process) for name, private in building]
     built.append(PhaseMemory("model built", states, process))
-    loaded = PhaseMemory("weights loaded", {**states, "buffers": MEMORY_BYTES}, shared)
-    ready = PhaseMemory("optimizer state", {**states, "buffers": MEMORY_BYTES}, shared)
+    loaded = PhaseMemory("weights loaded", {**states, "buffers": beside.loading}, shared)
+    ready = PhaseMemory("optimizer state", {**states, "buffers": beside.loading}, shared)
 
     loss = max(0, cost.forward_bytes - cost.saved_bytes)
     forward = {"gathered": held.forward, "activations": cost.saved_bytes, "loss": loss}
@@ -82,9 +110,35 @@ def phases(
         evaluation = {"gathered": held.evaluation, "activations": cost.evaluation_bytes}
         if sum(evaluation.values()) > sum(steady.values()):
             steady = evaluation
-    snapshot = 0 if held.streamed else _snapshot(config, own, steps)
-    steady |= {"allocator": slack, "snapshot": snapshot, "streamed": held.streamed}
+    steady |= {"allocator": slack, "snapshot": beside.snapshot, "streamed": held.streamed}
     return (start, *built, loaded, ready, *during, PhaseMemory("steady peak", {**with_gradients, **steady}, whole))
+
+
+def host_phases(
+    config: RunConfig, held: Held, offloaded: bool, index_bytes: int, steps: int | None
+) -> tuple[PhaseMemory, ...]:
+    """The host's memory of a rank that computes on a GPU. `held`: as if nothing were offloaded."""
+    shared = {"process": PROCESS_SHARED_BYTES}
+    process = {"process": PROCESS_PRIVATE_BYTES + CUDA_HOST_BYTES}
+    before = {"weights": held.weights, "moments": held.moments} if offloaded else {}
+    trained = {"gradients": held.gradients, "buffers": MEMORY_BYTES + held.update} if offloaded else {}
+    states = {**process, "data": index_bytes, **before}
+    if held.gradients_from_start:
+        states |= {name: size for name, size in trained.items() if name == "gradients"}
+    # Pieces of files pass through pinned memory, which torch keeps.
+    loaded = {**states, "buffers": MEMORY_BYTES}
+    snapshot = _snapshot(config, held.weights + held.moments, steps)
+    private = {
+        "process start": process,
+        "model built": states,
+        "weights loaded": loaded,
+        "optimizer state": loaded,
+        "first forward": loaded,
+        "first backward": {**loaded, **trained},
+        "first step": {**loaded, **trained},
+        "steady peak": {**loaded, **trained, "snapshot": snapshot},
+    }
+    return tuple(PhaseMemory(name, sizes, shared) for name, sizes in private.items())
 
 
 def _kept(now: dict[str, int], most: int) -> dict[str, int]:

@@ -11,13 +11,14 @@ UNCERTAINTY = 0.08
 
 def hopeless(plan: Plan) -> bool:
     """It does not fit even if the plan is as much too high as plans have been."""
-    return plan.peak_bytes_per_rank * (1 - UNCERTAINTY) > plan.limit_bytes
+    of_host = plan.host_peak_bytes_per_rank * (1 - UNCERTAINTY) > plan.host_limit_bytes
+    return of_host or plan.peak_bytes_per_rank * (1 - UNCERTAINTY) > plan.limit_bytes
 
 
 def problems(plan: Plan, machine: Machine) -> list[str]:
     """Each thing that is short, in words; none: it fits."""
     found = []
-    if not plan.fits:
+    if plan.peak_bytes_per_rank > plan.limit_bytes:
         peak, limit = plan.peak_bytes_per_rank, plan.limit_bytes
         beside = f", of which the processes beside them have {_gib(plan.beside_bytes)}" if plan.beside_bytes else ""
         where = "of GPU memory" if plan.device == "cuda" else "of memory"
@@ -25,6 +26,12 @@ def problems(plan: Plan, machine: Machine) -> list[str]:
             f"a rank needs {_gib(peak)} {where} in the phase `{plan.peak.name}` and can have {_gib(limit)}"
             f" ({plan.ranks_per_node} a node of {_gib(plan.limit_bytes_per_node)}{beside}):"
             f" {_gib(peak - limit)} too much"
+        )
+    if plan.host_peak_bytes_per_rank > plan.host_limit_bytes:
+        peak, limit = plan.host_peak_bytes_per_rank, plan.host_limit_bytes
+        found.append(
+            f"a rank needs {_gib(peak)} of the machine's memory beside its GPU's and can have {_gib(limit)}"
+            f" ({plan.ranks_per_node} a node of {_gib(plan.host_limit_bytes_per_node)}): {_gib(peak - limit)} too much"
         )
     if machine.shm_bytes is not None and plan.shm_bytes_per_node > machine.shm_bytes:
         found.append(f"/dev/shm has {_gib(machine.shm_bytes)} and {_gib(plan.shm_bytes_per_node)} are needed there")

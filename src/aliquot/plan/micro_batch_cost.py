@@ -6,6 +6,8 @@ from collections import defaultdict
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+from aliquot.loss.logits_room import HOST_BYTES
+
 # ("matmul", batch, m, k, n, itemsize) -> how often; ("memory", operation, bytes of its largest tensor) -> bytes moved;
 # ("calls",) -> operations of any kind.
 Work = defaultdict[tuple[Any, ...], float]
@@ -23,6 +25,7 @@ class Step:
     looks_up: bool  # the embedding's gradient is a row a token, as in engine host; else a whole table
     head_gradient: bool  # the head's gradient exists as a whole; engine host writes it into its ring piece by piece
     compiled: bool = False  # decoder layers
+    logits_bytes: int = HOST_BYTES  # that the loss keeps at once
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,16 @@ from aliquot.config.engine_choice import chosen_engine
 from aliquot.config.on_disk import OnDisk
 from aliquot.config.plan import DISK_PART, PhaseMemory, Plan
 from aliquot.config.schema import RunConfig
+from aliquot.config.unsharded import SHARDED, Unsharded
 from aliquot.config.workload import Workload
 from aliquot.engines.deepspeed.deepspeed_memory import building, deepspeed_memory
 from aliquot.engines.fsdp.fsdp_memory import fsdp_memory
 from aliquot.engines.held_memory import Held
 from aliquot.engines.host.host_memory import disk_use, host_memory
 from aliquot.launch.rank_layout import RankLayout
+from aliquot.loss.logits_room import logits_room
 from aliquot.plan.calibrate import make_known
-from aliquot.plan.engine_memory import beside_bytes, phases
+from aliquot.plan.engine_memory import beside_bytes, beside_on_cpu, beside_on_gpu, host_phases, phases
 from aliquot.plan.kernel_shapes import kernel_shapes
 from aliquot.plan.micro_batch_cost import MicroBatchCost, Step
 from aliquot.plan.planned_machine import GIB, Machine
@@ -30,6 +32,7 @@ from aliquot.plan.rates import Rates, estimated
 from aliquot.plan.spill import MARGIN, spilled
 from aliquot.plan.timing import MicroBatchTime, StepTime, evaluation_time, step_time
 from aliquot.plan.traffic import traffic
+from aliquot.plan.unsharding import most_unsharded
 
 _MOST_MICRO_BATCHES = 4096  # of a rank, to find a step of which that is true
 DISK_BYTES_PER_S = 0.5e9  # a node, assumed: a volume or file system of the cloud; local NVMe is faster
@@ -71,8 +74,7 @@ class Planner:
         engine = self.engine(config, layout)
         size = batch_size(config.train, layout.world_size)
         micro_batches = size.micro_batches(layout.world_size, config.data.source_count)
-        cost = self.model.cost_of(_step(config, engine, layout), workload, size.micro, approximate)
-        moved = traffic(config, engine, self.shape, layout, micro_batches)
+        cost = self.model.cost_of(_step(config, engine, layout, self.machine), workload, size.micro, approximate)
         rates = self.rates(layout)
         each = self._time(cost, rates)
         steps = _steps(config, workload, size.total)
@@ -81,23 +83,33 @@ class Planner:
         limit = self._limit(config, layout)
         beside = beside_bytes(config, layout.world_size) if layout.device == "cpu" else 0
 
-        def phases_with(on_disk: OnDisk) -> tuple[Held, tuple[PhaseMemory, ...]]:
-            held = self._held(config, engine, layout, cost, on_disk)
-            return held, phases(config, held, cost, workload.index_bytes, steps, told)
+        on_gpu, offloaded = layout.device == "cuda", config.shard.offload == "cpu"
 
-        def too_much(on_disk: OnDisk) -> float:
-            most = max(phase.per_rank(layout.ranks_per_node) for phase in phases_with(on_disk)[1])
+        def phases_with(on_disk: OnDisk, kept: Unsharded = SHARDED) -> tuple[Held, tuple[PhaseMemory, ...]]:
+            held = self._held(config, engine, layout, cost, on_disk, kept)
+            if not on_gpu:
+                beside = beside_on_cpu(config, held, workload.index_bytes, steps)
+                return held, phases(config, held, cost, beside, told)
+            left = replace(held, weights=0, gradients=0, moments=0, update=0) if offloaded else held
+            return held, phases(config, left, cost, beside_on_gpu(layout.world_size), [])
+
+        def too_much(on_disk: OnDisk, kept: Unsharded = SHARDED) -> float:
+            most = max(phase.per_rank(layout.ranks_per_node) for phase in phases_with(on_disk, kept)[1])
             return most - (1 - MARGIN) * (limit - beside) / layout.ranks_per_node
 
         goes_to_disk = config.shard.offload == "disk" and engine == "host"
         on_disk = spilled(self.shape, layout, too_much) if goes_to_disk else OnDisk()
-        held, found = phases_with(on_disk)
+        kept = SHARDED
+        if on_gpu and engine == "fsdp":
+            kept = most_unsharded(micro_batches, lambda each: too_much(OnDisk(), each) <= 0)
+        held, found = phases_with(on_disk, kept)
+        moved = traffic(config, engine, self.shape, layout, micro_batches, kept)
         disk = disk_use(config, self.shape, layout, on_disk, micro_batches)
         disk_rate = self.machine.disk_bytes_per_s or DISK_BYTES_PER_S
 
         def time_of(count: int) -> StepTime:
             used = disk_use(config, self.shape, layout, on_disk, count)
-            passed = moved if count == micro_batches else traffic(config, engine, self.shape, layout, count)
+            passed = moved if count == micro_batches else traffic(config, engine, self.shape, layout, count, kept)
             return step_time(engine, each, held, passed, layout, count, rates, used, disk_rate)
 
         took = time_of(micro_batches)
@@ -119,6 +131,8 @@ class Planner:
             threads_per_rank=layout.threads_per_rank,
             instance=self.machine.instance.name if self.machine.instance is not None else None,
             phases=found,
+            host_phases=host_phases(config, held, offloaded, workload.index_bytes, steps) if on_gpu else (),
+            host_limit_bytes_per_node=self._wanted(config),
             shm_bytes_per_node=_NCCL_SHM_BYTES * layout.ranks_per_node if layout.device == "cuda" else 0,
             limit_bytes_per_node=limit,
             wire_bytes_per_step=moved.wire_bytes,
@@ -137,6 +151,7 @@ class Planner:
             export_bytes=moved.export_bytes,
             beside_bytes=beside,
             on_disk=on_disk,
+            unsharded=kept,
             scratch_bytes_per_node=disk.size // layout.nodes,
             scratch_moved_per_step=disk.update + disk.beside_read + disk.beside_written,
             scratch_written_per_step=disk.written,
@@ -167,23 +182,24 @@ class Planner:
 
     def _limit(self, config: RunConfig, layout: RankLayout) -> int:
         """Bytes that all ranks of a node may have together."""
-        there = self.machine.memory_for(layout)
-        wanted = config.shard.memory
-        return there if wanted is None or layout.device == "cuda" else min(there, int(wanted * GIB))
+        return self.machine.memory_for(layout) if layout.device == "cuda" else self._wanted(config)
 
-    def _held(self, config: RunConfig, engine: str, layout: RankLayout, cost: MicroBatchCost, on_disk: OnDisk) -> Held:
+    def _wanted(self, config: RunConfig) -> int:
+        """Bytes of the machine's memory."""
+        there, wanted = self.machine.memory_bytes, config.shard.memory
+        return there if wanted is None else min(there, int(wanted * GIB))
+
+    def _held(
+        self, config: RunConfig, engine: str, layout: RankLayout, cost: MicroBatchCost, on_disk: OnDisk, kept: Unsharded
+    ) -> Held:
         if engine == "host":
             return host_memory(config, self.shape, layout, on_disk)
         if engine == "deepspeed":
-            held = deepspeed_memory(config, self.shape, layout)
-        else:
-            held = fsdp_memory(config, self.shape, layout, cost.backward_bytes, cost.layer_bytes)
-        if layout.device == "cuda" and config.shard.offload == "cpu":
-            held = replace(held, weights=0, gradients=0, moments=0, update=0)  # the phases are of the GPU's memory
-        return held
+            return deepspeed_memory(config, self.shape, layout)
+        return fsdp_memory(config, self.shape, layout, cost.backward_bytes, cost.layer_bytes, kept)
 
 
-def _step(config: RunConfig, engine: str, layout: RankLayout) -> Step:
+def _step(config: RunConfig, engine: str, layout: RankLayout, machine: Machine) -> Step:
     return Step(
         precision=config.train.precision,
         checkpointing=config.train.gradient_checkpointing,
@@ -191,6 +207,7 @@ def _step(config: RunConfig, engine: str, layout: RankLayout) -> Step:
         looks_up=engine == "host",
         head_gradient=engine != "host",
         compiled=config.train.compile == "layers",
+        logits_bytes=logits_room(machine.gpu_memory_bytes if layout.device == "cuda" else None),
     )
 
 

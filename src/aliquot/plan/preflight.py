@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from aliquot.config.plan import PhaseMemory, Plan
 from aliquot.config.schema import RunConfig
 from aliquot.config.workload import Workload
 from aliquot.errors import DoesNotFitError, PlanError, StorageError, UserError
@@ -30,7 +31,8 @@ def plan_before(
     force: bool,
     warn: Callable[[str], None],
 ) -> dict[str, Any]:
-    """The plan as JSON, and in `peak_bytes` what a rank will hold at most in each phase.
+    """The plan as JSON, and in `peak_bytes` what a rank will hold at most in each phase; of one that computes on a GPU
+    that is GPU memory, and `host_peak_bytes` is the machine's.
 
     Raises UserError where they are too many even if the plan is as far off as plans have been, unless `force`; warns
     where that is not sure. A plan that cannot be made keeps no run from starting: it warns, and returns nothing.
@@ -65,5 +67,8 @@ def plan_before(
         if fit.hopeless(least) and not force:
             raise DoesNotFitError(f"this run would not fit: {told}; raise MIN (--force starts it all the same)")
         warn(f"this run may not fit: {told}")
-    peaks = {phase.name: phase.per_rank(plan.ranks_per_node) for phase in plan.phases}
-    return plan.as_json() | {"peak_bytes": peaks}
+    return plan.as_json() | {"peak_bytes": _peaks(plan.phases, plan), "host_peak_bytes": _peaks(plan.host_phases, plan)}
+
+
+def _peaks(phases: tuple[PhaseMemory, ...], plan: Plan) -> dict[str, int]:
+    return {phase.name: phase.per_rank(plan.ranks_per_node) for phase in phases}

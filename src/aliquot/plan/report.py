@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from aliquot.catalogue.instances import PRICES_DATE, PRICES_REGION
-from aliquot.config.plan import Plan
+from aliquot.config.plan import PhaseMemory, Plan
 from aliquot.plan.planner import DISK_BYTES_PER_S
 from aliquot.plan.search import Candidate
 
@@ -37,6 +37,7 @@ def summary(plan: Plan, problems: Sequence[str], machine: str, assumed: str) -> 
         f" {_size(plan.local_bytes_per_step)}",
         f"disk            {_size(plan.disk_read_bytes)} read at start, {_size(plan.checkpoint_bytes)} a checkpoint",
         *([f"on disk         {plan.disk_words}"] if plan.disk_words else []),
+        *([f"kept whole      {plan.unsharded.words} within a step, as they fit"] if plan.unsharded else []),
         f"step            {_seconds(plan.step_s)}, {plan.bottleneck}",
         f"speed           {plan.speed} ({assumed})",
         *_whole(plan),
@@ -46,8 +47,16 @@ def summary(plan: Plan, problems: Sequence[str], machine: str, assumed: str) -> 
     if problems:  # not `plan.fits`: that is about memory alone
         verdict = Text("does not fit: " + "; ".join(problems), style="red")
     else:
-        verdict = Text(f"fits: {_gib(plan.peak_bytes_per_rank)} of {_gib(plan.limit_bytes)} a rank", style="green")
-    return Group(Text(head), verdict, Text(), phases(plan), Text(), Text("\n".join(lines)))
+        of_gpu = " of GPU memory" if plan.host_phases else ""
+        told = f"fits: {_gib(plan.peak_bytes_per_rank)} of {_gib(plan.limit_bytes)}{of_gpu} a rank"
+        if plan.host_phases:
+            told += f", {_gib(plan.host_peak_bytes_per_rank)} of {_gib(plan.host_limit_bytes)} of the machine's"
+        verdict = Text(told, style="green")
+    tables = [phases(plan, plan.phases, "GPU memory" if plan.host_phases else "")]
+    tables += [phases(plan, plan.host_phases, "the machine's memory")] if plan.host_phases else []
+    return Group(
+        Text(head), verdict, *(part for each in tables for part in (Text(), each)), Text(), Text("\n".join(lines))
+    )
 
 
 def fewest(plan: Plan) -> str:
@@ -58,20 +67,23 @@ def fewest(plan: Plan) -> str:
     )
 
 
-def phases(plan: Plan) -> Table:
-    """Bytes by category, a line a phase; shared memory as this rank's share."""
-    large = plan.peak_bytes_per_rank >= 8 << 30
+def phases(plan: Plan, shown: Sequence[PhaseMemory], memory: str) -> Table:
+    """Bytes of one `memory` by category, a line a phase; what is shared as this rank's share."""
+    sizes_of = {phase.name: phase.per_rank(plan.ranks_per_node) for phase in shown}
+    peak = max(sizes_of, key=lambda name: sizes_of[name])
+    large = sizes_of[peak] >= 8 << 30
     unit, divisor, form = ("GiB", 2**30, ",.2f") if large else ("MiB", 2**20, ",.0f")
-    title = f"{unit} of a rank, foreseen: its own, and its share of what is shared"
+    of = f"{unit} of {memory} of a rank" if memory else f"{unit} of a rank"
+    title = f"{of}, foreseen: its own, and its share of what is shared"
     table = Table(title=title, box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("phase", no_wrap=True)
     for column in ("all", *COLUMNS, "shared"):
         table.add_column(column, justify="right", no_wrap=True)
-    for phase in plan.phases:
+    for phase in shown:
         own = [sum(phase.private_bytes.get(name, 0) for name in names) for names in COLUMNS.values()]
-        sizes = (phase.per_rank(plan.ranks_per_node), *own, sum(phase.shared_bytes.values()) / plan.ranks_per_node)
+        sizes = (sizes_of[phase.name], *own, sum(phase.shared_bytes.values()) / plan.ranks_per_node)
         row = [f"{size / divisor:{form}}" if size else "" for size in sizes]
-        table.add_row(phase.name, *row, style="bold" if phase is plan.peak else None)
+        table.add_row(phase.name, *row, style="bold" if phase.name == peak else None)
     return table
 
 

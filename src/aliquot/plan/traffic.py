@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from aliquot.config.schema import RunConfig
+from aliquot.config.unsharded import SHARDED, Unsharded
 from aliquot.engines.deepspeed.deepspeed_memory import KEPT_NUMEL, persistent_numel
 from aliquot.engines.host.host_memory import published_bytes, sent_itemsize
 from aliquot.launch.rank_layout import RankLayout
@@ -31,8 +32,15 @@ class Traffic:
     evaluated: float  # of what a micro-batch sends or stages, the fraction that its evaluation does
 
 
-def traffic(config: RunConfig, engine: str, shape: ModelShape, layout: RankLayout, micro_batches: int) -> Traffic:
-    """`micro_batches`: of a rank and optimizer step."""
+def traffic(
+    config: RunConfig,
+    engine: str,
+    shape: ModelShape,
+    layout: RankLayout,
+    micro_batches: int,
+    kept: Unsharded = SHARDED,
+) -> Traffic:
+    """`micro_batches`: of a rank and optimizer step; `kept`: by engine fsdp."""
     compute = 2 if config.train.precision == "bf16" else 4
     added = 0 if config.adapter is None else shape.learned_numel  # beside the model that is read
     read = (shape.numel - added) * shape.dtype_bytes if config.model.path is not None else 0
@@ -46,16 +54,16 @@ def traffic(config: RunConfig, engine: str, shape: ModelShape, layout: RankLayou
         wire = weights + (layout.nodes - 1) * _reduced(config, shape, layout, micro_batches) * sent_itemsize(config)
         shared = micro_batches * layout.world_size * _staged(config, shape, compute)
     elif engine == "fsdp":
-        wire, local, shared = _fsdp(config, shape, layout, micro_batches, compute)
+        wire, local, shared = _fsdp(config, shape, layout, micro_batches, compute, kept)
         evaluated = 1 / 6 if layout.device == "cpu" else 1 / 4  # gathered once, beside again and reduced in fp32
     elif engine == "deepspeed":
         # What is wanted again soon stays gathered (deepspeed_memory.py), small weights until they are updated;
         # gradients are reduced in the compute dtype.
-        kept = persistent_numel(config, shape, layout)
+        small = persistent_numel(config, shape, layout)
         twice = shape.numel - min(shape.numel, KEPT_NUMEL)
         reduced = compute * shape.numel * (2 if layout.device == "cpu" else 1)
-        each = compute * max(0, shape.numel + twice - kept) + reduced
-        wire, local = _ring(layout, micro_batches * each + compute * kept)
+        each = compute * max(0, shape.numel + twice - small) + reduced
+        wire, local = _ring(layout, micro_batches * each + compute * small)
         evaluated = 1 / 4 if layout.device == "cpu" else 1 / 3
     return Traffic(wire, weights, local, shared, read, _checkpoint(config, shape), export, evaluated)
 
@@ -110,9 +118,10 @@ def _different(vocabulary: int, drawn: int) -> int:
 
 
 def _fsdp(
-    config: RunConfig, shape: ModelShape, layout: RankLayout, micro_batches: int, compute: int
+    config: RunConfig, shape: ModelShape, layout: RankLayout, micro_batches: int, compute: int, kept: Unsharded
 ) -> tuple[int, int, int]:
-    """Weights are gathered in the forward and the backward pass, the root's once; gradients reduced in fp32.
+    """Weights are gathered in the forward and the backward pass, the root's once; gradients reduced in fp32. What is
+    `kept` is once a step.
 
     Over gloo and nccl a collective is a ring: each rank sends (N - 1) / N of it, and of N edges as many as there are
     hosts lead to another one. gloo's reduce-scatter is an all-reduce, twice the bytes; nccl's is not.
@@ -121,13 +130,13 @@ def _fsdp(
     if ranks == 1:
         return 0, 0, 0
     root, *others = shape.padded_groups(ranks)
-    gathered, learned = compute * (root + 2 * sum(others)), sum(shape.learned_padded_groups(ranks))
+    gathers = compute * (root + sum(others) if kept.weights else micro_batches * (root + 2 * sum(others)))
+    reduced = (1 if kept.gradients else micro_batches) * 4 * sum(shape.learned_padded_groups(ranks))
     on_one_host = layout.device == "cpu" and layout.nodes == 1 and config.shard.collectives != "gloo"
     if on_one_host:
         # engines/fsdp/fsdp_collectives.py: each rank stages its shard, and all of its gradients.
-        return 0, 0, micro_batches * (gathered + ranks * 4 * learned)
-    reduced = 4 * learned * (2 if layout.device == "cpu" else 1)
-    return *_ring(layout, micro_batches * (gathered + reduced)), 0
+        return 0, 0, gathers + ranks * reduced
+    return *_ring(layout, gathers + reduced * (2 if layout.device == "cpu" else 1)), 0
 
 
 def _ring(layout: RankLayout, size_bytes: int) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from aliquot.errors import UserError
 from aliquot.observe.report.page import MARKER, render, write_report
 from aliquot.observe.report.read_run import read_run
 from aliquot.observe.report.svg import thinned, ticks
-from tests.observe.report.directories import MIB, plan, rows, start, step, whole_run, write_run
+from tests.observe.report.directories import MACHINE, MIB, plan, rows, start, step, whole_run, write_run
 
 VOID = {"meta", "link", "br"}
 
@@ -354,3 +354,28 @@ def test_thinning_keeps_the_extremes(values: list[float]) -> None:
     assert len(kept) <= max(100, len(points) if len(points) <= 100 else 0)
     assert {min(values), max(values)} <= {value for _, value in kept}
     assert kept == sorted(kept) and set(kept) <= set(points)
+
+
+def test_of_a_gpu_its_own_memory_is_drawn_beside_the_machines(tmp_path: Path) -> None:
+    told = [
+        row | {"gpu": {
+            "allocated_bytes": 700 * MIB, "reserved_bytes": 800 * MIB, "beside_bytes": 600 * MIB,
+            "peak_bytes": (3000 + i) * MIB, "planned_bytes": 3100 * MIB, "accounted_bytes": {"weights": 512 * MIB},
+        }}
+        for i, row in enumerate(rows(ranks=1))
+    ]  # fmt: skip
+    machine = {**MACHINE, "gpus": ["Some GPU"], "gpu_memory_bytes": 4000 * MIB}
+    on_host = [{"name": "first step", "private_bytes": {"process": 321 * MIB}, "shared_bytes": {}}]
+    foreseen = plan() | {"phases": [], "host_phases": on_host, "ranks_per_node": 1}
+    foreseen["host_peak_bytes_per_rank"] = 999 * MIB
+    steps = [step(n, memory_bytes=[500 * MIB], gpu_memory_bytes=[1500 * MIB]) for n in range(1, 5)]
+    run = write_run(
+        tmp_path / "gpu", ledger=told, plan=foreseen, steps=steps, events=[start(machine=machine, world_size=1)]
+    )
+    page = Page(render([read_run(run)]))
+    assert {"GPU memory of rank 0", "Memory of rank 0", "GPU memory while training"} <= set(
+        re.findall(r"(?:GPU memory|Memory) (?:of rank 0|while training)", page.text)
+    )
+    assert "limit 3.91 GiB" in page.text  # of the GPU, not of the machine
+    assert "context, NCCL, allocator" in page.text and "0.31 GiB" in page.text
+    assert "of the machine's memory 0.98 GiB" in page.text  # planned

@@ -28,7 +28,7 @@ from aliquot.engines.saved_bytes import SavedBytes
 from aliquot.errors import SelfTestError
 from aliquot.launch.topology import Topology
 from aliquot.loaders.zero3 import cast_parameters, import_deepspeed, partition, partition_range
-from aliquot.loss.base import HeadLoss
+from aliquot.loss.base import Chosen, HeadLoss
 from aliquot.loss.head_loss import head_loss_on
 from aliquot.models import calls, recompute
 from aliquot.models.batch import MicroBatch
@@ -168,7 +168,7 @@ class DeepspeedEngine:
         """The summed loss, detached, and what backward() starts from."""
         fed = (batch or MicroBatch.empty()).with_equal_calls().to(self._device)
         result: tuple[Tensor, Tensor] = self._engine(
-            fed.input_ids, fed.position_ids, fed.labels, Documents(fed.edges, self._attention), scale
+            fed.input_ids, fed.position_ids, fed.labels, Documents(fed.edges, self._attention), scale, fed.chosen
         )
         return result
 
@@ -233,14 +233,21 @@ class _Training(nn.Module):
         return cast(nn.Module, self.model.get_output_embeddings())  # type: ignore[operator]
 
     def forward(
-        self, ids: Tensor, positions: Tensor, labels: Tensor, documents: Documents, scale: float
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        labels: Tensor,
+        documents: Documents,
+        scale: float,
+        chosen: Chosen | None,
     ) -> tuple[Tensor, Tensor]:
         if not self.fused:
             loss = calls.whole_logits_loss(self.model, ids, positions, labels, documents)
             summed, scaled = loss.detach(), loss * scale
         else:
             hidden = calls.hidden_states(self.model, ids, positions, documents)
-            summed, scaled = self.head_loss(hidden, cast(nn.Parameter, self.head.weight), labels, scale)
+            head = cast(nn.Parameter, self.head.weight)
+            summed, scaled = self.head_loss(hidden, head, labels, scale, chosen=chosen)
         return summed, calls.with_auxiliary(self.model, scaled, scale, labels, documents)
 
 

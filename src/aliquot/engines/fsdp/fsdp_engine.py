@@ -38,7 +38,7 @@ from aliquot.engines.global_norm import global_norm
 from aliquot.engines.saved_bytes import SavedBytes
 from aliquot.errors import EngineError
 from aliquot.launch.topology import Topology
-from aliquot.loss.base import HeadLoss
+from aliquot.loss.base import Chosen, HeadLoss
 from aliquot.loss.head_loss import head_loss_on
 from aliquot.models import calls, recompute
 from aliquot.models.batch import MicroBatch
@@ -84,10 +84,14 @@ class FsdpEngine:
         self._attention = attention_on(topology.device, spec.packs)
         self._fused = spec.fused_loss
         self._wire_bytes = 0
+        self._groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._kept = spec.unsharded
+        self._gathered = False  # all weights are, because they are kept
         self._stage = stage  # None: gloo or nccl carries the collectives
-        groups = [_numel(module) for module in model.modules() if isinstance(module, FSDPModule)]
+        groups = [_numel(module) for module in self._groups]
         # The root's group stays gathered while the largest layer is; a single rank gathers a copy all the same.
-        self._gathered_bytes = spec.compute_dtype.itemsize * (groups[0] + max(groups[1:], default=0))
+        most = sum(groups) if self._kept.weights else groups[0] + max(groups[1:], default=0)
+        self._gathered_bytes = spec.compute_dtype.itemsize * most
 
     @classmethod
     def build(cls, meta: nn.Module, spec: EngineSpec, topology: Topology) -> Self:
@@ -104,8 +108,12 @@ class FsdpEngine:
             if not parameter.requires_grad:
                 parameter.data = parameter.data.to(spec.compute_dtype)
         scalars = {parameter for parameter in meta.parameters() if parameter.ndim == 0}  # FSDP2 shards none
+        reshard = False if spec.unsharded.weights else None  # None: all but the root
         for group in _groups(meta):
-            fully_shard(group, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=scalars or None)
+            fully_shard(
+                group, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=scalars or None,
+                reshard_after_forward=reshard,
+            )  # fmt: skip
         stage = _share_memory(meta, spec, topology)
         if spec.fused_loss:
             _add_fused_loss(meta, head_loss_on(topology.device))
@@ -161,19 +169,33 @@ class FsdpEngine:
         self._model.train()
         if batch is not None and self._spec.dropout:
             torch.manual_seed(batch.seed)
-        # Reduced at every micro-batch: unsharded accumulation would cost 4 bytes x all parameters on every rank.
+        self._keep_until(last)
         with self._activations.measure():
             summed, scaled = self._loss(batch, scale)
         self._spec.phase("forward")
         scaled.backward()  # type: ignore[no-untyped-call]
         self._spec.phase("backward")
         calls = self._calls_of(batch)
-        self._count_wire(gathers=2 * calls, reduces=calls)
+        self._count_wire(
+            gathers=(0 if self._gathered else 1) if self._kept.weights else 2 * calls,
+            reduces=0 if self._kept.gradients and not last else calls,
+        )
+        self._gathered = self._kept.weights and not last
         return summed
+
+    def _keep_until(self, last: bool) -> None:
+        """Gradients are reduced at every micro-batch, weights dropped in every backward pass: kept they cost 4 and 2
+        bytes x all parameters on every rank. Where the plan has found room for them they are only in the last."""
+        for module in self._groups:
+            if self._kept.gradients:
+                module.set_requires_gradient_sync(last, recurse=False)
+            if self._kept.weights:
+                module.set_reshard_after_backward(last, recurse=False)
 
     def evaluate(self, batch: MicroBatch | None) -> Tensor:
         self._model.eval()
-        self._count_wire(gathers=self._calls_of(batch), reduces=0)
+        self._count_wire(gathers=0 if self._gathered else self._calls_of(batch), reduces=0)
+        self._gathered = self._kept.weights
         with torch.no_grad():
             return self._loss(batch, 1.0)[0]
 
@@ -188,7 +210,7 @@ class FsdpEngine:
             loss = calls.whole_logits_loss(self._model, *inputs)
             summed, scaled = loss.detach(), loss * scale
         else:
-            summed, scaled = self._model.fused_loss(*inputs, scale)  # type: ignore[operator]
+            summed, scaled = self._model.fused_loss(*inputs, scale, fed.chosen)  # type: ignore[operator]
         return summed, calls.with_auxiliary(self._model, scaled, scale, fed.labels, inputs[-1])
 
     def step(self, learning_rate: float, max_grad_norm: float | None) -> StepResult:
@@ -287,14 +309,22 @@ def _add_fused_loss(model: nn.Module, head_loss: HeadLoss) -> None:
     """Give model and head a method `fused_loss`, for which FSDP2 gathers their weights as for a call of `forward`."""
     head = model.get_output_embeddings()  # type: ignore[operator]
 
-    def of_head(head: nn.Module, hidden: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        return head_loss(hidden, cast("nn.Parameter", head.weight), labels, scale)
+    def of_head(
+        head: nn.Module, hidden: Tensor, labels: Tensor, scale: float, chosen: Chosen | None
+    ) -> tuple[Tensor, Tensor]:
+        return head_loss(hidden, cast("nn.Parameter", head.weight), labels, scale, chosen=chosen)
 
     def of_model(
-        model: nn.Module, ids: Tensor, positions: Tensor, labels: Tensor, documents: Documents, scale: float
+        model: nn.Module,
+        ids: Tensor,
+        positions: Tensor,
+        labels: Tensor,
+        documents: Documents,
+        scale: float,
+        chosen: Chosen | None,
     ) -> tuple[Tensor, Tensor]:
         hidden = calls.hidden_states(model, ids, positions, documents)
-        result: tuple[Tensor, Tensor] = head.fused_loss(hidden, labels, scale)
+        result: tuple[Tensor, Tensor] = head.fused_loss(hidden, labels, scale, chosen)
         return result
 
     for module, method in ((head, of_head), (model, of_model)):

@@ -67,7 +67,7 @@ def _sections(run: Run) -> list[tuple[str, str, list[Figure]]]:
         ("learning", "Learning", learning),
         ("speed", "Speed", [figures.speed(run), figures.utilisation(run)]),
         ("time", "Time of a step", [figures.parts(run)]),
-        ("memory", "Memory", [*memory_figures.memory(run), memory_figures.memory_over_steps(run)]),
+        ("memory", "Memory", [*memory_figures.memory(run), *memory_figures.memory_over_steps(run)]),
         ("traffic", "Traffic", [figures.traffic(run)]),
     ]
 

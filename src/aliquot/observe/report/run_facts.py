@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 from aliquot.observe.readable import duration, gib, rate
 from aliquot.observe.report.figure import Table
-from aliquot.observe.report.memory_figures import limit_bytes, top_bytes
+from aliquot.observe.report.memory_figures import host_top_bytes, limit_bytes, top_bytes
 from aliquot.observe.report.read_run import Object, Run, number
 from aliquot.observe.report.series import average, ceiling_of, mean_parts, per_step
 from aliquot.observe.report.words import compact, in_bytes, percent, seconds, significant
@@ -81,8 +81,10 @@ def foresight(run: Run) -> Table:
     between, on_hosts = (number(plan.get(f"{where}_bytes_per_step")) for where in ("wire", "local"))
     passed_on = between + on_hosts if between is not None and on_hosts is not None else None
     peak = max(map(top_bytes, run.rows)) if run.rows else None
+    of_host = host_top_bytes(run)
     compared: list[tuple[str, float | None, float | None, Callable[[float], str]]] = [
         ("peak memory of a rank", number(plan.get("peak_bytes_per_rank")), peak, gib),
+        *([("of the machine's memory", number(plan.get("host_peak_bytes_per_rank")), of_host, gib)] if of_host else []),
         ("real tokens/s", number(plan.get("tokens_per_s")), speed[0] if speed is not None else None, compact),
         ("a step", number(plan.get("step_s")), spent or None, seconds),
         ("network with loopback, all ranks, a step", passed_on, ranks * wire[-1][1] if wire else None, in_bytes),

@@ -1,0 +1,307 @@
+"""Training on one GPU: aliquot beside HF Trainer, FSDP2 with flex_attention and DeepSpeed ZeRO-3, and its own plan.
+
+python benchmarks/gpu.py PART [--shape 1b] [--documents packed] --json gpu.json
+
+PART is speed, load or plan; each call adds its rows to the file, so that none takes ten minutes. Contestants alternate,
+each a new process; a matmul before and after each is the ceiling. All of the issue's table:
+
+  for shape in 125m 1b 8b; do for documents in packed short full; do
+    python benchmarks/gpu.py speed --shape $shape --documents $documents --json gpu.json; done; done
+  python benchmarks/gpu.py load --shape 8b --json gpu.json
+  for shape in 125m 1b; do python benchmarks/gpu.py plan --shape $shape --json gpu.json; done
+
+--device cpu --shape tiny runs all of it without a GPU, which shows that it works and measures nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import yaml
+from benchmarks.contestants import Work, quiet
+from benchmarks.layouts import LLAMA_1B, LLAMA_8B, LLAMA_125M, generate, llama_config
+from benchmarks.report import Row, Target, finish, target
+from benchmarks.worlds import run_world, tell, warm
+
+TINY = {**LLAMA_125M, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512}
+TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+SHAPES = {"tiny": TINY, "125m": LLAMA_125M, "1b": LLAMA_1B, "8b": LLAMA_8B}
+TOKENS = {"tiny": 256}  # of a row; others 8,192
+RECOMPUTED = {"1b": "selective", "8b": "full"}
+OFFLOADED = ("8b",)  # 16 bytes a parameter are more than a GPU has
+DOCUMENTS = {"packed": 512, "short": 65, "full": 1 << 30}  # mean length; of "full" one fills a row
+WARM = 3  # steps that compile and choose kernels
+_TIMEOUT_S = 280
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("part", choices=["speed", "load", "plan"])
+    arguments.add_argument("--shape", choices=list(SHAPES), default="1b")
+    arguments.add_argument("--documents", choices=list(DOCUMENTS), default="packed")
+    arguments.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    arguments.add_argument("--steps", type=int, default=10)
+    arguments.add_argument("--rounds", type=int, default=1)
+    arguments.add_argument("--only", help="contestants, separated by semicolons")
+    arguments.add_argument("--directory", type=Path, help="where a checkpoint to load is made")
+    arguments.add_argument("--json", type=Path)
+    given = arguments.parse_args()
+    if given.part == "speed":
+        found = speed(given)
+    elif given.part == "load":
+        found = load(given)
+    else:
+        found = [planned(given)]
+    before = json.loads(given.json.read_text())["rows"] if given.json is not None and given.json.exists() else []
+    keys = [_key(row) for row in found]
+    rows = [row for row in before if _key(row) not in keys] + found  # a part that is measured again replaces itself
+    finish(
+        "training on one GPU" if given.device == "cuda" else "no GPU: the logic alone", rows, targets(rows), given.json
+    )
+
+
+def _key(row: Row) -> tuple[Any, ...]:
+    return tuple(row.get(name) for name in ("part", "device", "shape", "documents", "who"))
+
+
+# Optimizer steps
+
+
+def speed(given: argparse.Namespace) -> list[Row]:
+    from benchmarks.gpu_contestants import CONTESTANTS
+
+    names = given.only.split(";") if given.only else list(CONTESTANTS)
+    taken: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for _ in range(given.rounds):
+        for name in names:
+            wanted = (given.shape, given.documents, given.device, str(given.steps), name)
+            taken[name] += run_world(__file__, 1, "speed", *wanted, timeout_s=_TIMEOUT_S)
+            print(name, taken[name][-1], flush=True)
+    return [_speed_row(given, name, runs) for name, runs in taken.items()]
+
+
+def _speed_row(given: argparse.Namespace, name: str, runs: list[dict[str, Any]]) -> Row:
+    row: Row = {
+        "part": "speed",
+        "device": given.device,
+        "shape": given.shape,
+        "documents": given.documents,
+        "who": name,
+    }
+    failed = next((run["failed"] for run in runs if "failed" in run), None)
+    if failed is not None:
+        return row | {"tokens_per_s": None, "mfu": None, "note": failed}
+    each_s = [statistics.median(run["seconds"]) for run in runs]
+    return row | {
+        "tokens_per_s": statistics.median(run["tokens"] / s for run, s in zip(runs, each_s, strict=True)),
+        "mfu": statistics.median(run["flops"] / s / run["ceiling"] for run, s in zip(runs, each_s, strict=True)),
+        "of_attention": runs[0]["attention_flops"] / runs[0]["flops"],
+        "ceiling_tflops": statistics.median(run["ceiling"] for run in runs) / 1e12,
+        "reserved_gib": max(run["reserved_bytes"] for run in runs) / 2**30,
+    }
+
+
+class _Enough(Exception):
+    """Ends a contestant."""
+
+
+def speed_rank(shape: str, documents: str, device: str, steps: str, name: str) -> None:
+    import torch
+    from benchmarks.gpu_contestants import CONTESTANTS
+    from benchmarks.step import step_flops
+
+    from aliquot.machine.matmul import matmul_rate
+
+    _join(device)
+    numbers, tokens = SHAPES[shape], TOKENS.get(shape, 8192)
+    work = Work(tokens, 1, DOCUMENTS[documents])
+    before = matmul_rate(device, "bf16", lambda: None)  # type: ignore[arg-type]
+    ends: list[float] = []
+
+    def between(step: int) -> None:
+        if device == "cuda":
+            torch.cuda.synchronize()
+        ends.append(time.perf_counter())
+        if step == WARM + int(steps):
+            raise _Enough
+
+    with suppress(_Enough):
+        CONTESTANTS[name](
+            llama_config(numbers), work, device, shape in OFFLOADED, RECOMPUTED.get(shape, "none"), between
+        )
+    reserved = torch.cuda.max_memory_reserved() if device == "cuda" else 0
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()  # for the products
+    measured = range(WARM, WARM + int(steps))
+    flops = statistics.mean(step_flops(numbers, work, 0, step, ranks=1) for step in measured)
+    none = step_flops(numbers, Work(tokens, 1, 1), 0, 0, ranks=1)  # documents of two tokens: as good as no attention
+    tell({
+        "seconds": [b - a for a, b in pairwise(ends)][WARM - 1 :],
+        "tokens": tokens,
+        "flops": flops,
+        "attention_flops": flops - none,
+        "ceiling": (before + matmul_rate(device, "bf16", lambda: None)) / 2,  # type: ignore[arg-type]
+        "reserved_bytes": reserved,
+    })  # fmt: skip
+    os._exit(0)  # peers leave threads behind that abort at exit
+
+
+def _join(device: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    quiet()
+    if device == "cuda":
+        torch.cuda.set_device(0)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+
+
+# Loading
+
+
+def load(given: argparse.Namespace) -> list[Row]:
+    """From a local disk, in the page cache, into the device: both are new processes, and alternate."""
+    with tempfile.TemporaryDirectory(prefix="aliquot-gpu-", dir=given.directory) as folder:
+        generate(Path(folder, "model"), SHAPES[given.shape], 5_000_000_000)
+        warm(Path(folder, "model"))
+        taken: dict[str, list[dict[str, Any]]] = {"transformers": [], "aliquot": []}
+        for _ in range(max(2, given.rounds)):
+            for who, runs in taken.items():
+                runs += run_world(__file__, 1, "load", who, f"{folder}/model", given.device, timeout_s=_TIMEOUT_S)
+    row = {"part": "load", "device": given.device, "shape": given.shape}
+    rows: list[Row] = []
+    for who, runs in taken.items():
+        failed = next((run["failed"] for run in runs if "failed" in run), None)
+        seconds = None if failed else statistics.median(run["seconds"] for run in runs)
+        rows.append(row | {"who": who, "seconds": seconds, **({"note": failed} if failed else {})})
+    return rows
+
+
+def load_rank(who: str, directory: str, device: str) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import aliquot
+
+    _join(device)
+    if device == "cuda":
+        torch.empty(1, device=device)  # the context is nobody's loading
+    began = time.perf_counter()
+    if who == "aliquot":
+        from torch.distributed.device_mesh import init_device_mesh
+
+        config = AutoConfig.from_pretrained(directory)
+        aliquot.load_sharded(config, Path(directory), init_device_mesh(device, (1,)), dtype=torch.bfloat16)
+    else:
+        AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).to(device)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    tell({"seconds": time.perf_counter() - began})
+    os._exit(0)
+
+
+# The plan
+
+
+def planned(given: argparse.Namespace) -> Row:
+    """A run of `aliquot train`: what it foresaw of memory and time, over what came."""
+    tokens, on_gpu = TOKENS.get(given.shape, 8192), given.device == "cuda"
+    with tempfile.TemporaryDirectory() as folder:
+        config = {
+            "run": {"name": "run", "directory": f"{folder}/run"},
+            "model": {"config": llama_config(SHAPES[given.shape])},
+            "data": {
+                "path": str(Path(__file__).parents[1] / "docs" / "*.md"),
+                "tokenizer_vocab_size": 512,
+                "sequence_length": tokens,
+            },
+            "train": {
+                "max_steps": WARM + given.steps,
+                "global_batch_size": 4,
+                "gradient_checkpointing": RECOMPUTED.get(given.shape, "none"),
+            },
+            "shard": {"engine": "fsdp", "offload": "cpu" if on_gpu and given.shape in OFFLOADED else "none"},
+            "checkpoint": {"export": False},
+            "observe": {"console": "quiet", "report_to": []},
+            "launch": {"device": given.device, "ranks": 1},
+        }
+        file = Path(folder, "run.yaml")
+        file.write_text(yaml.safe_dump(config))
+        command = [sys.executable, "-m", "aliquot", "train", str(file)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=2 * _TIMEOUT_S)
+        row: Row = {"part": "plan", "device": given.device, "shape": given.shape, "who": "aliquot"}
+        if done.returncode:
+            return row | {"note": done.stderr.strip().splitlines()[-1][:200]}
+        ledger = json.loads(Path(folder, "run", "ledger.json").read_text())
+        lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
+    steady = ledger["rows"][-1]
+    memory = steady["gpu"] if on_gpu else steady
+    reached = [line["tokens_per_s"] for line in lines if line.get("tokens_per_s")][-1]
+    return row | {
+        "planned_gib": memory["planned_bytes"] / 2**30,
+        "peak_gib": memory["peak_bytes"] / 2**30,
+        "memory_error": abs(memory["planned_bytes"] / memory["peak_bytes"] - 1),
+        "tokens_per_s": reached,
+        "time_error": abs(reached / ledger["plan"]["tokens_per_s"] - 1),
+        "off_by": ledger["plan"]["off_by"],
+    }
+
+
+# Targets: of a GPU alone
+
+
+def targets(rows: list[Row]) -> list[Target]:
+    def one(part: str, shape: str, column: str, who: str = "aliquot", documents: str | None = None) -> float | None:
+        wanted = (part, "cuda", shape, documents, who)
+        value: float | None = next((row.get(column) for row in rows if _key(row) == wanted), None)
+        return value
+
+    def ratio(above: float | None, below: float | None) -> float | None:
+        return above / below if above and below else None
+
+    def of_full(shape: str) -> float | None:
+        """Tokens/s of short documents over those of one long document, as if its attention took no time."""
+        full, share = (one("speed", shape, column, documents="full") for column in ("tokens_per_s", "of_attention"))
+        short = one("speed", shape, "tokens_per_s", documents="short")
+        return ratio(short, None if full is None or share is None else full / (1 - share))
+
+    short = [row for row in rows if row["part"] == "speed" and row["device"] == "cuda" and row["documents"] == "short"]
+    speedups = []
+    for shape in {row["shape"] for row in short}:
+        peers = [row["tokens_per_s"] or 0 for row in short if row["shape"] == shape and row["who"] != "aliquot"]
+        speedups.append(ratio(one("speed", shape, "tokens_per_s", documents="short"), max(peers, default=None)))
+    errors = [row for row in rows if row["part"] == "plan" and row["device"] == "cuda"]
+    seconds = {who: one("load", "8b", "seconds", who) for who in ("transformers", "aliquot")}
+    worst = [max((row[name] for row in errors if name in row), default=None) for name in ("memory_error", "time_error")]
+    return [
+        target("gpu_mfu_1b", one("speed", "1b", "mfu", documents="packed"), 0.70, "higher"),
+        target("gpu_mfu_8b", one("speed", "8b", "mfu", documents="packed"), 0.72, "higher"),
+        target("gpu_speedup", min((each for each in speedups if each), default=None), 1.2, "higher"),
+        target("gpu_packed_of_full", of_full("1b"), 0.95, "higher"),
+        target("gpu_load_8b", ratio(seconds["transformers"], seconds["aliquot"]), 1.5, "higher"),
+        target("gpu_fp8", None, 1.25, "higher"),  # train.precision has no fp8 yet
+        target("gpu_memory_error", worst[0], 0.05, "lower"),
+        target("gpu_time_error", worst[1], 0.12, "lower"),
+    ]
+
+
+if __name__ == "__main__":
+    if "--rank" in sys.argv:
+        {"speed": speed_rank, "load": load_rank}[sys.argv[2]](*sys.argv[3:])
+    else:
+        main()

@@ -1,0 +1,164 @@
+"""Training steps of one rank on a GPU: aliquot's and its peers', on the same rows of documents.
+
+The work of a step: rows of packed documents, AdamW, clipping at 1. Peers do it as their documentation says.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.contestants import Work, aliquot_steps, trainer_arguments
+
+Between = Callable[[int], None]  # told each optimizer step that is done
+
+
+def documents(config: Mapping[str, Any], work: Work, index: int) -> dict[str, torch.Tensor]:
+    """Row `index`, each int64 [T], as packing is told to transformers: positions begin again, and labels[i] is of token
+    i, where the first of a document is predicted by none."""
+    edges = work.edges(index)
+    ids = torch.randint(0, config["vocab_size"], (edges[-1],), generator=torch.Generator().manual_seed(index))
+    labels = ids.clone()
+    labels[list(edges[:-1])] = -100
+    positions = torch.cat([torch.arange(b - a) for a, b in pairwise(edges)])
+    return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+
+def ours(config: Mapping[str, Any], work: Work, device: str, offload: bool, recompute: str, between: Between) -> None:
+    from aliquot.config.unsharded import Unsharded
+    from aliquot.launch.topology import Topology
+
+    settings = {
+        "offload": offload and device == "cuda",
+        "gradient_checkpointing": recompute,
+        "compile": "layers" if device == "cuda" else "none",
+        "unsharded": Unsharded(weights=not offload, gradients=not offload and work.rows > 1),
+    }
+    topology = Topology(0, 1, 0, 1, 0, 1, device, torch.get_num_threads(), ())  # type: ignore[arg-type]
+    _until_told(aliquot_steps("fsdp", config, work, topology, settings), between)
+
+
+def fsdp2(config: Mapping[str, Any], work: Work, device: str, offload: bool, recompute: str, between: Between) -> None:
+    """As torchtitan: fp32 master weights, bf16 compute, each layer compiled and wrapped, flex_attention."""
+    _until_told(_fsdp2(config, work, device, offload, recompute), between)
+
+
+def _fsdp2(config: Mapping[str, Any], work: Work, device: str, offload: bool, recompute: str) -> Iterator[None]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    model = _transformers(config, "flex_attention" if device == "cuda" else "sdpa", torch.float32)
+    if recompute != "none":
+        model.gradient_checkpointing_enable()
+    mesh = init_device_mesh(device, (1,))
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = CPUOffloadPolicy() if offload and device == "cuda" else OffloadPolicy()
+    for layer in model.model.layers:
+        if device == "cuda":
+            layer.compile()
+        fully_shard(layer, mesh=mesh, mp_policy=mixed, offload_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=mixed, offload_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    index = 0
+    while True:
+        for _ in range(work.rows):
+            row = {name: values[None].to(device) for name, values in documents(config, work, index).items()}
+            (model(**row, use_cache=False).loss / work.rows).backward()
+            index += 1
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield
+
+
+def trainer(
+    config: Mapping[str, Any],
+    work: Work,
+    device: str,
+    offload: bool,
+    recompute: str,
+    between: Between,
+    zero3: dict[str, Any] | None = None,
+) -> None:
+    """HF Trainer; flash attention over packed rows where flash_attn is installed, else torch's SDPA."""
+    from transformers import Trainer, TrainerCallback, default_data_collator
+
+    if offload and zero3 is None:
+        raise SystemExit("HF Trainer by itself has no offload")
+
+    class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+        def __len__(self) -> int:
+            return 1_000_000
+
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            return documents(config, work, index)
+
+    class Between(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            between(state.global_step)
+
+    with tempfile.TemporaryDirectory() as folder:
+        more: dict[str, Any] = {"gradient_checkpointing": recompute != "none"}
+        if zero3 is not None:
+            file = Path(folder, "zero3.json")
+            file.write_text(json.dumps(zero3))
+            more["deepspeed"] = str(file)
+        settings = trainer_arguments(folder, "bf16", 1_000_000, 1, work.rows, use_cpu=device == "cpu", **more)
+        flash = "flash_attention_2" if device == "cuda" and find_spec("flash_attn") is not None else "sdpa"
+        model = _transformers(config, flash, torch.float32)
+        Trainer(
+            model=model, args=settings, train_dataset=Rows(), data_collator=default_data_collator, callbacks=[Between()]
+        ).train()
+
+
+def zero3(config: Mapping[str, Any], work: Work, device: str, offload: bool, recompute: str, between: Between) -> None:
+    """HF Trainer and DeepSpeed ZeRO-3, everything that it can decide left to it."""
+    import os
+
+    os.environ["DS_ACCELERATOR"] = device
+    import deepspeed
+
+    # Takes over the group that exists.
+    deepspeed.init_distributed(dist_backend="nccl" if device == "cuda" else "gloo")
+    away = {"device": "cpu", "pin_memory": True}
+    stage3: dict[str, Any] = {"stage": 3, "overlap_comm": device == "cuda"}
+    if offload and device == "cuda":
+        stage3 |= {"offload_optimizer": away, "offload_param": away}
+    settings = {
+        "bf16": {"enabled": True},
+        "zero_optimization": stage3,
+        "gradient_clipping": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 1_000_000,
+    }
+    trainer(config, work, device, offload, recompute, between, settings)
+
+
+CONTESTANTS: dict[str, Callable[..., None]] = {
+    "aliquot": ours,
+    "FSDP2 + flex_attention": fsdp2,
+    "HF Trainer": trainer,
+    "DeepSpeed ZeRO-3": zero3,
+}
+
+
+def _transformers(config: Mapping[str, Any], attention: str, dtype: torch.dtype) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    made = AutoConfig.for_model(**config)
+    return AutoModelForCausalLM.from_config(made, dtype=dtype, attn_implementation=attention)
+
+
+def _until_told(steps: Iterator[None], between: Between) -> None:
+    """`between` ends it with an exception."""
+    for step, _ in enumerate(steps, 1):
+        between(step)

@@ -1,0 +1,95 @@
+"""Batches go to a GPU while it computes the step before: which stream each copy is in, with streams that only say."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from aliquot.data.batches_ahead import BatchesAhead
+from aliquot.data.batches_to_gpu import ToGpu
+from tests.data.stores import numbered
+from tests.data.test_batches import batches
+
+
+class Cuda:
+    """As torch.cuda, and what was done in order. The GPU itself is the meta device: it has shapes alone."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.done: list[tuple[str, str]] = []  # what, in which thread
+        self.pinned: list[Tensor] = []
+        self.current = threading.local()
+        cuda, to = self, Tensor.to
+
+        class Event:
+            def record(self) -> None:
+                assert cuda.stream == "copies"
+                cuda.note("event")
+
+        class Stream:
+            def __init__(self, name: str = "copies") -> None:
+                self.name = name
+
+            def wait_event(self, _: Event) -> None:
+                assert self.name == "kernels"
+                cuda.note("wait")
+
+        @contextmanager
+        def stream(chosen: Stream) -> Iterator[None]:
+            self.current.stream = chosen.name
+            yield
+            self.current.stream = "kernels"
+
+        def pin_memory(tensor: Tensor) -> Tensor:
+            self.pinned.append(tensor)
+            return tensor
+
+        def sent(tensor: Tensor, device: torch.device, non_blocking: bool = False) -> Tensor:
+            assert device == torch.device("cuda", 3) and non_blocking and self.stream == "copies"
+            assert any(tensor is each for each in self.pinned), "from pageable memory it would be waited for"
+            self.note("copy")
+            return to(tensor, "meta")
+
+        for name, stand_in in (
+            ("Event", Event), ("Stream", Stream), ("stream", stream), ("current_device", lambda: 3),
+            ("current_stream", lambda: Stream("kernels")),
+        ):  # fmt: skip
+            assert hasattr(torch.cuda, name)
+            monkeypatch.setattr(torch.cuda, name, stand_in)
+        monkeypatch.setattr(Tensor, "pin_memory", pin_memory)
+        monkeypatch.setattr(Tensor, "to", sent)
+        monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: self.note("kept"))
+
+    @property
+    def stream(self) -> str:
+        return getattr(self.current, "stream", "kernels")
+
+    def note(self, what: str) -> None:
+        self.done.append((what, threading.current_thread().name.partition("_")[0]))
+
+
+def test_copies_are_made_ahead_and_kernels_wait_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = batches(numbered([3, 17, 2, 9, 40, 5, 5, 8, 12, 31]))
+    expected = [made.step_batch(step, 1, 2) for step in range(3)]
+    cuda = Cuda(monkeypatch)
+    with BatchesAhead(made, 1, 2, first=0, stop=3, to_gpu=ToGpu()) as ahead:
+        taken = [ahead.take(step) for step in range(3)]
+    here = [each for batch in expected for each in batch.micro_batches if each is not None]
+    there = [each for batch in taken for each in batch.micro_batches if each is not None]
+    assert len(here) == len(there) > 0
+    rows = [each for each in cuda.pinned if each.dim() == 2]
+    for before, after, row in zip(here, there, rows, strict=True):
+        assert torch.equal(row, torch.stack([before.input_ids, before.labels, before.position_ids]))
+        assert after.input_ids.is_meta and after.edges == before.edges
+        assert after.chosen is not None and after.chosen.learned == before.predicted
+    own, main = "aliquot-batches", threading.current_thread().name
+    assert {name for what, name in cuda.done if what in ("copy", "event")} == {own}
+    assert {name for what, name in cuda.done if what in ("wait", "kept")} == {main}
+    assert [what for what, _ in cuda.done].count("wait") == 3
+    order = [what for what, _ in cuda.done if what in ("event", "wait")]
+    assert order[0] == "event" and all(order[:i].count("event") >= order[:i].count("wait") for i in range(7))
+    assert [batch.predicted for batch in taken] == [batch.predicted for batch in expected]

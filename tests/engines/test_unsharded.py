@@ -1,0 +1,92 @@
+"""What the plan lets engine fsdp keep whole in a step: the same training, fewer collectives, the memory foreseen."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aliquot.config.unsharded import SHARDED, Unsharded
+from aliquot.engines.fsdp.fsdp_memory import fsdp_memory
+from aliquot.launch.rank_layout import RankLayout
+from aliquot.models.shaped_model import shaped_model
+from aliquot.plan.traffic import traffic
+from aliquot.plan.unsharding import most_unsharded
+from tests.engines.unsharded_worker import MICRO_BATCHES, MODEL
+from tests.plan.shapes import planned_config
+from tests.processes import run_ranks
+
+ALL = [Unsharded(weights, gradients) for weights in (False, True) for gradients in (False, True)]
+LAYOUT = RankLayout(1, 2, 1, "cuda")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Unsharded, str], dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("unsharded")
+    run_ranks(Path(__file__).parent / "unsharded_worker.py", 2, folder)
+    found = json.loads((folder / "0.json").read_text())
+    return {(Unsharded(**each["kept"]), each["precision"]): each for each in found}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kept", ALL[1:], ids=lambda kept: kept.words)
+def test_the_same_training(runs: dict[tuple[Unsharded, str], dict[str, Any]], kept: Unsharded, precision: str) -> None:
+    expected, found = runs[SHARDED, precision], runs[kept, precision]
+    # Gradients are summed over micro-batches before ranks, not after: another order of the same fp32 sums.
+    for name in ("losses", "norms", "evaluated"):
+        assert found[name] == pytest.approx(expected[name], rel=2e-5 if precision == "fp32" else 2e-3), name
+    assert len(set(found["evaluated"][::2])) == 3, "weights of before the update were evaluated"
+    assert found["evaluated"][::2] == found["evaluated"][1::2]
+
+
+@pytest.mark.parametrize("kept", ALL, ids=lambda kept: kept.words or "nothing")
+def test_a_step_gathers_and_reduces_what_is_not_kept(
+    runs: dict[tuple[Unsharded, str], dict[str, Any]], kept: Unsharded
+) -> None:
+    """Four groups: the root, two layers and the head. The root is gathered once a micro-batch in any case."""
+    first, second, _ = runs[kept, "fp32"]["collectives"]
+    groups = 4
+    assert first["foreach_reduce"] == groups * (1 if kept.gradients else MICRO_BATCHES)
+    assert first["foreach_all_gather"] == (groups if kept.weights else MICRO_BATCHES * (1 + 2 * (groups - 1)))
+    # The evaluations have gathered what they leave: the root, or all.
+    assert second.get("foreach_all_gather", 0) == (0 if kept.weights else first["foreach_all_gather"] - 1)
+    planned = _traffic(kept)
+    counted = 2 * first["wire"]  # two ranks
+    root = 4 * 68 * 32 + 4 * 32
+    assert counted == (planned if kept.weights else planned + MICRO_BATCHES * root)  # counted twice, gathered once
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kept", ALL, ids=lambda kept: kept.words or "nothing")
+def test_memory_is_as_the_plan_says(
+    runs: dict[tuple[Unsharded, str], dict[str, Any]], kept: Unsharded, precision: str
+) -> None:
+    found = runs[kept, precision]
+    config = planned_config(
+        {"model_type": "llama", **MODEL}, train={"precision": precision}, data={"sequence_length": 64}
+    )
+    held = fsdp_memory(config, shaped_model(config).shape, LAYOUT, 0, 0, kept)
+    itemsize, numel = 2 if precision == "bf16" else 4, found["numel"]
+    weights, gradients = found["whole"]
+    assert weights == (itemsize * numel if kept.weights else 0)
+    assert gradients == (4 * numel if kept.gradients else 0)
+    assert held.gradients == (gradients or 4 * numel // 2)
+    assert held.forward >= found["gathered_bytes"] >= weights
+    if kept.weights:
+        assert found["gathered_bytes"] == weights
+        assert held.forward - weights < weights / 2  # the flat result of one all-gather
+
+
+def test_the_most_that_fits() -> None:
+    sizes = {Unsharded(True, True): 6, Unsharded(True, False): 2, Unsharded(False, True): 4}
+    for room, expected in ((6, Unsharded(True, True)), (5, Unsharded(True)), (2, Unsharded(True)), (1, SHARDED)):
+        assert most_unsharded(4, lambda kept, room=room: sizes[kept] <= room) == expected
+    assert most_unsharded(1, lambda _: True) == Unsharded(weights=True)  # reduced once anyway
+
+
+def _traffic(kept: Unsharded) -> int:
+    config = planned_config({"model_type": "llama", **MODEL}, train={"precision": "fp32"}, data={"sequence_length": 64})
+    moved = traffic(config, "fsdp", shaped_model(config).shape, LAYOUT, MICRO_BATCHES, kept)
+    return moved.wire_bytes + moved.local_bytes

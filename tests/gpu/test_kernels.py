@@ -1,0 +1,116 @@
+"""What runs on a GPU beneath a run: its attention, its loss, loading and saving; and nothing that waits unasked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from aliquot.attention.base import Documents, Scoring
+from aliquot.attention.cuda_attention import CudaAttention
+from aliquot.attention.reference_attention import ReferenceAttention
+from aliquot.checkpoint.copies import copies_from
+from aliquot.loss.head_loss import head_loss_on
+from aliquot.machine.gpu_memory import Gpu
+from aliquot.models.batch import MicroBatch
+from aliquot.observe.timeline import timeline_of
+from tests.gpu.on_device import DEVICE, LLAMA, needs_device, needs_gpu
+
+pytestmark = needs_device
+
+
+def batch(length: int = 96) -> MicroBatch:
+    ids = torch.randint(0, 512, (length,))
+    labels = ids.roll(-1)
+    labels[::7] = -100
+    return MicroBatch(ids, labels, torch.arange(length), (0, length))
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["varlen", "flex"])
+@pytest.mark.parametrize("window", [None, 1, 100])
+@pytest.mark.parametrize("key_heads", [8, 2])
+def test_attention_is_the_reference(dtype: torch.dtype, window: int | None, key_heads: int) -> None:
+    edges = (0, 1, 2, 65, 130, 700, 1024)
+    query = torch.randn(1, 8, 1024, 64, device="cuda", dtype=dtype, requires_grad=True)
+    key, value = (torch.randn(1, key_heads, 1024, 64, device="cuda", dtype=dtype, requires_grad=True) for _ in "kv")
+    scoring, found = Scoring(0.125, window), []
+    for backend in (ReferenceAttention(), CudaAttention()):
+        out = backend.attend(query, key, value, Documents(edges, None), scoring)
+        found.append([out, *torch.autograd.grad((out * torch.arange(64, device="cuda")).sum(), (query, key, value))])
+    for expected, ours in zip(*found, strict=True):
+        error = (ours.double() - expected.double()).norm() / expected.double().norm()
+        assert error < (2**-6 if dtype == torch.bfloat16 else 1e-4)
+
+
+def test_the_loss_waits_for_nothing() -> None:
+    fed = batch()
+    there = fed.to(torch.device(DEVICE))
+    hidden = torch.randn(96, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(512, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    loss = head_loss_on(DEVICE)
+    loss(hidden, weight, there.labels, 1.0, chosen=there.chosen)[1].backward()  # what is compiled once is
+    if DEVICE == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        summed, scaled = loss(hidden, weight, there.labels, 1.0, chosen=there.chosen)
+        scaled.backward()
+    finally:
+        if DEVICE == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    on_cpu = head_loss_on("cpu")(hidden.detach().cpu(), weight.detach().cpu(), fed.labels, 1.0)[0]
+    assert float(summed) == pytest.approx(float(on_cpu), rel=1e-2)
+
+
+def test_parts_are_copied_beside_the_kernels() -> None:
+    values = torch.randn(1 << 20, device=DEVICE)
+    copies = copies_from(DEVICE)()
+    room = copies.room(values.numel())
+    assert room.is_pinned() == (DEVICE == "cuda")
+    with copies.copying():
+        room.copy_(values)
+    assert torch.equal(room, values.cpu())
+
+
+def test_time_is_that_of_the_device() -> None:
+    line = timeline_of(DEVICE)
+    large = torch.randn(2048, 2048, device=DEVICE)
+    first = line.mark()
+    for _ in range(20):
+        large @ large
+    last = line.mark()
+    line.wait(last)
+    assert line.passed(last) and 1e-5 < line.seconds(first, last) < 60
+
+
+@needs_gpu
+def test_memory_is_what_tensors_take() -> None:
+    before = Gpu().memory()
+    held = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    after = Gpu().memory()
+    assert after.allocated_bytes - before.allocated_bytes == held.nbytes
+    assert after.reserved_bytes >= after.allocated_bytes and after.peak_bytes >= after.used_bytes
+    assert after.beside_bytes > 100 << 20  # the context
+
+
+@needs_gpu
+def test_loads_to_the_device_through_bounded_pinned_memory(tmp_path: Path) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from aliquot import load_sharded
+
+    config = AutoConfig.for_model(**LLAMA, vocab_size=4096)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        loaded = load_sharded(config, tmp_path, init_device_mesh("cuda", (1,)), dtype=torch.bfloat16)
+        stored = load_file(tmp_path / "model.safetensors")
+        for name, weight in loaded.named_parameters():
+            local = weight.to_local()
+            assert local.device.type == "cuda"
+            assert torch.equal(local.cpu(), stored[name].bfloat16()), name
+    finally:
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,28 @@
+"""What a GPU's memory is told as, from numbers as torch and the driver tell them; no GPU is needed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from aliquot.machine.gpu_memory import Gpu, GpuMemory, gpu_of
+
+GIB = 1 << 30
+
+
+def test_what_the_allocator_has_and_what_else_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = {
+        "allocated_bytes.all.current": 3 * GIB, "reserved_bytes.all.current": 5 * GIB,
+        "allocated_bytes.all.peak": 6 * GIB, "reserved_bytes.all.peak": 7 * GIB,
+    }  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: stats)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (74 * GIB, 80 * GIB))
+    found = Gpu().memory()
+    assert found == GpuMemory(3 * GIB, 5 * GIB, beside_bytes=1 * GIB, peak_bytes=8 * GIB)
+    assert found.used_bytes == 6 * GIB
+    stats.clear()  # before the first allocation
+    assert Gpu().memory() == GpuMemory(0, 0, beside_bytes=6 * GIB, peak_bytes=6 * GIB)
+
+
+def test_only_a_rank_on_a_gpu_asks_for_it() -> None:
+    assert gpu_of("cpu") is None and isinstance(gpu_of("cuda"), Gpu)

@@ -1,0 +1,63 @@
+"""A rank on a GPU: its GPU's memory beside the machine's, each compared with what was foreseen of it."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from rich.console import Console
+
+from aliquot.machine.gpu_memory import Gpu, GpuMemory
+from aliquot.observe.ledger import Ledger, tables
+
+MIB = 1 << 20
+
+
+class Recorded(Gpu):
+    """Each phase a GiB more than the one before."""
+
+    def __init__(self) -> None:
+        self.asked = self.resets = 0
+
+    def memory(self) -> GpuMemory:
+        self.asked += 1
+        held = self.asked << 30
+        return GpuMemory(held - 100 * MIB, held, beside_bytes=600 * MIB, peak_bytes=held + 700 * MIB)
+
+    def reset_peak(self) -> None:
+        self.resets += 1
+
+
+def marked(offloads: bool) -> tuple[Recorded, list[dict[str, Any]]]:
+    gpu = Recorded()
+    ledger = Ledger(0, gpu, offloads)
+    ledger.plan = {"peak_bytes": {"first step": 2 << 30}, "host_peak_bytes": {"first step": 900 * MIB}}
+    ledger.mark("model built", {"weights": 7 * MIB})
+    ledger.mark("first step", {"weights": 7 * MIB, "moments": 14 * MIB, "activations": 5 * MIB})
+    ledger.mark("steady peak", {})
+    return gpu, ledger.rows()
+
+
+def test_plan_and_measurement_are_of_the_same_memory() -> None:
+    gpu, rows = marked(offloads=False)
+    step = rows[1]
+    assert step["gpu"]["planned_bytes"] == 2 << 30 and step["planned_bytes"] == 900 * MIB
+    assert step["gpu"]["peak_bytes"] == (2 << 30) + 700 * MIB and step["peak_bytes"] < 2 << 30
+    assert gpu.resets == 2  # the last mark of the steady peak covers every step after the first
+
+
+def test_what_is_offloaded_is_accounted_to_the_machine() -> None:
+    for offloads in (False, True):
+        _, rows = marked(offloads)
+        on_host = {"weights": 7 * MIB, "moments": 14 * MIB} if offloads else {}
+        assert rows[1]["accounted_bytes"] == on_host
+        assert rows[1]["gpu"]["accounted_bytes"]["activations"] == 5 * MIB
+        assert ("weights" in rows[1]["gpu"]["accounted_bytes"]) != offloads
+
+
+def test_both_are_shown() -> None:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(*tables(marked(offloads=True)[1]))
+    of_gpu, of_host = console.file.getvalue().split("MiB of a rank: its own")  # type: ignore[attr-defined]
+    assert "GPU" in of_gpu and all(word in of_gpu for word in ("tensors", "reserved", "beside", "activ.", "2,748"))
+    assert "private" in of_host and "moments" in of_host and "900" in of_host and "activ." not in of_host

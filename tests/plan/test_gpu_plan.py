@@ -1,0 +1,83 @@
+"""Plans for GPUs, made without one: a GPU's memory and the machine's, each against its own limit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from io import StringIO
+
+from rich.console import Console
+
+from aliquot.config.plan import Plan
+from aliquot.config.unsharded import SHARDED, Unsharded
+from aliquot.observe.ledger import PHASES
+from aliquot.plan import fit
+from aliquot.plan.engine_memory import CONTEXT_BYTES, CUDA_HOST_BYTES, NCCL_BYTES
+from aliquot.plan.planned_machine import Machine
+from aliquot.plan.planner import plan
+from aliquot.plan.report import summary
+from aliquot.plan.spill import MARGIN
+from tests.plan.shapes import LLAMA, planned_config
+
+MACHINE = Machine.of_instance("g6e.12xlarge")  # four GPUs
+
+
+def planned(ranks: int = 1, **sections: dict[str, object]) -> Plan:
+    config = planned_config(LLAMA, launch={"device": "cuda", "ranks": ranks}, **sections)
+    return plan(config, MACHINE, 1, ranks)
+
+
+def of(found: Plan, phase: str, host: bool = False) -> dict[str, int]:
+    phases = found.host_phases if host else found.phases
+    return dict(next(each for each in phases if each.name == phase).private_bytes)
+
+
+def test_phases_are_those_of_the_ledger_and_of_one_memory() -> None:
+    alone, together = planned(1), planned(4)
+    for phases in (alone.phases, alone.host_phases):
+        assert [phase.name for phase in phases] == [name for name in PHASES if not name.startswith("after ")]
+    assert of(alone, "process start") == {"process": CONTEXT_BYTES}
+    assert of(together, "process start") == {"process": CONTEXT_BYTES + NCCL_BYTES}
+    weights = 4 * alone.parameters
+    assert of(alone, "steady peak")["weights"] == weights and "weights" not in of(alone, "steady peak", host=True)
+    assert of(alone, "process start", host=True)["process"] > CUDA_HOST_BYTES
+    assert alone.fits and alone.host_peak_bytes_per_rank < alone.host_limit_bytes
+
+
+def test_offload_moves_states_to_the_machine_whose_limit_then_counts() -> None:
+    resident, offloaded = planned(), planned(shard={"offload": "cpu"})
+    moved = ("weights", "gradients", "moments")
+    for name in moved:
+        assert of(offloaded, "steady peak", host=True)[name] == of(resident, "steady peak")[name] > 0
+        assert of(offloaded, "steady peak")[name] == 0
+    short = replace(offloaded, host_limit_bytes_per_node=offloaded.host_peak_bytes_per_rank * 9 // 10)
+    assert not short.fits and fit.hopeless(short)
+    (told,) = fit.problems(short, MACHINE)
+    assert "of the machine's memory beside its GPU's" in told and "\n" not in told
+
+
+def test_the_plan_shows_both() -> None:
+    console = Console(file=StringIO(), width=120)
+    console.print(summary(planned(), [], "some", "assumed"))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "of GPU memory of a rank" in text and "of the machine's memory of a rank" in text
+    assert "of GPU memory a rank" in text
+
+
+def test_more_is_kept_whole_the_more_memory_there_is() -> None:
+    model = {**LLAMA, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12}
+
+    def made(memory_bytes: int, sequences: int = 16) -> Plan:
+        train = {"per_device_train_batch_size": 1, "global_batch_size": sequences}
+        config = planned_config(model, launch={"device": "cuda", "ranks": 4}, train=train)
+        return plan(config, replace(MACHINE, gpu_memory_bytes=memory_bytes), 1, 4)
+
+    ample = found = made(1 << 36)
+    assert ample.unsharded == Unsharded(weights=True, gradients=True)
+    assert made(1 << 36, sequences=4).unsharded == Unsharded(weights=True)  # reduced once anyway
+    for expected in (Unsharded(weights=True), SHARDED):
+        less = made(int((found.peak_bytes_per_rank - 1) / (1 - MARGIN)))  # with room for what plans are off by
+        assert less.unsharded == expected and less.fits
+        assert less.peak_bytes_per_rank < found.peak_bytes_per_rank
+        assert less.local_bytes_per_step > found.local_bytes_per_step
+        found = less
+    assert plan(planned_config(LLAMA, shard={"engine": "fsdp"}), MACHINE, 1, 2).unsharded == SHARDED  # on CPUs
