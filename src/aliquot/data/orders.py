@@ -74,4 +74,12 @@ def stable_order(keys: Callable[[], Iterable[Keys]], out: Array, new: NewArrays,
         index[places] = came + each
         came += len(some)
     for start, stop in pairwise([0, *np.cumsum(sizes).tolist()]):
-        out[start:stop] = index[start:stop][np.argsort(key[start:stop], kind="stable")]
+        out[start:stop] = index[start:stop][_stable_argsort(key[start:stop])]
+
+
+def _stable_argsort(keys: Keys) -> Ints:
+    """Unstable sorting takes less than half as long, and random keys of 64 bits hardly ever tie."""
+    found = np.argsort(keys)
+    ascending_keys = keys[found]
+    tied = (ascending_keys[1:] == ascending_keys[:-1]).any()
+    return np.argsort(keys, kind="stable") if tied else found
