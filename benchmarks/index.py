@@ -3,9 +3,9 @@
 python benchmarks/index.py --millions 2 40 160 --json index.json
 
 10 GB of short lines are about 160 million documents, which take hours to tokenise: here their lengths alone are drawn
-(25 tokens on average), and the tokens are a file without content. Of each size: the packing and the first epoch are made and the first batch is read; then the second
-epoch; then all is opened again, as every later start does it. Each is a process of its own; memory is what it held at
-most beyond its imports, files that are mapped left out.
+(25 tokens on average), and the tokens are a file without content. Of each size: the packing and the first epoch are
+made and the first batch is read; then the second epoch; then all is opened again, as every later start does it. Each is
+a process of its own; memory is what it held at most beyond its imports, files that are mapped left out.
 """
 
 from __future__ import annotations
