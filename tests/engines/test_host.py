@@ -21,6 +21,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs[str]:
     once = ["llama-once", "llama-bf16-once", "qwen2-tied-once"]
     far = ["llama-bf16-far", "llama-frugal", "llama-bf16-states"]
     frozen = ["llama-frozen"]
+    deep_frozen = ["llama-deep-frozen", "llama-deep-lora", "llama-deep-lora-full"]
     worlds = {
         "fsdp": ("fsdp", 2, ["llama", "gemma2", "llama-lora"]),
         "fsdp-shared": ("fsdp-shared", 2, ["llama", "gemma2", "llama-lora"]),
@@ -28,6 +29,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs[str]:
         "host-lora": ("host", 2, ["llama-lora-bf16", "llama-lora-once"]),
         "hosts-lora": ("hosts", 2, ["llama-lora-bf16"]),
         "hosts-lora-late": ("hosts-late", 2, ["llama-lora-once"]),
+        "host-frozen": ("host", 2, deep_frozen),
+        "disk-frozen": ("host-disk", 2, deep_frozen),
+        "host-frozen-1": ("host", 1, deep_frozen),
+        "disk-frozen-1": ("host-disk", 1, deep_frozen),
         "disk-lora": ("host-disk", 2, ["llama-lora-bf16"]),
         "far": ("host", 2, far),
         "again": ("host", 2, ["llama-bf16", "llama-int8", *moe]),
@@ -149,6 +154,13 @@ def test_layers_that_are_read_for_each_use_change_no_bit(
     """Of five layers four lie on disk and two of those are in memory at once, with recomputation and without."""
     for name in ("llama-deep", "llama-deep-full"):
         same(runs[disk], runs[memory], name, world_size)
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(1, marks=LONG)])
+def test_frozen_layers_that_are_read_for_each_use_change_no_bit(runs: Runs[str], world_size: int) -> None:
+    beside = "" if world_size == 2 else "-1"
+    for name in ("llama-deep-frozen", "llama-deep-lora", "llama-deep-lora-full"):
+        same(runs[f"disk-frozen{beside}"], runs[f"host-frozen{beside}"], name, world_size)
 
 
 @pytest.mark.long
