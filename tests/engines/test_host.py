@@ -21,18 +21,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs[str]:
     once = ["llama-once", "llama-bf16-once", "qwen2-tied-once"]
     far = ["llama-bf16-far", "llama-frugal", "llama-bf16-states"]
     frozen = ["llama-frozen"]
-    deep_frozen = ["llama-deep-frozen", "llama-deep-lora", "llama-deep-lora-full"]
+    deep_frozen = ["llama-deep-frozen", "llama-deep-lora"]
     worlds = {
         "fsdp": ("fsdp", 2, ["llama", "gemma2", "llama-lora"]),
         "fsdp-shared": ("fsdp-shared", 2, ["llama", "gemma2", "llama-lora"]),
-        "host": ("host", 2, [*on_disk, *deep, *moe, *once, *frozen, "gemma2", "llama-lora"]),
+        "host": ("host", 2, [*on_disk, *deep, *moe, *once, *frozen, *deep_frozen, "gemma2", "llama-lora"]),
         "host-lora": ("host", 2, ["llama-lora-bf16", "llama-lora-once"]),
         "hosts-lora": ("hosts", 2, ["llama-lora-bf16"]),
         "hosts-lora-late": ("hosts-late", 2, ["llama-lora-once"]),
-        "host-frozen": ("host", 2, deep_frozen),
-        "disk-frozen": ("host-disk", 2, deep_frozen),
-        "host-frozen-1": ("host", 1, deep_frozen),
-        "disk-frozen-1": ("host-disk", 1, deep_frozen),
+        "host-1": ("host", 1, [*deep_frozen, "llama-deep-lora-full"]),
+        "disk-1": ("host-disk", 1, [*deep_frozen, "llama-deep-lora-full"]),
         "disk-lora": ("host-disk", 2, ["llama-lora-bf16"]),
         "far": ("host", 2, far),
         "again": ("host", 2, ["llama-bf16", "llama-int8", *moe]),
@@ -50,7 +48,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs[str]:
         "numa": ("numa", 4, ["llama-bf16", "llama-lora-bf16"]),
         "four": ("host", 4, ["llama-bf16", "llama-bf16-once", "llama-lora-bf16"]),
         "one": ("host", 1, ["llama-int8"]),
-        "disk": ("host-disk", 2, [*on_disk, *deep, *moe, *frozen]),
+        "disk": ("host-disk", 2, [*on_disk, *deep, *moe, *frozen, *deep_frozen]),
         "states on disk": ("host-states-disk", 2, on_disk),
         "three": ("host", 3, [*on_disk, *deep, "moe", *moe]),
         "disk-3": ("host-disk", 3, [*on_disk, *deep, "moe", *moe]),
@@ -156,11 +154,16 @@ def test_layers_that_are_read_for_each_use_change_no_bit(
         same(runs[disk], runs[memory], name, world_size)
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(1, marks=LONG)])
-def test_frozen_layers_that_are_read_for_each_use_change_no_bit(runs: Runs[str], world_size: int) -> None:
-    beside = "" if world_size == 2 else "-1"
+def test_frozen_layers_that_are_read_for_each_use_change_no_bit(runs: Runs[str]) -> None:
+    """Layers of which all, some or none learns; adapters beside frozen ones."""
+    for name in ("llama-deep-frozen", "llama-deep-lora"):
+        same(runs["disk"], runs["host"], name)
+
+
+@pytest.mark.long
+def test_frozen_layers_of_one_rank(runs: Runs[str]) -> None:
     for name in ("llama-deep-frozen", "llama-deep-lora", "llama-deep-lora-full"):
-        same(runs[f"disk-frozen{beside}"], runs[f"host-frozen{beside}"], name, world_size)
+        same(runs["disk-1"], runs["host-1"], name, 1)
 
 
 @pytest.mark.long
