@@ -123,10 +123,10 @@ FAULTS = (
         ("tests/models/test_export.py", "tests/test_train.py"),
     ),
     Fault(
-        "pieces-do-not-overlap", "data/packing.py",
+        "pieces-do-not-overlap", "data/pieces.py",
         "of a long document the first token of each later piece is never predicted",
-        "start = offsets[document] + nth * (sequence_length - 1)",
-        "start = offsets[document] + nth * sequence_length",
+        "begin = offsets[document] + nth * (sequence_length - 1)",
+        "begin = offsets[document] + nth * sequence_length",
         ("tests/data/test_packing.py", "tests/data/test_batches.py"),
     ),
     Fault(

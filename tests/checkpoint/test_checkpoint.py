@@ -212,6 +212,26 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000100"]
 
 
+def test_what_counts_as_saved_is_there_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk fails once a checkpoint has its name: before that is known to be kept, and when others are tidied."""
+    save_small(tmp_path, 1)
+
+    def fails(*_: Any) -> None:
+        raise OSError(5, "Input/output error", str(tmp_path))
+
+    with monkeypatch.context() as broken:
+        broken.setattr("aliquot.ranges.publish.sync", lambda path: fails() if path == tmp_path else None)
+        with pytest.raises(StorageError, match="Input/output error"):
+            save_small(tmp_path, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    with monkeypatch.context() as broken:
+        broken.setattr("aliquot.checkpoint.save.tidy", fails)
+        save_small(tmp_path, 3, keep=1)
+    assert [step_of(path) for path in complete_directories(tmp_path)] == [1, 3]
+    save_small(tmp_path, 4, keep=1)
+    assert [step_of(path) for path in complete_directories(tmp_path)] == [4]
+
+
 def test_names_that_a_checkpoint_needs_are_refused(tmp_path: Path) -> None:
     for name in ("state.json", "manifest.json", "../config.json", "model.safetensors"):
         with pytest.raises(ValueError, match="beside the weights"):

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aliquot.data.kept_arrays import kept_arrays
+from aliquot.data.kept_arrays import NewArrays, kept_arrays
 from aliquot.data.packing import Packing
 from aliquot.data.token_store import TokenStore
 from tests.data.stores import numbered
@@ -49,16 +49,16 @@ def test_of_many_epochs_the_newest_are_kept(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_processes_make_it_once(tmp_path: Path) -> None:
-    def build() -> dict[str, np.ndarray]:
+    def fill(new: NewArrays) -> None:
         with (tmp_path / "built").open("a") as file:
             file.write("x")
-        return {"numbers": np.arange(1000)}
+        new.keep("numbers", 1000, np.int64)[:] = np.arange(1000)
 
     children = []
     for _ in range(4):
         child = os.fork()
         if child == 0:
-            found = kept_arrays(tmp_path / "index", build)
+            found = kept_arrays(tmp_path / "index", fill)
             os._exit(0 if found["numbers"].sum() == 499500 else 1)
         children.append(child)
     assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
@@ -67,5 +67,5 @@ def test_processes_make_it_once(tmp_path: Path) -> None:
 
 def test_where_nothing_can_be_written_it_is_in_memory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    found = kept_arrays(tmp_path / "file" / "index", lambda: {"numbers": np.arange(3)})
-    assert found["numbers"].tolist() == [0, 1, 2]
+    found = kept_arrays(tmp_path / "file" / "index", lambda new: new.keep("numbers", 3, np.int64).fill(7))
+    assert found["numbers"].tolist() == [7, 7, 7]

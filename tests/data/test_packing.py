@@ -7,7 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aliquot.data.packing import Packing, best_fit, shuffled, split
+from aliquot.data.best_fit import best_fit
+from aliquot.data.kept_arrays import NewArrays
+from aliquot.data.orders import shuffle
+from aliquot.data.packing import Packing
+from aliquot.data.pieces import Pieces, split
+from aliquot.data.token_store import TokenStore
 from aliquot.errors import UserError
 from tests.data.stores import memory_store, numbered
 
@@ -15,10 +20,18 @@ lengths = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 sequence_lengths = st.integers(2, 17)
 
 
+def whole(store: TokenStore, length: int, at_once: int = 100) -> Pieces:
+    parts = list(split(store, length, at_once))
+    assert all(len(part.start) <= at_once for part in parts)
+    names = {"start": np.int64, "length": np.int32, "predicted": np.int32}
+    empty = Pieces(*(np.empty(0, dtype) for dtype in names.values()))
+    return Pieces(*(np.concatenate([getattr(part, name) for part in (empty, *parts)]) for name in names))
+
+
 @given(lengths, sequence_lengths)
 def test_pieces_predict_each_token_but_a_documents_first_exactly_once(sizes: list[int], length: int) -> None:
     store = numbered(sizes)
-    pieces = split(store, length)
+    pieces = whole(store, length)
     predicted = []
     for start, tokens, labels in zip(pieces.start, pieces.length, pieces.predicted, strict=True):
         assert 2 <= tokens <= length
@@ -33,7 +46,7 @@ def test_masked_pieces_count_their_labels_and_useless_ones_are_dropped(
     sizes: list[int], length: int, data: st.DataObject
 ) -> None:
     masks = [data.draw(st.lists(st.integers(0, 1), min_size=size, max_size=size)) for size in sizes]
-    plain = split(numbered(sizes), length)
+    plain = whole(numbered(sizes), length)
     store = memory_store([[7] * size for size in sizes], masks)
     flat = [bit for mask in masks for bit in mask]
     expected = [
@@ -41,23 +54,23 @@ def test_masked_pieces_count_their_labels_and_useless_ones_are_dropped(
         for start, tokens in zip(plain.start.tolist(), plain.length.tolist(), strict=True)
         if any(flat[start + 1 : start + tokens])
     ]
-    pieces = split(store, length)
+    pieces = whole(store, length)
     assert list(zip(pieces.start.tolist(), pieces.length.tolist(), pieces.predicted.tolist(), strict=True)) == expected
 
 
-def test_documents_are_split_in_slabs_like_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_are_split_in_parts_like_at_once() -> None:
     store = memory_store([[5] * n for n in (3, 1, 30, 9, 2)], [[1] * n for n in (3, 1, 30, 9, 2)])
-    whole = split(store, 8)
-    monkeypatch.setattr("aliquot.data.packing._DOCUMENTS_AT_ONCE", 2)
-    slabs = split(store, 8)
-    assert np.array_equal(whole.start, slabs.start)
-    assert np.array_equal(whole.predicted, slabs.predicted)
+    at_once, parts = whole(store, 8), whole(store, 8, at_once=2)
+    assert np.array_equal(at_once.start, parts.start)
+    assert np.array_equal(at_once.predicted, parts.predicted)
 
 
 @given(st.lists(st.integers(1, 16), min_size=1, max_size=200), st.integers(16, 40))
 def test_best_fit_fills_sequences_and_never_overfills(sizes: list[int], length: int) -> None:
-    sequence = best_fit(np.bincount(sizes, minlength=length + 1), length)
-    totals = np.bincount(sequence, weights=sorted(sizes, reverse=True)).astype(int)
+    placements = best_fit(np.bincount(sizes, minlength=length + 1), length)
+    totals = np.zeros(max(placement.stop for placement in placements), int)
+    for placement in placements:
+        totals[placement.first : placement.stop] += placement.each * placement.length
     assert sum(totals) == sum(sizes)
     assert totals.min() > 0
     assert totals.max() <= length
@@ -68,7 +81,7 @@ def test_best_fit_fills_sequences_and_never_overfills(sizes: list[int], length: 
 @given(lengths, sequence_lengths, st.booleans(), st.integers(0, 3))
 def test_an_epoch_holds_each_piece_once(sizes: list[int], length: int, packing: bool, number: int) -> None:
     store = numbered(sizes)
-    pieces = split(store, length)
+    pieces = whole(store, length)
     if len(pieces.start) == 0:
         with pytest.raises(UserError, match="no usable document"):
             Packing.of(store, length, packing)
@@ -108,8 +121,11 @@ def test_sequences_come_in_another_order_even_where_each_has_its_own_length() ->
 
 
 def test_a_shuffle_is_the_same_on_every_machine_and_numpy() -> None:
-    assert shuffled(8, seed=42, stream=0).tolist() == GOLDEN
-    assert sorted(shuffled(1000, seed=2**70, stream=5).tolist()) == list(range(1000))
+    eight, thousand = np.empty(8, int), np.empty(1000, int)
+    shuffle(eight, NewArrays(None), seed=42, stream=0)
+    assert eight.tolist() == GOLDEN
+    shuffle(thousand, NewArrays(None), seed=2**70, stream=5)
+    assert sorted(thousand.tolist()) == list(range(1000))
 
 
 GOLDEN = [7, 1, 6, 4, 3, 5, 0, 2]

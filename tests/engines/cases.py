@@ -109,6 +109,20 @@ CASES = {
             steps=2,
         ),
         Case("llama-deep", {"model_type": "llama", "num_hidden_layers": 5}, precision="bf16", steps=3),
+        # Layers that are frozen wholly, in part and not at all, and what is trained beside frozen ones.
+        Case(
+            "llama-deep-frozen",
+            {"model_type": "llama", "num_hidden_layers": 5},
+            freeze=("model.embed_tokens.*", "model.layers.[03].*", "*.4.mlp.*"),
+        ),
+        Case("llama-deep-lora", {"model_type": "llama", "num_hidden_layers": 5}, adapter=LORA, precision="bf16"),
+        Case(
+            "llama-deep-lora-full",
+            {"model_type": "llama", "num_hidden_layers": 5},
+            adapter=LORA,
+            checkpointing="full",
+            steps=3,
+        ),
         Case("llama-deep-full", {"model_type": "llama", "num_hidden_layers": 5}, checkpointing="full", steps=3),
         # More experts than choices: in most micro-batches some have no token.
         Case("moe", {"model_type": "qwen3_moe", **EXPERTS}, steps=3),

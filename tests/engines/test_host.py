@@ -22,21 +22,24 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs[str]:
     once = ["llama-once", "llama-bf16-once", "qwen2-tied-once"]
     far = ["llama-bf16-far", "llama-frugal", "llama-bf16-states"]
     frozen = ["llama-frozen"]
+    deep_frozen = ["llama-deep-frozen", "llama-deep-lora"]
     worlds = {
         # Of the worlds of `make test` no more than it compares.
         "fsdp": ("fsdp", 2, ["llama", "gemma2"]),
         "fsdp-shared": ("fsdp-shared", 2, ["llama", "gemma2"]),
-        "host": ("host", 2, [*on_disk, "llama-deep", *moe, *once, "gemma2"]),
+        "host": ("host", 2, [*on_disk, "llama-deep", "llama-deep-lora", *moe, *once, "gemma2"]),
         "hosts": ("hosts", 2, ["qwen2-tied", *once, "llama-reduced-once"]),
-        "disk": ("host-disk", 2, [*some_on_disk, "llama-deep", *moe]),
+        "disk": ("host-disk", 2, [*some_on_disk, "llama-deep", "llama-deep-lora", *moe]),
         "fsdp-lora": ("fsdp", 2, ["llama-lora"]),
         "fsdp-shared-lora": ("fsdp-shared", 2, ["llama-lora"]),
-        "host-frozen": ("host", 2, [*frozen, "llama-lora"]),
+        "host-frozen": ("host", 2, [*frozen, *deep_frozen[:1], "llama-lora"]),
         "hosts-frozen": ("hosts", 2, frozen),
-        "disk-frozen": ("host-disk", 2, frozen),
+        "disk-frozen": ("host-disk", 2, [*frozen, *deep_frozen[:1]]),
         "host-lora": ("host", 2, ["llama-lora-bf16", "llama-lora-once"]),
         "hosts-lora": ("hosts", 2, ["llama-lora-bf16"]),
         "hosts-lora-late": ("hosts-late", 2, ["llama-lora-once"]),
+        "host-1": ("host", 1, [*deep_frozen, "llama-deep-lora-full"]),
+        "disk-1": ("host-disk", 1, [*deep_frozen, "llama-deep-lora-full"]),
         "disk-lora": ("host-disk", 2, ["llama-lora-bf16"]),
         "far": ("host", 2, far),
         "again": ("host", 2, ["llama-bf16", "llama-int8", *moe]),
@@ -158,6 +161,18 @@ def test_layers_that_are_read_for_each_use_change_no_bit(
     """Of five layers four lie on disk and two of those are in memory at once, with recomputation and without."""
     for name in ("llama-deep",) if disk == "disk" else ("llama-deep", "llama-deep-full"):
         same(runs[disk], runs[memory], name, world_size)
+
+
+def test_frozen_layers_with_adapters_that_are_read_for_each_use_change_no_bit(runs: Runs[str]) -> None:
+    same(runs["disk"], runs["host"], "llama-deep-lora")
+
+
+@pytest.mark.long
+def test_frozen_layers_that_are_read_for_each_use_change_no_bit(runs: Runs[str]) -> None:
+    """Layers of which all, some or none learns."""
+    same(runs["disk-frozen"], runs["host-frozen"], "llama-deep-frozen")
+    for name in ("llama-deep-frozen", "llama-deep-lora", "llama-deep-lora-full"):
+        same(runs["disk-1"], runs["host-1"], name, 1)
 
 
 @pytest.mark.long

@@ -79,7 +79,7 @@ def train(kind: str, case: cases.Case, rank: int, world_size: int, folder: Path)
         collectives="shared_memory" if kind == "fsdp-shared" else "gloo",
         deepspeed=deepspeed_settings(kind, case),
         offload=kind == "fsdp-offload",
-        on_disk=on_disk(kind, case, [shape for name, shape in built.tensors if name in built.learned]),
+        on_disk=on_disk(kind, case, built.model),
         offload_directory=folder,
     )
     # Several blocks and windows of a weight, and a rest.
@@ -149,13 +149,15 @@ def check_dtensors(engine: Engine, built: meta.MetaModel, world_size: int) -> No
             assert torch.equal(found.full_tensor().view(-1), own), (name, kind)
 
 
-def on_disk(kind: str, case: cases.Case, shapes: list[tuple[int, ...]]) -> OnDisk | None:
+def on_disk(kind: str, case: cases.Case, model: torch.nn.Module) -> OnDisk | None:
     """All but vectors, of deep models most layers, too; every second weight of two alike for states alone."""
-    matrices = Counter(shape for shape in shapes if len(shape) > 1)
+    of_matrices = [each for each in model.parameters() if each.ndim > 1]
+    matrices = Counter(tuple(each.shape) for each in of_matrices if each.requires_grad)
+    frozen = tuple({tuple(each.shape): None for each in of_matrices if not each.requires_grad})
     if kind == "host-disk" and "deep" in case.name:
         streamed_layers.RESIDENT_LAYERS = 2
         Owned.give_back = spoil  # type: ignore[method-assign]  # weights of this size fill no page
-        return OnDisk(tuple(matrices.items()), tuple(matrices.items()), layers=4)
+        return OnDisk(tuple(matrices.items()), tuple(matrices.items()), layers=4, frozen=frozen)
     if kind.endswith("states-disk"):
         return OnDisk(tuple((shape, (count + 1) // 2) for shape, count in matrices.items()))
     whole = tuple(matrices.items())

@@ -55,20 +55,30 @@ def _plan(config: Path, memory_gib: float) -> dict[str, float]:
 
 
 @pytest.mark.long
-def test_the_planned_peak_and_five_hundredths_are_enough(tmp_path: Path, group: Path) -> None:
+@pytest.mark.parametrize(("freeze", "frozen_shapes"), [([], 0), (["model.layers.*.mlp.*"], 2)])
+def test_the_planned_peak_and_five_hundredths_are_enough(
+    tmp_path: Path, group: Path, freeze: list[str], frozen_shapes: int
+) -> None:
     config = tmp_path / "run.yaml"
     values = {
         "run": {"name": "run", "directory": str(tmp_path / "run")},
         "model": {"config": MODEL},
         "data": {"path": "stdlib", "tokenizer_vocab_size": 4096, "sequence_length": 256},
-        "train": {"max_steps": 4, "global_batch_size": 2, "per_device_train_batch_size": 1, "precision": "fp32"},
+        "train": {
+            "max_steps": 4,
+            "global_batch_size": 2,
+            "per_device_train_batch_size": 1,
+            "precision": "fp32",
+            "freeze": freeze,
+        },
         "shard": {"engine": "host", "offload": "disk"},
         "launch": {"ranks": 2, "device": "cpu"},
         "checkpoint": {"every": 2},
         "observe": {"report_to": []},
     }
     config.write_text(yaml.safe_dump(values))
-    plan = _plan(config, 1.75)
+    plan = _plan(config, 1.7)
+    assert len(plan["on_disk"]["frozen"]) == frozen_shapes  # type: ignore[index]
     assert plan["on_disk"]["layers"] == 8, "all layers are to be on disk: no plan holds less"  # type: ignore[index]
     limit = int(MARGIN * (2 * plan["peak_bytes_per_rank"] + plan["beside_bytes"]))
     _limit_file(group).write_text(str(limit))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from aliquot.config.on_disk import OnDisk, first_of
 from aliquot.config.schema import RunConfig
 from aliquot.config.workload import Workload
+from aliquot.engines.host.host_memory import disk_use
 from aliquot.errors import EngineError
 from aliquot.launch.rank_layout import RankLayout
 from aliquot.models.model_shape import numel
@@ -64,6 +65,31 @@ def test_the_embedding_keeps_its_sums_in_memory() -> None:
     there = first_of(shapes, everything.gradients, never=embedding)
     assert embedding not in there and embedding in first_of(shapes, everything.states)
     assert len(there) == sum(len(each) > 1 for each in shapes) - 1
+
+
+def test_frozen_layers_go_there_when_all_else_is() -> None:
+    frozen = {"freeze": ["model.embed_tokens.*", "model.layers.*.mlp.*", "model.layers.1.*"]}
+    shape = shaped_model(planned_config(LLAMA, train=frozen)).shape
+    everything = spilled(shape, LAYOUT, lambda on_disk: 1.0)
+    assert everything.layers == shape.layers and everything.states == tuple(
+        (each, shape.alike[each]) for each, _ in everything.states
+    )
+    mlp, attention = {(320, 128), (128, 320)}, {(128, 128), (64, 128)}
+    assert set(everything.frozen) == mlp | attention  # those of layer 1, and no look-up and no norms
+    assert not spilled(shape, replace(LAYOUT, nodes=2), lambda on_disk: 1.0).frozen
+    fewer = spilled(shape, LAYOUT, lambda on_disk: 2.0 - on_disk.layers)
+    assert fewer.layers == 2 and fewer.frozen == everything.frozen
+    assert not spilled(shape, LAYOUT, lambda on_disk: 1.0 - bool(on_disk.gradients)).frozen
+    assert OnDisk.of_json(json.loads(json.dumps(vars(everything)))) == everything
+    config = planned_config(LLAMA, train=frozen)
+    size, moved = (
+        [of(disk_use(config, shape, LAYOUT, replace(everything, layers=count), 3)) for count in (0, 4)]
+        for of in (lambda use: use.size, lambda use: use.beside_read)
+    )
+    in_layers = sum(numel(each) * len(kind.positions) for kind in shape.kinds for each in kind.weights if len(each) > 1)
+    assert size[1] - size[0] == 2 * in_layers and moved[1] - moved[0] == 3 * 2 * 2 * in_layers
+    whole, none = (disk_use(config, shape, LAYOUT, replace(everything, states=(), layers=n), 3) for n in (4, 0))
+    assert whole.written == none.written and whole.update == none.update  # what learns nothing is never written
 
 
 def limited(gib: float, **train: object) -> RunConfig:

@@ -78,6 +78,17 @@ def test_the_disk_has_all_of_it_before_it_has_its_name(tmp_path: Path, monkeypat
     assert events[named + 1 :] == [tmp_path.name]
 
 
+def test_what_the_disk_may_not_have_named_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails_for_names(path: Path) -> None:
+        if path == tmp_path:
+            raise OSError(5, "Input/output error", str(path))
+
+    monkeypatch.setattr("aliquot.ranges.publish.sync", fails_for_names)
+    with pytest.raises(UserError, match="Input/output error"):
+        publish(tmp_path / "out", Alone())
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_leftovers(tmp_path: Path) -> None:
     for name in (".step-1.partial-00112233", ".step-1.trash-00112233", ".other.partial-00112233", "step-2", ".step-3"):
         (tmp_path / name).mkdir()

@@ -11,6 +11,7 @@ step-00000100/
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -28,6 +29,8 @@ from aliquot.ranges.together import RankGroup, on_first, together
 from aliquot.ranges.transfer import Watch, drain
 
 MAX_FILE_BYTES = 4 << 30
+
+_log = logging.getLogger(__name__)
 
 
 def save(
@@ -116,10 +119,13 @@ class Draft:
         self, written: Sequence[Sequence[Piece]], keep: int, best: int | None = None, spare: Collection[int] = ()
     ) -> None:
         """On rank 0, when all ranks have written: the manifest, one rename, then retention, from which the checkpoint
-        of step `best` is exempt, and those of steps `spare`. Raises OSError."""
+        of step `best` is exempt, and those of steps `spare`. Raises OSError where there is no such checkpoint then."""
         self._finish(written)
         commit(self.partial, self.target)
-        tidy(self._root, keep, self.target, best, spare)
+        try:
+            tidy(self._root, keep, self.target, best, spare)
+        except OSError as error:  # it is saved all the same; the next save tidies again
+            _log.warning("what earlier saves left could not be removed: %s", error)
 
     def abandon(self) -> None:
         """On rank 0, when no rank writes any more: leave nothing behind."""

@@ -17,17 +17,18 @@ class OnDisk:
     states: Counts = ()  # moments, and what the masters have beyond bf16: used once a step
     gradients: Counts = ()  # their sums: used once a micro-batch. A weight that is here is in `states`, too. Those of
     # the input embedding stay in memory: a look-up adds to rows that lie anywhere.
-    layers: int = 0  # decoder layers, evenly spread, whose weights are there and read for each use
+    layers: int = 0  # decoder layers, evenly spread, whose weights are there and read for each use: those in `states`,
+    frozen: tuple[Shape, ...] = ()  # and of what learns nothing those of these shapes
 
     @classmethod
     def of_json(cls, fields: Mapping[str, Any]) -> Self:
         shapes = {
             name: tuple((tuple(shape), count) for shape, count in fields[name]) for name in ("states", "gradients")
         }
-        return cls(**shapes, layers=fields["layers"])
+        return cls(**shapes, layers=fields["layers"], frozen=tuple(tuple(shape) for shape in fields["frozen"]))
 
     def __bool__(self) -> bool:
-        return bool(self.states)
+        return bool(self.states or self.layers)
 
 
 def streamed_layers(layers: int, count: int) -> list[int]:

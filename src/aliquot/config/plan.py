@@ -126,10 +126,11 @@ class Plan:
             return None
         shares = (("states", self.on_disk.states), ("gradient sums", self.on_disk.gradients))
         kinds = [f"{name} of {_share(counts, self.parameters)}" for name, counts in shares if counts]
-        layers = f", {self.on_disk.layers} layers whole" if self.on_disk.layers else ""
+        told = [f"{', '.join(kinds)} of the parameters"] if kinds else []
+        told += [f"{self.on_disk.layers} layers whole"] if self.on_disk.layers else []
         daily = self.scratch_written_per_step / self.step_s * 86400
         return (
-            f"{', '.join(kinds)} of the parameters{layers}: {self.scratch_bytes_per_node / 1e9:,.1f} GB a node,"
+            f"{', '.join(told)}: {self.scratch_bytes_per_node / 1e9:,.1f} GB a node,"
             f" {self.scratch_moved_per_step / 1e9:,.1f} GB read and written a step, which waits {self.disk_s:.3g} s for"
             f" it ({self.disk_s / self.step_s:.0%}{self._enough()}); {daily / 1e12:,.1f} TB written a day"
         )

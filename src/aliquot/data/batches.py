@@ -282,6 +282,6 @@ class EvalBatches:
         """This rank's share; equally many on every rank, None where it has nothing left."""
         layout = Layout([self.store], self.sequence_length, self.pad_id, self.packed, self.packs)
         size, stop = self.micro_batch_size, self.epoch.packing.sequences
-        groups = [Group(0, start, range(start, min(start + size, stop))) for start in range(0, stop, size)]
+        groups = (Group(0, start, range(start, min(start + size, stop))) for start in range(0, stop, size))
         for _, found in layout.micro_batches(groups, rank, world_size, lambda _, at: self.epoch.sequence(at)):
             yield found

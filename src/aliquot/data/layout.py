@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
@@ -35,14 +36,14 @@ class Layout:
     packs: bool
 
     def micro_batches(
-        self, groups: Sequence[Group], rank: int, world_size: int, sequence: Callable[[int, int], Pieces]
+        self, groups: Iterable[Group], rank: int, world_size: int, sequence: Callable[[int, int], Pieces]
     ) -> Iterator[tuple[int, MicroBatch | None]]:
         """This rank's share of the micro-batches, and where each begins; equally many on every rank.
 
         Where each document is a call, a rank without sequences gets a micro-batch that only makes the calls.
         """
-        for start in range(0, len(groups), world_size):
-            turn = groups[start : start + world_size]
+        coming = iter(groups)
+        while turn := list(islice(coming, world_size)):
             calls = 0
             if not self.packs:  # ranks make equally many
                 calls = max(sum(len(sequence(group.source, at)) for at in group.sequences) for group in turn)

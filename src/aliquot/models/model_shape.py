@@ -20,6 +20,10 @@ class LayerKind:
     window: int | None
     positions: tuple[int, ...]
 
+    @property
+    def frozen(self) -> list[Shape]:
+        return list((Counter(self.weights) - Counter(self.learned)).elements())
+
 
 @dataclass(frozen=True)
 class ModelShape:

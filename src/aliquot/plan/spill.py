@@ -26,12 +26,15 @@ def spilled(shape: ModelShape, layout: RankLayout, too_much: Callable[[OnDisk], 
     chosen = OnDisk()
     if too_much(chosen) <= 0:
         return chosen
-    # The look-up's gradient sums stay in memory, and so do all weights of several hosts, and all where some are frozen.
+    # The look-up's gradient sums stay in memory, and so do all weights of several hosts.
     sums = {each: shape.alike[each] - (each == shape.embedding) for each in shapes}
+    of_layers = dict.fromkeys(each for kind in shape.kinds for each in kind.frozen)
+    frozen = tuple(each for each in of_layers if padded_share(each, layout.world_size) >= SMALLEST)
     most = OnDisk(
         tuple((each, shape.alike[each]) for each in shapes),
         tuple((each, count) for each, count in sums.items() if count),
-        shape.layers if layout.nodes == 1 and shape.learned == shape.weights else 0,
+        shape.layers if layout.nodes == 1 else 0,
+        frozen if layout.nodes == 1 else (),
     )
     if too_much(most) > 0:
         return most
@@ -43,7 +46,9 @@ def spilled(shape: ModelShape, layout: RankLayout, too_much: Callable[[OnDisk], 
         if too_much(chosen) <= 0:
             return chosen
         chosen = _fewest(partial(_with_weights, chosen, "gradients", each), count, too_much)
-    return _fewest(lambda count: replace(chosen, layers=count), most.layers, too_much)
+    return _fewest(
+        lambda count: replace(chosen, layers=count, frozen=most.frozen if count else ()), most.layers, too_much
+    )
 
 
 def _fewest(with_count: Callable[[int], OnDisk], most: int, too_much: Callable[[OnDisk], float]) -> OnDisk:

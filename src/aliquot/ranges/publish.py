@@ -62,10 +62,19 @@ def begin_alone(target: Path) -> Path:
 
 
 def commit(partial: Path, target: Path) -> None:
-    """Give `partial`, whose files the disk has, the name `target`: from then on it is complete. Raises OSError."""
+    """Give `partial`, whose files the disk has, the name `target`: from then on it is complete.
+
+    Raises OSError, and then nothing has that name.
+    """
     sync(partial)
     partial.rename(target)  # replaces an empty directory, fails on any other
-    sync(target.parent)
+    try:
+        sync(target.parent)
+    except OSError:
+        # The disk may not have the name: it is taken back, lest others count on what its maker calls failed.
+        with contextlib.suppress(OSError):
+            target.rename(partial)
+        raise
 
 
 def sync(path: Path) -> None:

@@ -25,8 +25,9 @@ class Window:
 
 
 class HostDisk:
-    """`states[weight]`: the windows of a weight whose states lie on disk. `sums`: offset and elements of each window of
-    gradient sums that does, this rank's and those of its counterparts on the other hosts."""
+    """`states[weight]`: the windows of a weight whose states lie on disk; `windows`: of what is frozen, too. `sums`:
+    offset and elements of each window of gradient sums that does, this rank's and those of its counterparts on the
+    other hosts."""
 
     def __init__(
         self,
@@ -42,7 +43,7 @@ class HostDisk:
         streamed: Collection[int] = (),
     ) -> None:
         """`embedding`: the weight that is looked up. `owners[host]`: the rank there that is this one's counterpart;
-        `own`: this host. `streamed`: the weights that themselves lie there, too. Raises StorageError.
+        `own`: this host. `streamed`: the weights that themselves lie there, too, or alone. Raises StorageError.
         """
         shapes = [weight.shape if weight.learns else None for weight in weights]
         summed = set(first_of(shapes, on_disk.gradients, never=embedding))
@@ -59,6 +60,13 @@ class HostDisk:
                 found.append(Window(start, stop, placed))
                 end += placed.size_bytes
             self.states[index] = found
+        self.windows = dict(self.states)
+        for index in sorted(set(streamed) - self.states.keys()):
+            weight, self.windows[index] = weights[index], []
+            for start, stop in windows(weight.numel_of(owners[own]), states, weight.row_numel):
+                placed = record(end, {"compute": (stop - start) * (2 if splits else 4)})
+                self.windows[index].append(Window(start, stop, placed))
+                end += placed.size_bytes
         for index in sorted(summed):
             for host, owner in enumerate(owners):
                 cut = windows(weights[index].numel_of(owner), states, weights[index].row_numel)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from aliquot.collectives.alignment import aligned
@@ -49,7 +49,7 @@ def host_memory(config: RunConfig, shape: ModelShape, layout: RankLayout, on_dis
     tokens = config.train.per_device_train_batch_size * config.data.sequence_length
     row_numel = max(numel(weight[1:]) for weight in shape.alike)
     copies = min(layout.numa_nodes, layout.ranks_per_node)
-    streamed, summing = _windows_bytes(config, shares, on_disk)
+    streamed, summing = _windows_bytes(config, shares, on_disk, layout.world_size)
     return Held(
         weights=low,
         gradients=gradients + others * waiting * sent_itemsize(config) + summing,
@@ -125,32 +125,42 @@ def disk_use(config: RunConfig, shape: ModelShape, layout: RankLayout, on_disk: 
     # Every host has sums of the whole gradient. They travel once, and are the owner's then.
     sums = _kept(states) * sum(count * numel(weight) for weight, count in on_disk.gradients)
     exchanged = (layout.nodes - 1) * sums
-    of_layers = (2 if splits else 4) * sum(_streamed(shape, on_disk))
+    learned, frozen = ((2 if splits else 4) * sum(of) for of in (_learned(shape, on_disk), _frozen(shape, on_disk)))
     return DiskUse(
-        size=of_states + of_layers + layout.nodes * sums,
-        update=2 * (of_states + of_layers) + sums + 2 * exchanged,
+        size=of_states + learned + frozen + layout.nodes * sums,
+        update=2 * (of_states + learned) + sums + 2 * exchanged,
         # Layers come in the forward and in the backward pass, but for those that are still there when it turns.
-        beside_read=(micro_batches - 1) * layout.nodes * sums + micro_batches * 2 * of_layers,
+        beside_read=(micro_batches - 1) * layout.nodes * sums + micro_batches * 2 * (learned + frozen),
         beside_written=micro_batches * layout.nodes * sums,
-        written=of_states + of_layers + micro_batches * layout.nodes * sums + (sums if layout.nodes > 1 else 0),
+        written=of_states + learned + micro_batches * layout.nodes * sums + (sums if layout.nodes > 1 else 0),
     )
 
 
-def _streamed(shape: ModelShape, on_disk: OnDisk) -> list[int]:
-    """Elements of each layer that lie on disk."""
+def _learned(shape: ModelShape, on_disk: OnDisk) -> list[int]:
+    """Elements of each streamed layer that lie on disk and learn."""
     there = {weight for weight, _ in on_disk.states}
-    of_layer: dict[int, int] = {}
-    for kind in shape.kinds:
-        of_layer |= dict.fromkeys(kind.positions, sum(numel(each) for each in kind.weights if each in there))
+    of_kinds = [sum(numel(each) for each in kind.learned if each in there) for kind in shape.kinds]
+    return _of_streamed(shape, on_disk, of_kinds)
+
+
+def _frozen(shape: ModelShape, on_disk: OnDisk) -> list[int]:
+    """Elements of each streamed layer that lie on disk and learn nothing."""
+    of_kinds = [sum(numel(each) for each in kind.frozen if each in on_disk.frozen) for kind in shape.kinds]
+    return _of_streamed(shape, on_disk, of_kinds)
+
+
+def _of_streamed(shape: ModelShape, on_disk: OnDisk, of_kinds: Sequence[int]) -> list[int]:
+    of_layer = {at: count for kind, count in zip(shape.kinds, of_kinds, strict=True) for at in kind.positions}
     return [of_layer[at] for at in streamed_layers(shape.layers, on_disk.layers)]
 
 
 def _elsewhere(shape: ModelShape, on_disk: OnDisk) -> int:
     """Elements of the shared copy that are not in memory while others are."""
-    return sum(sorted(_streamed(shape, on_disk))[:-RESIDENT_LAYERS])
+    of_layers = map(sum, zip(_learned(shape, on_disk), _frozen(shape, on_disk), strict=True))
+    return sum(sorted(of_layers)[:-RESIDENT_LAYERS])
 
 
-def _windows_bytes(config: RunConfig, shares: Mapping[Shape, int], on_disk: OnDisk) -> tuple[int, int]:
+def _windows_bytes(config: RunConfig, shares: Mapping[Shape, int], on_disk: OnDisk, world_size: int) -> tuple[int, int]:
     """Of a rank, buffers for windows: in an update; beside forward and backward, for sums and for layers."""
     states, splits = config.train.optimizer_states, config.train.precision == "bf16"
     summed = dict(on_disk.gradients)
@@ -163,6 +173,9 @@ def _windows_bytes(config: RunConfig, shares: Mapping[Shape, int], on_disk: OnDi
         streamed = max(streamed, STREAM_BUFFERS * (sums_bytes + own + sum(map(paged, fields.values()))))
         summing = max(summing, SUMS_BUFFERS * sums_bytes)
         reading = max(reading, STREAM_BUFFERS * own)
+    for weight in on_disk.frozen:
+        longest = longest_window(padded_share(weight, world_size), states, numel(weight[1:]))
+        reading = max(reading, STREAM_BUFFERS * paged(longest * (2 if splits else 4)))
     return streamed, summing + reading
 
 

@@ -1,7 +1,7 @@
 """Master weights and moments of a rank of the host engine, in memory or, window by window, on disk.
 
 On disk lies all of them but what every rank computes from, the high halves of the masters, and of streamed layers that,
-too. An update reads windows ahead of the arithmetic and writes them behind it.
+too; of what is frozen nothing else. An update reads windows ahead of the arithmetic and writes them behind it.
 """
 
 from __future__ import annotations
@@ -37,14 +37,19 @@ class HostStates:
         self._states = states
         self._splits = owned[0].dtype == torch.bfloat16
         self._streamed = streamed
-        self._windows = {} if disk is None else disk.states
+        self._updated = {} if disk is None else disk.states
+        self._windows = {} if disk is None else disk.windows
         self._scratch = None if disk is None else disk.scratch
         self._at_hand: dict[Kind, _AtHand] = {}
         self._handing = threading.Lock()  # a save reads in a thread of its own
         self._shards: dict[int, FlatShard] = {}  # those in memory, by weight
-        self._frozen = {index: _frozen_weights(own, self._splits) for index, own in enumerate(owned) if not own.learns}
+        self._frozen = {
+            index: self._weights(own, 0, own.numel, {})
+            for index, own in enumerate(owned)
+            if not own.learns and index not in self._windows
+        }
         for index, own in enumerate(owned):
-            if index not in self._windows and own.learns:
+            if index not in self._updated and own.learns:
                 gradient = sums.own(index)
                 assert gradient is not None  # what has its sums on disk has its states there, too
                 self._shards[index] = self._shard(own, 0, own.numel, gradient, {})
@@ -62,12 +67,12 @@ class HostStates:
 
     def order(self, wanted: Sequence[int]) -> list[int]:
         """All weights as `to_update` comes to them: those in memory as they are `wanted`, then those on disk."""
-        return [index for index in wanted if index in self._shards] + list(self._windows)
+        return [index for index in wanted if index in self._shards] + list(self._updated)
 
     def to_update(self, order: Sequence[int]) -> Iterator[tuple[int, FlatShard]]:
         """Every shard and its weight, each to be updated before the next is asked for. Raises StorageError."""
         self.put_away()
-        visits = [(index, window) for index, windows in self._windows.items() for window in windows]
+        visits = [(index, window) for index, windows in self._updated.items() for window in windows]
         on_disk = None if self._scratch is None else Stream(self._scratch, [_move(window) for _, window in visits])
         for index in order:
             if index in self._shards:
@@ -174,16 +179,13 @@ class HostStates:
             values, *others = (copy[start:stop] for copy in own.copies)
         if not self._splits:
             return WholeWeights(values, others)
+        if not own.learns:
+            return RoundedWeights(values, others)
         low = fields.get("weight")
         return SplitWeights(values, others, None if low is None else low.view(torch.int32))
 
     def _moment(self, own: Owned, start: int, stop: int, memory: Tensor | None, squared: bool) -> Moment:
         return moment(self._states, stop - start, own.row_numel, squared, memory)
-
-
-def _frozen_weights(own: Owned, splits: bool) -> Weights:
-    values, *others = own.copies
-    return RoundedWeights(values, others) if splits else WholeWeights(values, others)
 
 
 Store = Weights | Moment

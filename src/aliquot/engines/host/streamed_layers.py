@@ -50,6 +50,7 @@ def layers_on_disk(model: nn.Module, spec: EngineSpec, several_hosts: bool) -> L
     parameters = list(model.parameters())
     shapes = [tuple(parameter.shape) if parameter.requires_grad else None for parameter in parameters]
     there = first_of(shapes, spec.on_disk.states)
+    there += [at for at, each in enumerate(parameters) if shapes[at] is None and each.shape in spec.on_disk.frozen]
     layers = decoder_layers(model)
     users = Counter(id(parameter) for layer in layers for parameter in set(layer.parameters()))
     index = {id(parameters[at]): at for at in there if users[id(parameters[at])] == 1}
@@ -165,7 +166,7 @@ class StreamedLayers:
             while any(int(counter[_USED]) <= gone[1] for counter in self._counters):
                 time.sleep(_POLL_S)
             self._give_back(gone[0])
-        places = [(index, window) for index in self.layers[layer] for window in self._disk.states[index]]
+        places = [(index, window) for index in self.layers[layer] for window in self._disk.windows[index]]
         moves = []
         for _, window in places:
             at, size = window.record.fields["compute"]
