@@ -1,0 +1,95 @@
+"""A cable that is cut while no step runs: both nodes end soon, and say what was going on."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.multinode.namespaces import Host, environment, plug, switched_hosts, why_not
+from tests.multinode.test_lost_host import wait_for_step
+from tests.runs import WORDS, write_config
+
+pytestmark = [pytest.mark.long, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
+
+TIMEOUT_S = 6
+# A disk that takes its time over the first file below $STALLS_IN.
+SLOW_DISK = """
+import os, pathlib, time
+plain = os.fsync
+def fsync(descriptor):
+    if os.environ["STALLS_IN"] in os.readlink(f"/proc/self/fd/{descriptor}"):
+        pathlib.Path(os.environ["STALLED"]).touch()
+        time.sleep(600)
+    plain(descriptor)
+os.fsync = fsync
+"""
+
+
+def cut_while(tmp_path: Path, stalls_in: str, sections: dict[str, Any], reached: Any) -> list[tuple[int, str]]:
+    """Exit code and output of each node, whose cable is cut when `reached` has returned."""
+    (tmp_path / "sitecustomize.py").write_text(SLOW_DISK)
+    launch = {"ranks": 1, "nodes": 2, "device": "cpu", "step_timeout_s": TIMEOUT_S, "master_port": 29511}
+    given = {"launch": launch, "train": {"max_steps": 1, "global_batch_size": 2, "per_device_train_batch_size": 1}}
+    for name, values in sections.items():
+        given.setdefault(name, {}).update(values)
+    config = write_config(tmp_path, **given)
+    known = environment() | {"STALLS_IN": stalls_in, "STALLED": str(tmp_path / "stalled")}
+    known["PYTHONPATH"] = f"{tmp_path}:{known['PYTHONPATH']}"
+
+    def started(host: Host, number: int, master: Host) -> subprocess.Popen[str]:
+        own = [f"launch.node_rank={number}", f"launch.master_address={master.address}"]
+        command = host.command(sys.executable, "-m", "aliquot", "train", str(config), *own)
+        return subprocess.Popen(command, env=known, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    with switched_hosts(2) as hosts:
+        nodes = [started(host, number, hosts[0]) for number, host in enumerate(hosts)]
+        try:
+            reached()
+            time.sleep(2)  # the others wait by now
+            plug(hosts[1], False)
+            outputs = [node.communicate(timeout=5 * TIMEOUT_S + 30)[0] for node in nodes]
+        finally:
+            for node in nodes:
+                node.kill()
+    return [(node.returncode, output) for node, output in zip(nodes, outputs, strict=True)]
+
+
+def wait_for(file: Path) -> None:
+    for _ in range(900):
+        if file.exists():
+            return
+        time.sleep(0.1)
+    raise TimeoutError(f"{file} does not appear")
+
+
+@pytest.mark.parametrize(
+    ("where", "doing"), [("cache", "reading and tokenising the data"), ("export", "exporting the model")]
+)
+def test_before_and_after_all_steps(tmp_path: Path, where: str, doing: str) -> None:
+    sections = {"data": {"cache_directory": str(tmp_path / "cache")}}
+    ended = cut_while(tmp_path, f"{where}", sections, lambda: wait_for(tmp_path / "stalled"))
+    for number, (code, output) in enumerate(ended):
+        assert code == 1, output
+        other = 1 - number
+        assert f"no word from node {other} (" in output and f", {doing}) for" in output, output
+        assert f"while node {number} was {doing}" in output, output
+
+
+def test_in_an_evaluation(tmp_path: Path) -> None:
+    held_out = tmp_path / "held-out.txt"
+    draw = random.Random(1)
+    held_out.write_text("\n".join(" ".join(draw.choices(WORDS, k=30)) for _ in range(20_000)))
+    sections = {
+        "data": {"eval_fraction": None, "eval_path": str(held_out)},
+        "train": {"max_steps": 2, "eval_steps": 1, "logging_steps": 1},
+    }
+    ended = cut_while(tmp_path, "nowhere", sections, lambda: wait_for_step(tmp_path / "run", 1))
+    for code, output in ended:
+        assert code == 1, output
+        assert "evaluating" in output or "[hung]" in output, output
