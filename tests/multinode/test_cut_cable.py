@@ -86,7 +86,7 @@ def test_in_an_evaluation(tmp_path: Path) -> None:
     draw = random.Random(1)
     held_out.write_text("\n".join(" ".join(draw.choices(WORDS, k=30)) for _ in range(20_000)))
     sections = {
-        "data": {"eval_fraction": None, "eval_path": str(held_out)},
+        "data": {"eval_fraction": 0, "eval_path": str(held_out)},
         "train": {"max_steps": 2, "eval_steps": 1, "logging_steps": 1},
     }
     ended = cut_while(tmp_path, "nowhere", sections, lambda: wait_for_step(tmp_path / "run", 1))
