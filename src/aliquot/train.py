@@ -188,6 +188,7 @@ class Training:
         self._loss: float | None = None
         self._perplexity: float | None = None
         self._evaluations = start.evaluations
+        self._saved_step, self._save_s = start.step, 0.0  # the newest checkpoint, and how long it took to save
 
     def all_steps(self) -> None:
         """Raises Terminated once it is saved what a signal has cut short, DivergedError for numbers that are none."""
@@ -258,6 +259,12 @@ class Training:
                 self._saver.finish()  # what is compared with is the best that could be saved
             stopping = self._evaluate()
         last, best = done == self._end, self._evaluations.kept_step(config.checkpoint)
+        if stopping and not last and self._saver.under_way is not None and self._no_time_for_another():
+            raise Terminated(
+                stopping,
+                f"after step {done}; saved is step {self._saved_step}, because checkpoint.grace_s was too short for"
+                " another: start again to continue",
+            )
         if last or stopping or best == done or is_due(config.checkpoint.every, done):
             with self._record.between_steps("checkpoint"):
                 self._saver.finish()
@@ -312,6 +319,16 @@ class Training:
             self._end = self._done
             self._record.stopped_early(self._evaluations.told())
 
+    def _no_time_for_another(self) -> bool:
+        """After the checkpoint that is under way: whether the next, begun now, would be killed. Collective."""
+        before = self._saved_step
+        self._saver.finish()
+        left_s = self._run.ranks.gather(self._stop.left_s - self._save_s)
+        if min(left_s) > 0 or self._saved_step == before:  # or it could not be saved: what is lost is lost anyway
+            return False
+        self._finish_saving()
+        return True
+
     def _finish_saving(self) -> None:
         self._presence.doing = "finishing a checkpoint"
         self._saver.finish()
@@ -320,6 +337,7 @@ class Training:
 
     def _saved(self, step: int, seconds: float, stall_s: float) -> None:
         self._record.saved(step, seconds, stall_s)
+        self._saved_step, self._save_s = step, seconds
         self._mirror.start(step, self._saver.best)
         give_back()
 
