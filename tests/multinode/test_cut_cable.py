@@ -11,35 +11,24 @@ from typing import Any
 
 import pytest
 
-from tests.multinode.namespaces import Host, environment, plug, switched_hosts, why_not
+from tests.multinode.namespaces import INTERFACE, Host, environment, plug, switched_hosts, why_not
 from tests.runs import WORDS, write_config
+from tests.slow_disk import slow_disk, wait_for
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 
 TIMEOUT_S = 6
-# A disk that takes its time over the first file below $STALLS_IN.
-SLOW_DISK = """
-import os, pathlib, time
-plain = os.fsync
-def fsync(descriptor):
-    if os.environ["STALLS_IN"] in os.readlink(f"/proc/self/fd/{descriptor}"):
-        pathlib.Path(os.environ["STALLED"]).touch()
-        time.sleep(600)
-    plain(descriptor)
-os.fsync = fsync
-"""
 
 
 def cut_while(tmp_path: Path, stalls_in: str, sections: dict[str, Any], reached: Any) -> list[tuple[int, str]]:
     """Exit code and output of each node, whose cable is cut when `reached` has returned."""
-    (tmp_path / "sitecustomize.py").write_text(SLOW_DISK)
     launch = {"ranks": 1, "nodes": 2, "device": "cpu", "step_timeout_s": TIMEOUT_S, "master_port": 29511}
     given = {"launch": launch, "train": {"max_steps": 1, "global_batch_size": 2, "per_device_train_batch_size": 1}}
     for name, values in sections.items():
         given.setdefault(name, {}).update(values)
     config = write_config(tmp_path, **given)
-    known = environment() | {"STALLS_IN": stalls_in, "STALLED": str(tmp_path / "stalled")}
-    known["PYTHONPATH"] = f"{tmp_path}:{known['PYTHONPATH']}"
+    known = environment()
+    known |= slow_disk(tmp_path, stalls_in, 600, known["PYTHONPATH"]) | {"GLOO_SOCKET_IFNAME": INTERFACE}
 
     def started(host: Host, number: int, master: Host) -> subprocess.Popen[str]:
         own = [f"launch.node_rank={number}", f"launch.master_address={master.address}"]
@@ -59,20 +48,12 @@ def cut_while(tmp_path: Path, stalls_in: str, sections: dict[str, Any], reached:
     return [(node.returncode, output) for node, output in zip(nodes, outputs, strict=True)]
 
 
-def wait_for(file: Path) -> None:
-    for _ in range(1500):
-        if file.exists() and (file.stat().st_size or file.name == "stalled"):
-            return
-        time.sleep(0.1)
-    raise TimeoutError(f"{file} does not appear")
-
-
 @pytest.mark.parametrize(
     ("where", "doing"), [("cache", "reading and tokenising the data"), ("export", "exporting the model")]
 )
 def test_before_and_after_all_steps(tmp_path: Path, where: str, doing: str) -> None:
     sections = {"data": {"cache_directory": str(tmp_path / "cache")}}
-    ended = cut_while(tmp_path, f"{where}", sections, lambda: wait_for(tmp_path / "stalled"))
+    ended = cut_while(tmp_path, where, sections, lambda: wait_for(tmp_path / "now"))
     for number, (code, output) in enumerate(ended):
         assert code == 1, output
         other = 1 - number
