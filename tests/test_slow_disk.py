@@ -34,7 +34,7 @@ def started(folder: Path, below: str, seconds: float, **sections: dict[str, Any]
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_signal_in_the_export_loses_nothing(tmp_path: Path, ranks: int) -> None:
-    process = started(tmp_path, "export", FOR_EVER_S, launch={"ranks": ranks})
+    process = started(tmp_path, "/.export.", FOR_EVER_S, launch={"ranks": ranks})
     process.send_signal(signal.SIGTERM)
     errors = process.communicate(timeout=30)[1]
     assert process.returncode == 143, errors
@@ -44,9 +44,9 @@ def test_a_signal_in_the_export_loses_nothing(tmp_path: Path, ranks: int) -> Non
 def test_no_second_save_is_begun_when_the_grace_is_short(tmp_path: Path) -> None:
     sections: dict[str, dict[str, Any]] = {
         "train": {"max_steps": 100_000, "lr_scheduler_type": "constant"},
-        "checkpoint": {"every": 2, "grace_s": 12},
+        "checkpoint": {"every": 2, "grace_s": 16},
     }
-    process = started(tmp_path, "checkpoints", 1.0, **sections)
+    process = started(tmp_path, "/manifest.json", 10.0, **sections)
     process.send_signal(signal.SIGTERM)
     errors = process.communicate(timeout=60)[1]
     assert process.returncode == 143, errors
@@ -67,5 +67,5 @@ def test_a_rank_that_is_killed_while_its_save_hangs_is_named(tmp_path: Path) -> 
     os.kill(ranks[0].pid, signal.SIGKILL)
     killed = time.monotonic()
     errors = process.communicate(timeout=60)[1]
-    assert process.returncode == 1 and time.monotonic() - killed < 30
+    assert process.returncode == 1 and time.monotonic() - killed < 60  # the other rank has its grace
     assert "rank 1 was killed by SIGKILL" in errors, errors
