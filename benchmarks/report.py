@@ -14,22 +14,25 @@ Row = dict[str, Any]
 Target = dict[str, Any]
 
 
-def target(name: str, value: float | None, goal: float, better: Literal["higher", "lower"]) -> Target:
-    """`value` None: it could not be measured here."""
+def target(
+    name: str, value: float | None, goal: float, better: Literal["higher", "lower"], why: str | None = None
+) -> Target:
+    """`value` None: it could not be measured here, because of `why`."""
     met = value is not None and (value >= goal if better == "higher" else value <= goal)
-    return {
+    found = {
         "name": name,
         "value": None if value is None else round(value, 4),
         "goal": goal,
         "better": better,
         "met": met if value is not None else None,
     }
+    return found | {"why": why} if value is None and why else found
 
 
 def show(title: str, rows: Sequence[Row]) -> None:
     table = Table(title=title)
     for column in {name: None for row in rows for name in row}:
-        table.add_column(column)
+        table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(*[_text(row.get(name.header, "")) for name in table.columns])
     Console(width=180).print(table)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -27,7 +28,7 @@ def run_world(
     environ: Mapping[str, str] = MappingProxyType({}),
     prefixes: Sequence[Sequence[str]] = (),
 ) -> list[Measured]:
-    """What the ranks of `python SCRIPT --rank ARGUMENTS...` measured; a failure is [{"failed": why}].
+    """What the ranks of `python SCRIPT --rank ARGUMENTS...` measured; a failure is [{"failed": which rank ended how}].
 
     `environ` is added to what the ranks inherit; `prefixes[rank]` is put before a rank's command.
     """
@@ -52,23 +53,34 @@ def run_world(
             command = [*(prefixes[rank] if prefixes else ()), sys.executable, script, "--rank", *arguments]
             with Path(folder, f"{rank}.log").open("w") as log:
                 ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
-        if not _ended_well(ranks, timeout_s):
-            logs = [Path(folder, f"{rank}.log").read_text().strip().splitlines() for rank in range(world_size)]
-            said = [lines[-1] for lines in logs if lines]
-            return [{"failed": said[0][:200] if said else "no answer"}]
+        if (failed := _failure(ranks, timeout_s)) is not None:
+            number, how = failed
+            said = Path(folder, f"{number}.log").read_text(errors="replace").strip().splitlines()
+            last = said[-1].strip()[:200] if said else "without a word"
+            return [{"failed": f"rank {number} {how}: {last}"}]
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world_size)]
 
 
-def _ended_well(ranks: list[subprocess.Popen[bytes]], timeout_s: float) -> bool:
+def _failure(ranks: list[subprocess.Popen[bytes]], timeout_s: float) -> tuple[int, str] | None:
+    """The rank that failed first and how, the others killed; None: all have ended well."""
     deadline = time.monotonic() + timeout_s
-    while any(rank.poll() is None for rank in ranks):
-        if time.monotonic() > deadline or any(rank.poll() for rank in ranks):
+    while True:
+        codes = [rank.poll() for rank in ranks]
+        found = next(((number, _ending(code)) for number, code in enumerate(codes) if code), None)
+        if found is None and None in codes and time.monotonic() > deadline:
+            found = codes.index(None), f"did not end within {timeout_s:g} s"
+        if found is not None:
             for rank in ranks:
                 rank.kill()
                 rank.wait()
-            return False
+            return found
+        if None not in codes:
+            return None
         time.sleep(0.05)
-    return not any(rank.returncode for rank in ranks)
+
+
+def _ending(code: int) -> str:
+    return f"ended with exit code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
 
 
 def tell(measured: Measured) -> None:

@@ -12,6 +12,7 @@ from aliquot.evaluate import evaluate
 from aliquot.launch.device import choose_device
 from aliquot.launch.local_ranks import told_local_ranks
 from aliquot.launch.placement import place
+from aliquot.launch.presence import Presence
 from aliquot.launch.ranks import Ranks
 from aliquot.launch.same_everywhere import check_configs
 from aliquot.machine.cpu import read_cpu
@@ -23,7 +24,7 @@ from aliquot.observe.run_directory import RunDirectory
 from aliquot.preparation import Attempt
 from aliquot.ranges.together import on_first
 
-_TIMEOUT_S = 24 * 3600.0  # a rank that dies ends the others at once; this only bounds the wait for one that hangs
+_TIMEOUT_S = 24 * 3600.0  # as in train.py
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ def evaluate_model(config: RunConfig) -> dict[str, Evaluation]:
         ranks = Ranks.join(topology, _TIMEOUT_S, config.launch.join_timeout_s, False)
     display = Display(config.observe.console, enabled=topology.is_first)
     exporter = Exporter(config.observe, config.run.name)
-    with ranks.closing():
+    with ranks.closing(), Presence(topology, ranks.store, config.launch.step_timeout_s) as presence:
+        presence.doing = "evaluating a model"
         try:
             ledger, directory = Ledger(ranks.rank), RunDirectory(config.run.directory)
             about = {"placement": placement}

@@ -32,6 +32,7 @@ from aliquot.launch.device import choose_device
 from aliquot.launch.local_ranks import told_local_ranks
 from aliquot.launch.placement import place
 from aliquot.launch.preload import tune
+from aliquot.launch.presence import Presence
 from aliquot.launch.ranks import Ranks
 from aliquot.launch.same_everywhere import check_configs
 from aliquot.launch.stop_signal import StopSignal, Terminated
@@ -56,7 +57,7 @@ from aliquot.ranges.together import on_first
 from aliquot.stores.open_store import open_store
 
 # Only training steps are on the watchdog's clock: reading data and weights may take long. A rank that dies ends the
-# run at once anyway; this only bounds the wait for one that hangs.
+# run at once anyway, and a node that is lost soon (presence.py); this only bounds the wait for a rank that hangs.
 _PREPARATION_TIMEOUT_S = 24 * 3600.0
 
 
@@ -85,7 +86,7 @@ def train(config: RunConfig, force: bool = False) -> Result:
     display = Display(config.observe.console, enabled=topology.is_first)
     exporter = Exporter(config.observe, config.run.name)
     directory = RunDirectory(config.run.directory)
-    with ranks.closing():
+    with ranks.closing(), Presence(topology, ranks.store, config.launch.step_timeout_s) as presence:
         try:
             with directory.locked() if topology.is_first else nullcontext():
                 on_first(ranks, partial(check_installed, config.observe.report_to))
@@ -94,26 +95,31 @@ def train(config: RunConfig, force: bool = False) -> Result:
                 about = {"placement": placement, "machine": ranks.broadcast(machine)}
                 ledger = Ledger(ranks.rank, gpu_of(topology.device), offloads=config.shard.offload == "cpu")
                 run = Attempt(config, ranks, directory, display, exporter, ledger, about)
-                return _train(run, force)
+                return _train(run, presence, force)
         finally:
             display.finish()
             exporter.close()
 
 
-def _train(run: Attempt, force: bool) -> Result:
+def _train(run: Attempt, presence: Presence, force: bool) -> Result:
     run.ledger.mark("process start", {})
     check_configs(run.ranks, run.config)
     on_first(run.ranks, lambda: run.directory.check(run.config))
     preparation.check_directory(run)
+    presence.doing = "reading and tokenising the data"
     inputs = preparation.read_inputs(run)
     preparation.check_inputs(run, inputs)
+    presence.doing = "planning"
     run.ledger.plan = preparation.foresee(run, inputs, force)
     if run.config.shard.offload == "disk" and not run.ledger.plan.get("scratch_bytes_per_node"):
         tune()  # all of it fits: memory may be kept for speed
+    presence.doing = "building the model"
     model = preparation.build_model(run, inputs)
+    presence.doing = "loading weights"
     start = preparation.fill_model(run, inputs, model)
     inputs = inputs.behind(start, run.config.train)
     on_first(run.ranks, lambda: run.directory.begin(run.config))
+    presence.doing = "making the engine ready"
     model.engine.ready()
     run.ledger.mark("optimizer state", model.engine.counters().memory())
     preparation.introduce(run, inputs, model, start)
@@ -123,6 +129,7 @@ def _train(run: Attempt, force: bool) -> Result:
     if why := preparation.complete(run, inputs, start):
         run.display.line(f"this run is complete at step {start.step}: {why}, or choose another run.name")
         mirror = _mirror(run, start, run.display.warning)
+        presence.doing = "copying checkpoints to the mirror"
         mirror.finish()
         if run.directory.export.exists() or not run.config.checkpoint.export:
             return Result(run.directory.path, start.step, None, None, run.directory.export)
@@ -138,7 +145,7 @@ def _train(run: Attempt, force: bool) -> Result:
         Watchdog(run.config.launch.step_timeout_s, stacks, run.ranks.rank) as watchdog,
     ):  # fmt: skip
         mirror = _mirror(run, start, record.warn, watchdog.beat)
-        training = Training(run, inputs, model, start, record, stop, watchdog, mirror)
+        training = Training(run, inputs, model, start, record, stop, watchdog, mirror, presence)
         training.all_steps()
         return training.finish()
 
@@ -156,8 +163,10 @@ class Training:
         stop: StopSignal,
         watchdog: Watchdog,
         mirror: Mirror,
+        presence: Presence,
     ) -> None:
         self._run = run
+        self._presence = presence
         self._inputs = inputs
         self._model = model
         self._record = record
@@ -183,6 +192,7 @@ class Training:
         self._loss: float | None = None
         self._perplexity: float | None = None
         self._evaluations = start.evaluations
+        self._saved_step, self._save_s = start.step, 0.0  # the newest checkpoint, and how long it took to save
 
     def all_steps(self) -> None:
         """Raises Terminated once it is saved what a signal has cut short, DivergedError for numbers that are none."""
@@ -195,6 +205,7 @@ class Training:
         to_gpu = ToGpu() if ranks.topology.device == "cuda" else None
         with BatchesAhead(self._inputs.batches, ranks.rank, ranks.world_size, first, stop, to_gpu) as batches:
             while self._done < self._end:
+                self._presence.doing = f"in step {self._done + 1}"
                 self._record.begin()
                 batch = batches.take(self._done)
                 stopping, metrics = self._step(self._done, batch)
@@ -253,6 +264,12 @@ class Training:
                 self._saver.finish()  # what is compared with is the best that could be saved
             stopping = self._evaluate()
         last, best = done == self._end, self._evaluations.kept_step(config.checkpoint)
+        if stopping and not last and self._saver.under_way is not None and self._no_time_for_another():
+            raise Terminated(
+                stopping,
+                f"after step {done}; saved is step {self._saved_step}, because checkpoint.grace_s was too short for"
+                " another: start again to continue",
+            )
         if last or stopping or best == done or is_due(config.checkpoint.every, done):
             with self._record.between_steps("checkpoint"):
                 self._saver.finish()
@@ -279,6 +296,7 @@ class Training:
         ranks, held_out = self._run.ranks, self._inputs.held_out
         if not held_out:
             return 0
+        self._presence.doing = "evaluating"
         total, before = sum(batches.count(ranks.world_size) for batches in held_out.values()), 0
 
         def progress(done: int, _: int) -> None:
@@ -306,12 +324,25 @@ class Training:
             self._end = self._done
             self._record.stopped_early(self._evaluations.told())
 
-    def _finish_saving(self) -> None:
+    def _no_time_for_another(self) -> bool:
+        """After the checkpoint that is under way: whether the next, begun now, would be killed. Collective."""
+        before = self._saved_step
         self._saver.finish()
+        left_s = self._run.ranks.gather(self._stop.left_s - self._save_s)
+        if min(left_s) > 0 or self._saved_step == before:  # or it could not be saved: what is lost is lost anyway
+            return False
+        self._finish_saving()
+        return True
+
+    def _finish_saving(self) -> None:
+        self._presence.doing = "finishing a checkpoint"
+        self._saver.finish()
+        self._presence.doing = "copying checkpoints to the mirror"
         self._mirror.finish()
 
     def _saved(self, step: int, seconds: float, stall_s: float) -> None:
         self._record.saved(step, seconds, stall_s)
+        self._saved_step, self._save_s = step, seconds
         self._mirror.start(step, self._saver.best)
         give_back()
 
@@ -375,9 +406,12 @@ class Training:
         if run.config.checkpoint.export:
             if run.ranks.rank == 0:
                 check_round(run.directory.path)  # of a node that was cut off the living run's is not replaced
+            self._presence.doing = "exporting the model"
             exported = finishing.export_run(*trained, self._files, self._evaluations, self._done)
+        self._presence.doing = "generating the sample"
         said = finishing.sample(*trained)
         rows = run.ledger.publish(run.directory.ledger, run.ranks, run.about)
+        self._presence.stop()
         if run.ranks.rank == 0:
             speed = self._record.meter.overall()
             summary.finish(run.display, run.directory, rows, speed, said, exported, run.ledger.plan)

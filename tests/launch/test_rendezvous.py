@@ -205,6 +205,9 @@ def test_ranks_of_a_loop_find_out_that_they_share_a_host() -> None:
         ({"MASTER_ADDR": ""}, "'' cannot be the name of a host"),
         ({"MASTER_PORT": "29500/tcp"}, "the environment variable MASTER_PORT is '29500/tcp', a number is needed"),
         ({"RANK": "2"}, "the environment says rank 2 of 2"),
+        ({"MASTER_PORT": "99999"}, "the environment variable MASTER_PORT is 99999: ports are 1 to 65535"),
+        ({"MASTER_PORT": "99999", "RANK": "0"}, "the environment variable MASTER_PORT is 99999: ports are"),
+        ({"MASTER_ADDR": "a..b", "RANK": "0"}, "'a..b' cannot be the name of a host"),  # it would wait for the others
     ],
 )
 def test_what_a_person_exports_wrong_is_one_line(variables: dict[str, str], told: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,9 @@ from typer.testing import CliRunner, Result
 from aliquot.cli.main import app
 from aliquot.cli.one_line_errors import one_line_errors
 from aliquot.errors import UserError
+from aliquot.machine.cpu import read_cpu
 from aliquot.plan import calibrate
+from aliquot.plan.profiles import keep_quick
 from tests.runs import command, refused, trained, write_config
 
 KEYS = {
@@ -73,9 +76,24 @@ def test_a_picture_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
 def test_a_cache_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ALIQUOT_CACHE", str(tmp_path / "file"))
-    monkeypatch.setattr(calibrate, "_together", lambda count, threads: {})  # measuring takes half a minute
+    monkeypatch.setattr(calibrate, "_together", lambda count, threads: pytest.fail("measured for half a minute first"))
     told = plan_in_this_process("--calibrate")
     assert (told.exit_code, told.stderr) == (2, f"aliquot: {tmp_path}/file/machines: Not a directory [disk]\n")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a full disk of its own needs root")
+def test_a_full_disk_holds_nothing_of_a_profile_that_did_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(tmp_path)], check=True)
+    try:
+        (tmp_path / "full").write_bytes(bytes(16384))
+        monkeypatch.setenv("ALIQUOT_CACHE", str(tmp_path))
+        with pytest.raises(OSError, match="No space left on device"):
+            keep_quick(read_cpu(), 1, 1, {"products": {}})
+        assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["full"]
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 @pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), ConnectionRefusedError(111, "refused")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from aliquot.config.read_config import read_config
 from aliquot.config.workload import Workload
 from aliquot.errors import EngineError
 from aliquot.launch.rank_layout import RankLayout
+from aliquot.plan import fit
 from aliquot.plan.planned_machine import Machine
 from aliquot.plan.planned_model import PlannedModel
 from aliquot.plan.planner import Planner
-from aliquot.plan.search import candidates, fastest
+from aliquot.plan.search import candidates, fastest, remedies
 from tests.plan.shapes import LLAMA, planned_config
 
 SERVER = Machine.of_numbers(64, 4, 10)
@@ -85,3 +87,14 @@ def test_what_train_refuses_is_not_planned(sections: dict[str, Any]) -> None:
     config = planned_config(SMALL, **sections)
     with pytest.raises(EngineError):
         Planner(PlannedModel(config), SERVER).plan(config, RankLayout(1, 2, 2, "cpu"), Workload.assumed(config))
+
+
+def test_what_is_proposed_has_room_in_shm() -> None:
+    """Of two GPUs whose ranks need more of /dev/shm than there is, no other settings fit either."""
+    config = planned_config(SMALL, launch={"ranks": 2, "device": "cuda"}, shard={"engine": "fsdp"})
+    machine = replace(Machine.of_numbers(64, 4, 10), gpus=2, gpu_memory_bytes=80 << 30, shm_bytes=64 << 20)
+    planner, layout = Planner(PlannedModel(config), machine), RankLayout(1, 2, 2, "cuda")
+    workload = Workload.assumed(config)
+    assert "/dev/shm has" in fit.problems(planner.plan(config, layout, workload), machine)[0]
+    assert remedies(planner, config, layout, workload).startswith("Nothing that was tried fits: a larger /dev/shm")
+    assert fastest(planner, config, layout, workload) == []

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from aliquot.config.schema import LaunchSection
 from aliquot.errors import LaunchError
 from aliquot.launch.local_group import prepare, run_local_ranks
+from aliquot.launch.placement import check_port
 from aliquot.launch.rank_errors import LOG_DIRECTORY
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR")  # the rest is found out: local_ranks.py
@@ -58,7 +59,7 @@ def with_environment(launch: LaunchSection, environ: Mapping[str, str]) -> Launc
     if "PET_MASTER_ADDR" in environ:
         update["master_address"] = environ["PET_MASTER_ADDR"]
     if "PET_MASTER_PORT" in environ:
-        update["master_port"] = _integer(environ, "PET_MASTER_PORT", 1)
+        update["master_port"] = _port(environ, "PET_MASTER_PORT")
     placed = launch.model_copy(update=update)
     if placed.node_rank >= placed.most_nodes:
         raise LaunchError(
@@ -91,7 +92,7 @@ def _with_exported(launch: LaunchSection, environ: Mapping[str, str]) -> LaunchS
     if "MASTER_ADDR" in environ and "master_address" not in launch.model_fields_set:
         update["master_address"] = environ["MASTER_ADDR"]
     if "MASTER_PORT" in environ and "master_port" not in launch.model_fields_set:
-        update["master_port"] = _integer(environ, "MASTER_PORT", 1)
+        update["master_port"] = _port(environ, "MASTER_PORT")
     return launch.model_copy(update=update)
 
 
@@ -127,6 +128,12 @@ def torchrun_advice(environ: Mapping[str, str], grace_s: float) -> list[str]:
     return [
         f"on SIGTERM torchrun kills its ranks after {_TORCHRUN_SHUTDOWN_S} s: start it with --shutdown-timeout {wanted}"
     ]
+
+
+def _port(environ: Mapping[str, str], name: str) -> int:
+    port = _integer(environ, name, 1)
+    check_port(name, port)
+    return port
 
 
 def _integer(environ: Mapping[str, str], name: str, smallest: int) -> int:

@@ -17,6 +17,7 @@ from aliquot.launch.topology import Topology
 from aliquot.machine.cpu import CpuFacts, format_cpu_list
 
 _CORES = "physical cores"
+_LARGEST_PORT = 65535
 
 
 def place(
@@ -134,6 +135,12 @@ def number(environ: Mapping[str, str], name: str, default: int) -> int:
     if not text.isdecimal():
         raise LaunchError(f"the environment variable {name} is {text!r}, a number is needed")
     return int(text)
+
+
+def check_port(name: str, port: int) -> None:
+    """Of an environment variable. Raises UserError for what no port is called."""
+    if not 0 < port <= _LARGEST_PORT:
+        raise LaunchError(f"the environment variable {name} is {port}: ports are 1 to {_LARGEST_PORT}")
 
 
 def _count(number: int, thing: str) -> str:

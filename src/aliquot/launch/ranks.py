@@ -16,7 +16,7 @@ import torch.distributed as dist
 # Its functions have the default group as it is at import as a default argument. Imported later, by a model's code, they
 # would hold the group for good: destroying it would then not end gloo's threads (see `Ranks.close`).
 import torch.distributed.nn
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not re-exported
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # public, but not re-exported
 
 from aliquot.collectives import json_values
 from aliquot.collectives.json_values import JSON
@@ -31,8 +31,15 @@ from aliquot.launch.topology import Topology
 class Ranks:
     """This rank's membership in the default process group. Every method is a collective: all ranks call it."""
 
-    def __init__(self, topology: Topology, allowed_cores: frozenset[int], memory_bound: bool = False) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        allowed_cores: frozenset[int],
+        memory_bound: bool = False,
+        store: Store | None = None,
+    ) -> None:
         self.topology = topology
+        self.store = store  # in which several have met
         self.rank = topology.rank
         self.world_size = topology.world_size
         self.memory_bound = memory_bound  # to the NUMA node of this rank's cores
@@ -58,6 +65,7 @@ class Ranks:
             torch.cuda.set_device(topology.local_rank)
             backend = "cpu:gloo,cuda:nccl"
         timeout = timedelta(seconds=timeout_s)
+        store = None
         if topology.world_size == 1:
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         else:
@@ -67,7 +75,7 @@ class Ranks:
             dist.init_process_group(
                 backend, store=store, rank=topology.rank, world_size=topology.world_size, timeout=timeout
             )
-        return cls(topology, allowed_cores, memory_bound)
+        return cls(topology, allowed_cores, memory_bound, store)
 
     def barrier(self) -> None:
         # A gather, because nccl's barrier would occupy the GPU and this one has a CPU tensor whatever the device.

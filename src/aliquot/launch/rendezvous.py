@@ -29,7 +29,7 @@ from aliquot.collectives.peers import host_identity
 from aliquot.config.schema import LaunchSection
 from aliquot.errors import LaunchError, RendezvousError
 from aliquot.launch.gloo_interface import address_of, gloo_interface
-from aliquot.launch.placement import number
+from aliquot.launch.placement import check_port, number
 from aliquot.launch.topology import Topology
 
 _NAME = re.compile(r"[\w.-]+|[0-9a-fA-F:]+(%\w+)?")  # of a host, IPv6 addresses included
@@ -127,7 +127,22 @@ def meet_hosts(rank: int, world_size: int, environ: Mapping[str, str], timeout_s
 
 
 def _master(environ: Mapping[str, str]) -> tuple[str, int]:
-    return environ["MASTER_ADDR"], number(environ, "MASTER_PORT", 29500)
+    """Raises UserError for what no host and no port is called, on rank 0 as well, which would wait for the others."""
+    address, port = environ["MASTER_ADDR"], number(environ, "MASTER_PORT", 29500)
+    _check_name(address)
+    check_port("MASTER_PORT", port)
+    return address, port
+
+
+def _check_name(address: str) -> None:
+    try:
+        if not _NAME.fullmatch(address):
+            raise UnicodeError
+        address.encode("idna")
+    except UnicodeError:
+        raise RendezvousError(
+            f"{address!r} cannot be the name of a host: set launch.master_address (MASTER_ADDR) to node 0's"
+        ) from None
 
 
 def _listen() -> socket.socket:
@@ -202,14 +217,9 @@ def _open(address: str, port: int, first: bool, deadline: _Deadline, who: str) -
 
 def _reach(address: str, port: int) -> str | None:
     """What keeps a connection from `address`:`port`, in words; None: nothing. Raises UserError for what is no name."""
+    _check_name(address)  # unlike one that does not resolve yet, `a..b` never will: nothing to wait for
     try:
-        if not _NAME.fullmatch(address):
-            raise UnicodeError
         socket.create_connection((address, port), timeout=_CONNECT_S).close()
-    except UnicodeError:  # unlike a name that does not resolve yet, `a..b` never will: nothing to wait for
-        raise RendezvousError(
-            f"{address!r} cannot be the name of a host: set launch.master_address (MASTER_ADDR) to node 0's"
-        ) from None
     except socket.gaierror:
         return f"the name {address} does not resolve"
     except ConnectionRefusedError:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Self
@@ -43,13 +45,14 @@ class StopSignal:
         self._deadline: threading.Timer | None = None
         # Ctrl-C is not meant for what a shell has put into the background: it is ignored there, and stays so.
         obeyed = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        self._asked_at = math.inf
         self._former = {number: signal.signal(number, self._receive) for number in obeyed}
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         if self.nothing_to_save is not None:
             report_error(Terminated(number, self.nothing_to_save))
             os._exit(128 + number)
-        self.requested = number
+        self.requested, self._asked_at = number, time.monotonic()
         in_round = ROUND in os.environ
         for each in self._former:
             signal.signal(each, signal.SIG_IGN if in_round else signal.SIG_DFL)
@@ -61,6 +64,11 @@ class StopSignal:
             once_more = "" if in_round else f"; once more ends the run at once, {self._kept()}"
             text = f"{name}: the step is finished and saved{once_more}"
             os.write(2, f"aliquot: {text}\n".encode())  # whatever was being printed when the signal came
+
+    @property
+    def left_s(self) -> float:
+        """Until the process ends, saved or not; infinite while nobody has asked."""
+        return self._asked_at + self._grace_s - time.monotonic()
 
     def __enter__(self) -> Self:
         return self

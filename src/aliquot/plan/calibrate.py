@@ -21,7 +21,7 @@ from aliquot.launch.rank_layout import RankLayout
 from aliquot.machine.cpu import read_cpu
 from aliquot.plan.measure_rates import QUICK, THOROUGH, Tables, measure_rates, medians
 from aliquot.plan.planned_machine import Machine
-from aliquot.plan.profiles import keep_quick, keep_thorough, rates_of
+from aliquot.plan.profiles import check_room, keep_quick, keep_thorough, rates_of
 
 if TYPE_CHECKING:
     from multiprocessing.sharedctypes import SynchronizedArray
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 def calibrate() -> Path:
     """Measure and keep the profile; where it is. About half a minute. Raises OSError where it cannot be kept."""
     cpu = read_cpu()
+    check_room()  # not after half a minute
     cores = cpu.usable_cores
     single = _together(cores, threads=1)
     whole = _together(1, threads=cores) if cores > 1 else single

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -23,6 +24,7 @@ from aliquot.plan.rates import Rates, estimated, interpolated
 from aliquot.textfile import publish_text
 
 FORMAT = 3
+_PROFILE_BYTES = 8192  # at most, about
 _BUSY = 0.1  # a spread of products above which a quick profile is measured again by the next run
 
 
@@ -42,6 +44,14 @@ def keep_thorough(cpu: CpuFacts, core: Tables, all_cores: Tables) -> Path:
 def keep_quick(cpu: CpuFacts, ranks: int, threads: int, tables: Tables) -> Path:
     """`ranks`: of this machine, of so many threads each. Raises OSError."""
     return _keep(_path(cpu, ranks, threads), cpu, {"ranks": ranks, "threads": threads, "tables": tables})
+
+
+def check_room() -> None:
+    """Raises OSError where a profile could not be kept."""
+    probe = cache_root() / "machines" / f"room-{os.getpid()}"
+    probe.parent.mkdir(parents=True, exist_ok=True)
+    publish_text(probe, " " * _PROFILE_BYTES)
+    probe.unlink()
 
 
 def quick(cpu: CpuFacts, ranks: int, threads: int) -> Tables | None:

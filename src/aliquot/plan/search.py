@@ -17,6 +17,7 @@ from aliquot.config.schema import RunConfig
 from aliquot.config.workload import Workload
 from aliquot.errors import UserError
 from aliquot.launch.rank_layout import RankLayout
+from aliquot.plan import fit
 from aliquot.plan.planner import Planner
 
 _MOST_RANKS = 16
@@ -62,11 +63,12 @@ def candidates(
 def remedies(planner: Planner, config: RunConfig, layout: RankLayout, workload: Workload) -> str:
     """The nearest settings that fit, each with its price in time, in one sentence."""
     now = planner.plan(config, layout, workload)
-    fitting = [each for each in candidates(planner, config, layout, workload) if each.plan.fits]
+    fitting = [each for each in candidates(planner, config, layout, workload) if _fits(each, planner)]
     if not fitting and layout.device == "cpu":
-        fitting = [each for each in _with_a_disk(planner, config, layout, workload) if each.plan.fits]
+        fitting = [each for each in _with_a_disk(planner, config, layout, workload) if _fits(each, planner)]
     if not fitting:
-        return "Nothing that was tried fits: more memory, or a smaller model"
+        more = "more memory" if not now.fits else "a larger /dev/shm"
+        return f"Nothing that was tried fits: {more}, or a smaller model"
     # Few changes first, then those that cost least time; one remedy of each kind.
     fitting.sort(key=lambda each: (_distance(each.changes), each.plan.step_s * each.plan.nodes))
     kinds: dict[tuple[str, ...], Candidate] = {}
@@ -84,9 +86,16 @@ def fastest(
     nearest: dict[int, Candidate] = {}
     for each in candidates(planner, config, layout, workload, [layout.nodes]):
         alike = round(math.log(each.plan.step_s) / _ALIKE)
-        if each.plan.fits and (alike not in nearest or _distance(each.changes) < _distance(nearest[alike].changes)):
+        if _fits(each, planner) and (
+            alike not in nearest or _distance(each.changes) < _distance(nearest[alike].changes)
+        ):
             nearest[alike] = each
     return [nearest[alike] for alike in sorted(nearest)][:count]
+
+
+def _fits(candidate: Candidate, planner: Planner) -> bool:
+    """Memory and /dev/shm."""
+    return not fit.problems(candidate.plan, planner.machine)
 
 
 def _with_a_disk(planner: Planner, config: RunConfig, layout: RankLayout, workload: Workload) -> Iterator[Candidate]:

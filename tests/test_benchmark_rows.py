@@ -1,0 +1,37 @@
+"""A contestant of a benchmark that dies is a finding: which rank, how, and its last words are in row and target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from benchmarks.step import ALONE, row, targets_of
+from benchmarks.worlds import run_world
+
+RANK = """
+import os, sys, time
+if os.environ["RANK"] == "0":
+    print("warming up", flush=True)
+    time.sleep(60)
+print("terminate called without an active exception", flush=True)
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "how"), [("os.abort()", "was killed by SIGABRT"), ("sys.exit(7)", "ended with exit code 7")]
+)
+def test_a_rank_that_dies_is_in_row_and_target(tmp_path: Path, end: str, how: str) -> None:
+    script = tmp_path / "contestant.py"
+    script.write_text(RANK.format(end=end))
+    dead = row("125m", ALONE, [run_world(str(script), 2)])
+    assert dead["note"] == f"rank 1 {how}: terminate called without an active exception"
+    targets = targets_of("125m", {ALONE: dead, "host": {"tokens_per_s": 100.0}})
+    found = next(target for target in targets if target["name"] == "of_ceiling_125m")
+    assert found["value"] is None and found["why"] == f"{ALONE}: {dead['note']}"
+
+
+def test_a_rank_that_does_not_end_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "contestant.py"
+    script.write_text("import time; time.sleep(60)")
+    assert run_world(str(script), 1, timeout_s=0.2) == [{"failed": "rank 0 did not end within 0.2 s: without a word"}]

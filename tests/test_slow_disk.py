@@ -1,0 +1,71 @@
+"""Signals and kills while a save or the export takes long or for ever: bounded, one line, the right exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.runs import write_config
+from tests.slow_disk import slow_disk, wait_for
+
+pytestmark = pytest.mark.long
+
+FOR_EVER_S = 600.0
+
+
+def started(folder: Path, below: str, seconds: float, **sections: dict[str, Any]) -> subprocess.Popen[str]:
+    """A run that is about to wait for the disk."""
+    config = write_config(folder, **sections)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "aliquot", "train", str(config)],
+        env=slow_disk(folder, below, seconds), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    wait_for(folder / "now")
+    return process
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_signal_in_the_export_loses_nothing(tmp_path: Path, ranks: int) -> None:
+    process = started(tmp_path, "/.export.", FOR_EVER_S, launch={"ranks": ranks})
+    process.send_signal(signal.SIGTERM)
+    errors = process.communicate(timeout=30)[1]
+    assert process.returncode == 143, errors
+    assert errors.count("\n") == 1 and "stopped by SIGTERM after step 6, the last, which is saved" in errors
+
+
+def test_no_second_save_is_begun_when_the_grace_is_short(tmp_path: Path) -> None:
+    sections: dict[str, dict[str, Any]] = {
+        "train": {"max_steps": 100_000, "lr_scheduler_type": "constant"},
+        "checkpoint": {"every": 2, "grace_s": 16},
+    }
+    process = started(tmp_path, "/manifest.json", 10.0, **sections)
+    process.send_signal(signal.SIGTERM)
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode == 143, errors
+    assert "saved is step 2, because checkpoint.grace_s was too short for another" in errors
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000002"]
+
+
+def test_a_save_that_hangs_ends_with_the_grace(tmp_path: Path) -> None:
+    process = started(tmp_path, "checkpoints", FOR_EVER_S, checkpoint={"every": 2, "grace_s": 3})
+    process.send_signal(signal.SIGTERM)
+    errors = process.communicate(timeout=30)[1]
+    assert process.returncode == 1 and "not saved within checkpoint.grace_s = 3 s of SIGTERM" in errors
+
+
+def test_a_rank_that_is_killed_while_its_save_hangs_is_named(tmp_path: Path) -> None:
+    process = started(tmp_path, "checkpoints", FOR_EVER_S, checkpoint={"every": 2}, launch={"ranks": 2})
+    ranks = [each for each in psutil.Process(process.pid).children(recursive=True) if each.environ().get("RANK") == "1"]
+    os.kill(ranks[0].pid, signal.SIGKILL)
+    killed = time.monotonic()
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode == 1 and time.monotonic() - killed < 60  # the other rank has its grace
+    assert "rank 1 was killed by SIGKILL" in errors, errors
