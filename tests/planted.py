@@ -76,7 +76,7 @@ FAULTS = (
     Fault(
         "orphaned-ranks", "launch/rank_start.py",
         "ranks outlive a launcher that is killed",
-        "ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)",
+        "ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)",
         "ctypes.CDLL(None, use_errno=True)",
         ("tests/launch/test_launch.py",),
     ),

@@ -90,4 +90,4 @@ def _rounds(launch: LaunchSection, settings: RunConfig, arguments: list[str], au
 
     run = Run(json.dumps(common_settings(settings), sort_keys=True, default=str), progress, tell)
     grace_s = settings.checkpoint.grace_s
-    return start_elastic_ranks(launch, arguments, directory.path, logs, grace_s, automatic, run)
+    return start_elastic_ranks(launch, arguments, directory.path, logs, grace_s, automatic, run, ["aliquot.train"])
