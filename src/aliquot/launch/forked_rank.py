@@ -7,7 +7,6 @@ it has no threads that a fork would lose. What it has imported its ranks share w
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import multiprocessing
 import os
@@ -22,8 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from aliquot.launch.rank_errors import LOG_DIRECTORY
-from aliquot.launch.rank_start import PR_SET_PDEATHSIG, open_log, rank_environment
+from aliquot.launch.rank_process import end_with_parent, open_log, rank_environment
 
 _HELD = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _IMPORTED = (
@@ -67,11 +65,10 @@ def forked_rank(environ: Mapping[str, str], log_directory: Path, argv: Sequence[
     """
     gc.freeze()  # else each collection would write to all that is shared
     os.setsid()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()  # the server
     threading.Thread(target=_end_with_launcher, name="aliquot-launcher", daemon=True).start()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD)
     os.environ.update(environ)
-    os.environ[LOG_DIRECTORY] = str(log_directory)
     open_log(log_directory, int(os.environ["RANK"]))
     _, module, *arguments = argv
     sys.argv = [module, *arguments]
