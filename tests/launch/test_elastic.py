@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -124,7 +125,7 @@ class Nodes:
         listener = socket.create_server(("127.0.0.1", 0))
         self.claim = replace(CLAIM, port=listener.getsockname()[1])
         Claims(folder).make(self.claim)
-        run = Run("mark", lambda: (self.saved, 9), self.told.append)
+        run = Run("mark", lambda: (self.saved, 9), self.told.append, lambda: True)
         section = LaunchSection(nodes=nodes, **launch)
         self.leader = Leader(Claims(folder), self.claim, listener, "a", section, run, None, [])
 
@@ -276,7 +277,10 @@ def test_a_leader_that_lives_is_waited_for_and_one_that_does_not_is_replaced(
         unreachable = replace(CLAIM, port=nobody.getsockname()[1])
         Claims(tmp_path).make(unreachable)
         node = _Node(
-            LaunchSection(nodes="1:2", join_timeout_s=30), Claims(tmp_path), False, Run("", lambda: (0, 0), print)
+            LaunchSection(nodes="1:2", join_timeout_s=30),
+            Claims(tmp_path),
+            False,
+            Run("", lambda: (0, 0), print, lambda: True),
         )
         found = threading.Thread(target=node.next_order, daemon=True)
         found.start()
@@ -347,3 +351,15 @@ def test_a_node_that_is_told_to_stop_leaves_and_nothing_is_done_again(tmp_path: 
         told += stays.communicate(timeout=60)[0]
         assert stays.returncode == 143, told
         assert "done again" not in told
+
+
+@pytest.mark.long
+def test_an_export_that_somebody_has_removed_is_made_again(tmp_path: Path) -> None:
+    launch = {"ranks": 2, "nodes": "1:2", "device": "cpu"}
+    config = write_config(tmp_path, "run", shard={"engine": "host"}, train={"max_steps": 2}, launch=launch)
+    trained(config)
+    shutil.rmtree(tmp_path / "run" / "export")
+    again = command("train", config)
+    assert again.returncode == 0 and "complete at step 2" in again.stdout, again.stderr
+    assert (tmp_path / "run" / "export" / "model.safetensors").exists()
+    assert "nothing to do here" in command("train", config).stderr
