@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from aliquot.config.read_config import read_config
@@ -295,7 +296,9 @@ def test_a_leader_that_lives_is_waited_for_and_one_that_does_not_is_replaced(
 
 def start(config: Path) -> subprocess.Popen[str]:
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    return warm.popen("-m", "aliquot", "train", config, env={**os.environ, "OMP_NUM_THREADS": "1"}, **streams)
+    return warm.popen(
+        "-m", "aliquot", "train", config, env={**os.environ, "OMP_NUM_THREADS": "1"}, **streams, start_new_session=True
+    )
 
 
 def wait_for_step(directory: Path, step: int) -> None:
@@ -316,7 +319,9 @@ def test_a_run_goes_on_without_the_node_that_led_it(tmp_path: Path) -> None:
             time.sleep(0.02)
         follows = start(config)
         wait_for_step(tmp_path / "left", 4)
+        own = psutil.Process(leads.pid).children(recursive=True)  # the server, a rank of it
         os.kill(leads.pid, signal.SIGKILL)
+        assert len(own) > 1 and not psutil.wait_procs(own, timeout=20)[1], "ranks outlive their launcher"
         told = follows.communicate(timeout=90)[0]
         assert follows.returncode == 0, told
         assert "round 2: 1 node trains" in told and ", which led, has gone" in told
@@ -343,7 +348,7 @@ def test_a_node_that_is_told_to_stop_leaves_and_nothing_is_done_again(tmp_path: 
         second = start(config)
         wait_for_step(tmp_path / "run", last_step(tmp_path / "run" / "metrics.jsonl") + 3)
         leaves, stays = (first, second) if leader_leaves else (second, first)
-        leaves.send_signal(signal.SIGTERM)
+        os.killpg(leaves.pid, signal.SIGTERM)  # as `timeout` and a terminal do: its ranks save all the same
         told = leaves.communicate(timeout=60)[0]
         assert leaves.returncode == 143, told
         wait_for_step(tmp_path / "run", last_step(tmp_path / "run" / "metrics.jsonl") + 3)

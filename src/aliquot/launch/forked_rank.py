@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 import psutil
@@ -34,6 +34,7 @@ def start_server(log_directory: Path, modules: Sequence[str]) -> None:
     """Have it import `modules` beside what models need; returns at once. The environment is that of all ranks."""
     os.environ.update(rank_environment(os.environ, log_directory))
     multiprocessing.set_forkserver_preload([*_IMPORTED, *modules])
+    resource_tracker.ensure_running()  # what the server starts with; it would unblock what is blocked below
     # What is sent to all processes of a group, as Ctrl-C is, is the launcher's: ranks save before they and this end.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)  # inherited
     try:
