@@ -74,7 +74,7 @@ FAULTS = (
         ("tests/machine",),
     ),
     Fault(
-        "orphaned-ranks", "launch/rank_start.py",
+        "orphaned-ranks", "launch/rank_process.py",
         "ranks outlive a launcher that is killed",
         "ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)",
         "ctypes.CDLL(None, use_errno=True)",

@@ -13,6 +13,7 @@ import faulthandler
 import gc
 import importlib
 import json
+import multiprocessing.util
 import os
 import pkgutil
 import runpy
@@ -49,6 +50,7 @@ def main() -> None:
 
     SubprocessHandler._popen = _forked_rank
     os.execve = _execve  # type: ignore[assignment]
+    multiprocessing.util.spawnv_passfds = _forked_spawn  # type: ignore[assignment]
     gc.freeze()  # else each process would write to all that it shares with this one
     gc.enable()
     asked = socket.socket(fileno=int(sys.argv[1]))
@@ -164,6 +166,21 @@ def _forked_rank(handler: Any, args: tuple[str, ...], env: dict[str, str]) -> su
     """SubprocessHandler._popen of the elastic launcher: the rank is a child of the launcher, as ever."""
     kind = Forked if args[0] == sys.executable else subprocess.Popen
     return kind(args, env=env, stdout=handler._stdout, stderr=handler._stderr, start_new_session=True)
+
+
+def _forked_spawn(path: Any, args: list[Any], passfds: list[int]) -> int:
+    """multiprocessing.util.spawnv_passfds: its fork server is a fork, too."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            highest = max(int(each.name) for each in Path("/proc/self/fd").iterdir())
+            for number in {*range(3, highest + 1)} - {*passfds}:
+                with contextlib.suppress(OSError):
+                    os.close(number)
+            become(args[args.index("-c") :], dict(os.environ))
+        finally:
+            os._exit(70)
+    return pid
 
 
 _exec = os.execve

@@ -33,7 +33,7 @@ from aliquot.models import initialize, meta
 from aliquot.models.adapter import BASE
 from aliquot.models.load import load_adapter, load_weights
 from aliquot.models.published import Published, published_of
-from aliquot.models.source import ModelSource, resolve
+from aliquot.models.source import ModelSource, import_models, resolve
 from aliquot.models.traits import Traits, traits
 from aliquot.observe import summary
 from aliquot.observe.clock import StepClock
@@ -133,6 +133,7 @@ def check_directory(run: Attempt) -> None:
 
 def read_inputs(run: Attempt) -> Inputs:
     config, ranks = run.config, run.ranks
+    import_models()
     on_first(ranks, lambda: bool(resolve(config.model)))  # from the hub only rank 0 downloads
     source = resolve(config.model)
     beside, largest = source.config.to_dict(), source.largest_vocabulary

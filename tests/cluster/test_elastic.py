@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
-from aliquot.cluster.check import check_job_of_config
+from aliquot.cluster.check import check_job_of_config, check_manifests
 from aliquot.cluster.job import Job, describe
 from aliquot.cluster.pod_config import shipped_config
-from aliquot.cluster.trainjob import train_job, training_runtime
+from aliquot.cluster.render import documents
+from aliquot.cluster.trainjob import _all_together, cluster_training_runtime, train_job, training_runtime
 from aliquot.config.plan import PhaseMemory
 from aliquot.errors import UserError
-from tests.cluster.cases import GIB, cluster_section, config, plan
+from tests.cluster.cases import GIB, cluster_section, config, cpu_job, plan
+from tests.cluster.test_check import manifests_of
 
 
 def elastic(**changes: Any) -> Job:
@@ -42,6 +45,46 @@ def test_a_lost_pod_is_replaced_and_counts_nothing() -> None:
     ]
     assert actions == [("Ignore", None), ("Ignore", [143]), ("FailJob", [2])]
     assert spec["successPolicy"] == {"rules": [{"succeededCount": 1}]}
+
+
+IN_PEACE = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+BY_HAND = {
+    "nothing is said": (lambda spec: spec.pop("podFailurePolicy"), "drained or reclaimed counts against backoffLimit"),
+    "as for a fixed number": (
+        lambda spec: spec.update(_all_together()), r"drained or reclaimed ends the Job \(FailJob\)"),
+    "a drain alone": (
+        lambda spec: spec["podFailurePolicy"].update(rules=[IN_PEACE]), "told to stop counts against backoffLimit"),
+    "the code alone": (
+        lambda spec: spec["podFailurePolicy"]["rules"].pop(0), "lost with its node counts against backoffLimit"),
+    "no pod may fail": (lambda spec: spec.update(backoffLimit=0), "the first pod that fails ends the Job"),
+    "every pod must succeed": (lambda spec: spec.pop("successPolicy"), "each of its pods has succeeded"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BY_HAND)
+def test_policies_that_end_the_job_with_a_pod_are_found(case: str) -> None:
+    spoil, told = BY_HAND[case]
+    found = documents(elastic())
+    spoil(found["training-runtime.yaml"]["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"])
+    (finding,) = [each for each in check_manifests(manifests_of(found)) if each.rule == "nodes-that-go"]
+    assert "launch.nodes is 2:4" in finding.message and re.search(told, finding.message)
+
+
+def test_how_many_nodes_is_read_in_the_command_first() -> None:
+    found = documents(elastic())
+    found["training-runtime.yaml"]["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"].pop(
+        "podFailurePolicy"
+    )
+    found["train-job.yaml"]["spec"]["trainer"]["command"].append("launch.nodes=4")
+    assert "nodes-that-go" not in {each.rule for each in check_manifests(manifests_of(found))}
+
+
+def test_jobs_of_others_keep_their_number_of_nodes() -> None:
+    """Ended by its first pod, a job of torchrun would be stopped while the others' pods still write."""
+    (replicated,) = cluster_training_runtime(elastic())["spec"]["template"]["spec"]["replicatedJobs"]
+    (fixed,) = cluster_training_runtime(cpu_job())["spec"]["template"]["spec"]["replicatedJobs"]
+    assert "successPolicy" not in replicated["template"]["spec"]
+    assert replicated["template"]["spec"]["podFailurePolicy"] == fixed["template"]["spec"]["podFailurePolicy"]
 
 
 def test_the_fewest_nodes_must_hold_it() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from aliquot.config.read_config import read_config
@@ -124,7 +126,7 @@ class Nodes:
         listener = socket.create_server(("127.0.0.1", 0))
         self.claim = replace(CLAIM, port=listener.getsockname()[1])
         Claims(folder).make(self.claim)
-        run = Run("mark", lambda: (self.saved, 9), self.told.append)
+        run = Run("mark", lambda: (self.saved, 9), self.told.append, lambda: True)
         section = LaunchSection(nodes=nodes, **launch)
         self.leader = Leader(Claims(folder), self.claim, listener, "a", section, run, None, [])
 
@@ -276,7 +278,10 @@ def test_a_leader_that_lives_is_waited_for_and_one_that_does_not_is_replaced(
         unreachable = replace(CLAIM, port=nobody.getsockname()[1])
         Claims(tmp_path).make(unreachable)
         node = _Node(
-            LaunchSection(nodes="1:2", join_timeout_s=30), Claims(tmp_path), False, Run("", lambda: (0, 0), print)
+            LaunchSection(nodes="1:2", join_timeout_s=30),
+            Claims(tmp_path),
+            False,
+            Run("", lambda: (0, 0), print, lambda: True),
         )
         found = threading.Thread(target=node.next_order, daemon=True)
         found.start()
@@ -291,7 +296,9 @@ def test_a_leader_that_lives_is_waited_for_and_one_that_does_not_is_replaced(
 
 def start(config: Path) -> subprocess.Popen[str]:
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    return warm.popen("-m", "aliquot", "train", config, env={**os.environ, "OMP_NUM_THREADS": "1"}, **streams)
+    return warm.popen(
+        "-m", "aliquot", "train", config, env={**os.environ, "OMP_NUM_THREADS": "1"}, **streams, start_new_session=True
+    )
 
 
 def wait_for_step(directory: Path, step: int) -> None:
@@ -312,7 +319,9 @@ def test_a_run_goes_on_without_the_node_that_led_it(tmp_path: Path) -> None:
             time.sleep(0.02)
         follows = start(config)
         wait_for_step(tmp_path / "left", 4)
+        own = psutil.Process(leads.pid).children(recursive=True)  # the server, a rank of it
         os.kill(leads.pid, signal.SIGKILL)
+        assert len(own) > 1 and not psutil.wait_procs(own, timeout=20)[1], "ranks outlive their launcher"
         told = follows.communicate(timeout=90)[0]
         assert follows.returncode == 0, told
         assert "round 2: 1 node trains" in told and ", which led, has gone" in told
@@ -339,7 +348,7 @@ def test_a_node_that_is_told_to_stop_leaves_and_nothing_is_done_again(tmp_path: 
         second = start(config)
         wait_for_step(tmp_path / "run", last_step(tmp_path / "run" / "metrics.jsonl") + 3)
         leaves, stays = (first, second) if leader_leaves else (second, first)
-        leaves.send_signal(signal.SIGTERM)
+        os.killpg(leaves.pid, signal.SIGTERM)  # as `timeout` and a terminal do: its ranks save all the same
         told = leaves.communicate(timeout=60)[0]
         assert leaves.returncode == 143, told
         wait_for_step(tmp_path / "run", last_step(tmp_path / "run" / "metrics.jsonl") + 3)
@@ -347,3 +356,15 @@ def test_a_node_that_is_told_to_stop_leaves_and_nothing_is_done_again(tmp_path: 
         told += stays.communicate(timeout=60)[0]
         assert stays.returncode == 143, told
         assert "done again" not in told
+
+
+@pytest.mark.long
+def test_an_export_that_somebody_has_removed_is_made_again(tmp_path: Path) -> None:
+    launch = {"ranks": 2, "nodes": "1:2", "device": "cpu"}
+    config = write_config(tmp_path, "run", shard={"engine": "host"}, train={"max_steps": 2}, launch=launch)
+    trained(config)
+    shutil.rmtree(tmp_path / "run" / "export")
+    again = command("train", config)
+    assert again.returncode == 0 and "complete at step 2" in again.stdout, again.stderr
+    assert (tmp_path / "run" / "export" / "model.safetensors").exists()
+    assert "nothing to do here" in command("train", config).stderr

@@ -98,3 +98,17 @@ def test_what_is_proposed_has_room_in_shm() -> None:
     assert "/dev/shm has" in fit.problems(planner.plan(config, layout, workload), machine)[0]
     assert remedies(planner, config, layout, workload).startswith("Nothing that was tried fits: a larger /dev/shm")
     assert fastest(planner, config, layout, workload) == []
+
+
+@pytest.mark.long
+def test_the_fastest_fit_on_the_fewest_nodes_that_may_be_left() -> None:
+    shape, layout = SMALL | {"vocab_size": 131072}, RankLayout(2, 2, 2, "cpu")
+    found = {}
+    for nodes in ("1:2", 2):
+        config = planned_config(shape, train={"global_batch_size": 4}, launch={"nodes": nodes})
+        planner = Planner(PlannedModel(config), Machine.of_numbers(1.1, 4, 10))
+        found[nodes] = {each.lines for each in fastest(planner, config, layout, Workload.assumed(config), 1000)}
+    alone = candidates(planner, config, RankLayout(1, 2, 2, "cpu"), Workload.assumed(config), [1])
+    too_large = {each.lines for each in alone if not each.plan.fits}
+    assert found["1:2"] and not found["1:2"] & too_large
+    assert found[2] & too_large  # else nothing was shown

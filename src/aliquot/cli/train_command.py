@@ -88,6 +88,9 @@ def _rounds(launch: LaunchSection, settings: RunConfig, arguments: list[str], au
             if (directory.path / "config.yaml").exists():  # else it is no run yet, and holds nothing of one
                 Events(directory.events, True).write("round", progress()[0], text=text)
 
-    run = Run(json.dumps(common_settings(settings), sort_keys=True, default=str), progress, tell)
+    def whole() -> bool:
+        return directory.export.exists() or not settings.checkpoint.export
+
+    run = Run(json.dumps(common_settings(settings), sort_keys=True, default=str), progress, tell, whole)
     grace_s = settings.checkpoint.grace_s
-    return start_elastic_ranks(launch, arguments, directory.path, logs, grace_s, automatic, run)
+    return start_elastic_ranks(launch, arguments, directory.path, logs, grace_s, automatic, run, ["aliquot.train"])

@@ -12,6 +12,7 @@ from aliquot.cluster.manifests import ManifestObject, of_kind
 from aliquot.cluster.pools import pool_view
 from aliquot.cluster.render import parsed
 from aliquot.cluster.rules_config import check_config
+from aliquot.cluster.rules_elastic import check_elastic
 from aliquot.cluster.rules_job import check_job
 from aliquot.cluster.rules_nodes import check_node_class, check_pool, check_references
 from aliquot.cluster.rules_scheduling import check_together
@@ -38,6 +39,7 @@ def check_manifests(
     )
     for view in job_views(list(manifests)):
         found.extend(check_job(view, trainer, plan, grace_s))
+        found.extend(check_elastic(view, manifests))
         found.extend(check_together(view, pools))
     if job is not None:
         found.extend(check_config(job))

@@ -63,6 +63,7 @@ RULES: dict[str, Rule] = {
     "grace": Rule("error", "the kubelet kills before the checkpoint is written"),
     "do-not-disrupt": Rule("warning", "Karpenter may disrupt the node under a running rank"),
     "restarts": Rule("warning", "a lost node ends the job, although it could go on from its checkpoint"),
+    "nodes-that-go": Rule("error", "the run goes on without a lost node, but Kubernetes ends or restarts its job"),
     "image-kind": Rule("error", "a CUDA image on CPU nodes is gigabytes for nothing; a CPU image leaves GPUs idle"),
     "secret-value": Rule("error", "whoever may read the manifest has the token"),
     # config

@@ -68,14 +68,14 @@ def training_runtime(job: Job) -> Document:
         "metadata": {"name": job.name, "namespace": job.section.namespace, "labels": {**labels(job), **_FRAMEWORK}},
         "spec": {
             "mlPolicy": {"numNodes": job.plan.nodes, "torch": {}},
-            "template": {"spec": _job_set(job, pod_spec)},
+            "template": {"spec": _job_set(job, pod_spec, elastic=job.section.nodes_may_change)},
         },
     }
 
 
 def cluster_training_runtime(job: Job) -> Document:
     """`aliquot-cpu` or `aliquot-gpu`: all but the command and its config, for TrainJobs that others write or that the
-    Kubeflow SDK makes. Nodes, storage and resources are those of `job`.
+    Kubeflow SDK makes. Nodes, storage and resources are those of `job`; their number is fixed, as torchrun needs it.
     """
     pod_spec = compact(
         restartPolicy="Never",
@@ -107,21 +107,21 @@ def cluster_training_runtime(job: Job) -> Document:
         "metadata": {"name": f"aliquot-{'gpu' if job.gpu_nodes else 'cpu'}", "labels": {**labels(job), **_FRAMEWORK}},
         "spec": {
             "mlPolicy": {"numNodes": job.plan.nodes, "torch": processes},
-            "template": {"spec": _job_set(job, pod_spec)},
+            "template": {"spec": _job_set(job, pod_spec, elastic=False)},
         },
     }
 
 
-def _job_set(job: Job, pod_spec: Document) -> Document:
+def _job_set(job: Job, pod_spec: Document, elastic: bool) -> Document:
     return {
-        "failurePolicy": _failure_policy_one_by_one() if job.section.nodes_may_change else _failure_policy(job),
+        "failurePolicy": _failure_policy_one_by_one() if elastic else _failure_policy(job),
         "replicatedJobs": [
             {
                 "name": NODE,
                 "template": {
                     "metadata": {"labels": _ANCESTOR},
                     "spec": {
-                        **(_one_by_one(job) if job.section.nodes_may_change else _all_together()),
+                        **(_one_by_one(job) if elastic else _all_together()),
                         "template": {"metadata": {"annotations": pod.ANNOTATIONS}, "spec": pod_spec},
                     },
                 },

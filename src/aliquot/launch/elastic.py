@@ -6,7 +6,6 @@ are there: who leads and decides that is in membership.py, who may lead in claim
 
 from __future__ import annotations
 
-import os
 import platform
 import queue
 import secrets
@@ -15,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -24,7 +24,8 @@ import psutil
 
 from aliquot.config.schema import LaunchSection
 from aliquot.errors import RendezvousError
-from aliquot.launch.claims import DEAD_S, ROUND, Claim, Claims
+from aliquot.launch.claims import DEAD_S, Claim, Claims
+from aliquot.launch.forked_rank import forked_ranks, start_server, wait_for_server
 from aliquot.launch.gloo_interface import address_of, gloo_interface
 from aliquot.launch.json_lines import Message, Peer
 from aliquot.launch.local_group import Ended, run_local_ranks
@@ -38,17 +39,23 @@ _SAY_EVERY_S = 30.0
 
 
 def start_elastic_ranks(
-    launch: LaunchSection, argv: list[str], run_directory: Path, logs: Path, grace_s: float, automatic: bool, run: Run
-) -> int:
+    launch: LaunchSection, argv: list[str], run_directory: Path, logs: Path, grace_s: float, automatic: bool, run: Run,
+    modules: Sequence[str],
+) -> int:  # fmt: skip
     """Run `python ARGV` as the ranks of this node, in as many rounds as it takes; the exit code of this process.
 
-    `launch` as `with_environment` has left it, `logs` as `prepare` has; `automatic`: launch.ranks was auto. Returns as
-    `start_ranks` does.
+    `launch` as `with_environment` has left it, `logs` as `prepare` has; `automatic`: launch.ranks was auto; `modules`:
+    what the ranks import. Returns as `start_ranks` does.
     """
+    start_server(logs, modules)
     from torch.distributed.elastic.multiprocessing import SignalException
 
-    node = _Node(launch, Claims(run_directory), automatic, run)
+    claims = Claims(run_directory)
+    node = _Node(launch, claims, automatic, run)
     try:
+        _obey_signals()
+        if not _is_finished(claims, run):
+            wait_for_server()  # before the others end their round for this node
         while True:
             _obey_signals()
             order = node.next_order()
@@ -59,7 +66,7 @@ def start_elastic_ranks(
             if ended.told:
                 _print(ended.lines)
                 return ended.code
-            node.report(ended)
+            node.report(order["round"], ended)
     except SignalException as told:
         _print([f"aliquot: stopped by {signal.Signals(told.sigval).name}"])
         return 128 + told.sigval
@@ -87,10 +94,9 @@ def _run_round(
     if order["node"]:
         where = f"node {order['node']} of {order['nodes']}, led by {node.link.claim.name}"
         _print([f"aliquot: round {order['round']}: {where}"])
-    os.environ[ROUND] = str(order["round"])
     node.link.in_round.set()
     try:
-        return run_local_ranks(own, order["nodes"], argv, logs, grace_s, _MEET_S)
+        return run_local_ranks(own, order["nodes"], argv, logs, grace_s, _MEET_S, order["round"])
     except RendezvousError as error:
         return Ended(1, (f"aliquot: {error.line}",), "crash")
     finally:
@@ -152,7 +158,7 @@ class _Link(threading.Thread):
         """Again and again until the round ends where they are to be killed: they may only just be starting."""
         if self._pending is None or not self.in_round.is_set():
             return
-        ranks = psutil.Process().children()
+        ranks = forked_ranks()
         for rank in ranks:
             with suppress(psutil.NoSuchProcess):
                 rank.send_signal(self._pending)
@@ -187,10 +193,9 @@ class _Node:
                     self._last = frozenset(order["ids"][1:])
                     return order
 
-    def report(self, ended: Ended) -> None:
+    def report(self, round: int, ended: Ended) -> None:
         assert self.link is not None
-        number = int(os.environ[ROUND])
-        self.link.peer.send("ended", round=number, code=ended.code, lines=ended.lines, kind=ended.kind)
+        self.link.peer.send("ended", round=round, code=ended.code, lines=ended.lines, kind=ended.kind)
 
     def leave(self) -> None:
         if self._leader is not None:
@@ -206,7 +211,7 @@ class _Node:
         begun = said = time.monotonic()
         while True:
             newest = self._claims.newest()
-            if self._run.progress()[0] and self._claims.finished(self._run.finish_mark()):
+            if _is_finished(self._claims, self._run):
                 return None
             if newest is not None and (link := self._reach(newest)) is not None:
                 return link
@@ -265,6 +270,10 @@ class _Node:
         reasons = [] if newest is None or self._last is None else [f"{newest.name}, which led, has gone"]
         self._leader = Leader(self._claims, claim, listener, self._id, self._launch, self._run, self._last, reasons)
         return self._reach(claim)
+
+
+def _is_finished(claims: Claims, run: Run) -> bool:
+    return run.progress()[0] > 0 and run.whole() and claims.finished(run.finish_mark())
 
 
 def _own_addresses() -> list[str]:

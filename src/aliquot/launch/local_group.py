@@ -13,6 +13,8 @@ from pathlib import Path
 
 from aliquot.config.schema import LaunchSection
 from aliquot.errors import RendezvousError, StorageError
+from aliquot.launch.claims import ROUND
+from aliquot.launch.forked_rank import forked_rank
 from aliquot.launch.rank_failures import explain, explain_stop
 
 
@@ -39,9 +41,11 @@ def prepare(directory: Path) -> Path:
 
 
 def run_local_ranks(
-    launch: LaunchSection, nodes: int, argv: list[str], log_directory: Path, grace_s: float, timeout_s: float
-) -> Ended:
-    """Run `python ARGV` as every local rank of node `launch.node_rank` and wait for them.
+    launch: LaunchSection, nodes: int, argv: list[str], log_directory: Path, grace_s: float, timeout_s: float,
+    round: int | None = None,
+) -> Ended:  # fmt: skip
+    """Run `python ARGV` as every local rank of node `launch.node_rank` and wait for them. Those of a `round` are forked
+    from the server that forked_rank.py has started.
 
     Rank 0 talks on this console, rank N into rank-N.log of `log_directory`. When a rank dies, all end. Several `nodes`
     come together at the master within `timeout_s`. Raises RendezvousError where they do not.
@@ -52,7 +56,11 @@ def run_local_ranks(
     from torch.distributed.elastic.rendezvous import RendezvousError as ElasticRendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    for name in ("torch.distributed.elastic", "torch.distributed.launcher"):  # we say ourselves what happened
+    for name in (
+        "torch.distributed.elastic",
+        "torch.distributed.launcher",
+        "torch.multiprocessing",
+    ):  # we say ourselves what happened
         logging.getLogger(name).addHandler(logging.NullHandler())
         logging.getLogger(name).propagate = False
 
@@ -73,13 +81,17 @@ def run_local_ranks(
         local_addr=address,
         max_restarts=0,
         monitor_interval=0.05,
+        start_method="forkserver",
         shutdown_timeout=math.ceil(grace_s) + 10,  # torch elastic then kills: a rank must have saved by then
     )
+    # The elastic launcher substitutes ${...} in arguments that are strings; $$ is its escape for a plain $.
     command = ["-m", "aliquot.launch.rank_start", str(os.getpid()), str(log_directory), *argv]
     began = time.monotonic()
     try:
-        # The elastic launcher substitutes ${...} in arguments; $$ is its escape for a plain $.
-        elastic_launch(config, sys.executable)(*(argument.replace("$", "$$") for argument in command))
+        if round is None:
+            elastic_launch(config, sys.executable)(*(argument.replace("$", "$$") for argument in command))
+        else:
+            elastic_launch(config, forked_rank)({ROUND: str(round)}, log_directory, argv)
     except ChildFailedError as failed:
         lines, code, kind = explain(failed.failures, log_directory)
         return Ended(code, tuple(lines), kind)

@@ -38,6 +38,7 @@ class Run:
     mark: str  # the same on nodes that do the same
     progress: Callable[[], tuple[int, int]]  # steps of the newest checkpoint, and steps done
     tell: Callable[[str], None]  # the person
+    whole: Callable[[], bool]  # whether all is there that it leaves when it is finished
 
     def finish_mark(self) -> str:
         """Of the run with the checkpoint that it has now: another one, or none, is not the end of it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -109,6 +110,13 @@ def fingerprint(directory: Path) -> str:
                 file.seek(number * max(0, size - _SAMPLE_BYTES) // (_SAMPLES - 1))
                 total.update(file.read(_SAMPLE_BYTES))
     return total.hexdigest()[:16]
+
+
+def import_models() -> None:
+    """What `resolve` and building a model import, which takes seconds: ranks that resolve one after the other do this
+    at once before.
+    """
+    importlib.import_module("transformers.modeling_utils")
 
 
 def resolve(section: ModelSection, hub_files: Sequence[str] = HUB_FILES) -> ModelSource:

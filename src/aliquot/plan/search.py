@@ -82,13 +82,13 @@ def fastest(
     planner: Planner, config: RunConfig, layout: RankLayout, workload: Workload, count: int = 6
 ) -> list[Candidate]:
     """On as many nodes: those that fit, the fastest first; of those that a plan can hardly tell apart, the one that
-    changes least."""
+    changes least. Where nodes come and go they fit on the fewest, too."""
     nearest: dict[int, Candidate] = {}
+    least = _fitting_on_fewest(planner, config, layout, workload)
     for each in candidates(planner, config, layout, workload, [layout.nodes]):
         alike = round(math.log(each.plan.step_s) / _ALIKE)
-        if _fits(each, planner) and (
-            alike not in nearest or _distance(each.changes) < _distance(nearest[alike].changes)
-        ):
+        fits = _fits(each, planner) and (least is None or tuple(each.changes.items()) in least)
+        if fits and (alike not in nearest or _distance(each.changes) < _distance(nearest[alike].changes)):
             nearest[alike] = each
     return [nearest[alike] for alike in sorted(nearest)][:count]
 
@@ -96,6 +96,17 @@ def fastest(
 def _fits(candidate: Candidate, planner: Planner) -> bool:
     """Memory and /dev/shm."""
     return not fit.problems(candidate.plan, planner.machine)
+
+
+def _fitting_on_fewest(
+    planner: Planner, config: RunConfig, layout: RankLayout, workload: Workload
+) -> set[tuple[tuple[str, object], ...]] | None:
+    """What may be set; None: anything, since `layout` has no more nodes than may be left."""
+    fewest = config.launch.fewest_nodes
+    if not config.launch.nodes_may_change or fewest >= layout.nodes:
+        return None
+    found = candidates(planner, config, replace(layout, nodes=fewest), workload, [fewest])
+    return {tuple(each.changes.items()) for each in found if _fits(each, planner)}
 
 
 def _with_a_disk(planner: Planner, config: RunConfig, layout: RankLayout, workload: Workload) -> Iterator[Candidate]:
