@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,7 @@ class Cluster:
     directory: Path
     nodes: dict[int, subprocess.Popen[str]] = field(default_factory=dict)
     cut: set[int] = field(default_factory=set)
+    told: set[int] = field(default_factory=set)  # to stop
     times: list[tuple[float, int]] = field(default_factory=list)
 
     def start(self, number: int) -> None:
@@ -62,7 +64,8 @@ class Cluster:
         return self.times[-1][1] if self.times else 0
 
     def here(self) -> list[int]:
-        return [number for number, node in self.nodes.items() if node.poll() is None and number not in self.cut]
+        away = self.cut | self.told
+        return [number for number, node in self.nodes.items() if node.poll() is None and number not in away]
 
     def disturb(self, kind: str, number: int) -> None:
         if kind == "killed":
@@ -70,6 +73,7 @@ class Cluster:
             self.nodes[number].wait(10)
         elif kind == "told to stop":
             self.nodes[number].send_signal(signal.SIGTERM)
+            self.told.add(number)
         elif kind == "cut off":
             plug(self.hosts[number], False)
             self.cut.add(number)
@@ -78,20 +82,31 @@ class Cluster:
             self.cut.remove(number)
             assert self.nodes[number].poll() is None, "it should have waited for its cable"
         else:
+            self.nodes[number].wait(60)  # it may still be leaving
+            self.told.discard(number)
             self.start(number)
 
-    def lost_s(self, begun: float, round: int | None, limit_s: float = 180) -> float:
-        """Once a newer round than `round` has done a step: the longest time without a new step since `begun`."""
+    def lost_s(self, begun: float, before: int, limit_s: float = 180) -> float:
+        """The longest time without a new step since `begun`, until those that are here have done one together.
+
+        `before`: how often ranks had begun to train by then."""
         until, beginning = time.monotonic() + limit_s, None
         while time.monotonic() < until:
             step = self.look()
-            if beginning is None and (newest_round(self.directory) or 0) > (round or 0):
-                beginning = time.monotonic()
-            if beginning is not None and self.times and self.times[-1][0] > beginning + 0.5 and step:
-                before = [at for at, _ in self.times if at <= begun][-1:]
-                after = [at for at, _ in self.times if at > begun]
-                return max(later - earlier for earlier, later in zip([*before, *after], after, strict=False))
-        raise TimeoutError(f"round {round} has no successor that trains")
+            if beginning is None and len(self.here()) in self.beginnings()[before:]:
+                beginning = step
+            if beginning is not None and step > beginning:
+                earlier = [at for at, _ in self.times if at <= begun][-1:]
+                later = [at for at, _ in self.times if at > begun]
+                return max(b - a for a, b in pairwise([*earlier, *later]))
+        raise TimeoutError(f"{len(self.here())} nodes do not come together: {self.beginnings()}")
+
+    def beginnings(self) -> list[int]:
+        """How many nodes there were whenever ranks began to train."""
+        events = self.directory / "events.jsonl"
+        lines = events.read_text().splitlines() if events.exists() else []
+        told = [json.loads(line) for line in lines if line.endswith("}")]
+        return [int(event["world_size"]) for event in told if event["event"] in ("start", "resume")]
 
 
 def disturbed(folder: Path, events: int, seed: int) -> list[tuple[str, float]]:
@@ -117,10 +132,10 @@ def disturbed(folder: Path, events: int, seed: int) -> list[tuple[str, float]]:
                 away = [number for number in range(MOST) if number not in here]
                 comes = len(here) <= FEWEST or (away and draw.random() < 0.5)
                 kind, number = ("back", draw.choice(away)) if comes else (draw.choice(KINDS), draw.choice(here))
-                round, begun = newest_round(cluster.directory), time.monotonic()
+                before, begun = len(cluster.beginnings()), time.monotonic()
                 leads = leader(cluster.directory) == hosts[number].address
                 cluster.disturb(kind, number)
-                lost_s = cluster.lost_s(begun, round)
+                lost_s = cluster.lost_s(begun, before)
                 what = f"node {number}{', which led,' if leads else ''} {kind}"
                 found.append((what, lost_s))
                 print(f"{what:32} {lost_s:5.1f} s without a new step, then {len(cluster.here())} nodes", flush=True)
