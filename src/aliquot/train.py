@@ -192,7 +192,7 @@ class Training:
         self._loss: float | None = None
         self._perplexity: float | None = None
         self._evaluations = start.evaluations
-        self._saved_step, self._save_s = start.step, 0.0  # the newest checkpoint, and how long it took to save
+        self._saved_step = start.step  # of the newest checkpoint
 
     def all_steps(self) -> None:
         """Raises Terminated once it is saved what a signal has cut short, DivergedError for numbers that are none."""
@@ -328,7 +328,7 @@ class Training:
         """After the checkpoint that is under way: whether the next, begun now, would be killed. Collective."""
         before = self._saved_step
         self._saver.finish()
-        left_s = self._run.ranks.gather(self._stop.left_s - self._save_s)
+        left_s = self._run.ranks.gather(self._stop.left_s - self._saver.worked_s)
         if min(left_s) > 0 or self._saved_step == before:  # or it could not be saved: what is lost is lost anyway
             return False
         self._finish_saving()
@@ -342,7 +342,7 @@ class Training:
 
     def _saved(self, step: int, seconds: float, stall_s: float) -> None:
         self._record.saved(step, seconds, stall_s)
-        self._saved_step, self._save_s = step, seconds
+        self._saved_step = step
         self._mirror.start(step, self._saver.best)
         give_back()
 

@@ -43,15 +43,15 @@ def saved(on_disk: OnDisk) -> int:
 @given(excess=st.integers(0, 14 * LARGE))
 @settings(max_examples=examples(40))
 def test_no_more_goes_there_than_must(excess: int) -> None:
-    found = spilled(SHAPE, LAYOUT, lambda on_disk: excess - saved(on_disk))
+    found = spilled(SHAPE, LAYOUT, True, lambda on_disk: excess - saved(on_disk))
     assert bool(found) == (excess > 0)
-    everything = spilled(SHAPE, LAYOUT, lambda on_disk: 1.0)
+    everything = spilled(SHAPE, LAYOUT, True, lambda on_disk: 1.0)
     if excess > saved(everything):
         assert found == everything
     else:
         assert excess <= saved(found) < excess + 8 * max(map(numel, SHAPE.weights))
     assert everything.layers == SHAPE.layers and (found == everything or not found.layers)
-    assert not spilled(SHAPE, replace(LAYOUT, nodes=2), lambda on_disk: 1.0).layers
+    assert not spilled(SHAPE, LAYOUT, False, lambda on_disk: 1.0).layers
     if found.gradients:
         assert found.states == everything.states
         assert all(dict(found.states)[each] >= count for each, count in found.gradients)
@@ -59,7 +59,7 @@ def test_no_more_goes_there_than_must(excess: int) -> None:
 
 
 def test_the_embedding_keeps_its_sums_in_memory() -> None:
-    everything = spilled(SHAPE, LAYOUT, lambda on_disk: 1.0)
+    everything = spilled(SHAPE, LAYOUT, True, lambda on_disk: 1.0)
     shapes = list(SHAPE.weights)
     embedding = shapes.index(SHAPE.embedding)
     there = first_of(shapes, everything.gradients, never=embedding)
@@ -70,16 +70,16 @@ def test_the_embedding_keeps_its_sums_in_memory() -> None:
 def test_frozen_layers_go_there_when_all_else_is() -> None:
     frozen = {"freeze": ["model.embed_tokens.*", "model.layers.*.mlp.*", "model.layers.1.*"]}
     shape = shaped_model(planned_config(LLAMA, train=frozen)).shape
-    everything = spilled(shape, LAYOUT, lambda on_disk: 1.0)
+    everything = spilled(shape, LAYOUT, True, lambda on_disk: 1.0)
     assert everything.layers == shape.layers and everything.states == tuple(
         (each, shape.alike[each]) for each, _ in everything.states
     )
     mlp, attention = {(320, 128), (128, 320)}, {(128, 128), (64, 128)}
     assert set(everything.frozen) == mlp | attention  # those of layer 1, and no look-up and no norms
-    assert not spilled(shape, replace(LAYOUT, nodes=2), lambda on_disk: 1.0).frozen
-    fewer = spilled(shape, LAYOUT, lambda on_disk: 2.0 - on_disk.layers)
+    assert not spilled(shape, LAYOUT, False, lambda on_disk: 1.0).frozen
+    fewer = spilled(shape, LAYOUT, True, lambda on_disk: 2.0 - on_disk.layers)
     assert fewer.layers == 2 and fewer.frozen == everything.frozen
-    assert not spilled(shape, LAYOUT, lambda on_disk: 1.0 - bool(on_disk.gradients)).frozen
+    assert not spilled(shape, LAYOUT, True, lambda on_disk: 1.0 - bool(on_disk.gradients)).frozen
     assert OnDisk.of_json(json.loads(json.dumps(vars(everything)))) == everything
     config = planned_config(LLAMA, train=frozen)
     size, moved = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ class Background:
 
     def __init__(self, name: str, work: Callable[[], Any], on_error: Callable[[], None] = lambda: None) -> None:
         self.result: Any = None
+        self.seconds = 0.0  # that it took
         self._error: str | None = None
         self._kind: str | None = None  # of the error
         self._on_error = on_error
@@ -27,6 +29,7 @@ class Background:
         self._thread.start()
 
     def _run(self, work: Callable[[], Any]) -> None:
+        began = time.perf_counter()
         try:
             self.result = work()
         # Whatever it is, it must reach the training thread, which alone can tell the other ranks.
@@ -34,6 +37,8 @@ class Background:
             self._error = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
             self._kind = error.id if isinstance(error, UserError) else StorageError.id
             self._on_error()
+        finally:
+            self.seconds = time.perf_counter() - began
 
     def report(self) -> Report:
         return {"done": not self._thread.is_alive(), "error": self._error, "kind": self._kind}

@@ -73,7 +73,7 @@ class Saver:
         self._written_bytes = 0
         self._step = 0
         self._best: int | None = None
-        self._begun_at = 0.0
+        self._begun_at = self._worked_s = 0.0
         self._stall_s = 0.0
         self._draft: Draft | None = None
         self._live: LiveParts | None = None  # None: drained, rank 0 publishes
@@ -86,7 +86,7 @@ class Saver:
         """
         self.finish()
         self._best = best
-        self._step, self._begun_at, self._stall_s = step, time.perf_counter(), 0.0
+        self._step, self._begun_at, self._stall_s, self._worked_s = step, time.perf_counter(), 0.0, 0.0
         with self._standing_still():
             try:
                 self._draft = Draft.begin(
@@ -111,6 +111,11 @@ class Saver:
     def under_way(self) -> int | None:
         """The step whose checkpoint is being saved."""
         return self._step if self._work is not None else None
+
+    @property
+    def worked_s(self) -> float:
+        """Seconds that this rank has spent on the newest save, which takes longer to be noticed beside training."""
+        return self._worked_s
 
     def report(self) -> Report | None:
         """Where this rank stands, for the reports that `poll` takes; None: nothing is being saved."""
@@ -155,6 +160,7 @@ class Saver:
         self._written_bytes = progress.done_bytes
 
     def _advance(self, draft: Draft, work: Background) -> None:
+        self._worked_s += work.seconds
         if self._live is None:
             self._draft = self._work = None
             self._saved(self._step, time.perf_counter() - self._begun_at, self._stall_s)

@@ -119,9 +119,16 @@ class Draft:
         self, written: Sequence[Sequence[Piece]], keep: int, best: int | None = None, spare: Collection[int] = ()
     ) -> None:
         """On rank 0, when all ranks have written: the manifest, one rename, then retention, from which the checkpoint
-        of step `best` is exempt, and those of steps `spare`. Raises OSError where there is no such checkpoint then."""
+        of step `best` is exempt, and those of steps `spare`. Raises OSError where there is no such checkpoint then,
+        or the one that there was."""
         self._finish(written)
-        commit(self.partial, self.target)
+        before = set_aside(self.target) if self.target.exists() else None
+        try:
+            commit(self.partial, self.target)
+        except OSError:
+            if before is not None:
+                before.rename(self.target)
+            raise
         try:
             tidy(self._root, keep, self.target, best, spare)
         except OSError as error:  # it is saved all the same; the next save tidies again
@@ -149,5 +156,3 @@ class Draft:
             records |= {name: checksum(data) for name, data in layout.index.items()}
         records |= {name: checksum(data) for name, data in self._small_files.items()}
         write_file(self.partial / MANIFEST, manifest_bytes(records, self._names))
-        if self.target.exists():
-            set_aside(self.target)

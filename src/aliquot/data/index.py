@@ -1,7 +1,7 @@
 """What fills the arrays of a packing and of its epochs, `at_once` elements after the other.
 
 Private memory grows with neither pieces nor sequences: counting sorts in place of sorts, and ranges in place of a
-sequence for each piece.
+sequence for each piece. It grows with the ranges: with how many different lengths there are.
 """
 
 from __future__ import annotations

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -20,7 +19,7 @@ import numpy.typing as npt
 
 from aliquot.data.cache import publishing
 from aliquot.errors import StorageError
-from aliquot.ranges.publish import check_space, clean_leftovers
+from aliquot.ranges.publish import check_space
 
 Array = npt.NDArray[Any]
 Arrays = Mapping[str, Array]
@@ -70,10 +69,8 @@ def kept_arrays(directory: Path, fill: Callable[[NewArrays], None], most: tuple[
     `most`: how many directories of a pattern are kept beside each other; the oldest go. Raises what `fill` raises.
     """
     try:
-        with _locked(directory.parent) as alone:
+        with _locked(directory.parent):
             if not directory.is_dir():
-                if alone:
-                    clean_leftovers(directory.parent, re.compile(".*"))
                 with publishing(directory) as beside:
                     fill(NewArrays(beside))
                 if most is not None:
@@ -91,15 +88,13 @@ def held_arrays(fill: Callable[[NewArrays], None]) -> Arrays:
 
 
 @contextmanager
-def _locked(parent: Path) -> Iterator[bool]:
-    """One process at a time; false on a file system without locks, where what is made may be made twice."""
-    with (parent / ".lock").open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:
-            yield False
-        else:
-            yield True
+def _locked(parent: Path) -> Iterator[None]:
+    """One process at a time; a file system without locks, or with those of one host, only loses that what is made is
+    made once."""
+    with ExitStack() as opened:
+        with suppress(OSError):  # of a cache that can only be read, too
+            fcntl.flock(opened.enter_context((parent / ".lock").open("a")), fcntl.LOCK_EX)
+        yield
 
 
 def _keep_newest(parent: Path, pattern: str, count: int) -> None:

@@ -40,6 +40,7 @@ class ModelShape:
     head_learns: bool
     rest_learns: bool
     dtype_bytes: int  # an element of the weights as they are stored
+    packs: bool = True  # several documents in a call
 
     @cached_property
     def numel(self) -> int:

@@ -85,6 +85,7 @@ def shaped_model(config: RunConfig, vocabulary: int | None = None) -> ShapedMode
         head_learns=head.requires_grad,
         rest_learns=any(parameter.requires_grad for parameter in rest),
         dtype_bytes=source.dtype.itemsize if source.dtype is not None else 2,
+        packs=built.traits.packs,
     )
     return ShapedModel(source.config, built, shape)
 

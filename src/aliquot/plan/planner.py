@@ -98,9 +98,10 @@ class Planner:
             return most - (1 - MARGIN) * (limit - beside) / layout.ranks_per_node
 
         goes_to_disk = config.shard.offload == "disk" and engine == "host"
-        on_disk = spilled(self.shape, layout, too_much) if goes_to_disk else OnDisk()
+        streams = layout.nodes == 1 and self.shape.packs and config.train.compile == "none"
+        on_disk = spilled(self.shape, layout, streams, too_much) if goes_to_disk else OnDisk()
         kept = SHARDED
-        if on_gpu and engine == "fsdp":
+        if on_gpu and engine == "fsdp" and self.shape.packs:
             kept = most_unsharded(micro_batches, lambda each: too_much(OnDisk(), each) <= 0)
         held, found = phases_with(on_disk, kept)
         moved = traffic(config, engine, self.shape, layout, micro_batches, kept)

@@ -18,6 +18,7 @@ from aliquot.config.workload import Workload
 from aliquot.errors import UserError
 from aliquot.launch.rank_layout import RankLayout
 from aliquot.plan import fit
+from aliquot.plan.fewest_nodes import with_fewest_nodes
 from aliquot.plan.planner import Planner
 
 _MOST_RANKS = 16
@@ -31,6 +32,7 @@ class Candidate:
 
     plan: Plan
     changes: dict[str, object]
+    layout: RankLayout
 
     @property
     def lines(self) -> str:
@@ -55,7 +57,7 @@ def candidates(
                 if (key := tuple(told.items())) not in seen:
                     seen.add(key)
                     try:
-                        yield Candidate(planner.plan(changed, spread, workload, approximate=True), told)
+                        yield Candidate(planner.plan(changed, spread, workload, approximate=True), told, spread)
                     except UserError:  # settings that exclude each other
                         continue
 
@@ -84,11 +86,10 @@ def fastest(
     """On as many nodes: those that fit, the fastest first; of those that a plan can hardly tell apart, the one that
     changes least. Where nodes come and go they fit on the fewest, too."""
     nearest: dict[int, Candidate] = {}
-    least = _fitting_on_fewest(planner, config, layout, workload)
     for each in candidates(planner, config, layout, workload, [layout.nodes]):
         alike = round(math.log(each.plan.step_s) / _ALIKE)
-        fits = _fits(each, planner) and (least is None or tuple(each.changes.items()) in least)
-        if fits and (alike not in nearest or _distance(each.changes) < _distance(nearest[alike].changes)):
+        nearer = alike not in nearest or _distance(each.changes) < _distance(nearest[alike].changes)
+        if nearer and _fits(each, planner) and _fits_on_fewest(each, planner, config, workload):
             nearest[alike] = each
     return [nearest[alike] for alike in sorted(nearest)][:count]
 
@@ -98,15 +99,15 @@ def _fits(candidate: Candidate, planner: Planner) -> bool:
     return not fit.problems(candidate.plan, planner.machine)
 
 
-def _fitting_on_fewest(
-    planner: Planner, config: RunConfig, layout: RankLayout, workload: Workload
-) -> set[tuple[tuple[str, object], ...]] | None:
-    """What may be set; None: anything, since `layout` has no more nodes than may be left."""
-    fewest = config.launch.fewest_nodes
-    if not config.launch.nodes_may_change or fewest >= layout.nodes:
-        return None
-    found = candidates(planner, config, replace(layout, nodes=fewest), workload, [fewest])
-    return {tuple(each.changes.items()) for each in found if _fits(each, planner)}
+def _fits_on_fewest(candidate: Candidate, planner: Planner, config: RunConfig, workload: Workload) -> bool:
+    """With the same settings, on the fewest nodes that may be left."""
+    settings = {key: value for key, value in candidate.changes.items() if not key.startswith("launch.")}
+    settings.pop("train.gradient_accumulation_steps", None)  # null: the batch's two sizes fix it
+    try:
+        left = with_fewest_nodes(planner, with_settings(config, settings), candidate.layout, workload)
+    except UserError:
+        return False
+    return left is None or not fit.problems(left, planner.machine)
 
 
 def _with_a_disk(planner: Planner, config: RunConfig, layout: RankLayout, workload: Workload) -> Iterator[Candidate]:

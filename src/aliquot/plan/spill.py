@@ -16,25 +16,26 @@ from aliquot.plan.fit import UNCERTAINTY
 MARGIN = UNCERTAINTY  # of the limit stays free
 
 
-def spilled(shape: ModelShape, layout: RankLayout, too_much: Callable[[OnDisk], float]) -> OnDisk:
+def spilled(shape: ModelShape, layout: RankLayout, streams: bool, too_much: Callable[[OnDisk], float]) -> OnDisk:
     """The least that makes `too_much`, the bytes by which a rank holds more than it may, 0 or less; or all there is.
 
-    Large weights first: then few have their states on disk, and windows are long.
+    `streams`: whole layers may be read for each use, as far as engine host does that. Large weights first: then few
+    have their states on disk, and windows are long.
     """
     large = (each for each in shape.alike if padded_share(each, layout.world_size) >= SMALLEST)
     shapes = sorted(large, key=numel, reverse=True)
     chosen = OnDisk()
     if too_much(chosen) <= 0:
         return chosen
-    # The look-up's gradient sums stay in memory, and so do all weights of several hosts.
+    # The look-up's gradient sums stay in memory.
     sums = {each: shape.alike[each] - (each == shape.embedding) for each in shapes}
     of_layers = dict.fromkeys(each for kind in shape.kinds for each in kind.frozen)
     frozen = tuple(each for each in of_layers if padded_share(each, layout.world_size) >= SMALLEST)
     most = OnDisk(
         tuple((each, shape.alike[each]) for each in shapes),
         tuple((each, count) for each, count in sums.items() if count),
-        shape.layers if layout.nodes == 1 else 0,
-        frozen if layout.nodes == 1 else (),
+        shape.layers if streams else 0,
+        frozen if streams else (),
     )
     if too_much(most) > 0:
         return most
