@@ -221,9 +221,11 @@ def test_what_counts_as_saved_is_there_and_nothing_else(tmp_path: Path, monkeypa
 
     with monkeypatch.context() as broken:
         broken.setattr("aliquot.ranges.publish.sync", lambda path: fails() if path == tmp_path else None)
-        with pytest.raises(StorageError, match="Input/output error"):
-            save_small(tmp_path, 2)
+        for step in (2, 1):  # a new one, and one in the place of another
+            with pytest.raises(StorageError, match="Input/output error"):
+                save_small(tmp_path, step)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    assert restore_small(tmp_path / "step-00000001") == STATE
     with monkeypatch.context() as broken:
         broken.setattr("aliquot.checkpoint.save.tidy", fails)
         save_small(tmp_path, 3, keep=1)
