@@ -27,7 +27,7 @@ from aliquot.observe.metrics import last_step
 from tests.multinode.namespaces import Host, environment, kill, lift_limit, plug, switched_hosts, why_not
 from tests.runs import curve, write_config
 
-STEPS = 600
+STEPS = 1000
 LINK = "4mbit"  # a step takes half a second: the run lasts until all has happened
 FEWEST, MOST = 2, 4
 SECTIONS = {
