@@ -64,7 +64,8 @@ def told(process):
 ForkServerProcess.start = told
 """
     ended = node(tmp_path, "import time\nif __name__ == '__main__': time.sleep(99)", told)
-    assert (ended.returncode, ended.stderr) == (143, "aliquot: stopped by SIGTERM\n")
+    # Before it a rank may say that the launcher's semaphores, which it was to be given, are gone.
+    assert ended.returncode == 143 and ended.stderr.endswith("aliquot: stopped by SIGTERM\n"), ended.stderr
 
 
 def test_what_a_rank_fails_with_before_it_trains_is_told(tmp_path: Path) -> None:
