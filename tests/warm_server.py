@@ -42,7 +42,11 @@ def main() -> None:
     import aliquot
 
     for found in pkgutil.walk_packages(aliquot.__path__, "aliquot."):
-        if found.name not in ("aliquot.__main__", "aliquot.launch.rank_start"):  # those are run, not imported
+        if found.name not in (
+            "aliquot.__main__",
+            "aliquot.launch.rank_start",
+            "aliquot.launch.fork_server",
+        ):  # those are run
             importlib.import_module(found.name)
     for name in IMPORTED:
         importlib.import_module(name)

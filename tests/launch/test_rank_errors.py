@@ -58,7 +58,7 @@ def record(directory: Path, rank: int, kind: rank_errors.Kind, time: float, mess
 
 
 def first_line(directory: Path, failures: dict[int, Dead]) -> str:
-    return explain(failures, directory)[0][0]
+    return explain(failures, directory, 5)[0][0]
 
 
 def test_cause_comes_before_echo_and_before_the_launchers_own_signal(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_cause_comes_before_echo_and_before_the_launchers_own_signal(tmp_path: P
 def test_a_run_that_saved_because_another_node_was_stopped_ends_as_one_that_was(tmp_path: Path) -> None:
     terminated = RankError(0, "training", "saved [terminated]", "", 7.0, 143, uptime=7.0)
     rank_errors.publish_text(rank_errors.error_file(tmp_path, 0), json.dumps(asdict(terminated)))
-    assert explain({0: Dead(143)}, tmp_path) == (["aliquot: rank 0: saved [terminated]"], 143, "training")
+    assert explain({0: Dead(143)}, tmp_path, 0) == (["aliquot: rank 0: saved [terminated]"], 143, "training")
     assert explain_stop(signal.SIGTERM, tmp_path, 5) == (["aliquot: rank 0: saved [terminated]"], 143)
     assert explain_stop(signal.SIGTERM, tmp_path, 8) == (["aliquot: stopped by SIGTERM"], 143)  # of an earlier start
     elsewhere = replace(terminated, rank=3, message="of another machine", boot="another", exit_code=1)
@@ -91,10 +91,19 @@ def test_of_two_causes_the_earlier_is_shown(tmp_path: Path) -> None:
     assert first_line(tmp_path, {0: Dead(1), 5: Dead(-signal.SIGKILL, 130)}) == "aliquot: rank 0: what happened"
 
 
+def test_the_cause_of_an_echo_is_looked_for_in_ranks_that_torch_does_not_tell_of(tmp_path: Path) -> None:
+    record(tmp_path, 0, "peer_lost", 100.1)
+    record(tmp_path, 1, "training", 4.0, "of an earlier start")
+    assert "lost the connection" in first_line(tmp_path, {0: Dead(1)})
+    record(tmp_path, 2, "crash", 100.4)
+    assert first_line(tmp_path, {0: Dead(1)}) == "aliquot: rank 2 failed: what happened [crash]"
+    assert first_line(tmp_path, {3: Dead(-signal.SIGKILL, 130)}).startswith("aliquot: rank 3 was killed by SIGKILL")
+
+
 def test_silent_deaths(tmp_path: Path) -> None:
-    assert explain({1: Dead(3)}, tmp_path) == (["aliquot: rank 1 ended with exit code 3 [crash]"], 1, "killed")
-    assert explain({1: Dead(-40)}, tmp_path) == (["aliquot: rank 1 was killed by signal 40 [killed]"], 1, "killed")
-    assert explain({0: Dead(-signal.SIGTERM)}, tmp_path) == (
+    assert explain({1: Dead(3)}, tmp_path, 0) == (["aliquot: rank 1 ended with exit code 3 [crash]"], 1, "killed")
+    assert explain({1: Dead(-40)}, tmp_path, 0) == (["aliquot: rank 1 was killed by signal 40 [killed]"], 1, "killed")
+    assert explain({0: Dead(-signal.SIGTERM)}, tmp_path, 0) == (
         ["aliquot: rank 0 was killed by SIGTERM [killed]"],
         1,
         "killed",
@@ -104,7 +113,7 @@ def test_silent_deaths(tmp_path: Path) -> None:
 def test_bad_input_is_code_2_and_one_line(tmp_path: Path) -> None:
     (tmp_path / "rank-1.log").write_text("text")
     record(tmp_path, 1, "user", 100.0)
-    assert explain({1: Dead(2)}, tmp_path) == (["aliquot: what happened"], 2, "user")
+    assert explain({1: Dead(2)}, tmp_path, 0) == (["aliquot: what happened"], 2, "user")
 
 
 def test_what_is_recorded_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

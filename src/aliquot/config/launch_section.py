@@ -27,4 +27,8 @@ class LaunchSection(OnNodes):
     master_address: str = Field("127.0.0.1", description="Where node 0 is reached.")
     master_port: int = Field(29500, ge=1, le=65535, description="A free port of node 0; one machine takes any itself.")
     join_timeout_s: PositiveFloat = Field(900.0, description="Nodes and ranks wait this long for each other at start.")
-    step_timeout_s: PositiveFloat = Field(1800.0, description="A rank that makes no progress this long ends the run.")
+    step_timeout_s: PositiveFloat = Field(
+        1800.0,
+        description="A rank that makes no progress in training this long ends the run, and so does a node that is not"
+        " heard of, in preparation and export too.",
+    )

@@ -23,7 +23,7 @@ from typing import NoReturn
 import psutil
 
 from aliquot.config.schema import LaunchSection
-from aliquot.errors import RendezvousError
+from aliquot.errors import RendezvousError, TrainingError
 from aliquot.launch.claims import DEAD_S, Claim, Claims
 from aliquot.launch.forked_rank import forked_ranks, start_server, wait_for_server
 from aliquot.launch.gloo_interface import address_of, gloo_interface
@@ -62,6 +62,7 @@ def start_elastic_ranks(
             if order["what"] == "end":
                 _print(order["lines"])
                 return int(order["code"])
+            start_server(logs, modules)  # anew where it has ended since
             ended = _run_round(node, order, launch, argv, logs, grace_s)
             if ended.told:
                 _print(ended.lines)
@@ -70,7 +71,10 @@ def start_elastic_ranks(
     except SignalException as told:
         _print([f"aliquot: stopped by {signal.Signals(told.sigval).name}"])
         return 128 + told.sigval
-    except RendezvousError as error:  # of other nodes, not of the input: where pods are replaced, another one may do
+    except (
+        RendezvousError,
+        TrainingError,
+    ) as error:  # of other nodes, not of the input: where pods are replaced, another one may do
         _print([f"aliquot: {error.line}"])
         return 1
     finally:
@@ -94,10 +98,11 @@ def _run_round(
     if order["node"]:
         where = f"node {order['node']} of {order['nodes']}, led by {node.link.claim.name}"
         _print([f"aliquot: round {order['round']}: {where}"])
-    node.link.in_round.set()
     try:
+        wait_for_server()
+        node.link.in_round.set()
         return run_local_ranks(own, order["nodes"], argv, logs, grace_s, _MEET_S, order["round"])
-    except RendezvousError as error:
+    except (RendezvousError, TrainingError) as error:
         return Ended(1, (f"aliquot: {error.line}",), "crash")
     finally:
         node.link.in_round.clear()

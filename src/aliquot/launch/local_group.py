@@ -14,7 +14,7 @@ from pathlib import Path
 from aliquot.config.schema import LaunchSection
 from aliquot.errors import RendezvousError, StorageError
 from aliquot.launch.claims import ROUND
-from aliquot.launch.forked_rank import forked_rank
+from aliquot.launch.forked_rank import end_forked_ranks, forked_rank, forking
 from aliquot.launch.rank_failures import explain, explain_stop
 
 
@@ -48,7 +48,8 @@ def run_local_ranks(
     from the server that forked_rank.py has started.
 
     Rank 0 talks on this console, rank N into rank-N.log of `log_directory`. When a rank dies, all end. Several `nodes`
-    come together at the master within `timeout_s`. Raises RendezvousError where they do not.
+    come together at the master within `timeout_s`. Raises RendezvousError where they do not, and
+    TrainingError where that server has ended.
     """
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -91,9 +92,10 @@ def run_local_ranks(
         if round is None:
             elastic_launch(config, sys.executable)(*(argument.replace("$", "$$") for argument in command))
         else:
-            elastic_launch(config, forked_rank)({ROUND: str(round)}, log_directory, argv)
+            with forking():
+                elastic_launch(config, forked_rank)({ROUND: str(round)}, log_directory, argv)
     except ChildFailedError as failed:
-        lines, code, kind = explain(failed.failures, log_directory)
+        lines, code, kind = explain(failed.failures, log_directory, began)
         return Ended(code, tuple(lines), kind)
     except SignalException as stopped:
         lines, code = explain_stop(signal.Signals(stopped.sigval), log_directory, began)
@@ -102,4 +104,7 @@ def run_local_ranks(
         raise RendezvousError(
             f"the {nodes} nodes could not be brought together at {endpoint}, as node {launch.node_rank}: {error}"
         ) from error
+    finally:
+        if round is not None:
+            end_forked_ranks()
     return Ended(0)

@@ -16,7 +16,7 @@ import time
 from typing import Any, Self, cast
 
 # Public, but not re-exported for type checkers.
-from torch.distributed import DistError, Store  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from aliquot.launch.rank_errors import RankError, record_error
 from aliquot.launch.topology import Topology
@@ -71,8 +71,10 @@ class Presence:
                     told = json.loads(store.get(f"presence/{other}"))
                     if told != self._told.get(other):
                         self._told[other], self._heard_at[other] = told, time.monotonic()
-            except DistError:
-                time.sleep(self._every_s)  # node 0 has ended, and its ranks' connections with it; or it is out of reach
+            except Exception:
+                # Node 0 has ended, and its ranks' connections with it; or it is out of reach. Whatever else it is, a
+                # thread that ended here would have all others end the run for a node that is well.
+                time.sleep(self._every_s)
 
     def _watch(self) -> None:
         while not self._over.wait(self._every_s):

@@ -20,16 +20,22 @@ class Failure(Protocol):
     def timestamp(self) -> int: ...  # seconds since the epoch, rounded down
 
 
-def explain(failures: Mapping[int, Failure], log_directory: Path) -> tuple[list[str], int, str]:
+def explain(failures: Mapping[int, Failure], log_directory: Path, since: float) -> tuple[list[str], int, str]:
     """Lines for the person about the failure that caused the others, the exit code for the launcher, the kind of error.
 
-    `failures` by global rank. 2 where the input was bad, 143 where all was saved because another node was told to stop,
-    else 1. The kind is one of rank_errors.Kind, or "killed" where a rank has died without a word.
+    `failures` by global rank: torch may tell only of the first to exit, so where that is an echo the cause is looked
+    for in what others have recorded. `since`: when the ranks were started, by the machine's uptime. The code is 2 where
+    the input was bad, 143 where all was saved because another node was told to stop, else 1; the kind one of
+    rank_errors.Kind, or "killed" where a rank has died without a word.
     """
     recorded = {rank: read_error(log_directory, rank) for rank in failures}
     rank = min(failures, key=lambda rank: _order(failures[rank], recorded[rank]))
     error = recorded[rank]
     lines = [f"aliquot: {_describe(rank, failures[rank], error)}"]
+    if _order(failures[rank], error)[0] > 0:
+        causes = (each for each in _since(since, log_directory) if each.kind != "peer_lost" and each.exit_code <= 2)
+        for cause in sorted(causes, key=lambda each: each.time)[:1]:
+            rank, error, lines = cause.rank, cause, [f"aliquot: {cause.line}"]
     if error is not None and error.exit_code != 1:
         return lines, error.exit_code, error.kind
     if log_file(log_directory, rank).exists():
@@ -43,13 +49,17 @@ def explain_stop(number: signal.Signals, log_directory: Path, since: float) -> t
     128 + signal, unless a rank has failed at it, to save for example. `since`: when the ranks were started, by the
     machine's uptime.
     """
-    found = (read_error(log_directory, rank) for rank in recorded_ranks(log_directory))
-    words = [error for error in found if error is not None and error.is_since(since)]
+    words = _since(since, log_directory)
     stopped = 128 + number
     failed = [error for error in words if error.exit_code != stopped and error.kind != "peer_lost"]
     for error in sorted(failed or words, key=lambda error: error.time)[:1]:
         return [f"aliquot: {error.line}"], error.exit_code if failed else stopped
     return [f"aliquot: stopped by {number.name}"], stopped
+
+
+def _since(uptime: float, log_directory: Path) -> list[RankError]:
+    found = (read_error(log_directory, rank) for rank in recorded_ranks(log_directory))
+    return [error for error in found if error is not None and error.is_since(uptime)]
 
 
 def _order(failure: Failure, error: RankError | None) -> tuple[int, float]:
