@@ -86,6 +86,18 @@ def test_what_layers_ask_for(window: int | None, softcap: float | None, has_sink
     assert_equal(results(TiledAttention(), *case), results(ReferenceAttention(), *case), 1e-12)
 
 
+@pytest.mark.parametrize("window", [None, 100], ids=["whole", "window"])
+@pytest.mark.parametrize(("softcap", "has_sinks"), [(None, False), (0.7, True)], ids=["plain", "all"])
+def test_without_kept_probabilities_it_is_the_same_to_the_bit(
+    window: int | None, softcap: float | None, has_sinks: bool
+) -> None:
+    case = ((*SHORT, 700), window, HEADS["grouped"], torch.bfloat16, softcap, has_sinks)
+    for ours, theirs in zip(
+        results(TiledAttention(selective=True), *case), results(TiledAttention(), *case), strict=True
+    ):
+        assert torch.equal(ours, theirs)
+
+
 def test_the_reference_sees_what_a_loop_sees() -> None:
     lengths, window = (3, 5), 2
     edges = (0, 3, 8)

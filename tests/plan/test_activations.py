@@ -28,7 +28,7 @@ def step(mode: str, precision: str = "bf16") -> Step:
     return Step(precision, mode, "cpu", looks_up=True, head_gradient=False)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", ["llama", pytest.param("qwen3", marks=pytest.mark.long), "mistral"])
 def test_saved_bytes_are_those_of_a_real_forward_pass(name: str, mode: str) -> None:
     config = planned_config(MODELS[name])
@@ -51,7 +51,7 @@ def measured(model: nn.Module, mode: str) -> int:
     rows = embedding(ids).detach().requires_grad_(embedding.weight.requires_grad)
     saved = SavedBytes(mode)  # type: ignore[arg-type]
     with saved.measure():
-        calls.hidden_states(model, rows, ids, Documents(EDGES, attention_on("cpu")))
+        calls.hidden_states(model, rows, ids, Documents(EDGES, attention_on("cpu", selective=mode == "selective")))
     return saved.peak_bytes
 
 

@@ -29,15 +29,15 @@ _WITHOUT_EFFECT = frozenset(
 )  # fmt: skip
 
 
-def attention_on(device: str, packs: bool = True) -> AttentionBackend | None:
-    """None: the model's own attention, a call a document."""
+def attention_on(device: str, packs: bool = True, selective: bool = False) -> AttentionBackend | None:
+    """None: the model's own attention, a call a document. `selective`: under selective activation checkpointing."""
     if not packs:
         return None
     if device == "cuda":
         from aliquot.attention.cuda_attention import CudaAttention  # brings torch's compiler with it
 
         return CudaAttention()
-    return TiledAttention()
+    return TiledAttention(selective)
 
 
 def register(compiled: bool = False) -> None:

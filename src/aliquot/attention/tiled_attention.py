@@ -6,7 +6,9 @@ probabilities are of the compute dtype, softmax works in fp32 inside, as in tran
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,14 +25,20 @@ if TYPE_CHECKING:
 _KEPT_KEYS = 4 * QUERY_BLOCK
 
 
+@dataclass(frozen=True)
 class TiledAttention:
+    """`selective`: its output is kept over a recomputation of the layer, and no probabilities."""
+
+    selective: bool = False
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, scoring: Scoring) -> Tensor:
         kind = (scoring.window, query.dtype)
         if kind not in documents.cuts:
             documents.cuts[kind] = cut(documents.edges, scoring.window, query)
         rows = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
         sinks = None if scoring.sinks is None else scoring.sinks.to(query.dtype)
-        out: Tensor = _Tiled.apply(*rows, sinks, documents.cuts[kind], scoring.scaling, scoring.softcap)  # type: ignore[no-untyped-call]
+        how = (documents.cuts[kind], scoring.scaling, scoring.softcap, self.selective)
+        out: Tensor = _Tiled.apply(*rows, sinks, *how)  # type: ignore[no-untyped-call]
         return out[None]
 
     def on_meta(self) -> TiledAttention:
@@ -50,29 +58,19 @@ class _Tiled(torch.autograd.Function):
         tiles: Tiles,
         scaling: float,
         softcap: float | None,
+        selective: bool,
     ) -> Tensor:
-        heads = (key.shape[1], query.shape[1] // key.shape[1])  # of keys and values, and queries sharing one of them
-        q, k, v = (_to_slots(x, tiles) for x in (query, key, value))
-        out = q.new_empty(*q.shape[:2], v.shape[2])
-        scores = _Scores(scaling, softcap, sinks, heads)
         kept: list[Tensor | None] = []
-        for bins in tiles.bins:
-            queries, keys, values = _bin_queries(q, bins, heads), _bin_keys(k, bins), _bin_keys(v, bins)
-            p, rest = scores.of_bins(queries, keys, bins)
-            _bins_back(torch.bmm(p, values), out, bins, heads)
-            kept += [p, rest]
-        for long in tiles.longs:
-            queries, keys, values = _long_queries(q, long, heads), _long_keys(k, long), _long_keys(v, long)
-            result = queries.new_empty(*queries.shape[:2], v.shape[2])
-            for block in long.blocks:
-                p, rest = scores.of_block(queries, keys, block)
-                rows = slice(block.first * heads[1], block.last * heads[1])
-                result[:, rows] = torch.bmm(p, values[:, block.key : block.last])
-                kept += [p, rest] if block.last - block.key <= _KEPT_KEYS else [None, None]
-            _long_back(result, out, long, heads)
+        if selective:
+            out: Tensor = torch.ops.aliquot.tiled_attention(
+                query, key, value, sinks, tiles.layout(), tiles.biases(), tiles.tokens, tiles.slots, scaling, softcap
+            )
+        else:
+            kept_keys = _KEPT_KEYS if any(ctx.needs_input_grad) else 0
+            out, kept = _attended(query, key, value, sinks, tiles, scaling, softcap, kept_keys)
         ctx.save_for_backward(query, key, value, sinks, *kept)
         ctx.tiles, ctx.scaling, ctx.softcap = tiles, scaling, softcap
-        return _from_slots(out, tiles)
+        return out
 
     @staticmethod
     @once_differentiable
@@ -80,7 +78,7 @@ class _Tiled(torch.autograd.Function):
         tiles: Tiles = ctx.tiles
         query, key, value, sinks, *saved = ctx.saved_tensors
         heads = (key.shape[1], query.shape[1] // key.shape[1])
-        kept = iter(saved)
+        kept: Iterator[Any] = iter(saved) if saved else repeat(None)
         q, k, v, g = (_to_slots(x, tiles) for x in (query, key, value, gradient.contiguous()))
         if tiles.padding is not None:
             g.index_fill_(0, tiles.padding, 0)  # padding is queried by nobody and adds nothing to keys and values
@@ -91,6 +89,8 @@ class _Tiled(torch.autograd.Function):
         for bins in tiles.bins:
             p, rest = next(kept), next(kept)
             queries, keys, values = _bin_queries(q, bins, heads), _bin_keys(k, bins), _bin_keys(v, bins)
+            if p is None:
+                p, rest = scores.of_bins(queries, keys, bins)
             out_gradient = _bin_queries(g, bins, heads)
             of_p = torch.bmm(out_gradient, values.mT)
             if of_sinks is not None:
@@ -121,7 +121,66 @@ class _Tiled(torch.autograd.Function):
             _long_back(sum_k, dk, long, (heads[0], 1))
             _long_back(sum_v, dv, long, (heads[0], 1))
         sink_gradient = None if of_sinks is None else of_sinks.flatten().to(q.dtype)
-        return *(_from_slots(x, tiles) for x in (dq, dk, dv)), sink_gradient, None, None, None
+        return *(_from_slots(x, tiles) for x in (dq, dk, dv)), sink_gradient, None, None, None, None
+
+
+def _attended(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    tiles: Tiles,
+    scaling: float,
+    softcap: float | None,
+    kept_keys: int,
+) -> tuple[Tensor, list[Tensor | None]]:
+    """[T, H, D_v]; and of each tile its probabilities and the sinks', None of one that sees more than `kept_keys`."""
+    heads = (key.shape[1], query.shape[1] // key.shape[1])  # of keys and values, and queries sharing one of them
+    q, k, v = (_to_slots(x, tiles) for x in (query, key, value))
+    out = q.new_empty(*q.shape[:2], v.shape[2])
+    scores = _Scores(scaling, softcap, sinks, heads)
+    kept: list[Tensor | None] = []
+    for bins in tiles.bins:
+        queries, keys, values = _bin_queries(q, bins, heads), _bin_keys(k, bins), _bin_keys(v, bins)
+        p, rest = scores.of_bins(queries, keys, bins)
+        _bins_back(torch.bmm(p, values), out, bins, heads)
+        kept += [p, rest] if bins.width <= kept_keys else [None, None]
+    for long in tiles.longs:
+        queries, keys, values = _long_queries(q, long, heads), _long_keys(k, long), _long_keys(v, long)
+        result = queries.new_empty(*queries.shape[:2], v.shape[2])
+        for block in long.blocks:
+            p, rest = scores.of_block(queries, keys, block)
+            rows = slice(block.first * heads[1], block.last * heads[1])
+            result[:, rows] = torch.bmm(p, values[:, block.key : block.last])
+            kept += [p, rest] if block.last - block.key <= kept_keys else [None, None]
+        _long_back(result, out, long, heads)
+    return _from_slots(out, tiles), kept
+
+
+def attended_alone(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    layout: list[int],
+    biases: list[Tensor],
+    tokens: Tensor | None,
+    slots: Tensor | None,
+    scaling: float,
+    softcap: float | None,
+) -> Tensor:
+    """What torch.ops.aliquot.tiled_attention computes: the output [T, H, D_v]. `layout` to `slots` are of the tiles."""
+    tiles = Tiles.of(layout, biases, tokens, slots)
+    return _attended(query, key, value, sinks, tiles, scaling, softcap, kept_keys=0)[0]
+
+
+# Selective activation checkpointing (models/recompute.py) keeps results of operations that torch knows.
+torch.library.define(
+    "aliquot::tiled_attention",
+    "(Tensor query, Tensor key, Tensor value, Tensor? sinks, int[] layout, Tensor[] biases, Tensor? tokens, "
+    "Tensor? slots, float scaling, float? softcap) -> Tensor",
+)
+torch.library.impl("aliquot::tiled_attention", "CompositeExplicitAutograd", attended_alone)
 
 
 @dataclass(frozen=True)

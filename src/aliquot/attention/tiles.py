@@ -65,6 +65,32 @@ class Tiles:
     slots: Tensor | None  # in which slot each token lies
     padding: Tensor | None  # the padding slots
 
+    def layout(self) -> list[int]:
+        """With `biases`, bins and long documents as an operation of torch can be given them: see `of`."""
+        numbers = [len(self.bins)]
+        for bins in self.bins:
+            numbers += [bins.start, bins.count, bins.width]
+        for long in self.longs:
+            numbers += [long.start, long.length, len(long.blocks)]
+            for block in long.blocks:
+                numbers += [block.first, block.last, block.key]
+        return numbers
+
+    def biases(self) -> list[Tensor]:
+        return [*(bins.bias for bins in self.bins), *(block.bias for long in self.longs for block in long.blocks)]
+
+    @staticmethod
+    def of(layout: list[int], biases: list[Tensor], tokens: Tensor | None, slots: Tensor | None) -> Tiles:
+        """The inverse, but for padding, which only backward needs."""
+        number, bias = iter(layout), iter(biases)
+        bins = tuple(Bins(next(number), next(number), next(number), next(bias)) for _ in range(next(number)))
+        longs = []
+        for start in number:
+            length, count = next(number), next(number)
+            blocks = tuple(Block(next(number), next(number), next(number), next(bias)) for _ in range(count))
+            longs.append(Long(start, length, blocks))
+        return Tiles(bins, tuple(longs), tokens, slots, None)
+
 
 def cut(edges: tuple[int, ...], window: int | None, like: Tensor) -> Tiles:
     """Documents at `edges`, causal within each, seeing at most `window` tokens back (themselves included).

@@ -88,7 +88,7 @@ class TrainSection(Section):
     max_grad_norm: NonNegativeFloat = Field(1.0, description="Clip to this global norm; 0 = do not clip.")
     gradient_checkpointing: Literal["none", "selective", "full"] = Field(
         "none",
-        description="Recompute in the backward pass. selective: what is cheap to, on CPU attention, too; full: layers.",
+        description="Recompute in the backward pass. selective: all but linear layers and attention; full: layers.",
     )
     precision: Literal["bf16", "fp32"] = Field(
         "bf16", description="Of computing; master weights and moments are fp32 either way, see optimizer_states."

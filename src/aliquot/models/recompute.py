@@ -22,7 +22,8 @@ _KEPT = frozenset(
         torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     }
 )
-_KEPT_BY_NAME = "torch_attn::_varlen_attn"  # of a GPU; does not exist before torch.nn.attention.varlen is imported
+# Attention of a GPU and of a CPU: they do not exist before torch.nn.attention.varlen or our attention is imported.
+_KEPT_BY_NAME = frozenset({"torch_attn::_varlen_attn", "aliquot::tiled_attention"})
 
 
 def enable(model: nn.Module, mode: Literal["none", "selective", "full"], dropout: bool = False) -> None:
@@ -42,7 +43,7 @@ def enable(model: nn.Module, mode: Literal["none", "selective", "full"], dropout
 
 def keeps(operation: object) -> bool:
     """Whether `selective` keeps what this operation of torch returns."""
-    return operation in _KEPT or getattr(operation, "_name", None) == _KEPT_BY_NAME
+    return operation in _KEPT or getattr(operation, "_name", None) in _KEPT_BY_NAME
 
 
 def _policy(_context: object, operation: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:

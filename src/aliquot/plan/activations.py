@@ -63,7 +63,7 @@ def _run(
     shaped: ShapedModel, step: Step, edges: tuple[int, ...], predicted: int, layers: tuple[int, ...]
 ) -> MicroBatchCost:
     shape, model, traits = shaped.shape, shaped.built.model, shaped.built.traits
-    own = attention_on(step.device, traits.packs)
+    own = attention_on(step.device, traits.packs, step.checkpointing == "selective")
     meta_attention = None if own is None else own.on_meta()
     tokens = edges[-1]
     ids = torch.empty(tokens, dtype=torch.int64, device="meta")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from aliquot.attention.tiled_attention import attended_alone
 from aliquot.plan.fusion import FusedRun, fuses
 from aliquot.plan.micro_batch_cost import Work
 
@@ -62,6 +63,9 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._times = 1.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aliquot.tiled_attention.default:
+            with self:  # what counts is inside
+                return attended_alone(*args)
         result = func(*args, **(kwargs or {}))
         outputs = self._tensors(result)
         self._count(func, args, kwargs or {}, outputs)

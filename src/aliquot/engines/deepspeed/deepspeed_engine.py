@@ -75,7 +75,7 @@ class DeepspeedEngine:
             name: _Partition(name, weight, *partition_range(weight.ds_numel, topology.rank, topology.world_size))
             for name, weight in cast("Any", model.model.named_parameters())
         }
-        self._attention = attention_on(topology.device, spec.packs)
+        self._attention = attention_on(topology.device, spec.packs, spec.gradient_checkpointing == "selective")
         self._activations = SavedBytes(spec.gradient_checkpointing)
         self._wire_bytes = 0
 

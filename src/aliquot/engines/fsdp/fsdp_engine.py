@@ -81,7 +81,7 @@ class FsdpEngine:
             weight_decay=spec.weight_decay,
         )
         self._activations = SavedBytes(spec.gradient_checkpointing)
-        self._attention = attention_on(topology.device, spec.packs)
+        self._attention = attention_on(topology.device, spec.packs, spec.gradient_checkpointing == "selective")
         self._fused = spec.fused_loss
         self._wire_bytes = 0
         self._groups = [module for module in model.modules() if isinstance(module, FSDPModule)]

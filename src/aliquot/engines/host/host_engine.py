@@ -127,7 +127,8 @@ class HostEngine:
         for of_experts in self._experts:
             index = self._index_of(of_experts)
             send_to(of_experts, RingGradients(self._gradients, index, self._weights[index].shape))
-        self._attention, self._head_loss = attention_on("cpu", spec.packs), head_loss_on("cpu")
+        self._attention = attention_on("cpu", spec.packs, spec.gradient_checkpointing == "selective")
+        self._head_loss = head_loss_on("cpu")
         self._updates = 0
         self._activations = SavedBytes(spec.gradient_checkpointing)
 
