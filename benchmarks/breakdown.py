@@ -276,7 +276,7 @@ def part_of(event: Event, inside: list[str], outer: str, shapes: Shapes) -> str:
         return outer  # what a product calls belongs to it
     if any(other.startswith("_HeadLoss") for other in [*inside, name]):
         return "softmax and loss"
-    if any(other.startswith("TiledAttention") for other in [*inside, name]):
+    if any(other.startswith("_Tiled") for other in [*inside, name]):
         return "attention: copies" if name in _COPIES else "attention: softmax and the rest"
     if name.startswith(_FUSED):
         return "elementwise, fused by torch.compile"
