@@ -84,7 +84,7 @@ def test_live(trainer: str) -> None:
     assert "unknown" in found["refused-by-server"].message
 
 
-MUTANTS = 450  # of each version of Trainer
+MUTANTS = 500  # of each version of Trainer
 # What decides whether an object is taken, as opposed to whether its job would run.
 OF_THE_SERVER = {"unknown-field", "malformed", "missing-field", "field-value", "cel-rule", "unknown-kind"}
 # Where the servers and the check may differ, and why.
@@ -131,8 +131,9 @@ def test_mutants_are_judged_as_the_server_does(trainer: str) -> None:
             wrong.append(f"{mutant.what}: the server says {says}, the check {found}")
     print(f"Trainer {trainer}: {dict(counts)}, {len(wrong)} wrong")
     assert wrong == []
-    assert counts["agreed"] >= 0.99 * (MUTANTS - counts["not judged by this server"])
-    assert counts["agreed"] > 0.9 * MUTANTS
+    judged = MUTANTS - counts["not judged by this server"]
+    assert judged >= 400
+    assert counts["agreed"] >= 0.99 * judged
 
 
 def good_objects(trainer: str) -> list[dict[str, Any]]:
