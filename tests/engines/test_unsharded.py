@@ -18,6 +18,8 @@ from tests.engines.unsharded_worker import MICRO_BATCHES, MODEL
 from tests.plan.shapes import planned_config
 from tests.processes import run_ranks
 
+pytestmark = pytest.mark.long  # no plan for CPUs keeps anything whole: nothing that trains here does this
+
 ALL = [Unsharded(weights, gradients) for weights in (False, True) for gradients in (False, True)]
 LAYOUT = RankLayout(1, 2, 1, "cuda")
 
