@@ -91,6 +91,8 @@ def held_arrays(fill: Callable[[NewArrays], None]) -> Arrays:
 def _locked(parent: Path) -> Iterator[None]:
     """One process at a time; a file system without locks, or with those of one host, only loses that what is made is
     made once."""
+    if not parent.is_dir():
+        raise FileNotFoundError(parent)
     with ExitStack() as opened:
         with suppress(OSError):  # of a cache that can only be read, too
             fcntl.flock(opened.enter_context((parent / ".lock").open("a")), fcntl.LOCK_EX)
