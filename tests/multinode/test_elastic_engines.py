@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from aliquot.launch.claims import newest_round
 from tests.multinode.namespaces import kill, lift_limit, switched_hosts, why_not
 from tests.multinode.test_elastic import Cluster, leader
 from tests.runs import curve, trained, write_config
@@ -43,9 +42,9 @@ def test_nodes_that_come_and_go_with(engine: str, tmp_path: Path, monkeypatch: p
                 follows = [number for number in cluster.here() if hosts[number].address != leader(cluster.directory)]
                 away = [number for number in range(MOST) if number not in cluster.here()]
                 cluster.look()
-                round, begun = newest_round(cluster.directory), cluster.times[-1][0]
+                before, begun = len(cluster.beginnings()), cluster.times[-1][0]
                 cluster.disturb(kind, (away if kind == "back" else follows)[0])
-                cluster.lost_s(begun, round)
+                cluster.lost_s(begun, before)
             assert cluster.look() < STEPS, "the run was over before all had happened"
             for host in hosts:
                 lift_limit(host)
