@@ -66,8 +66,11 @@ class OnGpu(Store):
         super().__init__()
         self.cuda = cuda
         self.copied: list[tuple[str, int]] = []
+        self.behind_gate = threading.Event()
 
     def read(self, part: Part, start: int, out: Tensor) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            self.behind_gate.set()
         super().read(part, start, out)
         stream = self.cuda.stream
         assert stream is not None, "beside the kernels, not among them"
@@ -85,6 +88,7 @@ def test_copies_wait_for_what_was_launched_before_the_save_alone(
     cuda.launched = 7
     saver.start(3, {"step": 3})
     cuda.launched = 99  # the next forward and backward pass
+    assert store.behind_gate.wait(30)  # else the training thread may have copied all before it
     threading.Timer(0.2, store.gate.set).start()
     saver.before_update()
     store.update()
@@ -92,7 +96,7 @@ def test_copies_wait_for_what_was_launched_before_the_save_alone(
     poll(saver)
     assert_saved(tmp_path, 3, expected)
     assert {behind for _, behind in store.copied} == {7}
-    assert threading.current_thread().name in {name for name, _ in store.copied}  # the other may come too late for any
+    assert {name == threading.current_thread().name for name, _ in store.copied} == {True, False}
     assert len(cuda.pinned) >= len(TENSORS)  # what the training thread copied
 
 

@@ -132,7 +132,7 @@ def test_mutants_are_judged_as_the_server_does(trainer: str) -> None:
     print(f"Trainer {trainer}: {dict(counts)}, {len(wrong)} wrong")
     assert wrong == []
     judged = MUTANTS - counts["not judged by this server"]
-    assert judged >= 400
+    assert judged > 0.88 * MUTANTS
     assert counts["agreed"] >= 0.99 * judged
 
 
