@@ -46,7 +46,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs[str]:
         "hosts-late": ("hosts-late", 2, once),
         "hosts-3-late": ("hosts-late", 3, ["llama", *once]),
         "hosts-far": ("hosts", 2, ["llama-reduced"]),
-        "hosts-flipped": ("hosts-flipped", 2, ["llama-bf16"]),
+        **{f"hosts-flipped-{what}": (f"hosts-flipped-{what}", 2, ["llama-bf16"]) for what in ("weights", "gradients")},
+        "hosts-flipped-disk": ("hosts-flipped-disk", 2, ["llama-bf16"]),
         "host-3": ("host", 3, once),
         "hosts-3": ("hosts", 3, ["llama", *once]),
         "hosts-2x2": ("hosts-of-two", 4, ["llama-bf16-once"]),
@@ -219,12 +220,21 @@ def test_hosts_that_come_late_change_no_bit(
 
 
 @pytest.mark.long
-def test_a_bit_that_flips_between_hosts_ends_the_run(runs: Runs[str]) -> None:
+@pytest.mark.parametrize(
+    ("what", "which"),
+    [
+        ("weights", "that rank 0 has updated"),
+        ("gradients", "of rank 0"),
+        ("disk", "of rank 0"),  # gradients that are exchanged after the step's last micro-batch
+    ],
+)
+def test_a_bit_that_flips_between_hosts_ends_the_run(runs: Runs[str], what: str, which: str) -> None:
     """TCP's checksum lets one of 65,536 through."""
-    found, lost = (json.loads((runs["hosts-flipped"] / f"llama-bf16-{rank}.json").read_text()) for rank in (1, 0))
-    assert found["error"].startswith("SelfTestError: weights of ")
-    assert "that rank 0 has updated are not those that were sent" in found["error"]
-    assert "SelfTestError" not in lost["error"]
+    folder = runs[f"hosts-flipped-{what}"]
+    found, lost = (json.loads((folder / f"llama-bf16-{rank}.json").read_text())["error"] for rank in (1, 0))
+    assert found.startswith(f"SelfTestError: {'weights' if what == 'weights' else 'gradients'} of ")
+    assert f"{which} are not those that were sent" in found
+    assert "SelfTestError" not in lost
 
 
 @pytest.mark.long

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aliquot.engines.host.sent_rows import decode_rows, encode_rows, most_bytes
+from aliquot.engines.host.sent_rows import decode_rows, encode_rows, message_in, most_bytes
+from aliquot.errors import SelfTestError
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -19,6 +20,20 @@ def test_rows_arrive_as_they_were_sent(looked_up: int, dtype: torch.dtype) -> No
     room = torch.full((most_bytes(rows, width, dtype.itemsize),), 255, dtype=torch.uint8)  # what was there before
     message = encode_rows(values, marked)
     room[: len(message)] = message
-    assert torch.equal(decode_rows(room, rows, width, dtype), values.view(-1))
+    arrived = message_in(room, rows, width, dtype.itemsize, "they")
+    assert torch.equal(arrived, message)
+    assert torch.equal(decode_rows(arrived, rows, width, dtype, "they"), values.view(-1))
     if looked_up < 40:
         assert len(message) < 64 + 4 * looked_up + 64 + looked_up * width * dtype.itemsize
+
+
+@pytest.mark.parametrize("where", [0, 1])
+@pytest.mark.parametrize("number", [-7, 51, 1 << 30])
+def test_rows_that_cannot_be_are_told(where: int, number: int) -> None:
+    """Their count, or the number of one."""
+    rows, width = 50, 6
+    marked = torch.arange(rows) < 20
+    message = encode_rows(torch.randn(rows, width) * marked[:, None], marked)
+    message[4 * where : 4 * where + 4] = torch.tensor([number], dtype=torch.int32).view(torch.uint8)
+    with pytest.raises(SelfTestError, match=r"^they are not those that were sent"):
+        decode_rows(message_in(message, rows, width, 4, "they"), rows, width, torch.float32, "they")

@@ -181,18 +181,19 @@ def come_late(rank: int) -> None:
     Wire.send, Wire.receive = late(Wire.send), late(Wire.receive)  # type: ignore[method-assign]
 
 
-def flip_a_bit(rank: int) -> None:
-    """Of what rank 1 receives: in the first code of the third message about what has changed."""
-    receive, patches = Wire.receive, count()
+def flip_a_bit(rank: int, dtype: torch.dtype) -> None:
+    """Of what rank 1 receives: in the third message of `dtype`; uint8 are those about what has changed in weights,
+    where the bit is in the first code, float32 are gradients."""
+    receive, messages = Wire.receive, count()
 
     def receive_another(wire: Wire, values: Tensor, host: int) -> Future[None]:
         arrival = receive(wire, values, host)
-        if rank != 1 or values.dtype != torch.uint8 or next(patches) != 2:
+        if rank != 1 or values.dtype != dtype or next(messages) != 2:
             return arrival
         flipped: Future[None] = Future()
 
         def flip(_: Future[None]) -> None:
-            values[16].bitwise_xor_(1)
+            values.view(torch.uint8)[16].bitwise_xor_(1)
             flipped.set_result(None)
 
         arrival.add_done_callback(flip)
@@ -227,13 +228,20 @@ def write_parts(engine: Engine, file: Path) -> None:
     save_file(values, file)
 
 
+FLIPPED = {
+    "hosts-flipped-weights": torch.uint8,
+    "hosts-flipped-gradients": torch.float32,
+    "hosts-flipped-disk": torch.float32,
+}
+
+
 def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None:
     kind, *names = arguments
     for name in names:
-        if kind != "hosts-flipped":
+        if kind not in FLIPPED:
             train(kind, cases.CASES[name], rank, world_size, folder)
             continue
-        flip_a_bit(rank)
+        flip_a_bit(rank, FLIPPED[kind])
         try:
             train(kind, cases.CASES[name], rank, world_size, folder)
         except (SelfTestError, RuntimeError) as error:

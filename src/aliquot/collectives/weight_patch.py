@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from aliquot.errors import SelfTestError
+from aliquot.collectives.message_checksums import checksum, not_as_sent
 
 BLOCK = 1 << 16  # elements: what a block takes to encode stays in the second-level cache
 _TABLE = np.dtype([("bytes", "<i4"), ("wide", "<i4"), ("checksum", "<u8")])  # of each block, before all of them
@@ -35,14 +35,14 @@ def most_bytes(numel: int) -> int:
 def checksums(weights: Tensor) -> Tensor:
     """int64, of each block of flat weights of any dtype that are sent as they are."""
     values = _bits(weights)
-    found = [_checksum(values[start:stop]) for start, stop in _starts(weights)]
+    found = [checksum(values[start:stop]) for start, stop in _starts(weights)]
     return torch.from_numpy(np.array(found, np.uint64).view(np.int64))
 
 
 def check(weights: Tensor, expected: Tensor, who: str) -> None:
     """Raises SelfTestError, beginning with `who`, where these are not the weights of those checksums."""
     if not torch.equal(checksums(weights), expected):
-        raise _not_as_sent(who)
+        raise not_as_sent(who)
 
 
 class WeightPatches:
@@ -75,7 +75,7 @@ class WeightPatches:
             for part in parts:
                 room[end : end + part.nbytes] = part
                 end += part.nbytes
-            fields.append((end - begun, wide, _checksum(values[start:stop])))
+            fields.append((end - begun, wide, checksum(values[start:stop])))
         table[:] = fields
         return end
 
@@ -97,8 +97,8 @@ class WeightPatches:
                     block.view(np.uint8)[:] = body
             elif sound and size:
                 sound = self._apply(body, wide, block)
-            if not sound or _checksum(block) != expected:
-                raise _not_as_sent(who)
+            if not sound or checksum(block) != expected:
+                raise not_as_sent(who)
 
     def _patch(self, old: Bits, new: Bits) -> tuple[list[Bytes], int]:
         """The parts of a patch, and how many of its differences no byte holds."""
@@ -139,18 +139,6 @@ class WeightPatches:
         differences[escapes] = followed
         np.add(weights, differences, out=weights)
         return True
-
-
-def _not_as_sent(who: str) -> SelfTestError:
-    return SelfTestError(f"{who} are not those that were sent: broken network, memory or torch?")
-
-
-def _checksum(block: Bits) -> int:
-    """The sum of its bytes as integers of eight, and of what is left as one."""
-    data = block.view(np.uint8)
-    words = len(data) // 8 * 8
-    total = int(np.add.reduce(data[:words].view(np.uint64)))
-    return total + int.from_bytes(data[words:].tobytes(), "little") & (1 << 64) - 1
 
 
 def _bits(flat: Tensor) -> Bits:

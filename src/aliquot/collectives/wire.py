@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Protocol
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from aliquot.collectives.message_checksums import Tally, not_as_sent
 from aliquot.collectives.peers import PeerLost
 from aliquot.collectives.transfers import Transfers
 
@@ -121,7 +122,9 @@ class Wire:
             self._asked.append(work)
 
     def reduce_scatter(self, sums: Summed) -> None:
-        """What `sums` has for this host becomes the sum over all hosts, in their order."""
+        """What `sums` has for this host becomes the sum over all hosts, in their order. Raises SelfTestError where
+        what has come is not what was sent."""
+        sent, received = ({host: Tally() for host in self.others} for _ in range(2))
         own = sums.visit(self.own, _PIECE_BYTES, changes=True)
         to_come = deque(sums.pieces(self.own, _PIECE_BYTES))
         # A peer's own pieces may be more or fewer than these: each side cuts what it sends as the receiver does.
@@ -135,18 +138,38 @@ class Wire:
                 rooms = {host: torch.empty(numel, dtype=sums.sent_dtype) for host in self.others}
                 arriving.append({host: (room, self.receive(room, host)) for host, room in rooms.items()})
             leaving = {host: next(pieces, None) for host, pieces in outgoing.items()}
-            sending.append([self.send(piece, host) for host, piece in leaving.items() if piece is not None])
+            sending.append([])
+            for host, piece in leaving.items():
+                if piece is not None:
+                    sent[host].add(piece)
+                    sending[-1].append(self.send(piece, host))
             outgoing = {host: pieces for host, pieces in outgoing.items() if leaving[host] is not None}
             if len(arriving) > _AHEAD:
-                self._add(next(own), arriving.popleft())
+                self._add(next(own), arriving.popleft(), received)
             if len(sending) > _AHEAD:
                 self._wait_for(sending.popleft())
-        for received in arriving:
-            self._add(next(own), received)
-        for sent in sending:
-            self._wait_for(sent)
+        for arrivals in arriving:
+            self._add(next(own), arrivals, received)
+        for transfers in sending:
+            self._wait_for(transfers)
         for _ in own:  # nothing is left; what was changed last is written where it lies
             pass
+        self.compare(sent, received)
+
+    def compare(self, sent: Mapping[int, Tally], received: Mapping[int, Tally]) -> None:
+        """Whether the gradients that came from each host are those it has sent. Collective; raises SelfTestError."""
+        rooms = {host: torch.empty(1, dtype=torch.int64) for host in self.others}
+        arriving = {host: self.receive(room, host) for host, room in rooms.items()}
+        leaving = [self.send(sent[host].told(), host) for host in self.others]
+        for host, arrives in arriving.items():
+            self.wait(arrives)
+            if not torch.equal(rooms[host], received[host].told()):
+                raise not_as_sent(self.gradients_of(host))
+        self._wait_for(leaving)
+
+    def gradients_of(self, host: int) -> str:
+        """For messages."""
+        return f"gradients of rank {self._ranks[host]}"
 
     def close(self) -> None:
         """When all that was begun is over."""
@@ -159,10 +182,13 @@ class Wire:
         group: dist.ProcessGroup = self._groups[messages[host] % len(self._groups)]
         return group
 
-    def _add(self, own: Tensor, received: dict[int, tuple[Tensor, Future[None]]]) -> None:
-        for _, arrives in received.values():
+    def _add(
+        self, own: Tensor, arrivals: Mapping[int, tuple[Tensor, Future[None]]], received: Mapping[int, Tally]
+    ) -> None:
+        for host, (room, arrives) in arrivals.items():
             self.wait(arrives)
-        add_hosts(own, self.own, {host: room for host, (room, _) in received.items()})
+            received[host].add(room)
+        add_hosts(own, self.own, {host: room for host, (room, _) in arrivals.items()})
 
     def _wait_for(self, sent: Sequence[Future[None]]) -> None:
         for transfer in sent:

@@ -2,7 +2,8 @@
 
 Every rank completes the same pieces in the same order (host_gradients.py). What of one belongs to another host's owner
 leaves at once. What comes in is added to this rank's own sums, in the order of the hosts, when both are there: looked
-for whenever a piece is completed, waited for only when all are.
+for whenever a piece is completed, waited for only when all are. Then each host tells the others the checksum of all
+that it has sent them.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from aliquot.collectives.message_checksums import Tally
 from aliquot.collectives.rooms import Rooms
 from aliquot.collectives.wire import Wire, add_hosts
 from aliquot.engines.host.host_memory import EXCHANGE_BYTES
 from aliquot.engines.host.host_sums import HostSums
-from aliquot.engines.host.sent_rows import decode_rows, encode_rows, most_bytes
+from aliquot.engines.host.sent_rows import decode_rows, encode_rows, message_in, most_bytes
 from aliquot.engines.host.weight import Weight
 from aliquot.errors import SelfTestError
 
@@ -67,11 +69,14 @@ class GradientExchange:
         self._leaving: deque[tuple[Future[None], Tensor, bool]] = deque()  # the last: in a room of ours
         self._leaving_bytes = 0
         self._rooms = Rooms(sums.sent_dtype, EXCHANGE_BYTES)
+        self._sent: dict[int, Tally] = {}
+        self._received: dict[int, Tally] = {}
 
     def begin(self) -> None:
         """The last micro-batch of the step begins."""
         self._completed = self._own_completed = self._added = 0
         self._to_expect = iter(self._own_pieces)
+        self._sent, self._received = ({host: Tally() for host in self._wire.others} for _ in range(2))
         self._expect()
 
     def completed(self, piece: Piece) -> None:
@@ -88,6 +93,7 @@ class GradientExchange:
                     width = self._weights[part[0]].row_numel
                     rows = self._looked_up[part[0]][host][part[1] // width : part[2] // width]
                     values = encode_rows(values.view(-1, width), rows)
+                self._sent[host].add(values)
                 self._leaving.append((self._wire.send(values, host), values, self._sums.passes(host, part[0])))
                 self._leaving_bytes += values.nbytes
         self.settle()
@@ -116,12 +122,13 @@ class GradientExchange:
             self._left()
 
     def finish(self) -> None:
-        """All of this rank's own sums are sums over all hosts."""
+        """All of this rank's own sums are sums over all hosts. Raises SelfTestError where they cannot be."""
         while self._added < len(self._own_pieces):
             self._add(self._expected.popleft())
         while self._leaving:
             self._wire.wait(self._leaving[0][0])
             self._left()
+        self._wire.compare(self._sent, self._received)
 
     def _part(self, piece: Piece, host: int) -> Piece | None:
         """What the owner on `host` has of a piece, counted from its first element."""
@@ -142,11 +149,7 @@ class GradientExchange:
         for arrival in expected.arrivals:
             self._wire.wait(arrival)
         index, start, stop = expected.piece
-        received = expected.rooms
-        if index in self._looked_up:
-            width = self._weights[index].row_numel
-            shape = ((stop - start) // width, width, self._sums.sent_dtype)
-            received = {host: decode_rows(room, *shape) for host, room in received.items()}
+        received = {host: self._taken_in(room, host, index, stop - start) for host, room in expected.rooms.items()}
         add_hosts(self._sums.in_memory(self._wire.own, index)[start:stop], self._wire.own, received)
         self._added += 1
         for room in expected.rooms.values():
@@ -154,6 +157,17 @@ class GradientExchange:
             if index not in self._looked_up:
                 self._rooms.give(room)
         self._expect()
+
+    def _taken_in(self, room: Tensor, host: int, index: int, numel: int) -> Tensor:
+        """What has come into a room, flat."""
+        if index not in self._looked_up:
+            self._received[host].add(room)
+            return room
+        width, dtype = self._weights[index].row_numel, self._sums.sent_dtype
+        who = self._wire.gradients_of(host)
+        message = message_in(room, numel // width, width, dtype.itemsize, who)
+        self._received[host].add(message)
+        return decode_rows(message, numel // width, width, dtype, who)
 
     def _left(self) -> None:
         transfer, values, in_room = self._leaving.popleft()

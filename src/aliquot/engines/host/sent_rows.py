@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from aliquot.collectives.alignment import aligned
+from aliquot.collectives.message_checksums import not_as_sent
 
 _ALL = -1
 
@@ -31,14 +32,24 @@ def encode_rows(values: Tensor, looked_up: Tensor) -> Tensor:
     return message
 
 
-def decode_rows(message: Tensor, rows: int, width: int, dtype: torch.dtype) -> Tensor:
-    """What was encoded, flat, from the beginning of `message`, uint8."""
-    count = int(message[:4].view(torch.int32))
-    head_bytes = aligned(4 * (1 + max(0, count)))
+def message_in(room: Tensor, rows: int, width: int, itemsize: int, who: str) -> Tensor:
+    """The message at the beginning of `room`, uint8. Raises SelfTestError, beginning with `who`, if there is none."""
+    count = int(room[:4].view(torch.int32))
+    if not _ALL <= count <= rows:
+        raise not_as_sent(who)
     sent = rows if count == _ALL else count
-    values = message[head_bytes : head_bytes + sent * width * dtype.itemsize].view(dtype)
+    return room[: aligned(4 * (1 + max(0, count))) + sent * width * itemsize]
+
+
+def decode_rows(message: Tensor, rows: int, width: int, dtype: torch.dtype, who: str) -> Tensor:
+    """What was encoded, flat. Raises SelfTestError, beginning with `who`, where there are no such rows."""
+    count = int(message[:4].view(torch.int32))
+    values = message[aligned(4 * (1 + max(0, count))) :].view(dtype)
     if count == _ALL:
         return values
+    numbers = message[4 : 4 * (1 + count)].view(torch.int32).long()
+    if count and not 0 <= int(numbers.min()) <= int(numbers.max()) < rows:
+        raise not_as_sent(who)
     found = torch.zeros(rows, width, dtype=dtype)
-    found[message[4 : 4 * (1 + count)].view(torch.int32).long()] = values.view(count, width)
+    found[numbers] = values.view(count, width)
     return found.view(-1)
