@@ -115,6 +115,14 @@ CASES = {
             {"model_type": "llama", "num_hidden_layers": 5},
             freeze=("model.embed_tokens.*", "model.layers.[03].*", "*.4.mlp.*"),
         ),
+        Case(
+            "moe-deep-frozen-int8",
+            {"model_type": "qwen3_moe", "num_hidden_layers": 5, **EXPERTS},
+            precision="bf16",
+            states="int8",
+            freeze=("model.embed_tokens.*", "model.layers.[03].*", "*.4.mlp.experts.*"),
+            steps=3,
+        ),
         Case("llama-deep-lora", {"model_type": "llama", "num_hidden_layers": 5}, adapter=LORA, precision="bf16"),
         Case(
             "llama-deep-lora-full",

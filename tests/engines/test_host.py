@@ -22,7 +22,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs[str]:
     once = ["llama-once", "llama-bf16-once", "qwen2-tied-once"]
     far = ["llama-bf16-far", "llama-frugal", "llama-bf16-states"]
     frozen = ["llama-frozen"]
-    deep_frozen = ["llama-deep-frozen", "llama-deep-lora"]
+    deep_frozen = ["llama-deep-frozen", "moe-deep-frozen-int8", "llama-deep-lora"]
     worlds = {
         # Of the worlds of `make test` no more than it compares.
         "fsdp": ("fsdp", 2, ["llama", "gemma2"]),
@@ -32,9 +32,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs[str]:
         "disk": ("host-disk", 2, [*some_on_disk, "llama-deep", "llama-deep-lora", *moe]),
         "fsdp-lora": ("fsdp", 2, ["llama-lora"]),
         "fsdp-shared-lora": ("fsdp-shared", 2, ["llama-lora"]),
-        "host-frozen": ("host", 2, [*frozen, *deep_frozen[:1], "llama-lora"]),
+        "host-frozen": ("host", 2, [*frozen, *deep_frozen[:2], "llama-lora"]),
         "hosts-frozen": ("hosts", 2, frozen),
-        "disk-frozen": ("host-disk", 2, [*frozen, *deep_frozen[:1]]),
+        "disk-frozen": ("host-disk", 2, [*frozen, *deep_frozen[:2]]),
         "host-lora": ("host", 2, ["llama-lora-bf16", "llama-lora-once"]),
         "hosts-lora": ("hosts", 2, ["llama-lora-bf16"]),
         "hosts-lora-late": ("hosts-late", 2, ["llama-lora-once"]),
@@ -171,8 +171,9 @@ def test_frozen_layers_with_adapters_that_are_read_for_each_use_change_no_bit(ru
 @pytest.mark.long
 def test_frozen_layers_that_are_read_for_each_use_change_no_bit(runs: Runs[str]) -> None:
     """Layers of which all, some or none learns."""
-    same(runs["disk-frozen"], runs["host-frozen"], "llama-deep-frozen")
-    for name in ("llama-deep-frozen", "llama-deep-lora", "llama-deep-lora-full"):
+    for name in ("llama-deep-frozen", "moe-deep-frozen-int8"):
+        same(runs["disk-frozen"], runs["host-frozen"], name)
+    for name in ("llama-deep-frozen", "moe-deep-frozen-int8", "llama-deep-lora", "llama-deep-lora-full"):
         same(runs["disk-1"], runs["host-1"], name, 1)
 
 
