@@ -13,7 +13,7 @@ import os, sys, time
 if os.environ["RANK"] == "0":
     print("warming up", flush=True)
     time.sleep(60)
-print("terminate called without an active exception", flush=True)
+print("{told}", "terminate called without an active exception", sep="\\n", flush=True)
 {end}
 """
 
@@ -23,9 +23,9 @@ print("terminate called without an active exception", flush=True)
 )
 def test_a_rank_that_dies_is_in_row_and_target(tmp_path: Path, end: str, how: str) -> None:
     script = tmp_path / "contestant.py"
-    script.write_text(RANK.format(end=end))
+    script.write_text(RANK.format(end=end, told="ValueError: no such shape"))
     dead = row("125m", ALONE, [run_world(str(script), 2)])
-    assert dead["note"] == f"rank 1 {how}: terminate called without an active exception"
+    assert dead["note"] == f"rank 1 {how}: ValueError: no such shape"
     targets = targets_of("125m", {ALONE: dead, "host": {"tokens_per_s": 100.0}})
     found = next(target for target in targets if target["name"] == "of_ceiling_125m")
     assert found["value"] is None and found["why"] == f"{ALONE}: {dead['note']}"
