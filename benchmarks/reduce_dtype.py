@@ -30,6 +30,7 @@ def main() -> None:
     arguments.add_argument("--model", type=Path, required=True)
     arguments.add_argument("--text", type=Path, required=True)
     arguments.add_argument("--steps", type=int, default=300)
+    arguments.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="of the computation")
     arguments.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     arguments.add_argument("--json", type=Path)
     given = arguments.parse_args()
@@ -68,7 +69,7 @@ def run(given: argparse.Namespace, hosts: tuple[Host, Host], dtype: str, seed: i
         train={
             "max_steps": given.steps, "global_batch_size": 2 * MICRO_BATCHES, "per_device_train_batch_size": 1,
             "learning_rate": 3e-4, "warmup_steps": 20, "lr_scheduler_type": "cosine", "weight_decay": 0.1,
-            "adam_beta2": 0.95, "precision": "bf16", "logging_steps": given.steps,
+            "adam_beta2": 0.95, "precision": given.precision, "logging_steps": given.steps,
         },
         shard={"engine": "host", "reduce_dtype": dtype},
         launch={"ranks": 1, "nodes": 2, "master_address": hosts[0].address, "master_port": 29521, "device": "cpu"},

@@ -46,11 +46,12 @@ def switched_hosts(count: int, rate: str | None = None) -> Iterator[list[Host]]:
     """Joined by a switch, which is one more namespace; `rate`: of each host's link, in both directions."""
     mark = secrets.token_hex(3)
     hosts = [Host(f"aliquot-{mark}-{number}", f"10.77.0.{number + 1}") for number in range(count)]
-    switch = Host(f"aliquot-{mark}-switch", "")
+    switch = switch_of(hosts[0])
     try:
         for host in (switch, *hosts):
             _run("ip", "netns", "add", host.namespace)
         _run(*switch.command("ip", "link", "add", "bridge", "type", "bridge"))
+        _run(*switch.command("ip", "addr", "add", f"{switch.address}/24", "dev", "bridge"))
         _run(*switch.command("ip", "link", "set", "bridge", "up"))
         for number, host in enumerate(hosts):
             port = f"port{number}"
@@ -97,17 +98,21 @@ def two_hosts(rate: str | None = None) -> Iterator[tuple[Host, Host]]:
                 _run("ip", "netns", "del", host.namespace)
 
 
+def switch_of(host: Host) -> Host:
+    """Of one of `switched_hosts`."""
+    before, _, _ = host.namespace.rpartition("-")
+    return Host(f"{before}-switch", "10.77.0.254")
+
+
 def plug(host: Host, connected: bool) -> None:
     """The cable of one of `switched_hosts`, at the switch: the host's own end stays up, as a host's does."""
-    before, _, number = host.namespace.rpartition("-")
     state = "up" if connected else "down"
-    _run("ip", "-n", f"{before}-switch", "link", "set", f"port{number}", state)
+    _run("ip", "-n", switch_of(host).namespace, "link", "set", _port(host), state)
 
 
 def lift_limit(host: Host) -> None:
     """Of one of `switched_hosts`, in both directions."""
-    before, _, number = host.namespace.rpartition("-")
-    for namespace, device in ((host.namespace, INTERFACE), (f"{before}-switch", f"port{number}")):
+    for namespace, device in ((host.namespace, INTERFACE), (switch_of(host).namespace, _port(host))):
         _run("tc", "-n", namespace, "qdisc", "del", "dev", device, "root")
 
 
@@ -117,6 +122,11 @@ def kill(host: Host) -> None:
     for process in found.stdout.split():
         with suppress(ProcessLookupError):
             os.kill(int(process), signal.SIGKILL)
+
+
+def _port(host: Host) -> str:
+    """Of the switch."""
+    return f"port{host.namespace.rpartition('-')[2]}"
 
 
 def _limit(host: Host, interface: str, rate: str) -> None:

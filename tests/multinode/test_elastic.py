@@ -1,8 +1,9 @@
 """Nodes that come and go, by chance: four hosts, ten events, the losses of a run that nothing disturbed.
 
-    python -m tests.multinode.test_elastic [--events 10] [--seed 0]
+    python -m tests.multinode.test_elastic [--events 10] [--seed 0] [--network-files]
 
-prints for each event for how long no new step was done.
+prints for each event for how long no new step was done. With --network-files the run lies on a file system of the same
+network: a host that is cut off does not reach it either.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +26,8 @@ import pytest
 
 from aliquot.launch.claims import newest_round
 from aliquot.observe.metrics import last_step
-from tests.multinode.namespaces import Host, environment, kill, lift_limit, plug, switched_hosts, why_not
+from tests.multinode import network_file_system
+from tests.multinode.namespaces import Host, environment, kill, lift_limit, plug, switch_of, switched_hosts, why_not
 from tests.runs import curve, write_config
 
 STEPS = 1000
@@ -49,9 +52,10 @@ class Cluster:
     cut: set[int] = field(default_factory=set)
     told: set[int] = field(default_factory=set)  # to stop
     times: list[tuple[float, int]] = field(default_factory=list)
+    mounted: list[str] = field(default_factory=list)  # what a node's command begins with
 
     def start(self, number: int) -> None:
-        command = self.hosts[number].command(sys.executable, "-m", "aliquot", "train", str(self.config))
+        command = self.hosts[number].command(*self.mounted, sys.executable, "-m", "aliquot", "train", str(self.config))
         with (self.config.parent / f"node-{number}.txt").open("a") as told:
             self.nodes[number] = subprocess.Popen(command, env=environment(), stdout=told, stderr=told, text=True)
 
@@ -109,7 +113,7 @@ class Cluster:
         return [int(event["world_size"]) for event in told if event["event"] in ("start", "resume")]
 
 
-def disturbed(folder: Path, events: int, seed: int) -> list[tuple[str, float]]:
+def disturbed(folder: Path, events: int, seed: int, network_files: bool = False) -> list[tuple[str, float]]:
     """What was done to which node, and the seconds without a new step. Raises AssertionError where losses differ."""
     os.environ |= {"ALIQUOT_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     whole = write_config(folder, "whole", **SECTIONS, launch={"ranks": 1, "device": "cpu"})
@@ -117,8 +121,11 @@ def disturbed(folder: Path, events: int, seed: int) -> list[tuple[str, float]]:
     launch = {"ranks": 1, "device": "cpu", "nodes": f"{FEWEST}:{MOST}", "join_timeout_s": 900}
     config = write_config(folder, "disturbed", **SECTIONS, launch=launch)
     draw, found = random.Random(seed), []
-    with switched_hosts(MOST, LINK) as hosts:
+    with ExitStack() as stack:
+        hosts = stack.enter_context(switched_hosts(MOST, LINK))
         cluster = Cluster(hosts, config, folder / "disturbed")
+        if network_files:
+            cluster.mounted = stack.enter_context(network_file_system.served(folder, switch_of(hosts[0])))
         try:
             for number in range(MOST):
                 cluster.start(number)
@@ -172,11 +179,22 @@ def test_nodes_that_come_and_go(tmp_path: Path) -> None:
     assert len(disturbed(tmp_path, events=10, seed=0)) == 10
 
 
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+@pytest.mark.skipif(network_file_system.why_not() is not None, reason=str(network_file_system.why_not()))
+def test_nodes_that_come_and_go_with_a_file_system_of_their_network(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    assert len(disturbed(tmp_path / "shared", events=6, seed=1, network_files=True)) == 6
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--events", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--network-files", action="store_true")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        disturbed(arguments.folder or Path(temporary), arguments.events, arguments.seed)
+        folder = Path(temporary) / "shared"
+        folder.mkdir()
+        disturbed(folder, arguments.events, arguments.seed, arguments.network_files)
