@@ -25,6 +25,7 @@ from aliquot.engines.base import Engine, EngineSpec
 from aliquot.engines.connections import group_lines
 from aliquot.engines.select import engine_class
 from aliquot.engines.startup_proof import prove
+from aliquot.launch.claims import goes_on
 from aliquot.launch.launcher import torchrun_advice
 from aliquot.launch.ranks import Ranks
 from aliquot.launch.same_everywhere import check_same
@@ -178,7 +179,9 @@ def foresee(run: Attempt, inputs: Inputs, force: bool) -> dict[str, Any]:
         workload = replace(inputs.batches.workload(), eval_sequences=evaluated or None)
         vocabulary = inputs.source.config.vocab_size
         topology, cores = run.ranks.topology, run.ranks.allowed_cores
-        return plan_before(run.config, topology, cores, workload, vocabulary, force, run.display.warning)
+        # Advice takes a dozen plans, each for as many nodes as there are: seconds in which all of them stand still.
+        advise = not goes_on()
+        return plan_before(run.config, topology, cores, workload, vocabulary, force, run.display.warning, advise)
 
     return on_first(run.ranks, plan)
 

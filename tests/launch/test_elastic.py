@@ -21,7 +21,7 @@ from aliquot.config.read_config import read_config
 from aliquot.config.schema import LaunchSection
 from aliquot.errors import CutOffError, UserError
 from aliquot.launch import claims, elastic, membership
-from aliquot.launch.claims import Claim, Claims, check_round, newest_round
+from aliquot.launch.claims import Claim, Claims, check_round, goes_on, newest_round
 from aliquot.launch.elastic import _Node
 from aliquot.launch.json_lines import Message, Peer
 from aliquot.launch.launcher import mode, with_environment
@@ -79,6 +79,14 @@ def test_one_of_many_claims_a_round(tmp_path: Path) -> None:
     assert [won.count(round) for round in range(13, 21)] == [1] * 8
     newest = Claims(tmp_path).newest()
     assert newest is not None and newest.number == 20
+
+
+def test_the_first_round_alone_begins_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(claims.ROUND, raising=False)
+    assert not goes_on()
+    for number in (1, 2, 11):
+        monkeypatch.setenv(claims.ROUND, str(number))
+        assert goes_on() == (number > 1)
 
 
 def test_a_rank_of_an_older_round_publishes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,6 +121,11 @@ def newest_round(directory: Path) -> int | None:
     return max(_numbers(directory / ROUNDS), default=None)
 
 
+def goes_on() -> bool:
+    """Whether this is a rank of a round that follows another: a person has seen the run begin."""
+    return int(os.environ.get(ROUND, "1")) > 1
+
+
 def check_round(directory: Path) -> None:
     """As a rank of a round, before it publishes something: raises CutOffError where a newer one has begun."""
     own, newest = os.environ.get(ROUND), newest_round(directory)

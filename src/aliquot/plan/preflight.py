@@ -30,9 +30,10 @@ def plan_before(
     vocabulary: int,
     force: bool,
     warn: Callable[[str], None],
+    advise: bool = True,
 ) -> dict[str, Any]:
     """The plan as JSON, and in `peak_bytes` what a rank will hold at most in each phase; of one that computes on a GPU
-    that is GPU memory, and `host_peak_bytes` is the machine's.
+    that is GPU memory, and `host_peak_bytes` is the machine's. `advise`: also what would make it faster.
 
     Raises UserError where they are too many even if the plan is as far off as plans have been, unless `force`; warns
     where that is not sure. A plan that cannot be made keeps no run from starting: it warns, and returns nothing.
@@ -44,7 +45,8 @@ def plan_before(
             topology.nodes, topology.local_world_size, topology.threads, topology.device, machine.numa_nodes
         )
         planner = Planner(PlannedModel(config, vocabulary), machine)
-        plan = with_advice(planner.plan(config, layout, workload), planner, config, layout, workload)
+        plan = planner.plan(config, layout, workload)
+        plan = with_advice(plan, planner, config, layout, workload) if advise else plan
         found = "; ".join(fit.problems(plan, machine))
         advice = remedies(planner, config, layout, workload) if found and fit.hopeless(plan) and not force else None
         least = with_fewest_nodes(planner, config, layout, workload)
