@@ -127,9 +127,14 @@ class Start:
 
 def check_directory(run: Attempt) -> None:
     """Whether the run directory is one for all nodes. Collective; raises NodesDifferError on every rank."""
-    nonce, topology = run.ranks.broadcast(run.directory.nonce), run.ranks.topology
+    topology = run.ranks.topology
     looks = topology.node_rank > 0 and topology.local_rank == 0
-    together(run.ranks, lambda: run.directory.check_shared(nonce) if looks else None)
+    name = on_first(run.ranks, run.directory.show)
+    try:
+        together(run.ranks, lambda: run.directory.find(name) if looks else None)
+    finally:
+        if run.ranks.rank == 0:
+            run.directory.hide(name)
 
 
 def read_inputs(run: Attempt) -> Inputs:

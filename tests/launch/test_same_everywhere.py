@@ -156,11 +156,17 @@ def test_a_directory_that_is_not_shared_is_told_apart(tmp_path: Path, monkeypatc
     monkeypatch.setattr(run_directory, "_SEEN_S", 0.2)
     first, own = RunDirectory(tmp_path / "run"), RunDirectory(tmp_path / "elsewhere")
     with first.locked():
-        RunDirectory(tmp_path / "run").check_shared(first.nonce)
+        earlier = first.show()  # it was killed then
+        name = first.show()
+        RunDirectory(tmp_path / "run").find(name)
         with pytest.raises(UserError, match="does not see what node 0 writes here"):
-            own.check_shared(first.nonce)
+            own.find(name)
         with own.locked(), pytest.raises(UserError, match="does not see"):  # another run's
-            own.check_shared(first.nonce)
+            own.find(name)
+        with pytest.raises(UserError, match="does not see"):
+            first.find(earlier)
         with pytest.raises(UserError, match="another process is training"), RunDirectory(tmp_path / "run").locked():
             pass
-        RunDirectory(tmp_path / "run").check_shared(first.nonce)  # who was refused has left the lock as it was
+        RunDirectory(tmp_path / "run").check(read_config(write_config(tmp_path)))  # the file alone is no run
+        first.hide(name)
+        assert [file.name for file in first.path.iterdir()] == [".lock"]

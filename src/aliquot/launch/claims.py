@@ -128,8 +128,14 @@ def goes_on() -> bool:
 
 def check_round(directory: Path) -> None:
     """As a rank of a round, before it publishes something: raises CutOffError where a newer one has begun."""
-    own, newest = os.environ.get(ROUND), newest_round(directory)
-    if own is not None and newest is not None and newest > int(own):
+    if (own := os.environ.get(ROUND)) is None:
+        return
+    with suppress(OSError):  # an NFS client asks its server for the names in a directory that it has changed itself
+        changed = directory / ROUNDS / f".{secrets.token_hex(8)}"
+        changed.touch()
+        changed.unlink()
+    newest = newest_round(directory)
+    if newest is not None and newest > int(own):
         raise CutOffError(
             f"this node was cut off: round {newest} of the run has begun without it, so nothing of round {own} is saved"
         )

@@ -19,7 +19,8 @@ from aliquot.textfile import publish_text
 
 HEADER = "# The configuration of an aliquot run, complete, as it was run."
 LOCK, BEATING_LOCK = ".lock", ".lock.held"
-_OF_A_ROUND = "round "
+_OF_A_ROUND = "round"
+_SHOWN = ".shown-"
 _SEEN_S = 15.0  # within which a network file system shows to a node what another one has written
 
 
@@ -29,8 +30,6 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._of_a_round = ROUND in os.environ
-        # In the lock of who trains into it.
-        self.nonce = f"{_OF_A_ROUND if self._of_a_round else ''}{secrets.token_hex(8)}"
         self.metrics = path / "metrics.jsonl"
         self.events = path / "events.jsonl"
         self.ledger = path / "ledger.json"
@@ -44,11 +43,8 @@ class RunDirectory:
     def check(self, config: RunConfig) -> None:
         """Raises UserError when something else lives here or when `checkpoint.resume: never` meets an earlier run."""
         # logs/ alone is no run: the launcher makes it before any rank starts.
-        held = (
-            {entry.name for entry in self.path.iterdir()} - {"logs", ROUNDS, LOCK, BEATING_LOCK}
-            if self.path.is_dir()
-            else set()
-        )
+        names = {entry.name for entry in self.path.iterdir()} if self.path.is_dir() else set()
+        held = {name for name in names - {"logs", ROUNDS, LOCK, BEATING_LOCK} if not name.startswith(_SHOWN)}
         if held and not self._is_a_run():
             raise RunDirectoryError(
                 "exists and is not a run of aliquot; choose another run.name or run.directory", self.path
@@ -59,13 +55,28 @@ class RunDirectory:
                 self.path,
             )
 
-    def check_shared(self, nonce: str) -> None:
-        """Raises UserError where this is not the directory that the node with that nonce trains into."""
+    def show(self) -> str:
+        """As who trains into this directory: make a file for the other nodes to find, and return its name.
+
+        Raises StorageError. The name is new: of what a node has seen before it may have a copy, and what is still open
+        on one need not be where the others look."""
+        name = f"{_SHOWN}{secrets.token_hex(8)}"
+        try:
+            for earlier in self.path.glob(f"{_SHOWN}*"):  # of who was killed meanwhile
+                earlier.unlink(missing_ok=True)
+            (self.path / name).touch()
+        except OSError as error:
+            raise StorageError(f"cannot write the run directory: {error.strerror}", self.path) from None
+        return name
+
+    def hide(self, name: str) -> None:
+        with suppress(OSError):
+            (self.path / name).unlink()
+
+    def find(self, name: str) -> None:
+        """Raises UserError where this is not the directory in which another node shows a file of that name."""
         until = time.monotonic() + _SEEN_S
-        while True:
-            with suppress(OSError):
-                if (self.path / LOCK).read_text() == nonce:
-                    return
+        while not (self.path / name).exists():
             if time.monotonic() > until:
                 raise NodesDifferError(
                     "this node does not see what node 0 writes here, and every node has to write its part of each"
@@ -107,8 +118,9 @@ class RunDirectory:
             try:
                 with suppress(OSError):  # a full disk is met by what needs it
                     lock.truncate(0)
-                    lock.write(self.nonce)
+                    lock.write(_OF_A_ROUND * self._of_a_round)
                     lock.flush()
+                    os.fsync(lock.fileno())  # it stays open, so that a network file system need not write it yet
                 yield
             finally:
                 with suppress(OSError):  # what the body raised must be what is told
