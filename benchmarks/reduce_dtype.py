@@ -11,6 +11,7 @@ seed, which sees the same batches with either. To compare with: how far seeds ar
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 from pathlib import Path
@@ -63,7 +64,7 @@ def run(given: argparse.Namespace, hosts: tuple[Host, Host], dtype: str, seed: i
     lines = metrics_of(
         seed,
         nodes=[host.command() for host in hosts],
-        environ={"GLOO_SOCKET_IFNAME": INTERFACE},
+        environ={"GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2))},
         model={"path": str(given.model.absolute())},
         data={"path": str(given.text.absolute()), "document": "block", "eval_fraction": 0.05, "sequence_length": 256},
         train={
