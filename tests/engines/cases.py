@@ -109,6 +109,13 @@ CASES = {
             steps=2,
         ),
         Case("llama-deep", {"model_type": "llama", "num_hidden_layers": 5}, precision="bf16", steps=3),
+        Case(
+            "llama-deep-compiled",
+            {"model_type": "llama", "num_hidden_layers": 5},
+            precision="bf16",
+            compile="layers",
+            steps=3,
+        ),
         # Layers that are frozen wholly, in part and not at all, and what is trained beside frozen ones.
         Case(
             "llama-deep-frozen",

@@ -53,6 +53,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs[str]:
         "hosts-2x2": ("hosts-of-two", 4, ["llama-bf16-once"]),
         "hosts-2x2-late": ("hosts-of-two-late", 4, ["llama-bf16-once"]),
         "hosts-compiled": ("hosts", 2, ["llama-compiled"]),
+        "hosts-compiled-late": ("hosts-late", 2, ["llama-compiled"]),
+        "host-compiled": ("host", 2, ["llama-deep-compiled"]),
+        "disk-compiled": ("host-disk", 2, ["llama-deep-compiled"]),
         "hosts-memory": ("hosts", 2, on_disk),
         "hosts-moe": ("hosts", 2, ["moe", *moe]),
         "numa": ("numa", 4, ["llama-bf16", "llama-lora-bf16"]),
@@ -178,6 +181,11 @@ def test_frozen_layers_that_are_read_for_each_use_change_no_bit(runs: Runs[str])
 
 
 @pytest.mark.long
+def test_compiled_layers_that_are_read_for_each_use_change_no_bit(runs: Runs[str]) -> None:
+    same(runs["disk-compiled"], runs["host-compiled"], "llama-deep-compiled")
+
+
+@pytest.mark.long
 def test_two_numa_nodes_compute_what_one_does(runs: Runs[str]) -> None:
     same(runs["numa"], runs["four"], "llama-bf16", world_size=4)
     same(runs["numa"], runs["four"], "llama-lora-bf16", world_size=4)
@@ -208,6 +216,7 @@ def test_hosts_compute_the_bits_of_one(runs: Runs[str], one: str, several: str, 
     ("several", "late", "world_size", "names"),
     [
         pytest.param("hosts", "hosts-late", 2, ["llama-bf16-once", "qwen2-tied-once"], marks=LONG),
+        pytest.param("hosts-compiled", "hosts-compiled-late", 2, ["llama-compiled"], marks=LONG),
         pytest.param("hosts-2x2", "hosts-2x2-late", 4, ["llama-bf16-once"], marks=LONG),
         pytest.param("hosts-3", "hosts-3-late", 3, ["llama", "llama-once", "llama-bf16-once"], marks=LONG),
     ],
@@ -265,7 +274,6 @@ def test_gradients_in_bf16_between_hosts_learn_as_exact_ones(runs: Runs[str]) ->
 
 @pytest.mark.long
 def test_compiled_layers_on_two_hosts(runs: Runs[str]) -> None:
-    """They wait for all weights before the first of them."""
     compiled, eager = result(runs["hosts-compiled"], "llama-compiled"), result(runs["far"], "llama-bf16-far")
     assert compiled["losses"] == pytest.approx(eager["losses"], rel=5e-3)
 

@@ -153,7 +153,7 @@ def disturbed(folder: Path, events: int, seed: int, network_files: bool = False)
             cluster.cut.clear()
             last = {number: cluster.nodes[number] for number in cluster.here()}
             for number, node in last.items():
-                assert node.wait(300) == 0, (folder / f"node-{number}.txt").read_text()[-2000:]
+                assert node.wait(600) == 0, (folder / f"node-{number}.txt").read_text()[-2000:]
         finally:
             for host in hosts:
                 kill(host)

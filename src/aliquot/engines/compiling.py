@@ -11,6 +11,8 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from aliquot.attention.document_attention import register
 from aliquot.errors import MissingToolError
 from aliquot.experts.sorted_experts import register as register_experts
@@ -34,4 +36,5 @@ def compile_layers(model: nn.Module, threads: int) -> None:
     register(compiled=True)
     register_experts(compiled=True)
     for layer in decoder_layers(model):
-        layer.compile()
+        # Not layer.compile(): it compiles the hooks, too, in which a layer waits for its weights.
+        layer.forward = torch.compile(layer.forward)

@@ -98,7 +98,7 @@ class Planner:
             return most - (1 - MARGIN) * (limit - beside) / layout.ranks_per_node
 
         goes_to_disk = config.shard.offload == "disk" and engine == "host"
-        streams = layout.nodes == 1 and self.shape.packs and config.train.compile == "none"
+        streams = layout.nodes == 1 and self.shape.packs
         on_disk = spilled(self.shape, layout, streams, too_much) if goes_to_disk else OnDisk()
         kept = SHARDED
         if on_gpu and engine == "fsdp" and self.shape.packs:

@@ -119,7 +119,7 @@ class HostEngine:
             serve = self._gradients.ring.read_published
             of_hosts = (hosts.wire, hosts.peers, owners)
             self._publication = Publication(*of_hosts, self._weights, self._shared.ranges, serve)
-            if spec.packs and spec.compile == "none":  # compiled layers would compile the wait for their weights, too
+            if spec.packs:
                 self._wanted_first = wanted.first
                 self._hooks += self._publication.before_layers(wanted.layers)
         # Where a document is a call, a weight has several gradients, which autograd sums.

@@ -43,7 +43,6 @@ def layers_on_disk(model: nn.Module, spec: EngineSpec, several_hosts: bool) -> L
     for stands, why in (
         (several_hosts, "several hosts"),
         (not spec.packs, "a model of which each document is a call"),
-        (spec.compile == "layers", "train.compile: layers"),  # it would compile what reads them, too
     ):
         if stands:
             raise EngineError(f"shard.offload: disk keeps no weights there with {why}, and the rest does not fit")
