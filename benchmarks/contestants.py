@@ -62,9 +62,11 @@ def aliquot_steps(
     from aliquot.engines.compiling import compile_layers
     from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
     from aliquot.engines.host.host_engine import HostEngine
+    from aliquot.launch.preload import tune
     from aliquot.models import initialize, meta
     from aliquot.models.batch import MicroBatch
 
+    tune()
     built = meta.build(AutoConfig.for_model(**config), adapter=adapter)
     spec = EngineSpec(precision, work.tokens, built.traits.plain_head, **settings)
     engine: Any

@@ -49,7 +49,7 @@ def main() -> None:
 
     fast = {"avx512_bf16", "amx_bf16", "sve_bf16"} & set(read_cpu().isa)
     precision = given.precision if given.precision != "auto" else "bf16" if fast else "fp32"
-    # A better allocator for all of them.
+    # A better allocator for all of them. Without one aliquot has the settings of glibc that it takes by itself.
     environ = {"LD_PRELOAD": with_allocator(os.environ).get("LD_PRELOAD", "")}
     found: dict[tuple[str, str], list[Measured]] = defaultdict(list)
     for _ in range(given.rounds):
@@ -107,8 +107,11 @@ def rank() -> None:
     peak, over = [0], threading.Event()
 
     def watch() -> None:
-        while not over.wait(0.1):
+        took_s = 0.0
+        while not over.wait(max(0.1, 50 * took_s)):  # the kernel walks all pages for it: tens of milliseconds
+            begun = time.perf_counter()
             peak[0] = max(peak[0], memory_use().pss_bytes)
+            took_s = time.perf_counter() - begun
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
