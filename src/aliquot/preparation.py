@@ -128,6 +128,8 @@ class Start:
 def check_directory(run: Attempt) -> None:
     """Whether the run directory is one for all nodes. Collective; raises NodesDifferError on every rank."""
     topology = run.ranks.topology
+    if topology.nodes == 1:
+        return
     looks = topology.node_rank > 0 and topology.local_rank == 0
     name = on_first(run.ranks, run.directory.show)
     try:

@@ -145,7 +145,8 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
     with socket.create_server(("", 0)) as taken:
         port = str(taken.getsockname()[1])
         (line,) = last_lines([node(0, 2, port, 200, tmp_path)])
-    assert line.startswith(f"port {port} cannot be opened here: it is taken by python")
+    name = Path("/proc/self/comm").read_text().strip()
+    assert line.startswith(f"port {port} cannot be opened here: it is taken by {name} ")
     assert f"(process {os.getpid()})" in line and "launch.master_port" in line
 
 

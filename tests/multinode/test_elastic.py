@@ -151,9 +151,9 @@ def disturbed(folder: Path, events: int, seed: int, network_files: bool = False)
                 plug(host, True)
                 lift_limit(host)
             cluster.cut.clear()
-            last = {number: cluster.nodes[number] for number in cluster.here()}
+            last, limit_s = {number: cluster.nodes[number] for number in cluster.here()}, 600 if network_files else 300
             for number, node in last.items():
-                assert node.wait(600) == 0, (folder / f"node-{number}.txt").read_text()[-2000:]
+                assert node.wait(limit_s) == 0, (folder / f"node-{number}.txt").read_text()[-2000:]
         finally:
             for host in hosts:
                 kill(host)

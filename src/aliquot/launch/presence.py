@@ -37,6 +37,7 @@ class Presence:
         self._timeout_s = timeout_s
         self._every_s = min(_EVERY_S, timeout_s / 4)
         self._over = threading.Event()
+        self._failure: Exception | None = None  # of the last attempt to say or hear something
         if store is None or topology.nodes == 1 or topology.local_rank > 0:
             return
         others = range(1, topology.nodes) if topology.node_rank == 0 else [0]
@@ -71,10 +72,13 @@ class Presence:
                     told = json.loads(store.get(f"presence/{other}"))
                     if told != self._told.get(other):
                         self._told[other], self._heard_at[other] = told, time.monotonic()
-            except Exception:
+            except Exception as error:
                 # Node 0 has ended, and its ranks' connections with it; or it is out of reach. Whatever else it is, a
                 # thread that ended here would have all others end the run for a node that is well.
+                self._failure = error
                 time.sleep(self._every_s)
+            else:
+                self._failure = None
 
     def _watch(self) -> None:
         while not self._over.wait(self._every_s):
@@ -89,7 +93,8 @@ class Presence:
             f"no word from {which} for {silent_s:.0f} s (launch.step_timeout_s), while node"
             f" {self._topology.node_rank} was {self.doing}: is it gone, or is the network between them cut?"
         )
-        error = RankError(self._topology.rank, "peer_lost", message, f"{message}\n", time.time())
+        why = "" if self._failure is None else f"{type(self._failure).__name__}: {self._failure}\n"
+        error = RankError(self._topology.rank, "peer_lost", message, f"{message}\n{why}", time.time())
         if not record_error(error):
             print(f"aliquot: {error.line}", file=sys.stderr, flush=True)
         os._exit(1)  # the main thread waits for what does not come

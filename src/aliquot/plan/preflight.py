@@ -30,7 +30,7 @@ def plan_before(
     vocabulary: int,
     force: bool,
     warn: Callable[[str], None],
-    advise: bool = True,
+    advise: bool,
 ) -> dict[str, Any]:
     """The plan as JSON, and in `peak_bytes` what a rank will hold at most in each phase; of one that computes on a GPU
     that is GPU memory, and `host_peak_bytes` is the machine's. `advise`: also what would make it faster.
