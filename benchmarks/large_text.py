@@ -6,7 +6,7 @@ A text is the blocks of a real one (--text; the modules of Python's own library 
 with a number of its own. Of each size: it is tokenised, then its index and first epoch are made and its first batch
 read; then both again, as every later start does it. Each start is a process of its own; memory is what it and those
 that it started held at most beyond its imports, mapped files left out. One text lies on the disk at a time, with its
-tokens.
+tokens. --words: a tokenizer that looks whole words up, for sizes that byte pairs take an hour for.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ def main() -> None:
     arguments.add_argument("--gigabytes", type=float, nargs="+", default=[0.4, 1.5, 5, 10])
     arguments.add_argument("--document", nargs="+", default=["file"], choices=["file", "line", "block"])
     arguments.add_argument("--text", type=Path, help="a real text")
+    arguments.add_argument("--words", action="store_true", help="tokens are whole words instead of byte pairs")
     arguments.add_argument("--directory", type=Path, help="where there is room for the text and its tokens")
     arguments.add_argument("--part", nargs=2, help=argparse.SUPPRESS)  # the unit and the folder: a process of ours
     given = arguments.parse_args()
@@ -47,7 +48,7 @@ def main() -> None:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="aliquot-large-", dir=given.directory) as folder:
         blocks = real_blocks(given.text)
-        make_tokenizer(Path(folder), blocks)
+        (make_tokenizer_of_words if given.words else make_tokenizer)(Path(folder), blocks)
         for gigabytes in given.gigabytes:
             make(Path(folder) / "text.txt", blocks, gigabytes)
             for unit in given.document:
@@ -76,6 +77,20 @@ def real_blocks(text: Path | None) -> list[str]:
     else:
         whole = text.read_text()
     return [block for block in re.split(r"\n\s*\n", whole) if block.strip()]
+
+
+def make_tokenizer_of_words(folder: Path, texts: list[str]) -> None:
+    """Of the most frequent words of those texts, in `folder`/tokenizer."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = ["<s>", "</s>", "<unk>"]
+    trainer = trainers.WordLevelTrainer(vocab_size=VOCABULARY, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    fast.save_pretrained(folder / "tokenizer")
 
 
 def make(path: Path, blocks: list[str], gigabytes: float) -> None:
