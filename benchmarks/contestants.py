@@ -23,6 +23,8 @@ import torch
 DEEPSPEED_JSON = json.loads((Path(__file__).parents[1] / "examples" / "seed" / "cpu-ds.json").read_text()) | {
     "steps_per_print": 1_000_000
 }
+OFFLOADED = ("offload_optimizer", "offload_param")
+AIO = {"block_size": 8 << 20, "queue_depth": 8, "single_submit": False, "overlap_events": True}
 
 
 @dataclass(frozen=True)
@@ -131,15 +133,21 @@ def deepspeed_seconds(
     steps: int,
     between: Callable[[int], None],
     precision: str = "bf16",
+    rows: int = 1,
+    nvme: Path | None = None,
 ) -> None:
     """HF Trainer with the seed's ZeRO-3 JSON. `between(step)` is called after each optimizer step.
 
-    `lengths(index)`: real tokens of a row, and how long it is with padding.
+    `lengths(index)`: real tokens of a row, and how long it is with padding; `rows` make a micro-batch. `nvme`: a
+    directory in which weights and states are, activations then being recomputed.
     """
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
     from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback
 
+    from aliquot.engines.deepspeed.deepspeed_ops import prepare_ops
+
+    prepare_ops()
     deepspeed.init_distributed(dist_backend="gloo")  # takes over the group that exists
 
     class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -159,8 +167,14 @@ def deepspeed_seconds(
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "cpu-ds.json")
-        file.write_text(json.dumps(DEEPSPEED_JSON | {"bf16": {"enabled": precision == "bf16"}}))
-        settings = trainer_arguments(folder, precision, steps, 1, accumulation, deepspeed=str(file))
+        said = DEEPSPEED_JSON | {"bf16": {"enabled": precision == "bf16"}}
+        if nvme is not None:
+            there = {"device": "nvme", "nvme_path": str(nvme)}
+            said |= {"zero_optimization": said["zero_optimization"] | dict.fromkeys(OFFLOADED, there), "aio": AIO}
+        file.write_text(json.dumps(said))
+        settings = trainer_arguments(
+            folder, precision, steps, rows, accumulation, deepspeed=str(file), gradient_checkpointing=nvme is not None
+        )
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
         Trainer(model=model, args=settings, train_dataset=Rows(), callbacks=[Between()]).train()

@@ -98,20 +98,17 @@ def rank() -> None:
 
     from aliquot.config.adapter_section import AdapterSection
     from aliquot.launch.topology import Topology
-    from aliquot.machine.memory import memory_use
+    from aliquot.machine.memory import SparingPss
 
     number = int(os.environ["RANK"])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[number]})
-    peak, over = [0], threading.Event()
+    pss, peak, over = SparingPss(), [0], threading.Event()
 
     def watch() -> None:
-        took_s = 0.0
-        while not over.wait(max(0.1, 50 * took_s)):  # the kernel walks all pages for it: tens of milliseconds
-            begun = time.perf_counter()
-            peak[0] = max(peak[0], memory_use().pss_bytes)
-            took_s = time.perf_counter() - begun
+        while not over.wait(0.1):
+            peak[0] = max(peak[0], pss.bytes())
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()

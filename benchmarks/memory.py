@@ -66,18 +66,17 @@ def rank() -> None:
     import torch.distributed as dist
 
     from aliquot.launch.topology import Topology
-    from aliquot.machine.memory import memory_use, peak_rss
+    from aliquot.machine.memory import SparingPss, peak_rss
 
     number = int(os.environ["RANK"])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     topology = Topology(number, RANKS, number, RANKS, 0, 1, "cpu", 1, ())
-    peak = [0]
-    over = threading.Event()
+    pss, peak, over = SparingPss(), [0], threading.Event()
 
     def watch() -> None:
         while not over.wait(0.1):
-            peak[0] = max(peak[0], memory_use().pss_bytes)
+            peak[0] = max(peak[0], pss.bytes())
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aliquot.machine import memory
 from aliquot.machine.cpu import format_cpu_list, parse_cpu_list, read_cpu
 from aliquot.machine.facts import machine_facts
-from aliquot.machine.memory import memory_limit, memory_use, peak_rss, reset_peak_rss
+from aliquot.machine.memory import MemoryUse, SparingPss, memory_limit, memory_use, peak_rss, reset_peak_rss
 
 MIB = 1 << 20
 
@@ -120,6 +121,23 @@ def test_private_and_shared_memory_are_told_apart() -> None:
     assert 60 * MIB < after.private_bytes - before.private_bytes < 140 * MIB
     assert after.rss_bytes == pytest.approx(after.private_bytes + after.shared_bytes, abs=MIB)
     assert after.private_bytes <= after.pss_bytes <= after.rss_bytes
+
+
+def test_reading_pss_takes_a_hundredth_of_the_time_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, readings = 1000.0, 0
+
+    def slow() -> MemoryUse:
+        nonlocal now, readings
+        now, readings = now + 0.25, readings + 1
+        return MemoryUse(0, 0, 0, readings)
+
+    monkeypatch.setattr(memory, "memory_use", slow)
+    monkeypatch.setattr(memory.time, "monotonic", lambda: now)
+    pss, told = SparingPss(), []
+    for _ in range(50):
+        told.append(pss.bytes())
+        now += 1
+    assert told == [1] * 25 + [2] * 25
 
 
 def test_peak_is_since_the_reset() -> None:

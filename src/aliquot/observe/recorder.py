@@ -16,7 +16,7 @@ from aliquot.errors import StorageError, UserError
 from aliquot.launch.ranks import Ranks
 from aliquot.launch.stop_signal import Terminated
 from aliquot.machine.gpu_memory import Gpu
-from aliquot.machine.memory import memory_use
+from aliquot.machine.memory import SparingPss
 from aliquot.observe.clock import OWN_WORK, PARTS, StepClock
 from aliquot.observe.console import Display
 from aliquot.observe.events import Events, command_line
@@ -67,6 +67,7 @@ class Recorder:
         self._before, self._done, self._total = steps_before, steps_before, total_steps
         self._events = Events(directory.events, ranks.rank == 0)
         self._profile = Profile(directory.profile, ranks.rank, config.observe.profile, clock)
+        self._pss = SparingPss()
         self._slow = SlowRanks()
         self._slow_ranks: Mapping[int, float] = {}
         self._logged = (steps_before, clock.seconds())  # the last step that was logged, and the seconds until then
@@ -168,9 +169,7 @@ class Recorder:
         own = {part: (now[part] - before[part]) / steps for part in PARTS}
         beaten = self.meter.beats_ceiling
         of_gpu = None if self._gpu is None else self._gpu.memory().used_bytes
-        told = self._ranks.gather(
-            {"parts": own, "memory": memory_use().pss_bytes, "gpu_memory": of_gpu, "beaten": beaten}
-        )
+        told = self._ranks.gather({"parts": own, "memory": self._pss.bytes(), "gpu_memory": of_gpu, "beaten": beaten})
         if told[0]["beaten"] and self._measurements_left:
             self._measurements_left -= 1  # the machine was busy when it was measured, and is not any more
             self.meter.raise_ceiling(self._measure_ceiling())
