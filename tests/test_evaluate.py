@@ -67,6 +67,12 @@ def test_sequences_are_no_longer_than_the_model_can_read(run: Path) -> None:
     assert told.sequence_length == 64 and math.isfinite(told.loss)
 
 
+def test_the_config_of_a_run_on_nodes_that_come_and_go(run: Path) -> None:
+    launch = ["launch.nodes='1:4'", "train.global_batch_size=4"]
+    read = read_evaluation(str(run.parent / "run" / "export"), str(run), launch)
+    assert read.launch.nodes == 1
+
+
 @pytest.mark.parametrize(
     ("model", "data", "overrides", "expected"),
     [
@@ -75,6 +81,7 @@ def test_sequences_are_no_longer_than_the_model_can_read(run: Path) -> None:
         ("run/export", "text.txt", ["data.sequence_length=128"], "64 positions"),
         ("run/export", "text.txt", ["data.seq_len=16"], "it is data.sequence_length here"),
         ("run/export", "run.yaml", ["data.eval_fraction=0"], "has nothing to evaluate on"),
+        ("run/export", "text.txt", ["data.eval_path=[]"], "data.eval_path is empty"),
         ("run", "run.yaml", [], "no config.json here"),
     ],
 )

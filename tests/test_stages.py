@@ -20,7 +20,7 @@ from aliquot.config.batch_size import batch_size
 from aliquot.data.batches import Batches, EvalBatches, Position
 from aliquot.data.prepare import prepare
 from tests import plain
-from tests.runs import OVERFITTING, curve, other_text, trained, write_config
+from tests.runs import OVERFITTING, command, curve, other_text, trained, write_config
 
 EPOCHS = {"max_steps": None, "num_train_epochs": 1, "global_batch_size": 7, "lr_scheduler_type": "constant"}
 
@@ -135,6 +135,15 @@ def test_the_best_is_kept_and_exported_and_patience_ends_the_run(tmp_path: Path,
         trained(file, "train.early_stopping_patience=4", "launch.ranks=1")
         assert max(curve(directory)) == last + 2
         assert evaluation_loss(directory / "export", file) == pytest.approx(losses[best], rel=1e-5)
+
+
+def test_what_was_best_on_other_data_is_forgotten(tmp_path: Path) -> None:
+    file = overfitting(tmp_path, "run", train={"max_steps": 4})
+    trained(file)
+    (tmp_path / "else.txt").write_text("words that nobody has seen before\n" * 3)
+    result = command("train", file, f"data.eval_path={tmp_path}/else.txt", "train.max_steps=6")
+    assert result.returncode == 0 and "what was best is forgotten" in result.stdout + result.stderr, result.stderr
+    assert state(tmp_path / "run", 6)["evaluations"]["best_step"] == 6
 
 
 def test_the_best_before_is_kept_where_a_better_one_cannot_be_saved(

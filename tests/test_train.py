@@ -16,11 +16,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import aliquot
-from aliquot.config.batch_size import batch_size
+from aliquot.config.batch_size import BatchSize, batch_size
 from aliquot.config.read_config import read_config
 from aliquot.data.batches import Batches, EvalBatches
 from aliquot.data.prepare import prepare
@@ -457,3 +458,17 @@ def test_a_diverging_run_stops_and_keeps_the_last_checkpoint(folder: Path) -> No
     kept = sorted((folder / "diverged" / "checkpoints").glob("step-*"))
     assert [path.name for path in kept] == ["step-00000001", "step-00000002"]
     assert all(torch.isfinite(v).all() for v in load_file(kept[-1] / "model.safetensors").values())
+
+
+def test_accumulation_and_the_global_batch_fix_the_micro_batch(tmp_path: Path) -> None:
+    file = write_config(tmp_path, train={"max_steps": 2, "global_batch_size": 8, "gradient_accumulation_steps": 2})
+    values = yaml.safe_load(file.read_text())
+    del values["train"]["per_device_train_batch_size"]
+    file.write_text(yaml.safe_dump(values))
+    trained(file)
+    trained(
+        write_config(tmp_path, "same", train={"max_steps": 2, "global_batch_size": 8, "per_device_train_batch_size": 4})
+    )
+    assert curve(tmp_path / "run") == curve(tmp_path / "same")
+    again = read_config(tmp_path / "run" / "config.yaml")
+    assert batch_size(again.train, 1) == BatchSize(8, 4)

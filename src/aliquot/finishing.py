@@ -10,6 +10,7 @@ import torch
 
 from aliquot.checkpoint.directories import complete_directories, directory_of
 from aliquot.checkpoint.evaluations import Evaluations
+from aliquot.errors import UserError
 from aliquot.models.adapter import STEM
 from aliquot.models.export import export, export_checkpoint
 from aliquot.models.generate import continuation
@@ -51,8 +52,15 @@ def sample(run: Attempt, inputs: Inputs, model: Model) -> str | None:
         return None
     answers = any(store.mask is not None for store in inputs.data.open_train().values())
     chat = answers and tokenizer.chat_template is not None
-    tokens = run.config.observe.sample_tokens
-    return continuation(model.engine.generate, tokenizer, prompt, inputs.data.prefix, tokens, chat=chat)
+    tokens, data = run.config.observe.sample_tokens, inputs.data
+    prefix = data.chat_prefix if chat else data.prefix
+    try:
+        return continuation(
+            model.engine.generate, tokenizer, prompt, prefix, tokens, inputs.source.positions, chat=chat
+        )
+    except UserError as error:  # on all ranks alike; what was trained is not lost for it
+        run.display.warning(f"observe.sample_prompt: {error}")
+        return None
 
 
 def _make_room(target: Path, files: Collection[str], display: Display) -> None:

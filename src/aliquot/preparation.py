@@ -86,6 +86,11 @@ class Inputs:
         total_steps = batches.total_steps(train.max_steps)
         return replace(self, batches=batches, total_steps=total_steps, schedule=Schedule.of(train, total_steps))
 
+    @property
+    def evaluated(self) -> str | None:
+        """Which evaluation set decides what is best: the hash of its tokens."""
+        return next((Path(store).name for store in self.data.eval.values()), None)
+
     def determinants(self, config: RunConfig) -> dict[str, str | int | float | None]:
         """What a checkpoint goes on with: the order of the data, and the model beside which an adapter is learned."""
         fixed = self.batches.determinants()
@@ -241,7 +246,7 @@ def fill_model(run: Attempt, inputs: Inputs, model: Model) -> Start:
         check_continuity(state, inputs.determinants(config), where)
         engine.restored(state["step"])
         position, ends = Position(**state["position"]), tuple(state.get("ends", ()))
-        start = Start(state["step"], state["tokens"], where, position, ends, _evaluations(run, where, state))
+        start = Start(state["step"], state["tokens"], where, position, ends, _evaluations(run, inputs, where, state))
         run.display.line(f"resuming from {where}")
         for change in changes(state, config.model_dump(mode="json", by_alias=True)):
             run.display.line(f"changed since: {change}")
@@ -259,10 +264,14 @@ def fill_model(run: Attempt, inputs: Inputs, model: Model) -> Start:
     return start
 
 
-def _evaluations(run: Attempt, where: Path, state: dict[str, Any]) -> Evaluations:
-    """Those of the checkpoint's state, without the best one where it is not there any more; none of another run."""
+def _evaluations(run: Attempt, inputs: Inputs, where: Path, state: dict[str, Any]) -> Evaluations:
+    """Those of the checkpoint's state, without the best one where it is not there any more; none of another run, and
+    none on other data."""
     root, found = run.directory.checkpoints, Evaluations.of(state)
     if where.resolve().parent != root.resolve():
+        return Evaluations()
+    if None not in (before := state.get("evaluated"), now := inputs.evaluated) and before != now:
+        run.display.warning("other data are evaluated on than before: what was best is forgotten")
         return Evaluations()
     if not run.config.checkpoint.best or found.best_step is None:
         return found
@@ -314,7 +323,9 @@ def _show_data(run: Attempt, inputs: Inputs) -> None:
 def check_beginning(run: Attempt, inputs: Inputs, model: Model) -> None:
     batch = inputs.batches.step_batch(0, run.ranks.rank, run.ranks.world_size).micro_batches[0]
     vocabulary = inputs.source.config.get_text_config(decoder=True).vocab_size
-    told = doubts(model.engine, batch, inputs.data.prefix, inputs.tokenizer, vocabulary, run.ranks)
+    answers = {stream.source.store.mask is not None for stream in inputs.batches.streams}
+    prefix = inputs.data.chat_prefix if answers == {True} else inputs.data.prefix  # of a mixture ranks see either
+    told = doubts(model.engine, batch, prefix, inputs.tokenizer, vocabulary, run.ranks)
     if told is not None:
         run.display.warning(told)
 

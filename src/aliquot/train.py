@@ -174,7 +174,9 @@ class Training:
         self._watchdog = watchdog
         self._mirror = mirror
         self._engine = model.engine
-        self._files = model_files(inputs.source.config, inputs.tokenizer, inputs.source.directory, inputs.data.prefix)
+        self._files = model_files(
+            inputs.source.config, inputs.tokenizer, inputs.source.directory, inputs.data.prefix, inputs.data.chat_prefix
+        )
         if model.built.adapter is not None:
             self._files = model.built.adapter.files(self._files, str(run.config.model.path))
         saving = run.config.checkpoint
@@ -383,6 +385,7 @@ class Training:
             "position": vars(batches.position(self._done)),
             "ends": batches.steps.ends,
             "evaluations": self._evaluations.to_json(),
+            "evaluated": self._inputs.evaluated,
             # Every draw is made from (seed, name or epoch): the seed is all the state that randomness has.
             "rng": {"seed": config.run.seed},
             "determinants": self._inputs.determinants(config),

@@ -273,6 +273,17 @@ def test_what_is_newer_in_the_mirror_is_fetched_by_all_ranks(tmp_path: Path, url
     assert sorted(path.name for path in here.iterdir()) == ["step-00000004", "step-00000005"]
 
 
+def test_a_mirror_of_damaged_checkpoints_does_not_begin_a_run_anew(tmp_path: Path, url: str) -> None:
+    saved(tmp_path / "lost", 5)
+    copy(tmp_path / "lost", url, 5)
+    store, name = open_store(url), "step-00000005/exp_avg.safetensors"
+    store.put(name, b"x" + store.read(name, 1, store.list()[name]))
+    warned: list[str] = []
+    with pytest.raises(ResumeError, match=r"no checkpoint in .* is whole"):
+        as_ranks(2, lambda ranks: fetch_newer(CheckpointSection(), url, tmp_path / "here", ranks, warned.append))
+    assert any("skipping a damaged checkpoint" in line for line in warned)
+
+
 def test_a_mirror_that_cannot_be_reached_does_not_begin_a_run_anew(tmp_path: Path, server: S3Server) -> None:
     server.stop()
     warned: list[str] = []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -11,6 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from aliquot.errors import ModelFilesError, UsageError
+from aliquot.models.generate import chat_ids, continuation, load
 from tests import warm
 from tests.data.stores import byte_level
 from tests.runs import command
@@ -108,3 +112,43 @@ def test_several_prompts_are_continued_as_one_is(model: Path, tmp_path: Path) ->
     nothing = command("generate", model)
     assert (nothing.returncode, nothing.stdout) == (2, "")
     assert "nothing to continue: give --prompt TEXT or --prompts FILE" in nothing.stderr
+
+
+def test_a_continuation_ends_where_the_model_can_read_no_further(model: Path) -> None:
+    found = load(model)
+    for prefix, prompt in (((), ""), ((), " ".join(["word"] * 300))):
+        with pytest.raises(UsageError, match=r"nothing to continue|can read 256"):
+            continuation(found.model.generate, found.tokenizer, prompt, prefix, 8, found.room)
+    made: list[int] = []
+
+    def generate(ids: torch.Tensor, **options: object) -> torch.Tensor:
+        whole: torch.Tensor = found.model.generate(ids, **options)
+        made.append(whole.shape[1] - ids.shape[1])
+        return whole
+
+    asked = found.tokenizer.encode("one two", add_special_tokens=False)
+    continuation(generate, found.tokenizer, "one two", (), 300, len(asked) + 3, temperature=1e-45)
+    assert 0 < made[0] <= 3
+
+
+def test_a_model_that_cannot_be_loaded_is_one_line(model: Path, tmp_path: Path) -> None:
+    cut, bare = tmp_path / "cut", tmp_path / "bare"
+    shutil.copytree(model, cut)
+    weights = cut / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    shutil.copytree(model, bare, ignore=shutil.ignore_patterns("token*"))
+    for directory, told in ((cut, "transformers cannot load this model"), (bare, "no tokenizer here")):
+        with pytest.raises(ModelFilesError, match=told):
+            load(directory)
+
+
+def test_before_a_chat_is_what_training_put_there(model: Path, tmp_path: Path) -> None:
+    """Before a text it may have put a bos that the template does not write."""
+    directory = tmp_path / "own"
+    shutil.copytree(model, directory)
+    (directory / "aliquot.json").write_text(json.dumps({"prefix": [0], "chat_prefix": []}))
+    found, said = load(directory), [{"role": "user", "content": "hi"}]
+    rendered = found.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+    assert chat_ids(found.tokenizer, said, found.chat_prefix) == found.tokenizer.encode(
+        rendered, add_special_tokens=False
+    )

@@ -268,6 +268,9 @@ MISTAKES: dict[str, tuple[str, Callable[[Documents], Any]]] = {
     "no processes": ("processes", lambda d: trainer(d).pop("numProcPerNode")),
     "other processes than planned": ("processes", lambda d: trainer(d).update(numProcPerNode=4)),
     "more threads than CPUs": ("threads", lambda d: both(d, "cpu", "8")),
+    "half a CPU": ("threads", lambda d: both(d, "cpu", "500m")),
+    "a little less CPU than the limit": ("requests-and-limits", lambda d: trainer(d)["resourcesPerNode"].update(
+        requests=trainer(d)["resourcesPerNode"]["requests"] | {"cpu": "30900m"})),
     "no trainer": ("no-trainer", lambda d: d["train-job.yaml"]["spec"].pop("trainer")),
     "both dialects": ("trainer-dialect", lambda d: d["train-job.yaml"]["spec"].update(podTemplateOverrides=[])),
     "another container": ("container-name", lambda d: pod(d)["containers"][0].update(name="trainer")),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from aliquot.config import deepspeed_json
+from aliquot.config.batch_size import BatchSize, batch_size
 from aliquot.config.deepspeed_keys import RULES
 from aliquot.config.read_config import dump_config, dump_with_places, read_config, read_with_places
 from aliquot.config.schema import RunConfig
@@ -173,6 +174,8 @@ def test_what_cannot_be_honoured_is_refused_with_its_line(write: Any, settings: 
         ("bf16", True, "bf16 is true: expected an object"),
         ("bf16.enabled", "false", 'bf16.enabled is "false": expected true or false'),
         ("gradient_clipping", {"value": 1}, "gradient_clipping is .*: expected a number"),
+        ("optimizer.params.lr", "1e-4", 'lr is "1e-4": expected a number'),
+        ("train_micro_batch_size_per_gpu", "2", 'train_micro_batch_size_per_gpu is "2": expected a number'),
     ],
 )
 def test_a_value_of_another_kind_is_one_line(write: Any, path: str, value: object, expected: str) -> None:
@@ -270,6 +273,12 @@ def test_three_batch_numbers_must_multiply_out(write: Any) -> None:
     deepspeed_json.settings(config, world_size=16, hidden_size=64)
     message = failure(write({**settings, "train_batch_size": "auto"}, "global_batch_size: 8"))
     assert "two of them fix the third" in message and "run.yaml:3" in message and "ds.json" in message
+
+
+def test_two_batch_numbers_fix_the_third(write: Any) -> None:
+    config = read_config(write({**JOB, "train_batch_size": 32, "gradient_accumulation_steps": 4}))
+    deepspeed_json.settings(config, world_size=4, hidden_size=64)
+    assert batch_size(config.train, 4) == BatchSize(32, 2)
 
 
 def test_what_deepspeed_gets(write: Any) -> None:

@@ -9,6 +9,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aliquot.config.batch_size import batch_size
 from aliquot.config.read_config import dump_config, known_keys, read_config
 from aliquot.errors import UserError
 
@@ -164,6 +165,26 @@ def test_what_is_dumped_reads_back_equal(
     )
     file.write_text(dump_config(config))
     assert read_config(file) == config
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        ["global_batch_size=8", "gradient_accumulation_steps=2"],
+        ["global_batch_tokens=8192", "gradient_accumulation_steps=2"],
+        ["global_batch_tokens=8192", "per_device_train_batch_size=2"],
+        ["per_device_train_batch_size=2", "gradient_accumulation_steps=3"],
+    ],
+)
+def test_whichever_sizes_fix_the_batch_are_read_back(file: Path, sizes: list[str]) -> None:
+    config = read_config(file, [f"train.{size}" for size in sizes])
+    file.write_text(dump_config(config))
+    assert batch_size(read_config(file).train, 2) == batch_size(config.train, 2)
+
+
+def test_a_value_within_itself_is_one_line(file: Path) -> None:
+    file.write_text("data: &a {path: *a}\n")
+    assert "not valid YAML" in failure(file)
 
 
 def test_every_known_key_is_documented_or_plain(file: Path) -> None:

@@ -116,6 +116,17 @@ def test_turns_of_the_prompt_and_of_no_weight_are_not_learned() -> None:
         assert learned({"messages": unweighted, "context": 0}, template)[1] == [f"stop{end}"]
 
 
+TOOLS = [{"type": "function", "function": {"name": "weather"}}]
+WITH_TOOLS = "{% for tool in tools or [] %}<tool>{{ tool.function.name }}{% endfor %}" + CHATML
+
+
+def test_the_template_is_told_of_tools() -> None:
+    record: dict[str, object] = {"messages": TALK, "context": 0, "tools": TOOLS}
+    plain, said, _ = learned({"messages": TALK, "context": 0}, WITH_TOOLS)
+    assert learned(record, WITH_TOOLS) == (f"<tool>weather{plain}", said, None)
+    assert learned(record, CHATML)[2] == TEMPLATE_LEAVES_OUT
+
+
 def test_all_of_a_record_is_learned_where_that_is_asked_for() -> None:
     whole, said, _ = learned({"messages": TALK[:1], "context": 0}, FORGETFUL, train_on="all")
     assert said == [whole] == ["<|user|>fox?"]

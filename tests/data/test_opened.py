@@ -50,6 +50,8 @@ def texts(path: Path) -> list[str]:
     ("name", "content"),
     [
         ("a.jsonl", LINES.encode()),
+        ("A.JSONL", LINES.encode()),
+        ("a.ndjson.GZ", gzip.compress(LINES.encode())),
         ("a.jsonl.gz", gzip.compress(LINES.encode())),
         ("a.jsonl.zst", zstd(LINES.encode())),
         ("two.jsonl.gz", gzip.compress(LINES.encode()[:100]) + gzip.compress(LINES.encode()[100:])),

@@ -19,6 +19,7 @@ from aliquot.data import tokenize
 from aliquot.data.encoder import EncoderProcess, EncoderSpec, Texts
 from aliquot.data.prepare import Prepared, prepare
 from aliquot.data.token_store import TokenStore, token_dtype
+from aliquot.data.tokenizer import convention_of
 from aliquot.errors import TrainingError, UserError
 from tests.data.stores import TEXT, byte_level
 from tests.data.test_chat import CHATML, TALK
@@ -193,6 +194,8 @@ def test_conversations(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPa
     ]
     assert store.mask is not None and store.text_bytes is None
     assert tokenizer.decode(store.tokens[store.mask == 1]) == "dog é 12345</s>\nstop</s>\nstop</s>\n"
+    prepared = prepare(config, model, 300)
+    assert (prepared.prefix, prepared.chat_prefix) == (convention_of(tokenizer, None, None).prefix, ())
     dressed = rows(prepare(config.model_copy(update={"add_bos": True, "add_eos": True}), model, 300).open_train()[""])
     assert dressed == [[0, *row, 1] for row in rows(store)]
 

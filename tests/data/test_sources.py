@@ -81,6 +81,32 @@ def test_parquet_rows(tmp_path: Path) -> None:
         texts(tmp_path / "p.parquet")
 
 
+def test_a_text_in_parquet_that_is_no_utf_8_is_named(tmp_path: Path) -> None:
+    column = pyarrow.array([b"fine", b"caf\xe9"], pyarrow.binary()).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "p.parquet")
+    with pytest.raises(UserError, match=r"p\.parquet, after row 0: not UTF-8 text"):
+        texts(tmp_path / "p.parquet")
+
+
+def test_tools_are_those_of_the_record_wherever_it_lies(tmp_path: Path) -> None:
+    """A table gives each structure the keys of all others."""
+    calls = [{"name": "weather", "arguments": {"city": "Seoul"}}, {"name": "add", "arguments": {"a": 1, "b": 2}}]
+    rows = [
+        {
+            "messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!", "tool_calls": [call]}],
+            "tools": [{"name": call["name"], "parameters": call["arguments"]}],
+        }
+        for call in calls
+    ]
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "c.parquet")
+    as_text = [{**row, "tools": json.dumps(row["tools"])} for row in rows]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in as_text))
+    for name in ("c.jsonl", "c.parquet", "t.jsonl"):
+        found = [json.loads(text) for text in texts(tmp_path / name)]
+        assert found == [{"messages": row["messages"], "context": 0, "tools": row["tools"]} for row in rows], name
+
+
 def test_messages_are_documents(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes é"}]
     pyarrow.parquet.write_table(pyarrow.table({"messages": [chat, [], None]}), tmp_path / "c.parquet")
@@ -147,7 +173,9 @@ def test_a_dataset_by_name_is_the_same_documents(tmp_path: Path) -> None:
         ("roles.jsonl", {}, "roles.jsonl:1: field 'text' is a list, but not one of messages"),
         ("parts.jsonl", {}, "parts.jsonl:1: a message's `content` must be text"),
         ("bytes.jsonl", {}, "bytes.jsonl:1: not UTF-8 text"),
+        ("emoji.jsonl", {}, "emoji.jsonl:1: not UTF-8 text"),
         ("broken.parquet", {}, "broken.parquet: not a readable parquet file"),
+        ("table.tsv", {}, "table.tsv: such tables are not read: convert it into one of .jsonl"),
     ],
 )
 def test_bad_input_gets_one_line(
@@ -169,7 +197,9 @@ def test_bad_input_gets_one_line(
         "roles.jsonl": b'{"text": ["hello"]}\n',
         "parts.jsonl": b'{"text": [{"role": "user", "content": [{"type": "image"}]}]}\n',
         "bytes.jsonl": b'{"text": "\xff"}\n',
+        "emoji.jsonl": b'{"text": "a\xed\xa0\xbd\xed\xb8\x80"}\n',  # as two surrogates, which Java writes
         "broken.parquet": b"PAR1 and then nothing",
+        "table.tsv": b"a\tb\n",
     }.items():
         (tmp_path / name).write_bytes(content)
     monkeypatch.chdir(tmp_path)

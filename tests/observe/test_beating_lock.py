@@ -47,6 +47,15 @@ def test_of_a_killed_run_on_this_machine_it_is_taken_at_once(tmp_path: Path, mon
         pass
 
 
+def test_a_process_with_the_id_of_the_dead_one_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container that is started again has the process ids that it had, and that of its namespace."""
+    monkeypatch.setattr(beating_lock, "WATCHED_S", 1e6)
+    before = {"machine": beating_lock.machine(), "pid": os.getpid(), "started": 1, "mark": "x"}
+    (tmp_path / BEATING_LOCK).write_text(json.dumps(before))
+    with RunDirectory(tmp_path).locked():
+        pass
+
+
 @pytest.mark.parametrize("beats", [True, False])
 def test_of_another_machine_it_is_watched(tmp_path: Path, beats: bool) -> None:
     file = tmp_path / BEATING_LOCK

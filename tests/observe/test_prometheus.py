@@ -46,6 +46,18 @@ def test_the_last_numbers_are_served() -> None:
         collected(port)
 
 
+def test_names_that_prometheus_cannot_tell_apart_are_numbered() -> None:
+    port = free_port()
+    exporter = Exporter(ObserveSection(prometheus=port), 'a"run')
+    exporter.listen()
+    try:
+        for loss in (1, 2):
+            exporter.write({"eval_web-en_loss": loss, "eval_web_en_loss": 10 * loss})
+        assert collected(port) == {("aliquot_eval_web_en_loss", ""): 2, ("aliquot_eval_web_en_loss_2", ""): 20}
+    finally:
+        exporter.close()
+
+
 def test_a_taken_port_is_bad_input() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

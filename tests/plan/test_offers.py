@@ -90,6 +90,29 @@ def test_undominated() -> None:
     assert "c7i.metal-24xl" not in kept or instance("c7i.metal-24xl").clock_mhz > instance("c7i.24xlarge").clock_mhz
 
 
+def test_the_lines_replace_a_batch_in_tokens() -> None:
+    own = ["train.gradient_accumulation_steps=null", "train.global_batch_tokens=8192"]
+    config = read_config(CONFIG, own)
+    found = offers(config, Workload.assumed(config), TOKENS, "cost", SPOT, [32], [1], [2], "c7i.24xlarge")
+    pasted = read_config(CONFIG, [*own, *found[0].lines.split()])
+    assert batch_size(pasted.train, 2) == BatchSize(32, found[0].micro_batch)
+
+
+@pytest.mark.parametrize(
+    ("type_", "device", "told"),
+    [
+        ("c7i.24xlrge", "auto", "is not in the catalogue"),
+        ("p5.48xlarge", "cpu", "p5.48xlarge has GPUs, but launch.device is cpu"),
+        ("c7i.24xlarge", "cuda", "c7i.24xlarge has no GPUs, but launch.device is cuda"),
+        ("hpc7a.96xlarge", "auto", "hpc7a.96xlarge has no price in"),
+    ],
+)
+def test_a_type_that_cannot_be_offered_is_told_why(type_: str, device: str, told: str) -> None:
+    more = [f"launch.device={device}", "--tokens", "1B", "--instance", type_]
+    result = CliRunner().invoke(app, ["plan", str(CONFIG), *more])
+    assert result.exit_code == 2 and told in result.stderr and len(result.stderr.splitlines()) == 1, result.stderr
+
+
 def test_what_nothing_fits() -> None:
     result = CliRunner().invoke(app, ["plan", str(CONFIG), "--tokens", "1B", "--instance", "c7i.large", "--nodes", "1"])
     assert result.exit_code == 2 and "nothing in the catalogue fits" in result.stderr

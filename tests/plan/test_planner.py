@@ -134,6 +134,15 @@ def test_gpus_of_a_host_pass_on_through_nvlink_while_they_compute() -> None:
     assert pcie.bottleneck.startswith("network-bound") and pcie.step_s > 2 * nvlink.step_s
 
 
+def test_the_same_batch_moves_the_same_bytes_however_it_is_given() -> None:
+    """Accumulation and the global batch fix the micro-batch."""
+    given = planned_config(LLAMA, train={"global_batch_size": 32, "per_device_train_batch_size": 4})
+    sizes = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 1}  # what nobody gives is 1
+    derived = given.model_copy(update={"train": given.train.model_copy(update=sizes)})
+    one, other = (plan(config, SERVER, 2, 2) for config in (given, derived))
+    assert one == other
+
+
 def test_a_run_that_waits_for_the_wire_is_told_what_helps() -> None:
     slow, config = Machine.of_numbers(64, 16, 0.1), planned_config(LLAMA, train={"global_batch_size": 4})
     planner, workload = Planner(PlannedModel(config), slow), Workload.assumed(config)

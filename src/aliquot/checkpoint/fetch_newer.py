@@ -21,7 +21,7 @@ def fetch_newer(
     """Afterwards `root` holds what this run goes on from, if anything does. Collective.
 
     Raises UserError where the mirror holds checkpoints that `resume: never` would mix with others, where it cannot be
-    reached and nothing is here, and where a URL names no checkpoint that is whole.
+    reached and nothing is here, and where neither it nor a URL that is named holds a checkpoint that is whole.
     """
 
     def look() -> list[list[str]]:
@@ -43,6 +43,7 @@ def fetch_newer(
         return newer
 
     candidates = on_first(ranks, look)
+    damaged = False
     while candidates:
         url, folder = candidates.pop()
         try:
@@ -59,6 +60,11 @@ def fetch_newer(
             if is_url(settings.resume) and not candidates:
                 raise
             warn(f"skipping a damaged checkpoint: {url}: {error}")
+            damaged = True
+    if damaged and on_first(ranks, lambda: newest(root) is None):
+        raise ResumeError(
+            f"no checkpoint in {mirror} is whole: resume from a PATH, or take another checkpoint.mirror to start anew"
+        )
 
 
 def _fetch_best(url: str, fetched: Path, root: Path, ranks: RankGroup, warn: Callable[[str], None]) -> None:

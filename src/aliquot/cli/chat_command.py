@@ -21,7 +21,7 @@ def command(
     model_dir: Annotated[Path, typer.Argument(help="A Hugging Face model directory: an export or a checkpoint.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Of a reply.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token each time.")] = 0.8,
-    seed: Annotated[int, typer.Option()] = 42,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 42,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """Talk to a model in its chat template. A line is what you say; /reset begins anew, end of input ends.

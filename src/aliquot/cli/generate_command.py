@@ -17,7 +17,7 @@ def command(
     prompts: Annotated[Path | None, typer.Option(help="A file with a prompt a line.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 100,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token each time.")] = 0.8,
-    seed: Annotated[int, typer.Option()] = 42,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 42,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """Continue prompts with a trained model, which is loaded once; of several, an empty line is between them."""

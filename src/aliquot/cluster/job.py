@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ GPU = "nvidia.com/gpu"
 AMX_TAINT = "intel.com/amx"
 
 _OF_THE_NODE_BYTES = 30 * GIB  # of its volume: the system, images, logs
+_NAME_LENGTH = 40
 _GRACE_MARGIN_S = 30  # between the trainer's own deadline and the kubelet's kill
 
 
@@ -82,7 +84,11 @@ def describe(config: RunConfig, plan: Plan, least: Plan | None = None) -> Job:
 
 def _check_memory(plan: Plan, node: InstanceType, memory_bytes: int, when: str) -> None:
     if plan.device == "cpu":
-        needed = plan.peak_bytes_per_rank * plan.ranks_per_node + -(-plan.shm_bytes_per_node // MIB) * MIB
+        needed = (
+            plan.peak_bytes_per_rank * plan.ranks_per_node
+            + plan.beside_bytes
+            + -(-plan.shm_bytes_per_node // MIB) * MIB
+        )
         if needed > memory_bytes:
             raise ClusterError(
                 f"{when}the plan needs {needed / GIB:.1f} GiB a node ({plan.peak.name}); a pod on {node.name} can have"
@@ -116,7 +122,9 @@ def job_name(run_name: str) -> str:
     """A DNS label that begins with a letter, as near to `run_name` as may be; pod names leave it 40 characters."""
     label = re.sub(r"[^a-z0-9]+", "-", run_name.lower()).strip("-")
     label = label if label[:1].isalpha() else f"run-{label}"
-    return label[:40].strip("-")
+    if len(label) > _NAME_LENGTH:  # two that begin alike are still two jobs
+        label = f"{label[: _NAME_LENGTH - 7].strip('-')}-{hashlib.sha256(run_name.encode()).hexdigest()[:6]}"
+    return label.strip("-")
 
 
 def _alike(types: Sequence[InstanceType]) -> None:

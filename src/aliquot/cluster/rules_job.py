@@ -9,7 +9,7 @@ from aliquot.cluster.findings import RuleFinding, finding
 from aliquot.cluster.job import EFA, GPU
 from aliquot.cluster.job_view import NODE, JobView
 from aliquot.cluster.manifests import dig, mapping
-from aliquot.cluster.quantity import GIB, MIB, parse_bytes
+from aliquot.cluster.quantity import GIB, MIB, parse_bytes, parse_millicores
 from aliquot.config.plan import Plan
 
 RESERVED_ENV = frozenset({"PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"})
@@ -64,7 +64,8 @@ def _processes(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
         shown = "not set" if processes is None else repr(processes)
         yield finding("processes", job.manifest, f"numProcPerNode is {shown}", "numProcPerNode: an integer")
         return
-    cpus = (job.cpu_millicores or 0) // 1000
+    millicores = job.cpu_millicores
+    cpus = f"{(millicores or 0) / 1000:g} CPUs"
     if plan is not None:
         if processes != plan.ranks_per_node or job.nodes != plan.nodes:
             yield finding(
@@ -72,30 +73,30 @@ def _processes(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
                 f"{job.nodes} nodes x {processes} processes; the plan has {plan.nodes} x {plan.ranks_per_node}",
                 "render again, or plan for these",
             )  # fmt: skip
-        if cpus and processes * plan.threads_per_rank > cpus:
+        if millicores is not None and processes * plan.threads_per_rank * 1000 > millicores:
             yield finding(
                 "threads", job.manifest,
-                f"{processes} processes x {plan.threads_per_rank} threads on {cpus} CPUs",
+                f"{processes} processes x {plan.threads_per_rank} threads on {cpus}",
                 "fewer processes, launch.threads_per_rank, or a larger type",
             )  # fmt: skip
-    elif cpus and processes > cpus:
-        yield finding("threads", job.manifest, f"{processes} processes on {cpus} CPUs", "one process for many CPUs")
+    elif millicores is not None and processes * 1000 > millicores:
+        yield finding("threads", job.manifest, f"{processes} processes on {cpus}", "one process for many CPUs")
 
 
 def _resources(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
-    for name in ("cpu", "memory"):
+    for name, read in (("cpu", parse_millicores), ("memory", parse_bytes)):
         request, limit = job.requests.get(name), job.limits.get(name)
         if request is None and limit is None:
             yield finding(
                 "requests-and-limits", job.manifest, f"no {name} is requested", f"requests and limits for {name}"
             )
-        elif request is not None and parse_bytes(request) != parse_bytes(limit):
+        elif request is not None and read(request) != read(limit):
             yield finding(
                 "requests-and-limits", job.manifest, f"{name}: {request} requested, limit {limit}", "the same in both"
             )
     limit_bytes = job.memory_limit_bytes
     if plan is not None and plan.device == "cpu" and limit_bytes is not None:
-        needed = plan.peak_bytes_per_rank * plan.ranks_per_node + plan.shm_bytes_per_node
+        needed = plan.peak_bytes_per_rank * plan.ranks_per_node + plan.beside_bytes + plan.shm_bytes_per_node
         if needed > limit_bytes:
             yield finding(
                 "memory-limit", job.manifest,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aliquot.config.schema import TrainSection
+from aliquot.config.schema import RunConfig, TrainSection
 
 
 @dataclass(frozen=True)
@@ -29,3 +29,8 @@ def batch_size(train: TrainSection, world_size: int) -> BatchSize:
     if steps is None:
         return BatchSize(total, min(train.per_device_train_batch_size, total))
     return BatchSize(total, -(-total // (steps * world_size)))
+
+
+def micro_batch_tokens(config: RunConfig, world_size: int) -> int:
+    """At most, of one rank's forward pass."""
+    return batch_size(config.train, world_size).micro * config.data.sequence_length

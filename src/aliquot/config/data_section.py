@@ -100,7 +100,7 @@ class DataSection(RecordsSection):
         0.0,
         ge=0.0,
         le=0.5,
-        description="Hold out this part of each source. Not with eval_path or eval_split.",
+        description="Hold out this part of each source, where neither eval_path nor eval_split says what.",
     )
     eval_sources: list[NamedSection] = Field(
         [],
@@ -119,6 +119,8 @@ class DataSection(RecordsSection):
             )
         if self.tokenizer is not None and self.tokenizer_vocab_size is not None:
             raise ValueError("give only one of data.tokenizer and data.tokenizer_vocab_size")
+        if self.eval_path in ("", []):
+            raise ValueError("data.eval_path is empty")
         if self.eval_path is not None and self.eval_split is not None:
             raise ValueError("give only one of data.eval_path and data.eval_split")
         if self.eval_split is not None and self.dataset is None:

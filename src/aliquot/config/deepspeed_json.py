@@ -218,7 +218,7 @@ def _check_kinds(values: Mapping[str, Any], locations: Locations, above: str = "
         path = f"{above}{key}"
         rule = RULES.get(path)
         kind = _SECTION if path in _SECTIONS else _KINDS.get(path)
-        if kind is None and rule is not None and rule.fills is not None and isinstance(value, dict):
+        if kind is None and rule is not None and rule.fills is not None and isinstance(value, dict | str):
             kind = _NUMBER
         if kind is not None and not kind[1](value) and (value != AUTO or path in _SECTIONS):
             shown = json.dumps(value, default=str)
@@ -322,6 +322,8 @@ def _check_batch(given: Mapping[str, Any], config: RunConfig, world_size: int) -
     """DeepSpeed's own rule: train_batch_size = micro-batch x accumulation x ranks."""
     total = given.get("train_batch_size", AUTO)
     micro, steps = config.train.per_device_train_batch_size, config.train.gradient_accumulation_steps
+    if config.train.global_batch_size is not None:  # two of the three were given
+        return
     if total == AUTO or steps is None or total == micro * steps * world_size:
         return
     raise DeepspeedConfigError(

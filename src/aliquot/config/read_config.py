@@ -62,6 +62,8 @@ def validate(values: Mapping[str, Any], locations: Mapping[Keys, Location], wher
 def dump_config(config: RunConfig) -> str:
     """The complete configuration as YAML, readable again by `read_config`."""
     values = config.model_dump(mode="json", by_alias=True)
+    if config.train.global_batch_size is not None and config.train.gradient_accumulation_steps is not None:
+        del values["train"]["per_device_train_batch_size"]  # which these two fix
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
@@ -82,6 +84,8 @@ def _load(text: str, name: str, locations: dict[Keys, Location]) -> dict[str, An
     try:
         root = yaml.compose(text, Loader=_Loader)
         values = yaml.load(text, Loader=_Loader) if root is not None else {}
+        if root is not None and isinstance(values, dict):
+            _locate(root, (), name, locations)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(f"not valid YAML: {error.problem or error.context}", f"{name}:{line}") from None
@@ -89,8 +93,6 @@ def _load(text: str, name: str, locations: dict[Keys, Location]) -> dict[str, An
         raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}", name) from None
     if not isinstance(values, dict):
         raise ConfigError("a config is a mapping of sections (run, model, data, train, ...)", name)
-    if root is not None:
-        _locate(root, (), name, locations)
     return values
 
 

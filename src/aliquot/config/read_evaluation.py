@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from aliquot.config.adapter_section import AdapterSection
 from aliquot.config.data_section import DataSection, RecordsSection
+from aliquot.config.node_count import may_change
 from aliquot.config.peft_settings import CONFIG_FILE, model_beside
 from aliquot.config.read_config import Keys, Location, apply_override, read_config, validate
 from aliquot.config.schema import (
@@ -62,7 +63,7 @@ def read_evaluation(model: str, data: str, overrides: Sequence[str]) -> RunConfi
         ),
         checkpoint=CheckpointSection(resume="never"),
         observe=read.observe.model_copy(update={"prometheus": None}),
-        launch=read.launch,
+        launch=read.launch.model_copy(update={"nodes": 1} if may_change(read.launch.nodes) else {}),
     )
 
 

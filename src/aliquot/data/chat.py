@@ -37,11 +37,12 @@ def encode_record(tokenizer: Any, text: str, spec: EncoderSpec) -> tuple[list[in
     record: dict[str, Any] = json.loads(text)
     everything = spec.train_on == "all"
     if spec.templated:
-        messages, context = _messages(record)
+        (messages, context), tools = _messages(record), record.get("tools")
         if not everything and not any(_answers(message) for message in messages[context:]):
             return [], [], NO_ANSWER
-        rendered, ids, mask = encode_chat(tokenizer, messages, context, everything)
+        rendered, ids, mask = encode_chat(tokenizer, messages, context, everything, tools)
         left_out = any(message["content"].strip() not in rendered for message in messages)
+        left_out |= tools is not None and rendered == encode_chat(tokenizer, messages, context, everything)[0]
         reason = TEMPLATE_LEAVES_OUT if left_out else None
         if spec.prefix and tuple(ids[: len(spec.prefix)]) != spec.prefix:
             ids, mask = [*spec.prefix, *ids], [0] * len(spec.prefix) + mask
@@ -60,26 +61,34 @@ def encode_record(tokenizer: Any, text: str, spec: EncoderSpec) -> tuple[list[in
 
 
 def encode_chat(
-    tokenizer: Any, messages: Messages, context: int = 0, everything: bool = False
+    tokenizer: Any,
+    messages: Messages,
+    context: int = 0,
+    everything: bool = False,
+    tools: list[Any] | None = None,
 ) -> tuple[str, list[int], list[int]]:
     """(text, token ids, mask) of `messages`, rendered with the tokenizer's own chat template.
 
     The mask is 1 at tokens of assistant turns behind the first `context` messages. Where the template marks what it
     generates, by those marks; else an assistant turn is what rendering one message more adds after the prompt for it.
-    `everything`: no mask is asked for. Raises as `encode_record` does.
+    `everything`: no mask is asked for. `tools`: what the assistant may call, for the template. Raises as
+    `encode_record` does.
     """
     said = [{key: part for key, part in message.items() if key != "weight"} for message in messages]
     learned = [index >= context and _answers(message) for index, message in enumerate(messages)]
+    options: dict[str, Any] = {} if tools is None else {"tools": tools}
     try:
-        whole = _render(tokenizer, said)
+        whole = _render(tokenizer, said, **options)
         if everything:
             return whole, *_encode(tokenizer, whole, None)
         if GENERATION_MARKER.search(tokenizer.get_chat_template()):
-            encoded = tokenizer.apply_chat_template(said, return_dict=True, return_assistant_tokens_mask=True)
+            encoded = tokenizer.apply_chat_template(
+                said, return_dict=True, return_assistant_tokens_mask=True, **options
+            )
             wanted = [own for own, message in zip(learned, messages, strict=True) if message["role"] == "assistant"]
             return whole, list(encoded["input_ids"]), _of_turns(encoded["assistant_masks"], wanted, said)
         turns = [index for index, own in enumerate(learned) if own]
-        return whole, *_encode(tokenizer, whole, _turns(tokenizer, said, whole, turns))
+        return whole, *_encode(tokenizer, whole, _turns(tokenizer, said, whole, turns, options))
     except UserError:
         raise
     except Exception as error:  # a template is a program of the model's author
@@ -100,14 +109,16 @@ def _of_turns(mask: list[int], wanted: list[bool], messages: Messages) -> list[i
     return [kept for bit, length in stretches for kept in [int(bit and next(turn))] * length]
 
 
-def _turns(tokenizer: Any, messages: Messages, whole: str, turns: list[int]) -> list[tuple[int, int]]:
+def _turns(
+    tokenizer: Any, messages: Messages, whole: str, turns: list[int], options: dict[str, Any]
+) -> list[tuple[int, int]]:
     """Where each of the assistant's `turns` stands in the whole text."""
     spans = []
     for index in turns:
         # A template may refuse to render a conversation that is still empty.
-        before = _render(tokenizer, messages[:index]) if index else ""
-        asked = _render(tokenizer, messages[:index], add_generation_prompt=True) if index else ""
-        after = _render(tokenizer, messages[: index + 1])
+        before = _render(tokenizer, messages[:index], **options) if index else ""
+        asked = _render(tokenizer, messages[:index], add_generation_prompt=True, **options) if index else ""
+        after = _render(tokenizer, messages[: index + 1], **options)
         if not (whole.startswith(after) and after.startswith(before)):
             raise TokenizerError(
                 "the chat template renders earlier turns differently once later ones are there;"
@@ -163,7 +174,7 @@ def _answers(message: dict[str, Any]) -> bool:
     return message["role"] == "assistant" and message.get("weight") != 0
 
 
-def _render(tokenizer: Any, messages: Messages, **options: bool) -> str:
+def _render(tokenizer: Any, messages: Messages, **options: Any) -> str:
     return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
 
 

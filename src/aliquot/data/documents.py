@@ -115,7 +115,7 @@ def _json_lines(file: BinaryIO, position: Callable[[], int], path: Path, section
             continue
         where = f"{path}:{number}"
         try:
-            record = json.loads(line.removeprefix(codecs.BOM_UTF8))
+            record = json.loads(line.removeprefix(codecs.BOM_UTF8).decode())  # of bytes it would let surrogates pass
         except UnicodeDecodeError as error:
             raise not_text(line, error, where) from error
         except (ValueError, RecursionError) as error:  # the second: endless nesting
@@ -196,14 +196,29 @@ def _parquet(path: Path, section: RecordsSection) -> Iterator[Document]:
             for batch in file.iter_batches(batch_size=512, columns=[*form.fields, *form.others]):
                 for record in batch.to_pylist():
                     row += 1
-                    yield Document(*form.read(record, f"{path}, row {row}"), size_bytes * row // rows)
+                    yield Document(*form.read(as_written(record), f"{path}, row {row}"), size_bytes * row // rows)
     except pyarrow.ArrowException as error:
         raise DataError(f"not a readable parquet file ({error})", path) from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"not UTF-8 text ({error.reason})", f"{path}, after row {row}") from error
 
 
 RECORDS: dict[str, Callable[[Path, RecordsSection], Iterator[Document]]] = {
     ".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet,
 }  # fmt: skip
+
+
+def as_written(record: dict[str, Any]) -> dict[str, Any]:
+    """A row of a table: in its lists each structure has the keys of all others, null where it was written without."""
+
+    def without_nulls(value: Any) -> Any:
+        if isinstance(value, list):
+            return [without_nulls(each) for each in value]
+        if isinstance(value, dict):
+            return {key: without_nulls(each) for key, each in value.items() if each is not None}
+        return value
+
+    return {key: without_nulls(value) for key, value in record.items()}
 
 
 def _read(record: Any, form: Format | None, section: RecordsSection, where: str) -> tuple[str, Kind, Format]:

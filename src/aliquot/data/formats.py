@@ -1,8 +1,8 @@
 """What a record is, by the names of its fields: a text, a chat, a prompt and its completion, an instruction.
 
 Whatever has an answer becomes one JSON object, of which chat.py knows what is learned:
-`{"messages": [...], "context": n}` (the first n are not learned), `{"prompt": ..., "completion": ...}`, or
-`{"instruction": ..., "input": ..., "output": ...}`.
+`{"messages": [...], "context": n}` (the first n are not learned; with `"tools": [...]` where there are any),
+`{"prompt": ..., "completion": ...}`, or `{"instruction": ..., "input": ..., "output": ...}`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ TITLES: dict[str, str] = {
     "instruction": "instructions (Alpaca)",
 }
 _INPUTS, _OUTPUTS = ("input", "context"), ("output", "response")  # Alpaca's names, Dolly's
+_BESIDE = ("system", "tools")  # what may be beside a chat
 _ROLES = {"system", "developer", "user", "assistant", "tool", "function", "ipython"}  # what templates know
 _ALIASES = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
@@ -54,10 +55,10 @@ class Format:
         if self.kind == "text":
             value = record[self.fields[0]]
             if isinstance(value, list):
-                return _chat(value, None, self.fields[0], where), "messages"
+                return _chat(value, {}, self.fields[0], where), "messages"
             return _text(value, self.fields[0], where, "text or a list of messages"), "text"
         if self.kind in ("messages", "conversations"):
-            return _chat(record[self.fields[0]], record.get("system"), self.fields[0], where), self.kind
+            return _chat(record[self.fields[0]], record, self.fields[0], where), self.kind
         values = {field: record.get(field) for field in (*self.fields, *self.others)}
         if self.kind == "prompt":
             return _prompted(self.fields[0], self.fields[1], values, where), self.kind
@@ -89,9 +90,9 @@ def format_of(section: RecordsSection, names: Iterable[str], where: str | Path) 
     if section.text_field is not None:
         named = Format("text", (section.text_field,))
     elif section.messages is not None:
-        named = Format("messages", (section.messages,), _of(found, "system"))
+        named = Format("messages", (section.messages,), _of(found, *_BESIDE))
     elif section.prompt is not None and section.completion is not None:
-        named = Format("prompt", (section.prompt, section.completion))
+        named = Format("prompt", (section.prompt, section.completion), _of(found, "tools"))
     else:
         return _found(found, where)
     try:
@@ -104,11 +105,11 @@ def format_of(section: RecordsSection, names: Iterable[str], where: str | Path) 
 def _found(names: list[str], where: str | Path) -> Format:
     outputs = _of(names, *_OUTPUTS)
     if "messages" in names:
-        return Format("messages", ("messages",), _of(names, "system"))
+        return Format("messages", ("messages",), _of(names, *_BESIDE))
     if "conversations" in names:
-        return Format("conversations", ("conversations",), _of(names, "system"))
+        return Format("conversations", ("conversations",), _of(names, *_BESIDE))
     if {"prompt", "completion"} <= set(names):
-        return Format("prompt", ("prompt", "completion"))
+        return Format("prompt", ("prompt", "completion"), _of(names, "tools"))
     if "instruction" in names and outputs:
         return Format("instruction", ("instruction", outputs[0]), _of(names, *_INPUTS, "system"))
     if "text" in names:
@@ -137,22 +138,39 @@ def _prompted(prompt: str, completion: str, values: Mapping[str, object], where:
     if isinstance(values[prompt], list) or isinstance(values[completion], list):
         asked = _messages(values[prompt] or [], prompt, where, plain="user")
         answered = _messages(values[completion] or [], completion, where, plain="assistant")
-        return _conversation(asked + answered, len(asked))
+        return _conversation(asked + answered, len(asked), _tools(values.get("tools"), where))
     asked_text, answer = _text(values[prompt], prompt, where), _text(values[completion], completion, where)
     if not (asked_text + answer).strip():
         return ""
     return json.dumps({"prompt": asked_text, "completion": answer}, ensure_ascii=False)
 
 
-def _chat(value: object, system: object, field: str, where: str) -> str:
-    messages = _messages(value or [], field, where)
+def _chat(value: object, record: Mapping[str, object], field: str, where: str) -> str:
+    messages, system = _messages(value or [], field, where), record.get("system")
     if messages and isinstance(system, str) and system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
-    return _conversation(messages, 0)
+    return _conversation(messages, 0, _tools(record.get("tools"), where))
 
 
-def _conversation(messages: list[dict[str, Any]], context: int) -> str:
-    return json.dumps({"messages": messages, "context": context}, ensure_ascii=False) if messages else ""
+def _conversation(messages: list[dict[str, Any]], context: int, tools: list[Any]) -> str:
+    if not messages:
+        return ""
+    beside = {"tools": tools} if tools else {}
+    return json.dumps({"messages": messages, "context": context, **beside}, ensure_ascii=False)
+
+
+def _tools(value: object, where: str) -> list[Any]:
+    """What a template is told that the assistant may call; tables often hold it as JSON."""
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"field 'tools' holds text that is not JSON ({error})", where) from error
+    if not value:
+        return []
+    if not isinstance(value, list):
+        raise DataError(f"field 'tools' holds {type(value).__name__}, not a list of tools", where)
+    return value
 
 
 def _messages(value: object, field: str, where: str, plain: str | None = None) -> list[dict[str, Any]]:

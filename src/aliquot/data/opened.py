@@ -11,26 +11,29 @@ from typing import BinaryIO
 from aliquot.errors import DataError
 
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
+_ALIASES = {".ndjson": ".jsonl", ".jsonlines": ".jsonl"}
 _STARTS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK\x03\x04": "zip"}
 
 
 def suffix_of(path: Path) -> str:
     """What is in a file, by its name: `.jsonl` of both `a.jsonl` and `a.jsonl.gz`."""
-    return Path(path.stem).suffix if path.suffix in _CODECS else path.suffix
+    suffix = (Path(path.stem) if path.suffix.lower() in _CODECS else path).suffix.lower()
+    return _ALIASES.get(suffix, suffix)
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
     """(its content, unpacked as it is read; how many bytes of the file have been read). Raises OSError as it is read
     where an archive is damaged or cut short."""
-    if path.suffix not in _CODECS:
+    codec = _CODECS.get(path.suffix.lower())
+    if codec is None:
         with path.open("rb") as file:
             yield file, file.tell
         return
     import pyarrow
 
     with pyarrow.OSFile(str(path), "rb") as packed:
-        stream = pyarrow.CompressedInputStream(packed, _CODECS[path.suffix])
+        stream = pyarrow.CompressedInputStream(packed, codec)
         with io.BufferedReader(stream, 1 << 20) as unpacked:
             yield unpacked, packed.tell
 

@@ -45,6 +45,7 @@ class Prepared:
     tokenizer: str  # a directory that save_pretrained wrote
     pad_id: int
     prefix: tuple[int, ...]  # before each document
+    chat_prefix: tuple[int, ...]  # before each with answers, which a template may begin itself
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -52,7 +53,7 @@ class Prepared:
     @classmethod
     def from_json(cls, text: str) -> Prepared:
         values = json.loads(text)
-        return cls(**{**values, "prefix": tuple(values["prefix"])})
+        return cls(**values | {name: tuple(values[name]) for name in ("prefix", "chat_prefix")})
 
     def open_train(self) -> dict[str, TokenStore]:
         return {name: TokenStore.open(Path(store)) for name, store in self.train.items()}
@@ -105,7 +106,7 @@ def prepare(
     known = (trained_prefix(each) for each in (adapter_dir, model_dir) if each is not None)
     trained = next((prefix for prefix in known if prefix is not None), None)
     builder = _Builder(section, tokenizer, directory, root, trained)
-    convention = convention_of(tokenizer, section.add_bos, section.add_eos, trained)
+    convention = builder.convention(answers=False)
 
     def stores(sources: Mapping[str, Source], what: str) -> dict[str, str]:
         return {
@@ -119,6 +120,7 @@ def prepare(
         tokenizer=str(directory),
         pad_id=convention.pad_id,
         prefix=convention.prefix,
+        chat_prefix=builder.convention(answers=True).prefix,
     )
 
 
@@ -178,9 +180,9 @@ class _Builder:
         tokenizer_json = self.tokenizer_directory / "tokenizer.json"
         fast = tokenizer_json.is_file()
         answers = first.kind != "text"
-        templated = answers and self.section.chat_template != "none" and self.tokenizer.chat_template is not None
+        templated = answers and self._has_template
         cut = cut_of(tokenizer_json.read_text()) if fast and not answers else None
-        convention = self._convention(templated)
+        convention = self.convention(answers)
         spec = EncoderSpec(
             tokenizer=str(self.tokenizer_directory),
             fast=fast,
@@ -206,8 +208,14 @@ class _Builder:
                 )
         written(source.total_bytes)
 
-    def _convention(self, templated: bool) -> Convention:
+    @property
+    def _has_template(self) -> bool:
+        return self.section.chat_template != "none" and self.tokenizer.chat_template is not None
+
+    def convention(self, answers: bool) -> Convention:
+        """How documents begin and end."""
         add_bos, add_eos = self.section.add_bos, self.section.add_eos
+        templated = answers and self._has_template
         if templated:  # it writes bos and eos itself; on explicit request they are added where it does not
             add_bos, add_eos = add_bos is True, add_eos is True
         return convention_of(self.tokenizer, add_bos, add_eos, None if templated else self.trained)

@@ -18,12 +18,13 @@ from typing import Any, Literal, Protocol
 
 from aliquot.config.data_section import DataSection, RecordsSection
 from aliquot.data.digests import digests
-from aliquot.data.documents import RECORDS, Document, Unit, record_documents, text_documents
+from aliquot.data.documents import RECORDS, Document, Unit, as_written, record_documents, text_documents
 from aliquot.data.formats import Format, format_of
 from aliquot.data.opened import suffix_of
 from aliquot.errors import ConfigError, DataError
 
 IN_DIRECTORIES = {".txt", ".md", ".py", ".jsonl", ".csv", ".parquet"}  # and compressed ones
+_NOT_READ = {".tsv", ".arrow", ".feather", ".orc", ".avro", ".xls", ".xlsx"}
 # Nobody reads tests and tables (of characters, of help texts) to learn how Python is written.
 NOT_OF_STDLIB = {
     "site-packages", "dist-packages", "test", "tests", "idlelib", "idle_test", "encodings", "pydoc_data",
@@ -189,6 +190,8 @@ def _is_utf8(file: Path) -> bool:
 
 def _unit(file: Path, unit: Unit | None) -> Unit:
     records = suffix_of(file) in RECORDS
+    if suffix_of(file) in _NOT_READ:
+        raise DataError(f"such tables are not read: convert it into one of {', '.join(RECORDS)}", file)
     if unit is None:
         return "field" if records else "file"
     if records and unit != "field":
@@ -228,12 +231,15 @@ class HubSource:
 
     def documents(self) -> Iterator[Document]:
         row = 0
-        for batch in self.dataset.select_columns([*self.form.fields, *self.form.others]).iter(batch_size=512):
-            for values in zip(*batch.values(), strict=True):
-                row += 1
-                record = dict(zip(batch, values, strict=True))
-                done_bytes = self.total_bytes * row // len(self.dataset)
-                yield Document(*self.form.read(record, f"{self.label}, row {row}"), done_bytes)
+        try:
+            for batch in self.dataset.select_columns([*self.form.fields, *self.form.others]).iter(batch_size=512):
+                for values in zip(*batch.values(), strict=True):
+                    row += 1
+                    record = as_written(dict(zip(batch, values, strict=True)))
+                    done_bytes = self.total_bytes * row // len(self.dataset)
+                    yield Document(*self.form.read(record, f"{self.label}, row {row}"), done_bytes)
+        except UnicodeDecodeError as error:
+            raise DataError(f"not UTF-8 text ({error.reason})", f"{self.label}, after row {row}") from error
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from aliquot.config import deepspeed_json
-from aliquot.config.batch_size import batch_size
+from aliquot.config.batch_size import batch_size, micro_batch_tokens
 from aliquot.config.on_disk import OnDisk
 from aliquot.config.schema import RunConfig
 from aliquot.config.unsharded import SHARDED, Unsharded
@@ -92,7 +92,7 @@ class EngineSpec:
             adam_beta2=train.adam_beta2,
             adam_epsilon=train.adam_epsilon,
             optimizer_states=train.optimizer_states,
-            micro_batch_tokens=train.per_device_train_batch_size * config.data.sequence_length,
+            micro_batch_tokens=micro_batch_tokens(config, topology.world_size),
             compile=train.compile,
             collectives=config.shard.collectives,
             fused_loss=model.traits.plain_head,

@@ -20,7 +20,6 @@ class Chat:
         self._loaded = loaded
         self._messages: list[dict[str, str]] = []
         self._options = {**sampling(max_new_tokens, temperature), **ends_of_turn(loaded.tokenizer)}
-        self._room = getattr(loaded.model.config, "max_position_embeddings", None)
         self._max_new_tokens = max_new_tokens
         torch.manual_seed(seed)
 
@@ -33,11 +32,12 @@ class Chat:
         Raises UserError where the conversation has grown longer than the model can read; `text` is not kept then.
         """
         asked = [*self._messages, {"role": "user", "content": text}]
-        ids = chat_ids(self._loaded.tokenizer, asked, self._loaded.prefix)
-        if self._room is not None and len(ids) + self._max_new_tokens > self._room:
+        ids = chat_ids(self._loaded.tokenizer, asked, self._loaded.chat_prefix)
+        room = self._loaded.room
+        if room is not None and len(ids) + self._max_new_tokens > room:
             raise UsageError(
                 f"the conversation has {len(ids)} tokens, and with {self._max_new_tokens} new ones it is longer than"
-                f" the {self._room} that this model can read: /reset, or a smaller --max-new-tokens"
+                f" the {room} that this model can read: /reset, or a smaller --max-new-tokens"
             )
         streamer = TextIteratorStreamer(self._loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
         stop, failed = _Stop(), []

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aliquot.config.peft_settings import CONFIG_FILE
-from aliquot.errors import ModelFilesError, TokenizerError
+from aliquot.errors import ModelFilesError, TokenizerError, UsageError
 from aliquot.models.code_of_strangers import without_code
 from aliquot.models.export import STATE, export_checkpoint
 from aliquot.models.model_files import trained_prefix
@@ -18,15 +18,24 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Messages = Sequence[Mapping[str, str]]
+_COLD = 1e-4  # logits over less are infinite
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model directory in memory. `prefix`: what training put before each document; None: nothing says so."""
+    """A model directory in memory. `prefix`: what training put before each document, `chat_prefix`: before each chat;
+    None: nothing says so."""
 
     model: Any
     tokenizer: Any
     prefix: Sequence[int] | None
+    chat_prefix: Sequence[int] | None
+
+    @property
+    def room(self) -> int | None:
+        """The tokens that it can read, where that has an end."""
+        found: int | None = getattr(self.model.config, "max_position_embeddings", None)
+        return found
 
 
 def load(directory: Path) -> Loaded:
@@ -44,11 +53,13 @@ def load(directory: Path) -> Loaded:
     try:
         tokenizer = without_code(AutoTokenizer.from_pretrained)(directory)
         model = without_code(AutoModelForCausalLM.from_pretrained)(directory, dtype="auto")
-    except (OSError, ValueError) as error:
+    except Exception as error:  # safetensors, tokenizers and transformers each have their own
+        if not any(directory.glob("*token*")):
+            raise ModelFilesError("no tokenizer here: it belongs beside the model", directory) from error
         raise ModelFilesError(
             f"transformers cannot load this model: {' '.join(str(error).split())}", directory
         ) from error
-    return Loaded(model, tokenizer, trained_prefix(directory))
+    return Loaded(model, tokenizer, trained_prefix(directory), trained_prefix(directory, "chat_prefix"))
 
 
 def generate(
@@ -58,7 +69,7 @@ def generate(
     found = load(directory)
     for prompt in prompts:
         yield continuation(
-            found.model.generate, found.tokenizer, prompt, found.prefix, max_new_tokens, temperature, seed
+            found.model.generate, found.tokenizer, prompt, found.prefix, max_new_tokens, found.room, temperature, seed
         )
 
 
@@ -68,25 +79,31 @@ def continuation(
     prompt: str,
     prefix: Sequence[int] | None,
     max_new_tokens: int,
+    room: int | None,
     temperature: float = 0.8,
     seed: int = 42,
     chat: bool = False,
 ) -> str:
     """The prompt and what `generate`, transformers' or an engine's, adds; temperature 0: the likeliest token each time.
 
-    `prefix`: what training put before each document; None: what the tokenizer puts there. `chat`: the prompt is what a
-    user says, in the chat template. The seed makes all ranks of an engine draw the same tokens.
+    `prefix`: what training put before each document, or chat; None: what the tokenizer puts there. `room`: the tokens
+    that the model can read, where all ends. `chat`: the prompt is what a user says, in the chat template. The seed
+    makes all ranks of an engine draw the same tokens. Raises UserError for a prompt of no token, or of too many.
     """
     import torch
 
-    options = sampling(max_new_tokens, temperature)
     if chat:
         asked = chat_ids(tokenizer, [{"role": "user", "content": prompt}], prefix)
-        options |= ends_of_turn(tokenizer)
     elif prefix is None:
         asked = tokenizer.encode(prompt)
     else:
         asked = [*prefix, *tokenizer.encode(prompt, add_special_tokens=False)]
+    if not asked:
+        raise UsageError("an empty prompt, and training put no token before a document: there is nothing to continue")
+    if room is not None and len(asked) >= room:
+        raise UsageError(f"the prompt has {len(asked)} tokens, and this model can read {room}: a shorter one")
+    options = sampling(max_new_tokens if room is None else min(max_new_tokens, room - len(asked)), temperature)
+    options |= ends_of_turn(tokenizer) if chat else {}
     torch.manual_seed(seed)
     with torch.no_grad():
         ids = generate(torch.tensor([asked]), **options)
@@ -95,8 +112,9 @@ def continuation(
 
 def sampling(max_new_tokens: int, temperature: float) -> dict[str, Any]:
     """What transformers' `generate` is told."""
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
-    return {**options, "temperature": temperature} if temperature > 0 else options
+    draws = temperature >= _COLD
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": draws}
+    return {**options, "temperature": temperature} if draws else options
 
 
 def chat_ids(tokenizer: Any, messages: Messages, prefix: Sequence[int] | None) -> list[int]:

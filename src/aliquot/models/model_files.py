@@ -6,7 +6,7 @@ import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -20,10 +20,14 @@ CONVENTION_FILE = "aliquot.json"  # what training puts in front of a document, f
 
 
 def model_files(
-    config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, source: Path | None, prefix: Sequence[int]
+    config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    source: Path | None,
+    prefix: Sequence[int],
+    chat_prefix: Sequence[int],
 ) -> dict[str, bytes]:
     """File name -> content, for fp32 weights. The generation config is the one of `source`, if it has one; from
-    scratch, special tokens are the tokenizer's. `prefix`: the ids before each document.
+    scratch, special tokens are the tokenizer's. `prefix`: the ids before each document; `chat_prefix`: each chat.
     """
     saved = type(config).from_dict(config.to_dict())
     saved.dtype = torch.float32
@@ -41,16 +45,16 @@ def model_files(
         files["generation_config.json"] = (source / "generation_config.json").read_bytes()
     files["config.json"] = _json(_with_old_names(fields))
     files["tokenizer_config.json"] = _json(_known_class(parse_json(files["tokenizer_config.json"], "tokenizer_config")))
-    files[CONVENTION_FILE] = _json({"prefix": list(prefix)})
+    files[CONVENTION_FILE] = _json({"prefix": list(prefix), "chat_prefix": list(chat_prefix)})
     return files
 
 
-def trained_prefix(directory: Path) -> list[int] | None:
-    """What the training of an exported model put before each document; None: nothing says so."""
+def trained_prefix(directory: Path, key: Literal["prefix", "chat_prefix"] = "prefix") -> list[int] | None:
+    """What the training of an exported model put before each document, or each chat; None: nothing says so."""
     file = directory / CONVENTION_FILE
     if not file.is_file():
         return None
-    prefix = parse_json(file.read_bytes(), CONVENTION_FILE).get("prefix")
+    prefix = parse_json(file.read_bytes(), CONVENTION_FILE).get(key)
     return prefix if isinstance(prefix, list) and all(isinstance(token, int) for token in prefix) else None
 
 

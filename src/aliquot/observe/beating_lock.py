@@ -22,7 +22,7 @@ WATCHED_S = 4 * BEAT_S  # without a beat in it, its holder on another machine is
 @contextmanager
 def beating_lock(file: Path) -> Iterator[None]:
     """Raises UserError while another process holds it, which is seen at once on its own machine."""
-    own = {"machine": machine(), "pid": os.getpid(), "mark": secrets.token_hex(8)}
+    own = {"machine": machine(), "pid": os.getpid(), "started": _started(os.getpid()), "mark": secrets.token_hex(8)}
     while not _taken(file, own):
         holder = _read(file)
         if _lives(file, holder):
@@ -58,13 +58,22 @@ def _taken(file: Path, own: dict[str, Any]) -> bool:
 def _lives(file: Path, holder: Any) -> bool:
     """Whether the process still runs, on this machine; whether it beats, on another one, whose clock may be wrong."""
     if isinstance(holder, dict) and holder.get("machine") == machine():
-        return Path(f"/proc/{holder.get('pid')}").exists()
+        # A container that starts again has the process ids that it had, and often the number of their namespace.
+        return (started := _started(holder.get("pid"))) is not None and started == holder.get("started")
     before, until = _beat_of(file), time.monotonic() + WATCHED_S
     while time.monotonic() < until:
         if _beat_of(file) != before:
             return True
         time.sleep(WATCHED_S / 100)
     return False
+
+
+def _started(pid: object) -> int | None:
+    """When this process was started, in ticks since the kernel was; None: there is none."""
+    with suppress(OSError, ValueError, IndexError):
+        # The name before, in parentheses, may hold anything.
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return None
 
 
 def _beat_of(file: Path) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from itertools import chain, count
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIServer
@@ -26,6 +27,7 @@ class Exporter:
         self._host = observe.prometheus_host
         self._run = run
         self._gauges: dict[str, Gauge] = {}
+        self._names: set[str] = set()
         self._registry: CollectorRegistry | None = None
         self._server: tuple[WSGIServer, Thread] | None = None
 
@@ -67,6 +69,9 @@ class Exporter:
 
         if name not in self._gauges:
             text = f"`{name}` of the last line of metrics.jsonl that has it"
-            metric = re.sub(r"\W", "_", f"aliquot_{name}", flags=re.ASCII)  # a source may be called tiny-stories
+            plain = re.sub(r"\W", "_", f"aliquot_{name}", flags=re.ASCII)  # a source may be called tiny-stories
+            another = (f"{plain}_{number}" for number in count(2))  # and the next one tiny_stories
+            metric = next(each for each in chain([plain], another) if each not in self._names)
+            self._names.add(metric)
             self._gauges[name] = Gauge(metric, text, labels, registry=self._registry)
         return self._gauges[name]

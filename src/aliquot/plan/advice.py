@@ -75,7 +75,11 @@ def _micro_batches(config: RunConfig, layout: RankLayout) -> Iterator[tuple[str,
     size = batch_size(config.train, layout.world_size)
     for factor in _LARGER:
         if (micro := factor * size.micro) * layout.world_size <= size.total:
-            yield f"train.per_device_train_batch_size={micro}", _sized(config, size.total, micro)
+            words = f"train.per_device_train_batch_size={micro}"
+            if config.train.gradient_accumulation_steps is not None:
+                total = f"train.global_batch_size={size.total} " if config.train.global_batch_size is None else ""
+                words = f"{total}{words} train.gradient_accumulation_steps=null"
+            yield words, _sized(config, size.total, micro)
 
 
 def _engines(config: RunConfig, layout: RankLayout, engine: str) -> Iterator[tuple[str, RunConfig]]:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from operator import ge
 from typing import Any, Literal
 
-from aliquot.catalogue.instances import InstanceType, instances
+from aliquot.catalogue.instances import PRICES_DATE, PRICES_REGION, InstanceType, instance, instances
 from aliquot.config.plan import Plan
 from aliquot.config.schema import RunConfig
 from aliquot.config.workload import Workload
@@ -53,6 +53,7 @@ class Offer:
     total_s: float  # restarts included
     usd: float
     on_cluster: bool  # the config has a section for it, which says where it runs
+    in_tokens: bool  # and a global batch in tokens, where this has one in sequences
 
     @property
     def lines(self) -> str:
@@ -64,8 +65,9 @@ class Offer:
             if self.on_cluster
             else f"launch.nodes={nodes} launch.ranks={ranks}"
         )
+        in_sequences = " train.global_batch_tokens=null" if self.in_tokens else ""
         return (
-            f"{where} train.global_batch_size={self.global_batch}"
+            f"{where} train.global_batch_size={self.global_batch}{in_sequences}"
             f" train.per_device_train_batch_size={self.micro_batch} train.gradient_accumulation_steps=null"
             f" train.gradient_checkpointing={self.checkpointing} train.max_steps={self.plan.steps}"
         )
@@ -95,10 +97,7 @@ def offers(
     """
     tell("what the model needs")
     model = PlannedModel(config)
-    gpus = config.launch.device == "cuda"
-    types = [each for each in instances() if each.usd_per_hour is not None and bool(each.gpus) == gpus]
-    types = [each for each in types if only is not None or not _SHARES_CPUS.match(each.name)]
-    types = [each for each in types if each.name == only] if only is not None else undominated(types)
+    types = _all_types(config.launch.device == "cuda") if only is None else [_type_of(only, config.launch.device)]
     search = _Search(config, model, workload, tokens, spot)
     # First every type in one way: what is far behind with that wins with nothing. Few nodes are cheap, many are fast.
     first = {}
@@ -117,6 +116,21 @@ def offers(
         raise PlanError("nothing in the catalogue fits this run: frugal states, LoRA, or shard.offload: disk")
     other: Literal["time", "cost"] = "cost" if goal == "time" else "time"
     return sorted(best.values(), key=lambda offer: (_measure(offer, goal), _measure(offer, other)))
+
+
+def _all_types(gpus: bool) -> list[InstanceType]:
+    priced = [each for each in instances() if each.usd_per_hour is not None and bool(each.gpus) == gpus]
+    return undominated([each for each in priced if not _SHARES_CPUS.match(each.name)])
+
+
+def _type_of(name: str, device: str) -> InstanceType:
+    """Raises UserError where there is none, or none to be offered."""
+    found = instance(name)
+    if found.usd_per_hour is None:
+        raise PlanError(f"{name} has no price in {PRICES_REGION}, {PRICES_DATE}: plan without --tokens")
+    if device != "auto" and bool(found.gpus) != (device == "cuda"):
+        raise PlanError(f"{name} has {'' if found.gpus else 'no '}GPUs, but launch.device is {device}")
+    return found
 
 
 def undominated(types: Sequence[InstanceType]) -> list[InstanceType]:
@@ -203,8 +217,9 @@ class _Search:
         usd = plan.cost_usd
         assert usd is not None  # types have prices here, and the run its steps
         offer = Offer(
-            plan, "on-demand", total, micro, checkpointing, 0.0, plan.total_s, usd, config.cluster is not None
-        )
+            plan, "on-demand", total, micro, checkpointing, 0.0, plan.total_s, usd, config.cluster is not None,
+            config.train.global_batch_tokens is not None,
+        )  # fmt: skip
         yield offer
         a_restart = _restart_s(config, plan)
         if _NOT_ON_SPOT.match(str(plan.instance)):

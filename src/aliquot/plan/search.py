@@ -101,8 +101,8 @@ def _fits(candidate: Candidate, planner: Planner) -> bool:
 
 def _fits_on_fewest(candidate: Candidate, planner: Planner, config: RunConfig, workload: Workload) -> bool:
     """With the same settings, on the fewest nodes that may be left."""
-    settings = {key: value for key, value in candidate.changes.items() if not key.startswith("launch.")}
-    settings.pop("train.gradient_accumulation_steps", None)  # null: the batch's two sizes fix it
+    own = {key: value for key, value in candidate.changes.items() if not key.startswith("launch.")}
+    settings = {key: value for key, value in own.items() if value != "null"}  # the batch's two sizes fix the third
     try:
         left = with_fewest_nodes(planner, with_settings(config, settings), candidate.layout, workload)
     except UserError:
@@ -146,6 +146,8 @@ def _settings(
                         changes.pop("train.per_device_train_batch_size", None)
                     elif train.gradient_accumulation_steps is not None:
                         changes["train.gradient_accumulation_steps"] = "null"  # the other two fix it
+                    if "train.global_batch_size" in changes and train.global_batch_tokens is not None:
+                        changes["train.global_batch_tokens"] = "null"
                     yield with_settings(config, wanted), changes
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
+from aliquot.config.batch_size import micro_batch_tokens
 from aliquot.config.schema import RunConfig
 from aliquot.config.unsharded import SHARDED, Unsharded
 from aliquot.engines.deepspeed.deepspeed_memory import KEPT_NUMEL, persistent_numel
@@ -52,7 +53,7 @@ def traffic(
         # Every host sends each other one that one's gradient sums, and gets its weights back.
         weights = int((layout.nodes - 1) * shape.learned_numel * published_bytes(config))
         wire = weights + (layout.nodes - 1) * _reduced(config, shape, layout, micro_batches) * sent_itemsize(config)
-        shared = micro_batches * layout.world_size * _staged(config, shape, compute)
+        shared = micro_batches * layout.world_size * _staged(config, shape, layout, compute)
     elif engine == "fsdp":
         wire, local, shared = _fsdp(config, shape, layout, micro_batches, compute, kept)
         evaluated = 1 / 6 if layout.device == "cpu" else 1 / 4  # gathered once, beside again and reduced in fp32
@@ -75,12 +76,11 @@ def _checkpoint(config: RunConfig, shape: ModelShape) -> int:
     return 4 * (shape.numel if config.adapter is None else shape.learned_numel) + moments
 
 
-def _staged(config: RunConfig, shape: ModelShape, compute: int) -> int:
+def _staged(config: RunConfig, shape: ModelShape, layout: RankLayout, compute: int) -> int:
     """A rank's gradients of one micro-batch; of the input embedding a row a token (engines/host/host_gradients.py)."""
     if not shape.embedding_learns:
         return shape.learned_numel * compute
-    tokens = config.train.per_device_train_batch_size * config.data.sequence_length
-    rows = tokens * (8 + shape.width * compute)
+    rows = micro_batch_tokens(config, layout.world_size) * (8 + shape.width * compute)
     tied = shape.head is None
     dense = shape.learned_numel - (0 if tied else numel(shape.embedding))
     return dense * compute + rows
@@ -92,7 +92,7 @@ def _reduced(config: RunConfig, shape: ModelShape, layout: RankLayout, micro_bat
     if shape.head is None or not shape.embedding_learns:
         return shape.learned_numel
     vocabulary = shape.embedding[0]
-    tokens = config.train.per_device_train_batch_size * config.data.sequence_length
+    tokens = micro_batch_tokens(config, layout.world_size)
     rows = _different(vocabulary, tokens * micro_batches * layout.ranks_per_node)
     return (
         shape.learned_numel - numel(shape.embedding) + (rows if rows < 0.9 * vocabulary else vocabulary) * shape.width

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from aliquot.collectives.alignment import aligned
-from aliquot.config.batch_size import batch_size
+from aliquot.config.batch_size import batch_size, micro_batch_tokens
 from aliquot.config.on_disk import OnDisk, streamed_layers
 from aliquot.config.schema import RunConfig
 from aliquot.engines.held_memory import Held
@@ -46,7 +46,7 @@ def host_memory(config: RunConfig, shape: ModelShape, layout: RankLayout, on_dis
             min(summed, int(weight == shape.embedding and shape.embedding_learns)) if passes else summed
         ) * shares[weight]
     others = layout.nodes - 1
-    tokens = config.train.per_device_train_batch_size * config.data.sequence_length
+    tokens = micro_batch_tokens(config, layout.world_size)
     row_numel = max(numel(weight[1:]) for weight in shape.alike)
     copies = min(layout.numa_nodes, layout.ranks_per_node)
     streamed, summing = _windows_bytes(config, shares, on_disk, layout.world_size)
