@@ -432,7 +432,7 @@ def _mirror(run: Attempt, start: Start, warn: Callable[[str], None], beat: Calla
     """With the checkpoints of this run on their way there of which one that was killed may have left a part."""
     config, root = run.config, run.directory.checkpoints
     mirror = Mirror(config.mirror, root, run.ranks, config.checkpoint, run.display.line, warn, beat)
-    if start.resumed_from is not None and start.resumed_from.parent == root:
+    if start.resumed_from is not None and start.resumed_from.parent.resolve() == root.resolve():
         best = start.evaluations.kept_step(config.checkpoint)
         for step in sorted({start.step, *([] if best is None else [best])}):
             mirror.start(step, best)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,12 @@ def test_nothing_is_found_in_a_render(make: Callable[..., Job], trainer: str, ch
     job = make(trainer=trainer, **changes)
     assert check_job_of_config(job) == []
     assert check_manifests(manifests_of(documents(job))) == []  # nor without the plan
+
+
+def test_what_is_beside_the_ranks_takes_memory_of_the_pod() -> None:
+    job = cpu_job()
+    fuller = replace(job, plan=replace(job.plan, beside_bytes=job.memory_bytes))
+    assert rules(check_job_of_config(fuller)) == {"memory-limit"}
 
 
 @pytest.mark.parametrize(

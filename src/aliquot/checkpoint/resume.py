@@ -36,9 +36,10 @@ def resume(
     wanted = settings.resume
     if wanted == "never":
         return None
-    if wanted != "auto" and not is_url(wanted) and not on_first(ranks, lambda: _has_begun(Path(wanted), root)):
-        together(ranks, lambda: _check_seen(Path(wanted)))
-        return Path(wanted), restore(Path(wanted), store, tensors, ranks, learned)
+    given = Path(wanted).expanduser()
+    if wanted != "auto" and not is_url(wanted) and not on_first(ranks, lambda: _has_begun(given, root)):
+        together(ranks, lambda: _check_seen(given))
+        return given, restore(given, store, tensors, ranks, learned)
     restored = restore_newest(root, store, tensors, ranks, learned)
     if restored is not None:
         # A run that was killed while it removed its last old checkpoint may be complete, and will save no more.

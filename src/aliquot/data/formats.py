@@ -165,7 +165,10 @@ def _tools(value: object, where: str) -> list[Any]:
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"field 'tools' holds text that is not JSON ({error})", where) from error
+            raise DataError(
+                f"field 'tools' holds text that is not JSON ({error}): name it otherwise if it is for no template",
+                where,
+            ) from error
     if not value:
         return []
     if not isinstance(value, list):

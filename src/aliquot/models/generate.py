@@ -35,7 +35,7 @@ class Loaded:
     def room(self) -> int | None:
         """The tokens that it can read, where that has an end."""
         found: int | None = getattr(self.model.config, "max_position_embeddings", None)
-        return found
+        return found if found is not None and found > 0 else None
 
 
 def load(directory: Path) -> Loaded:

@@ -59,7 +59,7 @@ def _lives(file: Path, holder: Any) -> bool:
     """Whether the process still runs, on this machine; whether it beats, on another one, whose clock may be wrong."""
     if isinstance(holder, dict) and holder.get("machine") == machine():
         # A container that starts again has the process ids that it had, and often the number of their namespace.
-        return (started := _started(holder.get("pid"))) is not None and started == holder.get("started")
+        return (started := _started(holder.get("pid"))) is not None and holder.get("started", started) == started
     before, until = _beat_of(file), time.monotonic() + WATCHED_S
     while time.monotonic() < until:
         if _beat_of(file) != before:
