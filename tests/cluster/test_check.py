@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +104,13 @@ def errors(findings: list[RuleFinding]) -> set[str]:
 
 
 def manifests_of(found: Documents) -> list[ManifestObject]:
-    return [manifest for name, document in found.items() for manifest in parse_manifests(to_yaml(document), name)]
+    return [each for name, document in found.items() for each in _manifests(json.dumps(document), name)]
+
+
+@cache
+def _manifests(document: str, name: str) -> tuple[ManifestObject, ...]:
+    """Most tests change one document of a render, and to write and read the others again takes most of their time."""
+    return tuple(parse_manifests(to_yaml(json.loads(document)), name))
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from aliquot.catalogue.instances import InstanceType, instances
@@ -47,7 +48,7 @@ def pool_view(pool: ManifestObject) -> PoolView:
         requirements=requirements,
         labels=mapping(pool.get("spec", "template", "metadata", "labels")),
         taints=pool.items("spec", "template", "spec", "taints"),
-        types=[each for each in instances() if all(_meets(each, one) for one in requirements)],
+        types=[each for each, labels in _labelled() if all(_meets(labels, one) for one in requirements)],
     )
 
 
@@ -74,15 +75,20 @@ def type_labels(each: InstanceType) -> dict[str, str]:
     return labels
 
 
+@cache
+def _labelled() -> list[tuple[InstanceType, dict[str, str]]]:
+    return [(each, type_labels(each)) for each in instances()]
+
+
 # Labels of a node that its type decides; others (capacity, zone, a person's own) are open.
 _KNOWN = {key for each in instances() if each.gpus for key in type_labels(each)}
 
 
-def _meets(each: InstanceType, requirement: dict[str, Any]) -> bool:
+def _meets(labels: dict[str, str], requirement: dict[str, Any]) -> bool:
     key, operator = requirement.get("key"), requirement.get("operator")
     if key not in _KNOWN:
         return True
-    own = type_labels(each).get(str(key))
+    own = labels.get(str(key))
     values = [str(value) for value in listed(requirement.get("values"))]
     if operator in ("Gt", "Lt", "Gte", "Lte"):
         if own is None or len(values) != 1 or not _NUMBER.match(values[0]):
