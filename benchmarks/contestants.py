@@ -23,7 +23,7 @@ import torch
 DEEPSPEED_JSON = json.loads((Path(__file__).parents[1] / "examples" / "seed" / "cpu-ds.json").read_text()) | {
     "steps_per_print": 1_000_000
 }
-OFFLOADED = ("offload_optimizer", "offload_param")
+LARGEST_NUMEL = 40_000_000  # of the benchmarks' weights; by default five buffers hold 100 million each
 AIO = {"block_size": 8 << 20, "queue_depth": 8, "single_submit": False, "overlap_events": True}
 
 
@@ -170,7 +170,8 @@ def deepspeed_seconds(
         said = DEEPSPEED_JSON | {"bf16": {"enabled": precision == "bf16"}}
         if nvme is not None:
             there = {"device": "nvme", "nvme_path": str(nvme)}
-            said |= {"zero_optimization": said["zero_optimization"] | dict.fromkeys(OFFLOADED, there), "aio": AIO}
+            offloaded = {"offload_optimizer": there, "offload_param": there | {"buffer_size": LARGEST_NUMEL}}
+            said |= {"zero_optimization": said["zero_optimization"] | offloaded, "aio": AIO}
         file.write_text(json.dumps(said))
         settings = trainer_arguments(
             folder, precision, steps, rows, accumulation, deepspeed=str(file), gradient_checkpointing=nvme is not None
