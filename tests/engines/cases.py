@@ -10,7 +10,7 @@ from torch import Tensor
 from aliquot.config.adapter_section import AdapterSection
 from aliquot.models.batch import MicroBatch
 
-STEPS = 3
+STEPS = 5
 FAR = 20  # steps in which what is rounded shows
 LEARNING_RATE = 3e-3
 WEIGHT_DECAY = 0.1

@@ -83,7 +83,7 @@ def train(kind: str, case: cases.Case, rank: int, world_size: int, folder: Path)
         offload_directory=folder,
     )
     # Several blocks and windows of a weight, and a rest.
-    sizes.BLOCK = blocked_adamw.BLOCK = squared_norm.BLOCK = 768 if "moe" in case.name else 192
+    sizes.BLOCK = blocked_adamw.BLOCK = squared_norm.BLOCK = 192
     # Of a mixture several experts in a piece, and several pieces of a weight.
     host_memory._PIECE_BYTES = 4096 if "moe" in case.name else PIECE_BYTES
     if kind == "deepspeed-uncompiled":  # as where DeepSpeed finds no way to build its shared-memory op

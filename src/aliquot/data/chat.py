@@ -42,7 +42,7 @@ def encode_record(tokenizer: Any, text: str, spec: EncoderSpec) -> tuple[list[in
             return [], [], NO_ANSWER
         rendered, ids, mask = encode_chat(tokenizer, messages, context, everything, tools)
         left_out = any(message["content"].strip() not in rendered for message in messages)
-        left_out |= tools is not None and rendered == encode_chat(tokenizer, messages, context, everything)[0]
+        left_out |= any(_tool_name(tool) not in rendered for tool in tools or [])
         reason = TEMPLATE_LEAVES_OUT if left_out else None
         if spec.prefix and tuple(ids[: len(spec.prefix)]) != spec.prefix:
             ids, mask = [*spec.prefix, *ids], [0] * len(spec.prefix) + mask
@@ -167,6 +167,12 @@ def _prompt_and_completion(record: dict[str, Any]) -> tuple[str, str]:
         paired=paired, instruction=record["instruction"], input=f"### Input:\n{given}\n\n" if given else ""
     )
     return f"{record['system']}\n\n{prompt}" if "system" in record else prompt, record["output"]
+
+
+def _tool_name(tool: Any) -> str:
+    """Of a function as OpenAI's and as plain schemas have it; empty where neither does."""
+    function = tool.get("function", tool) if isinstance(tool, dict) else {}
+    return str(function.get("name", "")) if isinstance(function, dict) else ""
 
 
 def _answers(message: dict[str, Any]) -> bool:

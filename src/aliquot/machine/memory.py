@@ -37,7 +37,7 @@ def memory_use(process: Path = _SELF) -> MemoryUse:
 
 
 class SparingPss:
-    """PSS of this process as often as it is cheap: for each reading the kernel walks all its pages, 25 ms a GB."""
+    """PSS of this process as often as it is cheap: for each reading the kernel walks all its pages."""
 
     def __init__(self) -> None:
         self._bytes = 0
