@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,6 +80,65 @@ def test_a_thorough_profile_goes_before_a_quick_one(unknown: Path) -> None:
     profiles.keep_thorough(cpu, {**RATES, "call_s": 1.0}, RATES)
     rates = profiles.rates_of(Machine.this(cpu), ONE)
     assert rates is not None and rates.overhead_s(1) == 1.0
+
+
+def slowed(by: float) -> dict[str, Any]:
+    products = {size: [[side, rate / by] for side, rate in table] for size, table in RATES["products"].items()}
+    return {**RATES, "products": products}
+
+
+def made_older(path: Path, seconds: float) -> None:
+    profile = json.loads(path.read_text())
+    path.write_text(json.dumps({**profile, "at": profile["at"] - seconds}))
+
+
+def test_what_was_measured_an_hour_ago_is_measured_again(unknown: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, machine = read_cpu(), Machine.this()
+    path = profiles.keep_quick(cpu, 1, 1, RATES)
+    made_older(path, 3000)
+    assert profiles.quick(cpu, 1, 1) == RATES and profiles.known(machine, ONE)
+    made_older(path, 1000)
+    assert profiles.quick(cpu, 1, 1) is None and not profiles.known(machine, ONE)
+    rates = profiles.rates_of(machine, ONE)
+    assert rates is not None and rates.overhead_s(1) == RATES["call_s"]  # better than an estimate
+    profiles.keep_quick(cpu, 2, 2, {**RATES, "call_s": 7.0})
+    rates = profiles.rates_of(machine, ONE)
+    assert rates is not None and rates.overhead_s(1) == 7.0  # of other ranks, but of now
+    made_older(profiles.keep_thorough(cpu, RATES, RATES), 4000)
+    assert profiles.known(machine, ONE)
+    made_older(next(unknown.glob("*-2x2.json")), 4000)
+    monkeypatch.setattr(calibrate, "QUICK", LITTLE)
+    calibrate.make_known(machine, ONE)
+    assert profiles.known(machine, ONE)
+
+
+@pytest.mark.parametrize(("by", "goes_first"), [(1.2, "thorough"), (0.8, "thorough"), (2.0, "quick"), (0.5, "quick")])
+def test_a_thorough_profile_of_a_machine_that_has_changed_is_passed_over(
+    unknown: Path, by: float, goes_first: str
+) -> None:
+    cpu, machine = read_cpu(), Machine.this()
+    cores = cpu.usable_cores
+    whole = {**RATES, "products": slowed(1 / cores)["products"]}
+
+    def first() -> str:
+        rates = profiles.rates_of(machine, RankLayout(1, cores, 1, "cpu"))
+        assert rates is not None
+        return "thorough" if rates.overhead_s(1) == RATES["call_s"] else "quick"
+
+    path = profiles.keep_quick(cpu, cores, 1, {**slowed(by), "call_s": 7.0})
+    thorough = profiles.keep_thorough(cpu, RATES, whole)
+    assert first() == "thorough"  # the newer one
+    made_older(thorough, 10)
+    assert first() == goes_first
+    profiles.keep_quick(cpu, cores, 1, {**slowed(by), "call_s": 7.0, "spread": 0.5})
+    assert first() == "thorough"  # for now: the machine is busy with something else
+    path.unlink()
+    profiles.keep_quick(cpu, 1, cores, {**RATES, "products": slowed(by / cores)["products"], "call_s": 7.0})
+    assert first() == goes_first
+    if cores > 1:
+        next(unknown.glob(f"*-1x{cores}.json")).unlink()
+        profiles.keep_quick(cpu, 1, 1, {**slowed(by), "call_s": 7.0})
+        assert first() == "thorough"  # a core alone is faster anyway
 
 
 def test_a_busy_machine_and_an_older_profile_are_measured_again(unknown: Path) -> None:

@@ -21,7 +21,7 @@ from aliquot.launch.rank_layout import RankLayout
 from aliquot.machine.cpu import read_cpu
 from aliquot.plan.measure_rates import QUICK, THOROUGH, Tables, measure_rates, medians
 from aliquot.plan.planned_machine import Machine
-from aliquot.plan.profiles import check_room, keep_quick, keep_thorough, rates_of
+from aliquot.plan.profiles import check_room, keep_quick, keep_thorough, known
 
 if TYPE_CHECKING:
     from multiprocessing.sharedctypes import SynchronizedArray
@@ -39,8 +39,8 @@ def calibrate() -> Path:
 
 
 def make_known(machine: Machine, layout: RankLayout) -> None:
-    """Measure this machine quickly, for the ranks of one node of `layout`, if nothing was measured of it before."""
-    if machine.cpu is None or layout.device != "cpu" or rates_of(machine, layout) is not None:
+    """Measure this machine quickly, for the ranks of one node of `layout`, unless that was done within the hour."""
+    if machine.cpu is None or known(machine, layout):
         return
     import torch
 

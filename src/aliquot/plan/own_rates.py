@@ -16,7 +16,7 @@ from aliquot.plan.measure_rates import QUICK, measure_rates, medians
 def ceiling(ranks: Ranks, precision: Literal["bf16", "fp32"], again: bool = False) -> float:
     """FLOP/s of all ranks together in plain matrix products. Collective.
 
-    On CPU it is measured with all else that plans go by, about a second, and kept for later runs and plans here;
+    On CPU it is measured with all else that plans go by, about a second, and kept for runs and plans of the next hour;
     `again`: although it is known.
     """
     topology = ranks.topology

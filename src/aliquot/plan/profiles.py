@@ -1,7 +1,9 @@
 """What was measured of this machine, kept in the cache directory under its name: processor, cores, version of torch.
 
 There are two kinds. A thorough one (`aliquot plan --calibrate`) knows a rank of one thread and one with a thread a
-core. A quick one, of which every run makes sure, knows the ranks and threads of that run.
+core. A quick one, of which every run makes sure, knows the ranks and threads of that run. Machines that others share
+become slower and faster, by half within a day: after an hour a quick one is measured again, and tells whether the
+thorough one still holds.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import datetime
 import hashlib
 import json
 import os
+import time
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -26,14 +29,27 @@ from aliquot.textfile import publish_text
 FORMAT = 3
 _PROFILE_BYTES = 8192  # at most, about
 _BUSY = 0.1  # a spread of products above which a quick profile is measured again by the next run
+_FRESH_S = 3600.0  # about as long as a machine stays what it is, and a second an hour is little
+_APART = 4 / 3  # between the ceilings of two profiles: more than two measurements of one machine differ by
 
 
 def rates_of(machine: Machine, layout: RankLayout) -> Rates | None:
     """By what was measured of this machine; None for another one, for GPUs, or where nothing was."""
     if machine.cpu is None or layout.device != "cpu":
         return None
-    profile = _read(_path(machine.cpu)) or _nearest_quick(machine.cpu, layout)
+    thorough, quick = _read(_path(machine.cpu)), _nearest_quick(machine.cpu, layout)
+    profile = quick if thorough is None or (quick is not None and _overtaken(thorough, quick, machine)) else thorough
     return None if profile is None else Measured.of(profile, machine, layout)
+
+
+def known(machine: Machine, layout: RankLayout) -> bool:
+    """Whether plans for `layout` need no measurement first: one was made within the hour, or can tell nothing."""
+    if machine.cpu is None or layout.device != "cpu":
+        return True
+    return any(
+        profile is not None and _fresh(profile)
+        for profile in (_read(_path(machine.cpu)), _nearest_quick(machine.cpu, layout))
+    )
 
 
 def keep_thorough(cpu: CpuFacts, core: Tables, all_cores: Tables) -> Path:
@@ -55,9 +71,9 @@ def check_room() -> None:
 
 
 def quick(cpu: CpuFacts, ranks: int, threads: int) -> Tables | None:
-    """None: not measured yet, or while the machine was busy."""
+    """None: not measured within the hour, or while the machine was busy."""
     profile = _read(_path(cpu, ranks, threads))
-    return profile["tables"] if profile is not None and profile["tables"]["spread"] <= _BUSY else None
+    return profile["tables"] if profile is not None and _fresh(profile) and not _busy(profile) else None
 
 
 def ceiling(tables: Tables, itemsize: int) -> float:
@@ -95,7 +111,7 @@ class Measured:
                 )
             )
             share, factor, how = 0.0, wanted / measured, " in a second; --calibrate takes its time"
-            if core["spread"] > _BUSY:
+            if _busy(profile):
                 how += "; the machine was busy"
 
         def between(one: Any, whole: Any) -> float:
@@ -153,11 +169,30 @@ def _nearest_quick(cpu: CpuFacts, layout: RankLayout) -> dict[str, Any] | None:
     own = _path(cpu)
     found = [profile for path in own.parent.glob(f"{own.stem}-*.json") if (profile := _read(path)) is not None]
 
-    def distance(profile: dict[str, Any]) -> tuple[bool, int, int]:
-        busy = profile["tables"]["spread"] > _BUSY
-        return busy, abs(profile["threads"] - layout.threads_per_rank), abs(profile["ranks"] - layout.ranks_per_node)
+    def distance(profile: dict[str, Any]) -> tuple[bool, bool, int, int]:
+        threads, ranks = profile["threads"] - layout.threads_per_rank, profile["ranks"] - layout.ranks_per_node
+        return not _fresh(profile), _busy(profile), abs(threads), abs(ranks)
 
     return min(found, key=distance, default=None)
+
+
+def _overtaken(thorough: dict[str, Any], quick: dict[str, Any], machine: Machine) -> bool:
+    """Whether the machine has changed since it was measured thoroughly. A quick profile that left cores idle cannot
+    tell: alone, a core is faster."""
+    ranks, threads = quick["ranks"], quick["threads"]
+    if quick.get("at", 0.0) < thorough.get("at", 0.0) or _busy(quick) or ranks * threads < thorough["cores"]:
+        return False
+    then = Measured.of(thorough, machine, RankLayout(1, ranks, threads, "cpu"))
+    ratio = ceiling(quick["tables"], 4) / max(rate for _, rate in then.products[4])
+    return not 1 / _APART < ratio < _APART
+
+
+def _fresh(profile: dict[str, Any]) -> bool:
+    return abs(time.time() - float(profile.get("at", 0.0))) < _FRESH_S  # a clock may have been set back
+
+
+def _busy(profile: dict[str, Any]) -> bool:
+    return bool(profile["tables"]["spread"] > _BUSY)
 
 
 def _path(cpu: CpuFacts, ranks: int | None = None, threads: int | None = None) -> Path:
@@ -170,9 +205,12 @@ def _identity(cpu: CpuFacts) -> str:
 
 
 def _keep(path: Path, cpu: CpuFacts, values: dict[str, Any]) -> Path:
-    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    now = time.time()
+    date = datetime.datetime.fromtimestamp(now, datetime.UTC).date().isoformat()
     path.parent.mkdir(parents=True, exist_ok=True)
-    publish_text(path, json.dumps({"format": FORMAT, "date": date, "machine": _identity(cpu), **values}, indent=1))
+    publish_text(
+        path, json.dumps({"format": FORMAT, "at": now, "date": date, "machine": _identity(cpu), **values}, indent=1)
+    )
     return path
 
 
