@@ -15,6 +15,7 @@ from aliquot.launch.placement import place
 from aliquot.launch.presence import Presence
 from aliquot.launch.ranks import Ranks
 from aliquot.launch.same_everywhere import check_configs
+from aliquot.launch.stillness import Stillness
 from aliquot.machine.cpu import read_cpu
 from aliquot.models.source import resolve
 from aliquot.observe.console import Display
@@ -52,7 +53,12 @@ def evaluate_model(config: RunConfig) -> dict[str, Evaluation]:
         ranks = Ranks.join(topology, _TIMEOUT_S, config.launch.join_timeout_s, False)
     display = Display(config.observe.console, enabled=topology.is_first)
     exporter = Exporter(config.observe, config.run.name)
-    with ranks.closing(), Presence(topology, ranks.store, config.launch.step_timeout_s) as presence:
+    timeout_s = config.launch.step_timeout_s
+    with (
+        ranks.closing(),
+        Presence(topology, ranks.store, timeout_s) as presence,
+        Stillness(topology.rank, ranks.store, timeout_s, None, lambda: presence.doing),
+    ):
         presence.doing = "evaluating a model"
         try:
             ledger, directory = Ledger(ranks.rank), RunDirectory(config.run.directory)

@@ -35,6 +35,7 @@ from aliquot.launch.preload import tune
 from aliquot.launch.presence import Presence
 from aliquot.launch.ranks import Ranks
 from aliquot.launch.same_everywhere import check_configs
+from aliquot.launch.stillness import Stillness
 from aliquot.launch.stop_signal import StopSignal, Terminated
 from aliquot.launch.watchdog import Watchdog
 from aliquot.machine.allocator import give_back
@@ -57,7 +58,7 @@ from aliquot.ranges.together import on_first
 from aliquot.stores.open_store import open_store
 
 # Only training steps are on the watchdog's clock: reading data and weights may take long. A rank that dies ends the
-# run at once anyway, and a node that is lost soon (presence.py); this only bounds the wait for a rank that hangs.
+# run at once anyway, a node that is lost soon (presence.py), and a run in which nobody does anything (stillness.py).
 _PREPARATION_TIMEOUT_S = 24 * 3600.0
 
 
@@ -86,7 +87,12 @@ def train(config: RunConfig, force: bool = False) -> Result:
     display = Display(config.observe.console, enabled=topology.is_first)
     exporter = Exporter(config.observe, config.run.name)
     directory = RunDirectory(config.run.directory)
-    with ranks.closing(), Presence(topology, ranks.store, config.launch.step_timeout_s) as presence:
+    stacks, timeout_s = directory.logs / f"still-rank-{topology.rank}.txt", config.launch.step_timeout_s
+    with (
+        ranks.closing(),
+        Presence(topology, ranks.store, timeout_s) as presence,
+        Stillness(topology.rank, ranks.store, timeout_s, stacks, lambda: presence.doing),
+    ):
         try:
             with directory.locked() if topology.is_first else nullcontext():
                 on_first(ranks, partial(check_installed, config.observe.report_to))

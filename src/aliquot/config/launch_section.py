@@ -29,6 +29,6 @@ class LaunchSection(OnNodes):
     join_timeout_s: PositiveFloat = Field(900.0, description="Nodes and ranks wait this long for each other at start.")
     step_timeout_s: PositiveFloat = Field(
         1800.0,
-        description="A rank that makes no progress in training this long ends the run, and so does a node that is not"
-        " heard of, in preparation and export too.",
+        description="A rank that makes no progress in training this long ends the run; in preparation and export too a"
+        " node that is not heard of does, or that no rank computes, reads or writes.",
     )

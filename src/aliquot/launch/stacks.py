@@ -10,14 +10,26 @@ _TOGETHER_S = 60.0
 _WAITS = re.compile(r"torch/distributed/|aliquot/collectives/|aliquot/launch/ranks\.py$")
 
 
-def standing_still(own: Path) -> dict[int, str]:
-    """Of ranks that are not in a collective, where each is: `file:line in function`. Empty: no rank or all of them.
+def told_standing_still(own: Path) -> str:
+    """Words that follow what a message says, and name the ranks that are not in a collective, if others are.
 
     `own`: this rank's stacks; beside it lie those of the others, and those that an earlier attempt has left.
     """
+    stuck = standing_still(own)
+    told = ", ".join(f"rank {rank} stands still at {place}" for rank, place in stuck.items())
+    return f"; {told}{', and the others wait for it' * (len(stuck) == 1)}" if stuck else ""
+
+
+def of_all_ranks(own: Path) -> str:
+    """The pattern of the files' names, beside `own`."""
+    return re.sub(r"\d+\.txt$", "*.txt", own.name)
+
+
+def standing_still(own: Path) -> dict[int, str]:
+    """Of ranks that are not in a collective, where each is: `file:line in function`. Empty: no rank or all of them."""
     found = {}
     written = own.stat().st_mtime
-    beside = sorted(own.parent.glob("stacks-rank-*.txt"))
+    beside = sorted(own.parent.glob(of_all_ranks(own)))
     files = [file for file in beside if abs(file.stat().st_mtime - written) < _TOGETHER_S]
     for file in files:
         rank = re.search(r"(\d+)\.txt$", file.name)

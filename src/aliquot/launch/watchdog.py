@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Self
 
 from aliquot.launch.rank_errors import RankError, record_error
-from aliquot.launch.stacks import standing_still
+from aliquot.launch.stacks import of_all_ranks, told_standing_still
 
 
 class Watchdog:
@@ -57,10 +57,8 @@ class Watchdog:
         while (left := self._last + self.timeout_s + self.grace_s - time.monotonic()) > 0:
             if self._stopped.wait(left):
                 return
-        stacks = self.stack_file.with_name(self.stack_file.name.replace(f"rank-{self.rank}", "rank-*"))
-        stuck = standing_still(self.stack_file)
-        told = ", ".join(f"rank {rank} stands still at {place}" for rank, place in stuck.items())
-        told = f"; {told}{', and the others wait for it' * (len(stuck) == 1)}" if stuck else ""
+        stacks = self.stack_file.with_name(of_all_ranks(self.stack_file))
+        told = told_standing_still(self.stack_file)
         message = f"no progress for {self.timeout_s:g} s{told}; where every rank was: {stacks} [hung]"
         if not record_error(RankError(self.rank, "training", message, f"{message}\n", time.time())):
             print(f"aliquot: rank {self.rank}: {message}", file=sys.stderr, flush=True)
