@@ -340,14 +340,6 @@ def test_the_export_has_the_dtype_of_the_source(folder: Path, alone: Path, tmp_p
 
 
 @pytest.mark.long
-def test_epochs_that_end_unevenly_cannot_be_continued_in_the_middle(folder: Path) -> None:
-    config = write_config(folder, "epochs", train={"max_steps": None, "num_train_epochs": 1, "global_batch_size": 7})
-    result = aliquot.train(aliquot.read_config(config))
-    assert list(curve(folder / "epochs")) == list(range(1, result.steps + 1))
-    assert "cut short by the end of its last epoch" in refusal(config, "train.num_train_epochs=2")
-
-
-@pytest.mark.long
 def test_resume_from_a_path_starts_there_and_goes_on_from_its_own(folder: Path, alone: Path) -> None:
     shutil.copytree(alone / "checkpoints" / "step-00000003", folder / "best")
     config = write_config(folder, "branch", checkpoint={"resume": str(folder / "best")})
