@@ -181,7 +181,7 @@ FAULTS = (
         ("tests/test_train.py",),
     ),
     Fault(
-        "sigterm-saves-nothing", "train.py",
+        "sigterm-saves-nothing", "training.py",
         "a run that is told to stop stops without saving",
         "if last or stopping or best == done or is_due(config.checkpoint.every, done):",
         "if last or best == done or is_due(config.checkpoint.every, done):",

@@ -1,6 +1,6 @@
 """The engine interface: what holds, shards and steps the model.
 
-No process group, DTensor, scheduler or JSON crosses it. `train.py` knows nothing else of an engine.
+No process group, DTensor, scheduler or JSON crosses it. `training.py` knows nothing else of an engine.
 """
 
 from __future__ import annotations
