@@ -7,13 +7,13 @@ somebody computes meanwhile, or reads or writes a disk.
 from __future__ import annotations
 
 import faulthandler
-import math
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -28,7 +28,10 @@ from aliquot.launch.stacks import of_all_ranks, told_standing_still
 _LOOKS = 30  # so many in a row at which nobody had done anything; a process that was stopped meanwhile has not looked
 _AHEAD = 2  # ranks look at different moments: before the first of them ends the run all have written their stacks
 _LONGEST_S = 60.0  # from look to look
-_BUSY = 0.005  # of a core; to wait costs a thousandth, for the words that say that this node is there
+# To wait costs a thousandth of a core for the words that say that this node is there, a hundredth and 4 KiB/s for a
+# console's bars. What a slow line brings or takes away costs little more, but is read or written.
+_BUSY = 0.02  # of a core
+_BUSY_BYTES_PER_S = 16384
 
 
 class Stillness:
@@ -61,7 +64,7 @@ class Stillness:
     def _watch(self) -> None:
         work, told, still = _Work(), 0, 0
         while not self._over.wait(self._every_s):
-            busy = work.since_last_look() > _BUSY * self._every_s
+            busy = work.since_last_look(self._every_s)
             try:
                 count = self._store.add("stillness", int(busy))  # looks of all ranks that found something done
             except Exception:
@@ -70,7 +73,7 @@ class Stillness:
             told = count
             if still == self._looks - _AHEAD:
                 self._write_stacks()
-                work.since_last_look()  # which was to write them
+                work.since_last_look(self._every_s)  # which was to write them
             elif still == 0 and self._stack_file is not None:
                 self._stack_file.unlink(missing_ok=True)
             elif still >= self._looks and not self._over.is_set():
@@ -98,35 +101,50 @@ class Stillness:
         os._exit(1)  # the main thread waits for what does not come
 
 
+@dataclass(frozen=True)
+class _Done:
+    """By a process since it began."""
+
+    seconds: float = 0.0  # of processors
+    disk_bytes: int = 0  # that came from a disk or went there
+    all_bytes: int = 0  # that were read and written, pipes and most sockets included
+
+
 class _Work:
-    """Of this process and those that it has started, which tokenise."""
+    """Of this process and those that it has started, which tokenise. To be used by one thread."""
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[int, float], tuple[float, int]] = {}  # process -> seconds of processors, bytes of disks
-        self.since_last_look()
+        self._own = psutil.Process()
+        self._done: dict[tuple[int, float], _Done] = {}
+        self._looking_bytes = 0
+        self.since_last_look(1.0)
 
-    def since_last_look(self) -> float:
-        """Seconds of processors, without those that it takes to look; endless if bytes came from a disk or went there.
-
-        To be called by one thread.
-        """
-        own = psutil.Process()
-        found = {(own.pid, 0.0): (time.process_time() - time.thread_time(), _disk_bytes(own))}
-        for process in own.children(recursive=True):
+    def since_last_look(self, seconds: float) -> bool:
+        """Whether they have done more than wait, in about so many seconds."""
+        before = _io(self._own)[1]
+        found: dict[tuple[int, float], _Done] = {}
+        for process in self._own.children(recursive=True):
             with suppress(psutil.Error):  # it has ended, or is not ours to look at
                 used = process.cpu_times()
-                found[process.pid, process.create_time()] = (used.user + used.system, _disk_bytes(process))
-        before = self._seen
-        nothing = (0.0, 0)
-        self._seen = found
-        if any(moved > before.get(process, nothing)[1] for process, (_, moved) in found.items()):
-            return math.inf
-        return sum(max(0.0, used - before.get(process, nothing)[0]) for process, (used, _) in found.items())
+                found[process.pid, process.create_time()] = _Done(used.user + used.system, *_io(process))
+        disk_bytes, after = _io(self._own)
+        # Without what it takes to look.
+        self._looking_bytes += after - before
+        own_s = time.process_time() - time.thread_time()
+        found[self._own.pid, 0.0] = _Done(own_s, disk_bytes, after - self._looking_bytes)
+        worked = [
+            (now.seconds - then.seconds, now.disk_bytes - then.disk_bytes, now.all_bytes - then.all_bytes)
+            for now, then in ((done, self._done.get(process, _Done())) for process, done in found.items())
+        ]
+        self._done = found
+        used_s, on_disk, moved = (sum(each) for each in zip(*worked, strict=True))
+        return bool(used_s > _BUSY * seconds or on_disk > 0 or moved > _BUSY_BYTES_PER_S * seconds)
 
 
-def _disk_bytes(process: psutil.Process) -> int:
+def _io(process: psutil.Process) -> tuple[int, int]:
+    """Bytes of disks, and all bytes that were read and written."""
     try:
-        moved = process.io_counters()
+        io = process.io_counters()
     except (psutil.Error, OSError, NotImplementedError):  # not told in every container
-        return 0
-    return int(moved.read_bytes + moved.write_bytes)
+        return 0, 0
+    return io.read_bytes + io.write_bytes, io.read_chars + io.write_chars
