@@ -101,6 +101,7 @@ def test_contradictions(file: Path) -> None:
     [
         ("train.max_steps=true", "which is not a value for it"),
         ("train.learning_rate=true", "which is not a value for it"),
+        ("launch.step_timeout_s=1e12", "less than or equal to"),
         ("train.learning_rate=.inf", "finite"),
         ("train.num_train_epochs=.nan", "finite"),
         ("run.name=..", "pattern"),

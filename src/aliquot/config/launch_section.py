@@ -26,9 +26,12 @@ class LaunchSection(OnNodes):
     node_rank: NonNegativeInt = Field(0, description="Which of them this one is.")
     master_address: str = Field("127.0.0.1", description="Where node 0 is reached.")
     master_port: int = Field(29500, ge=1, le=65535, description="A free port of node 0; one machine takes any itself.")
-    join_timeout_s: PositiveFloat = Field(900.0, description="Nodes and ranks wait this long for each other at start.")
+    join_timeout_s: PositiveFloat = Field(
+        900.0, le=1e9, description="Nodes and ranks wait this long for each other at start."
+    )
     step_timeout_s: PositiveFloat = Field(
         1800.0,
+        le=1e9,  # clocks of the system take no 300 years
         description="A rank that makes no progress in training this long ends the run; in preparation and export too a"
         " node that is not heard of does, or that no rank computes, reads or writes.",
     )
