@@ -112,9 +112,9 @@ class WeightPatches:
         codes = self._codes[:padded].copy_(self._clamped[:padded]).numpy().view(np.uint32)
         np.bitwise_and(codes, _CODES, out=codes)
         packed = np.multiply(codes, _PACK, out=self._words[: padded // 4]).view(np.uint8)[3::4]
-        if not packed.any():
+        if not np.bitwise_or.reduce(codes):
             return [], 0
-        escapes = bits[np.flatnonzero(np.equal(codes.view(np.uint8), _ESCAPED, out=self._marks[:padded]))]
+        escapes = np.compress(np.equal(codes.view(np.uint8), _ESCAPED, out=self._marks[:padded]), bits)
         narrow = escapes.astype(np.int8)
         is_wide = (narrow != escapes) | (narrow == _WIDE)
         narrow[is_wide] = _WIDE
