@@ -57,7 +57,7 @@ def evaluate_model(config: RunConfig) -> dict[str, Evaluation]:
     with (
         ranks.closing(),
         Presence(topology, ranks.store, timeout_s) as presence,
-        Stillness(topology.rank, ranks.store, timeout_s, None, lambda: presence.doing),
+        Stillness(topology, ranks.store, timeout_s, None, lambda: presence.doing),
     ):
         presence.doing = "evaluating a model"
         try:

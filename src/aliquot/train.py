@@ -60,7 +60,7 @@ def train(config: RunConfig, force: bool = False) -> Result:
     with (
         ranks.closing(),
         Presence(topology, ranks.store, timeout_s) as presence,
-        Stillness(topology.rank, ranks.store, timeout_s, stacks, lambda: presence.doing),
+        Stillness(topology, ranks.store, timeout_s, stacks, lambda: presence.doing),
     ):
         try:
             with directory.locked() if topology.is_first else nullcontext():

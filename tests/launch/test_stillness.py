@@ -30,13 +30,22 @@ def writes(seconds):
             file.write(bytes(4096))
             os.fsync(file.fileno())
             time.sleep(0.04)
-with Stillness(ranks.rank, ranks.store, 2.0, own, lambda: "loading weights"):
+with Stillness(topology, ranks.store, 2.0, own, lambda: "loading weights"):
 """
 )
 
 
+WAITS = """
+    try:
+        waits_for_a_file_that_does_not_come() if ranks.rank == 1 else ranks.barrier()
+    except Exception as error:  # rank 0 has lost the connection to rank 1, which has ended first
+        from aliquot.launch.rank_errors import report_error
+        sys.exit(report_error(error))
+"""
+
+
 def test_a_run_in_which_nobody_does_anything_says_who_stands_where(tmp_path: Path) -> None:
-    body = WATCHED + "    waits_for_a_file_that_does_not_come() if ranks.rank == 1 else ranks.barrier()\n"
+    body = WATCHED + WAITS
     code, _, err = run(tmp_path, body, str(tmp_path))
     assert code == 1
     line = err.splitlines()[0]
@@ -65,7 +74,9 @@ def test_a_rank_that_was_stopped_has_not_stood_still(tmp_path: Path) -> None:
         import os, signal, subprocess, sys, time
         from pathlib import Path
         from aliquot.launch.stillness import Stillness
-        with Stillness(0, None, 2.0, Path(sys.argv[1]) / "still-rank-0.txt", lambda: "planning"):
+        from aliquot.launch.topology import Topology
+        alone = Topology(0, 1, 0, 1, 0, 1, "cpu", 1, ())
+        with Stillness(alone, None, 2.0, Path(sys.argv[1]) / "still-rank-0.txt", lambda: "planning"):
             time.sleep(0.5)
             subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {os.getpid()}"])
             os.kill(os.getpid(), signal.SIGSTOP)

@@ -20,13 +20,14 @@ from typing import Any, Self, cast
 import psutil
 
 # Public, but not re-exported for type checkers.
-from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
+from torch.distributed import DistError, HashStore, Store  # type: ignore[attr-defined]
 
 from aliquot.launch.rank_errors import RankError, record_error
 from aliquot.launch.stacks import of_all_ranks, told_standing_still
+from aliquot.launch.topology import Topology
 
 _LOOKS = 30  # so many in a row at which nobody had done anything; a process that was stopped meanwhile has not looked
-_AHEAD = 2  # ranks look at different moments: before the first of them ends the run all have written their stacks
+_AHEAD = 2  # ranks look at different moments: this much before the run may end they write their stacks
 _LONGEST_S = 60.0  # from look to look
 # To wait costs a thousandth of a core for the words that say that this node is there, a hundredth and 4 KiB/s for a
 # console's bars. What a slow line brings or takes away costs little more, but is read or written.
@@ -38,13 +39,19 @@ class Stillness:
     """A context, of every rank. When no rank has done anything for `timeout_s`, all write their stacks to `stack_file`
     (None: to stderr), and the run ends with code 1 and a line that says who stands where.
 
-    `store`: in which the ranks have met; None: there is one. `doing`: in words, what goes on.
+    One that does not write them, because its host does not answer, is waited for as long again. `store`: in which the
+    ranks have met; None: there is one. `doing`: in words, what goes on.
     """
 
     def __init__(
-        self, rank: int, store: Store | None, timeout_s: float, stack_file: Path | None, doing: Callable[[], str]
+        self,
+        topology: Topology,
+        store: Store | None,
+        timeout_s: float,
+        stack_file: Path | None,
+        doing: Callable[[], str],
     ) -> None:
-        self._rank = rank
+        self._topology = topology
         self._timeout_s = timeout_s
         self._every_s = min(_LONGEST_S, timeout_s / _LOOKS)
         self._looks = round(timeout_s / self._every_s)
@@ -62,21 +69,25 @@ class Stillness:
         self._over.set()
 
     def _watch(self) -> None:
+        # Node 0 has ended or is out of reach, of which presence.py tells.
+        with suppress(DistError):
+            self._look()
+
+    def _look(self) -> None:
         work, told, still = _Work(), 0, 0
         while not self._over.wait(self._every_s):
-            busy = work.since_last_look(self._every_s)
-            try:
-                count = self._store.add("stillness", int(busy))  # looks of all ranks that found something done
-            except Exception:
-                return  # node 0 has ended or is out of reach, of which presence.py tells
+            count = self._store.add("stillness", int(work.since_last_look(self._every_s)))  # looks that found some
             still = still + 1 if count == told else 0
             told = count
+            written = f"stillness-stacks-{told}"  # how many ranks have, since the last of them has done something
             if still == self._looks - _AHEAD:
                 self._write_stacks()
+                self._store.add(written, 1)
                 work.since_last_look(self._every_s)  # which was to write them
             elif still == 0 and self._stack_file is not None:
                 self._stack_file.unlink(missing_ok=True)
-            elif still >= self._looks and not self._over.is_set():
+            all_written = still >= self._looks and self._store.add(written, 0) >= self._topology.world_size
+            if (all_written or still >= 2 * self._looks) and not self._over.is_set():
                 self._end()
 
     def _write_stacks(self) -> None:
@@ -96,8 +107,8 @@ class Stillness:
             f"no rank has computed, read or written anything for {self._timeout_s:g} s (launch.step_timeout_s) while"
             f" {self._doing()}{told}; where every rank was: {where} [hung]"
         )
-        if not record_error(RankError(self._rank, "training", message, f"{message}\n", time.time())):
-            print(f"aliquot: rank {self._rank}: {message}", file=sys.stderr, flush=True)
+        if not record_error(RankError(self._topology.rank, "training", message, f"{message}\n", time.time())):
+            print(f"aliquot: rank {self._topology.rank}: {message}", file=sys.stderr, flush=True)
         os._exit(1)  # the main thread waits for what does not come
 
 
