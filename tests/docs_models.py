@@ -29,10 +29,11 @@ document is a call of the model with its own attention or mixer: as exact, and s
 Dropout of attention probabilities, too, makes a call each: set it to 0 where you can. A run says which way it goes,
 and why.
 
-What this does not show: weights that were published. Mixtures of experts whose checkpoints hold each expert apart are
-loaded and exported so where each published tensor is one range of a weight (Mixtral, Qwen-MoE, OLMoE, DeepSeek-V3,
-compared with what transformers saves and loads); where a conversion does more, a run ends with the names of the tensors
-that are missing.
+Weights are published under names and in pieces that are not always those of the model in memory: each expert apart, or
+Pythia's head as `embed_out`. What transformers saves of each type is loaded and exported as transformers would
+(`pytest -m long tests/models/test_every_type.py`). Two types are the exception, `hrm_text` and `inkling2_text`, of whose
+weights several make one published tensor: they train from a configuration only, and a run that is to load them ends
+with the names of the tensors that are missing.
 
 | model type | documents |
 |--|--|

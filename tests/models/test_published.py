@@ -34,6 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "n_routed_experts": 5, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 8,
         "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
     },
+    "gpt_neox": {},  # whose head has another name
 }  # fmt: skip
 
 
@@ -99,7 +100,8 @@ def test_what_transformers_saves_is_loaded_and_exported_the_same(
     tensors = [(name, tuple(weight.shape)) for name, weight in weights.items()]
     tied = {"lm_head.weight": "model.embed_tokens.weight"} if model.config.tie_word_embeddings else {}
     published = published_of(model, tensors)
-    assert published is not None and any(".experts.4." in each.name for each in published)
+    assert published is not None
+    assert any(".experts.4." in each.name or each.name == "embed_out.weight" for each in published)
 
     def work(ranks: RankGroup) -> int:
         store = Held({name: torch.zeros_like(w) for name, w in weights.items()}, ranks.rank, world, direct)
@@ -130,8 +132,6 @@ def test_the_layout_of_the_model_itself_is_loaded_too(saved: tuple[Any, Path], t
 
 def test_for_other_peoples_scripts(saved: tuple[Any, Path]) -> None:
     model, folder = saved
-    if model.config.model_type == "deepseek_v3":
-        pytest.skip("its router holds a buffer that a checkpoint has: load_sharded says so")
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(model.config)
     loaded = load_sharded(empty, folder)

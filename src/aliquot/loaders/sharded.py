@@ -16,7 +16,7 @@ from aliquot.collectives.json_values import JSON, gather
 from aliquot.errors import UsageError
 from aliquot.models.code_of_strangers import without_code
 from aliquot.models.load import load_weights
-from aliquot.models.materialise import compute_buffers, materialise, tied_weights
+from aliquot.models.materialise import compute_buffers, materialise, saved_buffers, tied_weights
 from aliquot.models.published import published_of
 from aliquot.models.structure import decoder_layers
 from aliquot.ranges.bytemap import Shape
@@ -47,10 +47,10 @@ def load_sharded(
     over `mesh`, one dimension or (replicate, shard).
 
     `dtype` of the parameters: by default as they are, or what the configuration says. The files may have any other.
-    The memory comes from `mesh`'s device type, or that of the parameters' own mesh. Buffers that no checkpoint holds
-    are computed anew, tied weights stay tied. `watch` is told of this rank's progress. Without a process group the
-    model is this process's alone. Raises UserError on every rank: files missing or malformed, tensors that do not fit
-    the model (all names listed), other placements, buffers that cannot be computed.
+    The memory comes from `mesh`'s device type, or that of the parameters' own mesh. Buffers that checkpoints hold are
+    read, by every rank; others are computed anew. Tied weights stay tied. `watch` is told of this rank's progress.
+    Without a process group the model is this process's alone. Raises UserError on every rank: files missing or
+    malformed, tensors that do not fit the model (all names listed), other placements, buffers that cannot be computed.
     """
     built = model if isinstance(model, nn.Module) else _build(model, mesh, dtype)
     tied = tied_weights(built)
@@ -89,12 +89,16 @@ class ShardedWeights(HeldWeights):
     """This rank's rows of the weights of a sharded model."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__(_held(name, weight) for name, weight in model.named_parameters())
+        super().__init__(_held(name, weight) for name, weight in _stored(model))
 
 
 def tensors_of(model: nn.Module) -> list[tuple[str, Shape]]:
-    """Names and whole shapes of the weights, each once."""
-    return [(_plain(name), tuple(weight.shape)) for name, weight in model.named_parameters()]
+    """Names and whole shapes of the weights and of the buffers that a checkpoint holds, each once."""
+    return [(_plain(name), tuple(weight.shape)) for name, weight in _stored(model)]
+
+
+def _stored(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(), *saved_buffers(model).items()]
 
 
 class Members:
@@ -130,19 +134,24 @@ def _device(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if own.device_type == "cuda" else torch.device("cpu")
 
 
-def _held(name: str, weight: nn.Parameter) -> tuple[Part, Tensor]:
+def whole(name: str, values: Tensor) -> tuple[Part, Tensor]:
+    """A tensor that each rank has all of, flat."""
+    return Part(_plain(name), tuple(values.shape), "weight", 0, values.numel()), values.detach().view(-1)
+
+
+def _held(name: str, weight: Tensor) -> tuple[Part, Tensor]:
     """The part of a weight that this rank has, and where it lies, flat."""
+    if not isinstance(weight, DTensor):
+        return whole(name, weight)
     shape, start = tuple(weight.shape), 0
-    local = weight.detach()
-    if isinstance(weight, DTensor):
-        local = weight.to_local().detach()
-        sharded = [dim for dim, placement in enumerate(weight.placements) if placement == Shard(0)]
-        if len(sharded) > 1 or any(p not in (Shard(0), Replicate()) for p in weight.placements):
-            raise UsageError(f"{name} is placed {weight.placements}: only one Shard(0) among Replicate can be loaded")
-        for dim in sharded:
-            rows = -(-shape[0] // weight.device_mesh.size(dim))  # ceil: the last ranks may have fewer or none
-            first = min(weight.device_mesh.get_local_rank(dim) * rows, shape[0])
-            start = first * (weight.numel() // max(shape[0], 1))
+    local = weight.to_local().detach()
+    sharded = [dim for dim, placement in enumerate(weight.placements) if placement == Shard(0)]
+    if len(sharded) > 1 or any(p not in (Shard(0), Replicate()) for p in weight.placements):
+        raise UsageError(f"{name} is placed {weight.placements}: only one Shard(0) among Replicate can be loaded")
+    for dim in sharded:
+        rows = -(-shape[0] // weight.device_mesh.size(dim))  # ceil: the last ranks may have fewer or none
+        first = min(weight.device_mesh.get_local_rank(dim) * rows, shape[0])
+        start = first * (weight.numel() // max(shape[0], 1))
     return Part(_plain(name), shape, "weight", start, start + local.numel()), local.view(-1)
 
 

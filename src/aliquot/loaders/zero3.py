@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from aliquot.errors import DeepspeedConfigError, MissingToolError, UsageError
-from aliquot.loaders.sharded import HeldWeights, Members
+from aliquot.loaders.sharded import HeldWeights, Members, tensors_of, whole
 from aliquot.models.code_of_strangers import without_code
 from aliquot.models.load import load_weights
-from aliquot.models.materialise import compute_buffers, replace_tensors, tied_weights
+from aliquot.models.materialise import compute_buffers, replace_tensors, saved_buffers, tied_weights
 from aliquot.models.published import published_of
 from aliquot.ranges.parts import Part
 from aliquot.ranges.transfer import Watch
@@ -66,7 +66,7 @@ def load_zero3(
     with torch.device("meta"):
         built = _construct(model, dtype, options)
     tied = tied_weights(built)
-    tensors = [(name, tuple(weight.shape)) for name, weight in built.named_parameters()]
+    tensors = tensors_of(built)
     published = published_of(built, tensors)
     compute_buffers(built)
     device = partition(built, settings)
@@ -77,13 +77,14 @@ def load_zero3(
 
 
 class ZeroWeights(HeldWeights):
-    """This rank's partitions of a model under ZeRO-3.
+    """This rank's partitions of a model under ZeRO-3; the buffers that checkpoints hold are whole on every rank.
 
     DeepSpeed's partition is elements [rank x P, (rank + 1) x P) of the flat tensor, P = ceil(numel / ranks).
     """
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__(_held(name, weight) for name, weight in model.named_parameters())
+        partitions = [_held(name, weight) for name, weight in model.named_parameters()]
+        super().__init__([*partitions, *(whole(name, buffer) for name, buffer in saved_buffers(model).items())])
 
 
 def partition(model: nn.Module, settings: Mapping[str, Any] | None) -> torch.device:

@@ -64,11 +64,22 @@ def initialize_module(model: nn.Module, module: nn.Module) -> None:
     cast("PreTrainedModel", holders[-1])._init_weights(module)
 
 
+def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that a checkpoint holds beside the weights, by their names: a router's bias."""
+    saved = model.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in model.named_buffers() if name in saved and buffer.is_floating_point()}
+
+
 def compute_buffers(model: nn.Module) -> None:
     """Give buffers on the meta device their values, by the initialisation that transformers' models bring.
 
-    Raises UserError for a buffer that a checkpoint would hold or that the model does not compute.
+    Those of `saved_buffers` get memory for what will be read. Raises UserError for another that a checkpoint would
+    hold, and for one that the model does not compute.
     """
+    replace_tensors(
+        model,
+        {name: torch.empty_like(b, device="cpu") for name, b in saved_buffers(model).items() if b.is_meta},
+    )
     saved = model.state_dict().keys()
     owners = {}
     for path, module in model.named_modules():

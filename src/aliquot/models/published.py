@@ -1,4 +1,5 @@
-"""How a model's weights are published where that differs from how it holds them: an expert's matrices one by one.
+"""How a model's weights are published where that differs from how it holds them: an expert's matrices one by one, or
+other names.
 
 transformers knows it, as the conversion that `save_pretrained` reverts. What becomes of each weight is found by having
 numbers converted that say where they were; a model of which a published tensor is not one range of one weight is
@@ -12,17 +13,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from aliquot.ranges.bytemap import Shape
 from aliquot.ranges.parts import Part, PartSource, PartStore
 from aliquot.ranges.transfer import InMemory
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _log = logging.getLogger(__name__)
 
@@ -43,11 +40,13 @@ class Published:
         return self.start + math.prod(self.shape)
 
 
-def published_of(model: PreTrainedModel, tensors: Sequence[tuple[str, Shape]]) -> tuple[Published, ...] | None:
+def published_of(model: nn.Module, tensors: Sequence[tuple[str, Shape]]) -> tuple[Published, ...] | None:
     """In the order of `tensors`. None: as they are held, or transformers' conversion is not one of ranges."""
-    if all(len(shape) != 3 for _, shape in tensors):
-        return None
+    from transformers import PreTrainedModel
     from transformers.core_model_loading import revert_weight_conversion
+
+    if not isinstance(model, PreTrainedModel):
+        return None
 
     numbers, places = {}, []
     end = 0
@@ -65,7 +64,7 @@ def published_of(model: PreTrainedModel, tensors: Sequence[tuple[str, Shape]]) -
             error,
         )
         return None
-    if converted.keys() == numbers.keys():
+    if converted.keys() == numbers.keys() and all(converted[name].equal(numbers[name]) for name in numbers):
         return None
     found = []
     for name, values in converted.items():

@@ -1,0 +1,72 @@
+"""What transformers saves of a model can be trained further, whatever its architecture."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from aliquot.errors import WeightsFileError
+from aliquot.models import meta
+from aliquot.models.export import export
+from aliquot.models.load import load_weights
+from aliquot.models.published import published_of
+from aliquot.ranges.parts import Part
+from aliquot.ranges.together import Alone
+from tests.architectures import small_config
+
+TABLE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+TYPES = re.findall(r"^\| `([\w.-]+)` \| (?:packed|a call)", TABLE.read_text(), re.MULTILINE)
+MERGED = {"hrm_text", "inkling2_text"}  # a published tensor is made of several weights, as docs/models.md says
+
+
+class Whole:
+    def __init__(self, tensors: list[tuple[str, tuple[int, ...]]]) -> None:
+        self.values = {name: torch.full(shape, torch.nan).view(-1) for name, shape in tensors}
+        self._parts = [Part(name, shape, "weight", 0, self.values[name].numel()) for name, shape in tensors]
+
+    def parts(self) -> list[Part]:
+        return self._parts
+
+    def read(self, part: Part, start: int, out: Tensor) -> None:
+        out.copy_(self.values[part.name][start:][: out.numel()])
+
+    def write(self, part: Part, start: int, values: Tensor) -> None:
+        self.values[part.name][start:][: values.numel()] = values
+
+    def view(self, part: Part) -> Tensor | None:
+        return self.values[part.name]
+
+
+def stored_in(folder: Path) -> list[str]:
+    return list(load_file(folder / "model.safetensors"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", TYPES)
+def test_what_transformers_saves_is_loaded_and_exported_the_same(kind: str, tmp_path: Path) -> None:
+    model: Any = AutoModelForCausalLM.from_config(small_config(kind, False), dtype=torch.float32)
+    model.save_pretrained(tmp_path / "saved")
+    built = meta.build(small_config(kind, False))
+    store, published = Whole(built.tensors), published_of(built.model, built.tensors)
+    if kind in MERGED:
+        with pytest.raises(WeightsFileError, match="tensors do not fit the model"):
+            load_weights(store, tmp_path / "saved", built.tensors, built.tied, Alone(), published=published)
+        return
+    load_weights(store, tmp_path / "saved", built.tensors, built.tied, Alone(), published=published)
+    expected = model.state_dict()
+    for name, shape in built.tensors:
+        assert torch.equal(store.values[name].view(shape), expected[name].float()), name
+    config = {"config.json": (tmp_path / "saved" / "config.json").read_bytes()}
+    export(store, built.tensors, tmp_path / "out", torch.float32, config, Alone(), published=published)
+    names = [{built.tied.get(name, name) for name in stored_in(tmp_path / folder)} for folder in ("saved", "out")]
+    assert names[0] == names[1]
+    again, info = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info[trouble] for trouble in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert all(torch.equal(values, expected[name].float()) for name, values in again.state_dict().items())
