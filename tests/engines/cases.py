@@ -52,6 +52,7 @@ class Case:
     reduce_dtype: str = "fp32"
     freeze: tuple[str, ...] = ()
     adapter: AdapterSection | None = None
+    evaluated_first: bool = False
 
     def documents(self, step: int, world_size: int) -> list[list[Tensor]]:
         found = documents(step)
@@ -64,6 +65,9 @@ ZAMBA = {
     "layers_block_type": ["linear_attention", "hybrid", "hybrid", "hybrid"], "tie_word_embeddings": True,
 }  # fmt: skip
 
+# Deep enough that for evaluation transformers would divide weights.
+RWKV = {"model_type": "rwkv", "num_hidden_layers": 4, "rescale_every": 2, "context_length": 64}
+
 EXPERTS = {"num_experts": 24, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True}
 
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -73,6 +77,8 @@ CASES = {
     case.name: case
     for case in [
         Case("llama", {"model_type": "llama"}),
+        Case("rwkv", RWKV, evaluated_first=True),
+        Case("mamba-bf16", {"model_type": "mamba", "state_size": 8}, precision="bf16"),
         Case("llama-once", {"model_type": "llama"}, once=True),
         Case("llama-bf16-once", {"model_type": "llama"}, precision="bf16", once=True),
         Case("qwen2-tied-once", {"model_type": "qwen2", "tie_word_embeddings": True}, once=True, steps=3),

@@ -40,8 +40,9 @@ FROZEN = ["llama-frozen", "llama-lora", "head-alone", "qwen2-tied-lora", "qwen2-
           "moe-frozen", "llama-lora-full", "llama-lora-selective", "gpt2-lora", "moe-lora"]  # fmt: skip
 BY_WORLD = {
     1: ["llama"],
-    2: ["llama", "llama-bf16", "llama-selective", "qwen2-tied", "mistral-window", "moe", *FROZEN[:2]],
-    3: ["llama", "llama-bf16", "llama-full", "qwen2-tied", "qwen3", "gemma", "gemma-untied", "zamba", "moe", *FROZEN],
+    2: ["llama", "llama-bf16", "llama-selective", "qwen2-tied", "mistral-window", "moe", "rwkv", *FROZEN[:2]],
+    3: ["llama", "llama-bf16", "llama-full", "qwen2-tied", "qwen3", "gemma", "gemma-untied", "zamba", "moe", *FROZEN,
+        "rwkv", "mamba-bf16"],
     4: ["llama-far", "llama-bf16-far"],
 }  # fmt: skip
 Key = TypeVar("Key", int, str)
@@ -180,6 +181,7 @@ def test_what_is_frozen_stays_and_the_rest_learns_as_in_the_plain_loop(
         (2, "mistral-window"),
         (2, "moe"),
         (2, "qwen2-tied"),
+        (2, "rwkv"),
         pytest.param(3, "llama-full", marks=pytest.mark.long),
         pytest.param(3, "gemma", marks=pytest.mark.long),
         pytest.param(3, "gemma-untied", marks=pytest.mark.long),
@@ -187,6 +189,7 @@ def test_what_is_frozen_stays_and_the_rest_learns_as_in_the_plain_loop(
         pytest.param(3, "qwen3", marks=pytest.mark.long),
         pytest.param(3, "zamba", marks=pytest.mark.long),
         pytest.param(3, "moe", marks=pytest.mark.long),
+        pytest.param(3, "rwkv", marks=pytest.mark.long),
     ],
 )
 def test_other_models_and_checkpointing_equal_the_plain_loop(runs: Runs[int], world_size: int, name: str) -> None:
@@ -197,7 +200,12 @@ def test_other_models_and_checkpointing_equal_the_plain_loop(runs: Runs[int], wo
 
 
 @pytest.mark.parametrize(
-    ("world_size", "name"), [(2, "llama-bf16"), pytest.param(4, "llama-bf16-far", marks=pytest.mark.long)]
+    ("world_size", "name"),
+    [
+        (2, "llama-bf16"),
+        pytest.param(3, "mamba-bf16", marks=pytest.mark.long),
+        pytest.param(4, "llama-bf16-far", marks=pytest.mark.long),
+    ],
 )
 def test_bf16_is_as_near_to_fp32_as_the_plain_bf16_loop(runs: Runs[int], world_size: int, name: str) -> None:
     exact, _, _ = plain_loop(name, bf16=False)

@@ -109,6 +109,8 @@ def train(kind: str, case: cases.Case, rank: int, world_size: int, folder: Path)
     write_parts(engine, folder / f"{case.name}-initial-{rank}.safetensors")
     # Of a rank that has nothing: where each document is a call, ranks of fsdp make equally many.
     nothing = None if built.traits.packs else MicroBatch.empty(cases.DOCUMENTS)
+    if case.evaluated_first:
+        engine.evaluate(cases.micro_batch(cases.documents(99)[0]) if rank == 0 else nothing)
     losses, norms = [], []
     for step in range(case.steps):
         documents = case.documents(step, world_size)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PretrainedConfig
 
 from aliquot.attention.base import Documents
 from aliquot.errors import UnsupportedModelError
@@ -53,6 +53,29 @@ def test_traits(model_type: str, packs: bool, plain_head: bool, looks_up: bool) 
 def test_a_model_that_sees_what_follows_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="Not a causal language model"):
         traits(AutoConfig.for_model("xlm"))
+
+
+class ForgetfulConfig(LlamaConfig):  # type: ignore[misc]
+    model_type = "forgetful_llama"
+
+
+class Forgetful(LlamaForCausalLM):  # type: ignore[misc]
+    config_class = ForgetfulConfig
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        with torch.no_grad():
+            self.model.embed_tokens.weight.mul_(0.5 if self.training else 1.0)
+        return super().forward(*arguments, **options)
+
+
+def test_a_model_that_changes_its_weights_is_refused() -> None:
+    AutoConfig.register("forgetful_llama", ForgetfulConfig)
+    AutoModelForCausalLM.register(ForgetfulConfig, Forgetful)
+    with pytest.raises(
+        UnsupportedModelError, match=r"changes its weights when it is called: model\.embed_tokens\.weight"
+    ):
+        traits(ForgetfulConfig(**SMALL))
+    assert traits(config_of("rwkv", rescale_every=1)).looks_up  # would do so, too, but can be told not to
 
 
 @pytest.mark.parametrize("rope", ROPES)

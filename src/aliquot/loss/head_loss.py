@@ -48,6 +48,7 @@ class FusedLoss:
         rows: GradientRows | None = None,
         chosen: Chosen | None = None,
     ) -> tuple[Tensor, Tensor]:
+        hidden = hidden.to(weight.dtype)  # as transformers does: what a Mamba returns is fp32, whatever its weights are
         chosen = chosen or choose(labels)
         if chosen.rows is not None:
             hidden, labels = hidden[chosen.rows], labels[chosen.rows]

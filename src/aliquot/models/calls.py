@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 def logits(model: nn.Module, ids: Tensor, positions: Tensor, documents: Documents) -> Tensor:
     """Logits [1, T, V] of one row of documents; ids and positions are int64 [T]."""
-    outputs = [result.logits for result in _calls(model, model, "input_ids", ids, positions, documents)]
-    return torch.cat(outputs, 1)
+    results = _calls(model, model, "input_ids", ids, positions, documents)
+    return torch.cat([result.logits[:, :length] for result, length in results], 1)
 
 
 def hidden_states(model: nn.Module, tokens: Tensor, positions: Tensor, documents: Documents) -> Tensor:
     """What the output head is applied to, [T, E]. `tokens`: int64 ids [T], or their embeddings [T, E]."""
     name = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
     decoder = model.get_decoder()  # type: ignore[operator]
-    outputs = [result.last_hidden_state[0] for result in _calls(model, decoder, name, tokens, positions, documents)]
-    return torch.cat(outputs)
+    results = _calls(model, decoder, name, tokens, positions, documents)
+    return torch.cat([result.last_hidden_state[0, :length] for result, length in results])
 
 
 def whole_logits_loss(model: nn.Module, ids: Tensor, positions: Tensor, labels: Tensor, documents: Documents) -> Tensor:
@@ -66,7 +66,11 @@ def accepts(module: nn.Module, name: str) -> bool:
 
 def _calls(
     model: nn.Module, called: nn.Module, name: str, tokens: Tensor, positions: Tensor, documents: Documents
-) -> list[Any]:
+) -> list[tuple[Any, int]]:
+    """What each call returns, and the tokens of it that count: one that is alone is given a second time.
+
+    The first token of a document uses only some of RWKV's weights, and FSDP2 sums over ranks what has a gradient.
+    """
     balanced = torch.is_grad_enabled() and getattr(cast(Any, model).config, "output_router_logits", False)
     more = {"output_router_logits": True} if balanced else {}
     if documents.backend is not None:
@@ -74,14 +78,18 @@ def _calls(
         result = called(**inputs, use_cache=False, documents=documents)
         if balanced:
             documents.router_logits.append(result.router_logits)
-        return [result]
+        return [(result, len(tokens))]
     options: dict[str, Any] = {"use_cache": False, **more} if accepts(called, "use_cache") else more
     results = []
     for start, stop in pairwise(documents.edges):
         _forget_lengths(model)
-        results.append(called(**{name: tokens[None, start:stop]}, **options))
+        document = tokens[None, start:stop]
+        if stop - start == 1 and not balanced:
+            document = document.repeat_interleave(2, 1)
+        result = called(**{name: document}, **options)
+        results.append((result, stop - start))
         if balanced:
-            documents.router_logits.append(results[-1].router_logits)
+            documents.router_logits.append(result.router_logits)
     return results
 
 

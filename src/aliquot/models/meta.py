@@ -20,7 +20,7 @@ from aliquot.models.adapter import Adapter, adapt
 from aliquot.models.code_of_strangers import without_code
 from aliquot.models.frozen import freeze
 from aliquot.models.materialise import freeze_buffers, tied_weights
-from aliquot.models.narrow import has_dropout
+from aliquot.models.narrow import for_training, has_dropout
 from aliquot.models.structure import decoder_layers, matmul_flops, matmul_parameters
 from aliquot.models.traits import Traits, traits
 
@@ -76,11 +76,10 @@ def build(
     found = known or traits(config)
     register()
     register_experts()
-    config.use_cache = False
     with torch.device("meta"):
         try:
             model: PreTrainedModel = without_code(AutoModelForCausalLM.from_config)(
-                config, dtype=torch.float32, attn_implementation=found.attention
+                for_training(config), dtype=torch.float32, attn_implementation=found.attention
             )
         except Exception as error:  # each model's code fails in its own way on a config it does not like
             raise UnsupportedModelError(f"transformers cannot build this {config.model_type} model: {error}") from error

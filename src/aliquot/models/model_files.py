@@ -31,7 +31,6 @@ def model_files(
     """
     saved = type(config).from_dict(config.to_dict())
     saved.dtype = torch.float32
-    saved.use_cache = True  # switched off for training
     with tempfile.TemporaryDirectory() as folder:
         saved.save_pretrained(folder)
         tokenizer.save_pretrained(folder)

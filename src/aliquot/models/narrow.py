@@ -5,6 +5,7 @@ What holds for the code of a model can be tried for real on it within millisecon
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,13 +65,23 @@ def narrow(config: PretrainedConfig, dropout: bool = True) -> PretrainedConfig:
     return type(config).from_dict(values if dropout else _without_dropout(values))
 
 
+def for_training(config: PretrainedConfig) -> PretrainedConfig:
+    """A copy without what is for generation alone."""
+    copied = copy.deepcopy(config)
+    copied.use_cache = False
+    if hasattr(
+        copied, "rescale_every"
+    ):  # RWKV would divide its weights in place for evaluation, against fp16's overflow
+        copied.rescale_every = 0
+    return copied
+
+
 def built(config: PretrainedConfig, attention: str) -> PreTrainedModel:
     """The model of a narrow configuration, for real, in fp32 on CPU. Raises whatever the model's code does."""
     from transformers import AutoModelForCausalLM
 
-    config.use_cache = False
     model: PreTrainedModel = without_code(AutoModelForCausalLM.from_config)(
-        config, dtype=torch.float32, attn_implementation=attention, experts_implementation="eager"
+        for_training(config), dtype=torch.float32, attn_implementation=attention, experts_implementation="eager"
     )
     return model
 

@@ -80,6 +80,7 @@ def _traits(kind: Any, values: str) -> Traits:
     with quiet(), _one_thread():
         model = eager_copy(config)
         alone = _logits_alone(model)
+        _check_keeps_weights(model)
         _check_causal(model, alone)
         hidden = _decoded(model)
         plain_head, looks_up = _plain_head(model, alone, hidden), _looks_up(model, hidden)
@@ -157,6 +158,16 @@ def _logits_alone(model: PreTrainedModel) -> Tensor:
         kind = type(model).__name__
         raise UnsupportedModelError(f"{kind} does not run on token ids alone: {_line(error)}") from error
     return found
+
+
+def _check_keeps_weights(model: PreTrainedModel) -> None:
+    """Weights are in one memory of all ranks of a host: what a rank wrote there in passing, all would train on."""
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    for training in (True, False):
+        _logits_alone(model.train(training))
+    changed = [name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])]
+    if changed:
+        raise UnsupportedModelError(f"{type(model).__name__} changes its weights when it is called: {changed[0]}")
 
 
 def _check_causal(model: PreTrainedModel, alone: Tensor) -> None:
