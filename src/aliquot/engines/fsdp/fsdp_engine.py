@@ -107,11 +107,13 @@ class FsdpEngine:
         for parameter in meta.parameters():
             if not parameter.requires_grad:
                 parameter.data = parameter.data.to(spec.compute_dtype)
-        scalars = {parameter for parameter in meta.parameters() if parameter.ndim == 0}  # FSDP2 shards none
+        scalars = {parameter: name for name, parameter in meta.named_parameters() if parameter.ndim == 0}
+        if learned := [name for parameter, name in scalars.items() if parameter.requires_grad]:
+            raise EngineError(f"engine fsdp: FSDP2 shards no weight without a dimension, and {learned[0]} has none")
         reshard = False if spec.unsharded.weights else None  # None: all but the root
         for group in _groups(meta):
             fully_shard(
-                group, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=scalars or None,
+                group, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=set(scalars) or None,
                 reshard_after_forward=reshard,
             )  # fmt: skip
         stage = _share_memory(meta, spec, topology)
