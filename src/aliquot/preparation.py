@@ -32,7 +32,7 @@ from aliquot.launch.same_everywhere import check_same
 from aliquot.machine.allocator import give_back
 from aliquot.models import initialize, meta
 from aliquot.models.adapter import BASE
-from aliquot.models.load import load_adapter, load_weights
+from aliquot.models.load import load_adapter, load_weights, passed_over_by
 from aliquot.models.published import Published, published_of
 from aliquot.models.source import ModelSource, import_models, resolve
 from aliquot.models.traits import Traits, traits
@@ -228,7 +228,8 @@ def _load_source(run: Attempt, inputs: Inputs, model: Model) -> None:
     may_grow = built.vocabulary if config.model.add_tokens or config.model.add_special_tokens else ()
     load_weights(
         model.engine, inputs.source.directory, built.tensors, built.tied, run.ranks,
-        published=model.published, may_grow=may_grow, seed=config.run.seed,
+        published=model.published, may_grow=may_grow, seed=config.run.seed, passed_over=passed_over_by(built.model),
+        tell=run.display.line,
     )  # fmt: skip
 
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from aliquot.errors import WeightsFileError
 from aliquot.loaders.sharded import load_sharded
 from aliquot.models.export import export
-from aliquot.models.load import load_weights
+from aliquot.models.load import load_weights, passed_over_by
 from aliquot.models.published import Published, PublishedParts, published_of
 from aliquot.ranges.parts import Part, row_ranges
 from aliquot.ranges.together import Alone, RankGroup
@@ -137,6 +137,33 @@ def test_for_other_peoples_scripts(saved: tuple[Any, Path]) -> None:
     loaded = load_sharded(empty, folder)
     expected = model.state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("kind", "beside"),
+    [
+        ("gpt_neox", ["gpt_neox.layers.0.attention.bias", "gpt_neox.layers.1.attention.masked_bias"]),
+        ("deepseek_v3", ["model.layers.61.eh_proj.weight", "model.layers.61.mlp.experts.0.up_proj.weight"]),
+    ],
+)
+def test_what_transformers_does_not_load_is_passed_over(kind: str, beside: list[str], tmp_path: Path) -> None:
+    model, told = model_of(kind), []
+    model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors") | {name: torch.zeros(3) for name in beside}
+    save_file(stored, tmp_path / "model.safetensors")
+    weights = weights_of(model)
+    tensors = [(name, tuple(weight.shape)) for name, weight in weights.items()]
+    store = Held({name: torch.zeros_like(weight) for name, weight in weights.items()}, 0, 1)
+    options: dict[str, Any] = {"published": published_of(model, tensors), "tell": told.append}
+    load_weights(store, tmp_path, tensors, {}, Alone(), passed_over=passed_over_by(model), **options)
+    assert store.equals(weights)
+    assert told == [f"{tmp_path}: 2 tensors that transformers does not load are left out, {min(beside)} for one"]
+    with pytest.raises(WeightsFileError, match=f"not of this model: .*{beside[0]}"):
+        load_weights(store, tmp_path, tensors, {}, Alone(), **options)
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(model.config)
+    loaded = load_sharded(empty, tmp_path)
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in loaded.state_dict().items())
 
 
 def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:

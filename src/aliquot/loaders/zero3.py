@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from aliquot.errors import DeepspeedConfigError, MissingToolError, UsageError
 from aliquot.loaders.sharded import HeldWeights, Members, tensors_of, whole
 from aliquot.models.code_of_strangers import without_code
-from aliquot.models.load import load_weights
+from aliquot.models.load import load_weights, passed_over_by
 from aliquot.models.materialise import compute_buffers, replace_tensors, saved_buffers, tied_weights
 from aliquot.models.published import published_of
 from aliquot.ranges.parts import Part
@@ -70,7 +70,10 @@ def load_zero3(
     published = published_of(built, tensors)
     compute_buffers(built)
     device = partition(built, settings)
-    load_weights(ZeroWeights(built), Path(directory), tensors, tied, Members(device), watch, published)
+    load_weights(
+        ZeroWeights(built), Path(directory), tensors, tied, Members(device), watch, published,
+        passed_over=passed_over_by(built),
+    )  # fmt: skip
     if (Path(directory) / "generation_config.json").exists():
         built.generation_config = GenerationConfig.from_pretrained(directory)
     return built.eval()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+from torch import nn
 
 from aliquot.errors import WeightsFileError
 from aliquot.models.adapter import BASE, STEM
@@ -19,7 +21,7 @@ from aliquot.ranges.together import RankGroup, together
 from aliquot.ranges.transfer import Watch, fill
 
 # buffers that older versions of transformers saved and that are computed, not learned
-_COMPUTED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)")
+_COMPUTED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias|position_ids)")
 
 
 def load_weights(
@@ -32,13 +34,16 @@ def load_weights(
     published: Sequence[Published] | None = None,
     may_grow: Sequence[str] = (),
     seed: int = 0,
+    passed_over: Sequence[str] = (),
+    tell: Callable[[str], None] | None = None,
 ) -> int:
     """Fill the weight parts of `store` from the safetensors in `directory`, whatever float dtype they have. Collective.
 
     `tensors`: names and shapes of the whole model without aliases. `tied`: alias -> the name in `tensors` whose weight
     it shares; the directory may hold either or both. Names may also be those of the bare base model (`layers.0` for
-    `model.layers.0`), or all those of the `published` layout. Of the tensors that `may_grow` the directory
-    may have fewer rows: the others are made of those (added_rows.py), from `seed`. `watch` is told of this rank's
+    `model.layers.0`), or all those of the `published` layout. Of the tensors that `may_grow` the directory may have
+    fewer rows: the others are made of those (added_rows.py), from `seed`. What is stored beside them and has a name
+    with one of the patterns `passed_over` is left alone, and rank 0 says so to `tell`. `watch` is told of this rank's
     progress. Returns the bytes that this rank read. Raises UserError on every rank: no safetensors, malformed files,
     tensors missing, extra or of another shape (names listed).
     """
@@ -50,7 +55,10 @@ def load_weights(
             wanted, filled = tensors_of(published), PublishedStore(store, published)
         found = _matched(stored, wanted, tied)
         used = {entry.name for entry in found.values()}
-        extra = [name for name in stored if name not in used and name not in tied and not _COMPUTED.fullmatch(name)]
+        others = [name for name in stored if name not in used and name not in tied and not _COMPUTED.fullmatch(name)]
+        extra = [name for name in others if not any(re.search(pattern, name) for pattern in passed_over)]
+        if tell is not None and ranks.rank == 0 and (left := sorted(set(others) - set(extra))):
+            tell(f"{directory}: {len(left)} tensors that transformers does not load are left out, {left[0]} for one")
         shapes = dict(wanted)
         short = {name: found[name] for name in may_grow if name in found and _grows(found[name].shape, shapes[name])}
         grown.update(short)
@@ -63,6 +71,15 @@ def load_weights(
     read_bytes = together(ranks, read)[ranks.rank]
     add_rows(store, grown, dict(tensors), seed, ranks)
     return read_bytes
+
+
+def passed_over_by(model: nn.Module) -> tuple[str, ...]:
+    """Patterns of names that published weights of such a model have, and transformers' model has not: layers that
+    predict several tokens (DeepSeek-V3, GLM-4.5), masks and positions that are computed now (Pythia).
+
+    What each class of transformers says of itself for `from_pretrained`, which has no other name.
+    """
+    return tuple(sorted(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()))
 
 
 def load_adapter(
