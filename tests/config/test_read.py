@@ -40,7 +40,7 @@ def failure(file: Path, *overrides: str) -> str:
 
 
 def test_defaults_and_yaml_12_floats(file: Path) -> None:
-    config = read_config(file)
+    config = read_config(str(file))
     assert config.train.learning_rate == 2e-5
     assert config.run.directory == Path("runs/run")
     assert read_config(file, ["run.name=other"]).run.directory == Path("runs/other")

@@ -80,6 +80,6 @@ def _below(mount: str, path: Path) -> str:
 
 def _shape(file: Path) -> Any:
     try:
-        return json.loads(file.read_text())
+        return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ClusterError(f"model.config cannot be read: {error}", file) from None

@@ -169,7 +169,7 @@ def _kind(path: str) -> str:
 def _read(path: Path, locations: Locations) -> dict[str, Any]:
     where = locations.get(_HERE, "shard.deepspeed_config")
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         found = json.loads(text)
     except json.JSONDecodeError as error:
         raise DeepspeedConfigError(f"not valid JSON: {error.msg}", f"{path}:{error.lineno}") from None

@@ -21,19 +21,19 @@ Keys = tuple[str, ...]
 _NEAR = 0.8  # how alike what was written must be to what was meant; absurd neighbours are below
 
 
-def read_config(file: Path, overrides: Sequence[str] = ()) -> RunConfig:
+def read_config(file: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     """The validated configuration of `file`; paths inside it are relative to the working directory.
 
     An override replaces one key and is parsed as YAML: `train.max_steps=10`, `model.config.hidden_size=64`,
     `data.path=[a.txt, b.txt]`. Raises UserError naming file:line (or the override) and the key.
     """
-    return read_with_places(file, overrides)[0]
+    return read_with_places(Path(file), overrides)[0]
 
 
 def read_with_places(file: Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, dict[Keys, Location]]:
     """As `read_config`, and where each key that is not a default was written: `run.yaml:7`, `cpu-ds.json:3`."""
     try:
-        text = file.read_text()
+        text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
         raise ConfigError(f"cannot read this config: {reason}", file) from None

@@ -52,5 +52,5 @@ def _known(file: Path) -> defaultdict[str, list[Any]]:
     """[state, digest] by place; [] for what is not kept."""
     known: defaultdict[str, list[Any]] = defaultdict(list)
     with suppress(OSError, ValueError, TypeError):
-        known.update(json.loads(file.read_text()))
+        known.update(json.loads(file.read_text(encoding="utf-8")))
     return known

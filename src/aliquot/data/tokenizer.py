@@ -153,7 +153,7 @@ def as_loaded_with(tokenizer: Any, config: Mapping[str, Any]) -> Any:
 
     with tempfile.TemporaryDirectory() as beside:
         tokenizer.save_pretrained(beside)
-        Path(beside, "config.json").write_text(json.dumps(config, default=str))
+        Path(beside, "config.json").write_text(json.dumps(config, default=str), encoding="utf-8")
         try:
             loaded = without_code(AutoTokenizer.from_pretrained)(beside)
         except Exception as error:  # tokenizers raises plain Exception

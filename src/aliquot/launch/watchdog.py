@@ -28,7 +28,7 @@ class Watchdog:
         self.stack_file = stack_file
         self.rank = rank
         stack_file.parent.mkdir(parents=True, exist_ok=True)
-        self._stacks = stack_file.open("w")
+        self._stacks = stack_file.open("w", encoding="utf-8")
         self._stopped = threading.Event()
         self.beat()
         threading.Thread(target=self._wait, name="aliquot-watchdog", daemon=True).start()

@@ -253,7 +253,7 @@ def _settings(config: dict[str, Any] | Path | str | None) -> dict[str, Any] | No
     whole: dict[str, Any] | None = config if isinstance(config, dict) else deepspeed_config()
     if isinstance(config, str | Path):
         try:
-            whole = json.loads(Path(config).read_text())
+            whole = json.loads(Path(config).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise DeepspeedConfigError(f"cannot read this DeepSpeed config: {error}", Path(config)) from None
     if whole is None:

@@ -17,7 +17,7 @@ def allocator_in(text: str) -> str | None:
 
 def allocator_name() -> str:
     """The allocator of this process."""
-    return allocator_in(Path("/proc/self/maps").read_text()) or "glibc"
+    return allocator_in(Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")) or "glibc"
 
 
 def give_back() -> None:

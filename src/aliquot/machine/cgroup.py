@@ -36,6 +36,6 @@ def groups(controller: str, root: Path = Path("/")) -> Iterator[Path]:
 def read(file: Path) -> str | None:
     """The file's text without its line end, or None where this version of the interface has no such file."""
     try:
-        return file.read_text().strip()
+        return file.read_text(encoding="utf-8").strip()
     except OSError:
         return None

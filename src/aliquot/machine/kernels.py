@@ -28,7 +28,7 @@ def matmul_kernel(precision: Literal["bf16", "fp32"]) -> str:
     libc.fflush(None)
     saved = os.dup(1)
     try:
-        with tempfile.TemporaryFile("w+") as report:
+        with tempfile.TemporaryFile("w+", encoding="utf-8") as report:
             os.dup2(report.fileno(), 1)
             with mkldnn.verbose(mkldnn.VERBOSE_ON):  # type: ignore[no-untyped-call]
                 torch.mm(left, left)

@@ -94,7 +94,7 @@ def memory_limit(root: Path = Path("/")) -> int:
 def _kib_fields(file: Path) -> dict[str, int]:
     """`Name:   12 kB` lines as bytes."""
     fields = {}
-    for line in file.read_text().splitlines():
+    for line in file.read_text(encoding="utf-8").splitlines():
         words = line.split()
         if len(words) == 3 and words[2] == "kB":
             fields[words[0].rstrip(":")] = int(words[1]) * 1024

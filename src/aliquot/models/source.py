@@ -159,7 +159,7 @@ def local_directory(path: str, hub_files: Sequence[str] = HUB_FILES) -> Path:
 
 def _read_json(file: Path, key: str) -> dict[str, Any]:
     try:
-        values = json.loads(file.read_text())
+        values = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         if (file.parent / CONFIG_FILE).is_file():
             raise ModelFilesError(

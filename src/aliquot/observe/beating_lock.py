@@ -72,7 +72,8 @@ def _started(pid: object) -> int | None:
     """When this process was started, in ticks since the kernel was; None: there is none."""
     with suppress(OSError, ValueError, IndexError):
         # The name before, in parentheses, may hold anything.
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return int(stat.rpartition(")")[2].split()[19])
     return None
 
 
@@ -84,7 +85,7 @@ def _beat_of(file: Path) -> int | None:
 
 def _read(file: Path) -> Any:
     with suppress(OSError, ValueError):
-        return json.loads(file.read_text())
+        return json.loads(file.read_text(encoding="utf-8"))
     return None
 
 

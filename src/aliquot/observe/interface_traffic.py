@@ -26,7 +26,7 @@ class InterfaceTraffic:
 def read_interfaces(file: Path = Path("/proc/net/dev")) -> dict[str, tuple[int, int]]:
     """Bytes received and sent by each interface since it came up; empty where the kernel does not tell."""
     interfaces = {}
-    for line in file.read_text().splitlines() if file.exists() else ():
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
         name, colon, counts = line.partition(":")
         if colon:
             words = counts.split()

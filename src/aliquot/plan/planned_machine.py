@@ -169,7 +169,7 @@ def _isa(found: InstanceType) -> tuple[str, ...]:
 
 
 def _clock_hz() -> float | None:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("cpu MHz"):
             return float(line.partition(":")[2]) * 1e6
     return None

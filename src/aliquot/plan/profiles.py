@@ -217,7 +217,7 @@ def _keep(path: Path, cpu: CpuFacts, values: dict[str, Any]) -> Path:
 def _read(path: Path) -> dict[str, Any] | None:
     """None: there is none, it is an older aliquot's, or not readable."""
     try:
-        profile: dict[str, Any] = json.loads(path.read_text())
+        profile: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return profile if profile.get("format") == FORMAT else None

@@ -158,7 +158,7 @@ def _status(path: Path, events: list[Object], steps: list[Object], config: Objec
 def _is_locked(lock: Path) -> bool:
     """Whether a living process holds the run's lock."""
     try:
-        with lock.open() as file:
+        with lock.open(encoding="utf-8") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # closing gives it back at once
             except BlockingIOError:
