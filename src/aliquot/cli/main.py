@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from typing import Annotated
 
@@ -59,7 +60,18 @@ def main(
 
 
 def run() -> None:
+    _open_what_is_closed()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal may have no sign for what a model says
             stream.reconfigure(errors="replace")
     app()
+
+
+def _open_what_is_closed() -> None:
+    """Standard streams that whoever started this has closed (`>&-`): the next files opened would take their places."""
+    while (null := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(null, True)  # for ranks
+    os.close(null)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False, encoding="utf-8"))

@@ -43,7 +43,7 @@ def check_names(subject: Subject) -> Finding:
     name, fix = socket.gethostname(), "an entry in /etc/hosts or DNS with the address that other nodes use"
     try:
         address = socket.gethostbyname(name)
-    except OSError:
+    except (OSError, UnicodeError):  # the latter of more than 63 characters without a dot
         meaning = "aliquot does without; torchrun without --master-addr, DeepSpeed and NCCL may not"
         return Finding("names", "own name", "warning", f"{name} does not resolve", meaning, fix)
     found = f"{name} is {address}"
