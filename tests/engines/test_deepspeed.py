@@ -7,7 +7,11 @@ import importlib.util
 import pytest
 import torch
 
+from aliquot.engines.base import EngineSpec
+from aliquot.engines.deepspeed.deepspeed_engine import DeepspeedEngine
 from aliquot.engines.deepspeed.deepspeed_ops import missing_tools
+from aliquot.errors import EngineError
+from aliquot.launch.topology import Topology
 from tests.engines.cases import CASES
 from tests.engines.test_engines import Runs, assembled, initial_weights, plain_loop, result
 
@@ -68,6 +72,13 @@ def test_parts_cover_every_tensor_once(runs: Runs[str], world: str) -> None:
         }
     for name, values in assembled(runs[world], LLAMAS[world], "initial", WORLDS[world][1]).items():
         assert torch.equal(values, expected[name].flatten()), name
+
+
+def test_what_learns_nothing_needs_another_engine() -> None:
+    model = torch.nn.Linear(2, 2)
+    model.bias.requires_grad = False
+    with pytest.raises(EngineError, match="bias learns nothing: shard.engine must be host or fsdp, not deepspeed"):
+        DeepspeedEngine.build(model, EngineSpec("fp32", 64, True), Topology(0, 1, 0, 1, 0, 1, "cpu", 1, ()))
 
 
 @pytest.mark.parametrize("world", EACH)

@@ -109,6 +109,11 @@ def test_a_store_that_refuses_or_is_gone_is_one_line(server: S3Server, monkeypat
         open_store("nowhere://x")
 
 
+def test_an_address_that_its_file_system_cannot_do_with_is_one_line() -> None:
+    with pytest.raises(StorageError, match="reference://there: TypeError: .*missing"):
+        open_store("reference://there")
+
+
 def test_without_boto3_the_extra_is_named() -> None:
     script = "import sys; sys.modules['boto3'] = None\nfrom aliquot.stores.open_store import open_store\nopen_store('s3://x')"
     told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False).stderr

@@ -22,6 +22,9 @@ class FsspecStore:
             self._fs, self._root = url_to_fs(url)
         except (ImportError, ValueError) as error:
             raise MissingToolError(f"{url}: {' '.join(str(error).split())}") from None
+        # Each file system has errors of its own, of what an address lacks too.
+        except Exception as error:
+            raise StorageError(f"{type(error).__name__}: {' '.join(str(error).split())}", url) from error
 
     def part_bytes(self, size_bytes: int) -> int:
         return max(1, size_bytes)

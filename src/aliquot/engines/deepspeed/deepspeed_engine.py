@@ -25,7 +25,7 @@ from aliquot.engines.compiling import compile_layers
 from aliquot.engines.deepspeed.deepspeed_adam import adamw, prepare_states, set_steps
 from aliquot.engines.deepspeed.deepspeed_ops import prepare_ops
 from aliquot.engines.saved_bytes import SavedBytes
-from aliquot.errors import SelfTestError
+from aliquot.errors import EngineError, SelfTestError
 from aliquot.launch.topology import Topology
 from aliquot.loaders.zero3 import cast_parameters, import_deepspeed, partition, partition_range
 from aliquot.loss.base import Chosen, HeadLoss
@@ -81,6 +81,8 @@ class DeepspeedEngine:
 
     @classmethod
     def build(cls, meta: nn.Module, spec: EngineSpec, topology: Topology) -> Self:
+        if frozen := [name for name, weight in meta.named_parameters() if not weight.requires_grad]:
+            raise EngineError(f"{frozen[0]} learns nothing: shard.engine must be host or fsdp, not deepspeed")
         os.environ.setdefault("LOCAL_RANK", str(topology.local_rank))  # zero.Init wants it, even of a single rank
         os.environ.setdefault("DS_ACCELERATOR", topology.device)
         deepspeed = import_deepspeed()
