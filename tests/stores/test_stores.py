@@ -110,7 +110,7 @@ def test_a_store_that_refuses_or_is_gone_is_one_line(server: S3Server, monkeypat
 
 
 def test_an_address_that_its_file_system_cannot_do_with_is_one_line() -> None:
-    with pytest.raises(StorageError, match="reference://there: TypeError: .*missing"):
+    with pytest.raises(StorageError, match=r"reference://there: TypeError: .*missing"):
         open_store("reference://there")
 
 
