@@ -74,7 +74,8 @@ def test_adapter(place: Path) -> None:
 def test_loop_and_evaluate(place: Path) -> None:
     run(place, ["aliquot", "train", "loop.yaml"])
     assert (place / "runs" / "loop" / "checkpoints" / "best").is_symlink()
-    told = [run(place, command) for command in commands("aliquot", "evaluate")]
+    of_adapter = "runs/adapter/export"
+    told = [run(place, command) for command in commands("aliquot", "evaluate") if of_adapter not in command]
     assert len(told) == 3 and "perplexity" in told[0] and "perplexity" in told[1]
     assert json.loads(told[2])["perplexity"] > 1
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import os
 import sys
-from typing import Annotated
+from contextlib import suppress
+from typing import Annotated, cast
 
 import typer
 
@@ -62,8 +63,9 @@ def main(
 def run() -> None:
     _open_what_is_closed()
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal may have no sign for what a model says
-            stream.reconfigure(errors="replace")
+        # A terminal may have no sign for what a model says. What a test or a notebook has put there may refuse.
+        with suppress(OSError, AttributeError):
+            cast(io.TextIOWrapper, stream).reconfigure(errors="replace")
     app()
 
 
