@@ -8,6 +8,7 @@ import pytest
 from transformers import ByT5Tokenizer
 
 from aliquot.config.schema import DataSection
+from aliquot.data.prepare import prepare
 from aliquot.data.sources import source_of
 from aliquot.data.tokenizer import check_vocabulary, convention_of, load_tokenizer, publish_tokenizer, trained_tokenizer
 from aliquot.errors import UserError
@@ -78,6 +79,33 @@ def test_a_vocabulary_must_fit_the_embedding() -> None:
         UserError, match=f"tokenizer has {len(tokenizer)} tokens .* embedding only {len(tokenizer) - 1}"
     ):
         check_vocabulary(tokenizer, len(tokenizer) - 1)
+
+
+def test_a_token_of_the_model_s_own_tokenizer_may_lack_a_row_where_no_text_holds_it(tmp_path: Path) -> None:
+    tokenizer = byte_level()
+    rows = len(tokenizer)
+    tokenizer.add_tokens(["<image>"])
+    assert not check_vocabulary(tokenizer, rows, own=True) and check_vocabulary(tokenizer, rows + 1, own=True)
+    with pytest.raises(UserError, match=f"tokenizer has {rows + 1} tokens"):
+        check_vocabulary(tokenizer, rows)
+    with pytest.raises(UserError, match=f"tokenizer has {rows + 1} tokens"):
+        check_vocabulary(tokenizer, rows - 1, own=True)
+    model, text = tmp_path / "model", tmp_path / "a.txt"
+    tokenizer.pad_token = "<image>"
+    tokenizer.save_pretrained(model)
+    section = DataSection(path=str(text), cache_directory=tmp_path / "cache", num_proc=1)
+    text.write_text("nothing to see")
+    assert prepare(section, model, rows).pad_id == 0
+    text.write_text("this is <image> here")
+    with pytest.raises(UserError, match=f"documents hold '<image>', which the tokenizer has as token {rows}"):
+        prepare(section, model, rows)
+
+
+def test_several_chat_templates_are_one_file(tmp_path: Path) -> None:
+    tokenizer = byte_level()
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    again = load_tokenizer(publish_tokenizer(tokenizer, tmp_path))
+    assert again.chat_template == tokenizer.chat_template
 
 
 def test_a_newline_and_its_indentation_are_one_token(tmp_path: Path) -> None:

@@ -166,6 +166,27 @@ def test_what_transformers_does_not_load_is_passed_over(kind: str, beside: list[
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in loaded.state_dict().items())
 
 
+def test_weights_that_are_tied_and_differ_are_refused(tmp_path: Path) -> None:
+    """As a fine-tune leaves them that untied its head, and not its config.json: transformers would not tie them."""
+    model = model_of("qwen3_moe")
+    model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
+    weights, tied = weights_of(model), {"lm_head.weight": "model.embed_tokens.weight"}
+    tensors = [(name, tuple(weight.shape)) for name, weight in weights.items()]
+
+    def load(ranks: RankGroup) -> None:
+        store = Held({name: torch.zeros_like(weight) for name, weight in weights.items()}, ranks.rank, 2)
+        load_weights(store, tmp_path, tensors, tied, ranks, published=published_of(model, tensors))
+
+    save_file(stored, tmp_path / "model.safetensors")
+    assert run_world(2, load) == [None, None]
+    stored["lm_head.weight"][0, 3] += 1  # the first rank's share
+    save_file(stored, tmp_path / "model.safetensors")
+    for error in run_world(2, load):
+        assert isinstance(error, WeightsFileError) and "set tie_word_embeddings to false" in str(error)
+
+
 def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
     model = model_of("mixtral")
     model.save_pretrained(tmp_path)

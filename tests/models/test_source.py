@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from aliquot.config.schema import ModelSection
 from aliquot.errors import UserError
@@ -48,6 +50,22 @@ def test_what_does_not_look_like_a_hub_id_is_a_directory(path: str) -> None:
 )
 def test_what_cannot_be_trained_is_refused(config: dict[str, object], expected: str) -> None:
     assert expected in refused(config=config)
+
+
+def test_quantised_weights_are_refused_and_a_shape_that_says_so_is_not_quantised(tmp_path: Path) -> None:
+    """What BitNet's layers compute, for one, is not what the same weights in plain ones do."""
+    config = {**SMALL, "model_type": "llama", "quantization_config": {"quant_method": "bitnet", "linear_class": "auto"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "weights that are stored as bitnet (quantization_config) are not supported" in refused(path=str(tmp_path))
+    for section in (config, tmp_path / "config.json"):
+        found = resolve(ModelSection.model_validate({"config": section})).config
+        assert "quantization_config" not in found.to_dict()
+
+
+def test_infinities_as_transformers_writes_them(tmp_path: Path) -> None:
+    AutoConfig.for_model("mamba2").save_pretrained(tmp_path)
+    assert '"__float__": "Infinity"' in (tmp_path / "config.json").read_text()
+    assert resolve(ModelSection(path=str(tmp_path))).config.time_step_limit[1] == math.inf
 
 
 def test_files_that_are_no_config(tmp_path: Path) -> None:

@@ -55,6 +55,16 @@ def test_a_model_that_sees_what_follows_is_refused() -> None:
         traits(AutoConfig.for_model("xlm"))
 
 
+@pytest.mark.parametrize("share", [1.0, 0.75])
+def test_factors_of_frequencies_are_as_many_as_a_narrow_head_has(share: float) -> None:
+    """Phi-3.5 and Phi-4-mini: heads of 96 and 128."""
+    factors = [1.0] * int(96 * share / 2)
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": factors, "long_factor": factors,
+            "original_max_position_embeddings": 32, "partial_rotary_factor": share}  # fmt: skip
+    config = config_of("phi3", hidden_size=384, rope_parameters=rope, original_max_position_embeddings=32)
+    assert traits(config, longest=16).packs
+
+
 class ForgetfulConfig(LlamaConfig):  # type: ignore[misc]
     model_type = "forgetful_llama"
 

@@ -21,6 +21,7 @@ from aliquot.data.tokenize import Progress, tokenize
 from aliquot.data.tokenizer import (
     Convention,
     as_loaded_with,
+    check_ids,
     check_vocabulary,
     configured_tokenizer,
     convention_of,
@@ -101,7 +102,8 @@ def prepare(
     if config is not None and not own:  # the model's own was loaded from beside its config.json
         tokenizer = as_loaded_with(tokenizer, config)
     give_template(tokenizer, section.chat_template)
-    check_vocabulary(tokenizer, vocab_size + (len(tokenizer) - before if model_dir is not None else 0))
+    rows = vocab_size + (len(tokenizer) - before if model_dir is not None else 0)
+    all_have_rows = check_vocabulary(tokenizer, rows, own and len(tokenizer) == before)
     directory = publish_tokenizer(tokenizer, root)
     known = (trained_prefix(each) for each in (adapter_dir, model_dir) if each is not None)
     trained = next((prefix for prefix in known if prefix is not None), None)
@@ -114,11 +116,14 @@ def prepare(
             for name, source in sources.items()
         }
 
+    learned, held_out = stores(train, "tokenising"), stores(evaluated, "tokenising what is held out")
+    if not all_have_rows:
+        check_ids([*learned.values(), *held_out.values()], tokenizer, rows)
     return Prepared(
-        train=stores(train, "tokenising"),
-        eval=stores(evaluated, "tokenising what is held out"),
+        train=learned,
+        eval=held_out,
         tokenizer=str(directory),
-        pad_id=convention.pad_id,
+        pad_id=convention.pad_id if convention.pad_id < rows else 0,
         prefix=convention.prefix,
         chat_prefix=builder.convention(answers=True).prefix,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,10 @@ from aliquot.config.data_section import DataSection
 from aliquot.data.cache import digest_of_directory, publishing
 from aliquot.data.formats import words
 from aliquot.data.sources import Source
+from aliquot.data.token_store import TokenStore
 from aliquot.errors import TokenizerError
 from aliquot.models.code_of_strangers import without_code
+from aliquot.models.model_files import save_tokenizer
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 # Where tokenizers split words differently, they do it in one of these.
@@ -122,24 +124,45 @@ def give_template(tokenizer: Any, template: str | None) -> None:
     tokenizer.chat_template = template
 
 
-def check_vocabulary(tokenizer: Any, vocab_size: int) -> None:
-    """Raises UserError where a token id would be outside the model's embedding of `vocab_size` rows."""
-    needed = max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
+def check_vocabulary(tokenizer: Any, vocab_size: int, own: bool = False) -> bool:
+    """Whether all its tokens have a row in the model's embedding of `vocab_size` rows.
+
+    Raises UserError for one that has none, where it is not a token that was added to the model's `own` tokenizer:
+    Gemma 3's has a last one that texts do not hold.
+    """
+    vocabulary = tokenizer.get_vocab()
+    needed = max(len(tokenizer), max(vocabulary.values()) + 1)
+    outside = {token for token, number in vocabulary.items() if number >= vocab_size}
+    if own and outside <= tokenizer.get_added_vocab().keys():
+        return not outside
     if needed > vocab_size:
         raise TokenizerError(
             f"the tokenizer has {needed} tokens and the model's embedding only {vocab_size} rows:"
             " take the model's own tokenizer, or a model.config with a larger vocab_size"
         )
+    return True
+
+
+def check_ids(stores: Iterable[str], tokenizer: Any, vocab_size: int) -> None:
+    """Raises UserError where texts hold a token without a row in the model's embedding of `vocab_size` rows."""
+    for store in stores:
+        largest = int(TokenStore.open(Path(store)).tokens.max(initial=0))
+        if largest >= vocab_size:
+            token = tokenizer.convert_ids_to_tokens(largest)
+            raise TokenizerError(
+                f"documents hold {token!r}, which the tokenizer has as token {largest}, and the model's embedding has"
+                f" only {vocab_size} rows: take it out of the texts"
+            )
 
 
 def publish_tokenizer(tokenizer: Any, root: Path) -> Path:
     """The cache's directory with `tokenizer` as save_pretrained writes it, named by the hash of its files."""
     with tempfile.TemporaryDirectory() as scratch:
-        tokenizer.save_pretrained(scratch)
+        save_tokenizer(tokenizer, Path(scratch))
         directory = root / "tokenizers" / digest_of_directory(Path(scratch))
     if not directory.is_dir():
         with publishing(directory) as beside:
-            tokenizer.save_pretrained(beside)
+            save_tokenizer(tokenizer, beside)
     return directory
 
 
@@ -152,7 +175,7 @@ def as_loaded_with(tokenizer: Any, config: Mapping[str, Any]) -> Any:
     from transformers import AutoTokenizer
 
     with tempfile.TemporaryDirectory() as beside:
-        tokenizer.save_pretrained(beside)
+        save_tokenizer(tokenizer, Path(beside))
         Path(beside, "config.json").write_text(json.dumps(config, default=str), encoding="utf-8")
         try:
             loaded = without_code(AutoTokenizer.from_pretrained)(beside)

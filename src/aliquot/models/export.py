@@ -133,8 +133,6 @@ def export_checkpoint(
 
 
 def _published(checkpoint_dir: Path, tensors: Sequence[tuple[str, Shape]]) -> tuple[Published, ...] | None:
-    if all(len(shape) != 3 for _, shape in tensors):
-        return None
     from transformers import AutoModelForCausalLM
 
     config = resolve(ModelSection(path=str(checkpoint_dir))).config

@@ -21,7 +21,12 @@ from aliquot.ranges.together import RankGroup, together
 from aliquot.ranges.transfer import Watch, fill
 
 # buffers that older versions of transformers saved and that are computed, not learned
-_COMPUTED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias|position_ids)")
+_COMPUTED = re.compile(
+    r"(.*\.)?((rotary_emb|maybe_rotary)\.(inv_freq|cos_cached|sin_cached)|position_ids|embed_positions\.weights"
+    r"|attn\.(bias|masked_bias|causal_mask))"
+)
+_COMPARED_BYTES = 8 << 20
+_MASK = re.compile(r".*\.attention\.(bias|masked_bias)")  # as a bias that is learned is called elsewhere
 
 
 def load_weights(
@@ -55,10 +60,13 @@ def load_weights(
             wanted, filled = tensors_of(published), PublishedStore(store, published)
         found = _matched(stored, wanted, tied)
         used = {entry.name for entry in found.values()}
-        others = [name for name in stored if name not in used and name not in tied and not _COMPUTED.fullmatch(name)]
+        others = [
+            name for name, entry in stored.items() if name not in used | tied.keys() and not _is_computed(name, entry)
+        ]
         extra = [name for name in others if not any(re.search(pattern, name) for pattern in passed_over)]
         if tell is not None and ranks.rank == 0 and (left := sorted(set(others) - set(extra))):
             tell(f"{directory}: {len(left)} tensors that transformers does not load are left out, {left[0]} for one")
+        _check_tied(stored, tied, directory, ranks)
         shapes = dict(wanted)
         short = {name: found[name] for name in may_grow if name in found and _grows(found[name].shape, shapes[name])}
         grown.update(short)
@@ -105,6 +113,33 @@ def load_adapter(
         fill(store if of_checkpoint else PublishedStore(store, saves), {"weight": stored})
 
     together(ranks, read)
+
+
+def _is_computed(name: str, entry: TensorEntry) -> bool:
+    return bool(_COMPUTED.fullmatch(name) or (_MASK.fullmatch(name) and len(entry.shape) in (0, 4)))
+
+
+def _check_tied(stored: Mapping[str, TensorEntry], tied: Mapping[str, str], directory: Path, ranks: RankGroup) -> None:
+    """Every rank its share: that weights which are one here are the same where the files hold both."""
+    for alias, name in tied.items():
+        one, other = stored.get(alias), stored.get(name)
+        if one is None or other is None or one.dtype != other.dtype:
+            continue
+        length = one.numel * one.itemsize
+        at, stop = (length * number // ranks.world_size for number in (ranks.rank, ranks.rank + 1))
+        with one.file.open("rb") as ours, other.file.open("rb") as theirs:
+            ours.seek(one.offset + at)
+            theirs.seek(other.offset + at)
+            same = one.shape == other.shape
+            while same and at < stop:
+                count = min(_COMPARED_BYTES, stop - at)
+                same = ours.read(count) == theirs.read(count)
+                at += count
+        if not same:
+            raise WeightsFileError(
+                f"{alias} and {name} differ, and are one by config.json: set tie_word_embeddings to false there",
+                directory,
+            )
 
 
 def _grows(stored: Shape, wanted: Shape) -> bool:

@@ -33,7 +33,7 @@ def model_files(
     saved.dtype = torch.float32
     with tempfile.TemporaryDirectory() as folder:
         saved.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        save_tokenizer(tokenizer, Path(folder))
         files = {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir()) if file.is_file()}
     special = {key: getattr(tokenizer, key) for key in SPECIAL if getattr(tokenizer, key) is not None}
     fields = parse_json(files["config.json"], "config.json")
@@ -46,6 +46,11 @@ def model_files(
     files["tokenizer_config.json"] = _json(_known_class(parse_json(files["tokenizer_config.json"], "tokenizer_config")))
     files[CONVENTION_FILE] = _json({"prefix": list(prefix), "chat_prefix": list(chat_prefix)})
     return files
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """Its files, none of them in folders: of several chat templates transformers would make one."""
+    tokenizer.save_pretrained(directory, save_jinja_files=not isinstance(tokenizer.chat_template, dict))
 
 
 def trained_prefix(directory: Path, key: Literal["prefix", "chat_prefix"] = "prefix") -> list[int] | None:

@@ -62,6 +62,9 @@ def narrow(config: PretrainedConfig, dropout: bool = True) -> PretrainedConfig:
     `dropout` false: none.
     """
     values = _narrowed(config.to_dict())
+    for key in ("rope_parameters", "rope_scaling"):
+        if isinstance(values.get(key), dict):
+            values[key] = _fewer_factors(values[key], values)
     return type(config).from_dict(values if dropout else _without_dropout(values))
 
 
@@ -69,10 +72,8 @@ def for_training(config: PretrainedConfig) -> PretrainedConfig:
     """A copy without what is for generation alone."""
     copied = copy.deepcopy(config)
     copied.use_cache = False
-    if hasattr(
-        copied, "rescale_every"
-    ):  # RWKV would divide its weights in place for evaluation, against fp16's overflow
-        copied.rescale_every = 0
+    if hasattr(copied, "rescale_every"):
+        copied.rescale_every = 0  # RWKV would divide its weights in place for evaluation, against fp16's overflow
     return copied
 
 
@@ -129,6 +130,21 @@ def _narrowed(values: dict[str, Any]) -> dict[str, Any]:
         else:
             found[key] = _small(key, value, heads)
     return {**found, **_derived(values, found, len(kept))}
+
+
+def _fewer_factors(rope: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Rotary parameters with as many factors (longrope) as a narrow head has frequencies; of kinds of layers, each."""
+    heads = next((values[name] for name in _HEADS if isinstance(values.get(name), int)), 1)
+    width = values.get("qk_rope_head_dim") or values.get("head_dim") or values.get("hidden_size", _WIDTH) // heads
+    share = rope.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
+    count = int(width * (1.0 if values.get("qk_rope_head_dim") else share)) // 2
+    found: dict[str, Any] = {}
+    for key, value in rope.items():
+        if key in ("short_factor", "long_factor") and isinstance(value, list):
+            found[key] = [value[at * len(value) // count] for at in range(count)]
+        else:
+            found[key] = _fewer_factors(value, values) if isinstance(value, dict) else value
+    return found
 
 
 def _positions(lists: dict[str, list[Any]], layers: int) -> list[int]:

@@ -129,12 +129,18 @@ def resolve(section: ModelSection, hub_files: Sequence[str] = HUB_FILES) -> Mode
         directory = local_directory(section.path, hub_files)
         file = directory / "config.json"
         config = _parse_config(_read_json(file, "model.path"), str(file))
+        _refuse_quantized(config, str(file))
         return ModelSource(config, directory, config.dtype)
     assert section.config is not None  # the schema demands one of the two
     if isinstance(section.config, Path):
         values = _read_json(section.config, "model.config")
-        return ModelSource(_parse_config(values, str(section.config)), None, None, frozenset(values))
-    return ModelSource(_parse_config(section.config, "model.config"), None, None, frozenset(section.config))
+        config = _parse_config(values, str(section.config))
+    else:
+        values = section.config
+        config = _parse_config(values, "model.config")
+    if _quantization(config):  # how somebody has stored such weights: these begin, and are exported, as they are
+        del config.quantization_config
+    return ModelSource(config, None, None, frozenset(values))
 
 
 def local_directory(path: str, hub_files: Sequence[str] = HUB_FILES) -> Path:
@@ -159,7 +165,7 @@ def local_directory(path: str, hub_files: Sequence[str] = HUB_FILES) -> Path:
 
 def _read_json(file: Path, key: str) -> dict[str, Any]:
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = json.loads(file.read_text(encoding="utf-8"), object_hook=_special_float)
     except FileNotFoundError:
         if (file.parent / CONFIG_FILE).is_file():
             raise ModelFilesError(
@@ -171,6 +177,11 @@ def _read_json(file: Path, key: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ModelFilesError(f"{key}: expected a JSON object", file)
     return values
+
+
+def _special_float(value: dict[str, Any]) -> Any:
+    """transformers 5 writes infinities as {"__float__": "Infinity"}."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
 def _parse_config(values: dict[str, Any], where: str) -> PretrainedConfig:
@@ -212,6 +223,22 @@ def _refuse_out_of_scope(config: PretrainedConfig, where: str) -> None:
         )
     if getattr(config, "is_decoder", None) is False:
         config.is_decoder = True  # BERT and its kin see both ways unless told that they predict what follows
+
+
+def _quantization(config: PretrainedConfig) -> dict[str, Any] | None:
+    found = getattr(config, "quantization_config", None)
+    return found if found is None or isinstance(found, dict) else found.to_dict()
+
+
+def _refuse_quantized(config: PretrainedConfig, where: str) -> None:
+    """What computes with quantised weights is another function than the layers that are trained here."""
+    if settings := _quantization(config):
+        method = settings.get("quant_method", "quantised")
+        raise UnsupportedModelError(
+            f"weights that are stored as {method} (quantization_config) are not supported: take the model's unquantised"
+            " ones, or remove the key if these are",
+            where,
+        )
 
 
 def _one_line(error: Exception) -> str:
