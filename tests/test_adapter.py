@@ -11,7 +11,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import aliquot
 from aliquot.config.adapter_section import AdapterSection
@@ -26,6 +26,7 @@ from aliquot.models import meta
 from aliquot.models.export import export_checkpoint
 from aliquot.models.generate import generate
 from aliquot.models.load import load_adapter
+from aliquot.models.narrow import narrow
 from aliquot.models.source import resolve
 from aliquot.ranges.together import Alone
 from tests import plain
@@ -119,6 +120,22 @@ def test_exports_are_peft_s_and_merged_they_are_a_model(folder: Path, base: Path
         torch.testing.assert_close(merged(ids).logits, expected, rtol=1e-4, atol=1e-4)
     said = command("generate", lora / "export", "--prompt", "the rank", "--max-new-tokens", "3")
     assert said.returncode == 0 and said.stdout.startswith("the rank"), said.stderr
+
+
+@pytest.mark.long
+def test_what_is_merged_may_have_another_name_in_the_model_s_files(tmp_path: Path) -> None:
+    shape = json.loads(narrow(AutoConfig.for_model("nemotron_h")).to_json_string()) | {"vocab_size": 300}
+    base = write_config(tmp_path, "base", model={"config": shape}, train={"max_steps": 1})
+    trained(base)
+    config = beside(tmp_path / "base" / "export", "lora", adapter={**LORA, "target_modules": ["q_proj"]})
+    trained(config)
+    done = command("export", tmp_path / "lora/checkpoints/step-00000006", tmp_path / "merged", "--merge")
+    assert done.returncode == 0, done.stderr
+    files = [tmp_path / each / "model.safetensors" for each in ("base/export", "merged")]
+    before, after = (load_file(file) for file in files)
+    changed = {name for name, values in after.items() if not torch.equal(values, before[name].to(values.dtype))}
+    assert before.keys() == after.keys()
+    assert changed and all(name.startswith("backbone.") and name.endswith("q_proj.weight") for name in changed)
 
 
 @pytest.mark.long

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from aliquot.config.peft_settings import CONFIG_FILE
+from aliquot.config.schema import ModelSection
 from aliquot.errors import ModelFilesError, WeightsFileError
-from aliquot.models.source import HUB_FILES, fingerprint, local_directory
+from aliquot.models.code_of_strangers import without_code
+from aliquot.models.published import published_of
+from aliquot.models.source import HUB_FILES, fingerprint, local_directory, resolve
 from aliquot.models.stored_weights import StoredWeights, in_order
 from aliquot.ranges.bytemap import ByteMap
 from aliquot.ranges.jsonfile import parse_json, read_small
@@ -68,11 +72,25 @@ class MergedWeights:
         change = (left[first:last] @ right).mul_(self._scaling)
         out += change.view(-1)[start - first * columns :][: out.numel()]
 
+    @cached_property
+    def _published(self) -> dict[str, str]:
+        """Name in memory -> in the files, of the weights that are whole under another name there."""
+        from transformers import AutoModelForCausalLM
+
+        config = resolve(ModelSection(path=str(self._directory))).config
+        with torch.device("meta"):
+            model = without_code(AutoModelForCausalLM.from_config)(config)
+        shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+        found = published_of(model, list(shapes.items())) or ()
+        return {each.source: each.name for each in found if math.prod(each.shape) == math.prod(shapes[each.source])}
+
     def _name_of(self, module: str) -> str:
         """Of an adapted weight, in the model's files: perhaps the bare model's."""
         names = (f"{module}.weight", f"{module.partition('.')[2]}.weight")
         found = next((name for name in names if name in self._base.entries), None)
         if found is None:
+            found = self._published.get(names[0])
+        if found is None or found not in self._base.entries:
             raise WeightsFileError(f"no {names[0]} here, which the adapter is for", self._directory)
         return found
 

@@ -165,7 +165,7 @@ def local_directory(path: str, hub_files: Sequence[str] = HUB_FILES) -> Path:
 
 def _read_json(file: Path, key: str) -> dict[str, Any]:
     try:
-        values = json.loads(file.read_text(encoding="utf-8"), object_hook=_special_float)
+        values = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         if (file.parent / CONFIG_FILE).is_file():
             raise ModelFilesError(
@@ -179,16 +179,22 @@ def _read_json(file: Path, key: str) -> dict[str, Any]:
     return values
 
 
-def _special_float(value: dict[str, Any]) -> Any:
+def _with_special_floats(value: Any) -> Any:
     """transformers 5 writes infinities as {"__float__": "Infinity"}."""
-    return float(value["__float__"]) if value.keys() == {"__float__"} else value
+    if isinstance(value, list):
+        return [_with_special_floats(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"__float__"}:
+        return float(value["__float__"])
+    return {key: _with_special_floats(each) for key, each in value.items()}
 
 
 def _parse_config(values: dict[str, Any], where: str) -> PretrainedConfig:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    values = dict(values)
+    values = _with_special_floats(values)
     model_type = values.pop("model_type", None)
     if model_type is None:
         raise ModelFilesError("model_type is missing; for example model_type: llama", where)
