@@ -97,7 +97,7 @@ def export_checkpoint(
     Of an adapter they are one of peft; with `merge` they are the model that it was learned beside, which it changes
     and which lies where it did, or at `base`.
 
-    Memory is bounded by a few buffers; a model is built only on the meta device, of experts that are stored apart.
+    Memory is bounded by a few buffers; a model is built only on the meta device, for the names that its files have.
     `verify`: compare all bytes that are exported with the checksums of the manifest. Raises UserError as `export` does,
     DamagedCheckpoint where the checkpoint is not whole.
     """
