@@ -65,8 +65,11 @@ class Stillness:
         threading.Thread(target=self._watch, name="aliquot-stillness", daemon=True).start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         self._over.set()
+        # Somebody went on. After an error they stay: this rank may only have met the end of the one that tells of them.
+        if kind is None and self._stack_file is not None:
+            self._stack_file.unlink(missing_ok=True)
 
     def _watch(self) -> None:
         # Node 0 has ended or is out of reach, of which presence.py tells.
@@ -84,8 +87,6 @@ class Stillness:
                 self._write_stacks()
                 self._store.add(written, 1)
                 work.since_last_look(self._every_s)  # which was to write them
-            elif still == 0 and self._stack_file is not None:
-                self._stack_file.unlink(missing_ok=True)
             all_written = still >= self._looks and self._store.add(written, 0) >= self._topology.world_size
             if (all_written or still >= 2 * self._looks) and not self._over.is_set():
                 self._end()
