@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from aliquot.config.schema import ModelSection
 from aliquot.errors import UserError
 from aliquot.models import meta
-from aliquot.models.source import resolve
+from aliquot.models.source import model_on_meta, resolve
 from tests.engines.cases import SMALL
 
 
@@ -60,6 +60,7 @@ def test_quantised_weights_are_refused_and_a_shape_that_says_so_is_not_quantised
     for section in (config, tmp_path / "config.json"):
         found = resolve(ModelSection.model_validate({"config": section})).config
         assert "quantization_config" not in found.to_dict()
+    assert "quantization_config" not in model_on_meta(tmp_path).config.to_dict()
 
 
 def test_infinities_as_transformers_writes_them(tmp_path: Path) -> None:

@@ -12,13 +12,11 @@ from typing import Any, Literal
 import torch
 
 from aliquot.config.peft_settings import CONFIG_FILE
-from aliquot.config.schema import ModelSection
 from aliquot.errors import RunDirectoryError, UsageError
 from aliquot.models.adapter import BASE, STEM, saves_of
-from aliquot.models.code_of_strangers import without_code
 from aliquot.models.merge import MergedWeights
 from aliquot.models.published import Published, PublishedParts, published_of, tensors_of
-from aliquot.models.source import resolve
+from aliquot.models.source import model_on_meta
 from aliquot.models.stored_weights import StoredWeights, in_order
 from aliquot.ranges.bytemap import ByteMap, Shape
 from aliquot.ranges.checksums import BlockChecksums, Piece
@@ -123,22 +121,13 @@ def export_checkpoint(
     with RangeReader(checksums if verify else None) as reader, RangeReader() as of_base:
         store = StoredWeights(source, reader, ranks)
         if adapter is None:
-            write(store, tensors, config_files, published=_published(checkpoint_dir, tensors))
+            write(store, tensors, config_files, published=published_of(model_on_meta(checkpoint_dir), tensors))
         elif merge:
             beside = read_json(checkpoint_dir / STATE)["determinants"].get(BASE)
             merged = MergedWeights(StoredWeights(source, reader), adapter, of_base, base, beside)
             write(merged, merged.tensors, merged.files(config_files))
         else:
             write(store, tensors, config_files, published=saves_of(tensors), stem=STEM)
-
-
-def _published(checkpoint_dir: Path, tensors: Sequence[tuple[str, Shape]]) -> tuple[Published, ...] | None:
-    from transformers import AutoModelForCausalLM
-
-    config = resolve(ModelSection(path=str(checkpoint_dir))).config
-    with torch.device("meta"):
-        model = without_code(AutoModelForCausalLM.from_config)(config)
-    return published_of(model, tensors)
 
 
 def _with_dtype(config: bytes, dtype: torch.dtype) -> bytes:

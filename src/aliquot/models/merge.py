@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from aliquot.config.peft_settings import CONFIG_FILE
-from aliquot.config.schema import ModelSection
 from aliquot.errors import ModelFilesError, WeightsFileError
-from aliquot.models.code_of_strangers import without_code
 from aliquot.models.published import published_of
-from aliquot.models.source import HUB_FILES, fingerprint, local_directory, resolve
+from aliquot.models.source import HUB_FILES, fingerprint, local_directory, model_on_meta
 from aliquot.models.stored_weights import StoredWeights, in_order
 from aliquot.ranges.bytemap import ByteMap
 from aliquot.ranges.jsonfile import parse_json, read_small
@@ -75,11 +73,7 @@ class MergedWeights:
     @cached_property
     def _published(self) -> dict[str, str]:
         """Name in memory -> in the files, of the weights that are whole under another name there."""
-        from transformers import AutoModelForCausalLM
-
-        config = resolve(ModelSection(path=str(self._directory))).config
-        with torch.device("meta"):
-            model = without_code(AutoModelForCausalLM.from_config)(config)
+        model = model_on_meta(self._directory)
         shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
         found = published_of(model, list(shapes.items())) or ()
         return {each.source: each.name for each in found if math.prod(each.shape) == math.prod(shapes[each.source])}

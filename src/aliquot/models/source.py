@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 from aliquot.config.peft_settings import CONFIG_FILE
 from aliquot.config.schema import ModelSection
 from aliquot.errors import ConfigError, ModelFilesError, UnsupportedModelError
+from aliquot.models.code_of_strangers import without_code
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 # What a run needs of a hub repository; never code, pickles or other frameworks' weights.
 DESCRIPTION_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # config and tokenizer
@@ -138,9 +139,19 @@ def resolve(section: ModelSection, hub_files: Sequence[str] = HUB_FILES) -> Mode
     else:
         values = section.config
         config = _parse_config(values, "model.config")
-    if _quantization(config):  # how somebody has stored such weights: these begin, and are exported, as they are
-        del config.quantization_config
-    return ModelSource(config, None, None, frozenset(values))
+    return ModelSource(_unquantized(config), None, None, frozenset(values))
+
+
+def model_on_meta(directory: Path) -> PreTrainedModel:
+    """Of the config.json in `directory`, for the names of its weights. Raises UserError as `resolve` does."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    file = directory / "config.json"
+    config = _unquantized(_parse_config(_read_json(file, "config.json"), str(file)))
+    with torch.device("meta"):
+        model: PreTrainedModel = without_code(AutoModelForCausalLM.from_config)(config)
+    return model
 
 
 def local_directory(path: str, hub_files: Sequence[str] = HUB_FILES) -> Path:
@@ -234,6 +245,13 @@ def _refuse_out_of_scope(config: PretrainedConfig, where: str) -> None:
 def _quantization(config: PretrainedConfig) -> dict[str, Any] | None:
     found = getattr(config, "quantization_config", None)
     return found if found is None or isinstance(found, dict) else found.to_dict()
+
+
+def _unquantized(config: PretrainedConfig) -> PretrainedConfig:
+    """Without how somebody has stored such weights: those of a run begin, and are exported, as they are."""
+    if _quantization(config):
+        del config.quantization_config
+    return config
 
 
 def _refuse_quantized(config: PretrainedConfig, where: str) -> None:
