@@ -32,9 +32,10 @@ from aliquot.launch.same_everywhere import check_same
 from aliquot.machine.allocator import give_back
 from aliquot.models import initialize, meta
 from aliquot.models.adapter import BASE
-from aliquot.models.load import load_adapter, load_weights, passed_over_by
+from aliquot.models.load import load_adapter, load_weights
 from aliquot.models.published import Published, published_of
 from aliquot.models.source import ModelSource, import_models, resolve
+from aliquot.models.stored_names import StoredNames
 from aliquot.models.traits import Traits, traits
 from aliquot.observe import summary
 from aliquot.observe.clock import StepClock
@@ -106,6 +107,7 @@ class Model:
 
     built: meta.MetaModel
     published: tuple[Published, ...] | None  # how its weights are stored, where that is not as it holds them
+    names: StoredNames
     engine: Engine
     engine_name: str
     clock: StepClock
@@ -216,10 +218,11 @@ def build_model(run: Attempt, inputs: Inputs) -> Model:
     if engine_name != "deepspeed":  # which can be started once in a process
         prove(inputs.source.config, built.traits, engine_type, spec, topology)
     # Before the engine shards it.
+    names = StoredNames.of_model(built.model)
     published = published_of(built.model, built.tensors) if built.adapter is None else built.adapter.loads
     engine: Engine = engine_type.build(built.model, spec, topology)
     ledger.mark("model built", engine.counters().memory())
-    return Model(built, published, engine, engine_name, clock, spec.notes)
+    return Model(built, published, names, engine, engine_name, clock, spec.notes)
 
 
 def _load_source(run: Attempt, inputs: Inputs, model: Model) -> None:
@@ -228,7 +231,7 @@ def _load_source(run: Attempt, inputs: Inputs, model: Model) -> None:
     may_grow = built.vocabulary if config.model.add_tokens or config.model.add_special_tokens else ()
     load_weights(
         model.engine, inputs.source.directory, built.tensors, built.tied, run.ranks,
-        published=model.published, may_grow=may_grow, seed=config.run.seed, passed_over=passed_over_by(built.model),
+        published=model.published, may_grow=may_grow, seed=config.run.seed, names=model.names,
         tell=run.display.line,
     )  # fmt: skip
 

@@ -15,8 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from aliquot.errors import WeightsFileError
 from aliquot.loaders.sharded import load_sharded
 from aliquot.models.export import export
-from aliquot.models.load import load_weights, passed_over_by
+from aliquot.models.load import load_weights
 from aliquot.models.published import Published, PublishedParts, published_of
+from aliquot.models.stored_names import StoredNames
 from aliquot.ranges.parts import Part, row_ranges
 from aliquot.ranges.together import Alone, RankGroup
 from tests.ranges.world import run_world
@@ -155,7 +156,7 @@ def test_what_transformers_does_not_load_is_passed_over(kind: str, beside: list[
     tensors = [(name, tuple(weight.shape)) for name, weight in weights.items()]
     store = Held({name: torch.zeros_like(weight) for name, weight in weights.items()}, 0, 1)
     options: dict[str, Any] = {"published": published_of(model, tensors), "tell": told.append}
-    load_weights(store, tmp_path, tensors, {}, Alone(), passed_over=passed_over_by(model), **options)
+    load_weights(store, tmp_path, tensors, {}, Alone(), names=StoredNames.of_model(model), **options)
     assert store.equals(weights)
     assert told == [f"{tmp_path}: 2 tensors that transformers does not load are left out, {min(beside)} for one"]
     with pytest.raises(WeightsFileError, match=f"not of this model: .*{beside[0]}"):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +15,9 @@ from transformers import AutoConfig
 from aliquot.config.schema import ModelSection
 from aliquot.errors import UserError
 from aliquot.models import meta
-from aliquot.models.source import model_on_meta, resolve
+from aliquot.models.source import fingerprint, model_on_meta, resolve
 from tests.engines.cases import SMALL
+from tests.models.hub_server import hub_with
 
 
 def refused(**section: object) -> str:
@@ -26,6 +30,35 @@ def refused(**section: object) -> str:
 def test_a_hub_id_goes_to_the_hub() -> None:
     # Tests are offline: the hub client says so, and that is what the person sees.
     assert "the hub could not serve it" in refused(path="some-owner/some-model")
+
+
+def test_what_is_fetched_from_the_hub(tmp_path: Path) -> None:
+    """Not the weights a second time: Mistral's repositories have them in one file for another program, too."""
+    wanted = [
+        "config.json",
+        "model-00001-of-00001.safetensors",
+        "tokenizer.json",
+        "additional_chat_templates/rag.jinja",
+    ]
+    others = ["consolidated.safetensors", "original/model.safetensors", "pytorch_model.bin", "modeling_strange.py"]
+    with hub_with({name: name.encode() for name in wanted + others}) as (address, fetched):
+        environ = os.environ | {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+        code = "from aliquot.models.source import local_directory; print(local_directory('owner/name'))"
+        result = subprocess.run(
+            [sys.executable, "-c", code], env=environ, check=True, stdout=subprocess.PIPE, text=True
+        )
+    directory = Path(result.stdout.strip())
+    assert sorted(fetched) == sorted(wanted)
+    assert all((directory / name).read_text() == name for name in wanted)
+
+
+def test_the_fingerprint_is_of_the_weights_that_are_loaded(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    before = fingerprint(tmp_path)
+    (tmp_path / "consolidated.safetensors").write_bytes(b"the same in another form")
+    assert fingerprint(tmp_path) == before
+    (tmp_path / "model.safetensors").write_bytes(b"others!")
+    assert fingerprint(tmp_path) != before
 
 
 @pytest.mark.parametrize("path", ["./nowhere", "/nowhere/at/all", "nowhere", "a/b/c"])

@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from aliquot.collectives.json_values import JSON, gather
 from aliquot.errors import UsageError
 from aliquot.models.code_of_strangers import without_code
-from aliquot.models.load import load_weights, passed_over_by
+from aliquot.models.load import load_weights
 from aliquot.models.materialise import compute_buffers, materialise, saved_buffers, tied_weights
 from aliquot.models.published import published_of
+from aliquot.models.stored_names import StoredNames
 from aliquot.models.structure import decoder_layers
 from aliquot.ranges.bytemap import Shape
 from aliquot.ranges.parts import Part
@@ -60,10 +61,10 @@ def load_sharded(
     ranks: RankGroup = Members(device) if dist.is_available() and dist.is_initialized() else Alone()
     aliases = {_plain(alias): _plain(name) for alias, name in tied.items()}
     tensors = tensors_of(built)
-    published = published_of(built, tensors)
+    published, names = published_of(built, tensors), StoredNames.of_model(built)
     load_weights(
         ShardedWeights(built), Path(directory), tensors, aliases, ranks, watch, published,
-        passed_over=passed_over_by(built),
+        names=names,
     )  # fmt: skip
     return built
 

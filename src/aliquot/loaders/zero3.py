@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from aliquot.errors import DeepspeedConfigError, MissingToolError, UsageError
 from aliquot.loaders.sharded import HeldWeights, Members, tensors_of, whole
 from aliquot.models.code_of_strangers import without_code
-from aliquot.models.load import load_weights, passed_over_by
+from aliquot.models.load import load_weights
 from aliquot.models.materialise import compute_buffers, replace_tensors, saved_buffers, tied_weights
 from aliquot.models.published import published_of
+from aliquot.models.stored_names import StoredNames
 from aliquot.ranges.parts import Part
 from aliquot.ranges.transfer import Watch
 
@@ -67,12 +68,12 @@ def load_zero3(
         built = _construct(model, dtype, options)
     tied = tied_weights(built)
     tensors = tensors_of(built)
-    published = published_of(built, tensors)
+    published, names = published_of(built, tensors), StoredNames.of_model(built)
     compute_buffers(built)
     device = partition(built, settings)
     load_weights(
         ZeroWeights(built), Path(directory), tensors, tied, Members(device), watch, published,
-        passed_over=passed_over_by(built),
+        names=names,
     )  # fmt: skip
     if (Path(directory) / "generation_config.json").exists():
         built.generation_config = GenerationConfig.from_pretrained(directory)

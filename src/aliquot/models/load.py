@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-
-from torch import nn
 
 from aliquot.errors import WeightsFileError
 from aliquot.models.adapter import BASE, STEM
 from aliquot.models.added_rows import OldRows, add_rows
 from aliquot.models.export import STATE
 from aliquot.models.published import Published, PublishedStore, tensors_of
+from aliquot.models.stored_names import StoredNames, is_computed
 from aliquot.ranges.bytemap import ByteMap, Shape, check_tensors
 from aliquot.ranges.header import TensorEntry
 from aliquot.ranges.jsonfile import read_json
@@ -20,13 +18,7 @@ from aliquot.ranges.parts import PartStore
 from aliquot.ranges.together import RankGroup, together
 from aliquot.ranges.transfer import Watch, fill
 
-# buffers that older versions of transformers saved and that are computed, not learned
-_COMPUTED = re.compile(
-    r"(.*\.)?((rotary_emb|maybe_rotary)\.(inv_freq|cos_cached|sin_cached)|position_ids|embed_positions\.weights"
-    r"|attn\.(bias|masked_bias|causal_mask))"
-)
 _COMPARED_BYTES = 8 << 20
-_MASK = re.compile(r".*\.attention\.(bias|masked_bias)")  # as a bias that is learned is called elsewhere
 
 
 def load_weights(
@@ -39,35 +31,34 @@ def load_weights(
     published: Sequence[Published] | None = None,
     may_grow: Sequence[str] = (),
     seed: int = 0,
-    passed_over: Sequence[str] = (),
+    names: StoredNames = StoredNames(),  # noqa: B008 (frozen)
     tell: Callable[[str], None] | None = None,
 ) -> int:
     """Fill the weight parts of `store` from the safetensors in `directory`, whatever float dtype they have. Collective.
 
     `tensors`: names and shapes of the whole model without aliases. `tied`: alias -> the name in `tensors` whose weight
-    it shares; the directory may hold either or both. Names may also be those of the bare base model (`layers.0` for
-    `model.layers.0`), or all those of the `published` layout. Of the tensors that `may_grow` the directory may have
-    fewer rows: the others are made of those (added_rows.py), from `seed`. What is stored beside them and has a name
-    with one of the patterns `passed_over` is left alone, and rank 0 says so to `tell`. `watch` is told of this rank's
-    progress. Returns the bytes that this rank read. Raises UserError on every rank: no safetensors, malformed files,
-    tensors missing, extra or of another shape (names listed).
+    it shares; the directory may hold either or both. `names`: what else they may be called, or all may be those of the
+    `published` layout. Of the tensors that `may_grow` the directory may have fewer rows: the others are made of those
+    (added_rows.py), from `seed`. What is stored beside them and `names` passes over is left alone, and rank 0 says so
+    to `tell`. `watch` is told of this rank's progress. Returns the bytes that this rank read. Raises UserError on every
+    rank: no safetensors, malformed files, tensors missing, extra or of another shape (names listed).
     """
 
     def read() -> int:
         stored = ByteMap.of_directory(directory).entries
         wanted, filled = tensors, store
-        if published is not None and _is_published(stored, published):
+        if published is not None and _is_published(stored, published, names):
             wanted, filled = tensors_of(published), PublishedStore(store, published)
-        found = _matched(stored, wanted, tied)
-        used = {entry.name for entry in found.values()}
-        others = [
-            name for name, entry in stored.items() if name not in used | tied.keys() and not _is_computed(name, entry)
-        ]
-        extra = [name for name in others if not any(re.search(pattern, name) for pattern in passed_over)]
+        shapes = dict(wanted)
+        matched = names.matched(stored, [*shapes, *tied])
+        used = {entry.name for entry in matched.values()}
+        others = [name for name, entry in stored.items() if name not in used and not is_computed(name, entry)]
+        extra = [name for name in others if not names.passes_over(name)]
         if tell is not None and ranks.rank == 0 and (left := sorted(set(others) - set(extra))):
             tell(f"{directory}: {len(left)} tensors that transformers does not load are left out, {left[0]} for one")
-        _check_tied(stored, tied, directory, ranks)
-        shapes = dict(wanted)
+        _check_tied(matched, tied, directory, ranks)
+        instead = {tied[alias]: matched[alias] for alias in tied if alias in matched}
+        found = {name: entry for name, entry in (instead | matched).items() if name in shapes}
         short = {name: found[name] for name in may_grow if name in found and _grows(found[name].shape, shapes[name])}
         grown.update(short)
         check_tensors(
@@ -79,15 +70,6 @@ def load_weights(
     read_bytes = together(ranks, read)[ranks.rank]
     add_rows(store, grown, dict(tensors), seed, ranks)
     return read_bytes
-
-
-def passed_over_by(model: nn.Module) -> tuple[str, ...]:
-    """Patterns of names that published weights of such a model have, and transformers' model has not: layers that
-    predict several tokens (DeepSeek-V3, GLM-4.5), masks and positions that are computed now (Pythia).
-
-    What each class of transformers says of itself for `from_pretrained`, which has no other name.
-    """
-    return tuple(sorted(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()))
 
 
 def load_adapter(
@@ -113,10 +95,6 @@ def load_adapter(
         fill(store if of_checkpoint else PublishedStore(store, saves), {"weight": stored})
 
     together(ranks, read)
-
-
-def _is_computed(name: str, entry: TensorEntry) -> bool:
-    return bool(_COMPUTED.fullmatch(name) or (_MASK.fullmatch(name) and len(entry.shape) in (0, 4)))
 
 
 def _check_tied(stored: Mapping[str, TensorEntry], tied: Mapping[str, str], directory: Path, ranks: RankGroup) -> None:
@@ -146,20 +124,6 @@ def _grows(stored: Shape, wanted: Shape) -> bool:
     return len(stored) == len(wanted) > 0 and 0 < stored[0] < wanted[0] and stored[1:] == wanted[1:]
 
 
-def _is_published(stored: Mapping[str, TensorEntry], published: Sequence[Published]) -> bool:
-    names = {each.name for each in published if each.name != each.source}
-    return any(name in stored or name.partition(".")[2] in stored for name in names)
-
-
-def _matched(
-    stored: Mapping[str, TensorEntry], tensors: Sequence[tuple[str, Shape]], tied: Mapping[str, str]
-) -> dict[str, TensorEntry]:
-    """The stored tensor for each name of the model; a name that has none is left out."""
-    found = {}
-    for name, _ in tensors:
-        aliases = [alias for alias, kept in tied.items() if kept == name]
-        bare = name.partition(".")[2]
-        match = next((candidate for candidate in (name, *aliases, bare) if candidate in stored), None)
-        if match is not None:
-            found[name] = stored[match]
-    return found
+def _is_published(stored: Mapping[str, TensorEntry], published: Sequence[Published], names: StoredNames) -> bool:
+    others = [each.name for each in published if names.as_held(each.name) != names.as_held(each.source)]
+    return bool(names.matched(stored, others))

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from aliquot.config.peft_settings import CONFIG_FILE
 from aliquot.errors import ModelFilesError, WeightsFileError
-from aliquot.models.published import published_of
 from aliquot.models.source import HUB_FILES, fingerprint, local_directory, model_on_meta
+from aliquot.models.stored_names import StoredNames
 from aliquot.models.stored_weights import StoredWeights, in_order
 from aliquot.ranges.bytemap import ByteMap
 from aliquot.ranges.jsonfile import parse_json, read_small
@@ -71,22 +71,15 @@ class MergedWeights:
         out += change.view(-1)[start - first * columns :][: out.numel()]
 
     @cached_property
-    def _published(self) -> dict[str, str]:
-        """Name in memory -> in the files, of the weights that are whole under another name there."""
-        model = model_on_meta(self._directory)
-        shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
-        found = published_of(model, list(shapes.items())) or ()
-        return {each.source: each.name for each in found if math.prod(each.shape) == math.prod(shapes[each.source])}
+    def _names(self) -> StoredNames:
+        return StoredNames.of_model(model_on_meta(self._directory))
 
     def _name_of(self, module: str) -> str:
-        """Of an adapted weight, in the model's files: perhaps the bare model's."""
-        names = (f"{module}.weight", f"{module.partition('.')[2]}.weight")
-        found = next((name for name in names if name in self._base.entries), None)
-        if found is None:
-            found = self._published.get(names[0])
-        if found is None or found not in self._base.entries:
-            raise WeightsFileError(f"no {names[0]} here, which the adapter is for", self._directory)
-        return found
+        """Of an adapted weight, in the model's files."""
+        name = f"{module}.weight"
+        if (found := self._names.matched(self._base.entries, [name]).get(name)) is None:
+            raise WeightsFileError(f"no {name} here, which the adapter is for", self._directory)
+        return found.name
 
 
 def _whole(store: StoredWeights, part: Part) -> Tensor:

@@ -37,6 +37,7 @@ def model_files(
         files = {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir()) if file.is_file()}
     special = {key: getattr(tokenizer, key) for key in SPECIAL if getattr(tokenizer, key) is not None}
     fields = parse_json(files["config.json"], "config.json")
+    fields.pop("auto_map", None)  # names code, which is not beside it and was not what was trained
     if source is None:
         fields |= special
         files["generation_config.json"] = _json(special)
@@ -63,11 +64,14 @@ def trained_prefix(directory: Path, key: Literal["prefix", "chat_prefix"] = "pre
 
 
 def export_dtype(wanted: str, stored: torch.dtype | None, precision: str) -> torch.dtype:
-    """What `model.dtype` means. auto: as the source stores its weights; where it does not say, the dtype trained in."""
+    """What `model.dtype` means. auto: as the source stores its weights; where it names none that a model is used in, the
+    one trained in."""
     if wanted != "auto":
         named: torch.dtype = getattr(torch, wanted)
         return named
-    return stored or (torch.bfloat16 if precision == "bf16" else torch.float32)
+    if stored in (torch.float32, torch.bfloat16, torch.float16):
+        return stored
+    return torch.bfloat16 if precision == "bf16" else torch.float32
 
 
 def _with_old_names(fields: dict[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 # What a run needs of a hub repository; never code, pickles or other frameworks' weights.
 DESCRIPTION_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # config and tokenizer
 HUB_FILES = [*DESCRIPTION_FILES, "*.safetensors"]
+_OTHER_FORMS = ["consolidated*.safetensors", "*/*.safetensors"]  # the same weights again, for other programs
 CONFIG_FILES = ["config.json"]
 _SAMPLES, _SAMPLE_BYTES = 64, 16 << 10  # of a file of weights
 _MOST_LAYERS = 10_000
@@ -103,7 +104,8 @@ class ModelSource:
 def fingerprint(directory: Path) -> str:
     """Of its weights: a hash of sizes and of samples all over the files, a few megabytes of reading. Raises OSError."""
     total = hashlib.sha256()
-    for path in sorted(directory.glob("*.safetensors")):
+    others = set(directory.glob(_OTHER_FORMS[0]))
+    for path in sorted(set(directory.glob("*.safetensors")) - others):
         size = path.stat().st_size
         total.update(f"{path.name} {size} ".encode())
         with path.open("rb") as file:
@@ -165,7 +167,7 @@ def local_directory(path: str, hub_files: Sequence[str] = HUB_FILES) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(path, allow_patterns=list(hub_files)))
+        return Path(snapshot_download(path, allow_patterns=list(hub_files), ignore_patterns=_OTHER_FORMS))
     # The hub client raises OSError for the network, its own HTTP errors (an OSError too) and ValueError for bad names.
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
