@@ -64,8 +64,9 @@ def trained_prefix(directory: Path, key: Literal["prefix", "chat_prefix"] = "pre
 
 
 def export_dtype(wanted: str, stored: torch.dtype | None, precision: str) -> torch.dtype:
-    """What `model.dtype` means. auto: as the source stores its weights; where it names none that a model is used in, the
-    one trained in."""
+    """What `model.dtype` means. auto: as the source stores its weights, or, where that is none that models are used in,
+    the one trained in.
+    """
     if wanted != "auto":
         named: torch.dtype = getattr(torch, wanted)
         return named
