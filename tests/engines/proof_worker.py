@@ -67,7 +67,7 @@ def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None
         found = traits(config)
         spec = EngineSpec(
             "bf16", 512, found.plain_head, found.packs, found.looks_up, True, collectives="shared_memory",
-            optimizer_states="int8" if engine == "host" else "fp32",
+            optimizer_states="int8" if engine == "host" else "fp32", micro_batches=1,
         )  # fmt: skip
         try:
             prove(config, found, kind, spec, topology)

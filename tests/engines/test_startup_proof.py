@@ -28,6 +28,13 @@ def test_what_is_right_passes(told: list[dict[str, str]], case: str) -> None:
     assert [of_rank[case] for of_rank in told] == ["", ""]
 
 
+def test_one_rank_alone_computes_all_rows_of_the_proof(tmp_path: Path) -> None:
+    cases = ("llama:host:none", "llama:host:leak")
+    run_worlds(Path(__file__).parent / "proof_worker.py", [World(1, tmp_path, cases)])
+    right, wrong = json.loads((tmp_path / "0.json").read_text()).values()
+    assert right == "" and "would be trained wrongly" in wrong
+
+
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_wrong_is_named(told: list[dict[str, str]], case: str) -> None:
     first, second = (of_rank[case] for of_rank in told)

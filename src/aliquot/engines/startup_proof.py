@@ -87,9 +87,11 @@ def _by_engine(
 ) -> tuple[list[float], dict[str, tuple[int, Tensor]]]:
     """The summed losses of the rows, and of this rank's parts where they begin and their gradients."""
     built = meta.build(narrow(config, dropout=False), traits)
+    rounds = -(-len(rows) // topology.world_size)
     exact = replace(
         spec, precision="fp32", on_disk=None, optimizer_states="fp32", compile="none", weight_decay=0.0, adam_beta1=0.5,
-        micro_batch_tokens=len(rows[0].input_ids), phase=lambda _: None, building=lambda _: None,
+        micro_batch_tokens=len(rows[0].input_ids), micro_batches=rounds,
+        phase=lambda _: None, building=lambda _: None,
     )  # fmt: skip
     engine = kind.build(built.model, exact, topology)
     try:
@@ -97,7 +99,6 @@ def _by_engine(
             if part.kind == "weight":
                 engine.write(part, part.start, weights[part.name].view(-1)[part.start : part.stop])
         engine.ready()
-        rounds = -(-len(rows) // topology.world_size)
         own: list[MicroBatch | None] = [*rows[topology.rank :: topology.world_size]]
         idle = None if traits.packs else MicroBatch.empty(rows[0].calls)
         own += [idle] * (rounds - len(own))
