@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from aliquot.cluster.crds import supported
+from aliquot.cluster.schemas import check_schema
 from tests.cluster.crd import CRDS, needs_crds
 from tests.cluster_facts import FILE, facts
 
@@ -10,6 +13,14 @@ from tests.cluster_facts import FILE, facts
 @needs_crds
 def test_they_are_what_the_crds_say() -> None:
     assert FILE.read_text() == facts(CRDS), "python -m tests.cluster_facts --crds DIR"
+
+
+@pytest.mark.long
+def test_each_is_a_schema() -> None:
+    """Which is not looked at again where they are used: it takes seconds."""
+    assert all(each.shipped for each in supported())
+    for each in supported():
+        check_schema(each)
 
 
 def test_each_kind_says_its_version() -> None:

@@ -30,6 +30,7 @@ class KindSchema:
     kind: str
     source: str  # "Karpenter 1.14.1", or the file
     schema: dict[str, Any]  # structural: spec.versions[].schema.openAPIV3Schema of a CRD
+    shipped: bool = False  # known to be a schema
 
     @property
     def group(self) -> str:
@@ -91,7 +92,7 @@ def _facts() -> Sequence[KindSchema]:
     for each in loaded["shared"]:  # refers only to what is before it
         shared.append(_resolved(each, shared))
     return [
-        KindSchema(each["apiVersion"], each["kind"], each["source"], _resolved(each["schema"], shared))
+        KindSchema(each["apiVersion"], each["kind"], each["source"], _resolved(each["schema"], shared), shipped=True)
         for each in loaded["kinds"]
     ]
 

@@ -43,12 +43,13 @@ class PoolView:
 
 def pool_view(pool: ManifestObject) -> PoolView:
     requirements = pool.items("spec", "template", "spec", "requirements")
+    decided = [each for each in requirements if each.get("key") in _KNOWN]
     return PoolView(
         manifest=pool,
         requirements=requirements,
         labels=mapping(pool.get("spec", "template", "metadata", "labels")),
         taints=pool.items("spec", "template", "spec", "taints"),
-        types=[each for each, labels in _labelled() if all(_meets(labels, one) for one in requirements)],
+        types=[each for each, labels in _labelled() if all(_meets(labels, one) for one in decided)],
     )
 
 
@@ -85,10 +86,7 @@ _KNOWN = {key for each in instances() if each.gpus for key in type_labels(each)}
 
 
 def _meets(labels: dict[str, str], requirement: dict[str, Any]) -> bool:
-    key, operator = requirement.get("key"), requirement.get("operator")
-    if key not in _KNOWN:
-        return True
-    own = labels.get(str(key))
+    operator, own = requirement.get("operator"), labels.get(str(requirement.get("key")))
     values = [str(value) for value in listed(requirement.get("values"))]
     if operator in ("Gt", "Lt", "Gte", "Lte"):
         if own is None or len(values) != 1 or not _NUMBER.match(values[0]):

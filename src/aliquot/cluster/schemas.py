@@ -9,10 +9,11 @@ from __future__ import annotations
 import base64
 import datetime
 import difflib
+import pickle
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import kubernetes_validate
@@ -60,13 +61,20 @@ def violations(document: dict[str, Any], kind: KindSchema) -> list[Violation]:
 
 def core_violations(document: dict[str, Any], version: str) -> list[Violation] | None:
     """By kubernetes-validate, for a version of Kubernetes like "1.34". None: it has no such kind."""
+    found = _core_violations(pickle.dumps(document), version)
+    return None if found is None else list(found)
+
+
+@lru_cache(1000)
+def _core_violations(pickled: bytes, version: str) -> tuple[Violation, ...] | None:
+    """kubernetes-validate reads megabytes of schemas each time, and what it is asked for is often the same."""
     try:
-        kubernetes_validate.validate(document, version, strict=True)
+        kubernetes_validate.validate(pickle.loads(pickled), version, strict=True)
     except kubernetes_validate.SchemaNotFoundError:
         return None
     except kubernetes_validate.ValidationError as error:
-        return list(_violations(error))
-    return []
+        return tuple(_violations(error))
+    return ()
 
 
 def admitted(value: Any, schema: dict[str, Any]) -> Any:
@@ -97,12 +105,18 @@ def _without_nulls(value: Any) -> Any:
 
 @cache
 def _validator(kind: KindSchema) -> Validator:
+    if not kind.shipped:  # seconds
+        check_schema(kind)
+    return _Structural(_json_schema(kind.schema), format_checker=_FORMATS)
+
+
+def check_schema(kind: KindSchema) -> None:
+    """Raises UserError where that of `kind` is none."""
     try:
         Draft202012Validator.check_schema(kind.schema, format_checker=_FORMATS)
     except SchemaError as error:
         place = _path(error.absolute_path)
         raise ManifestError(f"the schema of {kind.kind} is none, at {place}: {error.message}", kind.source) from None
-    return _Structural(_json_schema(kind.schema), format_checker=_FORMATS)
 
 
 def _json_schema(schema: Any, at_root: bool = True) -> Any:
