@@ -33,8 +33,8 @@ Weights are published under names and in pieces that are not always those of the
 Pythia's head as `embed_out`. What transformers saves of each type is loaded and exported as transformers would
 (`pytest -m long tests/models/test_every_type.py`), and so are files under the names of a wider model (the text part of
 Qwen3.5 or Llama 4) or of older versions, as transformers renames them. The exceptions are `hrm_text` and
-`inkling2_text`, of whose weights several make one published tensor: they train from a configuration only, and a run that
-is to load them ends with the names of the tensors that are missing.
+`inkling2_text`, of whose weights several make one published tensor: they train from a configuration only, and a run
+that is to load them ends with the names of the tensors that are missing.
 
 | model type | documents |
 |--|--|

@@ -203,7 +203,7 @@ def foresee(run: Attempt, inputs: Inputs, force: bool) -> dict[str, Any]:
 def build_model(run: Attempt, inputs: Inputs) -> Model:
     topology, ledger = run.ranks.topology, run.ledger
     built = meta.build(inputs.source.config, inputs.traits, run.config.adapter, run.config.train.freeze)
-    engine_name, engine_type = engine_class(run.config, topology, built.numel)
+    engine_name, engine_type = engine_class(run.config, topology, built.numel, ledger.plan.get("engine"))
     clock = StepClock(lambda: engine.counters().inside_s(), timeline_of(topology.device))
 
     def phase_ended(name: str) -> None:

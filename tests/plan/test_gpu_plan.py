@@ -7,13 +7,16 @@ from io import StringIO
 
 from rich.console import Console
 
+from aliquot.catalogue.instances import instances
 from aliquot.config.plan import Plan
 from aliquot.config.unsharded import SHARDED, Unsharded
+from aliquot.launch.rank_layout import RankLayout
 from aliquot.observe.ledger import PHASES
 from aliquot.plan import fit
 from aliquot.plan.engine_memory import CONTEXT_BYTES, CUDA_HOST_BYTES, NCCL_BYTES
 from aliquot.plan.planned_machine import Machine
 from aliquot.plan.planner import plan
+from aliquot.plan.rates import estimated, known_gpu
 from aliquot.plan.report import summary
 from aliquot.plan.spill import MARGIN
 from tests.plan.shapes import LLAMA, planned_config
@@ -53,6 +56,34 @@ def test_offload_moves_states_to_the_machine_whose_limit_then_counts() -> None:
     assert not short.fits and fit.hopeless(short)
     (told,) = fit.problems(short, MACHINE)
     assert "of the machine's memory beside its GPU's" in told and "\n" not in told
+
+
+def test_offload_costs_time() -> None:
+    """Weights twice and gradients once over PCIe with each micro-batch, if the GPU cannot keep them within the step."""
+    train = {"global_batch_size": 16, "per_device_train_batch_size": 2}
+    resident, offloaded = planned(train=train), planned(train=train, shard={"offload": "cpu"})
+    kept = offloaded.unsharded
+    copies = (1 if kept.weights else 16) + (1 if kept.gradients else 8)
+    assert offloaded.step_s - resident.step_s > copies * 4 * resident.parameters / 8e9
+
+
+def test_every_gpu_of_the_catalogue_has_its_data_sheet() -> None:
+    names = {each.gpu_name for each in instances() if each.gpus}
+    assert {name: known_gpu(name) for name in names if known_gpu(name) is None} == {}
+    assert known_gpu("NVIDIA RTX PRO 6000 Blackwell Server Edition") == "rtxpro6000"
+    assert known_gpu("NVIDIA H100 80GB HBM3") == "h100" and known_gpu("NVIDIA GeForce RTX 4090") is None
+
+
+def test_a_gpu_that_nobody_knows_is_said_to_be_one() -> None:
+    layout = RankLayout(1, 1, 1, "cuda")
+    found = estimated(replace(MACHINE, gpu_name="NVIDIA GeForce RTX 4090"), layout)
+    assert "RTX 4090's is not known" in found.source and found.off_by == 10
+
+
+def test_gpus_without_bf16_compute_as_fast_as_in_fp32() -> None:
+    for name, as_fast in (("v100", True), ("t4", True), ("a100", False)):
+        found = estimated(replace(MACHINE, gpu_name=name), RankLayout(1, 1, 1, "cuda"))
+        assert (found.bf16_flops == found.fp32_flops) == as_fast == ("has no bf16" in found.source)
 
 
 def test_the_plan_shows_both() -> None:

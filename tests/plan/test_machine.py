@@ -18,3 +18,11 @@ def test_a_rank_has_one_gpu_however_many_there_are() -> None:
         assert plan(config, machine, 1, ranks).limit_bytes == machine.gpu_memory_bytes
     with pytest.raises(DeviceError, match="8 ranks a node need a GPU each"):
         plan(config, machine, 1, 8)
+
+
+def test_processors_have_the_instructions_that_they_were_made_with() -> None:
+    """Haswell and Broadwell have no AVX-512, Ivy Bridge no AVX2."""
+    first = {
+        name: Machine.of_instance(name).isa[0] for name in ("c3.8xlarge", "c4.8xlarge", "c5.9xlarge", "c7i.8xlarge")
+    }
+    assert list(first.values()) == ["avx", "avx2", "avx512f", "amx_bf16"]

@@ -75,6 +75,18 @@ def test_a_plan_of_many_sources_works_out_a_micro_batch_as_often_as_one_of_one()
     assert counts[0] == counts[1] > 0
 
 
+def test_auto_is_what_fits() -> None:
+    """Eight nodes: host's copy of the weights and sums for others do not fit, shards of all of it do."""
+    config = planned_config(LLAMA | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24})
+    model, layout = PlannedModel(config), RankLayout(8, 2, 2, "cpu")
+    found = {}
+    for memory_gib in (1.2, 2, 4, 8):
+        machine = Machine.of_numbers(memory_gib, 4, 25)
+        made = Planner(model, machine).plan(config, layout, Workload.assumed(config))
+        found[memory_gib] = (made.engine, not fit.problems(made, machine))
+    assert found == {1.2: ("fsdp", False), 2: ("host", False), 4: ("fsdp", True), 8: ("host", True)}
+
+
 @pytest.mark.parametrize("engine", ["host", pytest.param("fsdp", marks=pytest.mark.long)])
 def test_more_ranks_hold_less_each_and_larger_micro_batches_more(engine: str) -> None:
     def steady(ranks: int, micro: int) -> Plan:

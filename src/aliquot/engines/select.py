@@ -9,13 +9,18 @@ from aliquot.launch.topology import Topology
 from aliquot.machine.memory import memory_limit
 
 
-def engine_class(config: RunConfig, topology: Topology, numel: int) -> tuple[str, type[Engine]]:
+def engine_class(
+    config: RunConfig, topology: Topology, numel: int, planned: str | None = None
+) -> tuple[str, type[Engine]]:
     """The name and class of the engine for `shard.engine` and a model of `numel` parameters.
 
-    Imports only the one that is used. Raises UserError for settings that the engine cannot follow.
+    `planned`: what `auto` is by the run's plan, if there is one: fsdp where host does not fit. Imports only the one
+    that is used. Raises UserError for settings that the engine cannot follow.
     """
     even = topology.world_size == topology.nodes * topology.local_world_size
-    name = chosen_engine(config, topology.device, numel, memory_limit(), even)
+    name: str = chosen_engine(config, topology.device, numel, memory_limit(), even)
+    if config.shard.engine == "auto" and name == "host":
+        name = planned or name
     if name == "host":
         from aliquot.engines.host.host_engine import HostEngine
 

@@ -35,9 +35,9 @@ def _helps(planner: Planner, config: RunConfig, layout: RankLayout, workload: Wo
 
     Of a series that goes on gaining, the first that comes near its best.
     """
-    now = planner.plan(config, layout, workload, approximate=True).tokens_per_s
+    plan = planner.plan(config, layout, workload, approximate=True)
+    now, engine = plan.tokens_per_s, plan.engine
     gains: list[tuple[float, str]] = []
-    engine = planner.engine(config, layout)
     for kind in (
         _batches(config, layout),
         _micro_batches(config, layout),

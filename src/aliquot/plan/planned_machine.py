@@ -22,6 +22,9 @@ GIB = 1 << 30
 
 # Cores of one socket on EC2, at most: Sapphire Rapids 48, Granite Rapids, Genoa, Turin and Graviton 96.
 _SOCKET_CORES = {"intel": 48, "amd": 96, "aws": 96}
+# EC2's families of Intel processors before AVX-512 (Haswell, Broadwell), and before AVX2 (Sandy and Ivy Bridge).
+_HASWELL = {"c4", "m4", "r4", "x1", "x1e", "d2", "h1", "i3", "t2", "f1", "g3", "g3s", "p2", "p3"}
+_IVY_BRIDGE = {"c1", "c3", "i2", "m1", "m2", "m3", "r3", "t1"}
 
 
 @dataclass(frozen=True)
@@ -162,6 +165,10 @@ def chosen(
 def _isa(found: InstanceType) -> tuple[str, ...]:
     """What the processors of a type have that matters here; Graviton 3 and later multiply bf16 by MMLA."""
     if found.cpu_manufacturer == "intel":
+        if found.family in _IVY_BRIDGE:
+            return ("avx",)
+        if found.family in _HASWELL:
+            return ("avx2",)
         return ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if found.amx else ("avx512f", "avx2")
     if found.cpu_manufacturer == "amd":
         return ("avx512_bf16", "avx512f", "avx2") if found.generation >= 7 else ("avx2",)

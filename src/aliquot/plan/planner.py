@@ -21,6 +21,7 @@ from aliquot.engines.held_memory import Held
 from aliquot.engines.host.host_memory import disk_use, host_memory
 from aliquot.launch.rank_layout import RankLayout
 from aliquot.loss.logits_room import logits_room
+from aliquot.plan import fit
 from aliquot.plan.calibrate import make_known
 from aliquot.plan.engine_memory import beside_bytes, beside_on_cpu, beside_on_gpu, host_phases, phases
 from aliquot.plan.kernel_shapes import kernel_shapes
@@ -70,8 +71,23 @@ class Planner:
         self._times: dict[tuple[int, int], MicroBatchTime] = {}
 
     def plan(self, config: RunConfig, layout: RankLayout, workload: Workload, approximate: bool = False) -> Plan:
-        """`approximate`: micro-batches of more than two sequences are extrapolated, for many plans in short time."""
+        """`approximate`: micro-batches of more than two sequences are extrapolated, for many plans in short time.
+
+        Where `shard.engine: auto` means host, and that does not fit, it is fsdp if that does: host keeps a copy of the
+        weights on each node and, on several, its sums for the others.
+        """
         engine = self.engine(config, layout)
+        found = self._plan_with(engine, config, layout, workload, approximate)
+        of_auto = config.shard.engine == "auto" and engine == "host"
+        only_host = config.shard.offload == "disk" or config.train.optimizer_states != "fp32"
+        if not of_auto or only_host or not fit.problems(found, self.machine):
+            return found
+        other = self._plan_with("fsdp", config, layout, workload, approximate)
+        return found if fit.problems(other, self.machine) else other
+
+    def _plan_with(
+        self, engine: str, config: RunConfig, layout: RankLayout, workload: Workload, approximate: bool
+    ) -> Plan:
         size = batch_size(config.train, layout.world_size)
         micro_batches = size.micro_batches(layout.world_size, config.data.source_count)
         cost = self.model.cost_of(_step(config, engine, layout, self.machine), workload, size.micro, approximate)
@@ -111,7 +127,8 @@ class Planner:
         def time_of(count: int) -> StepTime:
             used = disk_use(config, self.shape, layout, on_disk, count)
             passed = moved if count == micro_batches else traffic(config, engine, self.shape, layout, count, kept)
-            return step_time(engine, each, held, passed, layout, count, rates, used, disk_rate)
+            kept_whole = kept if offloaded else None
+            return step_time(engine, each, held, passed, layout, count, rates, used, disk_rate, kept_whole)
 
         took = time_of(micro_batches)
         enough = (
@@ -165,7 +182,7 @@ class Planner:
         )
 
     def engine(self, config: RunConfig, layout: RankLayout) -> str:
-        """Raises UserError for settings that the engine cannot follow."""
+        """That the config means, whether or not it fits. Raises UserError for settings that it cannot follow."""
         return chosen_engine(config, layout.device, self.shape.numel, self.machine.memory_bytes)
 
     def rates(self, layout: RankLayout) -> Rates:

@@ -62,33 +62,39 @@ _FLOP_PER_CYCLE = {
     "sve_bf16": (128, 32),
     "avx512f": (64, 64),
     "avx2": (32, 32),
+    "avx": (16, 16),
     "neon": (16, 16),
 }
 # What plain products of training shapes reach of that. AMX: 2 TB/s of tiles to feed from caches; published oneDNN
 # figures for bf16 matmul on Sapphire Rapids lie at 40 to 60 % of peak. AVX: 80 % (85 % measured on Zen 5).
-_REACHED = {"amx_bf16": 0.4, "avx512_bf16": 0.8, "sve_bf16": 0.7, "avx512f": 0.8, "avx2": 0.8, "neon": 0.8}
+_REACHED = {"amx_bf16": 0.4, "avx512_bf16": 0.8, "sve_bf16": 0.7, "avx512f": 0.8, "avx2": 0.8, "avx": 0.8, "neon": 0.8}
 _CLOCK_HZ = 2.6e9  # where it is not known: an all-core clock of servers
-_CORE_MEMORY_BYTES_PER_S = 5e9  # DDR5 of a server, 8 channels of 38 GB/s for 48 cores, at 80 %
+CORE_MEMORY_BYTES_PER_S = 5e9  # DDR5 of a server, 8 channels of 38 GB/s for 48 cores, at 80 %
 _CACHED_FACTOR = 4.0  # tensors that stay in a core's cache move so much faster
 _CACHE_BYTES = 2 << 20
 _CALL_S = 6e-6  # an operation with autograd around it, whatever its size
 _SOCKET_BYTES_PER_S = 1.5e9  # loopback TCP through gloo, a rank
 _NETWORK_REACHED = 0.8  # of the nominal rate, by gloo
 
-# Dense bf16 FLOP/s, memory bytes/s, and NVLink bytes/s in one direction (None: PCIe), from NVIDIA's data sheets; T4 and
-# V100 have no bf16: fp16.
-_GPUS: dict[str, tuple[float, float, float | None]] = {
-    "t4": (65e12, 320e9, None),
-    "v100": (125e12, 900e9, 150e9),
-    "a10g": (70e12, 600e9, None),
-    "l4": (121e12, 300e9, None),
-    "l40s": (362e12, 864e9, None),
-    "a100": (312e12, 2039e9, 300e9),
-    "h100": (989e12, 3350e9, 450e9),
-    "h200": (989e12, 4800e9, 450e9),
-    "b200": (2250e12, 8000e9, 900e9),
+# Dense bf16 and fp32 FLOP/s, memory bytes/s, and NVLink bytes/s in one direction (None: PCIe), from NVIDIA's data
+# sheets. T4 and V100 have no bf16: what computes in it there is computed in fp32.
+_GPUS: dict[str, tuple[float, float, float, float | None]] = {
+    "t4": (8.1e12, 8.1e12, 320e9, None),
+    "v100": (15.7e12, 15.7e12, 900e9, 150e9),
+    "a10g": (70e12, 31e12, 600e9, None),
+    "l4": (121e12, 30e12, 300e9, None),
+    "l40s": (362e12, 91e12, 864e9, None),
+    "rtxpro6000": (500e12, 117e12, 1597e9, None),
+    "rtxproserver6000": (500e12, 117e12, 1597e9, None),
+    "a100": (312e12, 19.5e12, 2039e9, 300e9),
+    "h100": (989e12, 67e12, 3350e9, 450e9),
+    "h200": (989e12, 67e12, 4800e9, 450e9),
+    "b200": (2250e12, 75e12, 8000e9, 900e9),
+    "b300": (2250e12, 75e12, 8000e9, 900e9),
 }
 _GPU_REACHED = 0.45
+_GPU_FP32_REACHED = 0.8
+_OFF_BY_OF_ANOTHER = 10.0  # of a GPU that is not among them
 _OFF_BY = 2.5  # on machines that were measured afterwards, estimates were up to 2.4 times too slow
 _PCIE_BYTES_PER_S = 20e9  # among the GPUs of a host without NVLink: PCIe 4
 _NVLINK_REACHED = 0.75  # by NCCL's rings, of one direction
@@ -133,15 +139,19 @@ def estimated(machine: Machine, layout: RankLayout) -> Estimated:
     network = (machine.network_bytes_per_s or 1.25e9) * _NETWORK_REACHED
     assumed = "" if machine.network_bytes_per_s else ", 10 Gbit/s between hosts assumed"
     if layout.device == "cuda":
-        name = next((name for name in sorted(_GPUS, key=len, reverse=True) if name in _plain(machine.gpu_name)), "l4")
-        flops, memory, nvlink = _GPUS[name]
+        name = known_gpu(machine.gpu_name)
+        flops, fp32_flops, memory, nvlink = _GPUS[name or "l4"]
         if "pcie" in _plain(machine.gpu_name):
             nvlink = None
         link = _PCIE_BYTES_PER_S if nvlink is None else nvlink * _NVLINK_REACHED
         linked = f", {'PCIe' if nvlink is None else 'NVLink'} at {link / 1e9:.0f} GB/s" if machine.gpus > 1 else ""
-        sheet = f"{_GPU_REACHED:.0%} of {flops / 1e12:.0f} TFLOP/s ({name.upper()}'s data sheet)"
-        said = f"estimate: {sheet}{linked}{assumed}"
-        return Estimated(said, flops * _GPU_REACHED, flops / 8, memory * 0.7, network, link, _CALL_S / 2)
+        fp32 = fp32_flops * _GPU_FP32_REACHED
+        bf16 = flops * _GPU_REACHED if flops > fp32_flops else fp32
+        of = f"{name.upper()}'s data sheet" if name else f"an L4's data sheet: {machine.gpu_name}'s is not known"
+        without = ", which has no bf16" if bf16 == fp32 else ""
+        said = f"estimate: {bf16 / flops:.0%} of {flops / 1e12:.0f} TFLOP/s ({of}{without}){linked}{assumed}"
+        off_by = _OFF_BY if name else _OFF_BY_OF_ANOTHER
+        return Estimated(said, bf16, fp32, memory * 0.7, network, link, _CALL_S / 2, off_by)
     isa = next((name for name in _FLOP_PER_CYCLE if name in machine.isa), "avx2")
     clock = machine.clock_hz or _CLOCK_HZ
     threads = min(layout.threads_per_rank, machine.cores / layout.ranks_per_node)  # more share cores
@@ -152,11 +162,16 @@ def estimated(machine: Machine, layout: RankLayout) -> Estimated:
         source=f"estimate, not measured: {reached:.0%} of {peak} a core{assumed}",
         bf16_flops=bf16 * reached,
         fp32_flops=fp32 * 0.8,
-        memory_bytes_per_s=_CORE_MEMORY_BYTES_PER_S * threads,
+        memory_bytes_per_s=CORE_MEMORY_BYTES_PER_S * threads,
         network_bytes_per_s=network,
         local_bytes_per_s=_SOCKET_BYTES_PER_S,
         call_s=_CALL_S,
     )
+
+
+def known_gpu(name: str | None) -> str | None:
+    """Of which of the data sheets a GPU of that name is; None: of none."""
+    return next((known for known in sorted(_GPUS, key=len, reverse=True) if known in _plain(name)), None)
 
 
 def _plain(name: str | None) -> str:

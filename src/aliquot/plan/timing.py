@@ -5,15 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
+from aliquot.config.unsharded import Unsharded
 from aliquot.engines.held_memory import Held
 from aliquot.engines.host.host_memory import DiskUse
 from aliquot.launch.rank_layout import RankLayout
 from aliquot.plan.micro_batch_cost import MicroBatchCost, Work
-from aliquot.plan.rates import Rates
+from aliquot.plan.rates import CORE_MEMORY_BYTES_PER_S, Rates
 from aliquot.plan.traffic import Traffic
 
 _TAIL = 0.1  # of what travels between hosts: the first weights to come and the last sums to leave, which are waited for
 _PATCH_PASSES = 8
+_COPIED_BYTES_PER_S = 8e9  # between a GPU and memory that is not pinned, assumed
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,10 @@ def step_time(
     rates: Rates,
     disk: DiskUse,
     disk_bytes_per_s: float,
+    offloaded: Unsharded | None,
 ) -> StepTime:
-    """`micro_batches`: of a rank and optimizer step. `disk_bytes_per_s`: of a node, in both directions together."""
+    """`micro_batches`: of a rank and optimizer step. `disk_bytes_per_s`: of a node, in both directions together.
+    `offloaded`: None, or what a GPU, whose states are in the machine's memory, keeps whole within a step."""
     matmul_s = memory_s = disk_s = 0.0
     for of_products, of_rest in (each.forward, each.backward):
         matmul_s += micro_batches * of_products
@@ -100,7 +104,16 @@ def step_time(
     else:
         # Cast and copied into flat buffers, out of them, gradients to fp32, staged and read where memory is shared.
         memory_s += rates.stage_s(3 * staged + 2 * held.gradients * micro_batches)
-        memory_s += rates.stage_s(2 * (held.weights + held.moments + held.gradients))
+        if offloaded is None:
+            memory_s += rates.stage_s(2 * (held.weights + held.moments + held.gradients))
+        else:
+            # Weights come for a forward and for a backward pass, gradients go: nothing is computed meanwhile.
+            own_gradients = min(held.gradients, held.weights)
+            comes = held.weights * (1 if offloaded.weights else 2 * micro_batches)
+            goes = own_gradients * (1 if offloaded.gradients else micro_batches)
+            memory_s += (comes + goes) / _COPIED_BYTES_PER_S
+            updated = 2 * (held.weights + held.moments + own_gradients)
+            memory_s += updated / (CORE_MEMORY_BYTES_PER_S * layout.threads_per_rank)
     return StepTime(
         layout.device == "cuda",
         matmul_s,
