@@ -20,6 +20,12 @@ def test_a_rank_has_one_gpu_however_many_there_are() -> None:
         plan(config, machine, 1, 8)
 
 
+def test_sockets() -> None:
+    two = ("m5.24xlarge", "c6i.32xlarge", "c7i.48xlarge", "c6a.48xlarge", "m7a.48xlarge")
+    nodes = dict.fromkeys(two, 2) | {"c8g.24xlarge": 1}
+    assert {name: Machine.of_instance(name).numa_nodes for name in nodes} == nodes
+
+
 def test_processors_have_the_instructions_that_they_were_made_with() -> None:
     """Haswell and Broadwell have no AVX-512, Ivy Bridge no AVX2."""
     first = {
