@@ -20,8 +20,8 @@ from aliquot.machine.memory import memory_limit
 
 GIB = 1 << 30
 
-# Cores of one socket on EC2, at most, by maker and generation: Cascade Lake 24, Ice Lake 32, Sapphire Rapids 48, Granite
-# Rapids 96; Milan 48, Genoa and Turin 96; Graviton 96. Families with numbers of their own (x2idn, u-6tb1): 48.
+# Cores of one socket on EC2, at most, by maker and generation: Cascade Lake 24, Ice Lake 32, Sapphire Rapids 48,
+# Granite Rapids 96; Milan 48, Genoa and Turin 96; Graviton 96. Families with numbers of their own (x2idn, u-6tb1): 48.
 _SOCKET_CORES = {("intel", 5): 24, ("intel", 6): 32, ("intel", 8): 96, ("amd", 7): 96, ("amd", 8): 96}
 # EC2's families of Intel processors before AVX-512 (Haswell, Broadwell), and before AVX2 (Sandy and Ivy Bridge).
 _HASWELL = {"c4", "m4", "r4", "x1", "x1e", "d2", "h1", "i3", "t2", "f1", "g3", "g3s", "p2", "p3"}
