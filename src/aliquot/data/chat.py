@@ -183,14 +183,15 @@ def _prompt_and_completion(record: dict[str, Any]) -> tuple[str, str]:
         raise TokenizerError(
             "the records hold messages, but the tokenizer has no chat template: give it one, data.chat_template"
         )
+    system = f"{record['system']}\n\n" if "system" in record else ""
     if "prompt" in record:
-        return record["prompt"], record["completion"]
+        return system + record["prompt"], record["completion"]
     given = record["input"]
     paired = ", paired with an input that provides further context" if given else ""
     prompt = _ALPACA.format(
         paired=paired, instruction=record["instruction"], input=f"### Input:\n{given}\n\n" if given else ""
     )
-    return f"{record['system']}\n\n{prompt}" if "system" in record else prompt, record["output"]
+    return system + prompt, record["output"]
 
 
 def _answers(message: dict[str, Any]) -> bool:

@@ -193,7 +193,7 @@ def _parquet(path: Path, section: RecordsSection) -> Iterator[Document]:
             form = format_of(section, file.schema_arrow.names, path)
             rows = max(file.metadata.num_rows, 1)
             row = 0
-            for batch in file.iter_batches(batch_size=512, columns=[*form.fields, *form.others]):
+            for batch in file.iter_batches(batch_size=512, columns=form.columns(file.schema_arrow.names)):
                 for record in batch.to_pylist():
                     row += 1
                     yield Document(*form.read(as_written(record), f"{path}, row {row}"), size_bytes * row // rows)

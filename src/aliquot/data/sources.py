@@ -232,7 +232,7 @@ class HubSource:
     def documents(self) -> Iterator[Document]:
         row = 0
         try:
-            for batch in self.dataset.select_columns([*self.form.fields, *self.form.others]).iter(batch_size=512):
+            for batch in self.dataset.select_columns(self.form.columns(self.dataset.column_names)).iter(batch_size=512):
                 for values in zip(*batch.values(), strict=True):
                     row += 1
                     record = as_written(dict(zip(batch, values, strict=True)))
