@@ -156,7 +156,11 @@ def test_a_dataset_by_name_is_the_same_documents(tmp_path: Path) -> None:
     [
         ("absent.txt", {}, "absent.txt: data.path: no such file or directory"),
         ("*.absent", {}, r"\*.absent: data.path: no file matches"),
-        ("pictures", {}, "pictures: data.path: no .csv, .jsonl, .md, .parquet, .py, .txt file in this directory"),
+        (
+            "pictures",
+            {},
+            "pictures: data.path: no .csv, .json, .jsonl, .md, .parquet, .py, .txt file in this directory",
+        ),
         ("latin.txt", {}, r"latin.txt: not UTF-8 text \(invalid continuation byte at byte 3\)"),
         ("latin.txt", {"document": "line"}, r"latin.txt:1: not UTF-8 text"),
         ("packed.txt", {}, "packed.txt: a gzip archive, not text: let its name end with .gz, or"),

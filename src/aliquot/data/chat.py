@@ -14,6 +14,8 @@ from aliquot.errors import TokenizerError, UserError
 if TYPE_CHECKING:
     from aliquot.data.encoder import EncoderSpec
 
+ENCODING = 2  # changes whenever other tokens or another mask come of a record
+
 NO_ANSWER = "a record without an answer, left out"
 NOTHING_LEARNED = "a record in which nothing is learned, left out"
 TEMPLATE_LEAVES_OUT = "a record with words that the chat template leaves out"

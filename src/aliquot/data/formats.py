@@ -54,12 +54,12 @@ class Format:
         Raises UserError at values of other types, at a role that no template knows, and at a record without its own
         fields that has those of another format.
         """
-        if self.elsewhere and all(record.get(name) is None for name in self.fields):
+        if self.elsewhere and all(record.get(name) in (None, "") for name in self.fields):
             other = next((fields for fields in self.elsewhere if all(record.get(name) for name in fields)), None)
             if other is not None:
                 raise DataError(
-                    f"{self.fields[0]!r} is null here, but {other[0]!r} is not: give records of different formats sources"
-                    " of their own, data.sources",
+                    f"{self.fields[0]!r} is null here, but {other[0]!r} is not: give records of different formats"
+                    " sources of their own, data.sources",
                     where,
                 )
         if self.kind == "text":
