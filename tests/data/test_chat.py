@@ -27,7 +27,7 @@ FORGETFUL = (
     "<|{{ m.role }}|>{{ m.content }}{% endif %}{% endfor %}"
 )
 STRICT = "{% if messages[0].role != 'user' %}{{ raise_exception('the user begins') }}{% endif %}" + CHATML
-TALK = [
+TALK: list[dict[str, str]] = [
     {"role": "user", "content": "fox?"},
     {"role": "assistant", "content": "dog é 12345"},
     {"role": "user", "content": "It's now"},

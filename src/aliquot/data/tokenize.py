@@ -161,7 +161,7 @@ def _place(chunk: Chunk, spec: EncoderSpec) -> str | None:
         try:
             encoder.encode(Texts([text], np.ones(1, bool), np.ones(1, bool)))
         except UserError:
-            return place
+            return place or None
     return None
 
 
