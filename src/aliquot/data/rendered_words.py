@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # as transformers knows them
@@ -47,14 +48,18 @@ def has_words(message: dict[str, Any]) -> bool:
 def _end(said: list[str], rendered: str, start: int) -> int:
     """Where the last of `said` ends in `rendered`, each behind the one before it; -1 where one is not there."""
     for text in said:
-        text = text.strip()
-        # Some templates write what a tool has answered as JSON.
-        forms = {text, json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1]}
-        found = [at + len(form) for form in forms if (at := rendered.find(form, start)) >= 0]
-        if not found:
+        found = next((at + len(form) for form in _forms(text.strip()) if (at := rendered.find(form, start)) >= 0), -1)
+        if found < 0:
             return -1
-        start = min(found)
+        start = found
     return start
+
+
+def _forms(text: str) -> Iterator[str]:
+    """How a template may write it: some write what a tool has answered as JSON."""
+    yield text
+    yield json.dumps(text, ensure_ascii=False)[1:-1]
+    yield json.dumps(text)[1:-1]
 
 
 def _reasoning(message: dict[str, Any]) -> str:
