@@ -27,7 +27,7 @@ FORGETFUL = (
     "<|{{ m.role }}|>{{ m.content }}{% endif %}{% endfor %}"
 )
 STRICT = "{% if messages[0].role != 'user' %}{{ raise_exception('the user begins') }}{% endif %}" + CHATML
-TALK = [
+TALK: list[dict[str, str]] = [
     {"role": "user", "content": "fox?"},
     {"role": "assistant", "content": "dog é 12345"},
     {"role": "user", "content": "It's now"},
@@ -61,7 +61,7 @@ def test_only_the_assistants_words_and_their_end_are_learned() -> None:
     assert said(CHATML, TALK) == ["dog é 12345</s>\n", "stop</s>\n"]
     assert said(STRICT, TALK) == ["dog é 12345</s>\n", "stop</s>\n"]
     assert said(CHATML, TALK[:1]) == []
-    assert said(CHATML, TALK[1:]) == ["<|assistant|>dog é 12345</s>\n", "stop</s>\n"]
+    assert said(CHATML, TALK[1:]) == ["dog é 12345</s>\n", "stop</s>\n"]
 
 
 def test_templates_that_do_not_grow_or_fail_are_named() -> None:
@@ -141,7 +141,9 @@ def test_what_nothing_is_learned_from_has_a_reason() -> None:
     assert learned({"prompt": "", "completion": "s"}) == ("", [], NOTHING_LEARNED), "nothing comes before it"
     tools = [*TALK[:1], {"role": "tool", "content": "12345"}, *TALK[1:2]]
     deaf = CHATML.replace("<|{{ m.role }}|>{{ m.content }}", "<|{{ m.role }}|>{{ m.content if m.role != 'tool' }}")
-    assert learned({"messages": tools, "context": 0}, deaf)[1:] == (["dog \u00e9 12345</s>\n"], None), "said elsewhere"
+    assert learned({"messages": tools, "context": 0}, deaf)[1:] == (
+        ["dog \u00e9 12345</s>\n"], TEMPLATE_LEAVES_OUT
+    ), "that another says it later is no matter"  # fmt: skip
     tools[1]["content"] = "It's now"
     assert learned({"messages": tools, "context": 0}, deaf)[2] == TEMPLATE_LEAVES_OUT
 

@@ -124,3 +124,63 @@ def test_an_input_that_the_first_record_has_not_and_a_system_text_that_is_none()
     assert json.loads(found.read(second, "x:2")[0])["input"] == "Guten Tag"
     first = json.loads(found.read({"instruction": "add", "output": "ok", "system": "be kind"}, "x:1")[0])
     assert (first["input"], first["system"]) == ("", "be kind")
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": [1, 2]}'}}
+
+
+def test_arguments_of_calls_become_objects() -> None:
+    called = read({"messages": [ASKED, {"role": "assistant", "content": None, "tool_calls": [CALL]}]})[0]["messages"][1]
+    assert called["tool_calls"] == [{**CALL, "function": {"name": "add", "arguments": {"a": [1, 2]}}}]
+    for given in ('"text"', "not JSON", "[1]", {"a": 1}):
+        flat = {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": given}], "k": 1}
+        assert read({"messages": [flat]})[0]["messages"] == [flat]
+    assert "tool_calls" not in read({"messages": [{**ANSWERED, "tool_calls": []}]})[0]["messages"][0]
+
+
+def test_a_call_of_sharegpt_is_the_assistants() -> None:
+    said = [{"from": "human", "value": "hi"}, {"from": "function_call", "value": '{"name": "add", "arguments": "{}"}'}]
+    asked, called = read({"conversations": said})[0]["messages"]
+    assert (asked, called["role"], called["content"]) == (ASKED, "assistant", "")
+    assert called["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": {}}}]
+    said[1]["value"] = "add 1 and 2"
+    assert read({"conversations": said})[0]["messages"][1] == {"role": "assistant", "content": "add 1 and 2"}
+
+
+def test_messages_may_be_json() -> None:
+    assert read({"messages": json.dumps([ASKED, ANSWERED])}) == (CHAT, "messages")
+    assert read({"messages": " "}) == ("", "messages")
+    with pytest.raises(UserError, match="x:1: field 'messages' holds text that is not JSON"):
+        read({"messages": "[hello"})
+
+
+def test_what_is_beside_a_prompt_is_read_from_each_record() -> None:
+    found = format_of(DataSection(path="x"), {"prompt": "hi", "completion": "yes"}, "x:1")
+    beside = {"system": "be kind", "tools": json.dumps([CALL])}
+    plain = json.loads(found.read({"prompt": "hi", "completion": "yes", **beside}, "x:2")[0])
+    assert plain == {"prompt": "hi", "completion": "yes", "system": "be kind", "tools": [CALL]}
+    listed = json.loads(found.read({"prompt": [ASKED], "completion": [ANSWERED], **beside}, "x:3")[0])
+    system = {"role": "system", "content": "be kind"}
+    assert listed == {"messages": [system, ASKED, ANSWERED], "context": 2, "tools": [CALL]}
+    assert words(json.dumps(plain), "prompt") == ["hi", "yes", "be kind"]
+
+
+def test_the_history_of_an_instruction_comes_before_it() -> None:
+    record = {"instruction": "hi", "output": "yes", "history": [["one", "two"], ["three", "four"]], "system": "s"}
+    document, kind = read(record)
+    assert [message["content"] for message in document["messages"]] == ["s", "one", "two", "three", "four", "hi", "yes"]
+    assert (kind, document["context"], document["messages"][-2:]) == ("instruction", 0, [ASKED, ANSWERED])
+    assert read({**record, "history": []})[0] == {"instruction": "hi", "input": "", "output": "yes", "system": "s"}
+    with pytest.raises(UserError, match="x:1: field 'history' must be a list of pairs"):
+        read({**record, "history": ["one"]})
+
+
+def test_a_record_of_another_format_is_not_taken_for_a_blank_one() -> None:
+    found = format_of(DataSection(path="x"), {"messages": [ASKED]}, "x:1")
+    with pytest.raises(UserError, match=r"x:2: 'messages' is null here, but 'text' is not: .* data\.sources"):
+        found.read({"messages": None, "text": "a story"}, "x:2")
+    assert found.read({"messages": None, "text": None, "prompt": "no completion"}, "x:3")[0] == ""
+    names = ["id", "text", "tools", "messages"]
+    assert format_of(DataSection(path="x"), names, "x").columns(names) == names[1:]
+    named = format_of(DataSection(path="x", text_field="text"), {"text": "", "messages": [ASKED]}, "x:1")
+    assert named.read({"text": None, "messages": [ASKED]}, "x:1")[0] == "", "somebody has chosen"

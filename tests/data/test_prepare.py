@@ -22,7 +22,7 @@ from aliquot.data.token_store import TokenStore, token_dtype
 from aliquot.data.tokenizer import convention_of
 from aliquot.errors import TrainingError, UserError
 from tests.data.stores import TEXT, byte_level
-from tests.data.test_chat import CHATML, TALK
+from tests.data.test_chat import CHATML, STRICT, TALK
 
 
 @pytest.fixture
@@ -281,3 +281,24 @@ def test_encoding_needs_neither_torch_nor_transformers() -> None:
     modules = "aliquot.data.encoder, aliquot.data.tokenize, aliquot.data.sources, aliquot.data.packing"
     code = f"import sys, {modules}; assert not {{'torch', 'transformers', 'datasets'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_chats_are_encoded_again_where_how_has_changed_and_texts_are_not(
+    tmp_path: Path, corpus: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "c.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
+    chats = section(tmp_path / "c.jsonl", chat_template=CHATML)
+    before, text = prepare(chats, model, 300).train, prepare(section(corpus), model, 300).train
+    assert prepare(chats, model, 300).train == before
+    monkeypatch.setattr("aliquot.data.prepare.ENCODING", 0)
+    assert prepare(chats, model, 300).train != before
+    forbid_tokenising(monkeypatch)
+    assert prepare(section(corpus), model, 300).train == text
+
+
+@pytest.mark.parametrize("records", [3, pytest.param(9000, marks=pytest.mark.long)])
+def test_a_chat_that_cannot_be_rendered_is_named_by_its_line(tmp_path: Path, model: Path, records: int) -> None:
+    lines = [json.dumps({"messages": TALK[:2]})] * (records - 1) + [json.dumps({"messages": TALK[1:]})]
+    (tmp_path / "c.jsonl").write_text("\n".join(lines))
+    with pytest.raises(UserError, match=rf"c\.jsonl:{records}: conversation that begins 'dog .*the user begins"):
+        prepare(section(tmp_path / "c.jsonl", chat_template=STRICT, num_proc=1), model, 300)

@@ -13,7 +13,7 @@ import pytest
 
 from aliquot.config.cache_root import cache_root
 from aliquot.config.schema import DataSection
-from aliquot.data.sources import FileSource, HeldOut, source_of, sources_of
+from aliquot.data.sources import CARD, FileSource, HeldOut, source_of, sources_of
 from aliquot.errors import UserError
 
 
@@ -156,7 +156,11 @@ def test_a_dataset_by_name_is_the_same_documents(tmp_path: Path) -> None:
     [
         ("absent.txt", {}, "absent.txt: data.path: no such file or directory"),
         ("*.absent", {}, r"\*.absent: data.path: no file matches"),
-        ("pictures", {}, "pictures: data.path: no .csv, .jsonl, .md, .parquet, .py, .txt file in this directory"),
+        (
+            "pictures",
+            {},
+            "pictures: data.path: no .csv, .json, .jsonl, .md, .parquet, .py, .txt file in this directory",
+        ),
         ("latin.txt", {}, r"latin.txt: not UTF-8 text \(invalid continuation byte at byte 3\)"),
         ("latin.txt", {"document": "line"}, r"latin.txt:1: not UTF-8 text"),
         ("packed.txt", {}, "packed.txt: a gzip archive, not text: let its name end with .gz, or"),
@@ -271,3 +275,13 @@ def test_a_digest_is_of_content_and_unit(tmp_path: Path) -> None:
     assert digest("a.txt") != before
     (tmp_path / "r.jsonl").write_text('{"text": "x", "body": "y"}\n')
     assert digest("r.jsonl") != digest("r.jsonl", text_field="body")
+
+
+def test_cards_beside_records_are_left_out_and_counted(tmp_path: Path) -> None:
+    for name in ("README.md", "docs/README.md", "dataset_info.json", "data/a.json", "data/LICENSE.txt", "data/b.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('[{"text": "first"}]' if name == "data/a.json" else "a card")
+    found = list(source(tmp_path).documents())
+    assert [document.text for document in found if not document.blank] == ["first", "a card", "a card"]
+    assert [document.reason for document in found if document.blank] == [CARD] * 3
+    assert texts(tmp_path / "docs") == texts(tmp_path / "README.md") == ["a card"], "nothing that it describes"

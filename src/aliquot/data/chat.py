@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import json
-import re
-from itertools import groupby
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from aliquot.data.answer_spans import Messages, Span, is_marked, of_turns, render, render_marked, rendered_spans
+from aliquot.data.rendered_words import calls, has_words, is_silent, leaves_out
 from aliquot.errors import TokenizerError, UserError
 
 if TYPE_CHECKING:
     from aliquot.data.encoder import EncoderSpec
 
-GENERATION_MARKER = re.compile(r"{%-?\s*generation\s*-?%}")
+ENCODING = 2  # changes whenever other tokens or another mask come of a record
 
 NO_ANSWER = "a record without an answer, left out"
 NOTHING_LEARNED = "a record in which nothing is learned, left out"
 TEMPLATE_LEAVES_OUT = "a record with words that the chat template leaves out"
-
-Messages = list[dict[str, Any]]
+EMPTY_ANSWER = "a record with an empty answer, which is not learned"
 
 # Of Stanford Alpaca, for tokenizers without a chat template: what models that learned from such data were taught with.
 _ALPACA = (
@@ -41,13 +42,15 @@ def encode_record(tokenizer: Any, text: str, spec: EncoderSpec) -> tuple[list[in
         if not everything and not any(_answers(message) for message in messages[context:]):
             return [], [], NO_ANSWER
         rendered, ids, mask = encode_chat(tokenizer, messages, context, everything, tools)
-        left_out = any(message["content"].strip() not in rendered for message in messages)
-        left_out |= any(_tool_name(tool) not in rendered for tool in tools or [])
-        reason = TEMPLATE_LEAVES_OUT if left_out else None
+        empty = any(message["role"] == "assistant" and not has_words(message) for message in messages[context:])
+        reason = EMPTY_ANSWER if empty and not everything else None
+        if leaves_out(messages, tools or [], rendered):
+            reason = TEMPLATE_LEAVES_OUT
         if spec.prefix and tuple(ids[: len(spec.prefix)]) != spec.prefix:
             ids, mask = [*spec.prefix, *ids], [0] * len(spec.prefix) + mask
         if spec.suffix and tuple(ids[-len(spec.suffix) :]) != spec.suffix:
-            ids, mask = [*ids, *spec.suffix], mask + mask[-1:] * len(spec.suffix)
+            ends = int(len(messages) > context and _answers(messages[-1]))
+            ids, mask = [*ids, *spec.suffix], mask + [ends] * len(spec.suffix)
     else:
         prompt, completion = _prompt_and_completion(record)
         if not everything and not completion.strip():
@@ -71,74 +74,97 @@ def encode_chat(
 
     The mask is 1 at tokens of assistant turns behind the first `context` messages. Where the template marks what it
     generates, by those marks; else an assistant turn is what rendering one message more adds after the prompt for it.
-    `everything`: no mask is asked for. `tools`: what the assistant may call, for the template. Raises as
-    `encode_record` does.
+    A turn without words is not learned, nor is one of calls that the template does not know. `everything`: no mask is
+    asked for. `tools`: what the assistant may call, for the template. Raises as `encode_record` does.
     """
     said = [{key: part for key, part in message.items() if key != "weight"} for message in messages]
     learned = [index >= context and _answers(message) for index, message in enumerate(messages)]
-    options: dict[str, Any] = {} if tools is None else {"tools": tools}
     try:
-        whole = _render(tokenizer, said, **options)
-        if everything:
-            return whole, *_encode(tokenizer, whole, None)
-        if GENERATION_MARKER.search(tokenizer.get_chat_template()):
-            encoded = tokenizer.apply_chat_template(
-                said, return_dict=True, return_assistant_tokens_mask=True, **options
-            )
-            wanted = [own for own, message in zip(learned, messages, strict=True) if message["role"] == "assistant"]
-            return whole, list(encoded["input_ids"]), _of_turns(encoded["assistant_masks"], wanted, said)
-        turns = [index for index, own in enumerate(learned) if own]
-        return whole, *_encode(tokenizer, whole, _turns(tokenizer, said, whole, turns, options))
+        try:
+            whole, spans = _rendered(tokenizer, said, learned, everything, tools)
+        except TypeError:
+            if not any(calls(message) for message in said):
+                raise
+            whole, spans = _rendered(tokenizer, _with_text_arguments(said), learned, everything, tools)
+        return whole, *_encode(tokenizer, whole, spans)
     except UserError:
         raise
     except Exception as error:  # a template is a program of the model's author
         raise TokenizerError(f"the chat template fails ({error})", _name(messages)) from error
 
 
-def _of_turns(mask: list[int], wanted: list[bool], messages: Messages) -> list[int]:
-    """`mask` without the turns of the assistant that are not `wanted`."""
-    if all(wanted):
-        return list(mask)
-    stretches = [(bit, len(list(bits))) for bit, bits in groupby(mask)]
-    if sum(bit for bit, _ in stretches) != len(wanted):
-        raise TokenizerError(
-            "the chat template does not mark each of the assistant's turns as one, so that some cannot be left out",
-            _name(messages),
-        )
-    turn = iter(wanted)
-    return [kept for bit, length in stretches for kept in [int(bit and next(turn))] * length]
+def _rendered(
+    tokenizer: Any, messages: Messages, learned: list[bool], everything: bool, tools: list[Any] | None
+) -> tuple[str, list[Span] | None]:
+    """The whole text, and where in it the messages stand that are learned; None: all of it."""
+    options: dict[str, Any] = {} if tools is None else {"tools": tools}
+    if everything:
+        return render(tokenizer, messages, **options), None
+    turns = [index for index, own in enumerate(learned) if own]
+    if is_marked(tokenizer):
+        assistants = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        whole, marks = render_marked(tokenizer, messages, tools)
+        each = of_turns(marks, len(assistants))
+        if each is None:
+            if any(has_words(messages[index]) and not learned[index] for index in assistants):
+                raise TokenizerError(
+                    "the chat template does not mark each of the assistant's turns as one, so that some cannot be left"
+                    " out",
+                    _name(messages),
+                )
+            return whole, marks
+        spans = [span for index, span in zip(assistants, each, strict=True) if learned[index]]
+    else:
+        whole = render(tokenizer, messages, **options)
+        spans = rendered_spans(tokenizer, messages, whole, turns, options, _name(messages))
+    heard = zip(turns, spans, strict=True)
+    return whole, [span for index, span in heard if not is_silent(messages[index], whole[slice(*span)])]
 
 
-def _turns(
-    tokenizer: Any, messages: Messages, whole: str, turns: list[int], options: dict[str, Any]
-) -> list[tuple[int, int]]:
-    """Where each of the assistant's `turns` stands in the whole text."""
-    spans = []
-    for index in turns:
-        # A template may refuse to render a conversation that is still empty.
-        before = _render(tokenizer, messages[:index], **options) if index else ""
-        asked = _render(tokenizer, messages[:index], add_generation_prompt=True, **options) if index else ""
-        after = _render(tokenizer, messages[: index + 1], **options)
-        if not (whole.startswith(after) and after.startswith(before)):
-            raise TokenizerError(
-                "the chat template renders earlier turns differently once later ones are there;"
-                " mark what the assistant says with {% generation %} in the template",
-                _name(messages),
-            )
-        spans.append((len(asked) if after.startswith(asked) else len(before), len(after)))
-    return spans
+def _with_text_arguments(messages: Messages) -> Messages:
+    """For templates (DeepSeek's) that take the arguments of a call as JSON alone."""
+
+    def as_text(call: Any) -> Any:
+        if not isinstance(call, dict):
+            return call
+        if "function" in call:
+            return {**call, "function": as_text(call["function"])}
+        given = call.get("arguments")
+        return {**call, "arguments": json.dumps(given, ensure_ascii=False)} if isinstance(given, dict) else call
+
+    return [
+        {**message, "tool_calls": [as_text(call) for call in message["tool_calls"]]}
+        if isinstance(message.get("tool_calls"), list)
+        else message
+        for message in messages
+    ]
 
 
-def _encode(tokenizer: Any, text: str, spans: list[tuple[int, int]] | None) -> tuple[list[int], list[int]]:
+def _encode(tokenizer: Any, text: str, spans: list[Span] | None) -> tuple[list[int], list[int]]:
     """Tokens of `text`, and a mask of those that reach into one of `spans`; without spans, of all."""
     if spans is None:
         ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         return ids, [1] * len(ids)
     if not tokenizer.is_fast:
-        raise TokenizerError("answers need a fast tokenizer, or a chat template with {% generation %} marks")
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    reaches = [any(begin < stop and start < end for start, stop in spans) for begin, end in encoded["offset_mapping"]]
+        raise TokenizerError("answers need a fast tokenizer, one with a tokenizer.json")
+    with _whole_offsets(tokenizer):
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    inside = [(start, stop) for start, stop in spans if start < stop]
+    reaches = [any(begin < stop and start < end for start, stop in inside) for begin, end in encoded["offset_mapping"]]
     return list(encoded["input_ids"]), [int(each) for each in reaches]
+
+
+@contextmanager
+def _whole_offsets(tokenizer: Any) -> Iterator[None]:
+    """Without what adds special tokens, and takes spaces off the offsets of others (trim_offsets): a token that is
+    nothing but spaces would lie nowhere."""
+    backend = tokenizer.backend_tokenizer
+    dresses = backend.post_processor
+    backend.post_processor = None
+    try:
+        yield
+    finally:
+        backend.post_processor = dresses
 
 
 def _messages(record: dict[str, Any]) -> tuple[Messages, int]:
@@ -159,29 +185,20 @@ def _prompt_and_completion(record: dict[str, Any]) -> tuple[str, str]:
         raise TokenizerError(
             "the records hold messages, but the tokenizer has no chat template: give it one, data.chat_template"
         )
+    system = f"{record['system']}\n\n" if "system" in record else ""
     if "prompt" in record:
-        return record["prompt"], record["completion"]
+        return system + record["prompt"], record["completion"]
     given = record["input"]
     paired = ", paired with an input that provides further context" if given else ""
     prompt = _ALPACA.format(
         paired=paired, instruction=record["instruction"], input=f"### Input:\n{given}\n\n" if given else ""
     )
-    return f"{record['system']}\n\n{prompt}" if "system" in record else prompt, record["output"]
-
-
-def _tool_name(tool: Any) -> str:
-    """Of a function as OpenAI's and as plain schemas have it; empty where neither does."""
-    function = tool.get("function", tool) if isinstance(tool, dict) else {}
-    return str(function.get("name", "")) if isinstance(function, dict) else ""
+    return system + prompt, record["output"]
 
 
 def _answers(message: dict[str, Any]) -> bool:
     """Whether it is an answer to learn; `weight` is OpenAI's key, 0 for a turn that is not."""
-    return message["role"] == "assistant" and message.get("weight") != 0
-
-
-def _render(tokenizer: Any, messages: Messages, **options: Any) -> str:
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+    return message["role"] == "assistant" and message.get("weight") != 0 and has_words(message)
 
 
 def _name(messages: Messages) -> str:

@@ -29,6 +29,8 @@ class Document(NamedTuple):
     kind: Kind
     done_bytes: int  # how far its source had been read
     ended: bool = True  # false: the next one continues it
+    reason: str | None = None  # why a blank one is
+    where: str = ""  # a record: file and line, or row
 
     @property
     def blank(self) -> bool:
@@ -121,7 +123,7 @@ def _json_lines(file: BinaryIO, position: Callable[[], int], path: Path, section
         except (ValueError, RecursionError) as error:  # the second: endless nesting
             raise DataError(f"not a JSON record ({error}); write one record a line", where) from error
         text, kind, form = _read(record, form, section, where)
-        yield Document(_encodable(text, where) if b"\\u" in line else text, kind, position())
+        yield Document(_encodable(text, where) if b"\\u" in line else text, kind, position(), where=where)
 
 
 def _json_array(file: BinaryIO, position: Callable[[], int], path: Path, section: RecordsSection) -> Iterator[Document]:
@@ -130,7 +132,7 @@ def _json_array(file: BinaryIO, position: Callable[[], int], path: Path, section
         for number, record in enumerate(_elements(file, path), 1):
             where = f"{path}, record {number}"
             text, kind, form = _read(record, form, section, where)
-            yield Document(_encodable(text, where), kind, position())
+            yield Document(_encodable(text, where), kind, position(), where=where)
     except UnicodeDecodeError as error:
         raise DataError(f"not UTF-8 text ({error.reason})", path) from error
 
@@ -176,7 +178,7 @@ def _csv(path: Path, section: RecordsSection) -> Iterator[Document]:
                 where = f"{path}:{rows.line_num}"
                 if len(row) != len(names):
                     raise DataError(f"{len(row)} values, but the first line names {len(names)}", where)
-                yield Document(*form.read(dict(zip(names, row, strict=True)), where), position())
+                yield Document(*form.read(dict(zip(names, row, strict=True)), where), position(), where=where)
         except csv.Error as error:
             raise DataError(f"not CSV ({error})", f"{path}:{rows.line_num}") from error
         except UnicodeDecodeError as error:
@@ -193,10 +195,12 @@ def _parquet(path: Path, section: RecordsSection) -> Iterator[Document]:
             form = format_of(section, file.schema_arrow.names, path)
             rows = max(file.metadata.num_rows, 1)
             row = 0
-            for batch in file.iter_batches(batch_size=512, columns=[*form.fields, *form.others]):
+            for batch in file.iter_batches(batch_size=512, columns=form.columns(file.schema_arrow.names)):
                 for record in batch.to_pylist():
                     row += 1
-                    yield Document(*form.read(as_written(record), f"{path}, row {row}"), size_bytes * row // rows)
+                    where = f"{path}, row {row}"
+                    read = form.read(as_written(record), where)
+                    yield Document(*read, size_bytes * row // rows, where=where)
     except pyarrow.ArrowException as error:
         raise DataError(f"not a readable parquet file ({error})", path) from error
     except UnicodeDecodeError as error:

@@ -13,6 +13,7 @@ from typing import Any
 from aliquot.config.cache_root import cache_root
 from aliquot.config.schema import DataSection
 from aliquot.data.cache import publishing
+from aliquot.data.chat import ENCODING
 from aliquot.data.cuts import cut_of
 from aliquot.data.encoder import EncoderSpec
 from aliquot.data.sources import Source, joined, sources_of
@@ -169,12 +170,17 @@ class _Builder:
         section = self.section
         conventions = [section.add_bos, section.add_eos, section.train_on, section.chat_template == "none"]
         made_of = [FORMAT, source.digest, self.tokenizer_directory.name, conventions, self.trained]
-        path = self.root / "tokens" / hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
-        if not path.is_dir():
-            self._make(source, path, progress)
-        return path
+        of_text, of_answers = (self._path([*made_of, *more]) for more in ([], ["answers", ENCODING]))
+        if of_answers.is_dir():
+            return of_answers
+        if of_text.is_dir() and TokenStore.open(of_text).mask is None:  # older ones hold answers there, too
+            return of_text
+        return self._make(source, of_text, of_answers, progress)
 
-    def _make(self, source: Source, path: Path, progress: Progress) -> None:
+    def _path(self, made_of: list[Any]) -> Path:
+        return self.root / "tokens" / hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
+
+    def _make(self, source: Source, of_text: Path, of_answers: Path, progress: Progress) -> Path:
         first = next((document for document in source.documents() if not document.blank), None)
         if first is None:
             raise DataError(
@@ -185,6 +191,7 @@ class _Builder:
         tokenizer_json = self.tokenizer_directory / "tokenizer.json"
         fast = tokenizer_json.is_file()
         answers = first.kind != "text"
+        path = of_answers if answers else of_text
         templated = answers and self._has_template
         cut = cut_of(tokenizer_json.read_text()) if fast and not answers else None
         convention = self.convention(answers)
@@ -212,6 +219,7 @@ class _Builder:
                     source.label,
                 )
         written(source.total_bytes)
+        return path
 
     @property
     def _has_template(self) -> bool:

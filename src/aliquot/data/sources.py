@@ -23,7 +23,11 @@ from aliquot.data.formats import Format, format_of
 from aliquot.data.opened import suffix_of
 from aliquot.errors import ConfigError, DataError
 
-IN_DIRECTORIES = {".txt", ".md", ".py", ".jsonl", ".csv", ".parquet"}  # and compressed ones
+IN_DIRECTORIES = {".txt", ".md", ".py", ".jsonl", ".json", ".csv", ".parquet"}  # and compressed ones
+# In a directory, at or above files of records: what describes them.
+_CARDS = {"readme", "license", "licence", "notice", "citation", "contributing", "changelog", "dataset_info",
+          "dataset_infos", "dataset_dict"}  # fmt: skip
+CARD = "a README, a license or the like beside records, left out"
 _NOT_READ = {".tsv", ".arrow", ".feather", ".orc", ".avro", ".xls", ".xlsx"}
 # Nobody reads tests and tables (of characters, of help texts) to learn how Python is written.
 NOT_OF_STDLIB = {
@@ -99,11 +103,13 @@ class FileSource:
     label: str
     total_bytes: int
     cache: Path  # where digests are kept
+    cards: int = 0  # files that describe records, left out
 
     @classmethod
     def find(cls, section: RecordsSection, cache: Path, key: str) -> FileSource:
         """The files at the paths of the section, which `key` names. A file that is named twice is refused."""
-        files = [file for entry in section.paths for file in _find(entry, key)]
+        found = [_find(entry, key) for entry in section.paths]
+        files = [file for entry, _ in found for file in entry]
         times = Counter(file.absolute() for file in files)
         twice = next((file for file in files if times[file.absolute()] > 1), None)
         if twice is not None:
@@ -118,6 +124,7 @@ class FileSource:
             label=f"{key} {', '.join(section.paths)}",
             total_bytes=sum(file.stat().st_size for file in files),
             cache=cache,
+            cards=sum(cards for _, cards in found),
         )
 
     @cached_property
@@ -136,6 +143,7 @@ class FileSource:
 
     def documents(self) -> Iterator[Document]:
         before_bytes = 0
+        yield from [Document("", "text", 0, reason=CARD)] * self.cards
         for file, unit in zip(self.files, self.units, strict=True):
             try:
                 documents = record_documents(file, self.section) if unit == "field" else text_documents(file, unit)
@@ -146,27 +154,37 @@ class FileSource:
             before_bytes += file.stat().st_size
 
 
-def _find(entry: str, key: str) -> list[Path]:
-    """The files of one entry of a path: a file, a directory, a glob or `stdlib`; sorted within the entry."""
+def _find(entry: str, key: str) -> tuple[list[Path], int]:
+    """The files of one entry of a path: a file, a directory, a glob or `stdlib`; sorted within the entry. Of a
+    directory with records those that describe them are left out: how many."""
     if entry == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
         modules = (file for file in _walk(root, {".py"}) if not NOT_OF_STDLIB & set(file.relative_to(root).parts))
-        return [file for file in modules if _is_utf8(file)]
+        return [file for file in modules if _is_utf8(file)], 0
     path = Path(entry).expanduser()
     if path.is_file():
-        return [path]
+        return [path], 0
     if path.is_dir():
-        files = _walk(path, IN_DIRECTORIES)
+        walked = _walk(path, IN_DIRECTORIES)
+        files = _without_cards(walked)
         if not files:
             raise DataError(f"{key}: no {', '.join(sorted(IN_DIRECTORIES))} file in this directory", entry)
-        return files
+        return files, len(walked) - len(files)
     if not glob.has_magic(entry):
         raise DataError(f"{key}: no such file or directory", entry)
     # Path.glob takes no absolute pattern.
     files = sorted(match for match in map(Path, glob.glob(str(path), recursive=True)) if match.is_file())  # noqa: PTH207
     if not files:
         raise DataError(f"{key}: no file matches", entry)
-    return files
+    return files, 0
+
+
+def _without_cards(files: list[Path]) -> list[Path]:
+    cards = {file for file in files if file.name.split(".")[0].lower() in _CARDS}
+    described = {
+        parent for file in files if file not in cards and suffix_of(file) in RECORDS for parent in file.parents
+    }
+    return [file for file in files if file not in cards or file.parent not in described]
 
 
 def _walk(root: Path, suffixes: set[str]) -> list[Path]:
@@ -232,12 +250,12 @@ class HubSource:
     def documents(self) -> Iterator[Document]:
         row = 0
         try:
-            for batch in self.dataset.select_columns([*self.form.fields, *self.form.others]).iter(batch_size=512):
+            for batch in self.dataset.select_columns(self.form.columns(self.dataset.column_names)).iter(batch_size=512):
                 for values in zip(*batch.values(), strict=True):
                     row += 1
                     record = as_written(dict(zip(batch, values, strict=True)))
-                    done_bytes = self.total_bytes * row // len(self.dataset)
-                    yield Document(*self.form.read(record, f"{self.label}, row {row}"), done_bytes)
+                    done_bytes, where = self.total_bytes * row // len(self.dataset), f"{self.label}, row {row}"
+                    yield Document(*self.form.read(record, where), done_bytes, where=where)
         except UnicodeDecodeError as error:
             raise DataError(f"not UTF-8 text ({error.reason})", f"{self.label}, after row {row}") from error
 

@@ -6,7 +6,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from multiprocessing.connection import wait
@@ -20,7 +20,7 @@ import psutil
 from aliquot.data.cuts import Cut, pieces
 from aliquot.data.documents import Document
 from aliquot.data.encoder import Encoded, Encoder, EncoderProcess, EncoderSpec, Texts
-from aliquot.errors import DataError
+from aliquot.errors import DataError, TokenizerError, UserError
 
 Progress = Callable[[int, int], None]  # (bytes of the source done, of how many)
 
@@ -33,6 +33,7 @@ AHEAD = 4  # chunks a process that may wait for an earlier one to be written
 @dataclass(frozen=True)
 class Chunk:
     texts: Texts
+    places: list[str]  # where each text is from, if that is a record
     done_bytes: int
 
 
@@ -71,7 +72,9 @@ def _encode(
     if num_proc == 0:
         encoder = Encoder(spec)
         for chunk in chunks:
-            yield chunk, encoder.encode(chunk.texts)
+            with _naming_records(chunk, spec):
+                encoded = encoder.encode(chunk.texts)
+            yield chunk, encoded
         return
     idle: list[EncoderProcess] = []
     for _ in range(num_proc):
@@ -92,7 +95,8 @@ def _encode(
             busy[worker.connection] = (upcoming[0], worker, upcoming[1])
         for connection in wait(list(busy)) if busy else ():
             number, worker, chunk = busy.pop(connection)
-            done[number] = (chunk, worker.receive())
+            with _naming_records(chunk, spec):
+                done[number] = (chunk, worker.receive())
             idle.append(worker)
         while turn in done:
             yield done.pop(turn)
@@ -102,13 +106,13 @@ def _encode(
 def _chunks(documents: Iterator[Document], answers: bool, cut: Cut | None, writer: StoreWriter) -> Iterator[Chunk]:
     """Texts of about CHUNK_CHARACTERS together; a long document is cut where that is exact. `writer` is told what the
     documents were."""
-    texts: list[tuple[str, bool, bool]] = []  # (text, first, last)
+    texts: list[tuple[str, bool, bool, str]] = []  # (text, first, last, where)
     characters = done_bytes = 0
     held: list[str] = []  # of a document whose end has not been read
     begins = True
     for document in documents:
         if document.blank and not held:
-            writer.left_out[BLANK] += 1
+            writer.left_out[document.reason or BLANK] += 1
             continue
         if (document.kind != "text") != answers:
             raise DataError(
@@ -121,7 +125,7 @@ def _chunks(documents: Iterator[Document], answers: bool, cut: Cut | None, write
         held = [] if document.ended else [parts.pop()]
         before_bytes, length, done_characters = done_bytes, max(1, sum(map(len, parts))), 0
         for index, part in enumerate(parts):
-            texts.append((part, begins, document.ended and index == len(parts) - 1))
+            texts.append((part, begins, document.ended and index == len(parts) - 1, document.where))
             begins = False
             characters += len(part)
             done_characters += len(part)
@@ -136,9 +140,29 @@ def _chunks(documents: Iterator[Document], answers: bool, cut: Cut | None, write
         yield _chunk(texts, done_bytes)
 
 
-def _chunk(texts: list[tuple[str, bool, bool]], done_bytes: int) -> Chunk:
-    text, first, last = zip(*texts, strict=True)
-    return Chunk(Texts(list(text), np.array(first, bool), np.array(last, bool)), done_bytes)
+def _chunk(texts: list[tuple[str, bool, bool, str]], done_bytes: int) -> Chunk:
+    text, first, last, places = zip(*texts, strict=True)
+    return Chunk(Texts(list(text), np.array(first, bool), np.array(last, bool)), list(places), done_bytes)
+
+
+@contextmanager
+def _naming_records(chunk: Chunk, spec: EncoderSpec) -> Iterator[None]:
+    """What is wrong with a record of `chunk` is said with its place."""
+    try:
+        yield
+    except TokenizerError as error:
+        raise TokenizerError(str(error), _place(chunk, spec)) from error
+
+
+def _place(chunk: Chunk, spec: EncoderSpec) -> str | None:
+    """Where the first record of a chunk is from that cannot be encoded; encoders are told texts alone."""
+    encoder = Encoder(spec)
+    for text, place in zip(chunk.texts.texts, chunk.places, strict=True):
+        try:
+            encoder.encode(Texts([text], np.ones(1, bool), np.ones(1, bool)))
+        except UserError:
+            return place or None
+    return None
 
 
 class StoreWriter:
