@@ -24,6 +24,8 @@ from aliquot.cluster.render import documents
 from aliquot.config.plan import PhaseMemory
 from aliquot.config.read_config import read_config
 from aliquot.errors import UserError
+from aliquot.plan.in_pod import in_pod
+from aliquot.plan.planned_machine import Machine
 from tests.cluster.cases import cluster_section, config, cpu_job, disk_job, dynamic_storage, gpu_job, plan
 from tests.cluster.crd import TRAINERS
 from tests.conftest import REPOSITORY
@@ -403,8 +405,10 @@ def test_gpus_without_efa_on_several_nodes() -> None:
 
 
 def test_refused_before_rendering() -> None:
-    with pytest.raises(UserError, match=r"needs 76\.0 GiB a node.*can have 55\.8 GiB"):
+    with pytest.raises(UserError, match=r"needs 76\.00 GiB a node.*can have 55\.84 GiB"):
         describe(config(cluster_section(instance_types=["c7i.8xlarge"])), plan())
+    with pytest.raises(UserError, match=r"needs 76\.00 GiB a node.*its ranks may have 40\.00 GiB: .*shard\.memory"):
+        describe(config(), plan(limit_bytes_per_node=40 * GIB))
     with pytest.raises(UserError, match="differ in vCPUs"):
         cpu_job(instance_types=["r7i.8xlarge", "r7i.16xlarge"])
     with pytest.raises(UserError, match="is a GPU type"):
@@ -413,6 +417,13 @@ def test_refused_before_rendering() -> None:
         cpu_job(instance_types=["r7i.8xlarg"])
     with pytest.raises(UserError, match=r"2 ranks a node, g6e\.8xlarge has 1 GPUs"):
         describe(config(cluster_section(instance_types=["g6e.8xlarge"])), plan(device="cuda"))
+
+
+def test_a_plan_has_what_its_pod_has() -> None:
+    """Else `plan --instance` and `instances --fits` say that it fits, and `render` that it does not."""
+    job = cpu_job(daemonset_memory_mib=4096, daemonset_cpu_millicores=20_000)
+    machine = in_pod(Machine.of_instance("r7i.8xlarge"), job.config)
+    assert (machine.memory_bytes, machine.cores) == (job.memory_bytes, job.cpus)
 
 
 def test_every_rule_has_a_test_or_asks_live() -> None:

@@ -56,8 +56,8 @@ def describe(config: RunConfig, plan: Plan, least: Plan | None = None) -> Job:
     gpus = _gpus(types[0], plan)
     if plan.nodes != section.most_nodes:
         raise ClusterError(f"the plan is for {plan.nodes} nodes, cluster.nodes is {section.nodes}")
-    cpus = pod_cpus(section, types)
-    memory = min(each.allocatable_memory_bytes for each in types) - section.daemonset_memory_mib * MIB
+    cpus = min(section.pod_cpus(each.allocatable_cpu_millicores) for each in types)
+    memory = min(section.pod_memory_bytes(each.allocatable_memory_bytes) for each in types)
     plans = (plan, *([] if least is None else [least]))
     shm = -(-max(each.shm_bytes_per_node for each in plans) // MIB) * MIB
     if cpus < 1 or memory < MIB:
@@ -71,7 +71,7 @@ def describe(config: RunConfig, plan: Plan, least: Plan | None = None) -> Job:
         plan=plan,
         types=types,
         cpus=cpus,
-        memory_bytes=memory // MIB * MIB,
+        memory_bytes=memory,
         shm_bytes=shm,
         gpus=gpus,
         # gloo knows only TCP: EFA serves NCCL alone.
@@ -91,22 +91,26 @@ def _check_memory(plan: Plan, node: InstanceType, memory_bytes: int, when: str) 
         )
         if needed > memory_bytes:
             raise ClusterError(
-                f"{when}the plan needs {needed / GIB:.1f} GiB a node ({plan.peak.name}); a pod on {node.name} can have"
-                f" {memory_bytes / GIB:.1f} GiB: take more nodes or a larger type (aliquot instances --fits CONFIG)"
+                f"{when}the plan needs {needed / GIB:.2f} GiB a node ({plan.peak.name}); a pod on {node.name} can have"
+                f" {memory_bytes / GIB:.2f} GiB: take more nodes or a larger type (aliquot instances --fits CONFIG)"
+            )
+        if not plan.fits:  # shard.memory allows less than the pod has
+            raise ClusterError(
+                f"{when}the plan needs {needed / GIB:.2f} GiB a node ({plan.peak.name}), and its"
+                f" ranks may have {plan.limit_bytes_per_node / GIB:.2f} GiB: more nodes, or a larger shard.memory"
             )
     elif not plan.fits:
-        raise ClusterError(f"{when}the plan does not fit {node.name}: {plan.peak_bytes_per_rank / GIB:.1f} GiB a GPU")
+        raise ClusterError(
+            f"{when}the plan does not fit {node.name}: a rank needs {plan.peak_bytes_per_rank / GIB:.2f} GiB of"
+            f" {plan.limit_bytes / GIB:.2f} GiB of GPU memory, and {plan.host_peak_bytes_per_rank / GIB:.2f} GiB of"
+            f" {plan.host_limit_bytes / GIB:.2f} GiB of the machine's"
+        )
 
 
 def cluster_section(config: RunConfig) -> ClusterSection:
     if config.cluster is None:
         raise ClusterError("this config has no `cluster:` section; see docs/eks.md")
     return config.cluster
-
-
-def pod_cpus(section: ClusterSection, types: Sequence[InstanceType]) -> int:
-    """Whole CPUs that a pod gets on any of `types`; where a CPU is a core these are fewer than the cores."""
-    return min(each.allocatable_cpu_millicores - section.daemonset_cpu_millicores for each in types) // 1000
 
 
 def placed(config: RunConfig) -> RunConfig:

@@ -12,6 +12,8 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from aliquot.config.node_count import NodeCount, OnNodes
 from aliquot.config.section import Section
 
+_MIB = 1 << 20
+
 # RFC 1123 labels and subdomains; a TrainJob's name begins with a letter and becomes part of pod names and DNS names.
 Name = Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$", max_length=63)]
 Subdomain = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$")]
@@ -108,3 +110,11 @@ class ClusterSection(OnNodes):
     huggingface_secret: SecretSection | None = Field(None, description="Holds the token for gated models and data.")
     queue: Subdomain | None = Field(None, description="A Kueue LocalQueue.")
     storage: StorageSection
+
+    def pod_cpus(self, allocatable_millicores: int) -> int:
+        """Whole CPUs that are left to a pod beside the daemonsets of its node; not above 0: nothing is."""
+        return (allocatable_millicores - self.daemonset_cpu_millicores) // 1000
+
+    def pod_memory_bytes(self, allocatable_bytes: int) -> int:
+        """Bytes, whole MiB; not above 0: nothing is left."""
+        return (allocatable_bytes // _MIB - self.daemonset_memory_mib) * _MIB

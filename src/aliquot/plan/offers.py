@@ -18,6 +18,7 @@ from aliquot.config.plan import Plan
 from aliquot.config.schema import RunConfig
 from aliquot.config.workload import Workload
 from aliquot.errors import PlanError, UserError
+from aliquot.plan.in_pod import in_pod
 from aliquot.plan.planned_machine import Machine
 from aliquot.plan.planned_model import PlannedModel
 from aliquot.plan.planner import DISK_BYTES_PER_S, Planner
@@ -190,7 +191,7 @@ class _Search:
         checkpointings: Sequence[str] = ("none", "full"),
     ) -> Iterator[Offer]:
         """Those that fit."""
-        machine = Machine.of_instance(type_.name)
+        machine = in_pod(Machine.of_instance(type_.name), self.config)
         planner = Planner(self.model, machine)
         a_node = [each for each in ranks if each <= machine.cores] if not machine.gpus else [machine.gpus]
         for count in nodes:
