@@ -226,6 +226,11 @@ def job_set(found: Documents) -> dict[str, Any]:
     return spec
 
 
+def runtime_pod(found: Documents) -> dict[str, Any]:
+    spec: dict[str, Any] = job_set(found)["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    return spec
+
+
 TYPE = "node.kubernetes.io/instance-type"
 MISTAKES: dict[str, tuple[str, Callable[[Documents], Any]]] = {
     "a misspelt field": ("unknown-field", lambda d: pool(d).update(limit={})),
@@ -275,6 +280,11 @@ MISTAKES: dict[str, tuple[str, Callable[[Documents], Any]]] = {
     "a taint": ("taint", lambda d: pod(d).update(tolerations=[])),
     "another value of the taint": ("taint", lambda d: pod(d)["tolerations"][0].update(value="absent")),
     "too much memory": ("request-too-large", lambda d: both(d, "memory", "256Gi")),
+    "more disk than the volume lets a pod have": ("request-too-large", lambda d: both(d, "ephemeral-storage", "95Gi")),
+    "too much memory in a container before": ("request-too-large", lambda d: runtime_pod(d)["initContainers"][0].update(
+        resources={"limits": {"memory": "300Gi"}})),
+    "a large container beside": ("request-too-large", lambda d: runtime_pod(d)["containers"].append(
+        {"name": "beside", "image": "x", "resources": {"requests": {"cpu": "8", "memory": "1Gi"}}})),
     "EFA on a small type": ("efa", lambda d: both(d, "vpc.amazonaws.com/efa", "1")),
     "limits for three nodes": ("pool-limit", lambda d: pool(d)["limits"].update(cpu="96")),
     "memory for three nodes": ("pool-limit", lambda d: pool(d)["limits"].update(memory="768Gi")),

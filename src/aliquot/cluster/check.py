@@ -40,7 +40,7 @@ def check_manifests(
     for view in job_views(list(manifests)):
         found.extend(check_job(view, trainer, plan, grace_s))
         found.extend(check_elastic(view, manifests))
-        found.extend(check_together(view, pools))
+        found.extend(check_together(view, pools, manifests))
     if job is not None:
         found.extend(check_config(job))
     return in_order(found)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from aliquot.catalogue.instances import InstanceType, instance
+from aliquot.cluster.node_disk import allocatable_disk_bytes
 from aliquot.cluster.quantity import GIB, MIB
 from aliquot.config.cluster_section import ClusterSection
 from aliquot.config.plan import Plan
@@ -18,7 +19,9 @@ EFA = "vpc.amazonaws.com/efa"
 GPU = "nvidia.com/gpu"
 AMX_TAINT = "intel.com/amx"
 
+LOGS_BYTES = 2 * GIB  # of a pod's own disk, beside what is asked for
 _OF_THE_NODE_BYTES = 30 * GIB  # of its volume: the system, images, logs
+_IMAGES_BYTES = 10 * GIB  # with logs, on the disks of the machine itself
 _NAME_LENGTH = 40
 _GRACE_MARGIN_S = 30  # between the trainer's own deadline and the kubelet's kill
 
@@ -145,11 +148,13 @@ def _alike(types: Sequence[InstanceType]) -> None:
 
 def _scratch(section: ClusterSection, types: Sequence[InstanceType], plan: Plan) -> int:
     """Bytes, a little more than planned. Raises ClusterError where the nodes' disks are smaller."""
+    if not plan.scratch_bytes_per_node:
+        return 0
     wanted = -(-plan.scratch_bytes_per_node * 51 // 50 // MIB) * MIB
     local = min(each.local_nvme_bytes for each in types)
-    there = local if local else section.volume_gib * GIB - _OF_THE_NODE_BYTES
+    there = allocatable_disk_bytes(local or section.volume_gib * GIB) - (_IMAGES_BYTES if local else _OF_THE_NODE_BYTES)
     if wanted > there:
-        what = f"the disks of {types[0].name} have" if local else "cluster.volume_gib leaves"
+        what = f"the disks of {types[0].name} leave" if local else "cluster.volume_gib leaves"
         raise ClusterError(
             f"shard.offload: disk puts {wanted / GIB:.0f} GiB on each node, and {what} {max(0, there) / GIB:.0f} GiB:"
             " take a type with larger disks, or a larger volume"
