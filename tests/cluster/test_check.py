@@ -285,6 +285,11 @@ MISTAKES: dict[str, tuple[str, Callable[[Documents], Any]]] = {
         resources={"limits": {"memory": "300Gi"}})),
     "a large container beside": ("request-too-large", lambda d: runtime_pod(d)["containers"].append(
         {"name": "beside", "image": "x", "resources": {"requests": {"cpu": "8", "memory": "1Gi"}}})),
+    "a name that leaves pods none": ("name-too-long", lambda d: d["train-job.yaml"]["metadata"].update(name=49 * "a")),
+    "types without spot": ("not-sold", lambda d: (
+        requirement(d, TYPE).update(values=["hpc7a.48xlarge"]),
+        requirement(d, "karpenter.sh/capacity-type").update(values=["spot"]))),
+    "a type of another region": ("not-sold", lambda d: requirement(d, TYPE).update(values=["hpc7a.48xlarge"])),
     "EFA on a small type": ("efa", lambda d: both(d, "vpc.amazonaws.com/efa", "1")),
     "limits for three nodes": ("pool-limit", lambda d: pool(d)["limits"].update(cpu="96")),
     "memory for three nodes": ("pool-limit", lambda d: pool(d)["limits"].update(memory="768Gi")),
@@ -366,6 +371,15 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"checkpoint": {"every": 10, "resume": "runs/x/step-00000100"}},
     ),
     "spot with a long grace": ("grace", {"capacity": ["spot"]}, {"checkpoint": {"every": 10, "grace_s": 300}}),
+    "data in S3": ("not-shared", {}, {"data": {"path": "s3://bucket/texts/*.jsonl"}}),
+    "results beside the file system": ("not-shared", {}, {"run": {"name": "x", "directory": "../x"}}),
+    "a cache that nobody may write to": (
+        "not-shared",
+        {},
+        {"data": {"path": "stdlib", "cache_directory": "/var/cache"}},
+    ),
+    "a mirror without an identity": ("credentials", {}, {"checkpoint": {"every": 10, "mirror": "s3://bucket/runs"}}),
+    "processors of two kinds": ("unequal-nodes", {"instance_types": ["r7i.8xlarge", "r8i.8xlarge"]}, {}),
     "results elsewhere": ("not-shared", {}, {"run": {"name": "x", "directory": "/var/runs/x"}}),
 }
 
@@ -375,6 +389,25 @@ def test_what_only_the_config_shows(case: str) -> None:
     rule, cluster, sections = CONFIGS[case]
     job = describe(config(cluster_section(**cluster), **sections), plan())
     assert rule in rules(check_job_of_config(job))
+
+
+def test_what_the_plan_says_of_saves() -> None:
+    slow = check_job_of_config(describe(config(), plan(save_s=80.0)))
+    assert [(each.rule, each.level) for each in slow] == [("grace", "warning")]
+    large = check_job_of_config(describe(config(), plan(checkpoint_bytes=500 * GIB)))
+    assert rules(large) == {"storage-size"}
+
+
+@pytest.mark.parametrize("type_, per_tib", [("SCRATCH_2", 100), ("PERSISTENT_2", 250)])
+def test_saves_are_as_fast_as_the_file_system(type_: str, per_tib: int) -> None:
+    storage = cluster_section()["storage"] | {"deployment_type": type_, "throughput_mb_per_tib": 250, "size_gib": 2048}
+    settings = config(cluster_section(storage=storage), model={"config": str(STORIES)}, data={"path": "stdlib"})
+    planned = plan_on(placed(settings), "r7i.8xlarge", 4)
+    assert planned.storage_bytes_per_s == 2 * per_tib * 1e6
+    assert planned.save_s == planned.checkpoint_bytes / planned.storage_bytes_per_s
+    claimed = cluster_section(storage={"kind": "claim", "claim": "own"})
+    own = placed(config(claimed, model={"config": str(STORIES)}, data={"path": "stdlib"}))
+    assert plan_on(own, "r7i.8xlarge", 4).storage_bytes_per_s == 2e9
 
 
 def test_a_hub_id_that_is_a_directory_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -421,6 +454,10 @@ def test_refused_before_rendering() -> None:
         describe(config(), plan(limit_bytes_per_node=40 * GIB))
     with pytest.raises(UserError, match="differ in vCPUs"):
         cpu_job(instance_types=["r7i.8xlarge", "r7i.16xlarge"])
+    with pytest.raises(UserError, match="differ in bytes of a GPU"):
+        describe(config(cluster_section(instance_types=["p4d.24xlarge", "p4de.24xlarge"])), plan(device="cuda"))
+    with pytest.raises(UserError, match=r"trn1\.2xlarge is sold for accelerators"):
+        cpu_job(instance_types=["trn1.2xlarge"])
     with pytest.raises(UserError, match="is a GPU type"):
         cpu_job(instance_types=["g6e.8xlarge"])
     with pytest.raises(UserError, match=r"nearest: r7i\.8xlarge"):
@@ -434,6 +471,21 @@ def test_a_plan_has_what_its_pod_has() -> None:
     job = cpu_job(daemonset_memory_mib=4096, daemonset_cpu_millicores=20_000)
     machine = in_pod(Machine.of_instance("r7i.8xlarge"), job.config)
     assert (machine.memory_bytes, machine.cores) == (job.memory_bytes, job.cpus)
+
+
+@pytest.mark.parametrize("path", ["/", "/tmp", "/etc", "/etc/aliquot/", "/fsx/../tmp"])
+def test_the_file_system_hides_nothing(path: str) -> None:
+    with pytest.raises(ValueError, match=r"storage\.mount_path"):
+        config(cluster_section(storage={**cluster_section()["storage"], "mount_path": path}))
+
+
+@pytest.mark.parametrize("nodes, most", [(1, 48), (10, 48), (11, 47), ("2:101", 46)])
+def test_names_leave_room_for_those_of_pods(nodes: int | str, most: int) -> None:
+    last = str(int(str(nodes).rpartition(":")[2]) - 1)
+    assert len(f"{most * 'a'}-node-0-{last}-abcde") == 63
+    config(cluster_section(nodes=nodes, name=most * "a"), train={"global_batch_size": 202})
+    with pytest.raises(ValueError, match=f"at most {most}"):
+        config(cluster_section(nodes=nodes, name=(most + 1) * "a"), train={"global_batch_size": 202})
 
 
 def test_every_rule_has_a_test_or_asks_live() -> None:

@@ -138,6 +138,7 @@ def _alike(types: Sequence[InstanceType]) -> None:
     first = types[0]
     for other in types[1:]:
         for name, what in (("arch", "architecture"), ("vcpus", "vCPUs"), ("gpus", "GPUs"), ("gpu_name", "GPU"),
+                           ("gpu_memory_bytes", "bytes of a GPU"),
                            ("efa_interfaces", "EFA interfaces"), ("amx", "AMX")):  # fmt: skip
             if getattr(first, name) != getattr(other, name):
                 raise ClusterError(
@@ -167,6 +168,10 @@ def _gpus(node: InstanceType, plan: Plan) -> int:
     if plan.device == "cpu":
         if node.gpus:
             raise ClusterError(f"the plan computes on CPUs, and {node.name} is a GPU type: set launch.device: cuda")
+        if node.other_accelerators:
+            raise ClusterError(
+                f"{node.name} is sold for accelerators that aliquot does not use: take a CPU or GPU type"
+            )
         return 0
     if plan.ranks_per_node > node.gpus:
         raise ClusterError(f"the plan has {plan.ranks_per_node} ranks a node, {node.name} has {node.gpus} GPUs")

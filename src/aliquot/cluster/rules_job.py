@@ -10,6 +10,7 @@ from aliquot.cluster.job import EFA, GPU
 from aliquot.cluster.job_view import NODE, JobView
 from aliquot.cluster.manifests import dig, mapping
 from aliquot.cluster.quantity import GIB, MIB, parse_bytes, parse_millicores
+from aliquot.config.cluster_section import longest_job_name
 from aliquot.config.plan import Plan
 
 RESERVED_ENV = frozenset({"PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"})
@@ -22,12 +23,22 @@ _TOKEN_VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|AKIA[A-Z0-9]{16}|gh[pousr]_[A
 
 def check_job(job: JobView, trainer: str | None, plan: Plan | None, grace_s: float | None) -> Iterator[RuleFinding]:
     """`trainer`: the installed version, e.g. "2.3", if known; `grace_s`: checkpoint.grace_s of the config, if known."""
+    yield from _name(job)
     yield from _trainer(job, trainer)
     yield from _processes(job, plan)
     yield from _resources(job, plan)
     yield from _shm(job, plan)
     yield from _lifetime(job, grace_s)
     yield from _secrets(job)
+
+
+def _name(job: JobView) -> Iterator[RuleFinding]:
+    name, most = job.manifest.name, longest_job_name(job.nodes)
+    if len(name) > most:
+        yield finding(
+            "name-too-long", job.manifest, f"{len(name)} letters, and with {job.nodes} nodes it may have {most}",
+            "a shorter metadata.name",
+        )  # fmt: skip
 
 
 def _trainer(job: JobView, trainer: str | None) -> Iterator[RuleFinding]:

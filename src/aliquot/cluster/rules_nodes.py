@@ -7,11 +7,11 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 
-from aliquot.catalogue.instances import instances
+from aliquot.catalogue.instances import PRICES_DATE, PRICES_REGION, instances
 from aliquot.cluster.findings import RuleFinding, finding
 from aliquot.cluster.job import AMX_TAINT
 from aliquot.cluster.manifests import ManifestObject, listed, of_kind
-from aliquot.cluster.pools import LABEL_VALUE, TYPE, PoolView
+from aliquot.cluster.pools import CAPACITY, LABEL_VALUE, TYPE, ZONE, PoolView
 
 _FAMILY, _SIZE = "karpenter.k8s.aws/instance-family", "karpenter.k8s.aws/instance-size"
 _PACKAGES = re.compile(r"^.*\b(?:pip3?|yum|dnf|apt(?:-get)?|conda)\s+(?:-\S+\s+)*install\b.*$", re.MULTILINE)
@@ -30,6 +30,7 @@ def check_pool(pool: PoolView) -> Iterator[RuleFinding]:
     yield from _labels(pool)
     yield from _names(pool)
     yield from _types(pool)
+    yield from _sold(pool)
     yield from _disruption(pool)
     if "spot" in pool.capacities:
         yield finding(
@@ -115,6 +116,19 @@ def _types(pool: PoolView) -> Iterator[RuleFinding]:
             "no-amx", pool.manifest, f"{len(without)} of its types have no AMX, e.g. {without[0]}",
             "families of Sapphire Rapids and later: c7i, m7i, r7i, i7i, c8i, m8i, r8i; see `aliquot instances --amx`",
             "error",
+        )  # fmt: skip
+
+
+def _sold(pool: PoolView) -> Iterator[RuleFinding]:
+    names = ", ".join(each.name for each in pool.types[:3])
+    if pool.types and pool.capacities == ["spot"] and not any(each.on_spot for each in pool.types):
+        yield finding("not-sold", pool.manifest, f"{names}: not sold as spot", f"{CAPACITY}: on-demand")
+    zones = pool.values(ZONE)
+    here = bool(zones) and all(zone.startswith(PRICES_REGION) for zone in zones)
+    if here and pool.types and all(each.usd_per_hour is None for each in pool.types):
+        yield finding(
+            "not-sold", pool.manifest, f"{names}: not sold on demand in {PRICES_REGION} ({PRICES_DATE})",
+            "a type that is (`aliquot instances` shows prices), or another region", "warning",
         )  # fmt: skip
 
 
