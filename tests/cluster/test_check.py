@@ -15,9 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aliquot.cli.plan_on_instances import plan_on
 from aliquot.cluster.check import check_job_of_config, check_manifests
 from aliquot.cluster.findings import RULES, RuleFinding
-from aliquot.cluster.job import Job, describe
+from aliquot.cluster.job import Job, describe, placed
 from aliquot.cluster.manifest_yaml import to_yaml
 from aliquot.cluster.manifests import ManifestObject, parse_manifests
 from aliquot.cluster.render import documents
@@ -30,6 +31,7 @@ from tests.cluster.cases import cluster_section, config, cpu_job, disk_job, dyna
 from tests.cluster.crd import TRAINERS
 from tests.conftest import REPOSITORY
 from tests.examples import examples
+from tests.plan.shapes import LLAMA
 
 GIB = 1 << 30
 Documents = dict[str, dict[str, Any]]
@@ -226,6 +228,11 @@ def job_set(found: Documents) -> dict[str, Any]:
     return spec
 
 
+def volume(found: Documents, kind: str) -> dict[str, Any]:
+    volumes: list[dict[str, Any]] = [each[kind] for each in pod(found)["volumes"] if kind in each]
+    return volumes[0]
+
+
 def runtime_pod(found: Documents) -> dict[str, Any]:
     spec: dict[str, Any] = job_set(found)["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     return spec
@@ -290,6 +297,24 @@ MISTAKES: dict[str, tuple[str, Callable[[Documents], Any]]] = {
         requirement(d, TYPE).update(values=["hpc7a.48xlarge"]),
         requirement(d, "karpenter.sh/capacity-type").update(values=["spot"]))),
     "a type of another region": ("not-sold", lambda d: requirement(d, TYPE).update(values=["hpc7a.48xlarge"])),
+    "a claim that is not there": ("reference", lambda d: volume(d, "persistentVolumeClaim").update(claimName="x")),
+    "a ConfigMap that is not there": ("reference", lambda d: volume(d, "configMap").update(name="x")),
+    "a volume that is nowhere": ("reference", lambda d: pod(d)["containers"][0]["volumeMounts"].append(
+        {"name": "x", "mountPath": "/x"})),
+    "two volumes at one path": ("reference", lambda d: pod(d)["containers"][0]["volumeMounts"].append(
+        {"name": "tmp", "mountPath": "/fsx"})),
+    "a claim of another namespace": ("reference", lambda d: d["persistent-volume-claim.yaml"]["metadata"].update(
+        namespace="other")),
+    "a runtime of another namespace": ("reference", lambda d: d["training-runtime.yaml"]["metadata"].update(
+        namespace="other")),
+    "a capacity that is none": ("not-sold", lambda d: requirement(d, "karpenter.sh/capacity-type").update(
+        values=["ondemand"])),
+    "pods that restart by themselves": ("restart-policy", lambda d: runtime_pod(d).update(restartPolicy="OnFailure")),
+    "pods that are said nothing of": ("restart-policy", lambda d: runtime_pod(d).pop("restartPolicy")),
+    "a node class of old": ("node-class", lambda d: node_spec(d)["nodeClassRef"].update(kind="AWSNodeTemplate")),
+    "nodes that go before their pods": ("grace", lambda d: node_spec(d).update(terminationGracePeriod="1m30s")),
+    "a volume for another claim": ("storage-binding", lambda d: d["persistent-volume.yaml"]["spec"]["claimRef"].update(
+        name="x")),
     "EFA on a small type": ("efa", lambda d: both(d, "vpc.amazonaws.com/efa", "1")),
     "limits for three nodes": ("pool-limit", lambda d: pool(d)["limits"].update(cpu="96")),
     "memory for three nodes": ("pool-limit", lambda d: pool(d)["limits"].update(memory="768Gi")),
@@ -398,16 +423,30 @@ def test_what_the_plan_says_of_saves() -> None:
     assert rules(large) == {"storage-size"}
 
 
+SMALL, STDLIB = {"config": LLAMA}, {"path": "stdlib", "tokenizer_vocab_size": 2048}
+
+
 @pytest.mark.parametrize("type_, per_tib", [("SCRATCH_2", 100), ("PERSISTENT_2", 250)])
 def test_saves_are_as_fast_as_the_file_system(type_: str, per_tib: int) -> None:
     storage = cluster_section()["storage"] | {"deployment_type": type_, "throughput_mb_per_tib": 250, "size_gib": 2048}
-    settings = config(cluster_section(storage=storage), model={"config": str(STORIES)}, data={"path": "stdlib"})
+    settings = config(cluster_section(storage=storage), model=SMALL, data=STDLIB)
     planned = plan_on(placed(settings), "r7i.8xlarge", 4)
     assert planned.storage_bytes_per_s == 2 * per_tib * 1e6
     assert planned.save_s == planned.checkpoint_bytes / planned.storage_bytes_per_s
     claimed = cluster_section(storage={"kind": "claim", "claim": "own"})
-    own = placed(config(claimed, model={"config": str(STORIES)}, data={"path": "stdlib"}))
+    own = placed(config(claimed, model=SMALL, data=STDLIB))
     assert plan_on(own, "r7i.8xlarge", 4).storage_bytes_per_s == 2e9
+
+
+def test_what_is_elsewhere_is_no_finding() -> None:
+    """Of a claim and a ConfigMap that are on the cluster, or applied wherever kubectl is, nothing is known."""
+    found = documents(cpu_job())
+    for name in ("persistent-volume.yaml", "persistent-volume-claim.yaml"):
+        found.pop(name)
+    found["config-map.yaml"]["metadata"].pop("namespace")
+    trainer(found)["env"].append({"name": "X", "valueFrom": {"configMapKeyRef": {"name": "others", "key": "x"}}})
+    pool(found)["template"]["spec"]["terminationGracePeriod"] = "2h"
+    assert check_manifests(manifests_of(found)) == []
 
 
 def test_a_hub_id_that_is_a_directory_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

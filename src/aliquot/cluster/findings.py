@@ -58,12 +58,16 @@ RULES: dict[str, Rule] = {
     "node-env": Rule("error", "the webhook refuses variables of the container `node` outside spec.trainer.env"),
     "reserved-env": Rule("error", "the controller sets these itself, and the webhook refuses them"),
     "runtime": Rule("warning", "the runtime that the TrainJob refers to is not among the manifests"),
+    "reference": Rule("error", "a pod that names what is not there, or not in its namespace, never starts"),
     "memory-limit": Rule("error", "the plan needs more than the pod may have: it is killed for memory"),
     "requests-and-limits": Rule("warning", "a pod with unequal requests and limits is evicted and throttled first"),
     "shm": Rule("error", "a container's own /dev/shm is 64 MiB; DeepSpeed and NCCL die on it without a word"),
     "shm-limit": Rule("error", "/dev/shm in memory counts against the pod's limit"),
     "grace": Rule("error", "the kubelet kills before the checkpoint is written"),
     "do-not-disrupt": Rule("warning", "Karpenter may disrupt the node under a running rank"),
+    "restart-policy": Rule(
+        "error", "the API server refuses a Job with podFailurePolicy whose pods restart by themselves"
+    ),
     "restarts": Rule("warning", "a lost node ends the job, although it could go on from its checkpoint"),
     "nodes-that-go": Rule("error", "the run goes on without a lost node, but Kubernetes ends or restarts its job"),
     "image-kind": Rule("error", "a CUDA image on CPU nodes is gigabytes for nothing; a CPU image leaves GPUs idle"),

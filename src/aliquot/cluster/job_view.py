@@ -81,7 +81,7 @@ def _view(job: ManifestObject, runtimes: list[ManifestObject]) -> JobView:
     kind = job.get("spec", "runtimeRef", "kind") or "ClusterTrainingRuntime"
     wanted = (kind, job.get("spec", "runtimeRef", "name"))
     runtime = next((each for each in runtimes if (each.kind, each.name) == wanted), None)
-    base = _runtime_pod(runtime)
+    base = runtime_pod(runtime)
     base_spec, base_container = mapping(base.get("spec")), _node_container(mapping(base.get("spec")))
     before = _containers(base_spec, "initContainers")
     patches = pod_patches(job)
@@ -120,7 +120,8 @@ def _view(job: ManifestObject, runtimes: list[ManifestObject]) -> JobView:
     )
 
 
-def _runtime_pod(runtime: ManifestObject | None) -> dict[str, Any]:
+def runtime_pod(runtime: ManifestObject | None) -> dict[str, Any]:
+    """The pod template of the job `node`."""
     if runtime is None:
         return {}
     jobs = [each for each in runtime.items("spec", "template", "spec", "replicatedJobs") if each.get("name") == NODE]

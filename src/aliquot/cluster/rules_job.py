@@ -29,6 +29,7 @@ def check_job(job: JobView, trainer: str | None, plan: Plan | None, grace_s: flo
     yield from _resources(job, plan)
     yield from _shm(job, plan)
     yield from _lifetime(job, grace_s)
+    yield from _restarting(job)
     yield from _secrets(job)
 
 
@@ -172,6 +173,21 @@ def _lifetime(job: JobView, grace_s: float | None) -> Iterator[RuleFinding]:
             "efa-unused", job.manifest, "GPUs on several nodes without EFA",
             f"{EFA} in requests and limits, on types that have it (aliquot instances --efa --gpu)",
         )  # fmt: skip
+
+
+def _restarting(job: JobView) -> Iterator[RuleFinding]:
+    for replicated in (
+        job.runtime.items("spec", "template", "spec", "replicatedJobs") if job.runtime is not None else ()
+    ):
+        spec = mapping(dig(replicated, "template", "spec"))
+        said = dig(spec, "template", "spec", "restartPolicy")
+        policy = said or "OnFailure"  # JobSet's webhook fills that in
+        if policy == "Always" or (policy != "Never" and spec.get("podFailurePolicy") is not None):
+            with_what = "" if policy == "Always" else " beside podFailurePolicy"
+            yield finding(
+                "restart-policy", job.runtime, f"restartPolicy is {said or 'not set, so OnFailure'}{with_what}",
+                "restartPolicy: Never",
+            )  # fmt: skip
 
 
 def _secrets(job: JobView) -> Iterator[RuleFinding]:

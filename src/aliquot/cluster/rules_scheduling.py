@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,6 +18,9 @@ from aliquot.cluster.quantity import GIB, parse_bytes, parse_millicores
 # What the daemonsets of an EKS node commonly request together: CNI, kube-proxy, EBS, FSx and EFA plugins.
 DAEMONSET_MILLICORES = 250
 DAEMONSET_BYTES = 384 << 20
+
+_DURATION = re.compile(r"([0-9.]+)(h|m|s)")
+_SECONDS = {"h": 3600, "m": 60, "s": 1}
 
 
 def check_together(
@@ -49,6 +53,7 @@ def check_together(
         yield from _fits(job, pool, node_class)
         yield from _limits(job, pool, node_class)
         yield from _zones(job, pool)
+        yield from _drained(job, pool)
 
 
 def _selects(job: JobView, pool: PoolView) -> bool:
@@ -150,6 +155,16 @@ def _limits(job: JobView, pool: PoolView, node_class: ManifestObject | None) -> 
                 "pool-limit", pool.manifest, f"limits.{name} is {value}; {job.nodes} nodes need {shown}",
                 f"limits.{name}: at least {shown}",
             )  # fmt: skip
+
+
+def _drained(job: JobView, pool: PoolView) -> Iterator[RuleFinding]:
+    told = str(pool.manifest.get("spec", "template", "spec", "terminationGracePeriod") or "")
+    seconds = sum(float(number) * _SECONDS[unit] for number, unit in _DURATION.findall(told))
+    if told and seconds < job.grace_s:
+        yield finding(
+            "grace", pool.manifest, f"terminationGracePeriod is {told}, and the pods have {job.grace_s} s to save",
+            "none, or longer than terminationGracePeriodSeconds of the pods",
+        )  # fmt: skip
 
 
 def _zones(job: JobView, pool: PoolView) -> Iterator[RuleFinding]:
