@@ -15,19 +15,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aliquot.cli.plan_on_instances import plan_on
 from aliquot.cluster.check import check_job_of_config, check_manifests
 from aliquot.cluster.findings import RULES, RuleFinding
-from aliquot.cluster.job import Job, describe
+from aliquot.cluster.job import Job, describe, placed
 from aliquot.cluster.manifest_yaml import to_yaml
 from aliquot.cluster.manifests import ManifestObject, parse_manifests
 from aliquot.cluster.render import documents
 from aliquot.config.plan import PhaseMemory
 from aliquot.config.read_config import read_config
 from aliquot.errors import UserError
+from aliquot.plan.in_pod import in_pod
+from aliquot.plan.planned_machine import Machine
 from tests.cluster.cases import cluster_section, config, cpu_job, disk_job, dynamic_storage, gpu_job, plan
 from tests.cluster.crd import TRAINERS
 from tests.conftest import REPOSITORY
 from tests.examples import examples
+from tests.plan.shapes import LLAMA
 
 GIB = 1 << 30
 Documents = dict[str, dict[str, Any]]
@@ -224,6 +228,16 @@ def job_set(found: Documents) -> dict[str, Any]:
     return spec
 
 
+def volume(found: Documents, kind: str) -> dict[str, Any]:
+    volumes: list[dict[str, Any]] = [each[kind] for each in pod(found)["volumes"] if kind in each]
+    return volumes[0]
+
+
+def runtime_pod(found: Documents) -> dict[str, Any]:
+    spec: dict[str, Any] = job_set(found)["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    return spec
+
+
 TYPE = "node.kubernetes.io/instance-type"
 MISTAKES: dict[str, tuple[str, Callable[[Documents], Any]]] = {
     "a misspelt field": ("unknown-field", lambda d: pool(d).update(limit={})),
@@ -273,6 +287,34 @@ MISTAKES: dict[str, tuple[str, Callable[[Documents], Any]]] = {
     "a taint": ("taint", lambda d: pod(d).update(tolerations=[])),
     "another value of the taint": ("taint", lambda d: pod(d)["tolerations"][0].update(value="absent")),
     "too much memory": ("request-too-large", lambda d: both(d, "memory", "256Gi")),
+    "more disk than the volume lets a pod have": ("request-too-large", lambda d: both(d, "ephemeral-storage", "95Gi")),
+    "too much memory in a container before": ("request-too-large", lambda d: runtime_pod(d)["initContainers"][0].update(
+        resources={"limits": {"memory": "300Gi"}})),
+    "a large container beside": ("request-too-large", lambda d: runtime_pod(d)["containers"].append(
+        {"name": "beside", "image": "x", "resources": {"requests": {"cpu": "8", "memory": "1Gi"}}})),
+    "a name that leaves pods none": ("name-too-long", lambda d: d["train-job.yaml"]["metadata"].update(name=49 * "a")),
+    "types without spot": ("not-sold", lambda d: (
+        requirement(d, TYPE).update(values=["hpc7a.48xlarge"]),
+        requirement(d, "karpenter.sh/capacity-type").update(values=["spot"]))),
+    "a type of another region": ("not-sold", lambda d: requirement(d, TYPE).update(values=["hpc7a.48xlarge"])),
+    "a claim that is not there": ("reference", lambda d: volume(d, "persistentVolumeClaim").update(claimName="x")),
+    "a ConfigMap that is not there": ("reference", lambda d: volume(d, "configMap").update(name="x")),
+    "a volume that is nowhere": ("reference", lambda d: pod(d)["containers"][0]["volumeMounts"].append(
+        {"name": "x", "mountPath": "/x"})),
+    "two volumes at one path": ("reference", lambda d: pod(d)["containers"][0]["volumeMounts"].append(
+        {"name": "tmp", "mountPath": "/fsx"})),
+    "a claim of another namespace": ("reference", lambda d: d["persistent-volume-claim.yaml"]["metadata"].update(
+        namespace="other")),
+    "a runtime of another namespace": ("reference", lambda d: d["training-runtime.yaml"]["metadata"].update(
+        namespace="other")),
+    "a capacity that is none": ("not-sold", lambda d: requirement(d, "karpenter.sh/capacity-type").update(
+        values=["ondemand"])),
+    "pods that restart by themselves": ("restart-policy", lambda d: runtime_pod(d).update(restartPolicy="OnFailure")),
+    "pods that are said nothing of": ("restart-policy", lambda d: runtime_pod(d).pop("restartPolicy")),
+    "a node class of old": ("node-class", lambda d: node_spec(d)["nodeClassRef"].update(kind="AWSNodeTemplate")),
+    "nodes that go before their pods": ("grace", lambda d: node_spec(d).update(terminationGracePeriod="1m30s")),
+    "a volume for another claim": ("storage-binding", lambda d: d["persistent-volume.yaml"]["spec"]["claimRef"].update(
+        name="x")),
     "EFA on a small type": ("efa", lambda d: both(d, "vpc.amazonaws.com/efa", "1")),
     "limits for three nodes": ("pool-limit", lambda d: pool(d)["limits"].update(cpu="96")),
     "memory for three nodes": ("pool-limit", lambda d: pool(d)["limits"].update(memory="768Gi")),
@@ -354,6 +396,15 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"checkpoint": {"every": 10, "resume": "runs/x/step-00000100"}},
     ),
     "spot with a long grace": ("grace", {"capacity": ["spot"]}, {"checkpoint": {"every": 10, "grace_s": 300}}),
+    "data in S3": ("not-shared", {}, {"data": {"path": "s3://bucket/texts/*.jsonl"}}),
+    "results beside the file system": ("not-shared", {}, {"run": {"name": "x", "directory": "../x"}}),
+    "a cache that nobody may write to": (
+        "not-shared",
+        {},
+        {"data": {"path": "stdlib", "cache_directory": "/var/cache"}},
+    ),
+    "a mirror without an identity": ("credentials", {}, {"checkpoint": {"every": 10, "mirror": "s3://bucket/runs"}}),
+    "processors of two kinds": ("unequal-nodes", {"instance_types": ["r7i.8xlarge", "r8i.8xlarge"]}, {}),
     "results elsewhere": ("not-shared", {}, {"run": {"name": "x", "directory": "/var/runs/x"}}),
 }
 
@@ -363,6 +414,39 @@ def test_what_only_the_config_shows(case: str) -> None:
     rule, cluster, sections = CONFIGS[case]
     job = describe(config(cluster_section(**cluster), **sections), plan())
     assert rule in rules(check_job_of_config(job))
+
+
+def test_what_the_plan_says_of_saves() -> None:
+    slow = check_job_of_config(describe(config(), plan(save_s=80.0)))
+    assert [(each.rule, each.level) for each in slow] == [("grace", "warning")]
+    large = check_job_of_config(describe(config(), plan(checkpoint_bytes=500 * GIB)))
+    assert rules(large) == {"storage-size"}
+
+
+SMALL, STDLIB = {"config": LLAMA}, {"path": "stdlib", "tokenizer_vocab_size": 2048}
+
+
+@pytest.mark.parametrize("type_, per_tib", [("SCRATCH_2", 100), ("PERSISTENT_2", 250)])
+def test_saves_are_as_fast_as_the_file_system(type_: str, per_tib: int) -> None:
+    storage = cluster_section()["storage"] | {"deployment_type": type_, "throughput_mb_per_tib": 250, "size_gib": 2048}
+    settings = config(cluster_section(storage=storage), model=SMALL, data=STDLIB)
+    planned = plan_on(placed(settings), "r7i.8xlarge", 4)
+    assert planned.storage_bytes_per_s == 2 * per_tib * 1e6
+    assert planned.save_s == planned.checkpoint_bytes / planned.storage_bytes_per_s
+    claimed = cluster_section(storage={"kind": "claim", "claim": "own"})
+    own = placed(config(claimed, model=SMALL, data=STDLIB))
+    assert plan_on(own, "r7i.8xlarge", 4).storage_bytes_per_s == 2e9
+
+
+def test_what_is_elsewhere_is_no_finding() -> None:
+    """Of a claim and a ConfigMap that are on the cluster, or applied wherever kubectl is, nothing is known."""
+    found = documents(cpu_job())
+    for name in ("persistent-volume.yaml", "persistent-volume-claim.yaml"):
+        found.pop(name)
+    found["config-map.yaml"]["metadata"].pop("namespace")
+    trainer(found)["env"].append({"name": "X", "valueFrom": {"configMapKeyRef": {"name": "others", "key": "x"}}})
+    pool(found)["template"]["spec"]["terminationGracePeriod"] = "2h"
+    assert check_manifests(manifests_of(found)) == []
 
 
 def test_a_hub_id_that_is_a_directory_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,16 +487,44 @@ def test_gpus_without_efa_on_several_nodes() -> None:
 
 
 def test_refused_before_rendering() -> None:
-    with pytest.raises(UserError, match=r"needs 76\.0 GiB a node.*can have 55\.8 GiB"):
+    with pytest.raises(UserError, match=r"needs 76\.00 GiB a node.*can have 55\.84 GiB"):
         describe(config(cluster_section(instance_types=["c7i.8xlarge"])), plan())
+    with pytest.raises(UserError, match=r"needs 76\.00 GiB a node.*its ranks may have 40\.00 GiB: .*shard\.memory"):
+        describe(config(), plan(limit_bytes_per_node=40 * GIB))
     with pytest.raises(UserError, match="differ in vCPUs"):
         cpu_job(instance_types=["r7i.8xlarge", "r7i.16xlarge"])
+    with pytest.raises(UserError, match="differ in bytes of a GPU"):
+        describe(config(cluster_section(instance_types=["p4d.24xlarge", "p4de.24xlarge"])), plan(device="cuda"))
+    with pytest.raises(UserError, match=r"trn1\.2xlarge is sold for accelerators"):
+        cpu_job(instance_types=["trn1.2xlarge"])
     with pytest.raises(UserError, match="is a GPU type"):
         cpu_job(instance_types=["g6e.8xlarge"])
     with pytest.raises(UserError, match=r"nearest: r7i\.8xlarge"):
         cpu_job(instance_types=["r7i.8xlarg"])
     with pytest.raises(UserError, match=r"2 ranks a node, g6e\.8xlarge has 1 GPUs"):
         describe(config(cluster_section(instance_types=["g6e.8xlarge"])), plan(device="cuda"))
+
+
+def test_a_plan_has_what_its_pod_has() -> None:
+    """Else `plan --instance` and `instances --fits` say that it fits, and `render` that it does not."""
+    job = cpu_job(daemonset_memory_mib=4096, daemonset_cpu_millicores=20_000)
+    machine = in_pod(Machine.of_instance("r7i.8xlarge"), job.config)
+    assert (machine.memory_bytes, machine.cores) == (job.memory_bytes, job.cpus)
+
+
+@pytest.mark.parametrize("path", ["/", "/tmp", "/etc", "/etc/aliquot/", "/fsx/../tmp"])
+def test_the_file_system_hides_nothing(path: str) -> None:
+    with pytest.raises(ValueError, match=r"storage\.mount_path"):
+        config(cluster_section(storage={**cluster_section()["storage"], "mount_path": path}))
+
+
+@pytest.mark.parametrize("nodes, most", [(1, 48), (10, 48), (11, 47), ("2:101", 46)])
+def test_names_leave_room_for_those_of_pods(nodes: int | str, most: int) -> None:
+    last = str(int(str(nodes).rpartition(":")[2]) - 1)
+    assert len(f"{most * 'a'}-node-0-{last}-abcde") == 63
+    config(cluster_section(nodes=nodes, name=most * "a"), train={"global_batch_size": 202})
+    with pytest.raises(ValueError, match=f"at most {most}"):
+        config(cluster_section(nodes=nodes, name=(most + 1) * "a"), train={"global_batch_size": 202})
 
 
 def test_every_rule_has_a_test_or_asks_live() -> None:

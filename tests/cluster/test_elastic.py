@@ -90,5 +90,5 @@ def test_jobs_of_others_keep_their_number_of_nodes() -> None:
 def test_the_fewest_nodes_must_hold_it() -> None:
     settings = config(cluster_section(nodes="2:4"), train={"global_batch_size": 32})
     large = PhaseMemory("steady peak", {"moments": 120 * GIB}, {})
-    with pytest.raises(UserError, match=r"with 2 nodes the plan needs 240.0 GiB a node"):
+    with pytest.raises(UserError, match=r"with 2 nodes the plan needs 240.00 GiB a node"):
         describe(settings, plan(), plan(nodes=2, phases=(large,)))

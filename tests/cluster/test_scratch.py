@@ -40,10 +40,14 @@ def test_room_is_asked_for(trainer: str) -> None:
 
 def test_without_local_disks_the_volume_has_it() -> None:
     job = disk_job(instance_types=["r7i.8xlarge"], volume_gib=200)
-    assert "instanceStorePolicy" not in found(job, "EC2NodeClass")["spec"]
-    with pytest.raises(ClusterError, match=r"puts 61 GiB on each node, and cluster\.volume_gib leaves 20 GiB"):
+    spec = found(job, "EC2NodeClass")["spec"]
+    assert "instanceStorePolicy" not in spec
+    assert spec["blockDeviceMappings"][0]["ebs"].items() >= {"throughput": 1000, "iops": 4000}.items()
+    with pytest.raises(ClusterError, match=r"puts 61 GiB on each node, and cluster\.volume_gib leaves 14 GiB"):
         disk_job(instance_types=["r7i.8xlarge"], volume_gib=50)
-    with pytest.raises(ClusterError, match=r"puts 2040 GiB on each node, and the disks of r6id\.8xlarge have 1770 GiB"):
+    with pytest.raises(
+        ClusterError, match=r"puts 2040 GiB on each node, and the disks of r6id\.8xlarge leave 1582 GiB"
+    ):
         disk_job(scratch_gib=2000)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib.resources import files
@@ -25,6 +26,10 @@ _MIB = 1 << 20
 # Source: the processor column of AWS' "Amazon EC2 instance type specifications".
 _AMX_GENERATION = 7
 _AMX_ACCELERATED = frozenset({"p5en", "p6-b200", "p6-b300", "trn2"})
+
+_NOT_ON_SPOT = re.compile(r"^hpc")  # on demand alone is among their SupportedUsageClasses (describe-instance-types)
+# Trainium, Inferentia, Gaudi, Qualcomm, video, FPGAs, AMD's GPUs, parts of a GPU.
+_OTHER_ACCELERATORS = re.compile(r"^(trn|inf|dl|vt|f\d|g4ad|gr?6f)")
 
 # One thread a core: Arm, AMD from generation 7 on, the hpc families, and the first Intel generations.
 _AMD_WITHOUT_THREADS_GENERATION = 7
@@ -58,6 +63,15 @@ class InstanceType:
     @property
     def family(self) -> str:
         return self.name.partition(".")[0]
+
+    @property
+    def on_spot(self) -> bool:
+        return not _NOT_ON_SPOT.match(self.name)
+
+    @property
+    def other_accelerators(self) -> bool:
+        """Something that is neither a CPU nor a whole NVIDIA GPU, and most of the price."""
+        return bool(_OTHER_ACCELERATORS.match(self.family))
 
     @property
     def size(self) -> str:

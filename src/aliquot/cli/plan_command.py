@@ -80,6 +80,7 @@ def command(
         from aliquot.plan.calibrate import make_known
         from aliquot.plan.disks import with_disk
         from aliquot.plan.fewest_nodes import with_fewest_nodes
+        from aliquot.plan.in_pod import in_pod
         from aliquot.plan.memory_picture import svg
         from aliquot.plan.planned_machine import chosen
         from aliquot.plan.planned_model import PlannedModel
@@ -113,7 +114,7 @@ def command(
             raise UsageError("--optimize cost: say for how many tokens, for example --tokens 1B")
         if instance is not None and settings.cluster is not None:
             settings = _placed(settings)
-        machine = with_disk(chosen(instance, memory, cores, network), settings)
+        machine = with_disk(in_pod(chosen(instance, memory, cores, network), settings), settings)
         workload = Workload.assumed(settings, document_tokens)
         layout = machine.layout(settings, nodes, ranks_per_node)
         with Console(stderr=True).status("") as status:  # seen on a terminal alone

@@ -20,10 +20,8 @@ def planner_of(config: RunConfig) -> Callable[[str, int], Plan]:
 
     Raises UserError where there is no such model.
     """
-    from dataclasses import replace
-
-    from aliquot.cluster.job import pod_cpus
     from aliquot.config.workload import Workload
+    from aliquot.plan.in_pod import in_pod
     from aliquot.plan.planned_machine import Machine
     from aliquot.plan.planned_model import PlannedModel
     from aliquot.plan.planner import Planner
@@ -31,10 +29,7 @@ def planner_of(config: RunConfig) -> Callable[[str, int], Plan]:
     model = PlannedModel(config)
 
     def plan(instance: str, nodes: int) -> Plan:
-        machine = Machine.of_instance(instance)
-        if config.cluster is not None and machine.instance is not None:
-            cpus = pod_cpus(config.cluster, [machine.instance])
-            machine = replace(machine, cores=max(1, min(machine.cores, cpus)))
+        machine = in_pod(Machine.of_instance(instance), config)
         return Planner(model, machine).plan(config, machine.layout(config, nodes), Workload.assumed(config))
 
     return plan

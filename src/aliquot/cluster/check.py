@@ -15,6 +15,7 @@ from aliquot.cluster.rules_config import check_config
 from aliquot.cluster.rules_elastic import check_elastic
 from aliquot.cluster.rules_job import check_job
 from aliquot.cluster.rules_nodes import check_node_class, check_pool, check_references
+from aliquot.cluster.rules_references import check_pods_references
 from aliquot.cluster.rules_scheduling import check_together
 from aliquot.cluster.rules_schemas import check_schemas
 from aliquot.cluster.rules_storage import check_storage
@@ -37,10 +38,12 @@ def check_manifests(
     trainer, plan, grace_s = (
         (job.section.trainer, job.plan, job.config.checkpoint.grace_s) if job is not None else (None, None, None)
     )
-    for view in job_views(list(manifests)):
+    views = job_views(list(manifests))
+    found.extend(check_pods_references(views, manifests))
+    for view in views:
         found.extend(check_job(view, trainer, plan, grace_s))
         found.extend(check_elastic(view, manifests))
-        found.extend(check_together(view, pools))
+        found.extend(check_together(view, pools, manifests))
     if job is not None:
         found.extend(check_config(job))
     return in_order(found)

@@ -29,6 +29,7 @@ RULES: dict[str, Rule] = {
     "instance-type": Rule("error", "no such EC2 type: a requirement that nothing meets"),
     "no-type-left": Rule("error", "no EC2 type meets all requirements: the pool never makes a node"),
     "unequal-nodes": Rule("warning", "the ranks of a job wait for the slowest node, and a pod must fit the smallest"),
+    "not-sold": Rule("error", "EC2 does not sell these types in this way or region: the pool never makes a node"),
     "no-amx": Rule("warning", "without AMX a bf16 matmul is many times slower"),
     "node-class": Rule("warning", "the NodePool refers to an EC2NodeClass that is not among the manifests"),
     "node-image-kind": Rule("error", "GPU images and CPU nodes do not go together, nor the other way round"),
@@ -50,18 +51,23 @@ RULES: dict[str, Rule] = {
     # job
     "processes": Rule("error", "`auto` starts one process a CPU; a plan is for an integer"),
     "threads": Rule("error", "more threads than CPUs: each waits for the others"),
+    "name-too-long": Rule("error", "JobSet's webhook refuses a job whose pods' names would have more than 63 letters"),
     "no-trainer": Rule("error", "without spec.trainer the controller sets no PET_* variables: every node trains alone"),
     "trainer-dialect": Rule("error", "2.1 knows podTemplateOverrides only, 2.2 and later runtimePatches only"),
     "container-name": Rule("error", "Trainer only knows the container `node` of the job `node`"),
     "node-env": Rule("error", "the webhook refuses variables of the container `node` outside spec.trainer.env"),
     "reserved-env": Rule("error", "the controller sets these itself, and the webhook refuses them"),
     "runtime": Rule("warning", "the runtime that the TrainJob refers to is not among the manifests"),
+    "reference": Rule("error", "a pod that names what is not there, or not in its namespace, never starts"),
     "memory-limit": Rule("error", "the plan needs more than the pod may have: it is killed for memory"),
     "requests-and-limits": Rule("warning", "a pod with unequal requests and limits is evicted and throttled first"),
     "shm": Rule("error", "a container's own /dev/shm is 64 MiB; DeepSpeed and NCCL die on it without a word"),
     "shm-limit": Rule("error", "/dev/shm in memory counts against the pod's limit"),
     "grace": Rule("error", "the kubelet kills before the checkpoint is written"),
     "do-not-disrupt": Rule("warning", "Karpenter may disrupt the node under a running rank"),
+    "restart-policy": Rule(
+        "error", "the API server refuses a Job with podFailurePolicy whose pods restart by themselves"
+    ),
     "restarts": Rule("warning", "a lost node ends the job, although it could go on from its checkpoint"),
     "nodes-that-go": Rule("error", "the run goes on without a lost node, but Kubernetes ends or restarts its job"),
     "image-kind": Rule("error", "a CUDA image on CPU nodes is gigabytes for nothing; a CPU image leaves GPUs idle"),
@@ -69,6 +75,7 @@ RULES: dict[str, Rule] = {
     # config
     "resume": Rule("error", "a restarted job refuses a run directory that exists"),
     "not-shared": Rule("error", "only what lies on the shared file system outlives a pod and is seen by all"),
+    "credentials": Rule("warning", "nothing gives the pods an identity in AWS, and without one S3 refuses them"),
     "no-checkpoints": Rule("error", "a lost node costs the whole run"),
     # storage
     "storage-address": Rule("error", "the driver mounts by dnsname and mountname; a missing mountname becomes `fsx`"),

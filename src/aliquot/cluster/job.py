@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from aliquot.catalogue.instances import InstanceType, instance
+from aliquot.cluster.node_disk import allocatable_disk_bytes
 from aliquot.cluster.quantity import GIB, MIB
 from aliquot.config.cluster_section import ClusterSection
 from aliquot.config.plan import Plan
@@ -18,7 +19,9 @@ EFA = "vpc.amazonaws.com/efa"
 GPU = "nvidia.com/gpu"
 AMX_TAINT = "intel.com/amx"
 
+LOGS_BYTES = 2 * GIB  # of a pod's own disk, beside what is asked for
 _OF_THE_NODE_BYTES = 30 * GIB  # of its volume: the system, images, logs
+_IMAGES_BYTES = 10 * GIB  # with logs, on the disks of the machine itself
 _NAME_LENGTH = 40
 _GRACE_MARGIN_S = 30  # between the trainer's own deadline and the kubelet's kill
 
@@ -56,8 +59,8 @@ def describe(config: RunConfig, plan: Plan, least: Plan | None = None) -> Job:
     gpus = _gpus(types[0], plan)
     if plan.nodes != section.most_nodes:
         raise ClusterError(f"the plan is for {plan.nodes} nodes, cluster.nodes is {section.nodes}")
-    cpus = pod_cpus(section, types)
-    memory = min(each.allocatable_memory_bytes for each in types) - section.daemonset_memory_mib * MIB
+    cpus = min(section.pod_cpus(each.allocatable_cpu_millicores) for each in types)
+    memory = min(section.pod_memory_bytes(each.allocatable_memory_bytes) for each in types)
     plans = (plan, *([] if least is None else [least]))
     shm = -(-max(each.shm_bytes_per_node for each in plans) // MIB) * MIB
     if cpus < 1 or memory < MIB:
@@ -71,7 +74,7 @@ def describe(config: RunConfig, plan: Plan, least: Plan | None = None) -> Job:
         plan=plan,
         types=types,
         cpus=cpus,
-        memory_bytes=memory // MIB * MIB,
+        memory_bytes=memory,
         shm_bytes=shm,
         gpus=gpus,
         # gloo knows only TCP: EFA serves NCCL alone.
@@ -91,22 +94,26 @@ def _check_memory(plan: Plan, node: InstanceType, memory_bytes: int, when: str) 
         )
         if needed > memory_bytes:
             raise ClusterError(
-                f"{when}the plan needs {needed / GIB:.1f} GiB a node ({plan.peak.name}); a pod on {node.name} can have"
-                f" {memory_bytes / GIB:.1f} GiB: take more nodes or a larger type (aliquot instances --fits CONFIG)"
+                f"{when}the plan needs {needed / GIB:.2f} GiB a node ({plan.peak.name}); a pod on {node.name} can have"
+                f" {memory_bytes / GIB:.2f} GiB: take more nodes or a larger type (aliquot instances --fits CONFIG)"
+            )
+        if not plan.fits:  # shard.memory allows less than the pod has
+            raise ClusterError(
+                f"{when}the plan needs {needed / GIB:.2f} GiB a node ({plan.peak.name}), and its"
+                f" ranks may have {plan.limit_bytes_per_node / GIB:.2f} GiB: more nodes, or a larger shard.memory"
             )
     elif not plan.fits:
-        raise ClusterError(f"{when}the plan does not fit {node.name}: {plan.peak_bytes_per_rank / GIB:.1f} GiB a GPU")
+        raise ClusterError(
+            f"{when}the plan does not fit {node.name}: a rank needs {plan.peak_bytes_per_rank / GIB:.2f} GiB of"
+            f" {plan.limit_bytes / GIB:.2f} GiB of GPU memory, and {plan.host_peak_bytes_per_rank / GIB:.2f} GiB of"
+            f" {plan.host_limit_bytes / GIB:.2f} GiB of the machine's"
+        )
 
 
 def cluster_section(config: RunConfig) -> ClusterSection:
     if config.cluster is None:
         raise ClusterError("this config has no `cluster:` section; see docs/eks.md")
     return config.cluster
-
-
-def pod_cpus(section: ClusterSection, types: Sequence[InstanceType]) -> int:
-    """Whole CPUs that a pod gets on any of `types`; where a CPU is a core these are fewer than the cores."""
-    return min(each.allocatable_cpu_millicores - section.daemonset_cpu_millicores for each in types) // 1000
 
 
 def placed(config: RunConfig) -> RunConfig:
@@ -131,6 +138,7 @@ def _alike(types: Sequence[InstanceType]) -> None:
     first = types[0]
     for other in types[1:]:
         for name, what in (("arch", "architecture"), ("vcpus", "vCPUs"), ("gpus", "GPUs"), ("gpu_name", "GPU"),
+                           ("gpu_memory_bytes", "bytes of a GPU"),
                            ("efa_interfaces", "EFA interfaces"), ("amx", "AMX")):  # fmt: skip
             if getattr(first, name) != getattr(other, name):
                 raise ClusterError(
@@ -141,11 +149,13 @@ def _alike(types: Sequence[InstanceType]) -> None:
 
 def _scratch(section: ClusterSection, types: Sequence[InstanceType], plan: Plan) -> int:
     """Bytes, a little more than planned. Raises ClusterError where the nodes' disks are smaller."""
+    if not plan.scratch_bytes_per_node:
+        return 0
     wanted = -(-plan.scratch_bytes_per_node * 51 // 50 // MIB) * MIB
     local = min(each.local_nvme_bytes for each in types)
-    there = local if local else section.volume_gib * GIB - _OF_THE_NODE_BYTES
+    there = allocatable_disk_bytes(local or section.volume_gib * GIB) - (_IMAGES_BYTES if local else _OF_THE_NODE_BYTES)
     if wanted > there:
-        what = f"the disks of {types[0].name} have" if local else "cluster.volume_gib leaves"
+        what = f"the disks of {types[0].name} leave" if local else "cluster.volume_gib leaves"
         raise ClusterError(
             f"shard.offload: disk puts {wanted / GIB:.0f} GiB on each node, and {what} {max(0, there) / GIB:.0f} GiB:"
             " take a type with larger disks, or a larger volume"
@@ -158,6 +168,10 @@ def _gpus(node: InstanceType, plan: Plan) -> int:
     if plan.device == "cpu":
         if node.gpus:
             raise ClusterError(f"the plan computes on CPUs, and {node.name} is a GPU type: set launch.device: cuda")
+        if node.other_accelerators:
+            raise ClusterError(
+                f"{node.name} is sold for accelerators that aliquot does not use: take a CPU or GPU type"
+            )
         return 0
     if plan.ranks_per_node > node.gpus:
         raise ClusterError(f"the plan has {plan.ranks_per_node} ranks a node, {node.name} has {node.gpus} GPUs")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,20 +31,24 @@ class JobView:
     annotations: dict[str, str]
     affinity: dict[str, Any]
     grace_s: int
-    requests: dict[str, Any]
+    requests: dict[str, Any]  # of the container `node`, as are `limits`
     limits: dict[str, Any]
+    beside: list[dict[str, Any]]  # resources of the containers that run beside it
+    before: list[dict[str, Any]]  # of those that run before, one after the other
 
     @property
     def cpu_millicores(self) -> int | None:
         return parse_millicores(self.requests.get("cpu", self.limits.get("cpu")))
 
     @property
-    def memory_bytes(self) -> int | None:
-        return parse_bytes(self.requests.get("memory", self.limits.get("memory")))
-
-    @property
     def memory_limit_bytes(self) -> int | None:
         return parse_bytes(self.limits.get("memory"))
+
+    def of_pod(self, resource: str, read: Callable[[object], int | None]) -> int:
+        """What the scheduler looks for: the sum of what runs together, or of what runs before, the most."""
+        own = {"requests": self.requests, "limits": self.limits}
+        together = sum(_requested(each, resource, read) for each in [own, *self.beside])
+        return max(together, *(_requested(each, resource, read) for each in self.before), 0)
 
     def count(self, resource: str) -> int:
         return parse_bytes(self.limits.get(resource, self.requests.get(resource, 0))) or 0
@@ -76,8 +81,9 @@ def _view(job: ManifestObject, runtimes: list[ManifestObject]) -> JobView:
     kind = job.get("spec", "runtimeRef", "kind") or "ClusterTrainingRuntime"
     wanted = (kind, job.get("spec", "runtimeRef", "name"))
     runtime = next((each for each in runtimes if (each.kind, each.name) == wanted), None)
-    base = _runtime_pod(runtime)
+    base = runtime_pod(runtime)
     base_spec, base_container = mapping(base.get("spec")), _node_container(mapping(base.get("spec")))
+    before = _containers(base_spec, "initContainers")
     patches = pod_patches(job)
     specs = [base_spec, *(spec for _, spec in patches)]
     metadata = [mapping(base.get("metadata")), *(each for each, _ in patches)]
@@ -102,10 +108,20 @@ def _view(job: ManifestObject, runtimes: list[ManifestObject]) -> JobView:
         grace_s=grace[-1] if grace and isinstance(grace[-1], int) else DEFAULT_GRACE_S,
         requests=_merged([mapping(each.get("requests")) for each in resources]),
         limits=_merged([mapping(each.get("limits")) for each in resources]),
+        beside=[
+            *(
+                mapping(each.get("resources"))
+                for each in _containers(base_spec, "containers")
+                if each != base_container
+            ),
+            *(mapping(each.get("resources")) for each in before if each.get("restartPolicy") == "Always"),
+        ],
+        before=[mapping(each.get("resources")) for each in before if each.get("restartPolicy") != "Always"],
     )
 
 
-def _runtime_pod(runtime: ManifestObject | None) -> dict[str, Any]:
+def runtime_pod(runtime: ManifestObject | None) -> dict[str, Any]:
+    """The pod template of the job `node`."""
     if runtime is None:
         return {}
     jobs = [each for each in runtime.items("spec", "template", "spec", "replicatedJobs") if each.get("name") == NODE]
@@ -117,8 +133,17 @@ def _runtime_processes(runtime: ManifestObject | None) -> object:
 
 
 def _node_container(spec: dict[str, Any]) -> dict[str, Any]:
-    found = [mapping(each) for each in listed(spec.get("containers"))]
-    return mapping(dig([each for each in found if each.get("name") == NODE], 0))
+    return mapping(dig([each for each in _containers(spec, "containers") if each.get("name") == NODE], 0))
+
+
+def _containers(spec: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    return [mapping(each) for each in listed(spec.get(key))]
+
+
+def _requested(resources: dict[str, Any], name: str, read: Callable[[object], int | None]) -> int:
+    """A limit without a request is one."""
+    limit = mapping(resources.get("limits")).get(name, 0)
+    return read(mapping(resources.get("requests")).get(name, limit)) or 0
 
 
 def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:

@@ -36,6 +36,11 @@ class ManifestObject:
     def namespace(self) -> str:
         return str(self.get("metadata", "namespace") or "default")
 
+    def apart_from(self, other: ManifestObject) -> bool:
+        """Whether both say a namespace, and not the same; an object without one lies where it is applied."""
+        spaces = [each.get("metadata", "namespace") for each in (self, other)]
+        return all(isinstance(space, str) for space in spaces) and spaces[0] != spaces[1]
+
     def get(self, *path: str | int) -> Any:
         """The value at a path of keys and indices, None where anything on the way is missing."""
         return dig(self._sound[0], *path)

@@ -10,6 +10,9 @@ from aliquot.cluster.manifest_yaml import Document, compact
 
 POOL_LABEL = "aliquot.io/pool"
 _DISCOVERY = "karpenter.sh/discovery"
+# Of a gp3 volume with states of the run on it. Without, it has 125 MiB/s, a quarter of what the plan reckons with; an
+# operation is of 256 KiB at most.
+_FAST = {"throughput": 1000, "iops": 4000}
 
 
 def taint(job: Job) -> Document:
@@ -78,6 +81,7 @@ def node_class(job: Job) -> Document:
                     "ebs": {
                         "volumeSize": f"{section.volume_gib}Gi",
                         "volumeType": "gp3",
+                        **(_FAST if job.scratch_bytes and not job.local_disks else {}),
                         "encrypted": True,
                         "deleteOnTermination": True,
                     },

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from aliquot.catalogue.instances import InstanceType, instances
-from aliquot.cluster.manifests import ManifestObject, listed, mapping
+from aliquot.cluster.manifests import ManifestObject, listed, mapping, of_kind
 
 _NUMBER = re.compile(r"^[0-9]{1,18}$")
 LABEL_VALUE = re.compile(r"^(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?$")  # at most 63 characters
@@ -34,6 +35,11 @@ class PoolView:
     @property
     def capacities(self) -> list[str]:
         return self.values(CAPACITY) or ["on-demand"]
+
+    def node_class(self, manifests: Sequence[ManifestObject]) -> ManifestObject | None:
+        """None: it is not among `manifests`."""
+        name = self.manifest.get("spec", "template", "spec", "nodeClassRef", "name")
+        return next((each for each in of_kind(manifests, "EC2NodeClass") if each.name == name), None)
 
     def values(self, key: str) -> list[str]:
         """What a requirement `key In [...]` lists; empty where there is none."""

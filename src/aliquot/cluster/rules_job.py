@@ -10,6 +10,7 @@ from aliquot.cluster.job import EFA, GPU
 from aliquot.cluster.job_view import NODE, JobView
 from aliquot.cluster.manifests import dig, mapping
 from aliquot.cluster.quantity import GIB, MIB, parse_bytes, parse_millicores
+from aliquot.config.cluster_section import longest_job_name
 from aliquot.config.plan import Plan
 
 RESERVED_ENV = frozenset({"PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"})
@@ -22,12 +23,23 @@ _TOKEN_VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|AKIA[A-Z0-9]{16}|gh[pousr]_[A
 
 def check_job(job: JobView, trainer: str | None, plan: Plan | None, grace_s: float | None) -> Iterator[RuleFinding]:
     """`trainer`: the installed version, e.g. "2.3", if known; `grace_s`: checkpoint.grace_s of the config, if known."""
+    yield from _name(job)
     yield from _trainer(job, trainer)
     yield from _processes(job, plan)
     yield from _resources(job, plan)
     yield from _shm(job, plan)
     yield from _lifetime(job, grace_s)
+    yield from _restarting(job)
     yield from _secrets(job)
+
+
+def _name(job: JobView) -> Iterator[RuleFinding]:
+    name, most = job.manifest.name, longest_job_name(job.nodes)
+    if len(name) > most:
+        yield finding(
+            "name-too-long", job.manifest, f"{len(name)} letters, and with {job.nodes} nodes it may have {most}",
+            "a shorter metadata.name",
+        )  # fmt: skip
 
 
 def _trainer(job: JobView, trainer: str | None) -> Iterator[RuleFinding]:
@@ -161,6 +173,21 @@ def _lifetime(job: JobView, grace_s: float | None) -> Iterator[RuleFinding]:
             "efa-unused", job.manifest, "GPUs on several nodes without EFA",
             f"{EFA} in requests and limits, on types that have it (aliquot instances --efa --gpu)",
         )  # fmt: skip
+
+
+def _restarting(job: JobView) -> Iterator[RuleFinding]:
+    for replicated in (
+        job.runtime.items("spec", "template", "spec", "replicatedJobs") if job.runtime is not None else ()
+    ):
+        spec = mapping(dig(replicated, "template", "spec"))
+        said = dig(spec, "template", "spec", "restartPolicy")
+        policy = said or "OnFailure"  # JobSet's webhook fills that in
+        if policy == "Always" or (policy != "Never" and spec.get("podFailurePolicy") is not None):
+            with_what = "" if policy == "Always" else " beside podFailurePolicy"
+            yield finding(
+                "restart-policy", job.runtime, f"restartPolicy is {said or 'not set, so OnFailure'}{with_what}",
+                "restartPolicy: Never",
+            )  # fmt: skip
 
 
 def _secrets(job: JobView) -> Iterator[RuleFinding]:

@@ -7,12 +7,14 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 
-from aliquot.catalogue.instances import instances
+from aliquot.catalogue.instances import PRICES_DATE, PRICES_REGION, instances
 from aliquot.cluster.findings import RuleFinding, finding
 from aliquot.cluster.job import AMX_TAINT
-from aliquot.cluster.manifests import ManifestObject, listed, of_kind
-from aliquot.cluster.pools import LABEL_VALUE, TYPE, PoolView
+from aliquot.cluster.manifests import ManifestObject, listed, mapping, of_kind
+from aliquot.cluster.pools import CAPACITY, LABEL_VALUE, TYPE, ZONE, PoolView
 
+_NODE_CLASS, _AUTO_MODE = ("karpenter.k8s.aws", "EC2NodeClass"), ("eks.amazonaws.com", "NodeClass")
+_CAPACITIES = ("on-demand", "spot", "reserved")
 _FAMILY, _SIZE = "karpenter.k8s.aws/instance-family", "karpenter.k8s.aws/instance-size"
 _PACKAGES = re.compile(r"^.*\b(?:pip3?|yum|dnf|apt(?:-get)?|conda)\s+(?:-\S+\s+)*install\b.*$", re.MULTILINE)
 _DISCONTINUED = {
@@ -30,6 +32,7 @@ def check_pool(pool: PoolView) -> Iterator[RuleFinding]:
     yield from _labels(pool)
     yield from _names(pool)
     yield from _types(pool)
+    yield from _sold(pool)
     yield from _disruption(pool)
     if "spot" in pool.capacities:
         yield finding(
@@ -56,8 +59,16 @@ def check_node_class(node_class: ManifestObject, pools: Sequence[PoolView]) -> I
 def check_references(manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
     classes = {each.name for each in of_kind(manifests, "EC2NodeClass")}
     for pool in of_kind(manifests, "NodePool"):
-        name = pool.get("spec", "template", "spec", "nodeClassRef", "name")
-        if name not in classes:
+        reference = mapping(pool.get("spec", "template", "spec", "nodeClassRef"))
+        group, kind, name = (reference.get(key) for key in ("group", "kind", "name"))
+        if (group, kind) == _AUTO_MODE:
+            continue
+        if (group, kind) != _NODE_CLASS:
+            yield finding(
+                "node-class", pool, f"nodeClassRef is of {group}/{kind}, which Karpenter on EC2 does not know",
+                "{group: karpenter.k8s.aws, kind: EC2NodeClass, name: ...}", "error",
+            )  # fmt: skip
+        elif name not in classes:
             yield finding("node-class", pool, f"nodeClassRef names {name!r}", "check that one too, or correct the name")
 
 
@@ -115,6 +126,25 @@ def _types(pool: PoolView) -> Iterator[RuleFinding]:
             "no-amx", pool.manifest, f"{len(without)} of its types have no AMX, e.g. {without[0]}",
             "families of Sapphire Rapids and later: c7i, m7i, r7i, i7i, c8i, m8i, r8i; see `aliquot instances --amx`",
             "error",
+        )  # fmt: skip
+
+
+def _sold(pool: PoolView) -> Iterator[RuleFinding]:
+    unknown = [value for value in pool.capacities if value not in _CAPACITIES]
+    if unknown:
+        yield finding(
+            "not-sold", pool.manifest, f"{CAPACITY} {', '.join(unknown)}: there is {', '.join(_CAPACITIES)}",
+            (difflib.get_close_matches(unknown[0].lower(), _CAPACITIES, 1) or ["on-demand"])[0],
+        )  # fmt: skip
+    names = ", ".join(each.name for each in pool.types[:3])
+    if pool.types and pool.capacities == ["spot"] and not any(each.on_spot for each in pool.types):
+        yield finding("not-sold", pool.manifest, f"{names}: not sold as spot", f"{CAPACITY}: on-demand")
+    zones = pool.values(ZONE)
+    here = bool(zones) and all(zone.startswith(PRICES_REGION) for zone in zones)
+    if here and pool.types and all(each.usd_per_hour is None for each in pool.types):
+        yield finding(
+            "not-sold", pool.manifest, f"{names}: not sold on demand in {PRICES_REGION} ({PRICES_DATE})",
+            "a type that is (`aliquot instances` shows prices), or another region", "warning",
         )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,7 +10,8 @@ from aliquot.catalogue.instances import InstanceType
 from aliquot.cluster.findings import RuleFinding, finding
 from aliquot.cluster.job import EFA, GPU
 from aliquot.cluster.job_view import JobView
-from aliquot.cluster.manifests import dig, listed
+from aliquot.cluster.manifests import ManifestObject, dig, listed
+from aliquot.cluster.node_disk import allocatable_disk_bytes, disk_bytes
 from aliquot.cluster.pools import CAPACITY, ZONE, PoolView, type_labels
 from aliquot.cluster.quantity import GIB, parse_bytes, parse_millicores
 
@@ -17,8 +19,14 @@ from aliquot.cluster.quantity import GIB, parse_bytes, parse_millicores
 DAEMONSET_MILLICORES = 250
 DAEMONSET_BYTES = 384 << 20
 
+_DURATION = re.compile(r"([0-9.]+)(h|m|s)")
+_SECONDS = {"h": 3600, "m": 60, "s": 1}
 
-def check_together(job: JobView, pools: Sequence[PoolView]) -> Iterator[RuleFinding]:
+
+def check_together(
+    job: JobView, pools: Sequence[PoolView], manifests: Sequence[ManifestObject]
+) -> Iterator[RuleFinding]:
+    """`manifests`: all, of which the node classes are looked at."""
     if not pools:
         return
     chosen = [pool for pool in pools if _selects(job, pool)]
@@ -41,9 +49,11 @@ def check_together(job: JobView, pools: Sequence[PoolView]) -> Iterator[RuleFind
                 )  # fmt: skip
         return
     for pool in tolerated:
-        yield from _fits(job, pool)
-        yield from _limits(job, pool)
+        node_class = pool.node_class(manifests)
+        yield from _fits(job, pool, node_class)
+        yield from _limits(job, pool, node_class)
         yield from _zones(job, pool)
+        yield from _drained(job, pool)
 
 
 def _selects(job: JobView, pool: PoolView) -> bool:
@@ -76,8 +86,8 @@ def _tolerates(toleration: dict[str, Any], taint: dict[str, Any]) -> bool:
     return (toleration.get("key"), toleration.get("value", "")) == (taint.get("key"), taint.get("value", ""))
 
 
-def _fits(job: JobView, pool: PoolView) -> Iterator[RuleFinding]:
-    reasons = {each.name: list(_too_large(job, each)) for each in _selected(job, pool)}
+def _fits(job: JobView, pool: PoolView, node_class: ManifestObject | None) -> Iterator[RuleFinding]:
+    reasons = {each.name: list(_too_large(job, each, node_class)) for each in _selected(job, pool)}
     unfit = {name: why for name, why in reasons.items() if why}
     if not unfit:
         return
@@ -101,8 +111,8 @@ def _selected(job: JobView, pool: PoolView) -> list[InstanceType]:
     return [each for each in pool.types if chosen(each)]
 
 
-def _too_large(job: JobView, each: InstanceType) -> Iterator[str]:
-    memory, cpu = job.memory_bytes or 0, job.cpu_millicores or 0
+def _too_large(job: JobView, each: InstanceType, node_class: ManifestObject | None) -> Iterator[str]:
+    memory, cpu = job.of_pod("memory", parse_bytes), job.of_pod("cpu", parse_millicores)
     room = each.allocatable_memory_bytes - DAEMONSET_BYTES
     cores = each.allocatable_cpu_millicores - DAEMONSET_MILLICORES
     if memory > room:
@@ -115,11 +125,18 @@ def _too_large(job: JobView, each: InstanceType) -> Iterator[str]:
         yield f"{job.count(GPU)} GPUs requested, it has {each.gpus}"
     if job.count(EFA) > each.efa_interfaces:
         yield f"{job.count(EFA)} x {EFA} requested, it has {each.efa_interfaces}"
+    disk = disk_bytes(node_class, each) if node_class is not None else None
+    scratch = job.of_pod("ephemeral-storage", parse_bytes)
+    if disk is not None and scratch > max(0, allocatable_disk_bytes(disk)):
+        yield (
+            f"{scratch / GIB:.1f} GiB of ephemeral-storage requested, a pod can have"
+            f" {max(0, allocatable_disk_bytes(disk)) / GIB:.1f} of its disk's {disk / GIB:.0f} GiB"
+        )
 
 
-def _limits(job: JobView, pool: PoolView) -> Iterator[RuleFinding]:
+def _limits(job: JobView, pool: PoolView, node_class: ManifestObject | None) -> Iterator[RuleFinding]:
     limits, types = pool.manifest.get("spec", "limits") or {}, _selected(job, pool)
-    fitting = [each for each in types if not list(_too_large(job, each))]
+    fitting = [each for each in types if not list(_too_large(job, each, node_class))]
     if not fitting:
         return
     # Karpenter counts whole nodes; the smallest that serve decide.
@@ -138,6 +155,16 @@ def _limits(job: JobView, pool: PoolView) -> Iterator[RuleFinding]:
                 "pool-limit", pool.manifest, f"limits.{name} is {value}; {job.nodes} nodes need {shown}",
                 f"limits.{name}: at least {shown}",
             )  # fmt: skip
+
+
+def _drained(job: JobView, pool: PoolView) -> Iterator[RuleFinding]:
+    told = str(pool.manifest.get("spec", "template", "spec", "terminationGracePeriod") or "")
+    seconds = sum(float(number) * _SECONDS[unit] for number, unit in _DURATION.findall(told))
+    if told and seconds < job.grace_s:
+        yield finding(
+            "grace", pool.manifest, f"terminationGracePeriod is {told}, and the pods have {job.grace_s} s to save",
+            "none, or longer than terminationGracePeriodSeconds of the pods",
+        )  # fmt: skip
 
 
 def _zones(job: JobView, pool: PoolView) -> Iterator[RuleFinding]:

@@ -78,6 +78,15 @@ def _claim(claim: ManifestObject, volumes: Sequence[ManifestObject]) -> Iterator
             "storage-binding", claim, "storageClassName is missing, so the cluster's default class is taken",
             'storageClassName: ""',
         )  # fmt: skip
+    bound = mapping(volume.get("spec", "claimRef"))
+    spaces = [bound.get("namespace"), claim.get("metadata", "namespace")]
+    apart = all(isinstance(space, str) for space in spaces) and spaces[0] != spaces[1]
+    if bound and (bound.get("name") != claim.name or apart):
+        yield finding(
+            "storage-binding", claim,
+            f"the volume is kept for another claim: claimRef {bound.get('namespace', 'default')}/{bound.get('name')}",
+            "this claim's name and namespace in the volume's claimRef",
+        )  # fmt: skip
     capacity = parse_bytes(volume.get("spec", "capacity", "storage"))
     if size is not None and capacity is not None and size > capacity:
         yield finding("storage-binding", claim, "asks for more than the volume's capacity", "the same size in both")

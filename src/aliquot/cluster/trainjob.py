@@ -7,7 +7,7 @@ directories. The runtime is the job's own and lies in its namespace.
 from __future__ import annotations
 
 from aliquot.cluster import pod
-from aliquot.cluster.job import EFA, GPU, Job
+from aliquot.cluster.job import EFA, GPU, LOGS_BYTES, Job
 from aliquot.cluster.manifest_yaml import Document, compact
 from aliquot.cluster.nodes import labels
 from aliquot.cluster.quantity import mebibytes
@@ -17,8 +17,6 @@ _API = "trainer.kubeflow.org/v1alpha1"
 _MANAGER = "aliquot.io/render"
 _ANCESTOR = {pod.ANCESTOR: "trainer"}
 _FRAMEWORK = {"trainer.kubeflow.org/framework": "torch"}
-
-_LOGS_BYTES = 2 << 30  # of a pod's own disk, beside what is asked for
 
 # What the trainer exits with: aliquot.errors and aliquot.launch.stop_signal.
 _BAD_INPUT, _STOPPED = 2, 143
@@ -134,7 +132,7 @@ def resources(job: Job) -> dict[str, str]:
     """Requests and limits alike: a pod that has what it was planned with, and is the last to be evicted."""
     found = {"cpu": str(job.cpus), "memory": mebibytes(job.memory_bytes)}
     if job.scratch_bytes:
-        found["ephemeral-storage"] = mebibytes(job.scratch_bytes + _LOGS_BYTES)
+        found["ephemeral-storage"] = mebibytes(job.scratch_bytes + LOGS_BYTES)
     if job.gpus:
         found[GPU] = str(job.gpus)
     if job.efa_interfaces:

@@ -5,6 +5,7 @@ Sizes, requests, processes and threads are not here: they follow from the plan a
 
 from __future__ import annotations
 
+from pathlib import PurePosixPath
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
@@ -12,10 +13,31 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from aliquot.config.node_count import NodeCount, OnNodes
 from aliquot.config.section import Section
 
+_MIB = 1 << 20
+_TAKEN = (
+    "/tmp",
+    "/etc/aliquot",
+    "/offload",
+    "/dev/shm",
+    "/opt/aliquot",
+    "/proc",
+    "/sys",
+    "/usr",
+    "/lib",
+    "/bin",
+)  # in pods
+_POD_NAME = 63  # letters of a DNS label
+_SCRATCH_MB_PER_TIB = 100  # written; 200 are read
+
 # RFC 1123 labels and subdomains; a TrainJob's name begins with a letter and becomes part of pod names and DNS names.
 Name = Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$", max_length=63)]
 Subdomain = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$")]
 AbsolutePath = Annotated[str, Field(pattern=r"^/[^\x00-\x1f\x7f:]+$", max_length=1024)]
+
+
+def longest_job_name(nodes: int) -> int:
+    """Letters: JobSet names the last pod NAME-node-0-INDEX-abcde, which must be a DNS label."""
+    return _POD_NAME - len(f"-node-0-{nodes - 1}-abcde")
 
 
 class StorageSection(Section):
@@ -37,8 +59,31 @@ class StorageSection(Section):
     security_group_ids: list[Annotated[str, Field(pattern=r"^sg-[0-9a-f]+$")]] = Field(
         [], description="fsx-dynamic: groups that allow TCP 988 and 1018-1023 among themselves."
     )
-    deployment_type: Literal["SCRATCH_2", "PERSISTENT_2"] = "SCRATCH_2"
+    deployment_type: Literal["SCRATCH_2", "PERSISTENT_2"] = Field(
+        "SCRATCH_2", description="Plans reckon with how fast it is written to; SCRATCH_2: 100 MB/s a TiB."
+    )
     throughput_mb_per_tib: Literal[125, 250, 500, 1000] = Field(125, description="PERSISTENT_2 only.")
+
+    @property
+    def written_bytes_per_s(self) -> float | None:
+        """By all nodes together, for as long as they like; None: of somebody's claim nothing is known.
+
+        Source: FSx for Lustre's guide, "Performance characteristics of SSD and HDD storage classes".
+        """
+        if self.kind == "claim":
+            return None
+        a_tib = self.throughput_mb_per_tib if self.deployment_type == "PERSISTENT_2" else _SCRATCH_MB_PER_TIB
+        return a_tib * 1e6 * self.size_gib / 1024
+
+    @model_validator(mode="after")
+    def mounted_beside(self) -> Self:
+        path = PurePosixPath(self.mount_path)
+        if ".." in path.parts:
+            raise ValueError(f"storage.mount_path is {self.mount_path}: give it without `..`")
+        for taken in _TAKEN:
+            if PurePosixPath(taken).is_relative_to(path):
+                raise ValueError(f"storage.mount_path is {self.mount_path}, and {taken} is taken: for example /fsx")
+        return self
 
     @model_validator(mode="after")
     def complete(self) -> Self:
@@ -104,7 +149,23 @@ class ClusterSection(OnNodes):
     daemonset_cpu_millicores: NonNegativeInt = Field(500, description="Left to the daemonsets of each node.")
     daemonset_memory_mib: NonNegativeInt = Field(512, description="Left to the daemonsets of each node.")
     max_restarts: NonNegativeInt = Field(5, description="After a crash; stops with everything saved are not counted.")
-    service_account: Subdomain | None = None
+    service_account: Subdomain | None = Field(
+        None, description="Of the pods: with an IAM role of its own they may read and write S3 (checkpoint.mirror)."
+    )
     huggingface_secret: SecretSection | None = Field(None, description="Holds the token for gated models and data.")
     queue: Subdomain | None = Field(None, description="A Kueue LocalQueue.")
     storage: StorageSection
+
+    @model_validator(mode="after")
+    def pods_have_names(self) -> Self:
+        if self.name is not None and len(self.name) > (most := longest_job_name(self.most_nodes)):
+            raise ValueError(f"cluster.name has {len(self.name)} letters; with {self.nodes} nodes at most {most}")
+        return self
+
+    def pod_cpus(self, allocatable_millicores: int) -> int:
+        """Whole CPUs that are left to a pod beside the daemonsets of its node; not above 0: nothing is."""
+        return (allocatable_millicores - self.daemonset_cpu_millicores) // 1000
+
+    def pod_memory_bytes(self, allocatable_bytes: int) -> int:
+        """Bytes, whole MiB; not above 0: nothing is left."""
+        return (allocatable_bytes // _MIB - self.daemonset_memory_mib) * _MIB

@@ -18,9 +18,10 @@ from aliquot.config.plan import Plan
 from aliquot.config.schema import RunConfig
 from aliquot.config.workload import Workload
 from aliquot.errors import PlanError, UserError
+from aliquot.plan.in_pod import in_pod
 from aliquot.plan.planned_machine import Machine
 from aliquot.plan.planned_model import PlannedModel
-from aliquot.plan.planner import DISK_BYTES_PER_S, Planner
+from aliquot.plan.planner import Planner
 from aliquot.plan.search import with_settings
 
 NODES = (1, 2, 4, 8, 16)
@@ -30,7 +31,6 @@ _TYPES_SEARCHED = 12  # with all settings; the others are out of reach with the 
 _NEW_NODE_S = 300.0  # until a successor of a lost node runs pods: EC2, the image of the node, that of the pod; assumed
 _NOTICE_S = 120.0  # from the notice that a spot node goes until it is gone
 _SHARES_CPUS = re.compile(r"^t\d|^\w+-flex\.")  # types that have their CPUs for hours, not for days
-_NOT_ON_SPOT = re.compile(r"^hpc")  # on demand alone is among their SupportedUsageClasses (describe-instance-types)
 _MONTH_S = 30 * 86400.0
 
 
@@ -190,7 +190,7 @@ class _Search:
         checkpointings: Sequence[str] = ("none", "full"),
     ) -> Iterator[Offer]:
         """Those that fit."""
-        machine = Machine.of_instance(type_.name)
+        machine = in_pod(Machine.of_instance(type_.name), self.config)
         planner = Planner(self.model, machine)
         a_node = [each for each in ranks if each <= machine.cores] if not machine.gpus else [machine.gpus]
         for count in nodes:
@@ -222,7 +222,7 @@ class _Search:
         )  # fmt: skip
         yield offer
         a_restart = _restart_s(config, plan)
-        if _NOT_ON_SPOT.match(str(plan.instance)):
+        if not instance(str(plan.instance)).on_spot:
             return
         a_second = self.spot.lost_a_month * plan.nodes / _MONTH_S
         if a_second * a_restart < 0.5:  # else it hardly gets on
@@ -235,7 +235,7 @@ def _restart_s(config: RunConfig, plan: Plan) -> float:
     """What one lost node costs: waiting for the next, reading the checkpoint, and what was not saved."""
     saved = plan.save_s <= min(_NOTICE_S, config.checkpoint.grace_s)
     lost = 0.0 if saved else config.checkpoint.every * plan.step_s / 2
-    return _NEW_NODE_S + plan.checkpoint_bytes / (DISK_BYTES_PER_S * plan.nodes) + lost
+    return _NEW_NODE_S + plan.checkpoint_bytes / plan.storage_bytes_per_s + lost
 
 
 def _measure(offer: Offer, goal: Literal["time", "cost"]) -> float:

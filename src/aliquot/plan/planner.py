@@ -137,7 +137,7 @@ class Planner:
             else None
         )
         of_evaluation = -(-(workload.eval_sequences or 0) // (size.micro * layout.world_size))
-        disks = DISK_BYTES_PER_S * layout.nodes
+        disks = self._storage_rate(config, layout.nodes)
         hourly = self.machine.instance.usd_per_hour if self.machine.instance is not None else None
         return Plan(
             model=self.shape.name,
@@ -167,6 +167,7 @@ class Planner:
             save_s=moved.checkpoint_bytes / disks,
             export_s=moved.export_bytes / disks,
             export_bytes=moved.export_bytes,
+            storage_bytes_per_s=disks,
             beside_bytes=beside,
             on_disk=on_disk,
             unsharded=kept,
@@ -201,6 +202,14 @@ class Planner:
     def _limit(self, config: RunConfig, layout: RankLayout) -> int:
         """Bytes that all ranks of a node may have together."""
         return self.machine.memory_for(layout) if layout.device == "cuda" else self._wanted(config)
+
+    def _storage_rate(self, config: RunConfig, nodes: int) -> float:
+        """Bytes a second that all nodes together write of a checkpoint."""
+        assumed = DISK_BYTES_PER_S * nodes
+        if config.cluster is None or self.machine.instance is None:
+            return assumed
+        known = config.cluster.storage.written_bytes_per_s
+        return assumed if known is None else min(assumed, known)
 
     def _wanted(self, config: RunConfig) -> int:
         """Bytes of the machine's memory."""

@@ -108,10 +108,15 @@ def _whole(plan: Plan) -> list[str]:
         f"{plan.saves} {'save' if plan.saves == 1 else 'saves'} of {_seconds(plan.save_s)}",
         f"the export {_seconds(plan.export_s)}" if plan.export_s else "",
     ]
+    rate = plan.storage_bytes_per_s
+    storage = (
+        f"a file system of {rate / 1e9:.3g} GB/s, cluster.storage"
+        if rate < DISK_BYTES_PER_S * plan.nodes
+        else f"a disk of {DISK_BYTES_PER_S / 1e9:g} GB/s a node, assumed"
+    )
     lines = [
         f"whole run       {plan.steps:,} steps, {_seconds(plan.total_s)}",
-        f"beside steps    {', '.join(filter(None, beside))}"
-        f" (a disk of {DISK_BYTES_PER_S / 1e9:g} GB/s a node, assumed)",
+        f"beside steps    {', '.join(filter(None, beside))} ({storage})",
     ]
     if plan.cost_usd is not None:
         spot = f"about {plan.cost_usd * SPOT_FACTOR:,.2f} on spot (factor {SPOT_FACTOR}, assumed)"
