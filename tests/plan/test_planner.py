@@ -85,6 +85,9 @@ def test_auto_is_what_fits() -> None:
         made = Planner(model, machine).plan(config, layout, Workload.assumed(config))
         found[memory_gib] = (made.engine, not fit.problems(made, machine))
     assert found == {1.2: ("fsdp", False), 2: ("host", False), 4: ("fsdp", True), 8: ("host", True)}
+    held = planned_config(config.model.config, shard={"collectives": "shared_memory"})
+    machine = Machine.of_numbers(4, 4, 25)
+    assert Planner(model, machine).plan(held, layout, Workload.assumed(held)).engine == "host"
 
 
 @pytest.mark.parametrize("engine", ["host", pytest.param("fsdp", marks=pytest.mark.long)])

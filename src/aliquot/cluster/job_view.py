@@ -83,7 +83,7 @@ def _view(job: ManifestObject, runtimes: list[ManifestObject]) -> JobView:
     runtime = next((each for each in runtimes if (each.kind, each.name) == wanted), None)
     base = runtime_pod(runtime)
     base_spec, base_container = mapping(base.get("spec")), _node_container(mapping(base.get("spec")))
-    before = _containers(base_spec, "initContainers")
+    before = containers(base_spec, "initContainers")
     patches = pod_patches(job)
     specs = [base_spec, *(spec for _, spec in patches)]
     metadata = [mapping(base.get("metadata")), *(each for each, _ in patches)]
@@ -109,11 +109,7 @@ def _view(job: ManifestObject, runtimes: list[ManifestObject]) -> JobView:
         requests=_merged([mapping(each.get("requests")) for each in resources]),
         limits=_merged([mapping(each.get("limits")) for each in resources]),
         beside=[
-            *(
-                mapping(each.get("resources"))
-                for each in _containers(base_spec, "containers")
-                if each != base_container
-            ),
+            *(mapping(each.get("resources")) for each in containers(base_spec, "containers") if each != base_container),
             *(mapping(each.get("resources")) for each in before if each.get("restartPolicy") == "Always"),
         ],
         before=[mapping(each.get("resources")) for each in before if each.get("restartPolicy") != "Always"],
@@ -133,10 +129,11 @@ def _runtime_processes(runtime: ManifestObject | None) -> object:
 
 
 def _node_container(spec: dict[str, Any]) -> dict[str, Any]:
-    return mapping(dig([each for each in _containers(spec, "containers") if each.get("name") == NODE], 0))
+    return mapping(dig([each for each in containers(spec, "containers") if each.get("name") == NODE], 0))
 
 
-def _containers(spec: dict[str, Any], key: str) -> list[dict[str, Any]]:
+def containers(spec: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    """Those of a pod under `containers` or `initContainers`."""
     return [mapping(each) for each in listed(spec.get(key))]
 
 

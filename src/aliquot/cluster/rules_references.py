@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from aliquot.cluster.findings import RuleFinding, finding
-from aliquot.cluster.job_view import JobView, pod_patches, runtime_pod
+from aliquot.cluster.job_view import JobView, containers, pod_patches, runtime_pod
 from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, of_kind
 
 # (kind, path to its name) in a volume and in a variable
@@ -77,7 +76,8 @@ def _mounts(job: JobView) -> Iterator[RuleFinding]:
         return
     volumes = {str(volume.get("name")) for volume in job.volumes}
     pods = [mapping(runtime_pod(job.runtime).get("spec")), *(spec for _, spec in pod_patches(job.manifest))]
-    for container in (each for pod in pods for each in _containers(pod)):
+    keys = ("initContainers", "containers")
+    for container in (each for pod in pods for key in keys for each in containers(pod, key)):
         mounts = [mapping(each) for each in listed(container.get("volumeMounts"))]
         for mount in mounts:
             if str(mount.get("name")) not in volumes:
@@ -92,7 +92,3 @@ def _mounts(job: JobView) -> Iterator[RuleFinding]:
                     "reference", job.manifest,
                     f"the container {container.get('name')} mounts {count} volumes at {path}", "a path each",
                 )  # fmt: skip
-
-
-def _containers(pod: dict[str, Any]) -> list[dict[str, Any]]:
-    return [mapping(each) for key in ("initContainers", "containers") for each in listed(pod.get(key))]

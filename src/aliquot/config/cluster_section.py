@@ -14,18 +14,8 @@ from aliquot.config.node_count import NodeCount, OnNodes
 from aliquot.config.section import Section
 
 _MIB = 1 << 20
-_TAKEN = (
-    "/tmp",
-    "/etc/aliquot",
-    "/offload",
-    "/dev/shm",
-    "/opt/aliquot",
-    "/proc",
-    "/sys",
-    "/usr",
-    "/lib",
-    "/bin",
-)  # in pods
+# In pods.
+_TAKEN = ("/tmp", "/etc/aliquot", "/offload", "/dev/shm", "/opt/aliquot", "/proc", "/sys", "/usr", "/lib", "/bin")
 _POD_NAME = 63  # letters of a DNS label
 _SCRATCH_MB_PER_TIB = 100  # written; 200 are read
 

@@ -24,7 +24,7 @@ GIB = 1 << 30
 # Granite Rapids 96; Milan 48, Genoa and Turin 96; Graviton 96. Families with numbers of their own (x2idn, u-6tb1): 48.
 _SOCKET_CORES = {("intel", 5): 24, ("intel", 6): 32, ("intel", 8): 96, ("amd", 7): 96, ("amd", 8): 96}
 # EC2's families of Intel processors before AVX-512 (Haswell, Broadwell), and before AVX2 (Sandy and Ivy Bridge).
-_HASWELL = {"c4", "m4", "r4", "x1", "x1e", "d2", "h1", "i3", "t2", "f1", "g3", "g3s", "p2", "p3"}
+_HASWELL = {"c4", "m4", "r4", "x1", "x1e", "d2", "h1", "i3", "t2"}
 _IVY_BRIDGE = {"c1", "c3", "i2", "m1", "m2", "m3", "r3", "t1"}
 
 

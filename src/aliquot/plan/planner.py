@@ -79,7 +79,9 @@ class Planner:
         engine = self.engine(config, layout)
         found = self._plan_with(engine, config, layout, workload, approximate)
         of_auto = config.shard.engine == "auto" and engine == "host"
-        only_host = config.shard.offload == "disk" or config.train.optimizer_states != "fp32"
+        # fsdp has shared memory on one node alone, exact states, and no disk.
+        shares, frugal = config.shard.collectives == "shared_memory", config.train.optimizer_states != "fp32"
+        only_host = shares or frugal or config.shard.offload == "disk"
         if not of_auto or only_host or not fit.problems(found, self.machine):
             return found
         other = self._plan_with("fsdp", config, layout, workload, approximate)
