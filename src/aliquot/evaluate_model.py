@@ -50,7 +50,7 @@ def evaluate_model(config: RunConfig) -> dict[str, Evaluation]:
     """
     with told_local_ranks(os.environ, config.launch.join_timeout_s):
         topology, placement = place(config.launch, os.environ, read_cpu(), choose_device(config.launch.device))
-        ranks = Ranks.join(topology, _TIMEOUT_S, config.launch.join_timeout_s, False)
+        ranks = Ranks.join(topology, _TIMEOUT_S, config.launch.join_timeout_s)
     display = Display(config.observe.console, enabled=topology.is_first)
     exporter = Exporter(config.observe, config.run.name)
     timeout_s = config.launch.step_timeout_s

@@ -30,12 +30,14 @@ from aliquot.launch.launcher import torchrun_advice
 from aliquot.launch.ranks import Ranks
 from aliquot.launch.same_everywhere import check_same
 from aliquot.machine.allocator import give_back
+from aliquot.machine.kept_memory import KeptMemory
 from aliquot.models import initialize, meta
 from aliquot.models.adapter import BASE
 from aliquot.models.load import load_adapter, load_weights
 from aliquot.models.published import Published, published_of
 from aliquot.models.source import ModelSource, import_models, resolve
 from aliquot.models.stored_names import StoredNames
+from aliquot.models.structure import decoder_layers
 from aliquot.models.traits import Traits, traits
 from aliquot.observe import summary
 from aliquot.observe.clock import StepClock
@@ -51,6 +53,7 @@ from aliquot.ranges.chosen_parts import ChosenParts
 from aliquot.ranges.parts import PartStore
 from aliquot.ranges.together import on_first, together
 
+_KEPT_PART = 8  # of the planned peak: what may be kept unused, where not all of the model fits into memory
 _SHOWN_CHARACTERS = 400  # of a stretch of an example
 
 
@@ -206,7 +209,12 @@ def build_model(run: Attempt, inputs: Inputs) -> Model:
     engine_name, engine_type = engine_class(run.config, topology, built.numel, ledger.plan.get("engine"))
     clock = StepClock(lambda: engine.counters().inside_s(), timeline_of(topology.device))
 
+    larger = bool(ledger.plan.get("scratch_bytes_per_node"))  # than memory
+    kept = KeptMemory(ledger.plan["peak_bytes_per_rank"] // _KEPT_PART) if larger else None
+
     def phase_ended(name: str) -> None:
+        if kept is not None:
+            kept.check()
         ledger.mark(f"first {name}", lambda: engine.counters().memory())
         clock.ended(name)
 
@@ -221,6 +229,10 @@ def build_model(run: Attempt, inputs: Inputs) -> Model:
     names = StoredNames.of_model(built.model)
     published = published_of(built.model, built.tensors) if built.adapter is None else built.adapter.loads
     engine: Engine = engine_type.build(built.model, spec, topology)
+    if kept is not None:  # where a layer is about to ask for memory, or the loss for its logits
+        for layer in decoder_layers(built.model):
+            layer.register_forward_pre_hook(kept.check)
+        built.model.get_decoder().register_forward_hook(kept.check)
     ledger.mark("model built", engine.counters().memory())
     return Model(built, published, names, engine, engine_name, clock, spec.notes)
 

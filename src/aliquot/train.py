@@ -15,7 +15,6 @@ from aliquot.config.schema import RunConfig
 from aliquot.launch.device import choose_device
 from aliquot.launch.local_ranks import told_local_ranks
 from aliquot.launch.placement import place
-from aliquot.launch.preload import tune
 from aliquot.launch.presence import Presence
 from aliquot.launch.ranks import Ranks
 from aliquot.launch.same_everywhere import check_configs
@@ -51,8 +50,7 @@ def train(config: RunConfig, force: bool = False) -> Result:
     with told_local_ranks(os.environ, config.launch.join_timeout_s):
         topology, placement = place(config.launch, os.environ, read_cpu(), choose_device(config.launch.device))
         machine = machine_facts() if topology.is_first else None
-        sparing = config.shard.offload == "disk"
-        ranks = Ranks.join(topology, _PREPARATION_TIMEOUT_S, config.launch.join_timeout_s, sparing)
+        ranks = Ranks.join(topology, _PREPARATION_TIMEOUT_S, config.launch.join_timeout_s)
     display = Display(config.observe.console, enabled=topology.is_first)
     exporter = Exporter(config.observe, config.run.name)
     directory = RunDirectory(config.run.directory)
@@ -86,8 +84,6 @@ def _train(run: Attempt, presence: Presence, force: bool) -> Result:
     preparation.check_inputs(run, inputs)
     presence.doing = "planning"
     run.ledger.plan = preparation.foresee(run, inputs, force)
-    if run.config.shard.offload == "disk" and not run.ledger.plan.get("scratch_bytes_per_node"):
-        tune()  # all of it fits: memory may be kept for speed
     presence.doing = "building the model"
     model = preparation.build_model(run, inputs)
     presence.doing = "loading weights"

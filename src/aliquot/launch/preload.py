@@ -19,7 +19,6 @@ _NAMES = ("libtcmalloc.so.4", "libtcmalloc_minimal.so.4", "libjemalloc.so.2")
 _FOLDERS = ("usr/lib64", "usr/lib", "usr/local/lib", "usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES = 512 << 20
-_LARGE_BYTES = 1 << 20
 
 
 def with_allocator(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, str]:
@@ -44,14 +43,9 @@ def restart_with_allocator() -> None:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environ)
 
 
-def tune(sparing: bool = False) -> None:
-    """Let glibc keep freed memory, if it is the allocator of this process and nobody said to leave it alone.
-
-    `sparing`: instead let it give back what is large at once. Kept, the blocks of a layer find no place between those
-    that the layers before have saved, and a forward pass takes several times what it holds. It costs a fifth of
-    the time with layers of 768 (benchmarks/disk_tier.py), less the larger they are; other allocators need it not.
-    """
+def tune() -> None:
+    """Let glibc keep freed memory, if it is the allocator of this process and nobody said to leave it alone."""
     libc = ctypes.CDLL(None)
     if allocator_name() == "glibc" and os.environ.get(VARIABLE) != "none" and hasattr(libc, "mallopt"):
-        libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES if sparing else _KEPT_BYTES)
+        libc.mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
         libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)

@@ -46,13 +46,13 @@ class Ranks:
         self.allowed_cores = allowed_cores  # before pinning: for helper processes that should use the whole machine
 
     @classmethod
-    def join(cls, topology: Topology, timeout_s: float, join_timeout_s: float = 900.0, sparing: bool = False) -> Self:
+    def join(cls, topology: Topology, timeout_s: float, join_timeout_s: float = 900.0) -> Self:
         """Pin this process and its memory, size its thread pool, join the group; a world of one needs no environment.
 
         A collective that waits longer than `timeout_s` for a peer fails. Raises UserError, naming it, if another rank
-        has not come `join_timeout_s` from now. `sparing`: memory is scarcer than time.
+        has not come `join_timeout_s` from now.
         """
-        tune(sparing)
+        tune()
         allowed_cores = frozenset(os.sched_getaffinity(0))
         memory_bound = False
         if topology.cores:
