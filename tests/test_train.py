@@ -318,6 +318,17 @@ def test_a_complete_run_is_left_alone(folder: Path, alone: Path) -> None:
     assert {name: (alone / name).read_bytes() for name in kept} == kept
 
 
+def test_without_a_last_checkpoint_the_export_alone_is_left_and_stays(folder: Path, alone: Path) -> None:
+    file, directory = folder / "alone.yaml", folder / "export-alone"
+    own = [f"run.directory={directory}", "checkpoint.every=0", "checkpoint.last=false"]
+    assert "nothing would be left" in refused(file, *own, "checkpoint.export=false")
+    assert aliquot.train(aliquot.read_config(file, own)).export == directory / "export"
+    assert not list((directory / "checkpoints").iterdir())
+    one, other = (load_file(path / "export" / "model.safetensors") for path in (alone, directory))
+    assert all(torch.equal(values, other[name]) for name, values in one.items())
+    assert "no checkpoint is left to go on from" in refused(file, *own)
+
+
 def test_a_complete_run_ends_a_retention_that_was_killed(folder: Path, alone: Path) -> None:
     copy = folder / "killed-in-retention"
     shutil.copytree(alone, copy)

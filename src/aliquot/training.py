@@ -170,7 +170,8 @@ class Training:
                 f"after step {done}; saved is step {self._saved_step}, because checkpoint.grace_s was too short for"
                 " another: start again to continue",
             )
-        if last or stopping or best == done or is_due(config.checkpoint.every, done):
+        at_end = last and config.checkpoint.last
+        if at_end or stopping or best == done or is_due(config.checkpoint.every, done):
             with self._record.between_steps("checkpoint"):
                 self._saver.finish()
                 best = self._evaluations.kept_step(config.checkpoint)  # without one that could not be saved
@@ -297,7 +298,10 @@ class Training:
         run = self._run
         self._finish_saving()
         self._watchdog.stop()
-        over = f"after step {self._done}, the last, which is saved: start again for the rest"
+        if self._saved_step == self._done:
+            over = f"after step {self._done}, the last, which is saved: start again for the rest"
+        else:
+            over = f"after step {self._done}, the last: only its export is kept, because checkpoint.last is false"
         self._stop.nothing_to_save = over  # from here on a signal ends the run at once
         if stopping := self._stopped():
             raise Terminated(stopping, over)

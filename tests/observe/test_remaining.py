@@ -37,6 +37,12 @@ def test_saves_count_with_what_training_waits_for_them(asynchronous: bool) -> No
     assert left.seconds(1) == 10 + 1.5 + 4 + 1
 
 
+def test_a_run_that_ends_with_its_export_alone_does_not_wait_for_a_save() -> None:
+    assert remaining(eval_steps=0, every=0, total=20, last=False).seconds(1) == 10 + 1
+    assert remaining(eval_steps=0, every=5, total=20, last=False, **{"async": False}).seconds(1) == 10 + 4 * 3 + 1
+    assert remaining(eval_steps=0, every=6, total=20, last=False, **{"async": False}).seconds(7) == 10 + 2 * 3 + 1
+
+
 def test_without_a_plan_there_is_nothing_to_go_by_yet() -> None:
     config = RunConfig.model_validate({"model": {"config": {"model_type": "llama"}}, "data": {"path": "x"}})
     assert Remaining(config, 10, {}).seconds(0) == 0

@@ -137,5 +137,7 @@ def test_disks_that_are_too_small_are_named_before_the_start(tmp_path: Path) -> 
     made = plan(config, MACHINE)
     assert short_disks(config, made) == []
     huge = vars(made) | {"checkpoint_bytes": 1 << 60}
+    only_export = config.model_copy(update={"checkpoint": type(config.checkpoint)(last=False)})
+    assert short_disks(only_export, type(made)(**huge)) == []
     (line,) = short_disks(config, type(made)(**huge))
     assert line.startswith(f"{tmp_path}/runs/name has ") and "3 checkpoints take 3458764513.82 GB" in line

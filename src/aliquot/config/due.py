@@ -1,4 +1,4 @@
-"""What is done every so many steps (0: never between them), and after the last."""
+"""What is done every so many steps (0: never between them), and mostly after the last."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ def is_due(every: int, done: int) -> bool:
     return every > 0 and done % every == 0
 
 
-def times_due(every: int, steps: int) -> int:
-    """In a whole run."""
-    return -(-steps // every) if every else min(1, steps)
+def times_due(every: int, steps: int, last: bool = True) -> int:
+    """In a whole run; `last`: after the last step whatever `every` is."""
+    before = steps // every if every else 0
+    return before + (last and before * every < steps)

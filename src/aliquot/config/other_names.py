@@ -95,10 +95,11 @@ _OURS = {
     # checkpoint
     "checkpoint.every": "save_steps save_strategy save_interval saves_per_epoch save_every checkpoint_interval"
     " checkpointing_steps save_freq checkpoint.interval checkpoint.enable",
+    "checkpoint.last": "last_save_model_only",
     "checkpoint.keep": "save_total_limit keep_latest_k max_checkpoints keep_last_n",
     "checkpoint.resume": "resume_from_checkpoint auto_resume_from_checkpoints load_checkpoint load_step load_folder",
     "checkpoint.best": "load_best_model_at_end metric_for_best_model greater_is_better save_best",
-    "checkpoint.export": "last_save_model_only last_save_in_hf save_safetensors save_final_model",
+    "checkpoint.export": "last_save_in_hf save_safetensors save_final_model",
     "checkpoint.async": "async_mode enable_jit_checkpoint async_save",
     "checkpoint.mirror": "hub_strategy s3_path upload_dir remote_path",
     # observe

@@ -157,6 +157,7 @@ class ShardSection(Section):
 
 class CheckpointSection(Section):
     every: NonNegativeInt = Field(0, description="Save every so many steps; 0 = only at the end.")
+    last: bool = Field(True, description="Save at the end, too; false: what is left there is the export.")
     keep: PositiveInt = Field(2, description="Complete checkpoints kept; older ones are removed.")
     resume: str = Field(
         "auto",
@@ -266,6 +267,9 @@ class RunConfig(Section):
         if self.launch.node_rank >= self.launch.most_nodes:
             raise ValueError(f"launch.node_rank {self.launch.node_rank} is not below launch.nodes {self.launch.nodes}")
         self._check_evaluations()
+        saving = self.checkpoint
+        if not (saving.every or saving.last or saving.best or saving.export):
+            raise ValueError("nothing would be left of what was trained: checkpoint.last and checkpoint.export are false")
         train = self.train
         if self.adapter is not None and self.model.path is None:
             raise ValueError("an adapter is learned beside a pretrained model: give model.path")

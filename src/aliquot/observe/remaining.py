@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from aliquot.config.due import times_due
+from aliquot.config.due import is_due, times_due
 from aliquot.config.schema import RunConfig
 
 
@@ -17,22 +17,24 @@ class Remaining:
         self._total = total_steps
         self._eval_steps, self._save_steps = config.train.eval_steps, config.checkpoint.every
         waits = not config.checkpoint.asynchronous
-        self._last_save_s = float(plan.get("save_s", 0.0))
+        self._saves_last = config.checkpoint.last or is_due(config.checkpoint.every, total_steps)
+        self._save_s = float(plan.get("save_s", 0.0))
         self._export_s = float(plan.get("export_s", 0.0))
         self.evaluation_s = float(plan.get("evaluation_s", 0.0))
-        self.stall_s = self._last_save_s if waits else 0.0
+        self.stall_s = self._save_s if waits else 0.0
 
     def saved(self, seconds: float, stall_s: float) -> None:
         """A checkpoint took so long, of which training stood still for `stall_s`."""
-        self._last_save_s, self.stall_s = seconds, stall_s
+        self._save_s, self.stall_s = seconds, stall_s
 
     def seconds(self, done: int) -> float:
         """After `done` steps, before what is due then."""
         evaluations = _left(self._eval_steps, done, self._total)
-        stalls = _left(self._save_steps, done, self._total) - 1
-        return evaluations * self.evaluation_s + stalls * self.stall_s + self._last_save_s + self._export_s
+        between = _left(self._save_steps, done, self._total, self._saves_last) - self._saves_last
+        last_s = self._save_s if self._saves_last else 0.0
+        return evaluations * self.evaluation_s + between * self.stall_s + last_s + self._export_s
 
 
-def _left(every: int, done: int, total: int) -> int:
+def _left(every: int, done: int, total: int, last: bool = True) -> int:
     """How often something is due from step `done` to step `total`."""
-    return times_due(every, total) - (max(0, done - 1) // every if every else 0)
+    return times_due(every, total, last) - (max(0, done - 1) // every if every else 0)

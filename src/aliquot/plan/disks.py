@@ -27,7 +27,7 @@ def short_disks(config: RunConfig, plan: Plan) -> list[str]:
     run = config.run.directory
     checkpoints = run / "checkpoints"
     every = config.checkpoint.every
-    saves = times_due(every, plan.steps) if plan.steps else 2
+    saves = times_due(every, plan.steps, config.checkpoint.last) if plan.steps else 2
     there = sum(file.stat().st_size for file in checkpoints.rglob("*") if file.is_file())
     kept = config.checkpoint.keep + config.checkpoint.best
     if config.checkpoint.best:

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from aliquot.config.batch_size import batch_size
-from aliquot.config.due import times_due
+from aliquot.config.due import is_due, times_due
 from aliquot.config.engine_choice import chosen_engine
 from aliquot.config.on_disk import OnDisk
 from aliquot.config.plan import DISK_PART, PhaseMemory, Plan
-from aliquot.config.schema import RunConfig
+from aliquot.config.schema import CheckpointSection, RunConfig
 from aliquot.config.unsharded import SHARDED, Unsharded
 from aliquot.config.workload import Workload
 from aliquot.engines.deepspeed.deepspeed_memory import building, deepspeed_memory
@@ -165,7 +165,7 @@ class Planner:
             bottleneck=took.bottleneck,
             evaluations=evaluations if of_evaluation else 0,
             evaluation_s=evaluation_time(each, moved, layout, of_evaluation, micro_batches, rates),
-            saves=1 if config.checkpoint.asynchronous else times_due(config.checkpoint.every, steps or 0),
+            saves=_waited_saves(config.checkpoint, steps or 0),
             save_s=moved.checkpoint_bytes / disks,
             export_s=moved.export_bytes / disks,
             export_bytes=moved.export_bytes,
@@ -245,6 +245,13 @@ def _fewest_with(suffices: Callable[[int], bool]) -> int | None:
     counts = range(1, _MOST_MICRO_BATCHES + 1)
     found = bisect_left(counts, True, key=suffices)
     return counts[found] if found < len(counts) else None
+
+
+def _waited_saves(saving: CheckpointSection, steps: int) -> int:
+    """For which training stands still: of those that go on beside it the one after the last step."""
+    if saving.asynchronous:
+        return int(saving.last or is_due(saving.every, steps))
+    return times_due(saving.every, steps, saving.last)
 
 
 def _steps(config: RunConfig, workload: Workload, total: int) -> int | None:
