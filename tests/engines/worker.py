@@ -37,6 +37,7 @@ from aliquot.launch.topology import Topology
 from aliquot.models import initialize, meta, recompute
 from aliquot.models.batch import MicroBatch
 from aliquot.models.published import Published, PublishedStore
+from aliquot.offload.scratch_file import ScratchFile
 from aliquot.optim import blocked_adamw, sizes, squared_norm
 from aliquot.ranges.parts import KINDS
 from tests.engines import cases
@@ -90,6 +91,8 @@ def train(kind: str, case: cases.Case, rank: int, world_size: int, folder: Path)
         importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
     if kind.endswith("late"):
         come_late(rank)
+    if kind.endswith("-disk"):
+        ScratchFile._move = late(ScratchFile._move, rank)  # type: ignore[method-assign]
     topology = Topology(rank, world_size, rank, world_size, 0, 1, "cpu", 1, ())
     if kind.startswith("hosts-of-two"):
         engine: Engine = HostEngine(built.model, spec, Hosts.join(rank, 0, gather, f"host {rank // 2}"), topology)
@@ -168,19 +171,21 @@ def on_disk(kind: str, case: cases.Case, model: torch.nn.Module) -> OnDisk | Non
 
 def come_late(rank: int) -> None:
     """Ranks of different hosts are apart by random times wherever they meet, and little may be under way."""
-    draw = random.Random(rank)
     gradient_exchange.EXCHANGE_BYTES = publication.EXCHANGE_BYTES = 3000
     publication.PUBLISHED_NUMEL = 700
 
-    def late(method: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*arguments: Any) -> Any:
-            if draw.random() < 0.1:
-                time.sleep(draw.random() * 0.02)
-            return method(*arguments)
+    Wire.send, Wire.receive = late(Wire.send, rank), late(Wire.receive, rank)  # type: ignore[method-assign]
 
-        return wrapped
 
-    Wire.send, Wire.receive = late(Wire.send), late(Wire.receive)  # type: ignore[method-assign]
+def late(method: Callable[..., Any], rank: int) -> Callable[..., Any]:
+    draw = random.Random(rank)
+
+    def wrapped(*arguments: Any) -> Any:
+        if draw.random() < 0.1:
+            time.sleep(draw.random() * 0.02)
+        return method(*arguments)
+
+    return wrapped
 
 
 def flip_a_bit(rank: int, dtype: torch.dtype) -> None:

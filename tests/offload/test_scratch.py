@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from aliquot.offload.stream import Move, Stream
 from aliquot.offload.window_sums import WindowSums
 from aliquot.offload.windows import PAGE_BYTES, paged, record, windows
 from aliquot.optim.squared_norm import block_squares
+from aliquot.ranges.mapped_memory import mapped_tensor
 from tests.examples import examples
 
 MIB = 1 << 20  # bytes
@@ -49,6 +52,26 @@ def test_what_was_written_is_read_and_the_rest_is_zeros(scratch: ScratchFile) ->
         piece.fill_(7)
     assert all((piece[0], piece[-1]) == (number + 1, 99) for number, piece in enumerate(pieces(scratch, 12, None)))
     assert scratch.read_bytes == 4 * 12 * PAGE_BYTES and scratch.written_bytes == 12 * PAGE_BYTES * 3 // 2
+
+
+def test_a_read_has_what_is_being_written_there(scratch: ScratchFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, write = threading.Event(), os.pwritev
+
+    def slow(*arguments: object) -> int:
+        assert goes_on.wait(30)
+        return write(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "pwritev", slow)
+    buffer = mapped_tensor(2 * PAGE_BYTES, torch.uint8)
+    other, same = mapped_tensor(PAGE_BYTES, torch.uint8), mapped_tensor(PAGE_BYTES, torch.uint8)
+    written = scratch.write(3 * PAGE_BYTES, buffer.fill_(5))
+    scratch.read(5 * PAGE_BYTES, other).result(30)
+    read = scratch.read(4 * PAGE_BYTES, same)
+    time.sleep(0.05)
+    assert not read.done() and not written.done()
+    goes_on.set()
+    read.result(30)
+    assert same.unique().tolist() == [5] and other.unique().tolist() == [0]
 
 
 def test_it_has_no_name_and_takes_its_room_at_once(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import errno
 import os
 import tempfile
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -32,6 +33,7 @@ class ScratchFile:
         self.read_bytes = self.written_bytes = 0
         self._directory = directory
         self._counting = threading.Lock()
+        self._writes: deque[tuple[int, int, Future[None]]] = deque()  # (start, end) of those that may be under way
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._descriptor = _nameless(directory)
@@ -51,19 +53,36 @@ class ScratchFile:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="aliquot-scratch")
 
     def read(self, offset: int, buffer: Tensor) -> Future[None]:
-        """Begin to fill `buffer`, uint8 on whole pages: it has its bytes when the future has its result."""
-        return self._threads.submit(self._move, os.preadv, offset, buffer)
+        """Begin to fill `buffer`, uint8 on whole pages: it has its bytes, what was to be written there before, when the
+        future has its result."""
+        with self._counting:
+            end = offset + buffer.nbytes
+            before = [write for start, stop, write in self._writes if start < end and offset < stop]
+        return self._threads.submit(self._move, os.preadv, offset, buffer, before)
 
     def write(self, offset: int, buffer: Tensor) -> Future[None]:
         """Begin to write `buffer`, uint8 on whole pages, which stays as it is until the future has its result."""
-        return self._threads.submit(self._move, os.pwritev, offset, buffer)
+        write = self._threads.submit(self._move, os.pwritev, offset, buffer)
+        with self._counting:
+            while self._writes and self._writes[0][2].done():
+                self._writes.popleft()
+            self._writes.append((offset, offset + buffer.nbytes, write))
+        return write
 
     def close(self) -> None:
         """Waits for what is under way, and gives the room back."""
         self._threads.shutdown(wait=True, cancel_futures=True)
         os.close(self._descriptor)
 
-    def _move(self, move: Callable[[int, list[memoryview], int], int], offset: int, buffer: Tensor) -> None:
+    def _move(
+        self,
+        move: Callable[[int, list[memoryview], int], int],
+        offset: int,
+        buffer: Tensor,
+        after: Sequence[Future[None]] = (),
+    ) -> None:
+        for earlier in after:  # they were begun before, so that a thread has them already
+            earlier.exception()
         reads, left = move is os.preadv, memoryview(buffer.numpy().data)
         while left:
             try:

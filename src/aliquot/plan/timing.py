@@ -85,10 +85,14 @@ def step_time(
         memory_s += rates.stage_s(3 * staged + 2 * own * micro_batches)
         update = 2 * own + 2 * held.moments + 2 * 4 * own / 4 * 2
         update_s = rates.stage_s(update + disk.update / layout.world_size)
-        # Sums go to disk, and layers come, while others compute; an update is as fast as the slower of disk and cores.
-        to_sum_s = (disk.beside_read + disk.beside_written) / layout.nodes / disk_bytes_per_s
-        to_update_s = disk.update / layout.nodes / disk_bytes_per_s
-        disk_s = max(0.0, to_sum_s - matmul_s - memory_s) + max(0.0, to_update_s - update_s)
+        # Sums go to disk, and layers come, while others compute. An update is as fast as the slower of disk and cores,
+        # and all but its beginning is done while the next forward pass computes.
+        disk_rate = layout.nodes * disk_bytes_per_s
+        to_sum_s = (disk.beside_read + disk.beside_written) / disk_rate
+        to_begin_s, to_update_s = disk.update_first / disk_rate, disk.update / disk_rate
+        forward_s = 0.0 if layout.nodes > 1 else sum(each.forward)
+        beside_s = matmul_s + memory_s - min(forward_s, to_update_s - to_begin_s)
+        disk_s = max(0.0, to_sum_s - beside_s) + max(0.0, to_begin_s - update_s, to_update_s - update_s - forward_s)
         memory_s += update_s
         own_weights = (held.shared_weights if layout.nodes > 1 else 0) / layout.ranks_per_node
         # Encoded by their owner, decoded by one rank of each other host: as much as so many passes over them.

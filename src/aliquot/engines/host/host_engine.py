@@ -8,14 +8,16 @@ each micro-batch: forward, backward; every gradient is staged as it arises and s
 step: sums complete, of all hosts -> norm, which all ranks wait for: nobody computes any more -> clip, AdamW, owners
     write the shared weights -> barrier: the new weights may be read
     between hosts instead of it: a layer that is to be used waits for its own new weights               (publication.py)
+    with states on disk, too, which come and go while the layers before it compute                       (late_update.py)
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -35,9 +37,10 @@ from aliquot.engines.host.host_disk import HostDisk
 from aliquot.engines.host.host_gradients import HostGradients
 from aliquot.engines.host.host_states import HostStates
 from aliquot.engines.host.host_sums import HostSums
+from aliquot.engines.host.late_update import LateUpdate
 from aliquot.engines.host.publication import ForwardOrder, Publication
 from aliquot.engines.host.shared_weights import SharedWeights
-from aliquot.engines.host.streamed_layers import StreamedLayers, layers_on_disk
+from aliquot.engines.host.streamed_layers import Layers, StreamedLayers, layers_on_disk
 from aliquot.engines.host.weight import Weight
 from aliquot.engines.saved_bytes import SavedBytes
 from aliquot.experts.base import send_to
@@ -97,10 +100,6 @@ class HostEngine:
         )  # fmt: skip
         owned = [self._shared.owned(index, self._rank) for index in range(len(self._weights))]
         self._states = HostStates(owned, self._sums, states, self._disk, on_disk)
-        self._layers = None
-        if self._disk is not None and streamed:
-            serve = self._gradients.ring.read_published
-            self._layers = StreamedLayers(hosts.peers, serve, self._disk, owned, streamed)
         self._optimizer = BlockedAdamW(
             betas=(spec.adam_beta1, spec.adam_beta2),
             epsilon=spec.adam_epsilon,
@@ -113,15 +112,22 @@ class HostEngine:
         self._hooks = list(self._listen())
         wanted = ForwardOrder(model, head)
         self._order = self._states.order(wanted.all)  # of what learns
-        self._publication, self._wanted_first = None, self._order
         self._all_wanted = wanted.all
+        serve = self._gradients.ring.read_published
+        self._publication = self._late = None
         if hosts.wire is not None:
-            serve = self._gradients.ring.read_published
             of_hosts = (hosts.wire, hosts.peers, owners)
             self._publication = Publication(*of_hosts, self._weights, self._shared.ranges, serve)
-            if spec.packs:
-                self._wanted_first = wanted.first
-                self._hooks += self._publication.before_layers(wanted.layers)
+        elif self._states.on_disk:
+            self._late = LateUpdate(hosts.peers, self._order, serve)
+        self._wanted_first = self._order
+        if spec.packs:
+            self._wanted_first = wanted.first
+            self._hooks += self._before_layers(wanted.layers)
+        self._layers = None
+        if self._disk is not None and streamed:
+            own = None if self._late is None else self._late.need_own
+            self._layers = StreamedLayers(hosts.peers, serve, self._disk, owned, streamed, own)
         # Where a document is a call, a weight has several gradients, which autograd sums.
         self._experts = experts_weights(model) if spec.packs else []
         for of_experts in self._experts:
@@ -129,7 +135,7 @@ class HostEngine:
             send_to(of_experts, RingGradients(self._gradients, index, self._weights[index].shape))
         self._attention = attention_on("cpu", spec.packs, spec.gradient_checkpointing == "selective")
         self._head_loss = head_loss_on("cpu")
-        self._updates = 0
+        self._steps = self._updates = 0
         self._activations = SavedBytes(spec.gradient_checkpointing)
 
     @classmethod
@@ -153,6 +159,15 @@ class HostEngine:
 
             yield parameter.register_post_accumulate_grad_hook(leave)  # type: ignore[no-untyped-call]
 
+    def _before_layers(self, layers: Layers) -> Iterator[RemovableHandle]:
+        """Have each layer wait for its own weights."""
+        for layer, indices in layers:
+
+            def wait(*_: Any, indices: Sequence[int] = indices) -> None:
+                self._need(indices)
+
+            yield layer.register_forward_pre_hook(wait)
+
     @property
     def transport(self) -> str:
         return self._hosts.transport
@@ -166,12 +181,14 @@ class HostEngine:
         ]
 
     def read(self, part: Part, start: int, out: Tensor) -> None:
+        self._settle()
         self._states.load(self._index[part.name], part.kind, start - part.start, out)
 
     def write(self, part: Part, start: int, values: Tensor) -> None:
         self._states.store(self._index[part.name], part.kind, start - part.start, values)
 
     def view(self, part: Part) -> Tensor | None:
+        self._settle()
         return self._states.view(self._index[part.name], part.kind)
 
     def ready(self) -> None:
@@ -185,13 +202,12 @@ class HostEngine:
         check_published([(index, start) for index, start, stop in starts if start < stop], views)
 
     def restored(self, steps: int) -> None:
-        self._optimizer.steps = steps
+        self._optimizer.steps = self._steps = steps
 
     def backward(self, batch: MicroBatch | None, scale: float, last: bool) -> Tensor:
         self._model.train()
-        if self._publication is not None:
-            self._publication.need(self._wanted_first)
-        self._gradients.begin_micro_batch(self._optimizer.steps, last)
+        self._need(self._wanted_first)
+        self._gradients.begin_micro_batch(self._steps, last)
         batch = MicroBatch.empty() if batch is None else batch
         if self._spec.dropout:
             torch.manual_seed(batch.seed)
@@ -270,26 +286,38 @@ class HostEngine:
         if self._layers is not None:
             self._layers.forget()
         if math.isfinite(norm):
+            update = partial(self._optimizer.step, self._updating(), learning_rate, norm, max_grad_norm)
+            self._steps += 1
+            self._updates += 1
+            if self._late is not None:
+                self._late.begin(update)
+                return StepResult(norm)
             if self._publication is not None:
                 self._publication.begin(self._order, raw=self._compute == torch.float32)
-            self._optimizer.step(self._updating(), learning_rate, norm, max_grad_norm)
-            self._updates += 1
+            update()
         if self._publication is None:
             self._hosts.peers.barrier()
         return StepResult(norm)
 
     def _updating(self) -> Iterator[FlatShard]:
-        """Every shard; a weight of which all have been updated is on its way to the other hosts."""
+        """Every shard; a weight of which all have been updated is on its way to the other hosts, and may be used here."""
         before = None
         for index, shard in self._states.to_update(self._order):
-            if self._publication is not None and index != before:
+            if index != before:
                 if before is not None:
-                    self._publication.updated(before)
-                self._publication.changes(index)
+                    self._updated(before)
+                if self._publication is not None:
+                    self._publication.changes(index)
             before = index
             yield shard
-        if self._publication is not None and before is not None:
-            self._publication.updated(before)
+        if before is not None:
+            self._updated(before)
+
+    def _updated(self, index: int) -> None:
+        if self._publication is not None:
+            self._publication.updated(index)
+        if self._late is not None:
+            self._late.updated(index)
 
     def _publish_all(self) -> None:
         """Bring what the owners hold to every host; when this returns all ranks may read it."""
@@ -303,8 +331,17 @@ class HostEngine:
 
     def _need_all(self) -> None:
         """What owners have published is to be used."""
-        if self._publication is not None:
-            self._publication.need(self._order)
+        self._need(self._order)
+
+    def _need(self, indices: Sequence[int]) -> None:
+        for waited in (self._publication, self._late):
+            if waited is not None:
+                waited.need(indices)
+
+    def _settle(self) -> None:
+        """What this rank holds is as the last update leaves it. In any thread."""
+        if self._late is not None:
+            self._late.settle()
 
     def counters(self) -> Counters:
         wire, scratch = self._hosts.wire, None if self._disk is None else self._disk.scratch
@@ -324,7 +361,8 @@ class HostEngine:
             staged_bytes=self._gradients.staged_bytes,
             moved_bytes=self._gradients.moved_bytes + self._updates * update_bytes,
             reduce_s=self._gradients.ring.reading_s + (wire.waited_s if wire is not None else 0.0),
-            wait_s=self._hosts.peers.waited_s + (0.0 if self._publication is None else self._publication.waited_s),
+            wait_s=self._hosts.peers.waited_s
+            + sum(waited.waited_s for waited in (self._publication, self._late) if waited is not None),
             disk_read_bytes=0 if scratch is None else scratch.read_bytes,
             disk_written_bytes=0 if scratch is None else scratch.written_bytes,
         )
@@ -338,6 +376,8 @@ class HostEngine:
 
     def close(self) -> None:
         self._need_all()
+        if self._late is not None:
+            self._late.close()
         if self._hosts.wire is not None:
             self._hosts.wire.close()
         # Engine, weight, hook, engine: a cycle through autograd's own memory, which Python's collector does not see.

@@ -109,7 +109,8 @@ class DiskUse:
     """Of all ranks, bytes: what lies on disks, and what a step moves."""
 
     size: int
-    update: int  # read and written while nothing else is done
+    update: int  # read and written by updates
+    update_first: int  # of that, before the next forward pass can begin; the rest while it computes
     beside_read: int  # while forward and backward compute
     beside_written: int
     written: int  # of all that is moved
@@ -117,23 +118,29 @@ class DiskUse:
 
 def disk_use(config: RunConfig, shape: ModelShape, layout: RankLayout, on_disk: OnDisk, micro_batches: int) -> DiskUse:
     """`micro_batches`: of a rank and optimizer step. What rounding to pages adds is left out."""
-    states, splits = config.train.optimizer_states, config.train.precision == "bf16"
-    of_states = sum(
-        count * sum(state_bytes(numel(weight), states, numel(weight[1:]), splits).values())
-        for weight, count in on_disk.states
-    )
+    splits = config.train.precision == "bf16"
+    of_states = sum(count * _state_bytes(config, weight) for weight, count in on_disk.states)
     # Every host has sums of the whole gradient. They travel once, and are the owner's then.
-    sums = _kept(states) * sum(count * numel(weight) for weight, count in on_disk.gradients)
+    sums = _kept(config.train.optimizer_states) * sum(count * numel(weight) for weight, count in on_disk.gradients)
     exchanged = (layout.nodes - 1) * sums
+    looked_up = shape.embedding if shape.embedding_learns and dict(on_disk.states).get(shape.embedding) else None
+    first = 0 if looked_up is None else 2 * _state_bytes(config, looked_up)
     learned, frozen = ((2 if splits else 4) * sum(of) for of in (_learned(shape, on_disk), _frozen(shape, on_disk)))
+    update = 2 * (of_states + learned) + sums + 2 * exchanged
     return DiskUse(
         size=of_states + learned + frozen + layout.nodes * sums,
-        update=2 * (of_states + learned) + sums + 2 * exchanged,
+        update=update,
+        update_first=update if layout.nodes > 1 else first + (update - first) // shape.layers,
         # Layers come in the forward and in the backward pass, but for those that are still there when it turns.
         beside_read=(micro_batches - 1) * layout.nodes * sums + micro_batches * 2 * (learned + frozen),
         beside_written=micro_batches * layout.nodes * sums,
         written=of_states + learned + micro_batches * layout.nodes * sums + (sums if layout.nodes > 1 else 0),
     )
+
+
+def _state_bytes(config: RunConfig, weight: Shape) -> int:
+    states, splits = config.train.optimizer_states, config.train.precision == "bf16"
+    return sum(state_bytes(numel(weight), states, numel(weight[1:]), splits).values())
 
 
 def _learned(shape: ModelShape, on_disk: OnDisk) -> list[int]:

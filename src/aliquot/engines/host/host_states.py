@@ -65,14 +65,20 @@ class HostStates:
         """In memory."""
         return sum(shard.exp_avg.size_bytes + shard.exp_avg_sq.size_bytes for shard in self._shards.values())
 
+    @property
+    def on_disk(self) -> bool:
+        """Whether states of any weight lie there."""
+        return bool(self._updated)
+
     def order(self, wanted: Sequence[int]) -> list[int]:
-        """All weights as `to_update` comes to them: those in memory as they are `wanted`, then those on disk."""
-        return [index for index in wanted if index in self._shards] + list(self._updated)
+        """All weights as `to_update` comes to them: those in memory, then those on disk, each as they are `wanted`."""
+        return [index for where in (self._shards, self._updated) for index in wanted if index in where]
 
     def to_update(self, order: Sequence[int]) -> Iterator[tuple[int, FlatShard]]:
-        """Every shard and its weight, each to be updated before the next is asked for. Raises StorageError."""
+        """Every shard and its weight, each to be updated before the next is asked for, which may be in another thread.
+        Raises StorageError."""
         self.put_away()
-        visits = [(index, window) for index, windows in self._updated.items() for window in windows]
+        visits = [(index, window) for index in order for window in self._updated.get(index, ())]
         on_disk = None if self._scratch is None else Stream(self._scratch, [_move(window) for _, window in visits])
         for index in order:
             if index in self._shards:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from aliquot.collectives.peers import Peers
 from aliquot.collectives.rooms import Rooms
@@ -132,14 +131,6 @@ class Publication:
             self._leaving += [self._wire.send(message, host) for message in messages for host in self._wire.others]
         self._old = None
         self._settle()
-
-    def before_layers(self, layers: Sequence[tuple[nn.Module, Sequence[int]]]) -> list[RemovableHandle]:
-        """Have each layer wait for its own weights."""
-
-        def hook(indices: Sequence[int]) -> Callable[..., None]:
-            return lambda *_: self.need(indices)
-
-        return [layer.register_forward_pre_hook(hook(indices)) for layer, indices in layers]
 
     def need(self, indices: Sequence[int]) -> None:
         """These weights, of which some may not be on their way, are about to be used: all ranks of this host come here.

@@ -71,11 +71,13 @@ class StreamedLayers:
         disk: HostDisk,
         owned: Sequence[Owned],
         layers: Layers,
+        need_own: Callable[[Sequence[int]], None] | None,
     ) -> None:
-        """`serve` is called while this rank waits for
-        others, which may wait for what it does. Collective over the host.
+        """`serve` is called while this rank waits for others, which may wait for what it does. `need_own` waits, in any
+        thread, until what this rank owns of weights has been updated and is written. Collective over the host.
         """
         self._serve = serve
+        self._need_own = need_own
         self._disk = disk
         self._owned = owned
         self.layers = [indices for _, indices in layers]  # the weights of each
@@ -165,6 +167,8 @@ class StreamedLayers:
             while any(int(counter[_USED]) <= gone[1] for counter in self._counters):
                 time.sleep(_POLL_S)
             self._give_back(gone[0])
+        if self._need_own is not None:
+            self._need_own(self.layers[layer])
         places = [(index, window) for index in self.layers[layer] for window in self._disk.windows[index]]
         moves = []
         for _, window in places:
