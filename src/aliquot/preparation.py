@@ -53,7 +53,6 @@ from aliquot.ranges.chosen_parts import ChosenParts
 from aliquot.ranges.parts import PartStore
 from aliquot.ranges.together import on_first, together
 
-_KEPT_PART = 8  # of the planned peak: what may be kept unused, where not all of the model fits into memory
 _SHOWN_CHARACTERS = 400  # of a stretch of an example
 
 
@@ -209,8 +208,9 @@ def build_model(run: Attempt, inputs: Inputs) -> Model:
     engine_name, engine_type = engine_class(run.config, topology, built.numel, ledger.plan.get("engine"))
     clock = StepClock(lambda: engine.counters().inside_s(), timeline_of(topology.device))
 
-    larger = bool(ledger.plan.get("scratch_bytes_per_node"))  # than memory
-    kept = KeptMemory(ledger.plan["peak_bytes_per_rank"] // _KEPT_PART) if larger else None
+    kept = None
+    if ledger.plan.get("scratch_bytes_per_node"):
+        kept = KeptMemory(ledger.plan["phases"][-1]["private_bytes"]["allocator"] // 2)  # plan/engine_memory.py
 
     def phase_ended(name: str) -> None:
         if kept is not None:

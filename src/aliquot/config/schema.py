@@ -269,7 +269,9 @@ class RunConfig(Section):
         self._check_evaluations()
         saving = self.checkpoint
         if not (saving.every or saving.last or saving.best or saving.export):
-            raise ValueError("nothing would be left of what was trained: checkpoint.last and checkpoint.export are false")
+            raise ValueError(
+                "nothing would be left of what was trained: checkpoint.last and checkpoint.export are false"
+            )
         train = self.train
         if self.adapter is not None and self.model.path is None:
             raise ValueError("an adapter is learned beside a pretrained model: give model.path")

@@ -54,7 +54,9 @@ class RunDirectory:
                 "this run exists already and checkpoint.resume is `never`; choose another run.name, or resume: auto",
                 self.path,
             )
-        goes_on = config.checkpoint.resume != "auto" or config.mirror is not None or any(self.checkpoints.glob("step-*"))
+        goes_on = (
+            config.checkpoint.resume != "auto" or config.mirror is not None or any(self.checkpoints.glob("step-*"))
+        )
         if self.export.exists() and not goes_on:
             raise RunDirectoryError(
                 "this run has ended with its export, and no checkpoint is left to go on from; choose another run.name",

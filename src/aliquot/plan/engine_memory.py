@@ -105,6 +105,8 @@ def phases(
     ]
     # The largest block does not find its place again once smaller ones lie where it was.
     slack = cost.largest_bytes
+    if held.streamed:
+        slack *= 2  # as much is kept unused, and no more (machine/kept_memory.py)
     steady = {"gathered": max(held.forward, held.backward), "activations": most - max(held.forward, held.backward)}
     if _evaluates(config):
         evaluation = {"gathered": held.evaluation, "activations": cost.evaluation_bytes}

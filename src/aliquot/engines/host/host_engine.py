@@ -8,7 +8,7 @@ each micro-batch: forward, backward; every gradient is staged as it arises and s
 step: sums complete, of all hosts -> norm, which all ranks wait for: nobody computes any more -> clip, AdamW, owners
     write the shared weights -> barrier: the new weights may be read
     between hosts instead of it: a layer that is to be used waits for its own new weights               (publication.py)
-    with states on disk, too, which come and go while the layers before it compute                       (late_update.py)
+    with states on disk, too, which come and go while the layers before it compute                      (late_update.py)
 """
 
 from __future__ import annotations
@@ -300,7 +300,7 @@ class HostEngine:
         return StepResult(norm)
 
     def _updating(self) -> Iterator[FlatShard]:
-        """Every shard; a weight of which all have been updated is on its way to the other hosts, and may be used here."""
+        """Every shard; a weight of which all have been updated is on its way to the other hosts, and to be used."""
         before = None
         for index, shard in self._states.to_update(self._order):
             if index != before:
