@@ -89,10 +89,11 @@ def step_time(
         # and all but its beginning is done while the next forward pass computes.
         disk_rate = layout.nodes * disk_bytes_per_s
         to_sum_s = (disk.beside_read + disk.beside_written) / disk_rate
-        to_begin_s, to_update_s = disk.update_first / disk_rate, disk.update / disk_rate
+        waits_s = max(0.0, disk.update / disk_rate - update_s)
+        to_begin_s = waits_s * disk.update_first / max(1, disk.update)
         forward_s = 0.0 if layout.nodes > 1 else sum(each.forward)
-        beside_s = matmul_s + memory_s - min(forward_s, to_update_s - to_begin_s)
-        disk_s = max(0.0, to_sum_s - beside_s) + max(0.0, to_begin_s - update_s, to_update_s - update_s - forward_s)
+        beside_s = matmul_s + memory_s - min(forward_s, waits_s - to_begin_s)
+        disk_s = max(0.0, to_sum_s - beside_s) + max(to_begin_s, waits_s - forward_s)
         memory_s += update_s
         own_weights = (held.shared_weights if layout.nodes > 1 else 0) / layout.ranks_per_node
         # Encoded by their owner, decoded by one rank of each other host: as much as so many passes over them.
