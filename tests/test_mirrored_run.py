@@ -124,5 +124,5 @@ def test_what_is_said_of_a_run_without_a_whole_checkpoint_works(tmp_path: Path) 
         assert runs.curve(tmp_path / "run", "tokens").keys() == whole.keys()
         shutil.rmtree(checkpoints)
         moved.rename(checkpoints)
-    with pytest.raises(DamagedCheckpoint, match="checkpoint.resume names it: take another one, or auto"):
+    with pytest.raises(DamagedCheckpoint, match=r"checkpoint\.resume names it: take another one, or auto"):
         aliquot.train(aliquot.read_config(config, [f"checkpoint.resume={checkpoints}/step-00000004"]))

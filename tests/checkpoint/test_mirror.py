@@ -367,6 +367,6 @@ def test_a_path_to_begin_from_where_nothing_in_the_mirror_is_whole(tmp_path: Pat
     saved(tmp_path / "lost", 5)
     copy(tmp_path / "lost", url, 5)
     open_store(url).remove(["step-00000005/state.json"])
-    with pytest.raises(ResumeError, match="or give checkpoint.resume a PATH"):
+    with pytest.raises(ResumeError, match=r"or a checkpoint\.resume: PATH"):
         fetch_newer(CheckpointSection(), url, tmp_path / "here", Alone(), print)
     fetch_newer(CheckpointSection(resume=str(tmp_path)), url, tmp_path / "here", Alone(), print)

@@ -120,7 +120,7 @@ def test_a_directory_is_named_by_three_slashes(tmp_path: Path) -> None:
 
 def test_a_file_that_is_not_there(store: Store) -> None:
     store.put("other", b"abc")
-    with pytest.raises(DamagedCheckpoint, match="never.* not there"):
+    with pytest.raises(DamagedCheckpoint, match=r"never.* not there"):
         store.read("never", 0, 3)
 
 

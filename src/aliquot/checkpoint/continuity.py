@@ -1,4 +1,4 @@
-"""Whether a run goes on with what its checkpoint was saved under: data, model, settings; and how a difference is told."""
+"""Whether a run goes on with what its checkpoint was saved under: data, model, settings; what differs, in words."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from aliquot.errors import ResumeError
 
 _MOST_TOLD = 3
+_OF_VOCABULARY = ("tokenizer", "tokenizer_vocab_size")
 _NOT_SET = object()
 
 
@@ -63,8 +64,9 @@ def tensors_follow_from(state: Mapping[str, Any], config: Mapping[str, Any]) -> 
     """What differs of the settings that tensors, and which of them learn, follow from; empty: nothing."""
 
     def chosen(of: Mapping[str, Any]) -> dict[str, Any]:
+        data = {key: of.get("data", {}).get(key) for key in _OF_VOCABULARY}
         train = {"freeze": of.get("train", {}).get("freeze")}
-        return {"model": of.get("model") or {}, "train": train, "adapter": of.get("adapter") or {}}
+        return {"model": of.get("model") or {}, "data": data, "train": train, "adapter": of.get("adapter") or {}}
 
     return _few(list(_differences(chosen(state.get("config", {})), chosen(config))))
 

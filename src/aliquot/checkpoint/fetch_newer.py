@@ -59,7 +59,7 @@ def fetch_newer(
             damaged = True
     if damaged and settings.resume == "auto" and on_first(ranks, lambda: newest(root) is None):
         raise ResumeError(
-            f"no checkpoint in {mirror} is whole: choose another run.name to begin anew, or give checkpoint.resume a PATH"
+            f"no checkpoint in {mirror} is whole: choose another run.name to begin anew, or a checkpoint.resume: PATH"
         )
 
 
