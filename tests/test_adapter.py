@@ -213,6 +213,11 @@ def test_refusals(folder: Path, base: Path, lora: Path) -> None:
     assert "the output head is not adapted" in refusal(config, "adapter.target_modules=[q_proj, lm_head]")
     assert "an adapter leaves the model as it is" in refusal(config, "model.add_tokens=[<a>]")
     assert "adapter.alpha was 12.0 and is 6.0" in refusal(beside(base, "lora", adapter={**LORA, "alpha": 6.0}))
+    assert "adapter.r was 3 and is 4: set it back" in refusal(beside(base, "lora", adapter={**LORA, "r": 4}))
+    other_data = refusal(beside(base, "lora", adapter=LORA), "data.sequence_length=16")
+    assert other_data.endswith("start anew under another run.name with adapter.path set to this directory")
+    frozen = write_config(folder, "base", train={"max_steps": 3, "freeze": ["*.mlp.*"]})
+    assert "train.freeze was [] and is ['*.mlp.*']: set it back" in refusal(frozen)
     saved = {"path": str(lora / "export")}
     for other, told in (({"r": 4}, "r is 4, but 3 of"), ({"target_modules": ["q_proj"]}, "target_modules is")):
         assert told in refusal(beside(base, "contradicts", adapter={**saved, **other}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -13,7 +14,10 @@ from typing import Any
 import psutil
 import pytest
 
+import aliquot
 from aliquot.checkpoint.mirrored import complete_steps
+from aliquot.errors import DamagedCheckpoint, ResumeError
+from aliquot.ranges.manifest import verify
 from aliquot.stores.open_store import open_store
 from tests import runs, warm
 from tests.stores.s3_server import BUCKET, S3Server, s3_server
@@ -82,3 +86,43 @@ def test_a_rank_that_is_killed_while_it_copies_leaves_nothing_that_looks_complet
     server.fault = lambda environ: None
     runs.trained(config, "train.max_steps=4")
     assert complete_steps(open_store(f"{URL}/run")) == ["step-00000002", "step-00000004"]
+
+
+def damage(checkpoint: Path) -> None:
+    """As a disk does: no size changes."""
+    weights = checkpoint / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+
+
+def test_a_run_whose_newest_checkpoint_is_damaged_takes_the_copy_of_it(tmp_path: Path) -> None:
+    checkpoint = {"mirror": f"file://{tmp_path}/mirror", "every": 2, "export": False}
+    config, directory = runs.write_config(tmp_path, checkpoint=checkpoint), tmp_path / "run"
+    aliquot.train(aliquot.read_config(config, ["train.max_steps=4"]))
+    damage(directory / "checkpoints" / "step-00000004")
+    aliquot.train(aliquot.read_config(config, ["train.max_steps=5"]))
+    resumed = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in resumed if event["event"] == "resume"] == [4]
+    verify(directory / "checkpoints" / "step-00000004")
+
+
+def test_what_is_said_of_a_run_without_a_whole_checkpoint_works(tmp_path: Path) -> None:
+    """Moved away, it begins anew, or where checkpoint.resume says."""
+    config = runs.write_config(tmp_path, checkpoint={"every": 2, "export": False}, train={"max_steps": 4})
+    checkpoints = tmp_path / "run" / "checkpoints"
+    aliquot.train(aliquot.read_config(config))
+    whole = runs.curve(tmp_path / "run")
+    kept = shutil.copytree(checkpoints / "step-00000002", tmp_path / "step-00000002")
+    for each in ("step-00000002", "step-00000004"):
+        damage(checkpoints / each)
+    for overrides in ([], [f"checkpoint.resume={kept}"]):
+        config_now = aliquot.read_config(config, overrides)
+        with pytest.raises(ResumeError, match=f"^{checkpoints}: no checkpoint here is whole: move this directory away"):
+            aliquot.train(config_now)
+        moved = checkpoints.rename(tmp_path / "moved")
+        aliquot.train(config_now)
+        assert runs.curve(tmp_path / "run") == whole
+        assert runs.curve(tmp_path / "run", "tokens").keys() == whole.keys()
+        shutil.rmtree(checkpoints)
+        moved.rename(checkpoints)
+    with pytest.raises(DamagedCheckpoint, match=r"checkpoint\.resume names it: take another one, or auto"):
+        aliquot.train(aliquot.read_config(config, [f"checkpoint.resume={checkpoints}/step-00000004"]))

@@ -19,6 +19,7 @@ from aliquot.checkpoint.save import Draft
 from aliquot.config.batch_size import batch_size
 from aliquot.data.batches import Batches, EvalBatches, Position
 from aliquot.data.prepare import prepare
+from aliquot.ranges.manifest import verify
 from tests import plain
 from tests.runs import OVERFITTING, command, curve, other_text, trained, write_config
 
@@ -209,3 +210,52 @@ def test_without_patience_the_best_outlives_later_checkpoints(tmp_path: Path) ->
     assert {path.name for path in (directory / "checkpoints").glob("step-*")} == {f"step-{best:08d}", "step-00000030"}
     assert load_file(directory / "export" / "model.safetensors").keys()
     assert evaluation_loss(directory / "export", file) == pytest.approx(losses[best], rel=1e-5)
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = load_file(directory / "model.safetensors")
+    return found
+
+
+def test_the_export_is_of_the_last_step_whatever_an_earlier_stage_has_left(tmp_path: Path) -> None:
+    file, directory = write_config(tmp_path, train={"max_steps": 2}), tmp_path / "run"
+    export = directory / "export"
+
+    def is_of(step: int) -> bool:
+        held, wanted = weights(export), weights(directory / "checkpoints" / f"step-{step:08d}")
+        return all(torch.equal(values, wanted[name]) for name, values in held.items())
+
+    aliquot.train(aliquot.read_config(file))
+    aliquot.train(aliquot.read_config(file, ["train.max_steps=4", "checkpoint.export=false"]))  # or is killed before it
+    assert is_of(2)
+    aliquot.train(aliquot.read_config(file, ["train.max_steps=4"]))
+    assert is_of(4)
+    told = json.loads((export / "aliquot.json").read_text())
+    assert told.pop("step") == 4
+    (export / "aliquot.json").write_text(json.dumps(told))  # as older exports are
+    (export / "model.safetensors").write_bytes(b"")
+    (export / "notes.txt").write_text("mine")
+    aliquot.train(aliquot.read_config(file, ["train.max_steps=4"]))
+    assert is_of(4) and (directory / "export-1" / "notes.txt").read_text() == "mine"
+
+
+def test_what_another_run_evaluated_is_not_taken_for_ones_own(tmp_path: Path) -> None:
+    """Of a run that begins from a URL. And what was best comes back out of the mirror."""
+    best, mirror = {"best": True, "keep": 1, "export": False}, f"file://{tmp_path}/mirror"
+    first = overfitting(tmp_path, "first", train={"max_steps": 12}, checkpoint={**best, "mirror": mirror})
+    aliquot.train(aliquot.read_config(first))
+    found = state(tmp_path / "first", 12)["evaluations"]["best_step"]
+    assert found < 12
+    kept = tmp_path / "first" / "checkpoints" / f"step-{found:08d}"
+    shutil.rmtree(kept)
+    aliquot.train(aliquot.read_config(first))
+    verify(kept)
+    assert (kept.parent / "best").resolve() == kept
+
+    url = f"{mirror}/first/step-00000012"
+    second = overfitting(tmp_path, "second", train={"max_steps": 14}, checkpoint={**best, "resume": url})
+    aliquot.train(aliquot.read_config(second))
+    assert state(tmp_path / "second", 14)["evaluations"]["best_step"] in (12, 14)
+    assert not (tmp_path / "second" / "checkpoints" / kept.name).exists()
+    steps = curve(tmp_path / "second", "eval_loss")
+    assert list(steps) == [12, 14], "the weights that it begins with are evaluated, too"

@@ -8,17 +8,27 @@ from pathlib import Path
 
 import torch
 
-from aliquot.checkpoint.directories import complete_directories, directory_of
+from aliquot.checkpoint.directories import complete_directories, directory_of, step_of
 from aliquot.checkpoint.evaluations import Evaluations
 from aliquot.errors import UserError
 from aliquot.models.adapter import STEM
 from aliquot.models.export import export, export_checkpoint
 from aliquot.models.generate import continuation
-from aliquot.models.model_files import export_dtype
+from aliquot.models.model_files import export_dtype, exported_step, of_step
 from aliquot.observe.console import Display
-from aliquot.preparation import Attempt, Inputs, Model
+from aliquot.preparation import Attempt, Inputs, Model, Start
 from aliquot.ranges.publish import remove_directory
 from aliquot.ranges.together import on_first
+
+
+def is_exported(run: Attempt, start: Start) -> bool:
+    """Whether the export of a run that begins at its end holds the weights that it should. Collective."""
+    best, target = start.evaluations.kept_step(run.config.checkpoint), run.directory.export
+    wanted = start.step if best is None else best
+    found = on_first(run.ranks, lambda: (target.exists(), exported_step(target)))
+    if found[0] and found[1] != wanted:
+        run.display.line(f"{target} does not hold the weights of step {wanted}: it is made again")
+    return found[1] == wanted
 
 
 def export_run(
@@ -35,9 +45,10 @@ def export_run(
     if kept is not None and on_first(run.ranks, lambda: kept not in complete_directories(root)):
         run.display.warning(f"step {best} evaluated best, but could not be saved: the last weights are exported")
         kept = None
+    files = of_step(files, done if kept is None else step_of(kept))
     if kept is not None and best != done:
         run.display.line(f"exported is what evaluated best: {evaluations.told()}")
-        export_checkpoint(kept, target, dtype, ranks=run.ranks)
+        export_checkpoint(kept, target, dtype, ranks=run.ranks, files=files)
     elif adapter is None:
         export(model.engine, built.tensors, target, dtype, files, run.ranks, published=model.published)
     else:

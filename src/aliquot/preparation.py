@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from aliquot.beginning import doubts
+from aliquot.checkpoint.continuity import changes, check_continuity, check_model
 from aliquot.checkpoint.directories import complete_directories, directory_of
 from aliquot.checkpoint.evaluations import Evaluations
-from aliquot.checkpoint.fetch_newer import fetch_newer
-from aliquot.checkpoint.resume import changes, check_continuity, resume
+from aliquot.checkpoint.fetch_newer import fetch_best, fetch_instead, fetch_newer
+from aliquot.checkpoint.resume import began_elsewhere, resume
 from aliquot.config.batch_size import BatchSize, batch_size
 from aliquot.config.on_disk import OnDisk
 from aliquot.config.schema import RunConfig, TrainSection
@@ -33,6 +34,7 @@ from aliquot.machine.allocator import give_back
 from aliquot.machine.kept_memory import KeptMemory
 from aliquot.models import initialize, meta
 from aliquot.models.adapter import BASE
+from aliquot.models.computed import computed
 from aliquot.models.load import load_adapter, load_weights
 from aliquot.models.published import Published, published_of
 from aliquot.models.source import ModelSource, import_models, resolve
@@ -255,16 +257,23 @@ def fill_model(run: Attempt, inputs: Inputs, model: Model) -> Start:
     root = run.directory.checkpoints
     if built.adapter is not None:
         _load_source(run, inputs, model)
-    fetch_newer(config.checkpoint, config.mirror, root, run.ranks, run.display.warning)
-    resumed = resume(config.checkpoint, root, model.saved, built.saved, run.ranks, built.learned)
+    told = run.display.warning
+    fetch_newer(config.checkpoint, config.mirror, root, run.ranks, told)
+    settings = config.model_dump(mode="json", by_alias=True)
+    resumed = resume(
+        config.checkpoint, root, model.saved, built.saved, run.ranks, built.learned,
+        lambda damaged: fetch_instead(config.checkpoint, config.mirror, damaged, run.ranks, told), settings,
+    )  # fmt: skip
     if resumed is not None:
         where, state = resumed
         check_continuity(state, inputs.determinants(config), where)
+        if (other := check_model(state, computed(inputs.source.config), where)) is not None:
+            told(other)
         engine.restored(state["step"])
         position, ends = Position(**state["position"]), tuple(state.get("ends", ()))
         start = Start(state["step"], state["tokens"], where, position, ends, _evaluations(run, inputs, where, state))
         run.display.line(f"resuming from {where}")
-        for change in changes(state, config.model_dump(mode="json", by_alias=True)):
+        for change in changes(state, settings):
             run.display.line(f"changed since: {change}")
     elif config.adapter is not None and (learned := config.adapter.directory) is not None:
         assert built.adapter is not None
@@ -283,8 +292,8 @@ def fill_model(run: Attempt, inputs: Inputs, model: Model) -> Start:
 def _evaluations(run: Attempt, inputs: Inputs, where: Path, state: dict[str, Any]) -> Evaluations:
     """Those of the checkpoint's state, without the best one where it is not there any more; none of another run, and
     none on other data."""
-    root, found = run.directory.checkpoints, Evaluations.of(state)
-    if where.resolve().parent != root.resolve():
+    root, mirror, found = run.directory.checkpoints, run.config.mirror, Evaluations.of(state)
+    if began_elsewhere(run.config.checkpoint, mirror, root, where):
         return Evaluations()
     if None not in (before := state.get("evaluated"), now := inputs.evaluated) and before != now:
         run.display.warning("other data are evaluated on than before: what was best is forgotten")
@@ -293,6 +302,8 @@ def _evaluations(run: Attempt, inputs: Inputs, where: Path, state: dict[str, Any
         return found
     best = directory_of(root, found.best_step)
     if on_first(run.ranks, lambda: best in complete_directories(root)):
+        return found
+    if fetch_best(mirror, best, run.ranks, run.display.warning):
         return found
     run.display.warning(f"the checkpoint of step {found.best_step}, which evaluated best, is not here any more")
     return replace(found, best_step=None, best_loss=math.inf)

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
-from aliquot import preparation
+from aliquot import finishing, preparation
 from aliquot.checkpoint.directories import complete_directories
 from aliquot.checkpoint.mirror import Mirror
 from aliquot.config.schema import RunConfig
@@ -102,7 +102,7 @@ def _train(run: Attempt, presence: Presence, force: bool) -> Result:
         mirror = _mirror(run, start, run.display.warning)
         presence.doing = "copying checkpoints to the mirror"
         mirror.finish()
-        if run.directory.export.exists() or not run.config.checkpoint.export:
+        if not run.config.checkpoint.export or finishing.is_exported(run, start):
             return Result(run.directory.path, start.step, None, None, run.directory.export)
         inputs = replace(inputs, total_steps=start.step)  # what is left to do is the export
     stacks = run.directory.logs / f"stacks-rank-{run.ranks.rank}.txt"

@@ -28,6 +28,7 @@ from aliquot.launch.presence import Presence
 from aliquot.launch.stop_signal import StopSignal, Terminated
 from aliquot.launch.watchdog import Watchdog
 from aliquot.machine.allocator import give_back
+from aliquot.models.computed import computed
 from aliquot.models.model_files import model_files
 from aliquot.models.structure import attention_widths
 from aliquot.observe import summary
@@ -244,7 +245,7 @@ class Training:
     def _saved(self, step: int, seconds: float, stall_s: float) -> None:
         self._record.saved(step, seconds, stall_s)
         self._saved_step = step
-        self._mirror.start(step, self._saver.best)
+        self._mirror.start(step, self._saver.best, new=True)
         give_back()
 
     def _not_saved(self, step: int) -> None:
@@ -288,6 +289,7 @@ class Training:
             # Every draw is made from (seed, name or epoch): the seed is all the state that randomness has.
             "rng": {"seed": config.run.seed},
             "determinants": self._inputs.determinants(config),
+            "model": computed(self._inputs.source.config),
             "config": config.model_dump(mode="json", by_alias=True),
         }
 

@@ -174,6 +174,27 @@ def test_restore_newest_goes_back_to_a_good_one(tmp_path: Path, caplog: pytest.L
     assert "step-00000007/model.safetensors: damaged" in caplog.text
 
 
+def test_what_takes_the_place_of_a_damaged_one_is_tried_once(tmp_path: Path) -> None:
+    """Where it lies on a disk that damages what it is given, the one before is taken."""
+    store, asked = FakeStore(SMALL, zeros=True), []
+    for step in (5, 6, 7):
+        save_small(tmp_path, step)
+    flip(tmp_path / "step-00000007" / "model.safetensors", 8 * 600)
+
+    def the_same(directory: Path) -> Path:
+        asked.append(directory.name)
+        return directory
+
+    found = restore_newest(tmp_path, store, SMALL, Alone(), instead=the_same)
+    assert found == (tmp_path / "step-00000006", STATE) and asked == ["step-00000007"]
+
+    def mended(directory: Path) -> Path:
+        flip(directory / "model.safetensors", 8 * 600)
+        return directory
+
+    assert restore_newest(tmp_path, store, SMALL, Alone(), instead=mended) == (tmp_path / "step-00000007", STATE)
+
+
 def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
     directory = save_small(tmp_path)
     other = [("new", (3,)), *((name, (1,) if name == "model.scale" else shape) for name, shape in SMALL[1:])]

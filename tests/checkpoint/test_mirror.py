@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from aliquot.checkpoint.directories import complete_directories, retain
-from aliquot.checkpoint.fetch_newer import fetch_newer
+from aliquot.checkpoint.fetch_newer import fetch_instead, fetch_newer
 from aliquot.checkpoint.mirror import Mirror
 from aliquot.checkpoint.mirrored import complete_steps, fetched_weights
 from aliquot.checkpoint.save import save
@@ -156,6 +156,31 @@ def test_a_copy_that_is_there_is_not_sent_again_and_another_of_its_step_is_repla
     copy(tmp_path / "here", url, 7)
     assert in_store(url, local.name) == files_of(local)
     assert {name.partition("/")[0] for name in store.list()} == {local.name, "readme.txt"}
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.json"])
+def test_a_copy_that_lacks_something_is_made_again(tmp_path: Path, url: str, name: str) -> None:
+    local = saved(tmp_path / "here", 7)
+    copy(tmp_path / "here", url, 7)
+    store = open_store(url)
+    for damage in (b"cut off", None):
+        store.remove([f"{local.name}/{name}"])
+        if damage is not None:
+            store.put(f"{local.name}/{name}", damage)
+        copy(tmp_path / "here", url, 7)
+        assert in_store(url, local.name) == files_of(local)
+
+
+def test_a_checkpoint_that_was_just_saved_replaces_a_copy_of_its_step(tmp_path: Path, url: str) -> None:
+    """A run that passed over what is damaged there comes to the same step with the same manifest."""
+    local = saved(tmp_path / "here", 7)
+    copy(tmp_path / "here", url, 7)
+    store, name = open_store(url), f"{local.name}/model.safetensors"
+    store.put(name, b"x" + store.read(name, 1, store.list()[name]))
+    mirror = Mirror(url, tmp_path / "here", Alone(), CheckpointSection(), print, print)
+    mirror.start(7, new=True)
+    mirror.finish()
+    assert in_store(url, local.name) == files_of(local)
 
 
 def test_as_many_are_kept_there_as_here_and_of_those_that_wait_the_newest_is_copied(tmp_path: Path, url: str) -> None:
@@ -306,3 +331,42 @@ def test_a_url_to_begin_from_and_weights_for_an_export(tmp_path: Path, url: str)
     assert not list(tmp_path.glob(".out*"))
     with pytest.raises(DamagedCheckpoint, match="step-00000009: no complete checkpoint there"):
         fetch_newer(CheckpointSection(resume=f"{url}/step-00000009"), None, tmp_path / "third", Alone(), print)
+
+
+def test_what_proves_damaged_here_is_fetched_again(tmp_path: Path, url: str) -> None:
+    here, warned = tmp_path / "here", []
+    for step in (3, 5, 6):
+        saved(tmp_path / "whole", step, keep=9)
+        copy(tmp_path / "whole", url, step, keep=9)
+    for step in (4, 5, 6):
+        saved(here, step, keep=9)
+    whole = files_of(here / "step-00000006")
+    damaged = here / "step-00000006" / "exp_avg.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+
+    def fetch(directory: Path, on_error: str = "warn") -> list[Path | None]:
+        settings, found = CheckpointSection.model_validate({"on_error": on_error}), []
+        as_ranks(2, lambda ranks: found.append(fetch_instead(settings, url, directory, ranks, warned.append)))
+        return found
+
+    assert fetch(here / "step-00000006") == [here / "step-00000006"] * 2
+    assert files_of(here / "step-00000006") == whole
+    shutil.rmtree(here / "step-00000005")
+    store = open_store(url)
+    store.remove(["step-00000006/state.json"])
+    assert fetch(here / "step-00000006") == [here / "step-00000005"] * 2, "which is newer than what is whole here"
+    assert any("step-00000006/state.json" in line and "is not there" in line for line in warned)
+    store.remove(["step-00000005/state.json"])
+    shutil.rmtree(here / "step-00000005")
+    assert fetch(here / "step-00000006") == [None, None]
+    assert fetch_instead(CheckpointSection(), None, damaged.parent, Alone(), warned.append) is None
+
+
+def test_a_path_to_begin_from_where_nothing_in_the_mirror_is_whole(tmp_path: Path, url: str) -> None:
+    """As the error without one says."""
+    saved(tmp_path / "lost", 5)
+    copy(tmp_path / "lost", url, 5)
+    open_store(url).remove(["step-00000005/state.json"])
+    with pytest.raises(ResumeError, match=r"or a checkpoint\.resume: PATH"):
+        fetch_newer(CheckpointSection(), url, tmp_path / "here", Alone(), print)
+    fetch_newer(CheckpointSection(resume=str(tmp_path)), url, tmp_path / "here", Alone(), print)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from aliquot.checkpoint.save import save
-from aliquot.errors import DamagedCheckpoint, RunDirectoryError, UserError
+from aliquot.errors import DamagedCheckpoint, RunDirectoryError, UsageError, UserError
 from aliquot.models.export import export, export_checkpoint
 from aliquot.models.load import load_weights
 from aliquot.ranges.together import Alone
@@ -90,6 +90,23 @@ def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="exists"):
         export_small(tmp_path / "file", Alone())
+
+
+def test_values_that_float16_does_not_hold_are_said(tmp_path: Path) -> None:
+    def work(ranks: PipedRanks) -> None:
+        store = FakeStore(SMALL, ranks.rank, ranks.world_size)
+        for part, values in store.values.items():
+            if (part.name, part.kind, ranks.rank) == ("lm_head.weight", "weight", 1):
+                values[3] = -70_000.0
+        export(store, SMALL, tmp_path / dtype, getattr(torch, dtype), CONFIG, ranks)
+
+    dtype = "float16"
+    answers = run_world(2, work)
+    assert [type(answer) for answer in answers] == [UsageError] * 2
+    assert "lm_head.weight has values of up to 70000, and float16 ends at 65504: choose bfloat16" in str(answers[0])
+    assert list(tmp_path.iterdir()) == []
+    dtype = "bfloat16"
+    assert run_world(2, work) == [None, None]
 
 
 def test_a_failed_export_leaves_nothing(tmp_path: Path) -> None:

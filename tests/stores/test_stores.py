@@ -10,7 +10,7 @@ from pathlib import Path
 import boto3
 import pytest
 
-from aliquot.errors import StorageError, UserError
+from aliquot.errors import DamagedCheckpoint, StorageError, UserError
 from aliquot.stores.base import Store
 from aliquot.stores.fsspec_store import FsspecStore
 from aliquot.stores.local_store import LocalStore
@@ -107,6 +107,21 @@ def test_a_store_that_refuses_or_is_gone_is_one_line(server: S3Server, monkeypat
         open_store("s3://models/x").put("a", b"")
     with pytest.raises(UserError, match=r"^nowhere://x: Protocol not known: nowhere"):
         open_store("nowhere://x")
+
+
+def test_a_directory_is_named_by_three_slashes(tmp_path: Path) -> None:
+    for number, beginning in enumerate((f"file://{tmp_path}", f"file://localhost{tmp_path}")):
+        open_store(f"{beginning}/a%20b%25{number}").put("x", b"")
+        assert (tmp_path / f"a b%{number}" / "x").exists()
+    for wrong in ("file://there/run", "file://run", "file://./run"):
+        with pytest.raises(UserError, match=r"has three slashes, file:///DIRECTORY; '(there|run|\.)' is a host$"):
+            open_store(wrong)
+
+
+def test_a_file_that_is_not_there(store: Store) -> None:
+    store.put("other", b"abc")
+    with pytest.raises(DamagedCheckpoint, match=r"never.* not there"):
+        store.read("never", 0, 3)
 
 
 def test_an_address_that_its_file_system_cannot_do_with_is_one_line() -> None:

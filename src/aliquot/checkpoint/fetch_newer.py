@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from aliquot.checkpoint.directories import STATE, complete_directories, directory_of, newest, step_of
-from aliquot.checkpoint.evaluations import Evaluations
+from aliquot.checkpoint.directories import name_best, newest, step_of
 from aliquot.checkpoint.mirrored import complete_steps, fetch, split_url
 from aliquot.config.schema import CheckpointSection
 from aliquot.errors import DamagedCheckpoint, ResumeError, StorageError
-from aliquot.ranges.jsonfile import read_json
 from aliquot.ranges.together import RankGroup, on_first
 from aliquot.stores.open_store import is_url, open_store
 
@@ -48,8 +46,6 @@ def fetch_newer(
         url, folder = candidates.pop()
         try:
             fetch(url, folder, root, ranks)
-            if settings.best:
-                _fetch_best(url, root / folder, root, ranks, warn)
             return
         except StorageError as error:
             if settings.on_error == "stop" or on_first(ranks, lambda: newest(root) is None):
@@ -61,25 +57,57 @@ def fetch_newer(
                 raise
             warn(f"skipping a damaged checkpoint: {url}: {error}")
             damaged = True
-    if damaged and on_first(ranks, lambda: newest(root) is None):
+    if damaged and settings.resume == "auto" and on_first(ranks, lambda: newest(root) is None):
         raise ResumeError(
-            f"no checkpoint in {mirror} is whole: resume from a PATH, or take another checkpoint.mirror to start anew"
+            f"no checkpoint in {mirror} is whole: choose another run.name to begin anew, or a checkpoint.resume: PATH"
         )
 
 
-def _fetch_best(url: str, fetched: Path, root: Path, ranks: RankGroup, warn: Callable[[str], None]) -> None:
-    """The checkpoint that evaluated best, by the state of the newest, where it is there and not here."""
+def fetch_instead(
+    settings: CheckpointSection, mirror: str | None, damaged: Path, ranks: RankGroup, warn: Callable[[str], None]
+) -> Path | None:
+    """The mirror's copy of a checkpoint that has proved `damaged` takes its place, or the next older one that is newer
+    than what is here: where it lies. None: the mirror has none that is whole. Collective.
 
-    def look() -> str | None:
-        best = Evaluations.of(read_json(fetched / STATE)).best_step
-        if best is None or directory_of(root, best) in complete_directories(root):
-            return None
-        name = directory_of(root, best).name
-        return name if name in complete_steps(open_store(url)) else None
+    Raises UserError where the mirror does not answer and `checkpoint.on_error` is stop.
+    """
+    if mirror is None:
+        return None
+    root, last = damaged.parent, step_of(damaged)
 
-    name = on_first(ranks, look)
-    if name is not None:
-        try:
-            fetch(url, name, root, ranks)
-        except (DamagedCheckpoint, StorageError) as error:
-            warn(f"the checkpoint that evaluated best could not be fetched: {url}: {error}")
+    def look() -> list[str]:
+        before = newest(root, last)
+        first = -1 if before is None else step_of(before)
+        return [name for name in complete_steps(open_store(mirror)) if first < step_of(Path(name)) <= last]
+
+    try:
+        candidates = on_first(ranks, look)
+        while candidates:
+            folder = candidates.pop()
+            try:
+                fetched = fetch(mirror, folder, root, ranks)
+            except DamagedCheckpoint as error:
+                warn(f"skipping a damaged checkpoint: {mirror}: {error}")
+                continue
+            warn(f"{mirror}/{folder} takes the place of what is damaged")
+            return fetched
+    except StorageError as error:
+        if settings.on_error == "stop":
+            raise StorageError(f"checkpoint.mirror: {error}") from None
+        warn(f"checkpoint.mirror: {error}; going on from what is here")
+    return None
+
+
+def fetch_best(mirror: str | None, best: Path, ranks: RankGroup, warn: Callable[[str], None]) -> bool:
+    """Whether `best`, which is not here any more, is here again, out of the mirror. Collective."""
+    if mirror is None:
+        return False
+    try:
+        if not on_first(ranks, lambda: best.name in complete_steps(open_store(mirror))):
+            return False
+        fetch(mirror, best.name, best.parent, ranks)
+    except (DamagedCheckpoint, StorageError) as error:
+        warn(f"the checkpoint that evaluated best could not be fetched: {mirror}: {error}")
+        return False
+    on_first(ranks, lambda: name_best(best.parent, step_of(best)))
+    return True

@@ -47,6 +47,7 @@ class Mirror:
         self._step: int | None = None
         self._best: int | None = None
         self._waiting: list[int] = []
+        self._new: set[int] = set()  # steps of which the store may have an earlier copy
         self._copy: Copy | None = None
         self._work: Background | None = None
         self._go_on: Callable[[], bool] = lambda: False
@@ -57,12 +58,17 @@ class Mirror:
         """The steps of checkpoints that are being copied or wait for it, and must not be removed."""
         return [*([] if self._step is None else [self._step]), *self._waiting]
 
-    def start(self, step: int, best: int | None = None) -> None:
+    def start(self, step: int, best: int | None = None, new: bool = False) -> None:
         """Copy the checkpoint of `step`, which is complete; that of `best` is kept beside the newest. Every rank calls
-        it."""
+        it.
+
+        `new`: it has just been saved. What the store has of that step was passed over when the run began, being damaged
+        perhaps, and is replaced: a run repeats its steps bit for bit, so the same manifest says nothing."""
         if self._url is None:
             return
         self._best = best
+        if new:
+            self._new.add(step)
         if self._work is not None:
             self._waiting = [each for each in self._waiting if each == best] + [step]
             return
@@ -97,7 +103,7 @@ class Mirror:
         assert self._url is not None
         store = open_store(self._url)
         copy = Copy(directory_of(self._root, step), store, self._ranks.rank, self._ranks.world_size)
-        return copy, copy.prepare() if self._ranks.rank == 0 else None
+        return copy, copy.prepare(anew=step in self._new) if self._ranks.rank == 0 else None
 
     # What comes next, once all ranks have done what came before; False: it is over. Collective.
 

@@ -63,18 +63,27 @@ class Copy:
         self._stopped = False
         self.sent_bytes = 0
 
-    def prepare(self) -> dict[str, str] | None:
-        """Remove what killed processes left, and begin; a token a file. None: the store has this checkpoint."""
+    def prepare(self, anew: bool = False) -> dict[str, str] | None:
+        """Remove what killed processes left, and begin; a token a file. None: the store has this checkpoint, unless it
+        is to be copied `anew`."""
         store, folder = self._store, self._directory.name
-        manifest = (self._directory / MANIFEST).read_bytes()
-        names = list(store.list())
-        if f"{folder}/{MANIFEST}" in names and store.read(f"{folder}/{MANIFEST}", 0, len(manifest) + 1) == manifest:
+        there = store.list()
+        if not anew and self._has(there):
             return None
         store.abort()
-        complete = {name.partition("/")[0] for name in names if name.endswith(f"/{MANIFEST}")} - {folder}
-        _remove(store, (name for name in names if _folder(name) and _folder(name) not in complete))
+        complete = {name.partition("/")[0] for name in there if name.endswith(f"/{MANIFEST}")} - {folder}
+        _remove(store, (name for name in there if _folder(name) and _folder(name) not in complete))
         files = read_manifest(self._directory).files
         return {name: store.begin(f"{folder}/{name}", record.bytes) for name, record in files.items()}
+
+    def _has(self, there: Mapping[str, int]) -> bool:
+        """Whether the store, with files of such sizes, has the same manifest, and every file as large as that says."""
+        folder, manifest = self._directory.name, (self._directory / MANIFEST).read_bytes()
+        sizes = {name: record.bytes for name, record in read_manifest(self._directory).files.items()}
+        sizes[MANIFEST] = len(manifest)
+        if any(there.get(f"{folder}/{name}") != size for name, size in sizes.items()):
+            return False
+        return self._store.read(f"{folder}/{MANIFEST}", 0, len(manifest)) == manifest
 
     def send(self, tokens: Mapping[str, str]) -> list[tuple[str, int, str]]:
         """Copy this rank's ranges: name, part and receipt of each."""

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from aliquot.checkpoint.continuity import tensors_follow_from
 from aliquot.checkpoint.directories import STATE, STEMS, directories, newest, step_of
 from aliquot.checkpoint.moment_files import StoredParts, held, values_of
-from aliquot.errors import DamagedCheckpoint, ResumeError, UserError
+from aliquot.errors import DamagedCheckpoint, ResumeError, UserError, WeightsFileError
 from aliquot.ranges.bytemap import ByteMap, Shape, check_tensors
 from aliquot.ranges.checksums import BlockChecksums, Piece
 from aliquot.ranges.jsonfile import read_json
@@ -33,19 +34,27 @@ def restore_newest(
     tensors: Sequence[tuple[str, Shape]],
     ranks: RankGroup,
     learned: Collection[str] | None = None,
+    instead: Callable[[Path], Path | None] = lambda _: None,
+    settings: Mapping[str, Any] | None = None,
 ) -> tuple[Path, dict[str, Any]] | None:
     """Restore the newest checkpoint under `root` that is whole, warning of each newer one that is not. Collective.
 
-    Its directory and state; None if `root` holds no checkpoint. Raises UserError where none of those it holds is whole.
+    Its directory and state; None if `root` holds no checkpoint. `instead`: what is to take the place of a damaged one,
+    and lies under `root` then; None: there is nothing but what is there. `settings` as of `restore`. Raises UserError
+    where none of those it holds is whole.
     """
     below: int | None = None
+    replaced: set[Path] = set()
     while directory := _newest(root, below, ranks):
         try:
-            return directory, restore(directory, store, tensors, ranks, learned)
+            return directory, restore(directory, store, tensors, ranks, learned, settings)
         except DamagedCheckpoint as error:
             if ranks.rank == 0:
                 _log.warning("skipping a damaged checkpoint: %s", error)
         below = step_of(directory)
+        if directory not in replaced and (found := instead(directory)) is not None:
+            replaced.add(found)
+            below = step_of(found) + 1
     return None
 
 
@@ -55,11 +64,13 @@ def restore(
     tensors: Sequence[tuple[str, Shape]],
     ranks: RankGroup,
     learned: Collection[str] | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Fill all parts of `store` from a checkpoint; the state that was saved with it. Collective.
 
     `tensors` and `learned` as they were saved with. Raises on every rank: UserError where they are not those of the
-    checkpoint, DamagedCheckpoint where it is not what was saved (the parts then hold nothing of use).
+    checkpoint, naming what of `settings`, the configuration, is not as it was; DamagedCheckpoint where it is not what
+    was saved (the parts then hold nothing of use).
     """
 
     def read() -> list[Piece]:
@@ -70,7 +81,8 @@ def restore(
             every = {kind: values_of(found.entries) for kind, found in maps.items()}
         for kind, values in every.items():
             wanted = held(tensors, kind, learned)
-            check_tensors(wanted, values, directory, set(values) - {name for name, _ in wanted})
+            with _why_others(directory, settings):
+                check_tensors(wanted, values, directory, set(values) - {name for name, _ in wanted})
         entries = {kind: found.entries for kind, found in maps.items()}
         stored = StoredParts(store, entries)
         with _damage():
@@ -97,6 +109,21 @@ def _maps(directory: Path) -> dict[Kind, ByteMap]:
 
 
 @contextlib.contextmanager
+def _why_others(directory: Path, settings: Mapping[str, Any] | None) -> Iterator[None]:
+    """Tensors that are not those of the model are not what a person has written: name what they follow from."""
+    try:
+        yield
+    except WeightsFileError as error:
+        if settings is None:
+            raise
+        with _damage():
+            changed = tensors_follow_from(read_json(directory / STATE), settings)
+        if not changed:
+            raise
+        raise ResumeError(f"{error}. {changed}: set it back, or start anew under another run.name") from None
+
+
+@contextlib.contextmanager
 def _damage() -> Iterator[None]:
     """Whatever is wrong with the files of a checkpoint means that it is damaged."""
     try:
@@ -113,7 +140,11 @@ def _newest(root: Path, below: int | None, ranks: RankGroup) -> Path | None:
     def find() -> str | None:
         found = newest(root, below)
         if found is None and directories(root):
-            raise ResumeError("no checkpoint here is whole: resume from a PATH, or resume: never to start anew", root)
+            raise ResumeError(
+                "no checkpoint here is whole: move this directory away, and the run begins anew, or where"
+                " checkpoint.resume says",
+                root,
+            )
         return str(found) if found is not None else None
 
     found = on_first(ranks, find)

@@ -1,17 +1,18 @@
-"""From where a run goes on: what `checkpoint.resume` means, and whether the data still lie where they did."""
+"""From where a run goes on: what `checkpoint.resume` means."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from aliquot.checkpoint.directories import STATE, newest, tidy
 from aliquot.checkpoint.evaluations import Evaluations
+from aliquot.checkpoint.mirrored import split_url
 from aliquot.checkpoint.restore import restore, restore_newest
 from aliquot.config.schema import CheckpointSection
-from aliquot.errors import ResumeError
+from aliquot.errors import DamagedCheckpoint, ResumeError
 from aliquot.ranges.bytemap import Shape
 from aliquot.ranges.parts import PartStore
 from aliquot.ranges.together import RankGroup, on_first, together
@@ -25,10 +26,13 @@ def resume(
     tensors: Sequence[tuple[str, Shape]],
     ranks: RankGroup,
     learned: Collection[str] | None = None,
+    instead: Callable[[Path], Path | None] = lambda _: None,
+    config: Mapping[str, Any] | None = None,
 ) -> tuple[Path, dict[str, Any]] | None:
     """Restore what `settings.resume` (auto, never or a path) names; its directory and state, or None to start anew.
 
-    What a URL names has been fetched already (fetch_newer.py) and is the run's own.
+    What a URL names has been fetched already (fetch_newer.py) and is the run's own. `instead` as of `restore_newest`,
+    `config` as `settings` of `restore`.
 
     A path is where the run under `root` begins: once it has checkpoints of its own it goes on from those, so that a
     restarted job makes progress. Collective. Raises UserError for a path that is no checkpoint, or that would go back.
@@ -39,8 +43,11 @@ def resume(
     given = Path(wanted).expanduser()
     if wanted != "auto" and not is_url(wanted) and not on_first(ranks, lambda: _has_begun(given, root)):
         together(ranks, lambda: _check_seen(given))
-        return given, restore(given, store, tensors, ranks, learned)
-    restored = restore_newest(root, store, tensors, ranks, learned)
+        try:
+            return given, restore(given, store, tensors, ranks, learned, config)
+        except DamagedCheckpoint as error:
+            raise DamagedCheckpoint(f"{error}; checkpoint.resume names it: take another one, or auto") from None
+    restored = restore_newest(root, store, tensors, ranks, learned, instead, config)
     if restored is not None:
         # A run that was killed while it removed its last old checkpoint may be complete, and will save no more.
         best = Evaluations.of(restored[1]).best_step if settings.best else None
@@ -48,33 +55,15 @@ def resume(
     return restored
 
 
-def check_continuity(state: Mapping[str, Any], determinants: Mapping[str, Any], where: Path) -> None:
-    """The next batch is only the next one if all that data order depends on is as it was.
-
-    Raises UserError naming each setting that differs.
-    """
-    before = state["determinants"]
-    changed = [
-        f"{key} was {before.get(key)!r} and is {value!r}"
-        for key, value in determinants.items()
-        if before.get(key) != value
-    ]
-    if changed:
-        raise ResumeError(
-            f"cannot continue on the same data: {'; '.join(changed)}. Set it back, or start anew under another run.name"
-            " with model.path set to this directory",
-            where,
-        )
-
-
-def changes(state: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-    """`section.key was A and is B` for what differs from the config that the checkpoint was saved under."""
-    return [
-        f"{section}.{key} was {before!r} and is {config[section][key]!r}"
-        for section in ("model", "data", "train")
-        for key, before in state["config"][section].items()
-        if key in config[section] and config[section][key] != before
-    ]
+def began_elsewhere(settings: CheckpointSection, mirror: str | None, root: Path, where: Path) -> bool:
+    """Whether what was restored, `where`, is of another run, with which this one began: a path, or fetched from a URL
+    that is not in the run's own `mirror`."""
+    if where.resolve().parent != root.resolve():
+        return True
+    if not is_url(settings.resume):
+        return False
+    store, name = split_url(settings.resume)
+    return name == where.name and store != mirror
 
 
 def _check_seen(directory: Path) -> None:

@@ -89,8 +89,10 @@ def export_checkpoint(
     ranks: RankGroup = Alone(),  # noqa: B008 (it holds nothing)
     merge: bool = False,
     base: str | None = None,
+    files: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Export the weights of a checkpoint, with the config files that it was saved with; each rank its part. Collective.
+    """Export the weights of a checkpoint, with the config files that it was saved with, or with `files`; each rank its
+    part. Collective.
 
     Of an adapter they are one of peft; with `merge` they are the model that it was learned beside, which it changes
     and which lies where it did, or at `base`.
@@ -101,7 +103,9 @@ def export_checkpoint(
     """
     manifest = read_manifest(checkpoint_dir)
     source = ByteMap.of_directory(checkpoint_dir)
-    config_files = {name: read_small(checkpoint_dir / name) for name in manifest.config_files}
+    config_files = files
+    if config_files is None:
+        config_files = {name: read_small(checkpoint_dir / name) for name in manifest.config_files}
     tensors = in_order(source)
     checksums = BlockChecksums()
 

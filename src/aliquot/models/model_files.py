@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from aliquot.errors import UserError
 from aliquot.models.source import SPECIAL
-from aliquot.ranges.jsonfile import parse_json
+from aliquot.ranges.jsonfile import parse_json, read_json
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-CONVENTION_FILE = "aliquot.json"  # what training puts in front of a document, for `aliquot generate` and later training
+# What training puts in front of a document, for `aliquot generate` and later training; beside a run's export its step.
+CONVENTION_FILE = "aliquot.json"
 
 
 def model_files(
@@ -61,6 +63,21 @@ def trained_prefix(directory: Path, key: Literal["prefix", "chat_prefix"] = "pre
         return None
     prefix = parse_json(file.read_bytes(), CONVENTION_FILE).get(key)
     return prefix if isinstance(prefix, list) and all(isinstance(token, int) for token in prefix) else None
+
+
+def of_step(files: Mapping[str, bytes], step: int) -> dict[str, bytes]:
+    """`files`, to lie beside the weights that a run had after `step`, and to say so."""
+    told = parse_json(files[CONVENTION_FILE], CONVENTION_FILE)
+    return {**files, CONVENTION_FILE: _json({**told, "step": step})}
+
+
+def exported_step(directory: Path) -> int | None:
+    """After which step a run had the weights that it has exported; None: there is no export, or it does not say so."""
+    try:
+        step = read_json(directory / CONVENTION_FILE).get("step")
+    except UserError:
+        return None
+    return step if isinstance(step, int) else None
 
 
 def export_dtype(wanted: str, stored: torch.dtype | None, precision: str) -> torch.dtype:

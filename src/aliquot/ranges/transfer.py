@@ -14,6 +14,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from aliquot.errors import UsageError
 from aliquot.ranges.checksums import BlockChecksums
 from aliquot.ranges.header import TensorEntry
 from aliquot.ranges.mapped_memory import mapped_tensor
@@ -77,7 +78,8 @@ def fill(store: PartStore, maps: Maps, checksums: BlockChecksums | None = None, 
 
 
 def drain(store: PartSource, maps: Maps, checksums: BlockChecksums | None = None, watch: Watch | None = None) -> int:
-    """Write all parts of `store` whose kind is in `maps`, and fsync; the bytes written. Raises UserError.
+    """Write all parts of `store` whose kind is in `maps`, and fsync; the bytes written. Raises UserError, also for
+    values that the dtype of the file is too small for.
 
     `store` is used from the calling thread only, each part in order.
     """
@@ -86,12 +88,12 @@ def drain(store: PartSource, maps: Maps, checksums: BlockChecksums | None = None
 
     def take(piece: _Piece, stored: Tensor) -> None:
         if piece.view is not None:
-            stored.copy_(piece.view)
+            _round(piece, piece.view, stored)
         elif stored.dtype == torch.float32:
             store.read(piece.part, piece.start, stored)
         else:
             store.read(piece.part, piece.start, values[: piece.numel])
-            stored.copy_(values[: piece.numel])
+            _round(piece, values[: piece.numel], stored)
 
     with ThreadPoolExecutor(1, thread_name_prefix="aliquot-fsync") as disk:
         synced = []  # while one file is fsynced the next is written
@@ -174,3 +176,15 @@ class _Transfer:
 def _raw(pipeline: Pipeline, piece: _Piece) -> Tensor:
     """Memory for the piece as it is stored."""
     return pipeline.buffer().view(piece.entry.dtype)[: piece.numel]
+
+
+def _round(piece: _Piece, values: Tensor, stored: Tensor) -> None:
+    """Raises UserError where a number becomes infinite: a model with such a weight answers with nothing."""
+    stored.copy_(values)
+    if stored.dtype != torch.float16:  # the others hold whatever fp32 does, as far as weights go
+        return
+    if bool((stored.isinf() & values.isfinite()).any()):
+        raise UsageError(
+            f"{piece.part.name} has values of up to {float(values.abs().max()):.6g}, and float16 ends at 65504: choose"
+            " bfloat16 or float32 (model.dtype of a run, --dtype of an export)"
+        )

@@ -24,7 +24,7 @@ class Store(Protocol):
         ...
 
     def read(self, name: str, start: int, stop: int) -> bytes:
-        """Bytes [start, stop), fewer where the file ends before."""
+        """Bytes [start, stop), fewer where the file ends before. Raises DamagedCheckpoint where there is no file."""
         ...
 
     def put(self, name: str, data: bytes) -> None:

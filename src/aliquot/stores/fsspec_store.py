@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from fsspec.core import url_to_fs
 
-from aliquot.errors import MissingToolError, StorageError
+from aliquot.errors import DamagedCheckpoint, MissingToolError, StorageError
 
 
 class FsspecStore:
@@ -37,7 +37,10 @@ class FsspecStore:
 
     def read(self, name: str, start: int, stop: int) -> bytes:
         with self._asking():
-            return bytes(self._fs.cat_file(self._at(name), start=start, end=stop)) if start < stop else b""
+            try:
+                return bytes(self._fs.cat_file(self._at(name), start=start, end=stop)) if start < stop else b""
+            except FileNotFoundError:
+                raise DamagedCheckpoint(f"{name} is not there", self._url) from None
 
     def put(self, name: str, data: bytes) -> None:
         self.put_part(name, "", 0, 0, [data])
@@ -72,7 +75,7 @@ class FsspecStore:
     def _asking(self) -> Iterator[None]:
         try:
             yield
-        except StorageError:  # of the data that are to be written
+        except (DamagedCheckpoint, StorageError):  # of the data that are to be written, or of a file that is not there
             raise
         # Each file system has errors of its own.
         except Exception as error:

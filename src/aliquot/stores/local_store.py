@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
 
-from aliquot.errors import reading, writing
+from aliquot.errors import DamagedCheckpoint, reading, writing
 from aliquot.textfile import publish_bytes
 
 _PART_BYTES = 64 << 20
@@ -30,9 +30,12 @@ class LocalStore:
 
     def read(self, name: str, start: int, stop: int) -> bytes:
         path = self._root / name
-        with reading(path), path.open("rb") as file:
-            file.seek(start)
-            return file.read(stop - start)
+        with reading(path):
+            if not path.exists():
+                raise DamagedCheckpoint("is not there", path)
+            with path.open("rb") as file:
+                file.seek(start)
+                return file.read(stop - start)
 
     def put(self, name: str, data: bytes) -> None:
         path = self._root / name

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from urllib.parse import unquote
 
-from aliquot.errors import MissingToolError
+from aliquot.errors import MissingToolError, UsageError
 from aliquot.stores.base import Store
 
 
@@ -13,11 +14,11 @@ def is_url(text: str) -> bool:
 
 
 def open_store(url: str) -> Store:
-    """Nothing is asked of it yet. Raises UserError where a package is missing."""
+    """Nothing is asked of it yet. Raises UserError where a package is missing, and for a file:// of another machine."""
     if url.startswith("file://"):
         from aliquot.stores.local_store import LocalStore
 
-        return LocalStore(Path(url.removeprefix("file://")))
+        return LocalStore(_path_of(url))
     if url.startswith("s3://"):
         try:
             from aliquot.stores.s3_store import S3Store
@@ -27,3 +28,10 @@ def open_store(url: str) -> Store:
     from aliquot.stores.fsspec_store import FsspecStore
 
     return FsspecStore(url)
+
+
+def _path_of(url: str) -> Path:
+    host, _, path = url.removeprefix("file://").partition("/")
+    if host not in ("", "localhost"):
+        raise UsageError(f"{url}: a directory of this machine has three slashes, file:///DIRECTORY; {host!r} is a host")
+    return Path("/" + unquote(path))
