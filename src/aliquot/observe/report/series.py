@@ -88,7 +88,7 @@ def median(points: Points) -> float:
 def resumes(run: Run, xs: Sequence[float] = ()) -> list[Mark]:
     """Where the run was resumed, as far as a picture reaches."""
     shown = list(xs) or [step for step, _ in run.points("loss")]
-    inside = [step for step in run.beginnings if shown and 0 < step and shown[0] <= step <= shown[-1]]
+    inside = [step for step in run.beginnings if shown and step > 0 and shown[0] <= step <= shown[-1]]
     return [Mark(step, f"resumed at {step:,.0f}") for step in inside]
 
 
