@@ -47,14 +47,14 @@ def read_evaluation(model: str, data: str, overrides: Sequence[str]) -> RunConfi
         read = validate(values, locations, "command line")
         for override in overrides:
             _check_not_said(override)
-    train, shard = read.train, read.shard
+    train, shard, of_model = read.train, read.shard, _at(ModelSection, model)
     adapter = model if (Path(model).expanduser() / CONFIG_FILE).is_file() else None
     own = None if adapter is None else Path(adapter).expanduser()
     beside = own is not None and (own / "tokenizer_config.json").is_file()  # as it was trained, with its chat template
     tokenizer = {"tokenizer": str(own) if beside else None, "tokenizer_vocab_size": None}
     return RunConfig(
         run=read.run,
-        model=_at(ModelSection, model if adapter is None else model_beside(Path(adapter))),
+        model=of_model if adapter is None else _at(ModelSection, model_beside(Path(adapter))),
         adapter=None if adapter is None else _at(AdapterSection, adapter),
         data=read.data.model_copy(update=tokenizer | _without_training(read.data)),
         train=TrainSection(

@@ -163,6 +163,14 @@ def test_a_run_that_went_back_shows_each_step_once(tmp_path: Path) -> None:
     assert "The run was resumed 3 times." in figures.loss(run).says
 
 
+def test_an_evaluation_between_logged_steps_is_in_the_table(tmp_path: Path) -> None:
+    lines = [step(1), step(3), {"step": 4, "eval_loss": 1.5}, step(6), {"step": 6, "eval_loss": 1.25}]
+    table = figures.loss(read_run(write_run(tmp_path / "run", steps=lines, events=[start()]))).table
+    assert table is not None
+    assert [row[0] for row in table.rows] == ["1", "3", "4", "6"]
+    assert [row[1:] for row in table.rows][2:] == [["", "1.5000"], [f"{step(6)['loss']:.4f}", "1.2500"]]
+
+
 def test_a_step_s_parts_are_the_mean_over_the_steps_that_were_logged(tmp_path: Path) -> None:
     """What a first step took counts neither itself nor for the next."""
     steps = [step(1), step(2, data_s=1.0), step(10, data_s=2.0), step(11), step(12, data_s=3.0)]
