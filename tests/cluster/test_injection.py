@@ -54,7 +54,7 @@ def job_of(text: str, name: str, word: str) -> Job:
 
 def test_nul_comes_into_no_manifest() -> None:
     for text, name, word in (("a\x00", "a", "a"), ("a", "a\x00", "a"), ("a", "a", "a\x00")):
-        with pytest.raises(ValidationError, match="has what is no text|should match pattern"):
+        with pytest.raises(ValidationError, match=r"has what is no text|should match pattern"):
             job_of(text, name, word)
 
 
