@@ -209,6 +209,8 @@ def test_refusals(folder: Path, base: Path, lora: Path) -> None:
     assert "no weight is named nothing.*" in refusal(whole, "train.freeze=[nothing.*]")
     assert "nothing is left to learn" in refusal(whole, "train.freeze=['*']")
     assert "adapter.target_modules: " in refusal(config, "adapter.target_modules=[nothing]")
+    misspelt = refusal(config, "adapter.target_modules=[q_proj, v_porj, '']")
+    assert "adapter.target_modules: 'v_porj' is the end of no layer's name; there are down_proj, gate_proj," in misspelt
     assert "embed_tokens is no linear layer" in refusal(config, "adapter.target_modules=[embed_tokens]")
     assert "the output head is not adapted" in refusal(config, "adapter.target_modules=[q_proj, lm_head]")
     assert "an adapter leaves the model as it is" in refusal(config, "model.add_tokens=[<a>]")

@@ -82,6 +82,9 @@ def test_the_config_of_a_run_on_nodes_that_come_and_go(run: Path) -> None:
         ("run/export", "text.txt", ["data.seq_len=16"], "it is data.sequence_length here"),
         ("run/export", "run.yaml", ["data.eval_fraction=0"], "has nothing to evaluate on"),
         ("run/export", "text.txt", ["data.eval_path=[]"], "data.eval_path is empty"),
+        ("run/export", "text.txt", ["data.eval_path=null"], "the argument DATA says which text it is"),
+        ("run/export", "text.txt", ["data.path=other.txt"], "override 'data.path=other.txt': the argument DATA"),
+        ("run/export", "text.txt", ["model.path=null", "model.config={model_type: llama}"], "the argument MODEL says"),
         ("run", "run.yaml", [], "no config.json here"),
     ],
 )
@@ -89,3 +92,12 @@ def test_bad_input_is_one_line(run: Path, model: str, data: str, overrides: list
     with pytest.raises(UserError, match=expected) as caught:
         evaluate_model(read_evaluation(str(run.parent / model), str(run.parent / data), overrides))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [("", "MODEL is empty"), ("a\0b", "MODEL has what is no text")],
+)
+def test_a_model_that_nothing_can_be_called_is_one_line(run: Path, model: str, told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        read_evaluation(model, str(run), [])

@@ -11,6 +11,11 @@ from pathlib import Path
 from typing import ClassVar
 
 
+def one_line(path: str | Path) -> str:
+    """A path as messages show it: it may have newlines in it."""
+    return str(path).replace("\r", "\\r").replace("\n", "\\n")
+
+
 class UserError(Exception):
     """Bad input: shown as one line without a traceback; the process exits with code 2.
 
@@ -24,11 +29,11 @@ class UserError(Exception):
         cls.id = id
 
     def __init__(self, message: str, where: str | Path | None = None) -> None:
-        super().__init__(f"{where}: {message}" if where is not None else message)
+        super().__init__(f"{one_line(where)}: {message}" if where is not None else message)
 
     @property
     def line(self) -> str:
-        """What a person is shown."""
+        """What a person is shown: of a library's words the first line."""
         first = str(self).strip().partition("\n")[0]
         return f"{first} [{self.id}]"
 

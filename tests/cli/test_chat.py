@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from aliquot.errors import ModelFilesError, UsageError
+from aliquot.models.chat import Chat
 from aliquot.models.generate import chat_ids, continuation, load
 from tests import warm
 from tests.data.stores import byte_level
@@ -46,6 +47,7 @@ def talk(model: Path, said: str, *options: str) -> subprocess.CompletedProcess[s
 def _piped(arguments: list[str], said: str) -> tuple[list[str], int, str, str]:
     process = warm.Warm(
         arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        encoding="utf-8", errors="surrogateescape",
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     out, errors = process.communicate(said, timeout=100)
@@ -73,7 +75,30 @@ def test_a_conversation_that_is_too_long_is_told_and_goes_on(model: Path) -> Non
     result = talk(model, "x" * 300 + "\nhello\n", "--temperature", "0")
     assert result.returncode == 0
     assert "tokens, and with 12 new ones it is longer than the 256 that this model can read: /reset" in result.stderr
+    assert result.stderr.endswith("a smaller --max-new-tokens [usage]\n")
     assert result.stdout == f"\n{plain(model, [{'role': 'user', 'content': 'hello'}])}\n"
+
+
+def test_a_line_that_is_no_text_is_told_and_the_next_is_answered(model: Path) -> None:
+    result = talk(model, "hell\udcff\nhello\n", "--temperature", "0")
+    assert result.returncode == 0
+    assert result.stderr.endswith("\naliquot: 'hell\\udcff' is not UTF-8 text [usage]\n")
+    assert result.stdout == f"\n{plain(model, [{'role': 'user', 'content': 'hello'}])}\n"
+
+
+def test_of_generation_config_only_what_draws_a_token_holds(model: Path, tmp_path: Path) -> None:
+    """Beams cannot be streamed, and an assistant, a dictionary or a stop string fails; without a temperature the
+    likeliest token is the likeliest before penalties."""
+    draws = {"do_sample": True, "top_k": 7, "repetition_penalty": 1.9, "no_repeat_ngram_size": 2}
+    other = {"num_beams": 3, "num_return_sequences": 2, "return_dict_in_generate": True, "stop_strings": ["a"]}
+    shutil.copytree(model, tmp_path / "own")
+    (tmp_path / "own" / "generation_config.json").write_text(json.dumps({**draws, **other, "eos_token_id": 1}))
+    found = load(tmp_path / "own")
+    config = found.model.generation_config
+    assert (config.top_k, config.repetition_penalty, config.no_repeat_ngram_size, config.eos_token_id) == (7, 1.9, 2, 1)
+    said = "".join(Chat(found, 12, 0.0, 1).reply("hello"))
+    assert said == plain(model, [{"role": "user", "content": "hello"}])
+    assert "".join(Chat(found, 12, 0.8, 1).reply("hello"))
 
 
 def test_without_a_template_generate_is_named(model: Path, tmp_path: Path) -> None:
@@ -109,6 +134,9 @@ def test_several_prompts_are_continued_as_one_is(model: Path, tmp_path: Path) ->
     alone = command("generate", model, "--prompt", "three", *options).stdout
     assert together.endswith(f"\n\n{alone}")
     assert together.startswith("one")
+    (tmp_path / "signs.txt").write_bytes("\ufeffone\u2028two\r\nthree\ffour\x85five".encode())
+    signs = command("generate", model, "--prompts", tmp_path / "signs.txt", "--max-new-tokens", "1").stdout
+    assert signs.startswith("one\u2028two") and "\n\nthree\ffour\x85five" in signs
     nothing = command("generate", model)
     assert (nothing.returncode, nothing.stdout) == (2, "")
     assert "nothing to continue: give --prompt TEXT or --prompts FILE" in nothing.stderr

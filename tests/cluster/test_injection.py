@@ -13,6 +13,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from aliquot.cluster.job import Job, describe
 from aliquot.cluster.manifest_yaml import to_yaml
@@ -31,7 +32,8 @@ NASTY = [
     "\ufeff", "\U0001f600", "a\n  b: c", "a\n\n\nb\n", "\n\n", "\\", "\\n",
 ]  # fmt: skip
 pieces = st.one_of(st.sampled_from(NASTY), st.text(max_size=12))
-texts = st.lists(pieces, min_size=1, max_size=4).map("".join).filter(lambda text: text.strip("\x00") != "")
+# NUL is no part of any: no file, argument or variable can hold it, and a configuration with it is refused.
+texts = st.lists(pieces, min_size=1, max_size=4).map(lambda found: "".join(found).replace("\x00", "")).filter(bool)
 # Of a path: what a file may be called; the config refuses control characters and `:` in a mount.
 names = texts.map(lambda text: re.sub(r"[\x00-\x1f\x7f:/]", "", text)).filter(lambda text: text not in ("", ".", ".."))
 words = texts.map(lambda text: re.sub(r"\s", "", text)).filter(bool)
@@ -48,6 +50,12 @@ def job_of(text: str, name: str, word: str) -> Job:
         observe={"sample_prompt": text},
     )
     return describe(values, plan(model=text, phases=(PhaseMemory(text, {text: GIB}, {}),)))
+
+
+def test_nul_comes_into_no_manifest() -> None:
+    for text, name, word in (("a\x00", "a", "a"), ("a", "a\x00", "a"), ("a", "a", "a\x00")):
+        with pytest.raises(ValidationError, match=r"has what is no text|should match pattern"):
+            job_of(text, name, word)
 
 
 def expanded(text: str, environment: dict[str, str]) -> str:

@@ -59,6 +59,7 @@ def test_defaults_and_yaml_12_floats(file: Path) -> None:
         ("  sequence_length: 4", 7, "did you mean data.sequence_length?"),
         ("model: {path: x}", 7, "model is set twice, first at"),
         ("  a: [", 8, "not valid YAML"),
+        ("  max_steps: 010", 7, "7: 010 is 8 to some readers of YAML and 10 to others"),
     ],
 )
 def test_errors_name_file_line_and_key(file: Path, line: str, number: int, expected: str) -> None:
@@ -108,13 +109,36 @@ def test_contradictions(file: Path) -> None:
         ("run.name=1e5", "put it in quotes"),
         ("data.sources=[{nmae: a, path: x}]", "unknown key data.sources.0.nmae; did you mean data.sources.name?"),
         ("train.global_batch_tokens=7", r"global_batch_tokens 7 is less than one sequence of data.sequence_length"),
-        ("data.path=''", "data.path is empty"),
+        ("data.path=''", "override \"data.path=''\": data.path is empty"),
+        ("data.path=[a.txt, '']", "data.path has an empty path"),
+        ("data.eval_sources=[{name: a, path: ''}]", "data.eval_sources.0.path is empty"),
+        ("data.tokenizer=''", "data.tokenizer is empty"),
+        ("model.path=''", "model.path is empty"),
+        ("run.directory=''", "run.directory is empty"),
+        ("shard.offload_directory=''", "shard.offload_directory is empty"),
+        ("checkpoint.resume=''", "checkpoint.resume is empty"),
+        ('data.path="a\\0b"', "data.path has what is no text: 'a\\x00b'"),
+        ('run.directory="a\\0b"', "run.directory has what is no text: 'a\\x00b'"),
+        ('shard.deepspeed_config="a\\0b"', "not a text file"),
+        ("run.directory=a\udcffb", "run.directory"),
+        ("adapter.alpha=1e300", "adapter.alpha is 1e+300: give one from 1e-37 to 1e+37"),
+        ("train.adam_epsilon=1e-300", "train.adam_epsilon is 1e-300"),
+        ("train.max_steps=100000000000000000000", "train.max_steps is too large: give one below 2^63"),
+        ("train.max_steps=010", "010 is 8 to some readers of YAML and 10 to others: write it without the leading 0"),
+        ("model.config={hidden_size: -0777}", "-0777 is 511 to some"),
         ("observe.sample_prompt=''", "at least 1 character"),
         ("launch.ranks=0", "or input should be 'auto'"),
     ],
 )
 def test_values_that_mean_nothing(file: Path, override: str, expected: str) -> None:
     assert expected in failure(file, override)
+
+
+def test_zeros_that_mean_one_thing(file: Path) -> None:
+    config = read_config(
+        file, ["train.warmup_steps=00", "launch.node_rank=0", "train.max_steps=0x10", "run.name='010'"]
+    )
+    assert (config.train.warmup_steps, config.train.max_steps, config.run.name) == (0, 16, "010")
 
 
 def test_an_empty_section_means_its_defaults(file: Path) -> None:
@@ -130,6 +154,15 @@ def test_unreadable_files(tmp_path: Path) -> None:
     assert "mapping of sections" in failure(tmp_path / "list.yaml")
     (tmp_path / "empty.yaml").write_text("")
     assert "model: is missing" in failure(tmp_path / "empty.yaml")
+
+
+def test_a_newline_in_a_path_does_not_hide_what_is_wrong(tmp_path: Path) -> None:
+    odd = tmp_path / "a\nb.yaml"
+    with pytest.raises(UserError) as caught:
+        read_config(odd)
+    assert caught.value.line.endswith("a\\nb.yaml: cannot read this config: No such file or directory [config]")
+    odd.write_text(f"{MINIMAL}  max_stps: 1\n")
+    assert "a\\nb.yaml:7: unknown key train.max_stps" in failure(odd)
 
 
 def test_nested_overrides_replace_single_keys(tmp_path: Path) -> None:

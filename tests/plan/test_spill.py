@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,11 +19,12 @@ from aliquot.errors import EngineError
 from aliquot.launch.rank_layout import RankLayout
 from aliquot.models.model_shape import numel
 from aliquot.models.shaped_model import shaped_model
+from aliquot.plan import search
 from aliquot.plan.disks import short_disks
 from aliquot.plan.planned_machine import Machine
 from aliquot.plan.planned_model import PlannedModel
 from aliquot.plan.planner import Planner, plan
-from aliquot.plan.search import remedies
+from aliquot.plan.search import Candidate, remedies
 from aliquot.plan.spill import MARGIN, spilled
 from tests.examples import examples
 from tests.plan.shapes import LLAMA, planned_config
@@ -57,6 +59,21 @@ def test_no_more_goes_there_than_must(excess: int) -> None:
         assert found.states == everything.states
         assert all(dict(found.states)[each] >= count for each, count in found.gradients)
     assert OnDisk.of_json(json.loads(json.dumps(vars(found)))) == found
+
+
+@pytest.mark.parametrize("excess", [1, 3 * LARGE, 8 * LARGE, 11 * LARGE, 64 * 14 * LARGE])
+def test_little_is_asked_of_a_model_of_many_layers(excess: int) -> None:
+    """A search over settings asks for each of them."""
+    asked: list[OnDisk] = []
+
+    def too_much(on_disk: OnDisk) -> float:
+        asked.append(on_disk)
+        return 64 * excess - saved(on_disk)
+
+    shape = replace(SHAPE, learned=64 * SHAPE.learned)
+    spilled(shape, LAYOUT, True, too_much)
+    kinds = sum(len(each) > 1 for each in shape.alike)
+    assert len(asked) <= 2 + 2 * kinds + max(shape.alike.values()).bit_length()
 
 
 def test_the_embedding_keeps_its_sums_in_memory() -> None:
@@ -118,6 +135,19 @@ def test_a_disk_is_offered_where_nothing_else_fits() -> None:
     config, machine = planned_config(WIDE), Machine.of_numbers(0.8, 2, None)
     planner, workload = Planner(PlannedModel(config), machine), Workload.assumed(config)
     assert remedies(planner, config, machine.layout(config), workload).startswith("What fits: shard.offload=disk ")
+
+
+def test_what_is_on_a_disk_already_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, machine = limited(0.1), Machine.of_numbers(0.8, 2, None)
+    planner, workload, searches = Planner(PlannedModel(config), machine), Workload.assumed(config), []
+
+    def candidates(*arguments: object) -> Iterator[Candidate]:
+        searches.append(arguments)
+        return iter(())
+
+    monkeypatch.setattr(search, "candidates", candidates)
+    assert remedies(planner, config, machine.layout(config), workload).startswith("Nothing that was tried fits")
+    assert len(searches) == 1
 
 
 def test_frugal_states_move_less() -> None:

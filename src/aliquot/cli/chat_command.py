@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -20,7 +21,14 @@ if TYPE_CHECKING:
 def command(
     model_dir: Annotated[Path, typer.Argument(help="A Hugging Face model directory: an export or a checkpoint.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Of a reply.")] = 256,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token each time.")] = 0.8,
+    temperature: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            help="0: the likeliest token each time. Above: drawn as the model's generation_config.json says (top_k,"
+            " top_p, repetition_penalty, ...), of the 50 likeliest where it has no top_k.",
+        ),
+    ] = 0.8,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 42,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
@@ -43,6 +51,7 @@ def command(
 def _lines() -> Iterator[str]:
     """What is typed, or comes from a pipe, until its end."""
     person = sys.stdin.isatty()
+    cast(io.TextIOWrapper, sys.stdin).reconfigure(errors="surrogateescape")  # a line that is no text ends nothing
     if person:
         import readline  # noqa: F401  (lines that are typed can be edited, and found again)
     while True:
@@ -55,6 +64,7 @@ def _lines() -> Iterator[str]:
 
 
 def _answer(chat: Chat, line: str) -> None:
+    wrong = None
     try:
         with closing(chat.reply(line)) as pieces:
             for piece in pieces:
@@ -62,5 +72,7 @@ def _answer(chat: Chat, line: str) -> None:
     except KeyboardInterrupt:
         pass
     except UserError as error:  # of this line: the conversation goes on
-        print(f"aliquot: {error.line}", end="", file=sys.stderr)
+        wrong = error.line
     print(flush=True)
+    if wrong is not None:
+        print(f"aliquot: {wrong}", file=sys.stderr)

@@ -16,7 +16,14 @@ def command(
     prompt: Annotated[list[str] | None, typer.Option(help="Text to continue; may be given several times.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="A file with a prompt a line.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 100,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token each time.")] = 0.8,
+    temperature: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            help="0: the likeliest token each time. Above: drawn as the model's generation_config.json says (top_k,"
+            " top_p, repetition_penalty, ...), of the 50 likeliest where it has no top_k.",
+        ),
+    ] = 0.8,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 42,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
@@ -32,8 +39,10 @@ def command(
 
 
 def _lines(file: Path) -> list[str]:
+    """Only a newline ends one: U+2028 and a form feed are text."""
     with reading(file):
         try:
-            return [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+            lines = file.read_bytes().decode("utf-8-sig").split("\n")
         except UnicodeDecodeError:
             raise UsageError("not a text file", file) from None
+    return [line.removesuffix("\r") for line in lines if line.strip()]

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from aliquot.config.peft_settings import adapter_settings
-from aliquot.config.section import Section
+from aliquot.config.section import PLACE, Section
 from aliquot.errors import UserError
 
 
 class AdapterSection(Section):
     type: Literal["lora"] = Field("lora", description="LoRA, through peft: pip install 'aliquot[lora]'.")
-    path: str | None = Field(
+    path: Annotated[str | None, PLACE] = Field(
         None,
         description="Begin with the adapter in this directory, saved by peft or a run; r, alpha and so on are its own.",
     )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from aliquot.config.section import Section
+from aliquot.config.section import PLACE, Section
 
 _NAME = r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"
 
@@ -16,12 +16,12 @@ _NAME = r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"
 class RecordsSection(Section):
     """Files or a dataset, and which fields of their records are read."""
 
-    path: str | list[str] | None = Field(
+    path: Annotated[str | list[str] | None, PLACE] = Field(
         None,
         description="Files, directories or globs of .txt, .md, .py, .jsonl, .json, .csv, .parquet, as they are or as"
         " .gz or .zst; or `stdlib`, Python's own.",
     )
-    dataset: str | None = Field(None, description="A name for datasets.load_dataset.")
+    dataset: Annotated[str | None, PLACE] = Field(None, description="A name for datasets.load_dataset.")
     dataset_config: str | None = Field(None, description="Its configuration, for example wikitext-2-raw-v1.")
     split: str = Field("train", description="Its split.")
     text_field: str | None = Field(
@@ -58,8 +58,6 @@ class NamedSection(RecordsSection):
     def one_source(self) -> Self:
         if (self.path is None) == (self.dataset is None):
             raise ValueError(f"source {self.name}: give exactly one of path and dataset")
-        if self.path in ("", []):
-            raise ValueError(f"source {self.name}: path is empty")
         return self
 
 
@@ -81,20 +79,22 @@ class DataSection(RecordsSection):
     train_on: Literal["completions", "all"] = Field(
         "completions", description="completions: the loss is on answers alone, where records have them; all: on all."
     )
-    chat_template: str | None = Field(
+    chat_template: Annotated[str | None, PLACE] = Field(
         None,
         description="A Jinja template, or the path of one, in place of the tokenizer's; `none`: prompts and completions"
         " as they are.",
     )
     add_bos: bool | None = Field(None, description="Begin each document with bos. Default: the model's convention.")
     add_eos: bool | None = Field(None, description="End each document with eos. Default: true if there is one.")
-    tokenizer: str | None = Field(None, description="Directory, tokenizer.json or hub id. Default: the model's own.")
+    tokenizer: Annotated[str | None, PLACE] = Field(
+        None, description="Directory, tokenizer.json or hub id. Default: the model's own."
+    )
     tokenizer_vocab_size: PositiveInt | None = Field(
         None, description="Train a byte-level BPE tokenizer of this size on the training text instead."
     )
     sequence_length: PositiveInt = Field(1024, ge=2, description="Tokens of a sequence, documents packed into it.")
     packing: bool = Field(True, description="Pack documents, exactly isolated. false: each is a sequence, unpadded.")
-    eval_path: str | list[str] | None = Field(None, description="Files to evaluate on, as data.path.")
+    eval_path: Annotated[str | list[str] | None, PLACE] = Field(None, description="Files to evaluate on, as data.path.")
     eval_split: str | None = Field(None, description="A split of data.dataset to evaluate on.")
     eval_fraction: float = Field(
         0.0,
@@ -107,20 +107,18 @@ class DataSection(RecordsSection):
         description="Several sets to evaluate on, each with its own loss: a list of `name` and the keys of a source.",
     )
     num_proc: PositiveInt | None = Field(None, description="Processes that tokenise. Default: the physical cores.")
-    cache_directory: Path | None = Field(None, description="Default: $ALIQUOT_CACHE, else ~/.cache/aliquot.")
+    cache_directory: Annotated[Path | None, PLACE] = Field(
+        None, description="Default: $ALIQUOT_CACHE, else ~/.cache/aliquot."
+    )
 
     @model_validator(mode="after")
     def one_place(self) -> Self:
-        if self.path in ("", []):
-            raise ValueError("data.path is empty")
         if sum(place is not None for place in (self.path, self.dataset, self.sources)) != 1:
             raise ValueError(
                 "give exactly one of data.path (local files), data.dataset (datasets.load_dataset) and data.sources"
             )
         if self.tokenizer is not None and self.tokenizer_vocab_size is not None:
             raise ValueError("give only one of data.tokenizer and data.tokenizer_vocab_size")
-        if self.eval_path in ("", []):
-            raise ValueError("data.eval_path is empty")
         if self.eval_path is not None and self.eval_split is not None:
             raise ValueError("give only one of data.eval_path and data.eval_split")
         if self.eval_split is not None and self.dataset is None:

@@ -175,7 +175,7 @@ def _read(path: Path, locations: Locations) -> dict[str, Any]:
         raise DeepspeedConfigError(f"not valid JSON: {error.msg}", f"{path}:{error.lineno}") from None
     except RecursionError:
         raise DeepspeedConfigError("nested too deeply", str(path)) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: no text, NUL in its name, a number of thousands of digits
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
         raise DeepspeedConfigError(f"{where}: cannot read {path}: {reason}") from None
     if not isinstance(found, dict):

@@ -13,7 +13,8 @@ from pydantic import BaseModel, ValidationError
 
 from aliquot.config import deepspeed_json, other_names
 from aliquot.config.schema import RunConfig
-from aliquot.errors import ConfigError
+from aliquot.config.section import OF_KEY
+from aliquot.errors import ConfigError, one_line
 
 Location = str  # "file:line", or "command line"
 Keys = tuple[str, ...]
@@ -34,15 +35,16 @@ def read_with_places(file: Path, overrides: Sequence[str] = ()) -> tuple[RunConf
     """As `read_config`, and where each key that is not a default was written: `run.yaml:7`, `cpu-ds.json:3`."""
     try:
         text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: no text, or NUL in its name
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
         raise ConfigError(f"cannot read this config: {reason}", file) from None
     locations: dict[Keys, Location] = {}
-    values = _load(text, str(file), locations)
+    name = one_line(file)
+    values = _load(text, name, locations)
     for override in overrides:
         apply_override(values, override, locations)
     deepspeed_json.fill(values, locations)
-    return validate(values, locations, str(file)), locations
+    return validate(values, locations, name), locations
 
 
 def validate(values: Mapping[str, Any], locations: Mapping[Keys, Location], where: str) -> RunConfig:
@@ -88,7 +90,8 @@ def _load(text: str, name: str, locations: dict[Keys, Location]) -> dict[str, An
             _locate(root, (), name, locations)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError(f"not valid YAML: {error.problem or error.context}", f"{name}:{line}") from None
+        wrong = "" if isinstance(error, _OfTwoMeanings) else "not valid YAML: "
+        raise ConfigError(f"{wrong}{error.problem or error.context}", f"{name}:{line}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date like 2026-99-99
         raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}", name) from None
     if not isinstance(values, dict):
@@ -121,6 +124,8 @@ def apply_override(values: dict[str, Any], override: str, locations: dict[Keys, 
         raise ConfigError(f"override {override!r}: expected section.key=value, for example train.max_steps=10{hint}")
     try:
         value = yaml.load(text, Loader=_Loader)
+    except _OfTwoMeanings as error:
+        raise ConfigError(f"override {override!r}: {error.problem}") from None
     except (yaml.YAMLError, ValueError):
         raise ConfigError(f"override {override!r}: the value is not valid YAML") from None
     section = values
@@ -150,6 +155,8 @@ def _explain(problem: dict[str, Any], locations: Mapping[Keys, Location], where:
     message = message[0].lower() + message[1:]
     if kind == "value_error":
         return place, message
+    if kind == OF_KEY:
+        return place, f"{'.'.join(keys)} {message}"
     if kind == "string_type" and isinstance(problem["input"], int | float):
         message = "input should be text: put it in quotes"
     return f"{place}: {'.'.join(known or keys)} is {problem['input']!r}", message
@@ -208,8 +215,20 @@ class _Dumper(yaml.SafeDumper):
     """Quotes the strings that `_Loader` would read as numbers."""
 
 
+class _OfTwoMeanings(yaml.MarkedYAMLError):
+    """What readers of YAML 1.1 and of YAML 1.2 take for different numbers."""
+
+
 def _integer(loader: _Loader, node: yaml.ScalarNode) -> int | str:
-    return str(node.value) if ":" in node.value else int(loader.construct_yaml_int(node))
+    if ":" in node.value:
+        return str(node.value)
+    digits = node.value.replace("_", "").lstrip("+-")
+    if digits.startswith("0") and digits.strip("0") and digits.isdigit():
+        told = f"{node.value} is {int(digits, 8)} to some readers of YAML and {int(digits)} to others"
+        raise _OfTwoMeanings(
+            problem=f"{told}: write it without the leading 0, or in quotes if it is text", problem_mark=node.start_mark
+        )
+    return int(loader.construct_yaml_int(node))
 
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _integer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -20,7 +20,10 @@ from aliquot.config.schema import (
     ShardSection,
     TrainSection,
 )
+from aliquot.config.section import OF_KEY
 from aliquot.errors import ConfigError
+
+_Section = TypeVar("_Section", ModelSection, AdapterSection)
 
 _TOGETHER = 64  # sequences that the automatic number of ranks shares out; the result does not depend on it
 
@@ -29,7 +32,8 @@ def read_evaluation(model: str, data: str, overrides: Sequence[str]) -> RunConfi
     """`model`, or an adapter beside its own, on the text at `data`, or on what a run's YAML configuration evaluates on.
 
     Of that configuration, or of `overrides`, counts how text becomes sequences, how it is computed and by which ranks;
-    the tokenizer is the model's. Raises UserError as `read_config` does, and for one that evaluates on nothing.
+    the tokenizer is the model's. Raises UserError as `read_config` does, for one that evaluates on nothing, and for
+    overrides of what the two arguments say.
     """
     if data.endswith((".yaml", ".yml")):
         read = read_config(Path(data), overrides)
@@ -41,15 +45,17 @@ def read_evaluation(model: str, data: str, overrides: Sequence[str]) -> RunConfi
         for override in overrides:
             apply_override(values, override, locations)
         read = validate(values, locations, "command line")
-    train, shard = read.train, read.shard
+        for override in overrides:
+            _check_not_said(override)
+    train, shard, of_model = read.train, read.shard, _at(ModelSection, model)
     adapter = model if (Path(model).expanduser() / CONFIG_FILE).is_file() else None
     own = None if adapter is None else Path(adapter).expanduser()
     beside = own is not None and (own / "tokenizer_config.json").is_file()  # as it was trained, with its chat template
     tokenizer = {"tokenizer": str(own) if beside else None, "tokenizer_vocab_size": None}
     return RunConfig(
         run=read.run,
-        model=ModelSection(path=model if adapter is None else model_beside(Path(adapter))),
-        adapter=None if adapter is None else _adapter(adapter),
+        model=of_model if adapter is None else _at(ModelSection, model_beside(Path(adapter))),
+        adapter=None if adapter is None else _at(AdapterSection, adapter),
         data=read.data.model_copy(update=tokenizer | _without_training(read.data)),
         train=TrainSection(
             max_steps=1,
@@ -67,11 +73,22 @@ def read_evaluation(model: str, data: str, overrides: Sequence[str]) -> RunConfi
     )
 
 
-def _adapter(path: str) -> AdapterSection:
+def _check_not_said(override: str) -> None:
+    """Of what the arguments say already, an override would be without effect."""
+    key = override.partition("=")[0].strip()
+    if key.partition(".")[0] in ("model", "adapter"):
+        raise ConfigError(f"override {override!r}: the argument MODEL says which model it is: leave it out")
+    if key in ("data.path", "data.eval_path"):
+        raise ConfigError(f"override {override!r}: the argument DATA says which text it is: leave it out")
+
+
+def _at(section: type[_Section], path: str) -> _Section:
     try:
-        return AdapterSection(path=path)
+        return section(path=path)
     except ValidationError as error:
-        raise ConfigError(str(error.errors()[0]["msg"]).removeprefix("Value error, ")) from None
+        told = error.errors()[0]
+        named = "the argument MODEL " if told["type"] == OF_KEY else ""
+        raise ConfigError(named + str(told["msg"]).removeprefix("Value error, ")) from None
 
 
 def _without_training(data: DataSection) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     Field,
@@ -25,7 +25,7 @@ from aliquot.config.cluster_section import ClusterSection
 from aliquot.config.data_section import DataSection as DataSection
 from aliquot.config.launch_section import LaunchSection as LaunchSection
 from aliquot.config.node_count import may_change
-from aliquot.config.section import Section
+from aliquot.config.section import PLACE, Section
 from aliquot.errors import UserError
 
 
@@ -33,13 +33,15 @@ class RunSection(Section):
     name: str = Field(
         "run", min_length=1, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", description="Names the run directory."
     )
-    directory: Path = Field(Path("runs"), description="Where everything of this run is written; default runs/<name>.")
+    directory: Annotated[Path, PLACE] = Field(
+        Path("runs"), description="Where everything of this run is written; default runs/<name>."
+    )
     seed: int = Field(42, ge=0, lt=2**63, description="Fixes initial weights, document order and sampling.")
 
 
 class ModelSection(Section):
-    path: str | None = Field(None, description="A Hugging Face model directory, or a hub id.")
-    config: dict[str, Any] | Path | None = Field(
+    path: Annotated[str | None, PLACE] = Field(None, description="A Hugging Face model directory, or a hub id.")
+    config: Annotated[dict[str, Any] | Path | None, PLACE] = Field(
         None, description="From scratch: a dict with `model_type`, or the path of a config.json."
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
@@ -144,7 +146,7 @@ class ShardSection(Section):
         description="cpu: weights, gradients and moments of a GPU run in host memory; engines fsdp, deepspeed."
         " disk: what does not fit into memory, moments first, then gradient sums; engine host.",
     )
-    offload_directory: Path | None = Field(
+    offload_directory: Annotated[Path | None, PLACE] = Field(
         None, description="On a fast disk of each node, for offload: disk. Default: the run directory."
     )
     memory: PositiveFloat | None = Field(
@@ -159,7 +161,7 @@ class CheckpointSection(Section):
     every: NonNegativeInt = Field(0, description="Save every so many steps; 0 = only at the end.")
     last: bool = Field(True, description="Save at the end, too; false: what is left there is the export.")
     keep: PositiveInt = Field(2, description="Complete checkpoints kept; older ones are removed.")
-    resume: str = Field(
+    resume: Annotated[str, PLACE] = Field(
         "auto",
         description="auto: the newest complete checkpoint of this run, here or in the mirror; never; a PATH or URL.",
     )
@@ -173,7 +175,7 @@ class CheckpointSection(Section):
     buffer_bytes: NonNegativeInt = Field(
         256 << 20, description="Copied at most when the next update comes before all is written; beyond, it waits."
     )
-    grace_s: PositiveFloat = Field(90.0, description="After SIGTERM or Ctrl-C: finish the step, save, end.")
+    grace_s: PositiveFloat = Field(90.0, le=1e9, description="After SIGTERM or Ctrl-C: finish the step, save, end.")
     on_error: Literal["stop", "warn"] = Field(
         "stop", description="When a checkpoint, its copy in the mirror, metrics or events cannot be written."
     )

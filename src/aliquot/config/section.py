@@ -2,13 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+# What fp32 and 64 bits hold: beyond, what computes with it fails in its own way.
+_SMALLEST, _LARGEST, _LARGEST_INTEGER = 1e-37, 1e37, 2**63 - 1
+OF_KEY = "of_key"  # the kind of an error whose message goes on where the key has been named
+
+
+def _names_something(value: Any) -> Any:
+    """Python takes an empty path for the working directory."""
+    if value in ("", []):
+        raise PydanticCustomError(OF_KEY, "is empty")
+    if isinstance(value, list) and "" in value:
+        raise PydanticCustomError(OF_KEY, "has an empty path")
+    return value
+
+
+PLACE = BeforeValidator(_names_something)  # of a key that names a file, a directory, a hub id, or several
 
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_default=True, protected_namespaces=(), allow_inf_nan=False)
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def usable(cls, value: Any) -> Any:
+        """No file has a name with NUL in it, no text file a lone surrogate."""
+        for text in _texts(value):
+            if "\0" in text or any("\ud800" <= sign <= "\udfff" for sign in text):
+                raise PydanticCustomError(OF_KEY, f"has what is no text: {text!a}")
+        if isinstance(value, float) and value and not _SMALLEST <= abs(value) <= _LARGEST:
+            raise PydanticCustomError(OF_KEY, f"is {value:g}: give one from {_SMALLEST:g} to {_LARGEST:g}")
+        if isinstance(value, int) and abs(value) > _LARGEST_INTEGER:
+            raise PydanticCustomError(OF_KEY, "is too large: give one below 2^63")
+        return value
 
     @model_validator(mode="before")
     @classmethod
@@ -25,3 +57,16 @@ class Section(BaseModel):
                 choose = f": choose {', '.join(options)}" if options else ""
                 raise ValueError(f"{key} is {str(value).lower()}, which is not a value for it{choose}")
         return values
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """In lists and mappings, too."""
+    if isinstance(value, str | Path):
+        yield str(value)
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _texts(key)
+            yield from _texts(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _texts(inner)

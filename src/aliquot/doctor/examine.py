@@ -38,7 +38,8 @@ CHECKS: tuple[Callable[[Subject], Finding], ...] = (
 
 
 def examine(subject: Subject) -> Iterator[Finding]:
-    """A finding of each check, as it comes; the two that start ranks last."""
+    """A finding of each check, as it comes; the two that start ranks last. Raises UserError before the first."""
+    network_checks.peers(subject)
     for check in CHECKS:
         yield check(subject)
     told = measure.run_two_ranks(subject)

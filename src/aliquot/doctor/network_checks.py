@@ -72,13 +72,13 @@ def check_port(subject: Subject) -> Finding:
 def check_peers(subject: Subject) -> Finding:
     """Whether each of `peers` answers. One that refuses the connection is reached: only nobody listens there yet.
 
-    Raises UserError for one that is no address.
+    Raises UserError as `peers` does.
     """
     if not subject.peers:
         meaning = "name them by --peers HOST,HOST to try the way there"
         return Finding("peers", "other nodes", "ok", "none given", meaning)
     bad, good = [], []
-    for host, port in [_host_and_port(peer, subject.port) for peer in subject.peers]:
+    for host, port in peers(subject):
         try:
             with suppress(ConnectionRefusedError):
                 socket.create_connection((host, port), timeout=_CONNECT_S).close()
@@ -92,6 +92,11 @@ def check_peers(subject: Subject) -> Finding:
         fix = "DNS or /etc/hosts; a security group that allows all traffic from itself; the same subnet or a route"
         return Finding("peers", "other nodes", "problem", found, "nodes that do not reach each other cannot train", fix)
     return Finding("peers", "other nodes", "ok", found, "the way to every other node is open")
+
+
+def peers(subject: Subject) -> list[tuple[str, int]]:
+    """Host and port of each. Raises UserError for one that is no address."""
+    return [_host_and_port(peer, subject.port) for peer in subject.peers]
 
 
 def _host_and_port(peer: str, port: int) -> tuple[str, int]:

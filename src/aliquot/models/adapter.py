@@ -62,6 +62,8 @@ def adapt(model: PreTrainedModel, section: AdapterSection) -> tuple[Adapter, Fil
         from aliquot.models.fused_lora import fuse
     except ImportError as error:
         raise MissingToolError("adapter: LoRA needs peft: pip install 'aliquot[lora]'") from error
+    if section.path is None:  # a saved adapter may name what other models have: its weights tell what it adapts
+        _check_names(model, section.target_modules)
     settings: Any = LoraConfig(
         task_type="CAUSAL_LM",
         r=section.r,
@@ -91,6 +93,18 @@ def adapt(model: PreTrainedModel, section: AdapterSection) -> tuple[Adapter, Fil
     now = {names[id(parameter)]: name for name, parameter in model.named_parameters() if id(parameter) in names}
     loads = tuple(Published(each.name, each.shape, now[each.source], each.start) for each in stored)
     return Adapter(loads, saves_of(_shapes(model, fills)), settings), fills
+
+
+def _check_names(model: PreTrainedModel, wanted: str | Sequence[str]) -> None:
+    """Each must be of a module: peft says nothing of one that finds none, if another does."""
+    if isinstance(wanted, str):
+        return
+    there = [path for path, _ in model.named_modules() if path]
+    for name in wanted:
+        if not any(path == name or path.endswith(f".{name}") for path in there):
+            raise ConfigError(
+                f"adapter.target_modules: {name!r} is the end of no layer's name; there are {', '.join(_linear(model))}"
+            )
 
 
 def _linear(model: PreTrainedModel) -> list[str]:

@@ -9,7 +9,7 @@ import torch
 from transformers import StoppingCriteria, TextIteratorStreamer
 
 from aliquot.errors import UsageError
-from aliquot.models.generate import Loaded, chat_ids, ends_of_turn, sampling
+from aliquot.models.generate import Loaded, chat_ids, check_text, ends_of_turn, sampling
 
 
 class Chat:
@@ -29,8 +29,10 @@ class Chat:
     def reply(self, text: str) -> Generator[str, None, None]:
         """Pieces of the reply to `text`. Closed before its end, it stops, and what was said until then is kept.
 
-        Raises UserError where the conversation has grown longer than the model can read; `text` is not kept then.
+        Raises UserError where the conversation has grown longer than the model can read, or `text` is none; it is not
+        kept then.
         """
+        check_text(text)
         asked = [*self._messages, {"role": "user", "content": text}]
         ids = chat_ids(self._loaded.tokenizer, asked, self._loaded.chat_prefix)
         room = self._loaded.room

@@ -16,9 +16,22 @@ from aliquot.models.model_files import trained_prefix
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import GenerationConfig
 
 Messages = Sequence[Mapping[str, str]]
 _COLD = 1e-4  # logits over less are infinite
+# Of a model's generation_config.json: where a text ends; of which tokens one is drawn; and what makes some tokens less
+# likely or leaves them out, with the value that does nothing.
+_ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_DRAWN_FROM = ("top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+_LESS_LIKELY: dict[str, Any] = {
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "bad_words_ids": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "sequence_bias": None,
+}
 
 
 @dataclass(frozen=True)
@@ -59,7 +72,19 @@ def load(directory: Path) -> Loaded:
         raise ModelFilesError(
             f"transformers cannot load this model: {' '.join(str(error).split())}", directory
         ) from error
+    model.generation_config = _one_by_one(model.generation_config)
     return Loaded(model, tokenizer, trained_prefix(directory), trained_prefix(directory, "chat_prefix"))
+
+
+def _one_by_one(of_model: GenerationConfig) -> GenerationConfig:
+    """Without beams, assistants, lengths and forms of output: one text is made, token by token, and streamed."""
+    from transformers import GenerationConfig
+
+    kept = GenerationConfig()
+    for name in (*_ENDS, *_DRAWN_FROM, *_LESS_LIKELY):
+        if (value := getattr(of_model, name, None)) is not None:
+            setattr(kept, name, value)
+    return kept
 
 
 def generate(
@@ -92,6 +117,7 @@ def continuation(
     """
     import torch
 
+    check_text(prompt)
     if chat:
         asked = chat_ids(tokenizer, [{"role": "user", "content": prompt}], prefix)
     elif prefix is None:
@@ -110,11 +136,19 @@ def continuation(
     return str(tokenizer.decode(ids[0], skip_special_tokens=True))
 
 
+def check_text(text: str) -> None:
+    """Raises UserError for bytes of no text: Python passes them on as lone surrogates, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{text[:60]!r} is not UTF-8 text") from None
+
+
 def sampling(max_new_tokens: int, temperature: float) -> dict[str, Any]:
-    """What transformers' `generate` is told."""
-    draws = temperature >= _COLD
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": draws}
-    return {**options, "temperature": temperature} if draws else options
+    """What transformers' `generate` is told; the rest is the model's."""
+    if temperature < _COLD:
+        return {"max_new_tokens": max_new_tokens, "do_sample": False, **_LESS_LIKELY}
+    return {"max_new_tokens": max_new_tokens, "do_sample": True, "temperature": temperature}
 
 
 def chat_ids(tokenizer: Any, messages: Messages, prefix: Sequence[int] | None) -> list[int]:

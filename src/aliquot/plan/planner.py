@@ -132,12 +132,12 @@ class Planner:
             kept_whole = kept if offloaded else None
             return step_time(engine, each, held, passed, layout, count, rates, used, disk_rate, kept_whole)
 
+        def hardly_waits(count: int) -> bool:
+            with_count = time_of(count)
+            return with_count.disk_s <= DISK_PART * with_count.total_s
+
         took = time_of(micro_batches)
-        enough = (
-            _fewest_with(lambda count: time_of(count).disk_s <= DISK_PART * time_of(count).total_s)
-            if disk.size
-            else None
-        )
+        enough = _fewest_with(hardly_waits) if disk.size else None
         of_evaluation = -(-(workload.eval_sequences or 0) // (size.micro * layout.world_size))
         disks = self._storage_rate(config, layout.nodes)
         hourly = self.machine.instance.usd_per_hour if self.machine.instance is not None else None

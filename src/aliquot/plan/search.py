@@ -66,7 +66,7 @@ def remedies(planner: Planner, config: RunConfig, layout: RankLayout, workload: 
     """The nearest settings that fit, each with its price in time, in one sentence."""
     now = planner.plan(config, layout, workload)
     fitting = [each for each in candidates(planner, config, layout, workload) if _fits(each, planner)]
-    if not fitting and layout.device == "cpu":
+    if not fitting and layout.device == "cpu" and config.shard.offload != "disk":  # else it has been tried
         fitting = [each for each in _with_a_disk(planner, config, layout, workload) if _fits(each, planner)]
     if not fitting:
         more = "more memory" if not now.fits else "a larger /dev/shm"

@@ -13,6 +13,8 @@ from aliquot.models.model_shape import ModelShape, Shape, numel, padded_share
 from aliquot.offload.windows import SMALLEST
 from aliquot.plan.fit import UNCERTAINTY
 
+Kind = Literal["states", "gradients"]
+
 MARGIN = UNCERTAINTY  # of the limit stays free
 
 
@@ -39,21 +41,20 @@ def spilled(shape: ModelShape, layout: RankLayout, streams: bool, too_much: Call
     )
     if too_much(most) > 0:
         return most
-    for each in shapes:
-        if too_much(chosen) <= 0:
-            return chosen
-        chosen = _fewest(partial(_with_weights, chosen, "states", each), shape.alike[each], too_much)
-    for each, count in sums.items():
-        if too_much(chosen) <= 0:
-            return chosen
-        chosen = _fewest(partial(_with_weights, chosen, "gradients", each), count, too_much)
+    wanted: list[tuple[Kind, Shape, int]] = [("states", each, shape.alike[each]) for each in shapes]
+    wanted += [("gradients", each, count) for each, count in sums.items()]
+    for kind, each, count in wanted:
+        some = partial(_with_weights, chosen, kind, each)
+        if too_much(some(count)) <= 0:
+            return _fewest(some, count, too_much)
+        chosen = some(count)
     return _fewest(
         lambda count: replace(chosen, layers=count, frozen=most.frozen if count else ()), most.layers, too_much
     )
 
 
 def _fewest(with_count: Callable[[int], OnDisk], most: int, too_much: Callable[[OnDisk], float]) -> OnDisk:
-    """With as little as it takes, by bisection; with `most` if even that is not enough."""
+    """With as little as it takes, by bisection; `most` is enough."""
     low, high = 0, most
     while low < high:
         middle = (low + high) // 2
@@ -64,6 +65,6 @@ def _fewest(with_count: Callable[[int], OnDisk], most: int, too_much: Callable[[
     return with_count(high)
 
 
-def _with_weights(chosen: OnDisk, kind: Literal["states", "gradients"], each: Shape, count: int) -> OnDisk:
+def _with_weights(chosen: OnDisk, kind: Kind, each: Shape, count: int) -> OnDisk:
     counts: Counts = (*getattr(chosen, kind), (each, count)) if count else getattr(chosen, kind)
     return replace(chosen, states=counts) if kind == "states" else replace(chosen, gradients=counts)

@@ -17,8 +17,10 @@ from typer.testing import CliRunner
 
 from aliquot.cli.main import app
 from aliquot.errors import UserError
+from aliquot.observe.report import figures, run_facts
 from aliquot.observe.report.page import MARKER, render, write_report
 from aliquot.observe.report.read_run import read_run
+from aliquot.observe.report.series import mean_parts, resumes
 from aliquot.observe.report.svg import thinned, ticks
 from tests.observe.report.directories import MACHINE, MIB, plan, rows, start, step, whole_run, write_run
 
@@ -140,6 +142,41 @@ def test_a_killed_run_with_half_a_line(tmp_path: Path) -> None:
     assert "3 of 100" in text and "killed" in text
     # All that is missing is said.
     assert "ledger.json" in text and "no evaluation" in text and "no checkpoint" in text
+
+
+def test_a_run_that_went_back_shows_each_step_once(tmp_path: Path) -> None:
+    """Resumed at 4, then from before that, as its checkpoint of step 4 was damaged, and again."""
+    slow = {"forward_s": 100.0, "backward_s": 100.0}  # of the first step of an attempt
+    steps = [step(n, **(slow if n in (1, 3) else {})) for n in range(1, 7)]
+    saved = [{"event": "checkpoint", "step": n, "time": 1.0, "seconds": n, "stall_s": 0.5} for n in (2, 4)]
+    again = [start(event="resume", step=n, resumed_from="x", total_steps=8) for n in (4, 2, 2)]
+    ends = [{"event": "failed", "step": n, "time": 2.0, "text": "why"} for n in (4, 8, 6)]
+    events = [start(), *saved, ends[0], again[0], ends[1], again[1], {**saved[1], "seconds": 7}, again[2], ends[2]]
+    run = read_run(write_run(tmp_path / "run", steps=steps, events=events))
+    assert run.beginnings == [0, 2]
+    assert (run_facts.steps_done(run), [row[:2] for row in run_facts.checkpoints(run).rows]) == (
+        6,
+        [["2", "2 s"], ["4", "7 s"]],
+    )
+    assert mean_parts(run)["forward"] == pytest.approx(0.3)
+    assert [mark.text for mark in resumes(run)] == ["resumed at 2"]
+    assert "The run was resumed 3 times." in figures.loss(run).says
+
+
+def test_an_evaluation_between_logged_steps_is_in_the_table(tmp_path: Path) -> None:
+    lines = [step(1), step(3), {"step": 4, "eval_loss": 1.5}, step(6), {"step": 6, "eval_loss": 1.25}]
+    table = figures.loss(read_run(write_run(tmp_path / "run", steps=lines, events=[start()]))).table
+    assert table is not None
+    assert [row[0] for row in table.rows] == ["1", "3", "4", "6"]
+    assert [row[1:] for row in table.rows][2:] == [["", "1.5000"], [f"{step(6)['loss']:.4f}", "1.2500"]]
+
+
+def test_a_step_s_parts_are_the_mean_over_the_steps_that_were_logged(tmp_path: Path) -> None:
+    """What a first step took counts neither itself nor for the next."""
+    steps = [step(1), step(2, data_s=1.0), step(10, data_s=2.0), step(11), step(12, data_s=3.0)]
+    again = start(event="resume", step=10, resumed_from="x")
+    run = read_run(write_run(tmp_path / "run", steps=steps, events=[start(), again]))
+    assert mean_parts(run)["data"] == pytest.approx((1 * 1.0 + 8 * 2.0 + 1 * 3.0) / 10)
 
 
 @pytest.mark.parametrize("changes", [{}, {"tokens_per_s": None, "flops_per_s": None, "mfu": None}])

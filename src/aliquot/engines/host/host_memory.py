@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from aliquot.collectives.alignment import aligned
@@ -12,7 +12,7 @@ from aliquot.config.on_disk import OnDisk, streamed_layers
 from aliquot.config.schema import RunConfig
 from aliquot.engines.held_memory import Held
 from aliquot.launch.rank_layout import RankLayout
-from aliquot.models.model_shape import ModelShape, Shape, numel, padded_share
+from aliquot.models.model_shape import LayerKind, ModelShape, Shape, numel, padded_share
 from aliquot.offload.windows import STREAM_BUFFERS, SUMS_BUFFERS, longest_window, paged, state_bytes
 from aliquot.optim.sizes import SCRATCH_BYTES, low_bytes, moment_bytes
 
@@ -146,18 +146,18 @@ def _state_bytes(config: RunConfig, weight: Shape) -> int:
 def _learned(shape: ModelShape, on_disk: OnDisk) -> list[int]:
     """Elements of each streamed layer that lie on disk and learn."""
     there = {weight for weight, _ in on_disk.states}
-    of_kinds = [sum(numel(each) for each in kind.learned if each in there) for kind in shape.kinds]
-    return _of_streamed(shape, on_disk, of_kinds)
+    return _of_streamed(shape, on_disk, lambda kind: sum(numel(each) for each in kind.learned if each in there))
 
 
 def _frozen(shape: ModelShape, on_disk: OnDisk) -> list[int]:
     """Elements of each streamed layer that lie on disk and learn nothing."""
-    of_kinds = [sum(numel(each) for each in kind.frozen if each in on_disk.frozen) for kind in shape.kinds]
-    return _of_streamed(shape, on_disk, of_kinds)
+    return _of_streamed(shape, on_disk, lambda kind: sum(numel(each) for each in kind.frozen if each in on_disk.frozen))
 
 
-def _of_streamed(shape: ModelShape, on_disk: OnDisk, of_kinds: Sequence[int]) -> list[int]:
-    of_layer = {at: count for kind, count in zip(shape.kinds, of_kinds, strict=True) for at in kind.positions}
+def _of_streamed(shape: ModelShape, on_disk: OnDisk, of_kind: Callable[[LayerKind], int]) -> list[int]:
+    if not on_disk.layers:
+        return []  # a search over settings asks a hundred thousand times
+    of_layer = {at: count for kind in shape.kinds for count in [of_kind(kind)] for at in kind.positions}
     return [of_layer[at] for at in streamed_layers(shape.layers, on_disk.layers)]
 
 

@@ -42,10 +42,11 @@ def loss(run: Run) -> Figure:
     marks = resumes(run)
     says = f"Training loss went from {trained[0][1]:.4f} to {trained[-1][1]:.4f} over {compact(trained[-1][0])} steps"
     says += f"; evaluation loss ended at {evaluated[-1][1]:.4f}." if evaluated else "; nothing was evaluated."
-    if marks:
-        says += f" The run was resumed {len(marks)} time{'s' if len(marks) > 1 else ''}."
-    at = dict(evaluated)
-    rows = [[f"{step:,.0f}", f"{value:.4f}", f"{at[step]:.4f}" if step in at else ""] for step, value in trained]
+    if times := sum(event.get("event") == "resume" for event in run.attempts):
+        says += f" The run was resumed {times} time{'s' if times > 1 else ''}."
+    curves = dict(trained), dict(evaluated)
+    steps = sorted({step for step, _ in (*trained, *evaluated)})  # an evaluated one need not be logged
+    rows = [[f"{step:,.0f}", *(f"{at[step]:.4f}" if step in at else "" for at in curves)] for step in steps]
     svg = line_chart(lines, lambda v: f"{v:.3g}", format_x=compact, marks=marks)
     return Figure(
         name, title, says, svg, unit="nats per token", keys=keys, table=Table(("step", "training", "evaluation"), rows),

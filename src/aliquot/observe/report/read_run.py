@@ -18,6 +18,7 @@ from aliquot.observe.events import ENDS
 from aliquot.observe.ledger import PHASES
 from aliquot.observe.run_directory import HEADER, LOCK, RunDirectory
 
+BEGINS = ("start", "resume")  # events of an attempt's beginning
 _ABSURD = 1e24
 
 Object = dict[str, Any]
@@ -52,7 +53,18 @@ class Run:
     @property
     def attempts(self) -> list[Object]:
         """What was written at each start and resume."""
-        return [event for event in self.events if event.get("event") in ("start", "resume")]
+        return [event for event in self.events if event.get("event") in BEGINS]
+
+    @property
+    def beginnings(self) -> list[float]:
+        """The steps after which the attempts began that the curve consists of: others were taken back, as a later one
+        went on from before them."""
+        found: list[float] = []
+        for attempt in reversed(self.attempts):
+            step = number(attempt.get("step"))
+            if step is not None and (not found or step < found[-1]):
+                found.append(step)
+        return found[::-1]
 
     @property
     def about(self) -> Object:
@@ -71,7 +83,7 @@ class Run:
     @property
     def first_steps(self) -> set[float]:
         """The first step of each attempt: it compiles and faults pages in."""
-        return {step + 1 for attempt in self.attempts if (step := number(attempt.get("step"))) is not None}
+        return {step + 1 for step in self.beginnings}
 
 
 def read_run(path: Path) -> Run:
@@ -137,7 +149,7 @@ def number(value: Any) -> float | None:
 
 
 def _status(path: Path, events: list[Object], steps: list[Object], config: Object) -> Status:
-    last = next((event for event in reversed(events) if event.get("event") in (*ENDS, "start", "resume")), None)
+    last = next((event for event in reversed(events) if event.get("event") in (*ENDS, *BEGINS)), None)
     if last is not None and last["event"] == "end":
         return Status("complete", "all steps are done")
     if last is not None and last["event"] in ENDS:

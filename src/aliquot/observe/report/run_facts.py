@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from aliquot.observe.readable import duration, gib, rate
 from aliquot.observe.report.figure import Table
 from aliquot.observe.report.memory_figures import host_top_bytes, limit_bytes, top_bytes
-from aliquot.observe.report.read_run import Object, Run, number
+from aliquot.observe.report.read_run import BEGINS, Object, Run, number
 from aliquot.observe.report.series import average, ceiling_of, mean_parts, per_step
 from aliquot.observe.report.words import compact, in_bytes, percent, seconds, significant
 
@@ -98,20 +98,22 @@ def foresight(run: Run) -> Table:
 
 
 def checkpoints(run: Run) -> Table:
-    """Saved while the events were written, and those that lie there now."""
-    rows, told = [], set()
-    for event in run.events:
-        step = number(event.get("step"))
-        if event.get("event") != "checkpoint" or step is None:
-            continue
-        told.add(int(step))
+    """Saved while the events were written, and those that lie there now. Of a step that was saved again, after the run
+    had gone on from an earlier one, the newest."""
+    saved = {
+        int(step): event
+        for event in run.events
+        if event.get("event") == "checkpoint" and (step := number(event.get("step"))) is not None
+    }
+    rows = []
+    for step, event in sorted(saved.items()):
         took, stall = number(event.get("seconds")), number(event.get("stall_s"))
-        kept = run.checkpoints.get(int(step))
+        kept = run.checkpoints.get(step)
         rows.append([
-            f"{step:,.0f}", seconds(took) if took is not None else NOT_RECORDED,
+            f"{step:,}", seconds(took) if took is not None else NOT_RECORDED,
             seconds(stall) if stall is not None else NOT_RECORDED, gib(kept) if kept is not None else "removed since",
         ])  # fmt: skip
-    unsaid = {step: kept for step, kept in run.checkpoints.items() if step not in told}
+    unsaid = {step: kept for step, kept in run.checkpoints.items() if step not in saved}
     rows += [[f"{step:,}", NOT_RECORDED, NOT_RECORDED, gib(kept)] for step, kept in unsaid.items()]
     return Table(("step", "took", "stood still", "on disk"), rows)
 
@@ -191,7 +193,9 @@ def commands(run: Run) -> list[tuple[str, str]]:
 
 
 def steps_done(run: Run) -> float:
-    ends = [number(event.get("step")) for event in run.events]
+    """What an attempt had done beyond the checkpoint that a later one goes on from is not done."""
+    began = max((at for at, event in enumerate(run.events) if event.get("event") in BEGINS), default=0)
+    ends = [number(event.get("step")) for event in run.events[began:]]
     return max([step for step, _ in run.points("loss")] + [step for step in ends if step is not None], default=0.0)
 
 

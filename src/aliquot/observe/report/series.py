@@ -37,11 +37,13 @@ def timed(run: Run) -> list[Object]:
 
 def mean_parts(run: Run) -> dict[str, float]:
     """Seconds of a step by part: the mean over the steps of `timed`; all 0 where there are none."""
+    counted = {id(line) for line in timed(run)}
     weights: list[tuple[float, Object]] = []
     before = 0.0
-    for line in timed(run):
+    for line in run.steps:
         step = number(line.get("step")) or 0.0
-        weights.append((max(1.0, step - before), line))  # a line stands for the steps since the one before
+        if id(line) in counted:
+            weights.append((max(1.0, step - before), line))  # a line stands for the steps since the one before
         before = step
     steps = sum(weight for weight, _ in weights) or 1.0
     return {
@@ -86,8 +88,7 @@ def median(points: Points) -> float:
 def resumes(run: Run, xs: Sequence[float] = ()) -> list[Mark]:
     """Where the run was resumed, as far as a picture reaches."""
     shown = list(xs) or [step for step, _ in run.points("loss")]
-    steps = [number(event.get("step")) for event in run.attempts if event.get("event") == "resume"]
-    inside = dict.fromkeys(step for step in steps if step is not None and shown and shown[0] <= step <= shown[-1])
+    inside = [step for step in run.beginnings if shown and step > 0 and shown[0] <= step <= shown[-1]]
     return [Mark(step, f"resumed at {step:,.0f}") for step in inside]
 
 
