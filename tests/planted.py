@@ -93,10 +93,10 @@ FAULTS = (
         ("tests/collectives", "tests/engines/test_host.py"),
     ),
     Fault(
-        "layer-does-not-wait", "engines/host/publication.py",
-        "a layer computes before the weights that another host has updated have come",
-        "return lambda *_: self.need(indices)", "return lambda *_: None",
-        ("tests/engines/test_host.py",),
+        "layer-does-not-wait", "engines/host/host_engine.py",
+        "a layer computes before its weights are updated, or have come from another host",
+        "                self._need(indices)", "                del indices",
+        ("tests/engines/test_host.py", "tests/engines/test_late_update.py"),
     ),
     Fault(
         "ties-to-zero", "optim/weights.py",
@@ -183,8 +183,8 @@ FAULTS = (
     Fault(
         "sigterm-saves-nothing", "training.py",
         "a run that is told to stop stops without saving",
-        "if last or stopping or best == done or is_due(config.checkpoint.every, done):",
-        "if last or best == done or is_due(config.checkpoint.every, done):",
+        "if at_end or stopping or best == done or is_due(config.checkpoint.every, done):",
+        "if at_end or best == done or is_due(config.checkpoint.every, done):",
         ("tests/test_train.py",),
     ),
     Fault(
