@@ -10,7 +10,7 @@ from typing import Any
 
 from aliquot.beginning import doubts
 from aliquot.checkpoint.continuity import changes, check_continuity, check_model
-from aliquot.checkpoint.directories import complete_directories, directory_of
+from aliquot.checkpoint.directories import complete_directories, directory_of, newest, step_of
 from aliquot.checkpoint.evaluations import Evaluations
 from aliquot.checkpoint.fetch_newer import fetch_best, fetch_instead, fetch_newer
 from aliquot.checkpoint.resume import began_elsewhere, resume
@@ -199,7 +199,10 @@ def foresee(run: Attempt, inputs: Inputs, force: bool) -> dict[str, Any]:
         topology, cores = run.ranks.topology, run.ranks.allowed_cores
         # Advice takes a dozen plans, each for as many nodes as there are: seconds in which all of them stand still.
         advise = not goes_on()
-        return plan_before(run.config, topology, cores, workload, vocabulary, force, run.display.warning, advise)
+        saved = newest(run.directory.checkpoints)
+        done = 0 if saved is None else step_of(saved)
+        warn = run.display.warning
+        return plan_before(run.config, topology, cores, workload, vocabulary, force, warn, advise, done)
 
     return on_first(run.ranks, plan)
 

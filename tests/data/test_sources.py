@@ -155,6 +155,7 @@ def test_a_dataset_by_name_is_the_same_documents(tmp_path: Path) -> None:
     ("path", "settings", "message"),
     [
         ("absent.txt", {}, "absent.txt: data.path: no such file or directory"),
+        ("~nobody-has-this-name/a.txt", {}, "~nobody-has-this-name/a.txt: data.path: no such file or directory"),
         ("*.absent", {}, r"\*.absent: data.path: no file matches"),
         (
             "pictures",

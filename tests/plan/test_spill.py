@@ -172,3 +172,6 @@ def test_disks_that_are_too_small_are_named_before_the_start(tmp_path: Path) -> 
     assert short_disks(only_export, type(made)(**huge)) == []
     (line,) = short_disks(config, type(made)(**huge))
     assert line.startswith(f"{tmp_path}/runs/name has ") and "3 checkpoints take 3458764513.82 GB" in line
+    before_the_last = config.model_copy(update={"checkpoint": type(config.checkpoint)(every=5, last=False)})
+    assert "1 checkpoint take" in short_disks(before_the_last, type(made)(**huge))[0]
+    assert short_disks(before_the_last, type(made)(**huge), done=5) == []

@@ -11,6 +11,7 @@ from aliquot.checkpoint.directories import STATE, newest, tidy
 from aliquot.checkpoint.evaluations import Evaluations
 from aliquot.checkpoint.mirrored import split_url
 from aliquot.checkpoint.restore import restore, restore_newest
+from aliquot.config.home import with_home
 from aliquot.config.schema import CheckpointSection
 from aliquot.errors import DamagedCheckpoint, ResumeError
 from aliquot.ranges.bytemap import Shape
@@ -40,7 +41,7 @@ def resume(
     wanted = settings.resume
     if wanted == "never":
         return None
-    given = Path(wanted).expanduser()
+    given = with_home(wanted)
     if wanted != "auto" and not is_url(wanted) and not on_first(ranks, lambda: _has_begun(given, root)):
         together(ranks, lambda: _check_seen(given))
         try:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
+from aliquot.config.home import with_home
 from aliquot.config.peft_settings import adapter_settings
 from aliquot.config.section import PLACE, Section
 from aliquot.errors import UserError
@@ -30,7 +31,7 @@ class AdapterSection(Section):
     @property
     def directory(self) -> Path | None:
         """Of the adapter to begin with."""
-        return None if self.path is None else Path(self.path).expanduser()
+        return None if self.path is None else with_home(self.path)
 
     @model_validator(mode="before")
     @classmethod
@@ -38,10 +39,10 @@ class AdapterSection(Section):
         """What is not given is that of the adapter at `path`; what is must not contradict it."""
         if not isinstance(values, dict) or not isinstance(values.get("path"), str):
             return values
-        if {"r", "alpha", "target_modules"} <= values.keys() and not Path(values["path"]).expanduser().is_dir():
+        if {"r", "alpha", "target_modules"} <= values.keys() and not with_home(values["path"]).is_dir():
             return values  # said in full, as a run's own config.yaml does: it is asked for when it is loaded
         try:
-            saved = adapter_settings(Path(values["path"]).expanduser())
+            saved = adapter_settings(with_home(values["path"]))
         except UserError as error:
             raise ValueError(str(error)) from None
         for key in saved.keys() & values.keys() - {"dropout"}:

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from aliquot.config.adapter_section import AdapterSection
 from aliquot.config.data_section import DataSection, RecordsSection
+from aliquot.config.home import with_home
 from aliquot.config.node_count import may_change
 from aliquot.config.peft_settings import CONFIG_FILE, model_beside
 from aliquot.config.read_config import Keys, Location, apply_override, read_config, validate
@@ -48,8 +49,8 @@ def read_evaluation(model: str, data: str, overrides: Sequence[str]) -> RunConfi
         for override in overrides:
             _check_not_said(override)
     train, shard, of_model = read.train, read.shard, _at(ModelSection, model)
-    adapter = model if (Path(model).expanduser() / CONFIG_FILE).is_file() else None
-    own = None if adapter is None else Path(adapter).expanduser()
+    adapter = model if (with_home(model) / CONFIG_FILE).is_file() else None
+    own = None if adapter is None else with_home(adapter)
     beside = own is not None and (own / "tokenizer_config.json").is_file()  # as it was trained, with its chat template
     tokenizer = {"tokenizer": str(own) if beside else None, "tokenizer_vocab_size": None}
     return RunConfig(

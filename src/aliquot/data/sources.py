@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from aliquot.config.data_section import DataSection, RecordsSection
+from aliquot.config.home import with_home
 from aliquot.data.digests import digests
 from aliquot.data.documents import RECORDS, Document, Unit, as_written, record_documents, text_documents
 from aliquot.data.formats import Format, format_of
@@ -161,7 +162,7 @@ def _find(entry: str, key: str) -> tuple[list[Path], int]:
         root = Path(sysconfig.get_paths()["stdlib"])
         modules = (file for file in _walk(root, {".py"}) if not NOT_OF_STDLIB & set(file.relative_to(root).parts))
         return [file for file in modules if _is_utf8(file)], 0
-    path = Path(entry).expanduser()
+    path = with_home(entry)
     if path.is_file():
         return [path], 0
     if path.is_dir():

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from aliquot.config.data_section import DataSection
+from aliquot.config.home import with_home
 from aliquot.data.cache import digest_of_directory, publishing
 from aliquot.data.formats import words
 from aliquot.data.sources import Source
@@ -33,7 +34,7 @@ def load_tokenizer(name: str | Path) -> Any:
     """A transformers tokenizer from a directory, a tokenizer.json file or a hub id. Raises UserError."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    path = Path(name).expanduser()
+    path = with_home(name)
     if not path.exists() and (path.is_absolute() or str(name).startswith(".") or str(name).count("/") > 1):
         raise TokenizerError("no such tokenizer file or directory", name)  # a hub id is `name` or `owner/name`
     try:
@@ -117,7 +118,7 @@ def give_template(tokenizer: Any, template: str | None) -> None:
         return
     if "{" not in template:
         try:
-            template = Path(template).expanduser().read_text(encoding="utf-8")
+            template = with_home(template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not a text file"
             raise TokenizerError(f"data.chat_template cannot be read: {reason}", template) from error

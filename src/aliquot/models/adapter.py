@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from aliquot.config.adapter_section import AdapterSection
+from aliquot.config.home import with_home
 from aliquot.config.peft_settings import CONFIG_FILE
 from aliquot.errors import ConfigError, MissingToolError
 from aliquot.experts.modules import weights_of
@@ -40,7 +41,7 @@ class Adapter:
     def files(self, of_model: Mapping[str, bytes], path: str) -> dict[str, bytes]:
         """What lies beside its weights: peft's configuration, and what `of_model`, the files of a model beside its own
         weights, hold about text. `path`: of the model, a directory or a hub id."""
-        directory = Path(path).expanduser()
+        directory = with_home(path)
         self.settings.base_model_name_or_path = str(directory.resolve()) if directory.is_dir() else path
         with tempfile.TemporaryDirectory() as folder:
             self.settings.save_pretrained(folder)

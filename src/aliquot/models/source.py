@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from aliquot.config.home import with_home
 from aliquot.config.peft_settings import CONFIG_FILE
 from aliquot.config.schema import ModelSection
 from aliquot.errors import ConfigError, ModelFilesError, UnsupportedModelError
@@ -158,7 +159,7 @@ def model_on_meta(directory: Path) -> PreTrainedModel:
 
 def local_directory(path: str, hub_files: Sequence[str] = HUB_FILES) -> Path:
     """The directory at `path`, or the local snapshot of the hub repository of that name, downloaded if need be."""
-    directory = Path(path).expanduser()
+    directory = with_home(path)
     if directory.is_dir():
         return directory
     looks_local = directory.exists() or path.startswith((".", "/", "~")) or path.count("/") != 1

@@ -22,8 +22,10 @@ def with_disk(machine: Machine, config: RunConfig) -> Machine:
     return replace(machine, disk_bytes_per_s=disk_rate(config.offload_directory))
 
 
-def short_disks(config: RunConfig, plan: Plan) -> list[str]:
-    """A line for each file system that is too small: checkpoints that exist at once, the export, states on disk."""
+def short_disks(config: RunConfig, plan: Plan, done: int = 0) -> list[str]:
+    """A line for each file system that is too small: checkpoints that exist at once, the export, states on disk.
+
+    `done`: steps behind the checkpoint that a run goes on from."""
     run = config.run.directory
     checkpoints = run / "checkpoints"
     every = config.checkpoint.every
@@ -32,7 +34,8 @@ def short_disks(config: RunConfig, plan: Plan) -> list[str]:
     kept = config.checkpoint.keep + config.checkpoint.best
     if config.checkpoint.best:
         saves += times_due(config.train.eval_steps, plan.steps)  # at most
-    at_once = min(saves + bool(there), kept + 1)  # a new one is complete before an old one goes
+    to_come = max(0, saves - times_due(every, done, last=False))
+    at_once = min(to_come + bool(there), kept + 1)  # a new one is complete before an old one goes
     wanted: dict[int, list[tuple[str, int]]] = defaultdict(list)
     free: dict[int, tuple[Path, int]] = {}
     for directory, what, size in (

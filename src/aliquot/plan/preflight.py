@@ -31,9 +31,11 @@ def plan_before(
     force: bool,
     warn: Callable[[str], None],
     advise: bool,
+    done: int,
 ) -> dict[str, Any]:
     """The plan as JSON, and in `peak_bytes` what a rank will hold at most in each phase; of one that computes on a GPU
-    that is GPU memory, and `host_peak_bytes` is the machine's. `advise`: also what would make it faster.
+    that is GPU memory, and `host_peak_bytes` is the machine's. `advise`: also what would make it faster. `done`: steps
+    behind the checkpoint that it goes on from.
 
     Raises UserError where they are too many even if the plan is as far off as plans have been, unless `force`; warns
     where that is not sure. A plan that cannot be made keeps no run from starting: it warns, and returns nothing.
@@ -50,7 +52,7 @@ def plan_before(
         found = "; ".join(fit.problems(plan, machine))
         advice = remedies(planner, config, layout, workload) if found and fit.hopeless(plan) and not force else None
         least = with_fewest_nodes(planner, config, layout, workload)
-        full = "; ".join(short_disks(config, plan) or ([] if least is None else short_disks(config, least)))
+        full = "; ".join(short_disks(config, plan, done) or ([] if least is None else short_disks(config, least, done)))
     except UserError:
         raise
     except Exception as error:
