@@ -106,7 +106,9 @@ def phases(
     # The largest block does not find its place again once smaller ones lie where it was.
     slack = cost.largest_bytes
     if held.streamed:
-        slack *= 2  # as much is kept unused, and no more (machine/kept_memory.py)
+        # A part of it is kept unused (machine/kept_memory.py); the rest are holes of what a layer took and gave back,
+        # between what the others have saved.
+        slack = max(2 * slack, most - cost.saved_bytes)
     steady = {"gathered": max(held.forward, held.backward), "activations": most - max(held.forward, held.backward)}
     if _evaluates(config):
         evaluation = {"gathered": held.evaluation, "activations": cost.evaluation_bytes}
