@@ -137,6 +137,7 @@ def points(directory: Path) -> list[dict[str, float]]:
 def test_wandb_offline_has_one_run_of_two_attempts(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert attempt(run, "wandb", range(1, 4)) == []
+    time.sleep(1)  # wandb names directories by the second: where it starts quickly, two would have one name
     assert attempt(run, "wandb", range(3, 5)) == []
     run_id = json.loads((run / "wandb.json").read_text())["run_id"]
     first, second = sorted((run / "wandb").glob(f"offline-run-*-{run_id}"))
