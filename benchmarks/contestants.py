@@ -54,14 +54,11 @@ def aliquot_steps(
     learning_rate: float = 1e-4,
     adapter: Any = None,
 ) -> Iterator[None]:
-    """Each `next` is one optimizer step. `engine_name` host, fsdp, or alone: host without collectives. `adapter`: as in
-    a run's config; the model beside it holds small random numbers."""
+    """Each `next` is one optimizer step. `engine_name` host or fsdp. `adapter`: as in a run's config; the model beside
+    it holds small random numbers."""
     from transformers import AutoConfig
 
-    from aliquot.collectives.hosts import Hosts
-    from aliquot.collectives.peers import Peers
     from aliquot.engines.base import EngineSpec
-    from aliquot.engines.compiling import compile_layers
     from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
     from aliquot.engines.host.host_engine import HostEngine
     from aliquot.launch.preload import tune
@@ -71,14 +68,8 @@ def aliquot_steps(
     tune()
     built = meta.build(AutoConfig.for_model(**config), adapter=adapter)
     spec = EngineSpec(precision, work.tokens, built.traits.plain_head, **settings)
-    engine: Any
-    if engine_name == "alone":
-        if spec.compile == "layers":
-            compile_layers(built.model, topology.threads)
-        peers = Peers(0, {}, (topology.rank,))
-        engine = HostEngine(built.model, spec, Hosts(peers, ((topology.rank,),), 0, (0,), None), topology)
-    else:
-        engine = {"host": HostEngine, "fsdp": FsdpEngine}[engine_name].build(built.model, spec, topology)
+    engines: dict[str, Any] = {"host": HostEngine, "fsdp": FsdpEngine}
+    engine = engines[engine_name].build(built.model, spec, topology)
     initialize.initialize(engine, built.fills, 1)
     for part in engine.parts() if adapter is not None else ():
         if part.name not in built.learned:

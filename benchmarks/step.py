@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -179,7 +180,9 @@ def rank() -> None:
         if who == "fsdp2":
             making = fsdp2_steps(config, work)
         else:
-            engine = "host" if who == "host-eager" else who
+            engine = "fsdp" if who == "fsdp" else "host"
+            if who == "alone":
+                topology = without_the_other(topology)
             settings = {"compile": "layers"} if who in ("host", "alone") else {"collectives": "shared_memory"}
             making = aliquot_steps(engine, config, work, topology, settings)
         for step in range(warm + steps):
@@ -215,6 +218,15 @@ def tuned_topology(tuned: bool) -> Topology:
     torch.set_num_threads(max(1, len(cores) // RANKS))
     dist.init_process_group("gloo")
     return Topology(number, RANKS, number, RANKS, 0, 1, "cpu", torch.get_num_threads(), own)
+
+
+def without_the_other(topology: Topology) -> Topology:
+    """Leave the other rank: from here on each trains a whole model, at the same time."""
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return replace(topology, rank=0, world_size=1, local_rank=0, local_world_size=1)
 
 
 def step_flops(numbers: dict[str, Any], work: Work, rank_number: int, step: int, ranks: int = RANKS) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from benchmarks.breakdown import PACKED_LONG, Shapes, beside_products, marks
 from benchmarks.step import ALONE, row, targets_of
 from benchmarks.worlds import run_world
 
@@ -35,3 +36,23 @@ def test_a_rank_that_does_not_end_is_named(tmp_path: Path) -> None:
     script = tmp_path / "contestant.py"
     script.write_text("import time; time.sleep(60)")
     assert run_world(str(script), 1, timeout_s=0.2) == [{"failed": "rank 0 did not end within 0.2 s: without a word"}]
+
+
+def test_the_breakdown_marks_what_the_engine_has() -> None:
+    assert [f"{owner}.{method}" for owner, method, _ in marks() if not callable(getattr(owner, method, None))] == []
+
+
+def test_the_breakdown_tells_products_apart() -> None:
+    shapes = Shapes(tokens=2048, mlp=2048, vocabulary=32000)
+    assert shapes.part((32000, 2048, 768)) == "head, gradient of weight"  # also where every token has a label
+    assert shapes.part((1792, 32000, 768)) == "head, gradient of hidden"
+    assert shapes.part((1792, 768, 32000)) == "head, logits"
+    assert shapes.part((2048, 768, 2048)) == "mlp"
+    assert shapes.part((2048, 768, 768)) == "projections"
+
+
+def test_what_a_step_does_beside_products() -> None:
+    parts = [("whole step", 120.0), ("the same, not watched", 100.0), ("mlp, forward", 60.0), ("head, logits", 20.0)]
+    rows = [{"part": part, "ms": ms} for part, ms in [*parts, ("rest", 40.0)]]
+    assert beside_products(rows) == 20e6 / PACKED_LONG.tokens
+    assert beside_products([{"part": "not measured"}]) is None
