@@ -54,9 +54,9 @@ class FusedLoss:
             hidden, labels = hidden[chosen.rows], labels[chosen.rows]
         if not torch.is_grad_enabled():
             total = torch.zeros((), device=hidden.device)
-            for a, b in self.row_chunks(hidden, weight, min(self.logits_bytes, HOST_BYTES)):  # there in fp32, too
-                logits = F.linear(hidden[None, a:b], weight)
-                total = total + summed_cross_entropy(logits, labels[a:b].to(logits.device))  # the planner's are on CPU
+            labels = labels.to(hidden.device)  # the planner's are on CPU
+            for a, b in self.row_chunks(hidden, weight):
+                total += self.of_logits(F.linear(hidden[a:b], weight), labels[a:b])
             return total, total
         summed: Tensor
         scaled: Tensor
@@ -65,9 +65,9 @@ class FusedLoss:
         )
         return summed.detach(), scaled
 
-    def row_chunks(self, hidden: Tensor, weight: Tensor, logits_bytes: int) -> Iterator[tuple[int, int]]:
+    def row_chunks(self, hidden: Tensor, weight: Tensor) -> Iterator[tuple[int, int]]:
         """At least one chunk, of no rows if there are none."""
-        count = max(16, logits_bytes // (weight.shape[0] * weight.element_size()))
+        count = max(16, self.logits_bytes // (weight.shape[0] * weight.element_size()))
         for start in range(0, max(1, len(hidden)), count):
             yield start, min(start + count, len(hidden))
 
@@ -76,6 +76,15 @@ class FusedLoss:
         count = max(16, self.logits_bytes // (4 * max(1, len(hidden))))
         for start in range(0, weight.shape[0], count):
             yield start, min(start + count, weight.shape[0])
+
+    def of_logits(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The summed cross-entropy of logits [N, V]. In passes: all of them in fp32 would be the largest block of
+        memory of a run, for which there is no room between what its steps have left."""
+        summed = torch.zeros((), device=logits.device)
+        count = max(1, self.scratch_bytes // (4 * logits.shape[1]))
+        for start in self.blocks(range(0, len(logits), count)):
+            summed += summed_cross_entropy(logits[None, start : start + count], labels[start : start + count])
+        return summed
 
     def to_gradient_(self, logits: Tensor, labels: Tensor, scale: float, normalizers: Tensor) -> Tensor:
         """Replace logits [N, V] by `scale` times the gradient of their summed cross-entropy; that sum, in fp32.
@@ -125,7 +134,7 @@ class _HeadLoss(torch.autograd.Function):
         learned: int,
         fused: FusedLoss,
     ) -> tuple[Tensor, Tensor]:
-        chunks = list(fused.row_chunks(hidden, weight, fused.logits_bytes))
+        chunks = list(fused.row_chunks(hidden, weight))
         summed = torch.zeros((), device=hidden.device)
         hidden_gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         # The log of the sum of exp(logits); infinite where nothing is learned: all probabilities are 0 there.
