@@ -64,6 +64,35 @@ def test_equals_autograd(backend: str, by_rows: bool) -> None:
         torch.testing.assert_close(head_loss(hidden, weight, labels, 0.25)[0].double(), expected[0], rtol=1e-6, atol=0)
 
 
+class LargestInFp32(TorchDispatchMode):
+    """The elements of the largest tensor in fp32 that any operation makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.dtype == torch.float32:
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cpu-in-chunks"])
+@pytest.mark.parametrize("learns", [True, False])
+def test_no_more_rows_than_one_pass_are_in_fp32_at_once(backend: str, learns: bool) -> None:
+    """An evaluation that turned all of them to fp32 left a heap that every later step was spread over."""
+    hidden, weight, labels = (
+        each.detach().to(dtype)
+        for each, dtype in zip(case(), (torch.bfloat16, torch.bfloat16, torch.int64), strict=True)
+    )
+    weight.requires_grad_(learns)
+    # The whole logits are in bf16: what is in fp32 is one pass. Columns that are computed again have their own bound.
+    with torch.set_grad_enabled(learns), LargestInFp32() as seen:
+        summed, _ = BACKENDS[backend](hidden, weight, labels, 0.25)
+    allowed = SCRATCH if not learns or backend == "cpu" else 8 * VOCABULARY * 9
+    assert 4 * seen.elements <= allowed < 4 * TOKENS * VOCABULARY
+    torch.testing.assert_close(summed, plain(*case(), 0.25)[0].float(), rtol=1e-2, atol=0)
+
+
 class Waits(TorchDispatchMode):
     """What makes a host wait for its GPU: a number of a tensor, or a shape that depends on one."""
 
