@@ -19,6 +19,8 @@ BACKENDS: dict[str, HeadLoss] = {
     "reference": reference_loss,
     "cpu": FusedLoss(SCRATCH),
     "cpu-in-chunks": FusedLoss(SCRATCH, logits_bytes=8 * VOCABULARY * 9),
+    "cpu-from-copies": FusedLoss(SCRATCH, copies_transposed=True),
+    "cpu-from-copies-in-chunks": FusedLoss(SCRATCH, logits_bytes=8 * VOCABULARY * 9, copies_transposed=True),
     "cuda": head_loss_on("cuda", logits_bytes=logits_room(80 << 30)),
 }
 head_loss = head_loss_on("cpu")

@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from aliquot.attention.document_attention import register
 from aliquot.errors import MissingToolError
 from aliquot.experts.sorted_experts import register as register_experts
+from aliquot.machine.kernels import copies_transposed
 from aliquot.models.structure import decoder_layers
 
 if TYPE_CHECKING:
@@ -35,6 +36,17 @@ def compile_layers(model: nn.Module, threads: int) -> None:
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
     register(compiled=True)
     register_experts(compiled=True)
+    options = _options()
     for layer in decoder_layers(model):
         # Not layer.compile(): it compiles the hooks, too, in which a layer waits for its weights.
-        layer.forward = torch.compile(layer.forward)
+        layer.forward = torch.compile(layer.forward, options=options)
+
+
+def _options() -> dict[str, Any] | None:
+    if not copies_transposed():
+        return None
+    try:
+        from aliquot.engines.transposing_pass import TransposingPass
+    except ImportError:
+        return None
+    return {"post_grad_custom_post_pass": TransposingPass()}

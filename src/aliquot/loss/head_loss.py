@@ -21,16 +21,20 @@ if TYPE_CHECKING:
     Blocks = Callable[[range], Iterable[int]]
 
 ROW_COUNTS = 8  # different ones, of rows that have as many tokens
+_COLUMNS = 512  # of a product that is transposed afterwards: it stays in the cache until then
 
 
-def head_loss_on(device: str, blocks: Blocks = iter, logits_bytes: int | None = None) -> HeadLoss:
-    """On CPU the rows that are worked on in fp32 stay in the cache; on a GPU they are enough to keep it busy (not yet
-    run on one). `logits_bytes`: for a planned machine; None: what this one has room for."""
+def head_loss_on(
+    device: str, blocks: Blocks = iter, logits_bytes: int | None = None, copies_transposed: bool = False
+) -> HeadLoss:
+    """On CPU the rows that are worked on in fp32, their probabilities and themselves stay in a core's own cache; on a
+    GPU they are enough to keep it busy (not yet run on one). `logits_bytes`: for a planned machine; None: what this one
+    has room for. `copies_transposed`: see machine/kernels.py."""
     if logits_bytes is None:
         memory = None if device == "cpu" else torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         logits_bytes = logits_room(memory)
-    scratch_bytes = 2 << 20 if device == "cpu" else 256 << 20
-    return FusedLoss(scratch_bytes=scratch_bytes, logits_bytes=logits_bytes, blocks=blocks)
+    scratch_bytes = 512 << 10 if device == "cpu" else 256 << 20
+    return FusedLoss(scratch_bytes, logits_bytes, blocks, copies_transposed)
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ class FusedLoss:
     scratch_bytes: int  # fp32 rows that one pass over the logits works on
     logits_bytes: int = HOST_BYTES  # at most this much of them at once
     blocks: Blocks = iter  # the passes over the logits: the planner makes two and counts them as all
+    copies_transposed: bool = False  # products with a transposed left side are made from copies
 
     def __call__(
         self,
@@ -151,8 +156,14 @@ class _HeadLoss(torch.autograd.Function):
 
         def fill(a: int, b: int, out: Tensor) -> None:
             columns = whole[:, a:b] if whole is not None else _columns(hidden, weight, labels, scale, normalizers, a, b)
-            torch.mm(columns.t(), hidden, out=out)
+            if hidden_copy is None:
+                torch.mm(columns.t(), hidden, out=out)
+            else:
+                _transposed_product(hidden_copy, columns, out)
 
+        hidden_copy = None
+        if fused.copies_transposed and (rows is not None or ctx.needs_input_grad[1]):
+            hidden_copy = hidden.t().contiguous()
         weight_gradient = None
         if ctx.needs_input_grad[1]:
             weight_gradient = torch.empty_like(weight)
@@ -181,3 +192,11 @@ def _columns(
     inside = (labels >= a) & (labels < b)
     values.scatter_add_(1, (labels - a).clamp(0, b - a - 1)[:, None], torch.where(inside, -scale, 0.0)[:, None])
     return values.to(hidden.dtype)
+
+
+def _transposed_product(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """out [V, E] = (left [E, T] @ right [T, V]) transposed. Neither side of the product is: of all that could be
+    transposed instead, its result is the smallest."""
+    for a in range(0, right.shape[1], _COLUMNS):
+        b = min(a + _COLUMNS, right.shape[1])
+        out[a:b] = torch.mm(left, right[:, a:b]).t()

@@ -30,6 +30,7 @@ from aliquot.launch.topology import Topology
 from aliquot.loaders.zero3 import cast_parameters, import_deepspeed, partition, partition_range
 from aliquot.loss.base import Chosen, HeadLoss
 from aliquot.loss.head_loss import head_loss_on
+from aliquot.machine.kernels import copies_transposed
 from aliquot.models import calls, recompute
 from aliquot.models.batch import MicroBatch
 from aliquot.ranges.parts import KINDS, Part
@@ -97,7 +98,11 @@ class DeepspeedEngine:
         partition(meta, settings)
         for weight in cast("Any", meta.parameters()):
             weight.ds_tensor.zero_()  # touches the memory, so that the ledger counts it as weights
-        training = _Training(meta, spec.fused_loss, head_loss_on(topology.device))
+        training = _Training(
+            meta,
+            spec.fused_loss,
+            head_loss_on(topology.device, copies_transposed=topology.device == "cpu" and copies_transposed()),
+        )
         if spec.fused_loss:
             deepspeed.zero.register_external_parameter(training, training.head.weight)
         optimizer = adamw(list(meta.named_parameters()), spec, settings)

@@ -40,6 +40,7 @@ from aliquot.errors import EngineError
 from aliquot.launch.topology import Topology
 from aliquot.loss.base import Chosen, HeadLoss
 from aliquot.loss.head_loss import head_loss_on
+from aliquot.machine.kernels import copies_transposed
 from aliquot.models import calls, recompute
 from aliquot.models.batch import MicroBatch
 from aliquot.models.materialise import materialise
@@ -118,7 +119,9 @@ class FsdpEngine:
             )  # fmt: skip
         stage = _share_memory(meta, spec, topology)
         if spec.fused_loss:
-            _add_fused_loss(meta, head_loss_on(topology.device))
+            _add_fused_loss(
+                meta, head_loss_on(topology.device, copies_transposed=topology.device == "cpu" and copies_transposed())
+            )
         for module in meta.modules():
             if isinstance(module, FSDPModule):
                 # Gradients are summed; the division by the global number of tokens is in the loss's scale.

@@ -49,6 +49,7 @@ from aliquot.launch.topology import Topology
 from aliquot.loss.base import GradientRows
 from aliquot.loss.head_loss import head_loss_on
 from aliquot.machine.cpu import numa_nodes
+from aliquot.machine.kernels import copies_transposed
 from aliquot.models import calls, recompute
 from aliquot.models.batch import MicroBatch
 from aliquot.optim.blocked_adamw import BlockedAdamW, FlatShard
@@ -134,7 +135,7 @@ class HostEngine:
             index = self._index_of(of_experts)
             send_to(of_experts, RingGradients(self._gradients, index, self._weights[index].shape))
         self._attention = attention_on("cpu", spec.packs, spec.gradient_checkpointing == "selective")
-        self._head_loss = head_loss_on("cpu")
+        self._head_loss = head_loss_on("cpu", copies_transposed=copies_transposed())
         self._steps = self._updates = 0
         self._activations = SavedBytes(spec.gradient_checkpointing)
 

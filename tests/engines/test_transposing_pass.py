@@ -1,0 +1,51 @@
+"""Weight gradients from transposed copies: the same numbers, and really copies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from aliquot.engines.transposing_pass import TransposingPass
+
+TOKENS, WIDTH, INNER = 96, 80, 130
+
+
+class Layer(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(WIDTH, INNER, bias=False), nn.Linear(INNER, WIDTH, bias=False)
+        self.narrow = nn.Linear(WIDTH, 8, bias=False)  # not worth a copy
+        self.to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.nn.functional.silu(self.up(x))) * self.narrow(x).sum(-1, keepdim=True)
+
+
+def gradients(dtype: torch.dtype, compiled: bool) -> tuple[list[Tensor], int]:
+    """Of all weights and the input, and how many transposed copies were made."""
+    torch._dynamo.reset()
+    layer = Layer(dtype)
+    function = torch.compile(layer, options={"post_grad_custom_post_pass": TransposingPass()}) if compiled else layer
+    x = torch.randn(1, TOKENS, WIDTH, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+    function(x).square().sum().backward()  # compiling runs operations, too
+    layer.zero_grad()
+    x.grad = None
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        function(x).square().sum().backward()
+    copies = sum(event.name == "aliquot::transposed_copy" for event in seen.events())
+    found = [each.grad for each in (x, *layer.parameters())]
+    assert all(each is not None for each in found)
+    return found, copies  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(("dtype", "copies"), [(torch.bfloat16, 2), (torch.float32, 0)])
+def test_gradients_are_those_of_plain_products(dtype: torch.dtype, copies: int) -> None:
+    found, made = gradients(dtype, compiled=True)
+    expected, none = gradients(torch.float32, compiled=False)
+    assert (made, none) == (copies, 0)
+    for ours, exact in zip(found, expected, strict=True):
+        # bf16 rounds weights, inputs and each product to 8 bits.
+        assert (ours.float() - exact).norm() <= (3e-2 if dtype == torch.bfloat16 else 1e-5) * exact.norm()
