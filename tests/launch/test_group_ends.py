@@ -15,8 +15,14 @@ from pathlib import Path
 from aliquot.config.read_config import read_config
 from aliquot.train import train
 
+def name_of(task):
+    try:
+        return (task / "comm").read_text()
+    except (FileNotFoundError, ProcessLookupError):  # it has just ended
+        return ""
+
 def gloo_threads():
-    names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    names = [name_of(task) for task in Path("/proc/self/task").iterdir()]
     return [name for name in names if "gloo" in name]
 
 import torch.distributed as dist
