@@ -43,7 +43,7 @@ def compile_layers(model: nn.Module, threads: int) -> None:
 
 
 def _options() -> dict[str, Any] | None:
-    if not copies_transposed():
+    if not copies_transposed("cpu", torch.bfloat16):
         return None
     try:
         from aliquot.engines.transposing_pass import TransposingPass

@@ -15,6 +15,7 @@ import torch
 _EXECUTED = re.compile(r"onednn_verbose,.*exec,cpu,(?:matmul|inner_product),([^,]+),")
 
 
+@functools.cache
 def matmul_kernel(precision: Literal["bf16", "fp32"]) -> str:
     """For example `brg_matmul:avx512_core_bf16` or `brg_matmul:avx512_core_amx`; MKL where that is what torch takes.
 
@@ -44,8 +45,7 @@ def matmul_kernel(precision: Literal["bf16", "fp32"]) -> str:
     return "MKL" if mkl.is_available() else "not oneDNN"  # type: ignore[no-untyped-call]
 
 
-@functools.cache
-def copies_transposed() -> bool:
-    """Whether a bf16 product with a transposed left side is faster from a copy of that side: AMX kernels take 2.6 times
-    as long for one as for a plain product, those of AVX-512 as long."""
-    return "amx" in matmul_kernel("bf16")
+def copies_transposed(device: str, dtype: torch.dtype) -> bool:
+    """Whether a product with a transposed left side is faster from a copy of that side: oneDNN's AMX kernels take 2.6
+    times as long for one as for a plain product (torch 2.13, oneDNN 3.12), those of AVX-512 as long."""
+    return device == "cpu" and dtype == torch.bfloat16 and "amx" in matmul_kernel("bf16")

@@ -101,7 +101,7 @@ class DeepspeedEngine:
         training = _Training(
             meta,
             spec.fused_loss,
-            head_loss_on(topology.device, copies_transposed=topology.device == "cpu" and copies_transposed()),
+            head_loss_on(topology.device, copies_transposed=copies_transposed(topology.device, spec.compute_dtype)),
         )
         if spec.fused_loss:
             deepspeed.zero.register_external_parameter(training, training.head.weight)

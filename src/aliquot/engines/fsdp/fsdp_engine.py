@@ -32,6 +32,7 @@ from aliquot.collectives.json_values import gather
 from aliquot.collectives.peers import Peers
 from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.compiling import compile_layers
+from aliquot.engines.copying_linear import copy_in_backward
 from aliquot.engines.fsdp.fsdp_check import check_collectives
 from aliquot.engines.fsdp.fsdp_collectives import SharedAllGather, SharedReduceScatter, Stage
 from aliquot.engines.global_norm import global_norm
@@ -102,6 +103,8 @@ class FsdpEngine:
         recompute.enable(meta, spec.gradient_checkpointing, spec.dropout)
         if spec.compile == "layers":
             compile_layers(meta, topology.threads)
+        elif copies_transposed(topology.device, spec.compute_dtype):
+            copy_in_backward(meta)
         # Pinned, FSDP2 would copy the shards to new memory at the first forward pass, and the optimizer would go on
         # to update the old ones.
         offload = CPUOffloadPolicy(pin_memory=False) if spec.offload else OffloadPolicy()
@@ -120,7 +123,8 @@ class FsdpEngine:
         stage = _share_memory(meta, spec, topology)
         if spec.fused_loss:
             _add_fused_loss(
-                meta, head_loss_on(topology.device, copies_transposed=topology.device == "cpu" and copies_transposed())
+                meta,
+                head_loss_on(topology.device, copies_transposed=copies_transposed(topology.device, spec.compute_dtype)),
             )
         for module in meta.modules():
             if isinstance(module, FSDPModule):

@@ -29,6 +29,7 @@ from aliquot.collectives.hosts import Hosts
 from aliquot.collectives.json_values import gather
 from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.compiling import compile_layers
+from aliquot.engines.copying_linear import copy_in_backward
 from aliquot.engines.global_norm import global_norm
 from aliquot.engines.host.expert_gradients import RingGradients
 from aliquot.engines.host.gradient_order import GradientOrder
@@ -135,7 +136,7 @@ class HostEngine:
             index = self._index_of(of_experts)
             send_to(of_experts, RingGradients(self._gradients, index, self._weights[index].shape))
         self._attention = attention_on("cpu", spec.packs, spec.gradient_checkpointing == "selective")
-        self._head_loss = head_loss_on("cpu", copies_transposed=copies_transposed())
+        self._head_loss = head_loss_on("cpu", copies_transposed=copies_transposed("cpu", spec.compute_dtype))
         self._steps = self._updates = 0
         self._activations = SavedBytes(spec.gradient_checkpointing)
 
@@ -145,6 +146,8 @@ class HostEngine:
         recompute.enable(meta, spec.gradient_checkpointing, spec.dropout)
         if spec.compile == "layers":
             compile_layers(meta, topology.threads)
+        elif copies_transposed("cpu", spec.compute_dtype):
+            copy_in_backward(meta)
         return cls(meta, spec, Hosts.join(topology.rank, node, gather), topology)
 
     def _listen(self) -> Iterator[RemovableHandle]:

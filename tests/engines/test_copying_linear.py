@@ -1,0 +1,41 @@
+"""Linear layers whose weight gradients come from copies against plain ones."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from aliquot.engines.copying_linear import CopyingLinear, copy_in_backward
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 320), (320, 64)])  # which side is copied
+@pytest.mark.parametrize("bias", [False, True])
+def test_gradients_are_those_of_a_plain_layer(inputs: int, outputs: int, bias: bool) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(inputs, outputs, bias=bias, dtype=torch.float64))
+    copying = copy.deepcopy(plain)
+    copy_in_backward(copying)
+    assert type(copying[0]) is CopyingLinear and isinstance(copying[0], nn.Linear)
+    x = torch.randn(3, 40, inputs, dtype=torch.float64, requires_grad=True)
+    kept = torch.randn(3, 40, outputs, dtype=torch.float64)
+    found = []
+    for model in (plain, copying):
+        result = model(x)
+        of_all = torch.autograd.grad((result * kept).sum(), [x, *model.parameters()])
+        found.append([result, *of_all])
+        assert all(each.is_contiguous() for each in of_all)
+    for expected, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_what_does_not_learn_is_small_or_has_been_derived_stays() -> None:
+    class Derived(nn.Linear):
+        pass
+
+    frozen = nn.Linear(64, 64).requires_grad_(False)
+    model = nn.ModuleList([frozen, nn.Linear(64, 8), Derived(64, 64)])
+    copy_in_backward(model)
+    assert [type(each) for each in model] == [nn.Linear, nn.Linear, Derived]
