@@ -26,7 +26,11 @@ SHARED = REPOSITORY.parent / "shared"
 RATES = {  # no machine's
     "products": {size: [[128.0, 1e11], [1024.0, 1e12]] for size in ("2", "4")},
     "small": {"2": 5e10, "4": 5e10},
-    "memory": {kind: [[1e6, 1e10], [1e7, 5e9]] for kind in ("copy", "add", "silu", "softmax", "sum")},
+    "memory": {
+        kind: [[1e6, 1e10], [1e7, 5e9]]
+        for kind in ("copy", "add", "silu", "softmax", "sum", "convert", "permute", "transpose")
+    },
+    "stage": 5e9,
     "call_s": 5e-6,
     "socket_bytes_per_s": 1e9,
     "spread": 0.0,

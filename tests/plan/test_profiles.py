@@ -16,7 +16,7 @@ from aliquot.plan.planned_machine import Machine
 from tests.conftest import RATES
 from tests.runs import trained, write_config
 
-LITTLE = Effort((32, 64, 256), 20.0, (1 << 16,), 0.001, 1 << 20)
+LITTLE = Effort((32, 64, 256), 20.0, (1 << 16,), 0.001, 8 << 20, 1 << 20)
 ONE = RankLayout(1, 1, 1, "cpu")
 
 
@@ -37,9 +37,11 @@ def test_all_that_plans_ask_for_is_measured() -> None:
 
 def test_products_that_would_take_long_are_left_out_by_all_ranks_alike() -> None:
     """One rank may be slow: the slowest decides, or the others would wait for it in products that it leaves out."""
-    tables = measure_rates(lambda value: value or 1.0, Effort((32, 64), 4.0, (1 << 16,), 0.001, 1 << 20))
+    tables = measure_rates(lambda value: value or 1.0, Effort((32, 64), 4.0, (1 << 16,), 0.001, 8 << 20, 1 << 20))
     assert [len(table) for table in tables["products"].values()] == [2, 2]
-    slow = measure_rates(lambda value: 1.0 if value else 0.0, Effort((32, 64), 4.0, (1 << 16,), 0.001, 1 << 20))
+    slow = measure_rates(
+        lambda value: 1.0 if value else 0.0, Effort((32, 64), 4.0, (1 << 16,), 0.001, 8 << 20, 1 << 20)
+    )
     assert [len(table) for table in slow["products"].values()] == [1, 1]
 
 

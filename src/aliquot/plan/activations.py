@@ -26,6 +26,7 @@ from aliquot.experts.modules import experts_weights, weights_of
 from aliquot.loss.base import IGNORE, GradientRows
 from aliquot.loss.head_loss import ROW_COUNTS, head_loss_on
 from aliquot.models import calls
+from aliquot.models.copying_linear import copy_in_backward
 from aliquot.models.model_shape import ModelShape
 from aliquot.models.recompute import enable
 from aliquot.models.shaped_model import ShapedModel
@@ -91,7 +92,8 @@ def _run(
             head = model.get_output_embeddings().weight
             in_a_ring = not step.head_gradient and torch.is_grad_enabled() and head.requires_grad
             sink = _rows_in_a_ring(shape, step, live) if in_a_ring else None
-            loss = head_loss_on(step.device, live.two_for_all, step.logits_bytes)(hidden, head, labels, 1.0, sink)[1]
+            head_loss = head_loss_on(step.device, live.two_for_all, step.logits_bytes, step.copies_transposed)
+            loss = head_loss(hidden, head, labels, 1.0, sink)[1]
             of_head.update(live.products - before)
             return saved_bytes, loss
 
@@ -223,6 +225,7 @@ def _prepared(shaped: ShapedModel, step: Step) -> Iterator[Callable[[list[int]],
     """The model with weights of the compute dtype, and a way to leave only some of its layers in it."""
     model = shaped.built.model
     _cast(model, _dtype(step))
+    copy_in_backward(model, step.copies_transposed)  # compiled layers copy, too
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # transformers is about to rename these
         model.gradient_checkpointing_disable()

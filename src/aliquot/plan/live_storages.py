@@ -112,7 +112,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._run.add(*({_storage(t): t.numel() * t.element_size() for t in each} for each in (inputs, outputs)))
             return
         sizes = [tensor.numel() * tensor.element_size() for tensor in moved]
-        self._work["memory", func._schema.name.removeprefix("aten::"), max(sizes)] += self._times * sum(sizes)
+        self._work["memory", _operation(func, moved), max(sizes)] += self._times * sum(sizes)
 
     def _end_run(self) -> None:
         largest, moved = self._run.moved({*self._alive, *self._ignored})
@@ -130,6 +130,19 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif not isinstance(tree, tuple | list):
             return []
         return [tensor for each in tree for tensor in self._tensors(each)]
+
+
+def _operation(func: Any, moved: list[Tensor]) -> str:
+    """By which rates know it: copies that convert or reorder are slower than those that do not."""
+    name: str = func._schema.name.removeprefix("aten::")
+    if name not in ("copy_", "_to_copy", "clone"):
+        return name
+    matrices = [tensor for tensor in moved if tensor.ndim > 1]
+    if any(tensor.stride(-1) != 1 < tensor.shape[-1] for tensor in matrices):
+        return "transpose"
+    if len({tensor.dtype for tensor in moved}) > 1:
+        return "convert"
+    return "permute" if any(not tensor.is_contiguous() for tensor in moved) else name
 
 
 def _storage(tensor: Tensor) -> int:

@@ -6,9 +6,10 @@ import socket
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 Tables = dict[str, Any]  # numbers in dicts and lists, as JSON; of every rank the same structure
@@ -23,13 +24,20 @@ class Effort:
     longest_s: float
     tensor_bytes: tuple[int, ...]
     each_s: float
+    apart_bytes: int  # of what is multiplied or summed in turn: in a step nothing finds its own in a core's cache
     socket_bytes: int
 
 
 # What `train` and `plan` do the first time on a machine, in about a second; and what `plan --calibrate` does.
-QUICK = Effort((128, 512, 1024, 2048), 0.1, (1 << 20, 16 << 20), 0.02, 16 << 20)
-THOROUGH = Effort((128, 256, 512, 1024, 2048), 20.0, (64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20), 0.15, 64 << 20)
+QUICK = Effort((128, 512, 1024, 2048), 0.1, (1 << 20, 16 << 20), 0.02, 64 << 20, 16 << 20)
+THOROUGH = Effort(
+    (128, 256, 512, 1024, 2048), 20.0, (64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20), 0.15, 256 << 20, 64 << 20
+)
 _SMALL = (64, 256, 64, 64)  # a product of attention, [batch, m, k, n]
+_BETWEEN_BYTES = 16 << 20  # of tensors that are worked on in turn: in a step others come between
+_STAGED = 1 << 20  # elements of a gradient that is added to its sum: read in bf16, read and written in fp32
+_CALLS = 10  # operations of torch in what is timed for one, those of the way back included
+_HEAD = 64  # elements of a head, as attention reorders them
 
 
 def measure_rates(agree: Agree, effort: Effort) -> Tables:
@@ -53,14 +61,16 @@ def measure_rates(agree: Agree, effort: Effort) -> Tables:
     products: dict[str, list[list[float]]] = {}
     small: dict[str, float] = {}
     spreads = []
+    room = torch.ones(effort.apart_bytes // 2, dtype=torch.bfloat16).view(torch.uint8)
     for dtype in (torch.bfloat16, torch.float32):
         table: list[list[float]] = []
         times = [0.0]
         for side in effort.sides:
             if table and agree(_fastest(times)) * (side / table[-1][0]) ** 3 > effort.longest_s:
                 break
-            left, right, out = torch.randn(3, side, side, dtype=dtype)
-            times = seconds(partial(torch.mm, left, right, out=out))
+            matrices = room.view(dtype)[: len(room) // (3 * side * side * dtype.itemsize) * 3 * side * side]
+            turn = cycle([tuple(of_one) for of_one in matrices.view(-1, 3, side, side)])
+            times = seconds(partial(_multiply, turn))
             table.append([float(side), 2.0 * side**3 / _fastest(times)])
         spreads.append(statistics.median(times) / _fastest(times) - 1)
         products[str(dtype.itemsize)] = table
@@ -69,27 +79,70 @@ def measure_rates(agree: Agree, effort: Effort) -> Tables:
         multiply = partial(torch.bmm, left, right, out=torch.empty(batch, m, n, dtype=dtype))
         small[str(dtype.itemsize)] = 2.0 * batch * m * k * n / _fastest(seconds(multiply))
     memory: dict[str, list[list[float]]] = {}
-    operations: dict[str, tuple[Callable[[Any], Any], int]] = {
+    operations: dict[str, tuple[Callable[[Any], Any], float]] = {
         "copy": (lambda x: x.clone(), 2),
-        "add": (lambda x: x + x, 2),
+        "add": (lambda x: x * 2, 2),
         "silu": (F.silu, 2),
         "softmax": (lambda x: torch.softmax(x, -1), 2),
         "sum": (lambda x: x.sum(-1), 1),
+        "convert": (lambda x: x[: len(x) // 2].float(), 1.5),  # the result is the larger
+        "permute": (lambda x: x.view(len(x), -1, _HEAD).transpose(0, 1).contiguous(), 2),
+        "transpose": (lambda x: x.t().contiguous(), 2),
     }
     for kind, (operation, moves) in operations.items():
         memory[kind] = []
         for size in effort.tensor_bytes:
-            x = torch.randn(size // 1024, 512, dtype=torch.bfloat16)
-            memory[kind].append([float(size), moves * size / _fastest(seconds(partial(operation, x)))])
-    tiny = torch.ones(8, requires_grad=True)
+            tensors = torch.randn(max(1, _BETWEEN_BYTES // size), size // 1024, 512, dtype=torch.bfloat16)
+            times = seconds(partial(_apply, operation, cycle(tensors)))
+            memory[kind].append([float(size), moves * size / _fastest(times)])
+    count = effort.apart_bytes // (6 * _STAGED)
+    sums = room[: 4 * count * _STAGED].view(torch.float32).view(count, _STAGED)
+    gradients = room[-2 * count * _STAGED :].view(torch.bfloat16).view(count, _STAGED)
+    parts = cycle(list(zip(sums, gradients, strict=True)))
     return {
         "products": products,
         "small": small,
         "memory": memory,
-        "call_s": _fastest(seconds(lambda: tiny + tiny)),
+        "stage": 10 * _STAGED / _fastest(seconds(lambda: _add(parts))),
+        "call_s": _call_s(parts),
         "socket_bytes_per_s": _socket_rate(effort.socket_bytes),
         "spread": max(spreads),
     }
+
+
+def _multiply(turn: Iterator[tuple[Any, ...]]) -> None:
+    import torch
+
+    left, right, out = next(turn)
+    torch.mm(left, right, out=out)
+
+
+def _apply(operation: Callable[[Any], Any], turn: Iterator[Any]) -> None:
+    operation(next(turn))
+
+
+def _add(turn: Iterator[tuple[Any, Any]]) -> None:
+    total, gradient = next(turn)
+    total.add_(gradient)
+
+
+def _call_s(parts: Iterator[tuple[Any, Any]]) -> float:
+    """Of an operation on a few numbers: half of them follow another such, half follow one that took the cache."""
+    import torch
+
+    tiny = torch.ones(8, requires_grad=True)
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        ((tiny + tiny).view(2, 4) * 2).sum().backward()  # type: ignore[no-untyped-call]
+        return time.perf_counter() - start
+
+    warm = [seconds() for _ in range(20)]
+    cold = []
+    for _ in range(20):
+        _add(parts)
+        cold.append(seconds())
+    return (_fastest(sorted(warm)) + _fastest(sorted(cold))) / 2 / _CALLS
 
 
 def medians(found: Sequence[Any]) -> Any:

@@ -237,6 +237,7 @@ def _step(config: RunConfig, engine: str, layout: RankLayout, machine: Machine) 
         head_gradient=engine != "host",
         compiled=config.train.compile == "layers",
         logits_bytes=logits_room(machine.gpu_memory_bytes if layout.device == "cuda" else None),
+        copies_transposed=layout.device == "cpu" and config.train.precision == "bf16" and "amx_bf16" in machine.isa,
     )
 
 

@@ -26,7 +26,7 @@ from aliquot.plan.planned_machine import Machine
 from aliquot.plan.rates import Rates, estimated, interpolated
 from aliquot.textfile import publish_text
 
-FORMAT = 3
+FORMAT = 4
 _PROFILE_BYTES = 8192  # at most, about
 _BUSY = 0.1  # a spread of products above which a quick profile is measured again by the next run
 _FRESH_S = 3600.0  # about as long as a machine stays what it is, and a second an hour is little
@@ -90,6 +90,7 @@ class Measured:
     products: dict[int, list[tuple[float, float]]]  # itemsize -> (side of a cube, FLOP/s)
     small: dict[int, float]  # itemsize -> FLOP/s of attention's batched products
     memory: dict[str, list[tuple[float, float]]]  # kind of operation -> (bytes of a tensor, bytes/s)
+    stage_bytes_per_s: float
     call_s: float
     socket_bytes_per_s: float
     network: Rates  # what cannot be measured on one machine
@@ -126,6 +127,7 @@ class Measured:
             products={int(size): table("products", size) for size in core["products"]},
             small={int(size): between(rate, every["small"][size]) for size, rate in core["small"].items()},
             memory={kind: table("memory", kind) for kind in core["memory"]},
+            stage_bytes_per_s=between(core["stage"], every["stage"]),
             call_s=core["call_s"],
             socket_bytes_per_s=core["socket_bytes_per_s"],
             network=estimated(machine, layout),
@@ -145,7 +147,7 @@ class Measured:
         return calls * self.call_s
 
     def stage_s(self, moved_bytes: float) -> float:
-        return moved_bytes / self.memory["copy"][-1][1]
+        return moved_bytes / self.stage_bytes_per_s
 
     def wire_s(self, sent_bytes: float) -> float:
         return self.network.wire_s(sent_bytes)
@@ -157,6 +159,8 @@ class Measured:
 def _kind(operation: str) -> str:
     if "softmax" in operation:
         return "softmax"
+    if operation in ("convert", "permute", "transpose"):
+        return operation
     if operation in ("silu", "silu_backward", "gelu", "gelu_backward", "exp", "sigmoid", "tanh", "pow", "rsqrt"):
         return "silu"
     if operation in ("mean", "sum", "amax"):

@@ -32,7 +32,6 @@ from aliquot.collectives.json_values import gather
 from aliquot.collectives.peers import Peers
 from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.compiling import compile_layers
-from aliquot.engines.copying_linear import copy_in_backward
 from aliquot.engines.fsdp.fsdp_check import check_collectives
 from aliquot.engines.fsdp.fsdp_collectives import SharedAllGather, SharedReduceScatter, Stage
 from aliquot.engines.global_norm import global_norm
@@ -44,6 +43,7 @@ from aliquot.loss.head_loss import head_loss_on
 from aliquot.machine.kernels import copies_transposed
 from aliquot.models import calls, recompute
 from aliquot.models.batch import MicroBatch
+from aliquot.models.copying_linear import copy_in_backward
 from aliquot.models.materialise import materialise
 from aliquot.models.structure import decoder_layers
 from aliquot.optim.sharded_adamw import ShardedAdamW

@@ -29,7 +29,6 @@ from aliquot.collectives.hosts import Hosts
 from aliquot.collectives.json_values import gather
 from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.compiling import compile_layers
-from aliquot.engines.copying_linear import copy_in_backward
 from aliquot.engines.global_norm import global_norm
 from aliquot.engines.host.expert_gradients import RingGradients
 from aliquot.engines.host.gradient_order import GradientOrder
@@ -53,6 +52,7 @@ from aliquot.machine.cpu import numa_nodes
 from aliquot.machine.kernels import copies_transposed
 from aliquot.models import calls, recompute
 from aliquot.models.batch import MicroBatch
+from aliquot.models.copying_linear import copy_in_backward
 from aliquot.optim.blocked_adamw import BlockedAdamW, FlatShard
 from aliquot.optim.sizes import update_block
 from aliquot.ranges.parts import KINDS, Part, row_ranges

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from aliquot.engines.copying_linear import CopyingLinear, copy_in_backward
+from aliquot.models.copying_linear import CopyingLinear, copy_in_backward
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 320), (320, 64)])  # which side is copied
@@ -39,3 +39,10 @@ def test_what_does_not_learn_is_small_or_has_been_derived_stays() -> None:
     model = nn.ModuleList([frozen, nn.Linear(64, 8), Derived(64, 64)])
     copy_in_backward(model)
     assert [type(each) for each in model] == [nn.Linear, nn.Linear, Derived]
+
+
+def test_a_planned_model_becomes_what_it_was() -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    for copies, kind in ((True, CopyingLinear), (False, nn.Linear)):
+        copy_in_backward(model, copies)
+        assert type(model[0]) is kind

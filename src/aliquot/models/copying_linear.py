@@ -1,7 +1,7 @@
 """Linear layers whose weight gradients are products of transposed copies, for models that are not compiled.
 
-See transposing_pass.py, which does the same to compiled ones, for why. torch's own copy takes twice as long as a
-compiled kernel's, so the smaller one is made: of the gradient of the output, or of the input and of the result.
+See engines/transposing_pass.py, which does the same to compiled ones, for why. torch's own copy takes twice as long
+as a compiled kernel's, so the smaller one is made: of the gradient of the output, or of the input and of the result.
 """
 
 from __future__ import annotations
@@ -22,11 +22,16 @@ class CopyingLinear(nn.Linear):
         return out
 
 
-def copy_in_backward(model: nn.Module) -> None:
-    """Make CopyingLinear of the model's linear layers that learn; those that others have derived from them stay."""
+def copy_in_backward(model: nn.Module, copies: bool = True) -> None:
+    """Make CopyingLinear of the model's linear layers that learn, or plain ones again; those that others have derived
+    from them stay."""
     for module in model.modules():
-        if type(module) is nn.Linear and module.weight.requires_grad and min(module.weight.shape) >= _SMALLEST:
-            module.__class__ = CopyingLinear  # as FSDP2 does: parameters, hooks and names are those that were
+        # As FSDP2 does: parameters, hooks and names are those that were.
+        if copies and type(module) is nn.Linear and module.weight.requires_grad:
+            if min(module.weight.shape) >= _SMALLEST:
+                module.__class__ = CopyingLinear
+        elif not copies and type(module) is CopyingLinear:
+            module.__class__ = nn.Linear  # type: ignore[assignment]
 
 
 class _Linear(torch.autograd.Function):
