@@ -48,3 +48,37 @@ def test_only_time_is_less_in_compiled_layers() -> None:
             key: n for key, n in after.items() if key[0] == "matmul"
         }
     assert compiled.saved_bytes == plain.saved_bytes and compiled.backward_bytes == plain.backward_bytes
+
+
+def test_copies_are_told_apart_by_what_makes_them_slow() -> None:
+    rows = torch.empty(8, 6, 4, device="meta")
+    with Live([]) as live:
+        kept = [
+            rows.clone(),
+            rows.transpose(0, 1).contiguous(),  # pieces of four elements lie elsewhere
+            rows.mT.contiguous(),  # every element does
+            rows.bfloat16(),
+            rows.mT.bfloat16().contiguous(),
+        ]
+        work = live.take_work()
+    assert len(kept) == 5
+    assert {key[1] for key in work if key[0] == "memory"} == {"clone", "permute", "transpose", "convert"}
+
+
+def test_copies_for_amx_are_planned() -> None:
+    model = PlannedModel(planned_config(LLAMA))
+    plain, copying = (
+        model.cost(Step("bf16", "none", "cpu", True, False, copies_transposed=copies), (0, 300, 512), 500)
+        for copies in (False, True)
+    )
+
+    def of(kind: str, work: Work) -> float:
+        return sum(amount for key, amount in work.items() if key[:2] == ("memory", kind))
+
+    assert of("transpose", copying.backward) > of("transpose", plain.backward)
+    # The same products, of sides that were exchanged.
+    flops = [
+        sum(n * key[1] * key[2] * key[3] * key[4] for key, n in each.backward.items() if key[0] == "matmul")
+        for each in (plain, copying)
+    ]
+    assert flops[0] == flops[1]
