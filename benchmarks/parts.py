@@ -1,4 +1,4 @@
-"""Parts of a step by themselves: the sum of gradients over ranks, and the optimizer's update.
+"""Parts of a step by themselves: the sum of gradients over ranks, the optimizer's update, a weight's gradient.
 
 python benchmarks/parts.py --json parts.json
 """
@@ -47,6 +47,14 @@ def main() -> None:
                      "peer_s": fused, "peer": "torch fused AdamW alone, fp32"})  # fmt: skip
         name = "adamw_of_fused" if compiled else "adamw_of_fused_eager"
         targets.append(target(name, fused / ours, 1.0, "higher"))
+    ranks = run_world(__file__, 2, "gradient")
+    if "failed" in ranks[0]:
+        raise SystemExit(ranks[0]["failed"])
+    copied, ready, plain = (statistics.mean(rank[who] for rank in ranks) for who in ("copied", "ready", "plain"))
+    rows.append({"what": "gradient of a weight of 2,048 x 768 by 2,048 tokens, bf16, from a copy", "aliquot_s": copied,
+                 "peer_s": plain, "peer": "torch: a transposed left side"})  # fmt: skip
+    rows.append({"what": "the same product alone, the copy being there", "aliquot_s": ready, "peer_s": plain,
+                 "peer": "torch: a transposed left side"})  # fmt: skip
     finish("parts of a step", rows, targets, given.json)
 
 
@@ -119,6 +127,21 @@ def updates(compiled: bool) -> dict[str, float]:
     }
 
 
+def gradients() -> dict[str, float]:
+    import torch
+    import torch.distributed as dist
+
+    from aliquot.models.copying_linear import weight_gradient
+
+    gradient, inputs = torch.randn(2048, 2048).bfloat16(), torch.randn(2048, 768).bfloat16()
+    copy = gradient.t().contiguous()
+    return {
+        "ready": seconds(lambda: torch.mm(copy, inputs), dist.barrier),
+        "copied": seconds(lambda: weight_gradient(gradient, inputs), dist.barrier),
+        "plain": seconds(lambda: torch.mm(gradient.t(), inputs), dist.barrier),
+    }
+
+
 def rank() -> None:
     import torch
     import torch.distributed as dist
@@ -127,7 +150,10 @@ def rank() -> None:
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
     dist.init_process_group("gloo")
-    tell(sums() if sys.argv[2] == "sum" else updates(sys.argv[3] == "True"))
+    if sys.argv[2] == "update":
+        tell(updates(sys.argv[3] == "True"))
+    else:
+        tell(sums() if sys.argv[2] == "sum" else gradients())
     dist.barrier()
     os._exit(0)
 
