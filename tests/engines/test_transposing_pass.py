@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from aliquot.engines import compiling
 from aliquot.engines.transposing_pass import TransposingPass
 
 TOKENS, WIDTH, INNER = 96, 80, 130
@@ -49,3 +52,13 @@ def test_gradients_are_those_of_plain_products(dtype: torch.dtype, copies: int) 
     for ours, exact in zip(found, expected, strict=True):
         # bf16 rounds weights, inputs and each product to 8 bits.
         assert (ours.float() - exact).norm() <= (3e-2 if dtype == torch.bfloat16 else 1e-5) * exact.norm()
+
+
+@pytest.mark.parametrize(("amx", "known", "passes"), [(True, True, 1), (False, True, 0), (True, False, 0)])
+def test_only_where_it_gains_and_torch_takes_passes(
+    monkeypatch: pytest.MonkeyPatch, amx: bool, known: bool, passes: int
+) -> None:
+    monkeypatch.setattr(compiling, "copies_transposed", lambda device, dtype: amx)
+    if not known:
+        monkeypatch.setitem(sys.modules, "aliquot.engines.transposing_pass", None)
+    assert len(compiling._options() or {}) == passes

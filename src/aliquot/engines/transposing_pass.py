@@ -14,18 +14,19 @@ import torch
 from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
+from aliquot.models.copying_linear import SMALLEST
+
 if TYPE_CHECKING:
     from torch.fx import Graph
 
 _PERMUTE, _MM = torch.ops.aten.permute.default, torch.ops.aten.mm.default
-_SMALLEST = 64  # rows, columns and terms: a smaller product is not worth a copy
 
 
 class TransposingPass(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         for product in graph.find_nodes(op="call_function", target=_MM):
             left, right = product.args
-            if not _is_transposed(left) or min(*_shape(left), *_shape(right)) < _SMALLEST:
+            if not _is_transposed(left) or min(*_shape(left), *_shape(right)) < SMALLEST:
                 continue
             with graph.inserting_before(product):
                 copy = graph.call_function(torch.ops.aliquot.transposed_copy.default, (left.args[0],))

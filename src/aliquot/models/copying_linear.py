@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-_SMALLEST = 64  # inputs and outputs: a smaller product is not worth a copy
+SMALLEST = 64  # rows, columns and terms: a smaller product is not worth a copy
 
 
 class CopyingLinear(nn.Linear):
@@ -28,7 +28,7 @@ def copy_in_backward(model: nn.Module, copies: bool = True) -> None:
     for module in model.modules():
         # As FSDP2 does: parameters, hooks and names are those that were.
         if copies and type(module) is nn.Linear and module.weight.requires_grad:
-            if min(module.weight.shape) >= _SMALLEST:
+            if min(module.weight.shape) >= SMALLEST:
                 module.__class__ = CopyingLinear
         elif not copies and type(module) is CopyingLinear:
             module.__class__ = nn.Linear  # type: ignore[assignment]

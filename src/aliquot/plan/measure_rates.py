@@ -58,6 +58,10 @@ def measure_rates(agree: Agree, effort: Effort) -> Tables:
             times.append(time.perf_counter() - start)
         return sorted(times)
 
+    def multiply_next(turn: Iterator[tuple[Any, ...]]) -> None:
+        left, right, out = next(turn)
+        torch.mm(left, right, out=out)
+
     products: dict[str, list[list[float]]] = {}
     small: dict[str, float] = {}
     spreads = []
@@ -70,7 +74,8 @@ def measure_rates(agree: Agree, effort: Effort) -> Tables:
                 break
             matrices = room.view(dtype)[: len(room) // (3 * side * side * dtype.itemsize) * 3 * side * side]
             turn = cycle([tuple(of_one) for of_one in matrices.view(-1, 3, side, side)])
-            times = seconds(partial(_multiply, turn))
+            matrices.fill_(1)  # what was multiplied before grows without end
+            times = seconds(partial(multiply_next, turn))
             table.append([float(side), 2.0 * side**3 / _fastest(times)])
         spreads.append(statistics.median(times) / _fastest(times) - 1)
         products[str(dtype.itemsize)] = table
@@ -96,6 +101,7 @@ def measure_rates(agree: Agree, effort: Effort) -> Tables:
             times = seconds(partial(_apply, operation, cycle(tensors)))
             memory[kind].append([float(size), moves * size / _fastest(times)])
     count = effort.apart_bytes // (6 * _STAGED)
+    room.view(torch.bfloat16).fill_(1)
     sums = room[: 4 * count * _STAGED].view(torch.float32).view(count, _STAGED)
     gradients = room[-2 * count * _STAGED :].view(torch.bfloat16).view(count, _STAGED)
     parts = cycle(list(zip(sums, gradients, strict=True)))
@@ -108,13 +114,6 @@ def measure_rates(agree: Agree, effort: Effort) -> Tables:
         "socket_bytes_per_s": _socket_rate(effort.socket_bytes),
         "spread": max(spreads),
     }
-
-
-def _multiply(turn: Iterator[tuple[Any, ...]]) -> None:
-    import torch
-
-    left, right, out = next(turn)
-    torch.mm(left, right, out=out)
 
 
 def _apply(operation: Callable[[Any], Any], turn: Iterator[Any]) -> None:
