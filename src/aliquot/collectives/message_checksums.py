@@ -20,7 +20,8 @@ def checksum(values: npt.NDArray[Any]) -> int:
     data = values.view(np.uint8)
     words = len(data) // 8 * 8
     total = int(np.add.reduce(data[:words].view(np.uint64)))
-    return total + int.from_bytes(data[words:].tobytes(), "little") & _WORD
+    rest = int.from_bytes(data[words:].tobytes(), "little") if words < len(data) else 0
+    return total + rest & _WORD
 
 
 class Tally:
