@@ -17,12 +17,25 @@ from aliquot.attention.document_attention import register
 from aliquot.errors import MissingToolError
 from aliquot.experts.sorted_experts import register as register_experts
 from aliquot.machine.kernels import copies_transposed
+from aliquot.models.copying_linear import copy_in_backward
 from aliquot.models.structure import decoder_layers
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from aliquot.engines.base import EngineSpec
+    from aliquot.launch.topology import Topology
+
 _COMPILERS = ("g++", "clang++", "c++")
+
+
+def compile_or_copy(model: nn.Module, spec: EngineSpec, topology: Topology) -> None:
+    """Compile the layers if that is wanted; if not, have their products made from copies where that is faster. To be
+    called before anything wraps the layers. Raises UserError as `compile_layers` does."""
+    if spec.compile == "layers":
+        compile_layers(model, topology.threads)
+    elif copies_transposed(topology.device, spec.compute_dtype):
+        copy_in_backward(model)
 
 
 def compile_layers(model: nn.Module, threads: int) -> None:

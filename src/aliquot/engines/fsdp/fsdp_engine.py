@@ -31,7 +31,7 @@ from aliquot.attention.document_attention import attention_on
 from aliquot.collectives.json_values import gather
 from aliquot.collectives.peers import Peers
 from aliquot.engines.base import Counters, EngineSpec, StepResult
-from aliquot.engines.compiling import compile_layers
+from aliquot.engines.compiling import compile_or_copy
 from aliquot.engines.fsdp.fsdp_check import check_collectives
 from aliquot.engines.fsdp.fsdp_collectives import SharedAllGather, SharedReduceScatter, Stage
 from aliquot.engines.global_norm import global_norm
@@ -43,7 +43,6 @@ from aliquot.loss.head_loss import head_loss_on
 from aliquot.machine.kernels import copies_transposed
 from aliquot.models import calls, recompute
 from aliquot.models.batch import MicroBatch
-from aliquot.models.copying_linear import copy_in_backward
 from aliquot.models.materialise import materialise
 from aliquot.models.structure import decoder_layers
 from aliquot.optim.sharded_adamw import ShardedAdamW
@@ -101,10 +100,7 @@ class FsdpEngine:
         mesh = init_device_mesh(topology.device, (topology.world_size,))
         policy = MixedPrecisionPolicy(param_dtype=spec.compute_dtype, reduce_dtype=torch.float32)
         recompute.enable(meta, spec.gradient_checkpointing, spec.dropout)
-        if spec.compile == "layers":
-            compile_layers(meta, topology.threads)
-        elif copies_transposed(topology.device, spec.compute_dtype):
-            copy_in_backward(meta)
+        compile_or_copy(meta, spec, topology)
         # Pinned, FSDP2 would copy the shards to new memory at the first forward pass, and the optimizer would go on
         # to update the old ones.
         offload = CPUOffloadPolicy(pin_memory=False) if spec.offload else OffloadPolicy()

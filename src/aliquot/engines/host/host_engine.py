@@ -28,7 +28,7 @@ from aliquot.attention.document_attention import attention_on
 from aliquot.collectives.hosts import Hosts
 from aliquot.collectives.json_values import gather
 from aliquot.engines.base import Counters, EngineSpec, StepResult
-from aliquot.engines.compiling import compile_layers
+from aliquot.engines.compiling import compile_or_copy
 from aliquot.engines.global_norm import global_norm
 from aliquot.engines.host.expert_gradients import RingGradients
 from aliquot.engines.host.gradient_order import GradientOrder
@@ -52,7 +52,6 @@ from aliquot.machine.cpu import numa_nodes
 from aliquot.machine.kernels import copies_transposed
 from aliquot.models import calls, recompute
 from aliquot.models.batch import MicroBatch
-from aliquot.models.copying_linear import copy_in_backward
 from aliquot.optim.blocked_adamw import BlockedAdamW, FlatShard
 from aliquot.optim.sizes import update_block
 from aliquot.ranges.parts import KINDS, Part, row_ranges
@@ -144,10 +143,7 @@ class HostEngine:
     def build(cls, meta: nn.Module, spec: EngineSpec, topology: Topology) -> Self:
         node = numa_nodes(Path("/")).get(topology.cores[0], 0) if topology.cores else 0
         recompute.enable(meta, spec.gradient_checkpointing, spec.dropout)
-        if spec.compile == "layers":
-            compile_layers(meta, topology.threads)
-        elif copies_transposed("cpu", spec.compute_dtype):
-            copy_in_backward(meta)
+        compile_or_copy(meta, spec, topology)
         return cls(meta, spec, Hosts.join(topology.rank, node, gather), topology)
 
     def _listen(self) -> Iterator[RemovableHandle]:
