@@ -54,6 +54,20 @@ def test_gradients_are_those_of_plain_products(dtype: torch.dtype, copies: int) 
         assert (ours.float() - exact).norm() <= (3e-2 if dtype == torch.bfloat16 else 1e-5) * exact.norm()
 
 
+def test_rows_of_several_lengths_are_copied_alike() -> None:
+    """After the second length torch.compile takes one graph for all, in which the length has no number."""
+    torch._dynamo.reset()
+    layer = Layer(torch.bfloat16)
+    function = torch.compile(layer, options={"post_grad_custom_post_pass": TransposingPass()})
+    made = []
+    for tokens in (TOKENS, 2 * TOKENS, TOKENS, 150):
+        x = torch.randn(1, tokens, WIDTH).bfloat16().requires_grad_()
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            function(x).square().sum().backward()
+        made.append(sum(event.name == "aliquot::transposed_copy" for event in seen.events()))
+    assert made[2:] == [2, 2]
+
+
 @pytest.mark.parametrize(("amx", "known", "passes"), [(True, True, 1), (False, True, 0), (True, False, 0)])
 def test_only_where_it_gains_and_torch_takes_passes(
     monkeypatch: pytest.MonkeyPatch, amx: bool, known: bool, passes: int

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
+from aliquot.models import copying_linear
 from aliquot.models.copying_linear import SMALLEST
 
 if TYPE_CHECKING:
@@ -35,20 +36,20 @@ class TransposingPass(CustomGraphPass):
 
     def uuid(self) -> Any:
         """Of this pass in the key of what torch.compile keeps from run to run."""
-        return get_hash_for_files((__file__,))
+        return get_hash_for_files((__file__, copying_linear.__file__))
 
 
 def _is_transposed(node: Any) -> bool:
-    """Whether this is the transposed view of a matrix in bf16 on CPU, of sizes that are known."""
+    """Whether this is the transposed view of a matrix in bf16 on CPU."""
     if node.target is not _PERMUTE:
         return False
     value = node.meta["val"]
-    known = all(isinstance(size, int) for size in value.shape)
-    return known and value.dtype == torch.bfloat16 and value.device.type == "cpu" and not value.is_contiguous()
+    return value.dtype == torch.bfloat16 and value.device.type == "cpu" and value.stride(-1) != 1
 
 
 def _shape(node: Any) -> tuple[int, ...]:
-    return tuple(node.meta["val"].shape)
+    """Where rows have had several lengths, their number has a name and no size: taken for large enough."""
+    return tuple(size if isinstance(size, int) else SMALLEST for size in node.meta["val"].shape)
 
 
 @functools.cache
