@@ -160,6 +160,36 @@ def test_a_busy_machine_and_an_older_profile_are_measured_again(unknown: Path) -
     assert rates is not None and rates.overhead_s(1) == 8.0  # of two ranks, but undisturbed
 
 
+@pytest.mark.parametrize(
+    "broken",
+    [
+        *([], "x", None, [1]),
+        *({key: wrong} for key, wrong in (("at", None), ("ranks", 0), ("threads", "x"), ("tables", {}))),
+        *({"tables": {**RATES, "call_s": wrong}} for wrong in (0, -1, float("nan"), float("inf"), None)),
+        {"tables": {key: value for key, value in RATES.items() if key != "stage"}},
+        {"tables": {**RATES, "memory": {**RATES["memory"], "permute": []}}},
+        {"tables": {**RATES, "products": {"2": [[128.0, 0.0]], "4": [[128.0, 1e11]]}}},
+    ],
+    ids=repr,
+)
+def test_a_file_that_is_no_profile_is_measured_again(unknown: Path, broken: Any) -> None:
+    cpu, machine = read_cpu(), Machine.this()
+    path = profiles.keep_quick(cpu, 1, 1, RATES)
+    assert profiles.known(machine, ONE)
+    whole = json.loads(path.read_text())
+    path.write_text(json.dumps({**whole, **broken} if isinstance(broken, dict) else broken))
+    assert profiles.quick(cpu, 1, 1) is None and not profiles.known(machine, ONE)
+    assert profiles.rates_of(machine, ONE) is None
+
+
+def test_a_rank_of_one_thread_may_have_left_out_larger_products_than_one_of_all_cores(unknown: Path) -> None:
+    few = {size: table[:1] for size, table in RATES["products"].items()}
+    for core, every in ((few, RATES["products"]), (RATES["products"], few)):
+        profiles.keep_thorough(read_cpu(), {**RATES, "products": core}, {**RATES, "products": every})
+        rates = profiles.rates_of(Machine.this(), ONE)
+        assert isinstance(rates, profiles.Measured) and [side for side, _ in rates.products[4]] == [128.0]
+
+
 @pytest.mark.long
 def test_a_run_measures_its_machine_and_a_second_one_does_not(unknown: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, launch={"ranks": 2}, train={"max_steps": 1})

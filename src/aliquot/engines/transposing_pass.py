@@ -44,7 +44,7 @@ def _is_transposed(node: Any) -> bool:
     if node.target is not _PERMUTE:
         return False
     value = node.meta["val"]
-    return value.dtype == torch.bfloat16 and value.device.type == "cpu" and value.stride(-1) != 1
+    return bool(value.dtype == torch.bfloat16 and value.device.type == "cpu" and value.stride(-1) != 1)
 
 
 def _shape(node: Any) -> tuple[int, ...]:
