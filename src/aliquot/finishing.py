@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from itertools import count
 from pathlib import Path
@@ -19,6 +20,8 @@ from aliquot.observe.console import Display
 from aliquot.preparation import Attempt, Inputs, Model, Start
 from aliquot.ranges.publish import remove_directory
 from aliquot.ranges.together import on_first
+
+_WEIGHTS = re.compile(rf"(model|{STEM})(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?")
 
 
 def is_exported(run: Attempt, start: Start) -> bool:
@@ -76,10 +79,14 @@ def sample(run: Attempt, inputs: Inputs, model: Model) -> str | None:
 
 def _make_room(target: Path, files: Collection[str], display: Display) -> None:
     """An export of an earlier stage of this run is replaced; one in which a person has put files is kept."""
-    own = {path.name for path in target.iterdir() if path.match("*model*.safetensors*")} | {*files}
-    if foreign := sorted({path.name for path in target.iterdir()} - own):
+    if foreign := sorted(path.name for path in target.iterdir() if not _is_own(path, files)):
         kept = next(at for n in count(1) if not (at := target.with_name(f"{target.name}-{n}")).exists())
         target.rename(kept)
         display.warning(f"{target} held {foreign[0]}, which is not of an export: it is {kept} now")
         return
     remove_directory(target)
+
+
+def _is_own(path: Path, files: Collection[str]) -> bool:
+    """Whether an export writes a file of that name; `files`: what is beside the weights."""
+    return path.is_file() and (path.name in files or _WEIGHTS.fullmatch(path.name) is not None)

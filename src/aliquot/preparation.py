@@ -37,7 +37,7 @@ from aliquot.models.adapter import BASE
 from aliquot.models.computed import computed
 from aliquot.models.load import load_adapter, load_weights
 from aliquot.models.published import Published, published_of
-from aliquot.models.source import ModelSource, import_models, resolve
+from aliquot.models.source import ModelSource, fingerprint, import_models, resolve
 from aliquot.models.stored_names import StoredNames
 from aliquot.models.structure import decoder_layers
 from aliquot.models.traits import Traits, traits
@@ -174,7 +174,8 @@ def read_inputs(run: Attempt) -> Inputs:
 
 
 def check_inputs(run: Attempt, inputs: Inputs) -> None:
-    """Whether data and model are the same on all nodes, wherever they lie. Collective; raises NodesDifferError."""
+    """Whether data and model are the same on all ranks, wherever they lie. Collective; raises NodesDifferError."""
+    adapter = None if run.config.adapter is None else run.config.adapter.directory
 
     def told() -> dict[str, Any]:
         data, config = inputs.data, inputs.source.config.to_dict()
@@ -184,6 +185,7 @@ def check_inputs(run: Attempt, inputs: Inputs) -> None:
             "tokenizer (hash of its files)": Path(data.tokenizer).name,
             "model.config": {key: value for key, value in config.items() if not key.startswith("_")},
             "weights (hash of samples)": inputs.source.fingerprint,
+            "adapter (hash of samples)": None if adapter is None else fingerprint(adapter),
         }
 
     check_same(run.ranks, told)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
 import socket
@@ -17,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from aliquot.config.read_config import read_config
 from aliquot.errors import UserError
-from aliquot.launch.same_everywhere import check_configs, check_same
+from aliquot.launch.same_everywhere import check_same, common_settings
 from aliquot.launch.topology import Topology
 from aliquot.observe import run_directory
 from aliquot.observe.run_directory import RunDirectory
@@ -102,6 +104,25 @@ def test_other_weights_of_the_same_sizes_are_noticed(tmp_path: Path) -> None:
     assert all(code == 2 and "weights (hash of samples) is" in line for code, line in ended), ended
 
 
+def test_a_rank_that_somebody_started_otherwise_is_named(tmp_path: Path) -> None:
+    """As by a loop on one host: no launcher gives both ranks the same settings."""
+    config = write_config(tmp_path)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        warm.popen(
+            "-m", "aliquot", "train", config, *(["train.learning_rate=0.1"] if rank else []),
+            env={**os.environ, **world, "RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    told = "".join(rank.communicate(timeout=120)[0] for rank in ranks)
+    assert [rank.returncode for rank in ranks] == [2, 2], told
+    assert "rank 1 does not train what rank 0 does: train.learning_rate is" in told
+
+
 @pytest.mark.long
 def test_what_is_a_nodes_own_may_differ(tmp_path: Path) -> None:
     config = write_config(tmp_path, train={"max_steps": 1})
@@ -113,16 +134,19 @@ def test_what_is_a_nodes_own_may_differ(tmp_path: Path) -> None:
 
 
 class Gathered:
-    """The ranks of two nodes, of which this one is the first and the other has told `other`."""
+    """Two ranks, of which this one is the first and the other, on `node`, tells `other`."""
 
     rank = 0
 
-    def __init__(self, other: dict[str, Any]) -> None:
+    def __init__(self, other: dict[str, Any], node: int = 1) -> None:
         self._other = other
+        self._node = node
         self.topology = Topology(0, 2, 0, 1, 0, 2, "cpu", 1, ())
 
     def gather(self, value: Any) -> list[Any]:
-        return [value, [1, self._other]]
+        if isinstance(value, str):
+            return [value, hashlib.sha256(json.dumps(self._other, sort_keys=True).encode()).hexdigest()]
+        return [value, [self._node, self._other]]
 
 
 def test_what_differs_is_named_with_both_values() -> None:
@@ -135,18 +159,12 @@ def test_what_differs_is_named_with_both_values() -> None:
         check_same(Gathered(differing), lambda: own)  # type: ignore[arg-type]
     assert "node 1 (rank 1) does not train what node 0 does: train.max_steps is 5 there and 7 here;" in str(told.value)
     assert "train.seed is 1 there and not set here; new is not set there and 3 here" in str(told.value)
+    with pytest.raises(UserError, match=r"^rank 1 does not train what rank 0 does: train\.max_steps is 5 there and 7"):
+        check_same(Gathered(differing, node=0), lambda: own)  # type: ignore[arg-type]
 
 
 def test_a_configuration_is_compared_but_for_what_is_a_nodes_own(tmp_path: Path) -> None:
-    seen: list[dict[str, Any]] = []
-
-    class Seen(Gathered):
-        def gather(self, value: Any) -> list[Any]:
-            seen.append(value[1])
-            return [value]
-
-    check_configs(Seen({}), read_config(write_config(tmp_path)))  # type: ignore[arg-type]
-    (told,) = seen
+    told = common_settings(read_config(write_config(tmp_path)))
     compared = {"train.max_steps", "run.seed", "shard.engine", "checkpoint.every", "data.sequence_length"}
     assert compared | {"model.config.hidden_size", "version of torch", "train.precision"} <= told.keys()
     assert not {key for key in told if key.startswith(("launch", "cluster", "data.path", "run.directory"))}

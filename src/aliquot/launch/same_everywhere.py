@@ -1,10 +1,12 @@
-"""Whether all nodes of a run do the same: told and compared when ranks have joined, and when data and model are known.
+"""Whether all ranks of a run do the same: told and compared when they have joined, and when data and model are known.
 
-A node with another text, another batch size or other weights would train to the end without a word, on a mixture.
+A node with another text, another batch size or other weights would train to the end without a word, on a mixture; so
+would a rank that somebody starts by hand beside others of its host.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
@@ -17,7 +19,7 @@ from aliquot.launch.ranks import Ranks
 # A node's own: where it finds things (what it finds there is compared), how many processes it has, what it shows.
 _OWN = (
     "cluster", "launch", "run.directory", "model.path", "data.path", "data.eval_path", "data.tokenizer",
-    "data.cache_directory", "data.num_proc", "observe.console",
+    "data.cache_directory", "data.num_proc", "observe.console", "adapter.path", "shard.offload_directory",
 )  # fmt: skip
 _PACKAGES = ("aliquot", "torch", "transformers")
 _MOST_TOLD = 3
@@ -36,18 +38,20 @@ def common_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def check_same(ranks: Ranks, tell: Callable[[], Mapping[str, Any]]) -> None:
-    """Whether each node tells the same, by its first rank. Collective; raises NodesDifferError on every rank."""
-    topology = ranks.topology
-    everybody = ranks.gather([topology.node_rank, dict(_flat(tell()))] if topology.local_rank == 0 else None)
-    first = everybody[0][1]
-    for rank, (node, own) in ((rank, told) for rank, told in enumerate(everybody) if told is not None):
-        different = [key for key in {**first, **own} if first.get(key) != own.get(key)]
-        if different:
-            words = [f"{key} is {_shown(first, key)} there and {_shown(own, key)} here" for key in different]
-            more = f", and {len(words) - _MOST_TOLD} more" if len(words) > _MOST_TOLD else ""
-            raise NodesDifferError(
-                f"node {node} (rank {rank}) does not train what node 0 does: {'; '.join(words[:_MOST_TOLD])}{more}"
-            )
+    """Whether each rank tells the same. Collective; raises NodesDifferError on every rank."""
+    own = dict(_flat(tell()))
+    digests = ranks.gather(hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    node = ranks.topology.node_rank
+    everybody = ranks.gather([node, own] if ranks.rank == 0 or digests[ranks.rank] != digests[0] else None)
+    first_node, first = everybody[0]
+    for rank, (node, told) in ((rank, each) for rank, each in enumerate(everybody[1:], 1) if each is not None):
+        different = [key for key in {**first, **told} if first.get(key) != told.get(key)]
+        words = [f"{key} is {_shown(first, key)} there and {_shown(told, key)} here" for key in different[:_MOST_TOLD]]
+        more = f", and {len(different) - _MOST_TOLD} more" if len(different) > _MOST_TOLD else ""
+        who, others = (f"node {node} (rank {rank})", "node 0") if node != first_node else (f"rank {rank}", "rank 0")
+        raise NodesDifferError(f"{who} does not train what {others} does: {'; '.join(words)}{more}")
 
 
 def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

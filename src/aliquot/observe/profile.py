@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from aliquot.errors import StorageError, writing
 from aliquot.observe.clock import PARTS, StepClock
 
 if TYPE_CHECKING:
@@ -46,18 +47,24 @@ class Profile:
         return self._wanted > 0 and self._begun <= _SKIPPED_STEPS
 
     def finish(self) -> None:
-        """Write what has been traced."""
+        """Write what has been traced. Raises StorageError, and leaves nothing half written."""
         if self._profiler is None:
             return
+        profiler, self._profiler, self._wanted = self._profiler, None, 0
         self._clock.annotate = None
-        self._profiler.stop()
-        self._directory.mkdir(exist_ok=True)
-        self._profiler.export_chrome_trace(str(self._directory / f"rank-{self._rank}.json.gz"))
-        operators = self._profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=_OPERATORS)
-        text = f"{self._parts_table()}\n\noperators\n{operators}"
-        (self._directory / f"rank-{self._rank}.txt").write_text(text, encoding="utf-8")
-        self._profiler = None
-        self._wanted = 0
+        profiler.stop()
+        operators = profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=_OPERATORS)
+        trace, table = (self._directory / f"rank-{self._rank}{suffix}" for suffix in (".json.gz", ".txt"))
+        try:
+            with writing(trace):
+                self._directory.mkdir(exist_ok=True)
+                profiler.export_chrome_trace(str(trace))
+            with writing(table):
+                table.write_text(f"{self._parts_table()}\n\noperators\n{operators}", encoding="utf-8")
+        except StorageError:
+            for path in (trace, table):
+                path.unlink(missing_ok=True)
+            raise
 
     def _start(self) -> None:
         import torch

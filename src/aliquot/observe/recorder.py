@@ -121,7 +121,8 @@ class Recorder:
             self._events.write("failed", self._done, text=text, **speed)
 
     def begin(self) -> None:
-        self._profile.step()
+        with self._profile_unless_full():
+            self._profile.step()
         self.meter.begin()
         self._step_began = self._clock.seconds()
         self._clock.enter("data")
@@ -246,7 +247,8 @@ class Recorder:
 
     def finish(self) -> None:
         """All steps are done."""
-        self._profile.finish()
+        with self._profile_unless_full():
+            self._profile.finish()
         if self._profile.missed:
             self.warn("observe.profile: the run ended before the steps to trace began; tracing begins with the third")
 
@@ -257,6 +259,16 @@ class Recorder:
             yield
         except StorageError as error:
             self._storage_failed(error)
+
+    @contextmanager
+    def _profile_unless_full(self) -> Iterator[None]:
+        """As `_unless_full`, on each rank: every one writes its own trace."""
+        try:
+            yield
+        except StorageError as error:
+            if self._config.checkpoint.on_error == "stop":
+                raise
+            self._display.warning(f"observe.profile: {error}")
 
     def _storage_failed(self, error: StorageError) -> None:
         if self._config.checkpoint.on_error == "stop":
