@@ -43,6 +43,12 @@ def test_a_killed_rank_is_noticed_by_all(tmp_path: Path) -> None:
         assert "has ended" in (tmp_path / f"lost-{rank}").read_text()
 
 
+def test_a_killed_host_is_named(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError):  # the killed rank's status
+        run_ranks(WORKER, 2, tmp_path, "killed_host", timeout_s=60)
+    assert (tmp_path / "lost-0").read_text() == "rank 1 has ended on another host, rank 0 waits for it in vain"
+
+
 @pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.long)])
 def test_several_hosts_exchange_what_the_other_owns(tmp_path: Path, world_size: int) -> None:
     run_ranks(WORKER, world_size, tmp_path, "hosts")

@@ -144,6 +144,24 @@ def hosts(rank: int, world_size: int) -> None:
         found.peers.close()
 
 
+def killed_host(rank: int, world_size: int, folder: Path) -> None:
+    """The last of several hosts, of one rank each, dies between messages; the others name its rank."""
+    wire = Hosts.join(rank, 0, gather, identity=f"host-{rank}").wire
+    assert wire is not None
+    room = torch.empty(1 << 20, dtype=torch.uint8)
+    try:
+        for number in range(100_000):
+            if rank == world_size - 1 and number == 7:
+                os.kill(os.getpid(), signal.SIGKILL)
+            last = 0 if rank else world_size - 1
+            arrival, leaving = wire.receive(room, last), wire.send(torch.zeros(1 << 20, dtype=torch.uint8), last)
+            wire.wait(arrival)
+            wire.wait(leaving)
+    except PeerLost as lost:
+        (folder / f"lost-{rank}").write_text(str(lost))
+    os._exit(0)
+
+
 def numa(rank: int) -> None:
     """One memory for each NUMA node, seen by all."""
     found = Hosts.join(rank, rank % 2, gather)
@@ -165,6 +183,9 @@ def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None
         time.sleep(0.1)  # late ranks
     if arguments == ["hosts"]:
         hosts(rank, world_size)
+        return
+    if arguments == ["killed_host"]:
+        killed_host(rank, world_size, folder)
         return
     if arguments == ["numa"]:
         numa(rank)

@@ -16,15 +16,15 @@ class Transfers:
     """Each is waited for after those that were begun before it."""
 
     def __init__(self, name: str) -> None:
-        self._begun: SimpleQueue[tuple[dist.Work, Future[None]] | None] = SimpleQueue()
+        self._begun: SimpleQueue[tuple[dist.Work, Future[None], Exception] | None] = SimpleQueue()
         # A daemon: where a rank ends by an error its peers are told by that end, and what it waits for never comes.
         self._thread = threading.Thread(target=self._wait, name=name, daemon=True)
         self._thread.start()
 
-    def add(self, work: dist.Work) -> Future[None]:
-        """Done when `work` is; raises what it does."""
+    def add(self, work: dist.Work, lost: Exception) -> Future[None]:
+        """Done when `work` is; raises `lost` where that fails."""
         over: Future[None] = Future()
-        self._begun.put((work, over))
+        self._begun.put((work, over, lost))
         return over
 
     def close(self) -> None:
@@ -34,11 +34,12 @@ class Transfers:
 
     def _wait(self) -> None:
         while (begun := self._begun.get()) is not None:
-            work, over = begun
+            work, over, lost = begun
             try:
                 work.wait()
             except Exception as error:  # it is raised where the transfer was wanted
-                over.set_exception(error)
+                lost.__cause__ = error
+                over.set_exception(lost)
             else:
                 over.set_result(None)
-            del begun, work, over
+            del begun, work, over, lost

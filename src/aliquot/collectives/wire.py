@@ -10,6 +10,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Protocol
 
@@ -83,17 +84,19 @@ class Wire:
         self._sending, self._receiving = Transfers("aliquot-sends"), Transfers("aliquot-receives")
 
     def send(self, tensor: Tensor, host: int) -> Future[None]:
-        """`tensor` may be changed when it is done."""
+        """`tensor` may be changed when it is done. Raises PeerLost, here or when it is waited for."""
         self.sent_bytes += tensor.nbytes
-        work = dist.isend(_bytes(tensor), self._ranks[host], group=self._next(self._sent, host))
-        assert work is not None
-        return self._sending.add(work)
+        with self._reaching(host) as lost:
+            work = dist.isend(_bytes(tensor), self._ranks[host], group=self._next(self._sent, host))
+            assert work is not None
+            return self._sending.add(work, lost)
 
     def receive(self, room: Tensor, host: int) -> Future[None]:
-        """The next message from `host`, which may be shorter than `room`."""
-        work = dist.irecv(_bytes(room), self._ranks[host], group=self._next(self._received, host))
-        assert work is not None
-        return self._receiving.add(work)
+        """The next message from `host`, which may be shorter than `room`. Raises PeerLost as `send`."""
+        with self._reaching(host) as lost:
+            work = dist.irecv(_bytes(room), self._ranks[host], group=self._next(self._received, host))
+            assert work is not None
+            return self._receiving.add(work, lost)
 
     def wait(self, transfer: Future[None]) -> None:
         """Raises PeerLost where the rank at the other end has ended."""
@@ -111,15 +114,10 @@ class Wire:
             return
         self._asked_at = now
         for host in self.others:
-            try:
+            with self._reaching(host):
                 work = dist.isend(torch.zeros(1, dtype=torch.uint8), self._ranks[host], group=self._alive)
-            except RuntimeError as error:
-                own = self._ranks[self.own]
-                raise PeerLost(
-                    f"rank {self._ranks[host]} has ended on another host, rank {own} waits for it in vain"
-                ) from error
-            assert work is not None
-            self._asked.append(work)
+                assert work is not None
+                self._asked.append(work)
 
     def reduce_scatter(self, sums: Summed) -> None:
         """What `sums` has for this host becomes the sum over all hosts, in their order. Raises SelfTestError where
@@ -175,6 +173,17 @@ class Wire:
         """When all that was begun is over."""
         self._sending.close()
         self._receiving.close()
+
+    @contextmanager
+    def _reaching(self, host: int) -> Iterator[PeerLost]:
+        """What is raised where gloo, which knows addresses and no ranks, does not reach the rank on `host`."""
+        lost = PeerLost(
+            f"rank {self._ranks[host]} has ended on another host, rank {self._ranks[self.own]} waits for it in vain"
+        )
+        try:
+            yield lost
+        except RuntimeError as error:
+            raise lost from error
 
     def _next(self, messages: Counter[int], host: int) -> dist.ProcessGroup:
         """Both ends count alike: the n-th message from one to the other travels on the same connection for both."""
