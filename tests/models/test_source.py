@@ -79,6 +79,8 @@ def test_what_does_not_look_like_a_hub_id_is_a_directory(path: str) -> None:
         ({**SMALL, "model_type": "llama", "hidden_act": "no-such-thing"}, "cannot run this llama model"),
         ({**SMALL, "model_type": "llama", "hidden_size": "64"}, "expected int, got str"),
         ({**SMALL, "model_type": "qwen3", "num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000: no model has"),
+        ({**SMALL, "model_type": "qwen3", "vocab_size": 10**13}, "vocab_size is 10000000000000: no model has"),
+        ({**SMALL, "model_type": "mixtral", "num_local_experts": 10**9}, "num_local_experts is 1000000000: no model"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(config: dict[str, object], expected: str) -> None:

@@ -92,7 +92,9 @@ class DataSection(RecordsSection):
     tokenizer_vocab_size: PositiveInt | None = Field(
         None, description="Train a byte-level BPE tokenizer of this size on the training text instead."
     )
-    sequence_length: PositiveInt = Field(1024, ge=2, description="Tokens of a sequence, documents packed into it.")
+    sequence_length: PositiveInt = Field(
+        1024, ge=2, le=1 << 24, description="Tokens of a sequence, documents packed into it."
+    )
     packing: bool = Field(True, description="Pack documents, exactly isolated. false: each is a sequence, unpadded.")
     eval_path: Annotated[str | list[str] | None, PLACE] = Field(None, description="Files to evaluate on, as data.path.")
     eval_split: str | None = Field(None, description="A split of data.dataset to evaluate on.")

@@ -27,7 +27,12 @@ HUB_FILES = [*DESCRIPTION_FILES, "*.safetensors"]
 _OTHER_FORMS = ["consolidated*.safetensors", "*/*.safetensors"]  # the same weights again, for other programs
 CONFIG_FILES = ["config.json"]
 _SAMPLES, _SAMPLE_BYTES = 64, 16 << 10  # of a file of weights
-_MOST_LAYERS = 10_000
+# Of the keys that lists are made by, or that what is planned is counted through: far more than any model has.
+_MOST = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), (10_000, "layers")),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), (65_536, "experts")),
+    "vocab_size": (100_000_000, "tokens in its vocabulary"),
+}
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -214,9 +219,9 @@ def _parse_config(values: dict[str, Any], where: str) -> PretrainedConfig:
         raise ModelFilesError("model_type is missing; for example model_type: llama", where)
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ModelFilesError(f"model_type {model_type!r} is not a causal language model of transformers", where)
-    for key in ("num_hidden_layers", "n_layer", "n_layers"):  # lists of so many are made of it
-        if isinstance(count := values.get(key), int) and count > _MOST_LAYERS:
-            raise ModelFilesError(f"{key} is {count}: no model has more than {_MOST_LAYERS} layers", where)
+    for key, (most, of) in _MOST.items():
+        if isinstance(count := values.get(key), int) and count > most:
+            raise ModelFilesError(f"{key} is {count}: no model has more than {most} {of}", where)
     try:
         config = AutoConfig.for_model(model_type, **values)
     except Exception as error:  # each configuration checks itself in its own way
