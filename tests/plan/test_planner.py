@@ -14,6 +14,7 @@ from rich.console import Console
 
 from aliquot.config.plan import Plan
 from aliquot.config.workload import Workload
+from aliquot.engines.host.host_memory import published_bytes
 from aliquot.errors import UserError
 from aliquot.launch.rank_layout import RankLayout
 from aliquot.machine.cpu import read_cpu
@@ -128,6 +129,23 @@ def test_wire_of_the_host_engine_is_once_per_step() -> None:
         assert 2 * 4 * dense < sent.wire_bytes - sent.wire_weights_bytes <= 2 * 4 * shape.numel
         assert sent.local_bytes == 0
     assert traffic(config, "host", shape, RankLayout(1, 4, 1, "cpu"), 8).wire_bytes == 0
+
+
+def test_rows_of_an_embedding_that_do_not_move_are_not_sent() -> None:
+    """Two bits a weight of a block with one that moves, what follows in bytes only of those that do."""
+    model = {**LLAMA, "vocab_size": 200_000}
+    nodes, vocabulary, width = RankLayout(2, 1, 1, "cpu"), 200_000, 128
+
+    def told(tokens: int, decay: float) -> float:
+        train = {"precision": "bf16", "learning_rate": 2e-5, "weight_decay": decay, "per_device_train_batch_size": 1}
+        config = planned_config(model, data={"sequence_length": tokens}, train={"global_batch_size": 2, **train})
+        shape = shaped_model(config).shape
+        sent = traffic(config, "host", shape, nodes, 1).wire_weights_bytes
+        return sent - (shape.learned_numel - vocabulary * width) * published_bytes(config)
+
+    assert told(4, 0.0) < 0.5 * vocabulary * width / 4
+    assert told(4, 0.1) == pytest.approx(vocabulary * width / 4, rel=0.01)
+    assert vocabulary * width / 4 < told(4096, 0.0) < vocabulary * width * 0.3
 
 
 def test_wire_of_fsdp_grows_with_micro_batches_and_splits_by_hosts() -> None:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from aliquot.collectives.message_checksums import checksum, not_as_sent
+from aliquot.collectives.patch_size import BLOCK
 
-BLOCK = 1 << 18  # elements: so many that some forty calls of numpy hardly count, and half a MiB each to work on
 _TABLE = np.dtype([("bytes", "<i4"), ("wide", "<i4"), ("checksum", "<u8")])  # of each block, before all of them
 # A weight's code is its difference plus one: 0, 1, 2, or 3 for all that are not -1, 0, 1.
 _ESCAPE, _WIDE = np.uint16(3), np.int8(-128)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
+from aliquot.collectives.patch_size import BLOCK, CODE_BYTES
 from aliquot.config.batch_size import micro_batch_tokens
 from aliquot.config.schema import RunConfig
 from aliquot.config.unsharded import SHARDED, Unsharded
@@ -51,7 +52,7 @@ def traffic(
     evaluated = 0.0
     if engine == "host":
         # Every host sends each other one that one's gradient sums, and gets its weights back.
-        weights = int((layout.nodes - 1) * shape.learned_numel * published_bytes(config))
+        weights = int((layout.nodes - 1) * _published(config, shape, layout, micro_batches))
         wire = weights + (layout.nodes - 1) * _reduced(config, shape, layout, micro_batches) * sent_itemsize(config)
         shared = micro_batches * layout.world_size * _staged(config, shape, layout, compute)
     elif engine == "fsdp":
@@ -97,6 +98,26 @@ def _reduced(config: RunConfig, shape: ModelShape, layout: RankLayout, micro_bat
     return (
         shape.learned_numel - numel(shape.embedding) + (rows if rows < 0.9 * vocabulary else vocabulary) * shape.width
     )
+
+
+def _published(config: RunConfig, shape: ModelShape, layout: RankLayout, micro_batches: int) -> float:
+    """Bytes that tell another host what an update has made of all weights.
+
+    Of an embedding that only looks up, rows move while their first moment does, some 1 / (1 - beta1) steps; a block in
+    which none moves says nothing, and no other row has a difference that follows in a byte. Decay moves a few weights
+    everywhere. (collectives/weight_patch.py)
+    """
+    each = published_bytes(config)
+    if config.train.precision == "fp32" or shape.head is None or not shape.embedding_learns:
+        return shape.learned_numel * each
+    vocabulary, width = shape.embedding
+    moved = micro_batch_tokens(config, layout.world_size) * micro_batches * layout.world_size
+    moving = _different(vocabulary, int(moved / (1 - config.train.adam_beta1)))
+    blocks = vocabulary * width / BLOCK
+    told = blocks if config.train.weight_decay else -blocks * math.expm1(-moving / blocks)
+    of_embedding = min(told * BLOCK, vocabulary * width) * CODE_BYTES
+    of_embedding += moving * width * (each - CODE_BYTES)
+    return (shape.learned_numel - vocabulary * width) * each + of_embedding
 
 
 @cache

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from aliquot.collectives.patch_size import BLOCK
 from aliquot.collectives.peers import Peers
 from aliquot.collectives.rooms import Rooms
-from aliquot.collectives.weight_patch import BLOCK, WeightPatches, check, checksums, most_bytes
+from aliquot.collectives.weight_patch import WeightPatches, check, checksums, most_bytes
 from aliquot.collectives.wire import Wire
 from aliquot.engines.host.host_memory import EXCHANGE_BYTES, PUBLISHED_NUMEL
 from aliquot.engines.host.weight import Weight
