@@ -205,11 +205,8 @@ def test_two_hosts_compute_what_one_does(runs: Runs[str]) -> None:
 )
 def test_hosts_compute_the_bits_of_one(runs: Runs[str], one: str, several: str, world_size: int) -> None:
     """Where a step is a micro-batch a rank: losses, norms, weights and moments, in fp32 and bf16."""
-    for name in ("llama-once", "llama-bf16-once"):
+    for name in ("llama-once", "llama-bf16-once", "qwen2-tied-once"):
         same(runs[one], runs[several], name, world_size)
-    # Tied: head and look-up are summed on each host before they are summed over hosts.
-    tied = result(runs[one], "qwen2-tied-once"), result(runs[several], "qwen2-tied-once")
-    assert tied[0]["losses"] == pytest.approx(tied[1]["losses"], rel=1e-6)
 
 
 @pytest.mark.parametrize(

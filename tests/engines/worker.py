@@ -23,6 +23,7 @@ from transformers import AutoConfig
 
 from aliquot.collectives.hosts import Hosts
 from aliquot.collectives.json_values import gather
+from aliquot.collectives.peers import PeerLost
 from aliquot.collectives.wire import Wire
 from aliquot.config.on_disk import OnDisk
 from aliquot.engines.base import Engine, EngineSpec
@@ -251,7 +252,7 @@ def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None
         flip_a_bit(rank, FLIPPED[kind])
         try:
             train(kind, cases.CASES[name], rank, world_size, folder)
-        except (SelfTestError, RuntimeError) as error:
+        except (SelfTestError, PeerLost) as error:
             (folder / f"{name}-{rank}.json").write_text(json.dumps({"error": f"{type(error).__name__}: {error}"}))
 
 

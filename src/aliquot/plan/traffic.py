@@ -89,15 +89,16 @@ def _staged(config: RunConfig, shape: ModelShape, layout: RankLayout, compute: i
 
 def _reduced(config: RunConfig, shape: ModelShape, layout: RankLayout, micro_batches: int) -> int:
     """Elements of a host's gradient sums that go to owners: of an embedding that only looks up, rows of its tokens
-    (engines/host/sent_rows.py), as many as there are different ones where their frequencies follow Zipf's law."""
-    if shape.head is None or not shape.embedding_learns:
+    (engines/host/sent_rows.py), as many as there are different ones where their frequencies follow Zipf's law; of one
+    that is the head, too, all, and once more the rows of the last micro-batch."""
+    if not shape.embedding_learns:
         return shape.learned_numel
-    vocabulary = shape.embedding[0]
-    tokens = micro_batch_tokens(config, layout.world_size)
-    rows = _different(vocabulary, tokens * micro_batches * layout.ranks_per_node)
-    return (
-        shape.learned_numel - numel(shape.embedding) + (rows if rows < 0.9 * vocabulary else vocabulary) * shape.width
-    )
+    vocabulary, width = shape.embedding
+    tokens = micro_batch_tokens(config, layout.world_size) * layout.ranks_per_node
+    if shape.head is None:
+        return shape.learned_numel + _different(vocabulary, tokens) * width
+    rows = _different(vocabulary, tokens * micro_batches)
+    return shape.learned_numel - vocabulary * width + (rows if rows < 0.9 * vocabulary else vocabulary) * width
 
 
 def _published(config: RunConfig, shape: ModelShape, layout: RankLayout, micro_batches: int) -> float:

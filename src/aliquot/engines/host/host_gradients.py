@@ -20,9 +20,10 @@ from aliquot.collectives.alignment import aligned
 from aliquot.collectives.hosts import Hosts
 from aliquot.collectives.reduce import add_sum, add_sum_rounded, rounding_noise
 from aliquot.collectives.ring import Piece, Ring
-from aliquot.engines.host.gradient_exchange import GradientExchange
+from aliquot.engines.host.gradient_exchange import GradientExchange, SentPiece
 from aliquot.engines.host.host_memory import TAG_BYTES, looked_up_bytes, piece_edges, ring_bytes
 from aliquot.engines.host.host_sums import HostSums
+from aliquot.engines.host.sent_rows import Rows, sum_rows
 from aliquot.engines.host.weight import Weight
 from aliquot.errors import SelfTestError
 
@@ -59,22 +60,27 @@ class HostGradients:
         self._waiting: dict[int, Tensor] = {}  # gradients that came before their turn
         self._contributions: Counter[int] = Counter()  # to each sum in this optimizer step: the first replaces
         # In a micro-batch, of each weight: it is complete after the last of them.
-        staged = [*before, *order, *after]
-        self._expected = Counter(staged)
+        self._expected = Counter([*before, *order, *after])
+        self._look_ups = Counter(after)
         self._found: Counter[int] = Counter()
         self._last = self._begins = True
         self._seeds = (-1, 0)  # the optimizer step, and the micro-batch in it
         self._noise: Tensor | None = None  # of this micro-batch
         self._exchange = None
         self._looked_up: dict[int, list[Tensor]] = {}  # of each host's owner, the rows that a step has sums for
+        self._rows_follow: set[int] = set()  # weights whose rows travel after their dense sums: tied embeddings
         if hosts.wire is not None:
-            there = set(sums.spilled)
-            complete = [index for at, index in enumerate(staged) if index not in staged[at + 1 :]]
+            dense, there = [*before, *order], {*sums.spilled}
+            last = [index for at, index in enumerate(dense) if index not in dense[at + 1 :]]
+            self._rows_follow = {*after} & {*dense} - there
             pieces = [
-                (index, first * weights[index].row_numel, last * weights[index].row_numel)
-                for index in complete
+                SentPiece(index, first * weights[index].row_numel, last * weights[index].row_numel)
+                for index in [*last, *({*after} - {*dense})]
                 if index not in there
                 for first, last in pairwise(self.row_edges(index))
+            ]
+            pieces += [
+                SentPiece(index, 0, weights[index].numel, rows_follow=True) for index in sorted(self._rows_follow)
             ]
             self._looked_up = {
                 index: [
@@ -83,8 +89,8 @@ class HostGradients:
                 ]
                 for index in {*after} - {*before, *order}
             }
-            of_rows = self._looked_up
-            self._exchange = GradientExchange(hosts.wire, weights, sums, self._owners, pieces, of_rows)
+            of_rows, most_rows = self._looked_up, tokens * self._peers.size
+            self._exchange = GradientExchange(hosts.wire, weights, sums, self._owners, pieces, of_rows, most_rows)
         self.staged_bytes = 0
         self.moved_bytes = 0
 
@@ -149,7 +155,7 @@ class HostGradients:
         index, start, stop = self._range
         self._tag(self._piece, self._peers.index).copy_(torch.tensor([index, start, present]))
         first = not self._contributions[index]
-        completes = self._completes(index)
+        completes = self._completes(index, self._look_ups[index])
         if stop == self._weights[index].numel:
             self._contributions[index] += 1
             self._found[index] += 1
@@ -173,13 +179,18 @@ class HostGradients:
         view[1][:count] = ids
         view[2][:count] = rows
         first = not self._contributions[index]
-        completes = self._completes(index)
+        completes = self._completes(index, 0)
         self._contributions[index] += 1
         self._found[index] += 1
         self.staged_bytes += count * (8 + self._width * self._dtype.itemsize)
 
         def read(piece: Piece) -> None:
-            self._sum_rows(piece, index, first)
+            of_owners = self._rows_of_owners(piece, index)
+            if completes and index in self._rows_follow:
+                assert self._exchange is not None
+                self._exchange.rows_completed(index, of_owners)
+                return
+            self._add_rows(index, of_owners, first)
             if completes:
                 for start, stop in pairwise(edge * self._width for edge in self.row_edges(index)):
                     self._complete(index, start, stop)
@@ -203,17 +214,18 @@ class HostGradients:
             self.ring.beside = None
             self._hosts.wire.reduce_scatter(self._sums)
 
-    def _completes(self, index: int) -> bool:
-        """Whether what is staged now for weight `index` is the last that this step adds to its sums."""
+    def _completes(self, index: int, to_come: int) -> bool:
+        """Whether what is staged now for weight `index` is the last that this step adds to its sums, but for so many
+        look-ups."""
         if self._begins and self._exchange is not None:
             self._exchange.begin()  # not before: weights are received until the forward pass has used the last of them
             self.ring.beside = self._exchange.settle
             self._begins = False
-        return self._last and self._found[index] == self._expected[index] - 1
+        return self._last and self._found[index] == self._expected[index] - to_come - 1
 
     def _complete(self, index: int, start: int, stop: int) -> None:
         if self._exchange is not None and index not in self._sums.spilled:
-            self._exchange.completed((index, start, stop))
+            self._exchange.completed(SentPiece(index, start, stop))
 
     def _sum(self, piece: Piece, index: int, start: int, stop: int, first: bool) -> None:
         tags = [self._tag(piece, rank).tolist() for rank in range(self._peers.size)]
@@ -243,36 +255,35 @@ class HostGradients:
                 of_sum = sums.element_size() * (1 if first else 2)
                 self.moved_bytes += count * (len(sources) * self._dtype.itemsize + of_sum)
 
-    def _sum_rows(self, piece: Piece, index: int, first: bool) -> None:
-        """Rows of one token are summed over positions and ranks before they are added, as a dense gradient's would."""
+    def _rows_of_owners(self, piece: Piece, index: int) -> list[Rows]:
+        """What was looked up of each owner's rows, summed over positions and ranks as a dense gradient's are."""
         counts, ids, rows = zip(*(self._view(piece, rank) for rank in range(self._peers.size)), strict=True)
-        for h, owner in enumerate(self._owners):
+        of_owners = []
+        for owner in self._owners:
             low, high = (edge // self._width for edge in self._weights[index].ranges[owner])
-            target = self._sums.in_memory(h, index).view(-1, self._width)
-            if first:
-                target.zero_()
             found = []
             for count, own_ids, own_rows in zip(counts, ids, rows, strict=True):
                 used = own_ids[: int(count)]
                 inside = ((used >= low) & (used < high)).nonzero().flatten()
-                found.append((used[inside] - low, own_rows[: int(count)][inside].float()))
-            unique, places = torch.unique(torch.cat([places for places, _ in found]), return_inverse=True)
+                found.append((used[inside] - low, own_rows[: int(count)][inside]))
+            of_owners.append(sum_rows(found, self._width))
+        return of_owners
+
+    def _add_rows(self, index: int, of_owners: Sequence[Rows], first: bool) -> None:
+        for h, (numbers, total) in enumerate(of_owners):
+            target = self._sums.in_memory(h, index).view(-1, self._width)
+            if first:
+                target.zero_()
             if index in self._looked_up:
                 if first:
                     self._looked_up[index][h].zero_()
-                self._looked_up[index][h][unique] = True
-            total = torch.zeros(len(unique), self._width)
-            at = 0
-            for own_ids, values in found:
-                part = torch.zeros_like(total).index_add_(0, places[at : at + len(own_ids)], values)
-                total += part
-                at += len(own_ids)
+                self._looked_up[index][h][numbers] = True
             if target.dtype == self._sums.dtype:
-                target.index_add_(0, unique, total.to(target.dtype))
-            elif len(unique):
-                changed = target[unique].view(-1)
+                target.index_add_(0, numbers, total.to(target.dtype))
+            elif len(numbers):
+                changed = target[numbers].view(-1)
                 add_sum_rounded(changed, [total.view(-1)], False, self._rounding())
-                target[unique] = changed.view(-1, self._width)
+                target[numbers] = changed.view(-1, self._width)
 
     def _rounding(self) -> Tensor:
         if self._noise is None:
