@@ -4,7 +4,8 @@ python benchmarks/hosts.py --json hosts.json                                    
 python benchmarks/hosts.py --precision fp32 --tokens 128 --links none 1gbit          on cores without bf16
 
 Hosts are network namespaces of one core and one rank each, links are limited by tc; 125 M parameters, a learning rate
-of 2e-5. A row is the median of the steps after the first two of all rounds, contestants taking turns.
+of 2e-5. A row is the median of the steps after the first two of all rounds, contestants taking turns. `planned_mb` is
+what `aliquot plan` says of what all hosts send in a step.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from benchmarks.report import Row, Target, finish, target
 from benchmarks.worlds import run_world, tell
 from tests.multinode.namespaces import INTERFACE, switched_hosts, why_not
 
-SHAPES = {"125m": LLAMA_125M, "500m": LLAMA_500M}
+SHAPES = {"125m": LLAMA_125M, "125m-tied": {**LLAMA_125M, "tie_word_embeddings": True}, "500m": LLAMA_500M}
 WHO = {
     "aliquot": "fp32",
     "aliquot, reduce_dtype bf16": "bf16",
@@ -76,6 +77,10 @@ def main() -> None:
                         print(*key, [round(second, 2) for second in found[0]["seconds"]], flush=True)
     medians = {key: statistics.median(values) for key, values in seconds.items()}
     names = {who: name for name, who in WHO.items()}
+    planned = {(count, who): _planned_mb(given, count, who) for count, _, who in medians if who in ("fp32", "bf16")}
+    errors = [
+        abs(planned[count, who] / sent[count, link, who] - 1) for count, link, who in medians if (count, who) in planned
+    ]
     rows: list[Row] = [
         {
             "hosts": count,
@@ -83,6 +88,7 @@ def main() -> None:
             "who": names[who],
             "step_s": median,
             "sent_mb": sent[count, link, who],
+            "planned_mb": planned.get((count, who)),
             "other_threads": helping[count, link, who],
             "deepspeed_over": _over(medians, (count, link, "deepspeed"), (count, link, who)),
             "fsdp2_over": _over(medians, (count, link, "fsdp2"), (count, link, who)),
@@ -91,7 +97,27 @@ def main() -> None:
         for (count, link, who), median in sorted(medians.items())
     ]
     title = f"{given.shape}, {given.precision}, {given.micro_batches} x {given.tokens} tokens a rank and step"
-    finish(f"steps between hosts: {title}", rows, _targets(medians, sent, given.precision), given.json)
+    targets = _targets(medians, sent, given.precision)
+    targets.append(target("hosts_plan_wire", max(errors, default=None), 0.02, "lower"))
+    finish(f"steps between hosts: {title}", rows, targets, given.json)
+
+
+def _planned_mb(given: argparse.Namespace, hosts: int, reduce_dtype: str) -> float:
+    from aliquot.config.read_config import validate
+    from aliquot.launch.rank_layout import RankLayout
+    from aliquot.models.shaped_model import shaped_model
+    from aliquot.plan.traffic import traffic
+
+    train = {"precision": given.precision, "learning_rate": LEARNING_RATE}
+    values = {
+        "model": {"config": dict(llama_config(SHAPES[given.shape]))},
+        "data": {"path": "stdlib", "sequence_length": given.tokens},
+        "train": {"gradient_accumulation_steps": given.micro_batches, **train},
+        "shard": {"reduce_dtype": reduce_dtype},
+    }
+    run = validate(values, {}, "hosts")
+    layout = RankLayout(hosts, 1, 1, "cpu")
+    return traffic(run, "host", shaped_model(run).shape, layout, given.micro_batches).wire_bytes / 1e6
 
 
 def _over(

@@ -2,10 +2,11 @@
 
 python benchmarks/long_run.py --json long_run.json --text FILE ... [--only NAME,...] [--scale 0.1] [--precision fp32]
 
-Trains models of 5, 26, 125 and 500 M parameters for 2,000, 2,000, 200 and 60 steps on two ranks. Of each text come short
-documents (its lines), middling ones (its paragraphs) and long ones (stretches of about 3,000 tokens), so that no two
-packings are alike. Four evaluations and four checkpoints lie within, and text is generated at the end. `grown` is the
-largest rank's memory over the last tenth of the steps, less what it was from step 20 to step 40. --scale shortens runs.
+Trains models of 5, 26, 125 and 500 M parameters for 2,000, 2,000, 200 and 60 steps on two ranks. Of each text come
+short documents (its lines), middling ones (its paragraphs) and long ones (stretches of about 3,000 tokens), so that no
+two packings are alike. Four evaluations and four checkpoints lie within, and text is generated at the end. `grown` is
+the largest rank's memory over the last tenth of the steps, less what it was from step 20 to step 40. --scale shortens
+runs.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner, Result
 
 from aliquot.cli.main import app
@@ -100,6 +101,12 @@ def test_a_full_disk_holds_nothing_of_a_profile_that_did_not_fit(
 def test_what_is_about_no_file_is_not_called_so(error: OSError) -> None:
     with pytest.raises(type(error)), one_line_errors(debug=False):
         raise error
+
+
+def test_ctrl_c_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit) as ended, one_line_errors(debug=False):
+        raise KeyboardInterrupt
+    assert ended.value.exit_code == 130 and capsys.readouterr().err == "aliquot: stopped by SIGINT\n"
 
 
 def test_training_ends_with_plan_and_measurement_side_by_side(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,16 +19,25 @@ _STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.ESTALE}
 
 @contextmanager
 def one_line_errors(debug: bool) -> Iterator[None]:
-    """Turns a UserError, and what a file system refuses, into one line and its exit code."""
+    """Turns a UserError, what a file system refuses, and Ctrl-C into one line and its exit code."""
     try:
         yield
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        _say("stopped by SIGINT")
+        raise typer.Exit(128 + signal.SIGINT) from None
     except (UserError, OSError) as error:
         told = error if isinstance(error, UserError) else _of_storage(error)
         if debug or told is None:
             raise
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # under torchrun one rank a node speaks
-            print(f"aliquot: {told.line}", file=sys.stderr)
+        _say(told.line)
         raise typer.Exit(told.exit_code) from None
+
+
+def _say(line: str) -> None:
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # under torchrun one rank a node speaks
+        print(f"aliquot: {line}", file=sys.stderr)
 
 
 def _of_storage(error: OSError) -> StorageError | None:
