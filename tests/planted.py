@@ -138,9 +138,9 @@ FAULTS = (
     Fault(
         "tied-gradient-replaced", "engines/host/host_gradients.py",
         "of a tied weight's two gradients one replaces the other",
-        "first = not self._contributions[index]\n        completes = self._completes(index)\n"
+        "first = not self._contributions[index]\n        completes = self._completes(index, 0)\n"
         "        self._contributions",
-        "first = True\n        completes = self._completes(index)\n        self._contributions",
+        "first = True\n        completes = self._completes(index, 0)\n        self._contributions",
         ("tests/engines",),
     ),
     Fault(
