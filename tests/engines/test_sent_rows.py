@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aliquot.engines.host.sent_rows import decode_rows, encode_rows, message_in, most_bytes
+from aliquot.engines.host.sent_rows import (
+    decode_found,
+    decode_rows,
+    encode_found,
+    encode_rows,
+    message_in,
+    most_bytes,
+    sum_rows,
+)
 from aliquot.errors import SelfTestError
 
 
@@ -25,6 +33,24 @@ def test_rows_arrive_as_they_were_sent(looked_up: int, dtype: torch.dtype) -> No
     assert torch.equal(decode_rows(arrived, rows, width, dtype, "they"), values.view(-1))
     if looked_up < 40:
         assert len(message) < 64 + 4 * looked_up + 64 + looked_up * width * dtype.itemsize
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_follow_a_dense_sum_add_up(dtype: torch.dtype) -> None:
+    """Of two hosts, of which one has a row twice and the other none of some, or nothing at all."""
+    rows, width = 50, 6
+    first = torch.tensor([3, 7, 3]), torch.randn(3, width).to(dtype)
+    for second in ((torch.tensor([7, 49]), torch.randn(2, width).to(dtype)), (first[0][:0], first[1][:0])):
+        sent = encode_found(second)
+        message = message_in(sent, rows, width, dtype.itemsize, "they")
+        assert torch.equal(message, sent) and len(sent) <= most_bytes(2, width, dtype.itemsize)
+        arrived = decode_found(message, rows, width, dtype, "they")
+        numbers, values = sum_rows([first, arrived], width)
+        expected = torch.zeros(rows, width)
+        for part in (first, second):
+            expected += torch.zeros(rows, width).index_add_(0, part[0], part[1].float())
+        assert torch.equal(torch.zeros(rows, width).index_add_(0, numbers, values), expected)
+        assert len(numbers) == len({*numbers.tolist()})
 
 
 @pytest.mark.parametrize("where", [0, 1])

@@ -71,11 +71,11 @@ class HostGradients:
         self._rows_follow: set[int] = set()  # weights whose rows travel after their dense sums: tied embeddings
         if hosts.wire is not None:
             dense, there = [*before, *order], {*sums.spilled}
-            last = [index for at, index in enumerate(dense) if index not in dense[at + 1 :]]
+            complete = [index for at, index in enumerate(dense) if index not in dense[at + 1 :]]
             self._rows_follow = {*after} & {*dense} - there
             pieces = [
                 SentPiece(index, first * weights[index].row_numel, last * weights[index].row_numel)
-                for index in [*last, *({*after} - {*dense})]
+                for index in [*complete, *({*after} - {*dense})]
                 if index not in there
                 for first, last in pairwise(self.row_edges(index))
             ]
@@ -87,7 +87,7 @@ class HostGradients:
                     torch.zeros(weights[index].numel_of(owner) // weights[index].row_numel, dtype=torch.bool)
                     for owner in self._owners
                 ]
-                for index in {*after} - {*before, *order}
+                for index in {*after} - {*dense}
             }
             of_rows, most_rows = self._looked_up, tokens * self._peers.size
             self._exchange = GradientExchange(hosts.wire, weights, sums, self._owners, pieces, of_rows, most_rows)
