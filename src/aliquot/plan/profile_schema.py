@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Annotated, Any
 
 from pydantic import Field, FiniteFloat, TypeAdapter
@@ -55,5 +56,16 @@ class _Quick(_Profile):
     tables: _Tables
 
 
-THOROUGH: TypeAdapter[Any] = TypeAdapter(_Thorough)
-QUICK: TypeAdapter[Any] = TypeAdapter(_Quick)
+def check_thorough(profile: Any) -> None:
+    """Raises ValueError."""
+    _adapter(_Thorough).validate_python(profile)
+
+
+def check_quick(profile: Any) -> None:
+    """Raises ValueError."""
+    _adapter(_Quick).validate_python(profile)
+
+
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)

@@ -13,19 +13,18 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-from pydantic import TypeAdapter
 
 from aliquot.config.cache_root import cache_root
 from aliquot.launch.rank_layout import RankLayout
 from aliquot.machine.cpu import CpuFacts
 from aliquot.plan.measure_rates import Tables
 from aliquot.plan.planned_machine import Machine
-from aliquot.plan.profile_schema import QUICK, THOROUGH
+from aliquot.plan.profile_schema import check_quick, check_thorough
 from aliquot.plan.rates import Rates, estimated, interpolated
 from aliquot.textfile import publish_text
 
@@ -40,7 +39,7 @@ def rates_of(machine: Machine, layout: RankLayout) -> Rates | None:
     """By what was measured of this machine; None for another one, for GPUs, or where nothing was."""
     if machine.cpu is None or layout.device != "cpu":
         return None
-    thorough, quick = _read(_path(machine.cpu), THOROUGH), _nearest_quick(machine.cpu, layout)
+    thorough, quick = _read(_path(machine.cpu), check_thorough), _nearest_quick(machine.cpu, layout)
     profile = quick if thorough is None or (quick is not None and _overtaken(thorough, quick, machine)) else thorough
     return None if profile is None else Measured.of(profile, machine, layout)
 
@@ -51,7 +50,7 @@ def known(machine: Machine, layout: RankLayout) -> bool:
         return True
     return any(
         profile is not None and _fresh(profile)
-        for profile in (_read(_path(machine.cpu), THOROUGH), _nearest_quick(machine.cpu, layout))
+        for profile in (_read(_path(machine.cpu), check_thorough), _nearest_quick(machine.cpu, layout))
     )
 
 
@@ -75,7 +74,7 @@ def check_room() -> None:
 
 def quick(cpu: CpuFacts, ranks: int, threads: int) -> Tables | None:
     """None: not measured within the hour, or while the machine was busy."""
-    profile = _read(_path(cpu, ranks, threads), QUICK)
+    profile = _read(_path(cpu, ranks, threads), check_quick)
     return profile["tables"] if profile is not None and _fresh(profile) and not _busy(profile) else None
 
 
@@ -174,7 +173,9 @@ def _kind(operation: str) -> str:
 def _nearest_quick(cpu: CpuFacts, layout: RankLayout) -> dict[str, Any] | None:
     """Of ranks whose threads come nearest to those of `layout`, measured while the machine was not busy if any was."""
     own = _path(cpu)
-    found = [profile for path in own.parent.glob(f"{own.stem}-*.json") if (profile := _read(path, QUICK)) is not None]
+    found = [
+        profile for path in own.parent.glob(f"{own.stem}-*.json") if (profile := _read(path, check_quick)) is not None
+    ]
 
     def distance(profile: dict[str, Any]) -> tuple[bool, bool, int, int]:
         threads, ranks = profile["threads"] - layout.threads_per_rank, profile["ranks"] - layout.ranks_per_node
@@ -221,11 +222,11 @@ def _keep(path: Path, cpu: CpuFacts, values: dict[str, Any]) -> Path:
     return path
 
 
-def _read(path: Path, kind: TypeAdapter[Any]) -> dict[str, Any] | None:
+def _read(path: Path, check: Callable[[Any], None]) -> dict[str, Any] | None:
     """None: there is none, it is another aliquot's, or nothing to plan by."""
     try:
         profile: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        kind.validate_python(profile)
+        check(profile)
     except (OSError, ValueError):
         return None
     return profile if profile["format"] == FORMAT else None
