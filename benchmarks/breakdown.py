@@ -219,8 +219,7 @@ def marks() -> list[tuple[Any, str, str]]:
     return [
         (Peers, "wait", _WAIT),
         *((HostGradients, method, _STAGE) for method in ("arrived", "add_rows", "buffer", "publish", "finish")),
-        (HostGradients, "_sum", _SUM),
-        (HostGradients, "_sum_rows", _SUM),
+        *((HostGradients, method, _SUM) for method in ("_sum", "_rows_of_owners", "_add_rows")),
         (HostSums, "squares", _NORM),
         (host_engine, "global_norm", _NORM),
         (BlockedAdamW, "step", _UPDATE),
