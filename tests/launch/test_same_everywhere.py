@@ -153,6 +153,7 @@ def test_what_differs_is_named_with_both_values() -> None:
     own = {"train": {"max_steps": 5, "seed": 1}, "model.config": {"layer_types": ["a", "b"]}, "tuple": (1, 2)}
     other = {"train.max_steps": 5, "train.seed": 1, "model.config.layer_types": ["a", "b"], "tuple": [1, 2]}
     check_same(Gathered(other), lambda: own)  # type: ignore[arg-type]
+    check_same(Gathered({**other, "train.max_steps": 5.0}), lambda: own)  # type: ignore[arg-type]
     differing = {**other, "train.max_steps": 7, "new": 3}
     del differing["train.seed"]
     with pytest.raises(UserError) as told:

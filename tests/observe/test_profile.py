@@ -24,3 +24,13 @@ def test_a_full_disk(tmp_path: Path, full: str) -> None:
     profile.step()
     profile.finish()
     assert not list(tmp_path.iterdir()) and not profile.missed
+
+
+def test_a_file_where_the_directory_would_be(tmp_path: Path) -> None:
+    (tmp_path / "profile").write_text("mine")
+    profile = Profile(tmp_path / "profile", 0, 1, StepClock(lambda: (0.0, 0.0)))
+    for _ in range(3):
+        profile.step()
+    with pytest.raises(StorageError, match="File exists"):
+        profile.step()
+    assert (tmp_path / "profile").read_text() == "mine"

@@ -43,11 +43,13 @@ def check_same(ranks: Ranks, tell: Callable[[], Mapping[str, Any]]) -> None:
     digests = ranks.gather(hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest())
     if len(set(digests)) == 1:
         return
-    node = ranks.topology.node_rank
-    everybody = ranks.gather([node, own] if ranks.rank == 0 or digests[ranks.rank] != digests[0] else None)
+    differs = digests[ranks.rank] != digests[0]
+    everybody = ranks.gather([ranks.topology.node_rank, own] if ranks.rank == 0 or differs else None)
     first_node, first = everybody[0]
     for rank, (node, told) in ((rank, each) for rank, each in enumerate(everybody[1:], 1) if each is not None):
         different = [key for key in {**first, **told} if first.get(key) != told.get(key)]
+        if not different:  # one value written in two ways, like 10000 and 10000.0
+            continue
         words = [f"{key} is {_shown(first, key)} there and {_shown(told, key)} here" for key in different[:_MOST_TOLD]]
         more = f", and {len(different) - _MOST_TOLD} more" if len(different) > _MOST_TOLD else ""
         who, others = (f"node {node} (rank {rank})", "node 0") if node != first_node else (f"rank {rank}", "rank 0")

@@ -55,9 +55,10 @@ class Profile:
         profiler.stop()
         operators = profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=_OPERATORS)
         trace, table = (self._directory / f"rank-{self._rank}{suffix}" for suffix in (".json.gz", ".txt"))
+        with writing(self._directory):
+            self._directory.mkdir(exist_ok=True)
         try:
             with writing(trace):
-                self._directory.mkdir(exist_ok=True)
                 profiler.export_chrome_trace(str(trace))
             with writing(table):
                 table.write_text(f"{self._parts_table()}\n\noperators\n{operators}", encoding="utf-8")
