@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 from pathlib import Path
 
@@ -48,6 +49,8 @@ gc.disable()  # what is imported and collected stays until the end; to look thro
 
 
 def pytest_collection_finish() -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:  # the other worker has the other core
+        importlib.import_module("torch").set_num_threads(1)
     gc.freeze()
     gc.enable()
 

@@ -98,6 +98,8 @@ def start(
 
 def become(arguments: list[str], environ: dict[str, str]) -> NoReturn:
     """Does in this process what `python ARGUMENTS` would do, and ends it."""
+    import torch
+
     environ = {RESTARTS: "glibc", **environ}
     os.environ.clear()
     os.environ.update(environ)
@@ -108,6 +110,8 @@ def become(arguments: list[str], environ: dict[str, str]) -> NoReturn:
         faulthandler.enable()
     if environ.get("PYTHONWARNINGS") == "ignore":
         warnings.simplefilter("ignore")
+    if "OMP_NUM_THREADS" in environ:  # which OpenMP has read long ago
+        torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))
     code = 0
     try:
         _interpret(arguments)

@@ -93,7 +93,7 @@ def train(kind: str, case: cases.Case, rank: int, world_size: int, folder: Path)
     if kind.endswith("late"):
         come_late(rank)
     if kind.endswith("-disk"):
-        ScratchFile._move = late(ScratchFile._move, rank)  # type: ignore[method-assign]
+        ScratchFile._move = late(ScratchFile._move, rank, 0.02)  # type: ignore[method-assign]
     topology = Topology(rank, world_size, rank, world_size, 0, 1, "cpu", 1, ())
     if kind.startswith("hosts-of-two"):
         engine: Engine = HostEngine(built.model, spec, Hosts.join(rank, 0, gather, f"host {rank // 2}"), topology)
@@ -178,11 +178,11 @@ def come_late(rank: int) -> None:
     Wire.send, Wire.receive = late(Wire.send, rank), late(Wire.receive, rank)  # type: ignore[method-assign]
 
 
-def late(method: Callable[..., Any], rank: int) -> Callable[..., Any]:
+def late(method: Callable[..., Any], rank: int, often: float = 0.1) -> Callable[..., Any]:
     draw = random.Random(rank)
 
     def wrapped(*arguments: Any) -> Any:
-        if draw.random() < 0.1:
+        if draw.random() < often:
             time.sleep(draw.random() * 0.02)
         return method(*arguments)
 
