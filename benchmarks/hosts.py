@@ -41,6 +41,7 @@ WHO = {
 }
 LEARNING_RATE = 2e-5
 UNTIMED = 2
+STILL_BYTES = 100_000  # in half a second: ranks that wait ask each other whether they are there
 
 
 def main() -> None:
@@ -170,11 +171,14 @@ def rank() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     work, config = Work(int(tokens), int(micro_batches)), llama_config(SHAPES[shape])
-    marks = []
+    marks, sent = [], []
 
     def mark(_: object = None) -> None:
         dist.barrier()
-        marks.append((time.perf_counter(), sent_bytes(INTERFACE), time.process_time(), time.thread_time()))
+        marks.append((time.perf_counter(), time.process_time(), time.thread_time()))
+        if len(marks) in (UNTIMED - 1, int(steps)):
+            sent.append(when_still())
+            dist.barrier()
 
     if who == "deepspeed":
         deepspeed_seconds(config, lambda _: (work.tokens, work.tokens), work.rows, int(steps), mark, precision)
@@ -189,14 +193,23 @@ def rank() -> None:
             next(making)
             mark()
     timed = marks[UNTIMED - 1 :]
-    (began, before, of_all, of_own), (ended, after, all_ended, own_ended) = timed[0], timed[-1]
+    (began, of_all, of_own), (ended, all_ended, own_ended) = timed[0], timed[-1]
     tell({
         "seconds": [b[0] - a[0] for a, b in pairwise(timed)],
-        "sent": (after - before) / (len(timed) - 1),
+        "sent": (sent[1] - sent[0]) / len(timed),
         # Seconds of processor time a second, of all threads but the one that computes.
         "helping": ((all_ended - of_all) - (own_ended - of_own)) / (ended - began),
     })  # fmt: skip
     os._exit(0)
+
+
+def when_still() -> int:
+    """Sent by this host, when what was begun has been: a step ends while its weights are still on their way."""
+    before, found = -1, sent_bytes(INTERFACE)
+    while found > before + STILL_BYTES:
+        time.sleep(0.5)
+        before, found = found, sent_bytes(INTERFACE)
+    return found
 
 
 if __name__ == "__main__":

@@ -52,6 +52,19 @@ def test_kinds(error: Exception, kind: str) -> None:
     assert classify(error) == kind
 
 
+@pytest.mark.parametrize(
+    "what",
+    [
+        "Connection closed by peer [10.77.0.2]:8582. This is typically caused by a remote worker crashing.",
+        "Read error [10.77.0.2]:47324: Connection reset by peer. This is typically caused by a remote worker hanging.",
+    ],
+)
+def test_what_gloo_knows_of_a_lost_rank_is_its_address(what: str) -> None:
+    message = f"RuntimeError: [/__w/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] {what}"
+    line = RankError(3, "peer_lost", message, "", 0.0).line
+    assert line == "rank 3 lost the connection to a rank at 10.77.0.2, which may say why [peer-lost]"
+
+
 def record(directory: Path, rank: int, kind: rank_errors.Kind, time: float, message: str = "what happened") -> None:
     found = RankError(rank, kind, message, "", time, 2 if kind == "user" else 1, uptime=time)
     rank_errors.publish_text(rank_errors.error_file(directory, rank), json.dumps(asdict(found)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -52,6 +53,10 @@ class Hosts:
         if self.wire is not None:
             found.append("gloo between hosts")
         return ", ".join(found) or "one rank"
+
+    def naming(self) -> AbstractContextManager[None]:
+        """Around what is collective over all ranks: where it fails because a host has ended, raises PeerLost."""
+        return nullcontext() if self.wire is None else self.wire.naming()
 
     def share_per_numa_node(self, size_bytes: int, touch: bool = True) -> tuple[Memory, list[Memory]]:
         """Zeroed memory that all ranks of a NUMA node share: this rank's, and those of the other nodes. Collective.

@@ -26,6 +26,7 @@ _PIECE_BYTES = 16 << 20
 _AHEAD = 2  # pieces under way while one is summed
 _CONNECTIONS = 4  # of a host to each other one, at least
 _ASK_S = 2.0  # of waiting, then whether the others are still there
+_ASK_AGAIN = 10  # times in that, where one is not: connections do not end all at the same moment
 _TIMEOUT = timedelta(hours=24)  # what bounds a wait is the watchdog's clock, or the other end's end
 
 
@@ -110,9 +111,22 @@ class Wire:
         """Whether the other hosts are there, where nothing has come or gone since `stood_still`, of time.monotonic().
         Raises PeerLost. To be called now and then in a wait: it does nothing while that is short."""
         now = time.monotonic()
-        if now < max(stood_still, self._asked_at) + _ASK_S:
-            return
-        self._asked_at = now
+        if now >= max(stood_still, self._asked_at) + _ASK_S:
+            self._asked_at = now
+            self._ask()
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Around what is collective over all ranks: where gloo fails because a host has ended, raises PeerLost."""
+        try:
+            yield
+        except RuntimeError:
+            for _ in range(_ASK_AGAIN):
+                self._ask()
+                time.sleep(_ASK_S / _ASK_AGAIN)
+            raise
+
+    def _ask(self) -> None:
         for host in self.others:
             with self._reaching(host):
                 work = dist.isend(torch.zeros(1, dtype=torch.uint8), self._ranks[host], group=self._alive)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -32,6 +33,7 @@ _CONNECTION_WORDS = (
     "Broken pipe",
     "Timed out waiting",
 )
+_GLOO_PEER = re.compile(r"gloo/transport.*(?:Connection closed by peer|Read error|Write error) \[(.+)\]:\d")
 
 
 def _uptime() -> float:
@@ -63,6 +65,8 @@ class RankError:
             return first
         if self.kind == "training":
             return f"rank {self.rank}: {first}"
+        if self.kind == "peer_lost" and (peer := _GLOO_PEER.search(first)) is not None:
+            return f"rank {self.rank} lost the connection to a rank at {peer[1]}, which may say why [peer-lost]"
         if self.kind == "peer_lost":
             return f"rank {self.rank} lost the connection to another rank, which may say why: {first} [peer-lost]"
         return f"rank {self.rank} failed: {first} [crash]"

@@ -282,7 +282,8 @@ class HostEngine:
         if self._hosts.wire is None:
             self._gradients.finish()  # not after each micro-batch: ranks need not wait for each other in between
         # All ranks wait for each other here: nobody computes from the weights any more.
-        norm = global_norm(self._sums.squares(), torch.device("cpu"))
+        with self._hosts.naming():
+            norm = global_norm(self._sums.squares(), torch.device("cpu"))
         if self._layers is not None:
             self._layers.forget()
         if math.isfinite(norm):

@@ -1,0 +1,136 @@
+"""One rank of two or three hosts that are disturbed in a way which the test has drawn; see test_hosts_disturbed.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from itertools import count
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from aliquot.collectives.peers import PeerLost
+from aliquot.collectives.wire import Wire
+from aliquot.engines.host import gradient_exchange, publication
+from aliquot.engines.host.host_engine import HostEngine
+from aliquot.engines.host.publication import Publication
+from tests.engines import cases, worker
+from tests.processes import as_ranks
+
+Transfer = Callable[[Wire, Tensor, int], Future[None]]
+
+
+def disturb(rank: int, under_way: int, published: int, delays_ms: list[int]) -> None:
+    """Messages leave late, in their order, and are seen to be over later than they are, in any order."""
+    gradient_exchange.EXCHANGE_BYTES = publication.EXCHANGE_BYTES = under_way
+    publication.PUBLISHED_NUMEL = published
+    waiting: list[Queue[Any]] = []
+    places = count(rank)  # which several threads may ask, as they may not a generator
+
+    def delay_s() -> float:
+        return delays_ms[next(places) % len(delays_ms)] / 1e3
+
+    def late(transfer: Transfer) -> Transfer:
+        begun: Queue[tuple[Future[None], Wire, Tensor, int]] = Queue()
+        waiting.append(begun)
+
+        def begin(wire: Wire, values: Tensor, host: int) -> Future[None]:
+            seen: Future[None] = Future()
+            begun.put((seen, wire, values, host))
+            return seen
+
+        def work() -> None:
+            while True:
+                seen, *arguments = begun.get()
+                time.sleep(delay_s())
+                try:
+                    transfer(*arguments).add_done_callback(partial(see, seen))
+                except PeerLost as lost:
+                    seen.set_exception(lost)
+                begun.task_done()
+
+        threading.Thread(target=work, daemon=True).start()
+        return begin
+
+    def see(seen: Future[None], over: Future[None]) -> None:
+        error = over.exception()
+        tell = partial(seen.set_result, None) if error is None else partial(seen.set_exception, error)
+        timer = threading.Timer(delay_s(), tell)
+        timer.daemon = True
+        timer.start()
+
+    close = Wire.close
+
+    def close_late(wire: Wire) -> None:
+        for begun in waiting:
+            begun.join()
+        close(wire)
+
+    Wire.close = close_late  # type: ignore[method-assign]
+    Wire.send, Wire.receive = late(Wire.send), late(Wire.receive)  # type: ignore[method-assign]
+
+
+class Moments:
+    """What this rank does to meet the others in its second step, in whose forward pass the first one's weights still
+    arrive: it ends without a word at the one of `number`, never if that is negative."""
+
+    def __init__(self, number: int, note: Path) -> None:
+        self._number = number
+        self._note = note  # the kind of each
+        self._met: list[str] = []
+        self._steps = 0
+        HostEngine.step = self._counted(HostEngine.step)  # type: ignore[method-assign]
+        Publication.need = self._before(Publication.need, "needs")  # type: ignore[method-assign]
+        Wire.receive = self._before(Wire.receive, "receives")  # type: ignore[method-assign]
+        Wire.send = self._before(Wire.send, "sends")  # type: ignore[method-assign]
+        Wire.compare = self._before(Wire.compare, "compares")  # type: ignore[method-assign]
+        dist.all_gather = self._before(dist.all_gather, "norm")
+
+    def _counted(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        def stepped(*arguments: Any) -> Any:
+            result = step(*arguments)
+            self._steps += 1
+            return result
+
+        return stepped
+
+    def _before(self, method: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        def met(*arguments: Any) -> Any:
+            if self._steps == 1:
+                self._met.append(kind)
+                self._note.write_text(" ".join(self._met))
+                if len(self._met) - 1 == self._number:
+                    os._exit(0)  # as by SIGKILL nothing is told to anybody; the kernel closes what is open
+            return method(*arguments)
+
+        return met
+
+
+def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None:
+    name, asked = arguments
+    disturbance = json.loads(asked)
+    if "delays_ms" in disturbance:
+        disturb(rank, **disturbance)
+        worker.train("hosts", cases.CASES[name], rank, world_size, folder)
+        return
+    if rank == world_size - 1:
+        Moments(disturbance["ends_at"], folder / "moments")
+    try:
+        worker.train("hosts", cases.CASES[name], rank, world_size, folder)
+    except Exception as error:
+        lost = isinstance(error, PeerLost)
+        found = {"error": type(error).__name__, "message": str(error), "named": lost, "at": time.time()}
+        (folder / f"lost-{rank}.json").write_text(json.dumps(found))
+        os._exit(0)  # the process group would wait for the dead rank
+
+
+if __name__ == "__main__":
+    as_ranks(work)
