@@ -78,3 +78,25 @@ def test_fsdp_says_what_it_uses_between_hosts(tmp_path: Path) -> None:
         (code, output), (other_code, other_output) = on_both(hosts, config)
     assert (code, other_code) == (0, 0), output + other_output
     assert "weights and gradients: gloo\n" in output
+
+
+@pytest.mark.long
+def test_ranks_dealt_out_to_hosts_in_turn_use_their_own_hosts_tokens(tmp_path: Path) -> None:
+    """Started by hand, ranks 0 and 2 on one host, 1 and 3 on the other; neither sees the other's cache."""
+    config = write_config(tmp_path, shard={"engine": "fsdp"}, launch={"device": "cpu"}, train={"max_steps": 2})
+    caches = [tmp_path / f"cache-{number}" for number in range(2)]
+    for cache in caches:
+        cache.mkdir()
+    with two_hosts() as hosts:
+        world = {"WORLD_SIZE": "4", "MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29511"}
+        ranks = []
+        for rank in range(4):
+            own, other = caches[rank % 2], caches[1 - rank % 2]
+            hidden = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs none "{other}" && exec "$@"', "sh"]
+            command = hosts[rank % 2].command(*hidden, sys.executable, "-m", "aliquot", "train", str(config))
+            environ = {**environment(), **world, "RANK": str(rank), "ALIQUOT_CACHE": str(own)}
+            streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+            ranks.append(subprocess.Popen(command, env=environ, text=True, **streams))
+        outputs = [rank.communicate(timeout=200)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * 4, "\n".join(outputs)
+    assert len(curve(tmp_path / "run")) == 2

@@ -152,9 +152,9 @@ def prepare_together(
             ).to_json()
 
     first = on_first(ranks, build)
-    local_rank = ranks.topology.local_rank
-    of_node = together(ranks, lambda: build() if local_rank == 0 and ranks.rank > 0 else None)
-    return Prepared.from_json(of_node[ranks.rank - local_rank] or first)
+    own = ranks.topology
+    told = together(ranks, lambda: [own.node_rank, build() if own.local_rank == 0 and ranks.rank > 0 else None])
+    return Prepared.from_json(next((text for node, text in told if node == own.node_rank and text), first))
 
 
 @dataclass(frozen=True)
