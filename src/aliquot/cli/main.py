@@ -62,6 +62,8 @@ def main(
 
 def run() -> None:
     _open_what_is_closed()
+    # Read by torch at its import, here and in ranks: it would tell of lost peers, which our own lines do.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     for stream in (sys.stdout, sys.stderr):
         # A terminal may have no sign for what a model says. What a test or a notebook has put there may refuse.
         with suppress(OSError, AttributeError):

@@ -29,9 +29,7 @@ class Ended:
 
 
 def prepare(directory: Path) -> Path:
-    """Before torch is imported: where the ranks' logs go, made. Raises StorageError."""
-    # Keeps torch, which reads it at import here and in the ranks, from reporting a lost peer: our own lines do.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    """Where the ranks' logs go, made. Raises StorageError."""
     directory = directory.absolute()
     try:
         directory.mkdir(parents=True, exist_ok=True)
