@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -14,13 +17,15 @@ from tests.runs import curve, trained, write_config
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 
-def start(host: Host, config: Path, *overrides: str) -> subprocess.Popen[str]:
-    command = host.command(sys.executable, "-m", "aliquot", "train", str(config), *overrides)
+def start(host: Host, config: Path, *overrides: str, before: Sequence[str] = ()) -> subprocess.Popen[str]:
+    command = host.command(*before, sys.executable, "-m", "aliquot", "train", str(config), *overrides)
     return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def on_both(hosts: tuple[Host, Host], config: Path, *overrides: str) -> list[tuple[int, str]]:
-    """Exit code and output of each host's launcher."""
+def on_both(
+    hosts: tuple[Host, Host], config: Path, *overrides: str, before: Mapping[int, Sequence[str]] = MappingProxyType({})
+) -> list[tuple[int, str]]:
+    """Exit code and output of each host's launcher. `before`: what a host starts, with its launcher as arguments."""
     nodes = [
         start(
             host,
@@ -29,11 +34,17 @@ def on_both(hosts: tuple[Host, Host], config: Path, *overrides: str) -> list[tup
             f"launch.master_address={hosts[0].address}",
             "launch.master_port=29511",
             *overrides,
+            before=before.get(number, ()),
         )
         for number, host in enumerate(hosts)
     ]
     outputs = [node.communicate(timeout=200)[0] for node in nodes]
     return [(node.returncode, output) for node, output in zip(nodes, outputs, strict=True)]
+
+
+def not_seeing(directory: Path) -> list[str]:
+    """What starts a command to which a directory is empty."""
+    return ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs none "{directory}" && exec "$@"', "sh"]
 
 
 # The short cases beside it: "hosts" in tests/engines/test_host.py, two nodes of a job in tests/launch/test_launch.py.
@@ -92,11 +103,35 @@ def test_ranks_dealt_out_to_hosts_in_turn_use_their_own_hosts_tokens(tmp_path: P
         ranks = []
         for rank in range(4):
             own, other = caches[rank % 2], caches[1 - rank % 2]
-            hidden = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs none "{other}" && exec "$@"', "sh"]
-            command = hosts[rank % 2].command(*hidden, sys.executable, "-m", "aliquot", "train", str(config))
+            command = hosts[rank % 2].command(*not_seeing(other), sys.executable, "-m", "aliquot", "train", str(config))
             environ = {**environment(), **world, "RANK": str(rank), "ALIQUOT_CACHE": str(own)}
             streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
             ranks.append(subprocess.Popen(command, env=environ, text=True, **streams))
         outputs = [rank.communicate(timeout=200)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * 4, "\n".join(outputs)
     assert len(curve(tmp_path / "run")) == 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("blind", "hidden", "told"),
+    [
+        (1, "checkpoints/step-00000004", "/step-00000004: {host} does not see this checkpoint as rank 0 does ("),
+        (0, "checkpoints", "/checkpoints: {host} sees checkpoints here that rank 0 does not: to begin anew would lose"),
+    ],
+)
+def test_a_node_that_does_not_see_the_newest_checkpoint_is_named_and_nothing_is_lost(
+    tmp_path: Path, blind: int, hidden: str, told: str
+) -> None:
+    """On the others it is not called damaged, and no older one is taken instead."""
+    launch = {"ranks": 1, "nodes": 2, "device": "cpu"}
+    every = {"every": 2, "export": False}
+    config = write_config(tmp_path, shard={"engine": "host"}, launch=launch, checkpoint=every)
+    with two_hosts() as hosts:
+        assert [code for code, _ in on_both(hosts, config, "train.max_steps=4")] == [0, 0]
+        hide = not_seeing(tmp_path / "run" / hidden)
+        seen = on_both(hosts, config, before={blind: hide})
+        assert [code for code, _ in seen] == [2, 2], seen
+        assert all(told.format(host=platform.node()) in output.splitlines()[-1] for _, output in seen), seen
+        assert [code for code, _ in on_both(hosts, config)] == [0, 0]
+    assert sorted(curve(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]

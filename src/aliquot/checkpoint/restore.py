@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import platform
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -69,14 +70,13 @@ def restore(
     """Fill all parts of `store` from a checkpoint; the state that was saved with it. Collective.
 
     `tensors` and `learned` as they were saved with. Raises on every rank: UserError where they are not those of the
-    checkpoint, naming what of `settings`, the configuration, is not as it was; DamagedCheckpoint where it is not what
-    was saved (the parts then hold nothing of use).
+    checkpoint, naming what of `settings`, the configuration, is not as it was, or where another rank does not see what
+    rank 0 does; DamagedCheckpoint where it is not what was saved (the parts then hold nothing of use).
     """
 
     def read() -> list[Piece]:
         checksums = BlockChecksums()
         with _damage():
-            read_manifest(directory)
             maps = _maps(directory)
             every = {kind: values_of(found.entries) for kind, found in maps.items()}
         for kind, values in every.items():
@@ -90,8 +90,27 @@ def restore(
             fill(stored.values(), entries, checksums)
         return checksums.pieces()
 
+    on_first(ranks, lambda: _check_whole(directory))
+    together(ranks, lambda: _check_seen(directory))
     pieces = together(ranks, read)
     return on_first(ranks, lambda: _verified(directory, list(chain(*pieces))))
+
+
+def _check_whole(directory: Path) -> None:
+    with _damage():
+        read_manifest(directory)
+
+
+def _check_seen(directory: Path) -> None:
+    """Of a checkpoint that is whole where rank 0 looks: elsewhere it is not damaged, but another or not there."""
+    try:
+        read_manifest(directory)
+    except DamagedCheckpoint as error:
+        raise ResumeError(
+            f"{platform.node()} does not see this checkpoint as rank 0 does ({error}): every node needs its files, on"
+            " a file system that all share",
+            directory,
+        ) from None
 
 
 def _verified(directory: Path, pieces: list[Piece]) -> dict[str, Any]:
@@ -135,7 +154,7 @@ def _damage() -> Iterator[None]:
 
 
 def _newest(root: Path, below: int | None, ranks: RankGroup) -> Path | None:
-    """What rank 0 finds. Raises UserError if that is nothing although there are checkpoints."""
+    """What rank 0 finds. Raises UserError if that is nothing although there are checkpoints, here or on other nodes."""
 
     def find() -> str | None:
         found = newest(root, below)
@@ -148,4 +167,13 @@ def _newest(root: Path, below: int | None, ranks: RankGroup) -> Path | None:
         return str(found) if found is not None else None
 
     found = on_first(ranks, find)
-    return Path(found) if found is not None else None
+    if found is not None:
+        return Path(found)
+    others = together(ranks, lambda: platform.node() if directories(root) else None)
+    if (other := next(filter(None, others), None)) is not None:
+        raise ResumeError(
+            f"{other} sees checkpoints here that rank 0 does not: to begin anew would lose them; every node needs this"
+            " directory, on a file system that all share",
+            root,
+        )
+    return None

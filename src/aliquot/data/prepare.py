@@ -153,8 +153,9 @@ def prepare_together(
 
     first = on_first(ranks, build)
     own = ranks.topology
-    told = together(ranks, lambda: [own.node_rank, build() if own.local_rank == 0 and ranks.rank > 0 else None])
-    return Prepared.from_json(next((text for node, text in told if node == own.node_rank and text), first))
+    node = str(own.node_rank)
+    told = together(ranks, lambda: [node, build() if own.local_rank == 0 and ranks.rank > 0 else ""])
+    return Prepared.from_json(next((found for of_node, found in told if of_node == node and found), first))
 
 
 @dataclass(frozen=True)
