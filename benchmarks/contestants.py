@@ -24,6 +24,7 @@ DEEPSPEED_JSON = json.loads((Path(__file__).parents[1] / "examples" / "seed" / "
     "steps_per_print": 1_000_000
 }
 LARGEST_NUMEL = 40_000_000  # of the benchmarks' weights; by default five buffers hold 100 million each
+_STILL_BYTES = 100_000  # in half a second: ranks that wait ask each other whether they are there
 AIO = {"block_size": 8 << 20, "queue_depth": 8, "single_submit": False, "overlap_events": True}
 
 
@@ -224,6 +225,15 @@ def sent_bytes(device: str = "lo") -> int:
         if name.strip() == device:
             return int(numbers.split()[8])
     return 0
+
+
+def sent_when_still(device: str) -> int:
+    """`sent_bytes`, when what was begun has been: a step of ours ends while its weights are still on their way."""
+    before, found = -_STILL_BYTES, sent_bytes(device)
+    while found > before + _STILL_BYTES:
+        time.sleep(0.5)
+        before, found = found, sent_bytes(device)
+    return found
 
 
 def quiet() -> None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.contestants import Work, aliquot_steps, deepspeed_seconds, fsdp2_steps, quiet, sent_bytes
+from benchmarks.contestants import Work, aliquot_steps, deepspeed_seconds, fsdp2_steps, quiet, sent_when_still
 from benchmarks.layouts import LLAMA_125M, LLAMA_500M, llama_config
 from benchmarks.report import Row, Target, finish, target
 from benchmarks.worlds import run_world, tell
@@ -41,7 +41,6 @@ WHO = {
 }
 LEARNING_RATE = 2e-5
 UNTIMED = 2
-STILL_BYTES = 100_000  # in half a second: ranks that wait ask each other whether they are there
 
 
 def main() -> None:
@@ -177,7 +176,7 @@ def rank() -> None:
         dist.barrier()
         marks.append((time.perf_counter(), time.process_time(), time.thread_time()))
         if len(marks) in (UNTIMED - 1, int(steps)):
-            sent.append(when_still())
+            sent.append(sent_when_still(INTERFACE))
             dist.barrier()
 
     if who == "deepspeed":
@@ -201,15 +200,6 @@ def rank() -> None:
         "helping": ((all_ended - of_all) - (own_ended - of_own)) / (ended - began),
     })  # fmt: skip
     os._exit(0)
-
-
-def when_still() -> int:
-    """Sent by this host, when what was begun has been: a step ends while its weights are still on their way."""
-    before, found = -1, sent_bytes(INTERFACE)
-    while found > before + STILL_BYTES:
-        time.sleep(0.5)
-        before, found = found, sent_bytes(INTERFACE)
-    return found
 
 
 if __name__ == "__main__":

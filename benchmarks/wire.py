@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import sys
-from itertools import pairwise
+from itertools import count
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.contestants import Work, aliquot_steps, deepspeed_seconds, quiet, sent_bytes
+from benchmarks.contestants import Work, aliquot_steps, deepspeed_seconds, quiet, sent_when_still
 from benchmarks.layouts import LLAMA_125M, llama_config
 from benchmarks.report import Row, finish, target
 from benchmarks.worlds import run_world, tell
@@ -70,18 +69,22 @@ def rank() -> None:
     number = int(os.environ["RANK"])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    config, sent = llama_config(LLAMA_125M), []
+    config, steps, sent = llama_config(LLAMA_125M), count(), []
+
+    def mark(_: object = None) -> None:
+        dist.barrier()
+        if next(steps) in (0, STEPS - 1):
+            sent.append(sent_when_still(device))
+            dist.barrier()
+
     if who == "deepspeed":
-        deepspeed_seconds(
-            config, lambda _: (WORK.tokens, WORK.tokens), WORK.rows, STEPS, lambda _: sent.append(sent_bytes(device))
-        )
+        deepspeed_seconds(config, lambda _: (WORK.tokens, WORK.tokens), WORK.rows, STEPS, mark)
     else:
         making = aliquot_steps(who, config, WORK, Topology(number, RANKS, number, RANKS, 0, 1, "cpu", 1, ()), {})
         for _ in range(STEPS):
             next(making)
-            dist.barrier()
-            sent.append(sent_bytes(device))
-    tell({"sent": statistics.median(b - a for a, b in pairwise(sent))})
+            mark()
+    tell({"sent": (sent[1] - sent[0]) / (STEPS - 1)})
     os._exit(0)
 
 
