@@ -14,6 +14,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -229,6 +230,22 @@ def test_ctrl_c_saves_and_says_how_to_continue(folder: Path, ranks: int) -> None
     assert "once more ends the run at once, losing all" in errors and "start again to continue" in errors
     (saved,) = (directory / "checkpoints").iterdir()
     assert list(curve(directory)) == list(range(1, int(saved.name.removeprefix("step-")) + 1))
+
+
+def test_a_signal_to_the_launcher_and_all_ranks_saves(folder: Path) -> None:
+    """As a control group is stopped: the launcher, which is told too, tells ranks again."""
+    directory = folder / "control-group"
+    config = write_config(folder, "control-group", launch={"ranks": 2})
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    launcher = warm.popen("-m", "aliquot", "train", config, "train.max_steps=100000", **streams)
+    while not (directory / "metrics.jsonl").exists() or len(curve(directory)) < 2:
+        assert launcher.poll() is None
+        time.sleep(0.01)
+    for process in [*psutil.Process(launcher.pid).children(recursive=True), launcher]:
+        process.send_signal(signal.SIGTERM)
+    _, errors = launcher.communicate(timeout=100)
+    assert launcher.returncode == 143 and "stopped by SIGTERM after step" in errors, errors
+    assert sorted(curve(directory))[-1] == max(int(each.name[5:]) for each in (directory / "checkpoints").iterdir())
 
 
 def test_a_signal_during_an_evaluation_saves_and_gives_it_up(folder: Path) -> None:

@@ -39,7 +39,7 @@ def export_run(
 ) -> Path:
     """Where it lies. `files`: what is beside the weights; `done`: steps. Collective."""
     target, root, built = run.directory.export, run.directory.checkpoints, model.built
-    on_first(run.ranks, lambda: _make_room(target, files, run.display) if target.exists() else None)
+    on_first(run.ranks, lambda: _make_room(target.resolve(), files, run.display) if target.exists() else None)
     wanted, precision, adapter = run.config.model.dtype, run.config.train.precision, built.adapter
     # An adapter is small, and added to what is much larger.
     dtype = export_dtype(wanted, inputs.source.dtype if adapter is None else torch.float32, precision)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
 RANK = """
 import os, signal, sys, time
+from aliquot.launch import stop_signal
 from aliquot.launch.stop_signal import StopSignal
+stop_signal._SAME_S = 0.5
 signal.signal(signal.SIGINT, signal.SIG_IGN if sys.argv[2] == "background" else signal.default_int_handler)
 with StopSignal(grace_s=float(sys.argv[1]), tells=True, kept=lambda: "losing 3 steps") as stop:
     stop.nothing_to_save = {"saved": "after the last step, which is saved"}.get(sys.argv[2])
@@ -37,9 +40,12 @@ def test_the_first_asks_and_the_second_ends(number: signal.Signals) -> None:
     with started(60, "hangs") as process:
         process.send_signal(number)
         assert process.stdout is not None and process.stdout.readline() == f"{int(number)}\n"
+        process.send_signal(number)  # the same one, told by another: a launcher, whose whole control group is stopped
+        time.sleep(0.6)
+        assert process.poll() is None
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=20)
-    assert process.returncode == -signal.SIGINT
+    assert process.returncode == 128 + signal.SIGINT
     assert (
         errors
         == f"aliquot: {number.name}: the step is finished and saved; once more ends the run at once, losing 3 steps\n"

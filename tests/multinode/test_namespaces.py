@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -42,9 +43,10 @@ def on_both(
     return [(node.returncode, output) for node, output in zip(nodes, outputs, strict=True)]
 
 
-def not_seeing(directory: Path) -> list[str]:
-    """What starts a command to which a directory is empty."""
-    return ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs none "{directory}" && exec "$@"', "sh"]
+def not_seeing(directory: Path, instead: Path | None = None) -> list[str]:
+    """What starts a command to which a directory is empty, or holds what another one does."""
+    mount = f'mount -t tmpfs none "{directory}"' if instead is None else f'mount --bind "{instead}" "{directory}"'
+    return ["unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh"]
 
 
 # The short cases beside it: "hosts" in tests/engines/test_host.py, two nodes of a job in tests/launch/test_launch.py.
@@ -114,14 +116,16 @@ def test_ranks_dealt_out_to_hosts_in_turn_use_their_own_hosts_tokens(tmp_path: P
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("blind", "hidden", "told"),
+    ("blind", "hidden", "instead", "told"),
     [
-        (1, "checkpoints/step-00000004", "/step-00000004: {host} does not see this checkpoint as rank 0 does ("),
-        (0, "checkpoints", "/checkpoints: {host} sees checkpoints here that rank 0 does not: to begin anew would lose"),
+        (1, "step-00000004", None, "/step-00000004: {host} does not see this checkpoint as rank 0 does (/"),
+        (1, "step-00000004", "another", "does not see this checkpoint as rank 0 does (another one lies here)"),
+        (0, "step-00000004", None, "/checkpoints: {host} sees a newer checkpoint here than rank 0 does"),
+        (0, "", None, "/checkpoints: this node does not see what node 0 writes here"),
     ],
 )
 def test_a_node_that_does_not_see_the_newest_checkpoint_is_named_and_nothing_is_lost(
-    tmp_path: Path, blind: int, hidden: str, told: str
+    tmp_path: Path, blind: int, hidden: str, instead: str | None, told: str
 ) -> None:
     """On the others it is not called damaged, and no older one is taken instead."""
     launch = {"ranks": 1, "nodes": 2, "device": "cpu"}
@@ -129,7 +133,9 @@ def test_a_node_that_does_not_see_the_newest_checkpoint_is_named_and_nothing_is_
     config = write_config(tmp_path, shard={"engine": "host"}, launch=launch, checkpoint=every)
     with two_hosts() as hosts:
         assert [code for code, _ in on_both(hosts, config, "train.max_steps=4")] == [0, 0]
-        hide = not_seeing(tmp_path / "run" / hidden)
+        shutil.copytree(tmp_path / "run" / "checkpoints" / "step-00000002", tmp_path / "another")
+        other = tmp_path / instead if instead is not None else None
+        hide = not_seeing(tmp_path / "run" / "checkpoints" / hidden, other)
         seen = on_both(hosts, config, before={blind: hide})
         assert [code for code, _ in seen] == [2, 2], seen
         assert all(told.format(host=platform.node()) in output.splitlines()[-1] for _, output in seen), seen

@@ -7,6 +7,7 @@ file, and they must be those of the manifest. So the whole checkpoint is read on
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import platform
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from aliquot.checkpoint.continuity import tensors_follow_from
-from aliquot.checkpoint.directories import STATE, STEMS, directories, newest, step_of
+from aliquot.checkpoint.directories import STATE, STEMS, complete_directories, directories, newest, step_of
 from aliquot.checkpoint.moment_files import StoredParts, held, values_of
 from aliquot.errors import DamagedCheckpoint, ResumeError, UserError, WeightsFileError
 from aliquot.ranges.bytemap import ByteMap, Shape, check_tensors
 from aliquot.ranges.checksums import BlockChecksums, Piece
 from aliquot.ranges.jsonfile import read_json
-from aliquot.ranges.manifest import check_read, read_manifest
+from aliquot.ranges.manifest import MANIFEST, check_read, read_manifest
 from aliquot.ranges.parts import Kind, PartStore
 from aliquot.ranges.together import RankGroup, on_first, together
 from aliquot.ranges.transfer import fill
@@ -90,27 +91,35 @@ def restore(
             fill(stored.values(), entries, checksums)
         return checksums.pieces()
 
-    on_first(ranks, lambda: _check_whole(directory))
-    together(ranks, lambda: _check_seen(directory))
+    manifest = on_first(ranks, lambda: _manifest_of_whole(directory))
+    together(ranks, lambda: _check_seen(directory, manifest))
     pieces = together(ranks, read)
     return on_first(ranks, lambda: _verified(directory, list(chain(*pieces))))
 
 
-def _check_whole(directory: Path) -> None:
+def _manifest_of_whole(directory: Path) -> str:
     with _damage():
         read_manifest(directory)
+        return _digest(directory)
 
 
-def _check_seen(directory: Path) -> None:
+def _digest(directory: Path) -> str:
+    return hashlib.sha256((directory / MANIFEST).read_bytes()).hexdigest()
+
+
+def _check_seen(directory: Path, manifest: str) -> None:
     """Of a checkpoint that is whole where rank 0 looks: elsewhere it is not damaged, but another or not there."""
     try:
         read_manifest(directory)
-    except DamagedCheckpoint as error:
+        why = None if _digest(directory) == manifest else "another one lies here"
+    except (DamagedCheckpoint, OSError) as error:
+        why = str(error)
+    if why is not None:
         raise ResumeError(
-            f"{platform.node()} does not see this checkpoint as rank 0 does ({error}): every node needs its files, on"
+            f"{platform.node()} does not see this checkpoint as rank 0 does ({why}): every node needs its files, on"
             " a file system that all share",
             directory,
-        ) from None
+        )
 
 
 def _verified(directory: Path, pieces: list[Piece]) -> dict[str, Any]:
@@ -154,7 +163,8 @@ def _damage() -> Iterator[None]:
 
 
 def _newest(root: Path, below: int | None, ranks: RankGroup) -> Path | None:
-    """What rank 0 finds. Raises UserError if that is nothing although there are checkpoints, here or on other nodes."""
+    """What rank 0 finds. Raises UserError if that is nothing although there are checkpoints, or older than what another
+    node finds."""
 
     def find() -> str | None:
         found = newest(root, below)
@@ -167,13 +177,18 @@ def _newest(root: Path, below: int | None, ranks: RankGroup) -> Path | None:
         return str(found) if found is not None else None
 
     found = on_first(ranks, find)
-    if found is not None:
-        return Path(found)
-    others = together(ranks, lambda: platform.node() if directories(root) else None)
-    if (other := next(filter(None, others), None)) is not None:
+    step = -1 if found is None else step_of(Path(found))
+    newer = together(ranks, lambda: platform.node() if _newest_whole(root, below) > step else "")
+    if (other := next(filter(None, newer), None)) is not None:
         raise ResumeError(
-            f"{other} sees checkpoints here that rank 0 does not: to begin anew would lose them; every node needs this"
-            " directory, on a file system that all share",
+            f"{other} sees a newer checkpoint here than rank 0 does, which would train that again and replace it: every"
+            " node needs this directory, on a file system that all share",
             root,
         )
-    return None
+    return None if found is None else Path(found)
+
+
+def _newest_whole(root: Path, below: int | None) -> int:
+    """Its step; -1: there is none."""
+    steps = map(step_of, complete_directories(root))
+    return max((step for step in steps if below is None or step < below), default=-1)

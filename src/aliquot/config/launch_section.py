@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from aliquot.config.node_count import NodeCount, OnNodes
 
+_MOST_RANKS = 4096  # of a node: more processes than any has cores
+
 
 class LaunchSection(OnNodes):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where torch sees a GPU.")
-    ranks: PositiveInt | Literal["auto"] = Field(
+    ranks: Annotated[int, Field(gt=0, le=_MOST_RANKS)] | Literal["auto"] = Field(
         "auto",
         description="Local ranks. auto: one a GPU; on CPU one a core up to 4 a NUMA node, then one every 4 cores, as"
         " memory (2 GiB a rank) and the micro-batches of train.global_batch_size allow; one a NUMA node without"

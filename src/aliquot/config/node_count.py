@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Annotated
 
-from pydantic import AfterValidator, PositiveInt
+from pydantic import AfterValidator, Field
 
 from aliquot.config.section import Section
 
@@ -19,7 +19,7 @@ def _checked(text: str) -> str:
     return text
 
 
-NodeCount = PositiveInt | Annotated[str, AfterValidator(_checked)]
+NodeCount = Annotated[int, Field(gt=0, le=999_999)] | Annotated[str, AfterValidator(_checked)]
 
 
 def may_change(nodes: int | str) -> bool:

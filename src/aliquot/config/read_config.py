@@ -126,8 +126,8 @@ def apply_override(values: dict[str, Any], override: str, locations: dict[Keys, 
         value = yaml.load(text, Loader=_Loader)
     except _OfTwoMeanings as error:
         raise ConfigError(f"override {override!r}: {error.problem}") from None
-    except (yaml.YAMLError, ValueError):
-        raise ConfigError(f"override {override!r}: the value is not valid YAML") from None
+    except (yaml.YAMLError, ValueError, RecursionError):
+        raise ConfigError(f"override {override[:200]!r}: the value is not valid YAML") from None
     section = values
     for depth, key in enumerate(keys[:-1], 1):
         inner = section.setdefault(key, {})

@@ -67,7 +67,7 @@ class TrainSection(Section):
     max_steps: PositiveInt | None = Field(None, description="Optimizer steps; wins over num_train_epochs.")
     num_train_epochs: PositiveFloat = Field(1.0, description="Passes over the training documents.")
     global_batch_size: PositiveInt | None = Field(
-        None, description="Sequences per optimizer step over all ranks; uneven spreads are allowed."
+        None, le=1 << 24, description="Sequences per optimizer step over all ranks; uneven spreads are allowed."
     )
     global_batch_tokens: PositiveInt | None = Field(
         None, description="Instead, in tokens: as many packed sequences as hold so many, a whole number of them."

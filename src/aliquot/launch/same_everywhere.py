@@ -33,8 +33,17 @@ def check_configs(ranks: Ranks, config: RunConfig) -> None:
 def common_settings(config: RunConfig) -> dict[str, Any]:
     """What must be the same on all nodes, by key, and the versions of the software."""
     settings = dict(_flat(config.model_dump(mode="json", by_alias=True)))
-    common = {key: value for key, value in settings.items() if not key.startswith(_OWN)}
+    common = {key: _anywhere(key, value) for key, value in settings.items() if not key.startswith(_OWN)}
     return {**common, **{f"version of {name}": version(name) for name in _PACKAGES}}
+
+
+def _anywhere(key: str, value: Any) -> Any:
+    """A setting without where this node finds what it names."""
+    if key in ("data.sources", "data.eval_sources") and isinstance(value, list):
+        return [{name: each for name, each in source.items() if name != "path"} for source in value]
+    if key in ("model.config", "checkpoint.resume") and isinstance(value, str) and value not in ("auto", "never"):
+        return value if "://" in value else "a path"
+    return value
 
 
 def check_same(ranks: Ranks, tell: Callable[[], Mapping[str, Any]]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import psutil
+
 _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)$')
 _TOGETHER_S = 60.0
 _WAITS = re.compile(r"torch/distributed/|aliquot/collectives/|aliquot/launch/ranks\.py$")
@@ -16,8 +18,18 @@ def told_standing_still(own: Path) -> str:
     `own`: this rank's stacks; beside it lie those of the others, and those that an earlier attempt has left.
     """
     stuck = standing_still(own)
+    if not stuck and (silent := _silent(own)):
+        names = " and ".join(f"rank {rank}" for rank in silent)
+        return f"; {names} does not even say where it is: its process is stopped, or its host does not answer"
     told = ", ".join(f"rank {rank} stands still at {place}" for rank, place in stuck.items())
     return f"; {told}{', and the others wait for it' * (len(stuck) == 1)}" if stuck else ""
+
+
+def _silent(own: Path) -> list[int]:
+    """Ranks of this attempt that have written nothing."""
+    began = psutil.Process().create_time()
+    files = [file for file in own.parent.glob(of_all_ranks(own)) if file != own and file.stat().st_mtime >= began]
+    return sorted(int(file.stem.rpartition("-")[2]) for file in files if file.stat().st_size == 0)
 
 
 def of_all_ranks(own: Path) -> str:

@@ -16,6 +16,8 @@ from aliquot.launch.claims import ROUND
 from aliquot.launch.rank_errors import report_error
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Whoever stops a whole control group (systemd, scancel) tells each rank and the launcher, which tells the ranks again.
+_SAME_S = 2.0
 
 
 class Terminated(TrainingError, id="terminated"):
@@ -28,8 +30,8 @@ class Terminated(TrainingError, id="terminated"):
 
 class StopSignal:
     """`requested` is the number of the signal that has come, or 0. `grace_s` later the process ends, saved or not; a
-    second signal ends it at once, but for a rank of a round: there a node and the leader may both tell it. While
-    `nothing_to_save` says why there is nothing to wait for the first one does.
+    second signal, which is not the first one told again, ends it at once, but for a rank of a round: there a node and
+    the leader may both tell it. While `nothing_to_save` says why there is nothing to wait for the first one does.
 
     A context on the main thread, which gives the signals their former meaning back.
     """
@@ -43,6 +45,7 @@ class StopSignal:
         self._tells = tells
         self._kept = kept
         self._deadline: threading.Timer | None = None
+        self._told: int | None = None  # where the interpreter writes the numbers of signals after the first
         # Ctrl-C is not meant for what a shell has put into the background: it is ignored there, and stays so.
         obeyed = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         self._asked_at = math.inf
@@ -55,7 +58,9 @@ class StopSignal:
         self.requested, self._asked_at = number, time.monotonic()
         in_round = ROUND in os.environ
         for each in self._former:
-            signal.signal(each, signal.SIG_IGN if in_round else signal.SIG_DFL)
+            signal.signal(each, signal.SIG_IGN if in_round else _heard)
+        if not in_round:
+            self._end_at_another()
         self._deadline = threading.Timer(self._grace_s, _end, [self._grace_s, number])
         self._deadline.daemon = True
         self._deadline.start()
@@ -78,6 +83,27 @@ class StopSignal:
             self._deadline.cancel()
         for number, former in self._former.items():
             signal.signal(number, former)
+        if self._told is not None:
+            signal.set_wakeup_fd(-1)
+            os.close(self._told)
+
+    def _end_at_another(self) -> None:
+        """A thread waits for it: a handler would not run before what the main thread waits for is over."""
+        read, self._told = os.pipe()
+        os.set_blocking(self._told, False)
+        signal.set_wakeup_fd(self._told, warn_on_full_buffer=False)
+        threading.Thread(target=_end_when_told, args=(read, self._asked_at), daemon=True).start()
+
+
+def _heard(_number: int, _frame: FrameType | None) -> None:
+    """What `_end_when_told` is told by."""
+
+
+def _end_when_told(pipe: int, asked_at: float) -> None:
+    while told := os.read(pipe, 1):
+        if told[0] in _SIGNALS and time.monotonic() > asked_at + _SAME_S:
+            os._exit(128 + told[0])
+    os.close(pipe)
 
 
 def _end(grace_s: float, number: int) -> None:

@@ -69,29 +69,36 @@ class RunDirectory:
         Raises StorageError. The name is new: of what a node has seen before it may have a copy, and what is still open
         on one need not be where the others look."""
         name = f"{_SHOWN}{secrets.token_hex(8)}"
-        try:
-            for earlier in self.path.glob(f"{_SHOWN}*"):  # of who was killed meanwhile
-                earlier.unlink(missing_ok=True)
-            (self.path / name).touch()
-        except OSError as error:
-            raise StorageError(f"cannot write the run directory: {error.strerror}", self.path) from None
+        for place in self._shown_in():
+            try:
+                for earlier in place.glob(f"{_SHOWN}*"):  # of who was killed meanwhile
+                    earlier.unlink(missing_ok=True)
+                (place / name).touch()
+            except OSError as error:
+                raise StorageError(f"cannot write the run directory: {error.strerror}", place) from None
         return name
 
     def hide(self, name: str) -> None:
-        with suppress(OSError):
-            (self.path / name).unlink()
+        for place in self._shown_in():
+            with suppress(OSError):
+                (place / name).unlink()
 
     def find(self, name: str) -> None:
         """Raises UserError where this is not the directory in which another node shows a file of that name."""
         until = time.monotonic() + _SEEN_S
-        while not (self.path / name).exists():
-            if time.monotonic() > until:
-                raise NodesDifferError(
-                    "this node does not see what node 0 writes here, and every node has to write its part of each"
-                    " checkpoint: set run.directory to a directory on a file system that all nodes share",
-                    self.path,
-                )
-            time.sleep(0.1)
+        for place in self._shown_in():
+            while not (place / name).exists():
+                if time.monotonic() > until:
+                    raise NodesDifferError(
+                        "this node does not see what node 0 writes here, and every node has to write its part of each"
+                        " checkpoint: set run.directory to a directory on a file system that all nodes share",
+                        place,
+                    )
+                time.sleep(0.1)
+
+    def _shown_in(self) -> list[Path]:
+        """Checkpoints may be a link to elsewhere."""
+        return [self.path, *([self.checkpoints] if os.path.lexists(self.checkpoints) else ())]
 
     def _is_a_run(self) -> bool:
         """A config.yaml alone may be the person's own."""

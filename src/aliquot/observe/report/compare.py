@@ -22,7 +22,7 @@ _NONE = "none"
 def table(runs: Sequence[Run]) -> Table:
     """A column a run."""
     head = ("state", "engine", "ranks", "steps", "loss", "perplexity", "bits per byte", "real tokens/s, median", "MFU",
-            "a step", "peak memory", "network a step")  # fmt: skip
+            "a step", "peak memory", "network a step, all ranks")  # fmt: skip
     columns = []
     for run in runs:
         losses = run.points("loss")
@@ -37,7 +37,7 @@ def table(runs: Sequence[Run]) -> Table:
             compact(speed[0]) if speed is not None else _NONE,
             percent(mfu[0]) if mfu is not None else _NONE, seconds(step_s) if step_s else _NONE,
             gib(max(top_bytes(row) for row in run.rows)) if run.rows else NOT_RECORDED,
-            rate(wire[-1][1], "B") if wire else NOT_RECORDED,
+            rate((ranks or 1) * wire[-1][1], "B") if wire else NOT_RECORDED,
         ])  # fmt: skip
     return Table(("", *labels(runs)), [[name, *values] for name, *values in zip(head, *columns, strict=True)])
 
