@@ -259,3 +259,17 @@ def test_what_another_run_evaluated_is_not_taken_for_ones_own(tmp_path: Path) ->
     assert not (tmp_path / "second" / "checkpoints" / kept.name).exists()
     steps = curve(tmp_path / "second", "eval_loss")
     assert list(steps) == [12, 14], "the weights that it begins with are evaluated, too"
+
+
+@pytest.mark.long
+def test_an_export_that_is_a_link_stays_one(tmp_path: Path) -> None:
+    """To a larger disk, say, to which somebody has moved it."""
+    config, directory = write_config(tmp_path, train={"max_steps": 2}), tmp_path / "run"
+    trained(config)
+    moved = shutil.move(directory / "export", tmp_path / "disk")
+    before = (moved / "model.safetensors").read_bytes()
+    (directory / "export").symlink_to(moved)
+    trained(config, "train.max_steps=3")
+    assert (directory / "export").readlink() == moved
+    assert (moved / "model.safetensors").read_bytes() != before
+    assert not list(tmp_path.glob("**/*trash*"))

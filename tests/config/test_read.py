@@ -128,6 +128,10 @@ def test_contradictions(file: Path) -> None:
         ("model.config={hidden_size: -0777}", "-0777 is 511 to some"),
         ("observe.sample_prompt=''", "at least 1 character"),
         ("launch.ranks=0", "or input should be 'auto'"),
+        ("launch.ranks=1000000000", "less than or equal to 4096"),
+        ("launch.nodes=1000000000000", "less than or equal to"),
+        ("train.global_batch_size=1000000000000000", "less than or equal to"),
+        ("model.config=" + 3000 * "[", "the value is not valid YAML"),
     ],
 )
 def test_values_that_mean_nothing(file: Path, override: str, expected: str) -> None:

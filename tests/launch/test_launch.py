@@ -15,6 +15,7 @@ import pytest
 from aliquot.config.schema import LaunchSection
 from aliquot.errors import UserError
 from aliquot.launch.launcher import mode, with_environment
+from aliquot.launch.stacks import told_standing_still
 from tests import warm
 from tests.launch.launcher import JOIN, environment, run, start
 
@@ -170,6 +171,19 @@ ranks.barrier()
     assert "stacks-rank-*.txt" in err.splitlines()[0]
     assert "stuck_in_this_function" in (tmp_path / "stacks-rank-1.txt").read_text()
     assert "barrier" in (tmp_path / "stacks-rank-0.txt").read_text()
+
+
+def test_a_rank_that_does_not_even_say_where_it_is(tmp_path: Path) -> None:
+    """Its process is stopped: of the others all wait for it."""
+    waits = 'Thread 1:\n  File "/torch/distributed/distributed_c10d.py", line 1 in all_gather\n'
+    own, stopped, left = (tmp_path / f"stacks-rank-{rank}.txt" for rank in (1, 0, 7))
+    own.write_text(waits)
+    for file in (stopped, left):
+        file.touch()
+    os.utime(left, (1e9, 1e9))  # by an earlier attempt of more ranks
+    assert told_standing_still(own).startswith("; rank 0 does not even say where it is: its process is stopped")
+    stopped.write_text(waits)
+    assert told_standing_still(own) == ""
 
 
 def test_watchdog_that_is_beaten_lets_the_run_go_on(tmp_path: Path) -> None:

@@ -171,6 +171,40 @@ def test_a_configuration_is_compared_but_for_what_is_a_nodes_own(tmp_path: Path)
     assert not {key for key in told if key.startswith(("launch", "cluster", "data.path", "run.directory"))}
 
 
+def test_what_a_node_finds_at_a_path_of_its_own_is_not_compared_by_the_path(tmp_path: Path) -> None:
+    def told(place: str) -> dict[str, Any]:
+        own = {
+            "model": {"config": f"{place}/config.json"},
+            "data": {
+                "sources": [{"name": "a", "path": f"{place}/a.txt", "weight": 2.0}],
+                "eval_sources": [{"name": "b", "path": f"{place}/b.txt"}],
+            },
+            "checkpoint": {"resume": f"{place}/step-00000100"},
+        }
+        (tmp_path / "own.yaml").write_text(json.dumps(own))
+        return common_settings(read_config(tmp_path / "own.yaml"))
+
+    assert told("/here") == told("/there")
+    assert told("/here")["checkpoint.resume"] != "auto"
+    (source,) = told("/here")["data.sources"]
+    assert (source["name"], source["weight"]) == ("a", 2.0)
+
+
+def test_checkpoints_that_are_a_link_are_looked_for_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_directory, "_SEEN_S", 0.2)
+    run, link = RunDirectory(tmp_path / "run"), tmp_path / "run" / "checkpoints"
+    (tmp_path / "run").mkdir()
+    for place in ("disk", "disk-of-node-1"):
+        (tmp_path / place).mkdir()
+    link.symlink_to(tmp_path / "disk")
+    name = run.show()
+    run.find(name)
+    link.unlink()
+    link.symlink_to(tmp_path / "disk-of-node-1")
+    with pytest.raises(UserError, match="checkpoints: this node does not see what node 0 writes here"):
+        run.find(name)
+
+
 def test_a_directory_that_is_not_shared_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_directory, "_SEEN_S", 0.2)
     first, own = RunDirectory(tmp_path / "run"), RunDirectory(tmp_path / "elsewhere")
