@@ -181,7 +181,7 @@ def test_a_rank_that_does_not_even_say_where_it_is(tmp_path: Path) -> None:
     for file in (stopped, left):
         file.touch()
     os.utime(left, (1e9, 1e9))  # by an earlier attempt of more ranks
-    assert told_standing_still(own).startswith("; rank 0 does not even say where it is: its process is stopped")
+    assert told_standing_still(own).startswith("; nothing is heard of rank 0: stopped, or on a host that")
     stopped.write_text(waits)
     assert told_standing_still(own) == ""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from aliquot.config.schema import CheckpointSection
 from aliquot.errors import DamagedCheckpoint, ResumeError
 from aliquot.ranges.bytemap import Shape
 from aliquot.ranges.parts import PartStore
-from aliquot.ranges.together import RankGroup, on_first, together
+from aliquot.ranges.together import RankGroup, on_first
 from aliquot.stores.open_store import is_url
 
 
@@ -43,7 +42,6 @@ def resume(
         return None
     given = with_home(wanted)
     if wanted != "auto" and not is_url(wanted) and not on_first(ranks, lambda: _has_begun(given, root)):
-        together(ranks, lambda: _check_seen(given))
         try:
             return given, restore(given, store, tensors, ranks, learned, config)
         except DamagedCheckpoint as error:
@@ -65,15 +63,6 @@ def began_elsewhere(settings: CheckpointSection, mirror: str | None, root: Path,
         return False
     store, name = split_url(settings.resume)
     return name == where.name and store != mirror
-
-
-def _check_seen(directory: Path) -> None:
-    if not (directory / STATE).is_file():
-        raise ResumeError(
-            f"checkpoint.resume: {platform.node()} does not see this checkpoint: every node needs its files, on a file"
-            " system that all share",
-            directory,
-        )
 
 
 def _has_begun(directory: Path, root: Path) -> bool:

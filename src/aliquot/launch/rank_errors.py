@@ -33,7 +33,7 @@ _CONNECTION_WORDS = (
     "Broken pipe",
     "Timed out waiting",
 )
-_GLOO_PEER = re.compile(r"gloo/transport.*(?:Connection closed by peer|Read error|Write error) \[(.+)\]:\d")
+_GLOO_PEER = re.compile(r"gloo/transport.* \[([^\[\]]+)\]:\d")
 
 
 def _uptime() -> float:

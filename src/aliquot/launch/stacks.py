@@ -19,8 +19,7 @@ def told_standing_still(own: Path) -> str:
     """
     stuck = standing_still(own)
     if not stuck and (silent := _silent(own)):
-        names = " and ".join(f"rank {rank}" for rank in silent)
-        return f"; {names} does not even say where it is: its process is stopped, or its host does not answer"
+        return f"; nothing is heard of rank {', '.join(map(str, silent))}: stopped, or on a host that does not answer"
     told = ", ".join(f"rank {rank} stands still at {place}" for rank, place in stuck.items())
     return f"; {told}{', and the others wait for it' * (len(stuck) == 1)}" if stuck else ""
 
