@@ -50,10 +50,9 @@ class Beside:
     snapshot: int  # copies of parts that are being saved
 
 
-def beside_on_cpu(config: RunConfig, held: Held, index_bytes: int, steps: int | None) -> Beside:
-    snapshot = 0 if held.streamed else _snapshot(config, held.weights + held.moments, steps)
+def beside_on_cpu(held: Held, index_bytes: int, snapshot: int) -> Beside:
     process = START_PRIVATE_BYTES, START_SHARED_BYTES, PROCESS_PRIVATE_BYTES, PROCESS_SHARED_BYTES
-    return Beside(*process, index_bytes, MEMORY_BYTES, snapshot)
+    return Beside(*process, index_bytes, MEMORY_BYTES, 0 if held.streamed else snapshot)
 
 
 def beside_on_gpu(ranks: int) -> Beside:
@@ -118,9 +117,7 @@ def phases(
     return (start, *built, loaded, ready, *during, PhaseMemory("steady peak", {**with_gradients, **steady}, whole))
 
 
-def host_phases(
-    config: RunConfig, held: Held, offloaded: bool, index_bytes: int, steps: int | None
-) -> tuple[PhaseMemory, ...]:
+def host_phases(held: Held, offloaded: bool, index_bytes: int, snapshot: int) -> tuple[PhaseMemory, ...]:
     """The host's memory of a rank that computes on a GPU. `held`: as if nothing were offloaded."""
     shared = {"process": PROCESS_SHARED_BYTES}
     process = {"process": PROCESS_PRIVATE_BYTES + CUDA_HOST_BYTES}
@@ -131,7 +128,6 @@ def host_phases(
         states |= {name: size for name, size in trained.items() if name == "gradients"}
     # Pieces of files pass through pinned memory, which torch keeps.
     loaded = {**states, "buffers": MEMORY_BYTES}
-    snapshot = _snapshot(config, held.weights + held.moments, steps)
     private = {
         "process start": process,
         "model built": states,
@@ -154,11 +150,3 @@ def _evaluates(config: RunConfig) -> bool:
     return (
         data.eval_path is not None or data.eval_split is not None or data.eval_fraction > 0 or bool(data.eval_sources)
     )
-
-
-def _snapshot(config: RunConfig, own_bytes: int, steps: int | None) -> int:
-    """Copies of parts that are not on disk yet when the next update comes (checkpoint/live_parts.py)."""
-    goes_on = config.checkpoint.every and (steps is None or config.checkpoint.every < steps)
-    if not goes_on or not config.checkpoint.asynchronous:
-        return 0
-    return min(config.checkpoint.buffer_bytes, own_bytes)

@@ -30,9 +30,10 @@ from aliquot.plan.planned_machine import GIB, Machine
 from aliquot.plan.planned_model import PlannedModel
 from aliquot.plan.profiles import rates_of
 from aliquot.plan.rates import Rates, estimated
+from aliquot.plan.snapshot import snapshot_bytes
 from aliquot.plan.spill import MARGIN, spilled
 from aliquot.plan.timing import MicroBatchTime, StepTime, evaluation_time, step_time
-from aliquot.plan.traffic import traffic
+from aliquot.plan.traffic import checkpoint_bytes, traffic
 from aliquot.plan.unsharding import most_unsharded
 
 _MOST_MICRO_BATCHES = 4096  # of a rank, to find a step of which that is true
@@ -102,11 +103,13 @@ class Planner:
         beside = beside_bytes(config, layout.world_size) if layout.device == "cpu" else 0
 
         on_gpu, offloaded = layout.device == "cuda", config.shard.offload == "cpu"
+        saved, disks = checkpoint_bytes(config, self.shape), self._storage_rate(config, layout.nodes)
+        copies = snapshot_bytes(config, layout, steps, self.shape.learned_numel, saved, disks, each, micro_batches)
 
         def phases_with(on_disk: OnDisk, kept: Unsharded = SHARDED) -> tuple[Held, tuple[PhaseMemory, ...]]:
             held = self._held(config, engine, layout, cost, on_disk, kept)
             if not on_gpu:
-                beside = beside_on_cpu(config, held, workload.index_bytes, steps)
+                beside = beside_on_cpu(held, workload.index_bytes, copies)
                 return held, phases(config, held, cost, beside, told)
             left = replace(held, weights=0, gradients=0, moments=0, update=0) if offloaded else held
             return held, phases(config, left, cost, beside_on_gpu(layout.world_size), [])
@@ -139,7 +142,6 @@ class Planner:
         took = time_of(micro_batches)
         enough = _fewest_with(hardly_waits) if disk.size else None
         of_evaluation = -(-(workload.eval_sequences or 0) // (size.micro * layout.world_size))
-        disks = self._storage_rate(config, layout.nodes)
         hourly = self.machine.instance.usd_per_hour if self.machine.instance is not None else None
         return Plan(
             model=self.shape.name,
@@ -151,14 +153,14 @@ class Planner:
             threads_per_rank=layout.threads_per_rank,
             instance=self.machine.instance.name if self.machine.instance is not None else None,
             phases=found,
-            host_phases=host_phases(config, held, offloaded, workload.index_bytes, steps) if on_gpu else (),
+            host_phases=host_phases(held, offloaded, workload.index_bytes, copies) if on_gpu else (),
             host_limit_bytes_per_node=self._wanted(config),
             shm_bytes_per_node=_NCCL_SHM_BYTES * layout.ranks_per_node if layout.device == "cuda" else 0,
             limit_bytes_per_node=limit,
             wire_bytes_per_step=moved.wire_bytes,
             local_bytes_per_step=moved.local_bytes,
             disk_read_bytes=moved.disk_read_bytes,
-            checkpoint_bytes=moved.checkpoint_bytes,
+            checkpoint_bytes=saved,
             steps=steps or 0,
             tokens_per_step=size.total * workload.tokens,
             step_s=took.total_s,
@@ -166,7 +168,7 @@ class Planner:
             evaluations=evaluations if of_evaluation else 0,
             evaluation_s=evaluation_time(each, moved, layout, of_evaluation, micro_batches, rates),
             saves=_waited_saves(config.checkpoint, steps or 0),
-            save_s=moved.checkpoint_bytes / disks,
+            save_s=saved / disks,
             export_s=moved.export_bytes / disks,
             export_bytes=moved.export_bytes,
             storage_bytes_per_s=disks,

@@ -29,7 +29,6 @@ class Traffic:
     local_bytes: int  # per optimizer step, sent among ranks of a host through sockets
     shared_bytes: int  # per optimizer step, staged in shared memory
     disk_read_bytes: int  # at start
-    checkpoint_bytes: int  # per checkpoint
     export_bytes: int
     evaluated: float  # of what a micro-batch sends or stages, the fraction that its evaluation does
 
@@ -67,10 +66,10 @@ def traffic(
         each = compute * max(0, shape.numel + twice - small) + reduced
         wire, local = _ring(layout, micro_batches * each + compute * small)
         evaluated = 1 / 4 if layout.device == "cpu" else 1 / 3
-    return Traffic(wire, weights, local, shared, read, _checkpoint(config, shape), export, evaluated)
+    return Traffic(wire, weights, local, shared, read, export, evaluated)
 
 
-def _checkpoint(config: RunConfig, shape: ModelShape) -> int:
+def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> int:
     """Master weights as fp32, moments as they are kept (checkpoint/moment_files.py)."""
     states = config.train.optimizer_states
     moments = sum(2 * count * moment_bytes(states, numel(each), numel(each[1:])) for each, count in shape.alike.items())

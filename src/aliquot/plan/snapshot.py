@@ -1,0 +1,35 @@
+"""Copies of what is being saved: of parts that are not on disk yet when the next update comes.
+
+checkpoint/live_parts.py makes them, in fp32, of the parts that the drain would come to last, as far as
+`checkpoint.buffer_bytes` goes.
+"""
+
+from __future__ import annotations
+
+from aliquot.config.schema import RunConfig
+from aliquot.launch.rank_layout import RankLayout
+from aliquot.plan.timing import MicroBatchTime
+
+_SLOWER = 0.5  # than disks are taken to be: what a run needs must not depend on a rate that nobody measured
+_COPIED_BYTES = 3 * 4  # of a parameter: weight and two moments
+
+
+def snapshot_bytes(
+    config: RunConfig,
+    layout: RankLayout,
+    steps: int | None,
+    numel: int,
+    checkpoint_bytes: int,
+    storage_bytes_per_s: float,
+    each: MicroBatchTime,
+    micro_batches: int,
+) -> int:
+    """Most bytes of copies that a rank holds. `numel`: parameters that learn, on all ranks; `checkpoint_bytes` and
+    `storage_bytes_per_s`: of all nodes together; `micro_batches`: of a rank and step."""
+    goes_on = config.checkpoint.every and (steps is None or config.checkpoint.every < steps)
+    if not goes_on or not config.checkpoint.asynchronous:
+        return 0
+    until_update_s = micro_batches * (sum(each.forward) + sum(each.backward))
+    written = _SLOWER * storage_bytes_per_s * until_update_s
+    left = max(0.0, 1 - written / checkpoint_bytes)
+    return min(config.checkpoint.buffer_bytes, int(left * _COPIED_BYTES * numel / layout.world_size))

@@ -1,0 +1,37 @@
+"""Copies of what is being saved: as many as are left to write when the next update comes."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aliquot.launch.rank_layout import RankLayout
+from aliquot.plan.snapshot import snapshot_bytes
+from aliquot.plan.timing import MicroBatchTime
+from tests.plan.shapes import LLAMA, planned_config
+
+MIB = 1 << 20
+PAIR = RankLayout(1, 2, 1, "cpu")
+
+
+def copies(step_s: float, numel: int, every: int = 5, micro_batches: int = 1, asynchronous: bool = True) -> int:
+    """Of a disk of 0.5 GB/s; `step_s`: of forward and backward passes of one micro-batch."""
+    config = planned_config(LLAMA, checkpoint={"every": every, "async": asynchronous})
+    each = MicroBatchTime((step_s / 4, 0.0), (step_s / 2, step_s / 4))
+    return snapshot_bytes(config, PAIR, 10, numel, 12 * numel, 0.5e9, each, micro_batches)
+
+
+def test_a_save_shorter_than_a_step_needs_none() -> None:
+    of_100_million = 12 * 100_000_000 // 2  # bytes of a rank: 4.8 s at half the disk's rate
+    assert copies(5.0, 100_000_000) == copies(1.25, 100_000_000, micro_batches=4) == 0
+    assert 0.5 * 256 * MIB < copies(3.6, 100_000_000) < 0.3 * of_100_million
+    assert copies(0.1, 100_000_000) == 256 * MIB, "checkpoint.buffer_bytes bounds them"
+    assert copies(0.1, 100_000_000, every=10) == 0, "nothing follows the only save"
+    assert copies(0.1, 100_000_000, asynchronous=False) == 0
+
+
+@given(st.floats(1e-3, 100), st.floats(1e-3, 100), st.integers(1, 10**9))
+def test_longer_steps_never_need_more(one_s: float, other_s: float, numel: int) -> None:
+    short, long = sorted((one_s, other_s))
+    assert 256 * MIB >= copies(short, numel) >= copies(long, numel) >= 0
+    assert copies(short, numel) <= 12 * numel
