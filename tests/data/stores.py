@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +43,21 @@ def byte_level(bos: bool = True, eos: str | None = "</s>", vocabulary: int = 300
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token=eos)
 
 
+def gemma_like() -> PreTrainedTokenizerFast:
+    """As `sentencepiece_like`, but nothing is put in front of a text, and newlines have tokens."""
+    from tokenizers import normalizers
+
+    spec = json.loads(sentencepiece_like().backend_tokenizer.to_str())
+    vocabulary, merges = spec["model"]["vocab"], spec["model"]["merges"]
+    for token in ("\n", "\n\n", "。"):
+        vocabulary[token] = len(vocabulary)
+    merges.append(["\n", "\n"])
+    tokenizer = Tokenizer.from_str(json.dumps(spec))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
 def sentencepiece_like() -> PreTrainedTokenizerFast:
     """BPE over whole texts with byte fallback, as Llama 2's."""
     from tokenizers import normalizers
@@ -53,7 +69,7 @@ def sentencepiece_like() -> PreTrainedTokenizerFast:
     trained = Tokenizer.from_str(tokenizer.to_str())
     vocabulary = ["<unk>", "<s>", "</s>"] + [f"<0x{byte:02X}>" for byte in range(256)]
     vocabulary += [token for token in trained.get_vocab() if token not in vocabulary]
-    merges = [tuple(pair) for pair in __import__("json").loads(tokenizer.to_str())["model"]["merges"]]
+    merges = [tuple(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]]
     model = models.BPE(
         {token: index for index, token in enumerate(vocabulary)}, merges, unk_token="<unk>", byte_fallback=True
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
-from functools import cache
+import random
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -11,14 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from aliquot.config.data_section import DataSection
 from aliquot.data.cuts import Cut, cut_of, pieces
-from tests.data.stores import TEXT, byte_level, sentencepiece_like
+from aliquot.data.sources import sources_of
+from aliquot.data.tokenizer import trained_tokenizer
+from tests.data.stores import TEXT, byte_level, gemma_like, sentencepiece_like
 from tests.examples import examples
 
-TOKENIZERS = {"byte level": byte_level, "sentencepiece": sentencepiece_like}
+TOKENIZERS = {"byte level": byte_level, "sentencepiece": sentencepiece_like, "gemma": gemma_like}
 # Everything that a cut could get wrong: runs of spaces and newlines, contractions, digits, specials, other scripts.
 BITS = ["a", "Fox", "dog", "'s", "'", "1", "23", " ", "  ", "\n", "\n\n", "\r\n", "\t", "é", "e\u0301", "語", "🙂"]
 BITS += ["</s>", "<s>", ".", "(", "x\ny", "the\nlazy", "now:\n", "\u0301", "x y", "the lazy", "a  b", "s It's", "다 그"]
+BITS += ["x1", "½1", "1½", "語。", "語，中", "a+b", 'x"', "。\nq", "<\u0338", "x\u0338", "\x1c\nx", "x<s>", "。\u0301"]  # noqa: RUF001
 texts = st.lists(st.sampled_from(BITS), max_size=40).map("".join)
 
 
@@ -38,8 +44,9 @@ def in_pieces(tokenizer: PreTrainedTokenizerFast, text: str, characters: int) ->
     cut = cut_by(tokenizer)
     parts = list(pieces(text, cut, characters))
     rows = [tokenizer.encode(part, add_special_tokens=False) for part in parts]
-    drops = [0, *(cut.drop if part.startswith("\n") else 0 for part in parts[1:])]
-    missing = sum(not part.startswith("\n") for part in parts[1:]) if cut.drop else 0  # spaces
+    begun = cut.drop_before is not None
+    drops = [0, *(int(begun and part[0] in (cut.drop_before or "")) for part in parts[1:])]
+    missing = sum(part[0] not in (cut.drop_before or "") for part in parts[1:]) if begun else 0  # spaces
     assert len("".join(parts)) == len(text) - missing
     return [token for row, drop in zip(rows, drops, strict=True) for token in row[drop:]]
 
@@ -93,8 +100,43 @@ def test_what_is_not_known_to_be_exact_is_not_cut() -> None:
     cut = cut_of(json.dumps({**spec, "added_tokens": [spaced]}))
     assert list(pieces("x y x\ny <|a b|>", cut, 1)) == ["x y x\n", "y <|a b|>"]
     spec = json.loads(tokenizer("sentencepiece").backend_tokenizer.to_str())
-    across = {**spec["model"], "vocab": {**spec["model"]["vocab"], "a▁": 999}}
-    assert list(pieces("x y x\ny", cut_of(json.dumps({**spec, "model": across})), 1)) == ["x y x", "\ny"]
-    merged = {**spec["model"], "vocab": {**spec["model"]["vocab"], "a\n": 999}}
-    assert cut_of(json.dumps({**spec, "model": merged})) is None
+
+    def with_token(left: str, right: str) -> Cut | None:
+        model = spec["model"]
+        vocabulary = {**model["vocab"], left: 998, right: 999, left + right: 1000}
+        merges = [*model["merges"], [left, right]]
+        return cut_of(json.dumps({**spec, "model": {**model, "vocab": vocabulary, "merges": merges}}))
+
+    assert list(pieces("x y x\ny", with_token("a", "▁"), 1)) == ["x y x", "\ny"]
+    for mark in ("\n", "。", "7"):
+        assert list(pieces(f"xyx{mark}y", with_token("a", "b"), 1)) == ["xyx", f"{mark}y"]
+        assert list(pieces(f"xyx{mark}y", with_token("a", mark), 1)) == [f"xyx{mark}y"]
+        assert list(pieces(f"xyx{mark}y", with_token("▁", mark), 1)) == [f"xyx{mark}y"]
     assert cut_of(json.dumps({**spec, "model": {**spec["model"], "ignore_merges": True}})) is None
+
+
+@pytest.mark.parametrize("path", ["models/stories15M", "tokenizers/llama3"])
+def test_text_without_a_space_is_cut(shared: Path, path: str) -> None:
+    real = PreTrainedTokenizerFast(tokenizer_file=str(shared / path / "tokenizer.json"))
+    drawn = random.Random(0)
+    coded = base64.b64encode(drawn.randbytes(6000)).decode()
+    chinese = "".join(
+        drawn.choices("的一是不了人我在有他这中大来上个国到说们为子和你地出道也时年得就那要下以生会自着去之", k=3000)
+    )
+    chinese = "".join(drawn.choice("，。、") + each if not index % 20 else each for index, each in enumerate(chinese))  # noqa: RUF001
+    minified = "".join(f'{{"{word}":"{word[::-1]}"}},' for word in TEXT.split() * 30)
+    for text in (coded, chinese, minified if path == "tokenizers/llama3" else coded[::-1]):
+        assert len(list(pieces(text, cut_by(real), 100))) > 10
+        assert in_pieces(real, text, 100) == real.encode(text, add_special_tokens=False)
+
+
+def test_a_tokenizer_learns_the_same_from_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text((TEXT + "日本語、x1+y ").replace("\n", " ") * 40 + TEXT * 40)
+    source = sources_of(DataSection(path=str(file)), tmp_path / "cache")[0][""]
+    spec = []
+    for characters in (1 << 20, 30):
+        monkeypatch.setattr("aliquot.data.tokenizer.pieces", partial(pieces, characters=characters))
+        trained = trained_tokenizer(source, 330, tmp_path / str(characters))
+        spec.append(trained.backend_tokenizer.to_str())
+    assert spec[0] == spec[1]

@@ -3,25 +3,27 @@
 Encoding takes hundreds of bytes of memory a character, so a document of many megabytes must be cut. That is
 exact for two families of tokenizers; any other text is left whole.
 
-- byte-level BPE whose pre-tokenizer splits by one of the patterns below: in `x\\ny`, with x and y ASCII letters, the
-  newline is always a word of its own under each of them, and no word looks further than one character ahead. In `x y`,
-  with any letters, a word ends at x, and the next one begins with the space.
-- sentencepiece-style BPE with byte fallback whose vocabulary has no newline but the byte token: nothing merges across
-  a newline. A piece begins with its newline, so the "▁" that is put in front of each encoded text stands alone there
-  and is dropped (`Cut.drop`). Where no token has a "▁" behind another character, nothing merges across `x y` either:
-  the next piece is without the space, and the "▁" that is put in front stands for it.
+- byte-level BPE whose pre-tokenizer splits by one of the patterns below. No word of theirs looks further than one
+  character ahead. In `x\\ny`, where x and y are no spaces, a word ends at or with the newline, and none
+  goes on. In `x y`, with any letters, and in `x.y` and `x1`, a word ends at x.
+- BPE over whole texts with byte fallback, as sentencepiece's: what its merges never put behind a letter ends what is
+  before it. That is so for the newline, mostly for digits and for the marks of Chinese and Japanese, and for a space
+  where no token has a "▁" behind another character. Where "▁" is put in front of each encoded text (Llama 2, not
+  Gemma), it stands alone before these, too, and is dropped (`Cut.drop_before`), and a piece after a space is without
+  it: the "▁" that is put in front stands for it.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 PIECE_CHARACTERS = 1 << 16
 _LETTER = r"[^\W\d_]"
+_MARKS = "\n0123456789.,;:!?()\"'/+=<>。，、；：！？（）「」《》"  # noqa: RUF001
 
 _WORDS = (
     # Llama 3
@@ -35,36 +37,63 @@ _WORDS = (
 
 @dataclass(frozen=True)
 class Cut:
-    """A cut is a match of `pattern`, which is no part of any piece; a piece that begins with a newline then has `drop`
-    tokens too many."""
+    """A cut is a match of `pattern`, which is no part of any piece. Where that is a space, `drop_before` is no None: a
+    later piece that begins with one of its characters has a token in front that the whole has not."""
 
     pattern: re.Pattern[str]
-    drop: int
+    drop_before: str | None = None
 
 
 def cut_of(tokenizer: str) -> Cut | None:
     """The cut that is exact for a tokenizer, given as its tokenizer.json; None: do not cut."""
     spec: dict[str, Any] = json.loads(tokenizer)
     model, normalizer, splitter = spec["model"], spec["normalizer"], spec["pre_tokenizer"]
+    added = [token["content"] for token in spec["added_tokens"]]
     plain = all(
         "\n" not in token["content"]
         and not (token["lstrip"] or token["rstrip"] or token["single_word"])
         and not token["content"][-1:].isalpha()
         for token in spec["added_tokens"]
     )
-    spaces = not any(" " in token["content"] for token in spec["added_tokens"])
     if model.get("type") != "BPE" or model.get("dropout") or not plain:
         return None
+    spaces = not any(" " in token for token in added)
+    marks = set(_MARKS) - _behind_letters(added)
     if _is_byte_level(splitter) and (normalizer is None or normalizer["type"] == "NFC"):
-        return _cut(r"(?<=[A-Za-z]\n)(?=[A-Za-z])", rf"(?<={_LETTER})(?= {_LETTER})" if spaces else None, drop=0)
-    if _is_sentencepiece(normalizer, splitter) and _has_barrier(model):
-        spaces = spaces and not any("▁" in token.lstrip("▁") for token in model["vocab"])
-        return _cut(r"(?<=[A-Za-z])(?=\n)", rf"(?<={_LETTER}) (?={_LETTER})" if spaces else None, drop=1)
-    return None
+        digits, others = _of(marks, str.isdigit), _of(marks, lambda mark: not mark.isspace() and not mark.isdigit())
+        places = [
+            r"(?<=\S\n)(?=\S)",
+            # Some numbers are no digits, and letters to Python: a word has both.
+            rf"(?<=[A-Za-z])(?=[{digits}])" if digits else "",
+            rf"(?<={_LETTER})(?=[{others}])" if others else "",
+            rf"(?<={_LETTER})(?= {_LETTER})" if spaces else "",
+        ]
+        return Cut(_either(places))
+    begun = _is_sentencepiece(normalizer, splitter)
+    if not (begun or _is_without_prefix(normalizer, splitter)) or not _falls_back_to_bytes(model):
+        return None
+    merged = [pair.replace(" ", "") if isinstance(pair, str) else "".join(pair) for pair in model["merges"]]
+    # Nothing is put in front of an added token.
+    ends = _of(marks - _behind_letters(merged) - {token[0] for token in added}, lambda _: True)
+    spaces = spaces and not any("▁" in token.lstrip("▁") for token in merged)
+    space = rf"(?<={_LETTER}) (?={_LETTER})" if begun else rf"(?<={_LETTER})(?= {_LETTER})"
+    places = [rf"(?<={_LETTER})(?=[{ends}])" if ends else "", space if spaces else ""]
+    return Cut(_either(places), ends if begun else None) if any(places) else None
 
 
-def _cut(newline: str, space: str | None, drop: int) -> Cut:
-    return Cut(re.compile(newline if space is None else f"{newline}|{space}"), drop)
+def _either(places: list[str]) -> re.Pattern[str]:
+    return re.compile("|".join(place for place in places if place))
+
+
+def _of(marks: set[str], wanted: Callable[[str], bool]) -> str:
+    """As the inside of a character class, which none of `_MARKS` has a meaning in."""
+    return "".join(sorted(filter(wanted, marks)))
+
+
+def _behind_letters(tokens: Iterable[str]) -> set[str]:
+    """Those of `_MARKS` that are in a token behind a letter or the "▁" that stands for a space."""
+    behind = re.compile(rf"(?:{_LETTER}|▁)([{_MARKS}])")
+    return {mark for token in tokens for mark in behind.findall(token)}
 
 
 def pieces(text: str, cut: Cut | None, characters: int = PIECE_CHARACTERS) -> Iterator[str]:
@@ -108,8 +137,17 @@ def _is_sentencepiece(normalizer: dict[str, Any] | None, splitter: dict[str, Any
     }
 
 
-def _has_barrier(model: dict[str, Any]) -> bool:
-    """Whether a newline is always the byte token, with which nothing merges."""
+def _is_without_prefix(normalizer: dict[str, Any] | None, splitter: dict[str, Any] | None) -> bool:
+    """Gemma's: spaces are "▁" before the splitter looks for them."""
+    at_spaces = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
+    return splitter in (None, at_spaces) and normalizer == {
+        "type": "Replace",
+        "pattern": {"String": " "},
+        "content": "▁",
+    }
+
+
+def _falls_back_to_bytes(model: dict[str, Any]) -> bool:
+    """Whether a character without a token becomes bytes, with which nothing merges."""
     affixes = model["ignore_merges"] or model["continuing_subword_prefix"] or model["end_of_word_suffix"]
-    vocabulary = model["vocab"]
-    return model["byte_fallback"] and not affixes and "<0x0A>" in vocabulary and not any("\n" in t for t in vocabulary)
+    return model["byte_fallback"] and not affixes and "<0x0A>" in model["vocab"]

@@ -36,7 +36,7 @@ class EncoderSpec:
     fast: bool  # it has a tokenizer.json that needs no transformers
     prefix: tuple[int, ...]  # before each document
     suffix: tuple[int, ...]  # after it
-    drop: int = 0  # tokens too many at the begin of a later piece of a document, where that is a newline
+    drop_before: str | None = None  # characters at the begin of a later piece that have a token too many in front
     answers: bool = False  # texts are records with answers, as formats.py writes them
     templated: bool = False  # and go through the tokenizer's chat template
     train_on: Literal["completions", "all"] = "completions"
@@ -96,10 +96,12 @@ class Encoder:
                 if first and len(row)
             )
         for index, (first, last) in enumerate(zip(batch.first.tolist(), batch.last.tolist(), strict=True)):
-            drop = 0 if first else self.spec.drop
-            if drop and not batch.texts[index].startswith("\n"):  # cut at a space: what was put in front is the space
-                drop, text_bytes = 0, text_bytes + 1
-            row = rows[index][drop:]
+            row = rows[index]
+            if not first and self.spec.drop_before is not None:
+                if batch.texts[index][0] in self.spec.drop_before:
+                    row = row[1:]
+                else:  # cut at a space: what was put in front is the space
+                    text_bytes += 1
             if row:
                 rows[index] = (prefix if first else []) + row + (suffix if last else [])
         return _encoded(rows, [], text_bytes if self.spec.fast or prefix else None)

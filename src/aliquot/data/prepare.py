@@ -201,7 +201,7 @@ class _Builder:
             fast=fast,
             prefix=convention.prefix,
             suffix=convention.suffix,
-            drop=cut.drop if cut is not None else 0,
+            drop_before=cut.drop_before if cut is not None else None,
             answers=answers,
             templated=templated,
             train_on=self.section.train_on,

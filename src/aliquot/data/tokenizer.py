@@ -13,6 +13,7 @@ from typing import Any
 from aliquot.config.data_section import DataSection
 from aliquot.config.home import with_home
 from aliquot.data.cache import digest_of_directory, publishing
+from aliquot.data.cuts import Cut, cut_of, pieces
 from aliquot.data.formats import words
 from aliquot.data.sources import Source
 from aliquot.data.token_store import TokenStore
@@ -79,7 +80,8 @@ def trained_tokenizer(
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
         )
-        tokenizer.train_from_iterator(_texts(source, progress), trainer)
+        cut = cut_of(tokenizer.to_str())
+        tokenizer.train_from_iterator(_texts(source, cut, progress), trainer)
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
         )
@@ -88,9 +90,11 @@ def trained_tokenizer(
     return load_tokenizer(directory)
 
 
-def _texts(source: Source, progress: Callable[[int, int], None] | None) -> Iterator[str]:
+def _texts(source: Source, cut: Cut | None, progress: Callable[[int, int], None] | None) -> Iterator[str]:
+    """In pieces: a text takes tens of bytes of memory a character while its words are counted."""
     for document in source.documents():
-        yield from words(document.text, document.kind)
+        for text in words(document.text, document.kind):
+            yield from pieces(text, cut)
         if progress is not None:
             progress(document.done_bytes, source.total_bytes)
 
