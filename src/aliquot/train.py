@@ -59,6 +59,9 @@ def train(config: RunConfig, force: bool = False) -> Result:
         ranks.closing(),
         Presence(topology, ranks.store, timeout_s) as presence,
         Stillness(topology, ranks.store, timeout_s, stacks, lambda: presence.doing),
+        StopSignal(
+            config.checkpoint.grace_s, topology.is_first, partial(_would_be_lost, directory), presence.leave
+        ) as stop,
     ):
         try:
             with directory.locked() if topology.is_first else nullcontext():
@@ -68,13 +71,13 @@ def train(config: RunConfig, force: bool = False) -> Result:
                 about = {"placement": placement, "machine": ranks.broadcast(machine)}
                 ledger = Ledger(ranks.rank, gpu_of(topology.device), offloads=config.shard.offload == "cpu")
                 run = Attempt(config, ranks, directory, display, exporter, ledger, about)
-                return _train(run, presence, force)
+                return _train(run, presence, stop, force)
         finally:
             display.finish()
             exporter.close()
 
 
-def _train(run: Attempt, presence: Presence, force: bool) -> Result:
+def _train(run: Attempt, presence: Presence, stop: StopSignal, force: bool) -> Result:
     run.ledger.mark("process start", {})
     check_configs(run.ranks, run.config)
     on_first(run.ranks, lambda: run.directory.check(run.config))
@@ -112,7 +115,6 @@ def _train(run: Attempt, presence: Presence, force: bool) -> Result:
             partial(ceiling, run.ranks, run.config.train.precision, again=True), run.ledger.gpu,
             steps_before=start.step, total_steps=inputs.total_steps,
         ) as record,
-        StopSignal(run.config.checkpoint.grace_s, run.ranks.rank == 0, partial(_would_be_lost, run.directory)) as stop,
         Watchdog(run.config.launch.step_timeout_s, stacks, run.ranks.rank) as watchdog,
     ):  # fmt: skip
         mirror = _mirror(run, start, record.warn, watchdog.beat)

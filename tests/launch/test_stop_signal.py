@@ -87,6 +87,20 @@ def test_before_the_first_step_there_is_nothing_to_wait_for() -> None:
     assert process.returncode == 143 and "before the first step was done: nothing is lost" in errors
 
 
+def test_a_main_thread_that_cannot_hear_it_ends_all_the_same() -> None:
+    """As while a library trains a tokenizer. Other nodes are told before."""
+    never = "import ctypes; lock = ctypes.CDLL(None).pthread_mutex_lock; mutex = bytes(64); lock(mutex); lock(mutex)"
+    program = RANK.replace("stop.nothing_to_save =", "_ =").replace("as stop", ", ending=print) as stop")
+    program = program.replace('"losing 3 steps")', '"losing 3 steps"').replace("time.sleep(0.01)", never, 1)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-uc", program, "60", "hangs"], text=True, **pipes) as process:  # type: ignore[call-overload]
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=20)
+    assert process.returncode == 130 and "stopped by SIGINT before the first step was done" in errors
+    assert output == "stopped by SIGINT\n"
+
+
 def test_what_is_not_saved_in_time_is_said() -> None:
     with started(0.1, "hangs") as process:
         process.send_signal(signal.SIGINT)

@@ -20,7 +20,13 @@ pytestmark = [pytest.mark.long, pytest.mark.skipif(why_not() is not None, reason
 TIMEOUT_S = 6
 
 
-def cut_while(tmp_path: Path, stalls_in: str, sections: dict[str, Any], reached: Any) -> list[tuple[int, str]]:
+def unplug(hosts: list[Host], _nodes: list[subprocess.Popen[str]]) -> None:
+    plug(hosts[1], False)
+
+
+def cut_while(
+    tmp_path: Path, stalls_in: str, sections: dict[str, Any], reached: Any, cut: Any = unplug
+) -> list[tuple[int, str]]:
     """Exit code and output of each node, whose cable is cut when `reached` has returned."""
     launch = {"ranks": 1, "nodes": 2, "device": "cpu", "step_timeout_s": TIMEOUT_S, "master_port": 29511}
     given = {"launch": launch, "train": {"max_steps": 1, "global_batch_size": 2, "per_device_train_batch_size": 1}}
@@ -40,7 +46,7 @@ def cut_while(tmp_path: Path, stalls_in: str, sections: dict[str, Any], reached:
         try:
             reached()
             time.sleep(2)  # the others wait by now
-            plug(hosts[1], False)
+            cut(hosts, nodes)
             outputs = [node.communicate(timeout=5 * TIMEOUT_S + 30)[0] for node in nodes]
         finally:
             for node in nodes:
@@ -59,6 +65,19 @@ def test_before_and_after_all_steps(tmp_path: Path, where: str, doing: str) -> N
         other = 1 - number
         assert f"no word from node {other} (" in output and f", {doing}) for" in output, output
         assert f"while node {number} was {doing}" in output, output
+
+
+def test_a_node_that_is_stopped_says_so_to_one_that_tokenises(tmp_path: Path) -> None:
+    def stop(_hosts: list[Host], nodes: list[subprocess.Popen[str]]) -> None:
+        nodes[1].terminate()
+
+    sections = {"data": {"cache_directory": str(tmp_path / "cache")}, "launch": {"step_timeout_s": 60}}
+    began = time.monotonic()
+    first, second = cut_while(tmp_path, "cache", sections, lambda: wait_for(tmp_path / "now"), stop)
+    assert second[0] == 143 and "stopped by SIGTERM before the first step was done: nothing is lost" in second[1]
+    assert first[0] == 1 and "node 1 (" in first[1], first[1]
+    assert ") was stopped by SIGTERM while reading and tokenising the data [peer-lost]" in first[1], first[1]
+    assert time.monotonic() - began < 50, "it did not wait for launch.step_timeout_s"
 
 
 def test_in_an_evaluation(tmp_path: Path) -> None:

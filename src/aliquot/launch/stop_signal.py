@@ -31,12 +31,15 @@ class Terminated(TrainingError, id="terminated"):
 class StopSignal:
     """`requested` is the number of the signal that has come, or 0. `grace_s` later the process ends, saved or not; a
     second signal, which is not the first one told again, ends it at once, but for a rank of a round: there a node and
-    the leader may both tell it. While `nothing_to_save` says why there is nothing to wait for the first one does.
+    the leader may both tell it. While `nothing_to_save` says why there is nothing to wait for the first one does,
+    whatever the main thread is doing; `ending` is told of it before.
 
     A context on the main thread, which gives the signals their former meaning back.
     """
 
-    def __init__(self, grace_s: float, tells: bool, kept: Callable[[], str]) -> None:
+    def __init__(
+        self, grace_s: float, tells: bool, kept: Callable[[], str], ending: Callable[[str], None] = lambda _: None
+    ) -> None:
         """`tells`: this rank says that a signal has come, and by `kept`, which names the last checkpoint, what another
         one would lose."""
         self.requested = 0
@@ -44,29 +47,45 @@ class StopSignal:
         self._grace_s = grace_s
         self._tells = tells
         self._kept = kept
+        self._ending = ending
         self._deadline: threading.Timer | None = None
-        self._told: int | None = None  # where the interpreter writes the numbers of signals after the first
-        # Ctrl-C is not meant for what a shell has put into the background: it is ignored there, and stays so.
-        obeyed = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         self._asked_at = math.inf
-        self._former = {number: signal.signal(number, self._receive) for number in obeyed}
+        # Ctrl-C is not meant for what a shell has put into the background: it is ignored there, and stays so.
+        self._former = {
+            number: signal.getsignal(number) for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN
+        }
+        # A handler would not run before what the main thread waits for is over, a library that trains a tokenizer for
+        # example. So a thread does what is to be done: the interpreter writes the numbers of signals into this pipe.
+        read, self._told = os.pipe()
+        os.set_blocking(self._told, False)
+        self._former_told = signal.set_wakeup_fd(self._told, warn_on_full_buffer=False)
+        threading.Thread(target=self._listen, args=(read,), name="aliquot-signals", daemon=True).start()
+        for number in self._former:
+            signal.signal(number, _heard)
 
-    def _receive(self, number: int, _frame: FrameType | None) -> None:
-        if self.nothing_to_save is not None:
-            report_error(Terminated(number, self.nothing_to_save))
-            os._exit(128 + number)
+    def _listen(self, pipe: int) -> None:
+        while told := os.read(pipe, 1):
+            if (number := told[0]) not in self._former:
+                continue
+            if self.nothing_to_save is not None:
+                error = Terminated(number, self.nothing_to_save)
+                self._ending(f"stopped by {signal.Signals(number).name}")
+                report_error(error)
+                os._exit(error.exit_code)
+            if not self.requested:
+                self._ask(number)
+            elif ROUND not in os.environ and time.monotonic() > self._asked_at + _SAME_S:
+                os._exit(128 + number)
+        os.close(pipe)
+
+    def _ask(self, number: int) -> None:
         self.requested, self._asked_at = number, time.monotonic()
-        in_round = ROUND in os.environ
-        for each in self._former:
-            signal.signal(each, signal.SIG_IGN if in_round else _heard)
-        if not in_round:
-            self._end_at_another()
         self._deadline = threading.Timer(self._grace_s, _end, [self._grace_s, number])
         self._deadline.daemon = True
         self._deadline.start()
         if self._tells:
             name = signal.Signals(number).name
-            once_more = "" if in_round else f"; once more ends the run at once, {self._kept()}"
+            once_more = "" if ROUND in os.environ else f"; once more ends the run at once, {self._kept()}"
             text = f"{name}: the step is finished and saved{once_more}"
             os.write(2, f"aliquot: {text}\n".encode())  # whatever was being printed when the signal came
 
@@ -83,27 +102,12 @@ class StopSignal:
             self._deadline.cancel()
         for number, former in self._former.items():
             signal.signal(number, former)
-        if self._told is not None:
-            signal.set_wakeup_fd(-1)
-            os.close(self._told)
-
-    def _end_at_another(self) -> None:
-        """A thread waits for it: a handler would not run before what the main thread waits for is over."""
-        read, self._told = os.pipe()
-        os.set_blocking(self._told, False)
-        signal.set_wakeup_fd(self._told, warn_on_full_buffer=False)
-        threading.Thread(target=_end_when_told, args=(read, self._asked_at), daemon=True).start()
+        signal.set_wakeup_fd(self._former_told)
+        os.close(self._told)
 
 
 def _heard(_number: int, _frame: FrameType | None) -> None:
-    """What `_end_when_told` is told by."""
-
-
-def _end_when_told(pipe: int, asked_at: float) -> None:
-    while told := os.read(pipe, 1):
-        if told[0] in _SIGNALS and time.monotonic() > asked_at + _SAME_S:
-            os._exit(128 + told[0])
-    os.close(pipe)
+    """What is to be done when a signal comes is done by the thread that reads of it."""
 
 
 def _end(grace_s: float, number: int) -> None:
