@@ -55,6 +55,12 @@ def test_defaults_and_yaml_12_floats(file: Path) -> None:
         ("lauch:\n  ranks: 2", 7, "unknown key lauch; did you mean launch?"),
         ("  max_steps: many", 7, "train.max_steps is 'many': input should be a valid integer"),
         ("  weight_decay: -1", 7, "train.weight_decay is -1: input should be greater than or equal to 0"),
+        (
+            "  max_grad_norm: null",
+            7,
+            "train.max_grad_norm is null (leave it out for its default; Clip to this global"
+            " norm; 0 = do not clip): input should be a valid number",
+        ),
         ("  precision: fp16", 7, "train.precision is 'fp16': input should be 'bf16' or 'fp32'"),
         ("  sequence_length: 4", 7, "did you mean data.sequence_length?"),
         ("model: {path: x}", 7, "model is set twice, first at"),

@@ -19,6 +19,7 @@ from aliquot.errors import ConfigError, one_line
 Location = str  # "file:line", or "command line"
 Keys = tuple[str, ...]
 
+_SHORT = 80
 _NEAR = 0.8  # how alike what was written must be to what was meant; absurd neighbours are below
 
 
@@ -159,7 +160,19 @@ def _explain(problem: dict[str, Any], locations: Mapping[Keys, Location], where:
         return place, f"{'.'.join(keys)} {message}"
     if kind == "string_type" and isinstance(problem["input"], int | float):
         message = "input should be text: put it in quotes"
-    return f"{place}: {'.'.join(known or keys)} is {problem['input']!r}", message
+    name = ".".join(known or keys)
+    if problem["input"] is None:
+        about = _meaning(known or keys)
+        return f"{place}: {name} is null (leave it out for its default{about})", message
+    return f"{place}: {name} is {problem['input']!r}", message
+
+
+def _meaning(keys: Keys) -> str:
+    """How the schema describes a key of a section, where that is short: what stands for `none` may be in it."""
+    section = RunConfig.model_fields.get(keys[0]) if len(keys) == 2 else None
+    fields = getattr(section.annotation, "model_fields", {}) if section is not None else {}
+    told = next((field.description for name, field in fields.items() if (field.alias or name) == keys[-1]), None)
+    return f"; {told.rstrip('.')}" if told is not None and len(told) < _SHORT else ""
 
 
 def _suggestion(keys: Keys, value: object) -> str:
