@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 from aliquot.config.on_disk import OnDisk
+from aliquot.engines.host.gradient_order import GradientOrder
 from aliquot.engines.host.host_memory import host_memory
+from aliquot.engines.host.host_sums import HostSums
+from aliquot.engines.host.weight import Weight
 from aliquot.launch.rank_layout import RankLayout
 from aliquot.models.shaped_model import shaped_model
-from tests.plan.shapes import LLAMA, planned_config
+from aliquot.ranges.parts import row_ranges
+from tests.plan.shapes import GEMMA2, LLAMA, QWEN3, planned_config
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 4])
@@ -32,7 +39,30 @@ def test_what_a_host_keeps_for_others_with_and_without_accumulation(
     shape = shaped_model(several).shape
     own = 4 * shape.numel // 4
     assert host_memory(several, shape, layout, OnDisk()).gradients == own + bytes_for_others * shape.numel * 3 // 4
-    # Only the look-up's rows are added to what is there; all else leaves as it arises.
+    # Only the look-up's rows are added to what is there; all else leaves as it arises. (Tied: below.)
     held = host_memory(one, shape, layout, OnDisk())
     assert held.gradients == own + bytes_for_others * 2048 * 128 * 3 // 4
     assert held.own_gradients == own
+
+
+@pytest.mark.parametrize("model", [LLAMA, QWEN3, GEMMA2, {**GEMMA2, "final_logit_softcapping": None}])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_what_is_planned_for_other_hosts_is_what_an_engine_keeps(model: dict[str, Any], micro_batches: int) -> None:
+    """Tied or not, with a head that its loss multiplies by and with one that transformers does."""
+    config = planned_config(model, train={"global_batch_size": 4 * micro_batches})
+    shaped, layout = shaped_model(config), RankLayout(2, 1, 1, "cpu")
+    built, traits = shaped.built.model, shaped.built.traits
+    embedding, head = built.get_input_embeddings().weight, built.get_output_embeddings().weight
+    order = GradientOrder(
+        built,
+        head if traits.plain_head else None,
+        embedding if traits.plain_head and traits.looks_up else None,
+        packs=traits.packs,
+    )
+    weights = [
+        Weight(name, tuple(each.shape), row_ranges(tuple(each.shape), 2), True)
+        for name, each in built.named_parameters()
+    ]
+    passing = order.dense_once if micro_batches == 1 else ()
+    sums = HostSums(weights, [0, 1], 0, torch.float32, "fp32", None, passing=passing)
+    assert host_memory(config, shaped.shape, layout, OnDisk()).gradients == sums.size_bytes

@@ -39,6 +39,7 @@ class ModelShape:
     embedding_learns: bool
     head_learns: bool
     rest_learns: bool
+    embedding_is_added_to: bool  # by rows of tokens, or by a look-up beside the head: in engine host
     dtype_bytes: int  # an element of the weights as they are stored
     packs: bool = True  # several documents in a call
 

@@ -84,6 +84,8 @@ def shaped_model(config: RunConfig, vocabulary: int | None = None) -> ShapedMode
         embedding_learns=embedding.requires_grad,
         head_learns=head.requires_grad,
         rest_learns=any(parameter.requires_grad for parameter in rest),
+        # Tied, it gets the head's gradient and rows that follow it to other hosts.
+        embedding_is_added_to=embedding.requires_grad and known.plain_head and known.looks_up != (head is embedding),
         dtype_bytes=source.dtype.itemsize if source.dtype is not None else 2,
         packs=built.traits.packs,
     )

@@ -41,10 +41,9 @@ def host_memory(config: RunConfig, shape: ModelShape, layout: RankLayout, on_dis
         moments += here * 2 * moment_bytes(states, shares[weight], numel(weight[1:]))
         summed = count - sums_there.get(weight, 0)
         gradients += summed * kept * shares[weight]
-        # For other hosts: with one micro-batch a step only that of the look-up, whose rows are added to it.
-        waiting += (
-            min(summed, int(weight == shape.embedding and shape.embedding_learns)) if passes else summed
-        ) * shares[weight]
+        # For other hosts: with one micro-batch a step only that of an embedding to which rows are added.
+        added_to = int(weight == shape.embedding and shape.embedding_is_added_to)
+        waiting += (min(summed, added_to) if passes else summed) * shares[weight]
     others = layout.nodes - 1
     tokens = micro_batch_tokens(config, layout.world_size)
     row_numel = max(numel(weight[1:]) for weight in shape.alike)
