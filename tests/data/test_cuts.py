@@ -11,20 +11,44 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Regex, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from aliquot.config.data_section import DataSection
-from aliquot.data.cuts import Cut, cut_of, pieces
+from aliquot.data.cuts import _BESIDE_WORDS, _WORDS, Cut, cut_of, pieces
 from aliquot.data.sources import sources_of
 from aliquot.data.tokenizer import trained_tokenizer
 from tests.data.stores import TEXT, byte_level, gemma_like, sentencepiece_like
 from tests.examples import examples
 
-TOKENIZERS = {"byte level": byte_level, "sentencepiece": sentencepiece_like, "gemma": gemma_like}
+
+def splitting(*steps: str | None) -> PreTrainedTokenizerFast:
+    """Byte level BPE whose words are split by patterns one after the other; None: digits, then as GPT-2 does."""
+    splits = [
+        pre_tokenizers.Digits(individual_digits=True)
+        if step is None
+        else pre_tokenizers.Split(Regex(step), behavior="isolated")
+        for step in steps
+    ]
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=None in steps)
+    whole = byte_level()
+    whole.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, level])
+    return whole
+
+
+TOKENIZERS = {
+    "byte level": byte_level,
+    "sentencepiece": sentencepiece_like,
+    "gemma": gemma_like,
+    "smollm": partial(splitting, None),
+    "deepseek": partial(splitting, r"\p{N}{1,3}", _BESIDE_WORDS[-1], _WORDS[-1]),
+    **{f"words {number}": partial(splitting, words) for number, words in enumerate(_WORDS[:-1])},
+}
 # Everything that a cut could get wrong: runs of spaces and newlines, contractions, digits, specials, other scripts.
 BITS = ["a", "Fox", "dog", "'s", "'", "1", "23", " ", "  ", "\n", "\n\n", "\r\n", "\t", "é", "e\u0301", "語", "🙂"]
 BITS += ["</s>", "<s>", ".", "(", "x\ny", "the\nlazy", "now:\n", "\u0301", "x y", "the lazy", "a  b", "s It's", "다 그"]
-BITS += ["x1", "½1", "1½", "語。", "語，中", "a+b", 'x"', "。\nq", "<\u0338", "x\u0338", "\x1c\nx", "x<s>", "。\u0301"]  # noqa: RUF001
+BITS += ["x1", "½1", "1½", "語。", "a+b", 'x"', "。\nq", "<\u0338", "x\u0338", "\x1c\nx", "x<s>", "。\u0301"]
+BITS += ["語\uff0c中", "a/b\n/c", "xY", "it'sx", "१\nx"]
 texts = st.lists(st.sampled_from(BITS), max_size=40).map("".join)
 
 

@@ -4,8 +4,8 @@ Encoding takes hundreds of bytes of memory a character, so a document of many me
 exact for two families of tokenizers; any other text is left whole.
 
 - byte-level BPE whose pre-tokenizer splits by one of the patterns below. No word of theirs looks further than one
-  character ahead. In `x\\ny`, where x and y are no spaces, a word ends at or with the newline, and none
-  goes on. In `x y`, with any letters, and in `x.y` and `x1`, a word ends at x.
+  character ahead. Where a letter follows a newline that follows no space, a word begins with it. In `x y`, with any
+  letters, and in `x.y` and `x1`, a word ends at x.
 - BPE over whole texts with byte fallback, as sentencepiece's: what its merges never put behind a letter ends what is
   before it. That is so for the newline, mostly for digits and for the marks of Chinese and Japanese, and for a space
   where no token has a "▁" behind another character. Where "▁" is put in front of each encoded text (Llama 2, not
@@ -23,16 +23,28 @@ from typing import Any
 
 PIECE_CHARACTERS = 1 << 16
 _LETTER = r"[^\W\d_]"
-_MARKS = "\n0123456789.,;:!?()\"'/+=<>。，、；：！？（）「」《》"  # noqa: RUF001
+_MARKS = '\n0123456789.,;:!?()"/+=<>。，、；：！？（）「」《》'  # noqa: RUF001
 
+# How words are split, and by what beside them.
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_SPACE = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS = (
-    # Llama 3
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
-    # Qwen 2, 2.5, 3
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+    # Llama 3; Qwen 2, 2.5 and 3
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{_SPACE}",
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{_SPACE}",
+    # Qwen 3.5
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*{_SPACE}",
+    # gpt-oss and Llama 4; Mistral's from Nemo on
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{_SPACE}",
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{_SPACE}",
+    # DeepSeek 3
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
+    + _SPACE,
 )
+_BESIDE_WORDS = (r"\p{N}{1,3}", r"\p{N}", "[一-龥぀-ゟ゠-ヿ]+")  # noqa: RUF001
 
 
 @dataclass(frozen=True)
@@ -59,10 +71,10 @@ def cut_of(tokenizer: str) -> Cut | None:
         return None
     spaces = not any(" " in token for token in added)
     marks = set(_MARKS) - _behind_letters(added)
-    if _is_byte_level(splitter) and (normalizer is None or normalizer["type"] == "NFC"):
+    if _is_byte_level(splitter) and normalizer in (None, {"type": "NFC"}, {"type": "Sequence", "normalizers": []}):
         digits, others = _of(marks, str.isdigit), _of(marks, lambda mark: not mark.isspace() and not mark.isdigit())
         places = [
-            r"(?<=\S\n)(?=\S)",
+            rf"(?<=\S\n)(?={_LETTER})",
             # Some numbers are no digits, and letters to Python: a word has both.
             rf"(?<=[A-Za-z])(?=[{digits}])" if digits else "",
             rf"(?<={_LETTER})(?=[{others}])" if others else "",
@@ -111,13 +123,17 @@ def pieces(text: str, cut: Cut | None, characters: int = PIECE_CHARACTERS) -> It
 def _is_byte_level(splitter: dict[str, Any] | None) -> bool:
     if splitter is None:
         return False
-    if splitter["type"] == "ByteLevel":
-        return bool(splitter["use_regex"]) and not splitter["add_prefix_space"]
-    if splitter["type"] != "Sequence" or [step["type"] for step in splitter["pretokenizers"]] != ["Split", "ByteLevel"]:
+    *before, level = splitter["pretokenizers"] if splitter["type"] == "Sequence" else [splitter]
+    if level["type"] != "ByteLevel" or level["add_prefix_space"]:
         return False
-    split, level = splitter["pretokenizers"]
-    known = split["pattern"].get("Regex") in _WORDS and split["behavior"] == "Isolated" and not split["invert"]
-    return known and not level["use_regex"] and not level["add_prefix_space"]
+    splits = [step["pattern"].get("Regex") for step in before if _isolates(step)]
+    digits = sum(step["type"] == "Digits" for step in before)
+    known = len(splits) + digits == len(before) and set(splits) <= {*_WORDS, *_BESIDE_WORDS}
+    return known and (level["use_regex"] or not set(splits).isdisjoint(_WORDS))
+
+
+def _isolates(step: dict[str, Any]) -> bool:
+    return step["type"] == "Split" and step["behavior"] == "Isolated" and not step["invert"]
 
 
 def _is_sentencepiece(normalizer: dict[str, Any] | None, splitter: dict[str, Any] | None) -> bool:

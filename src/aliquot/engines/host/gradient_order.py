@@ -28,6 +28,6 @@ class GradientOrder:
 
     @property
     def dense_once(self) -> set[int]:
-        """Those that one whole gradient of a micro-batch makes complete: nothing is added to it, for rows of an embedding
+        """Those that one whole gradient of a micro-batch makes complete: nothing is added to it. Rows of an embedding
         that is the head, too, travel by themselves."""
         return set(self.head) ^ set(self.by_autograd)
