@@ -5,13 +5,14 @@ from __future__ import annotations
 import base64
 import json
 import random
+import unicodedata
 from functools import cache, partial
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Regex, pre_tokenizers
+from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from aliquot.config.data_section import DataSection
@@ -136,7 +137,35 @@ def test_what_is_not_known_to_be_exact_is_not_cut() -> None:
         assert list(pieces(f"xyx{mark}y", with_token("a", "b"), 1)) == ["xyx", f"{mark}y"]
         assert list(pieces(f"xyx{mark}y", with_token("a", mark), 1)) == [f"xyx{mark}y"]
         assert list(pieces(f"xyx{mark}y", with_token("▁", mark), 1)) == [f"xyx{mark}y"]
-    assert cut_of(json.dumps({**spec, "model": {**spec["model"], "ignore_merges": True}})) is None
+    assert with_token("a", "<0x0A>") is None, "a byte that merges"
+    without = [{name: at for name, at in spec["model"]["vocab"].items() if name != gone} for gone in ("▁", "<0xE2>")]
+    for change in ({"ignore_merges": True}, *({"vocab": vocabulary} for vocabulary in without)):
+        assert cut_of(json.dumps({**spec, "model": {**spec["model"], **change}})) is None
+
+
+def test_letters_that_normalization_takes_apart_are_not_cut_from_what_follows() -> None:
+    whole = splitting(_WORDS[1])
+    plain = cut_by(whole)
+    whole.backend_tokenizer.normalizer = normalizers.NFC()
+    composed = cut_of(whole.backend_tokenizer.to_str())
+    assert composed is not None
+    apart = [each for each in map(chr, range(0x11000)) if each.isalpha() and unicodedata.normalize("NFC", each) != each]
+    assert "\u095c" in apart, "a letter and a mark, to Hindi"
+    for letter in apart:
+        assert plain.pattern.search(f"{letter}.") and not composed.pattern.search(f"{letter}.")
+    assert composed.pattern.search("語。") and composed.pattern.search("x.")
+
+
+@pytest.mark.parametrize("added", ["foo>", "½>", "\u2039½", "m²", "x▁y>", "a.b>", "<e\u0301.>", "a\u037e"])
+@pytest.mark.parametrize("normalized", [True, False])
+@pytest.mark.parametrize("name", ["sentencepiece", "gemma", "byte level"])
+def test_added_tokens_keep_what_is_around_them(added: str, normalized: bool, name: str) -> None:
+    whole = TOKENIZERS[name]()
+    whole.backend_tokenizer.add_tokens([AddedToken(added, normalized=normalized)])
+    if cut_of(whole.backend_tokenizer.to_str()) is None:
+        return
+    for text in (f"the {added} quick", f"a{added}the", f"{added} then", f"fox.{added}", f"fox\n{added}\nit {added}."):
+        assert in_pieces(whole, text, 0) == whole.encode(text, add_special_tokens=False)
 
 
 @pytest.mark.parametrize("path", ["models/stories15M", "tokenizers/llama3"])

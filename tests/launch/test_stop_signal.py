@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
+
+from aliquot.errors import TrainingError
+from aliquot.launch.stop_signal import StopSignal
 
 RANK = """
 import os, signal, sys, time
@@ -23,6 +29,15 @@ with StopSignal(grace_s=float(sys.argv[1]), tells=True, kept=lambda: "losing 3 s
     print(stop.requested, flush=True)
     while sys.argv[2] != "obeys":
         time.sleep(0.01)
+print("over", flush=True)
+if stop.requested:  # the same one, told once more while the process says what was saved, and one that is not the same
+    time.sleep(0.2)
+    signal.raise_signal(signal.SIGTERM)
+    time.sleep(0.4)
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
 given_back = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
 assert given_back == [signal.SIG_DFL, signal.default_int_handler]
 """
@@ -62,11 +77,41 @@ def test_a_node_and_the_leader_may_both_tell_a_rank_of_a_round(monkeypatch: pyte
     assert process.returncode == 1 and "not saved within checkpoint.grace_s = 1 s" in errors  # it lived until then
 
 
-def test_a_rank_that_obeys_has_its_signals_back() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_rank_that_obeys_has_its_signals_back(number: signal.Signals) -> None:
     with started(60, "obeys") as process:
-        process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=20)
+        process.send_signal(number)
+        output, errors = process.communicate(timeout=20)
     assert process.returncode == 0 and "Assertion" not in errors
+    assert output.splitlines() == [str(int(number)), "over", "interrupted"]
+
+
+def test_nobody_reads_what_it_says() -> None:
+    with started(0.5, "hangs") as process:
+        assert process.stderr is not None
+        with contextlib.suppress(BlockingIOError):  # fill the pipe
+            descriptor = os.open(f"/proc/self/fd/{process.stderr.fileno()}", os.O_WRONLY | os.O_NONBLOCK)
+            while True:
+                os.write(descriptor, bytes(1 << 16))
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout is not None and process.stdout.readline() == f"{int(signal.SIGTERM)}\n"
+        assert process.wait(timeout=20) == 1, "after its grace"
+        os.close(descriptor)
+
+
+def test_a_thread_has_no_signals() -> None:
+    raised: list[Exception] = []
+
+    def inside() -> None:
+        try:
+            StopSignal(1, True, lambda: "")
+        except TrainingError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=inside)
+    thread.start()
+    thread.join()
+    assert "main thread" in str(raised[0])
 
 
 def test_ctrl_c_is_not_meant_for_what_runs_in_the_background() -> None:

@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import json
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 PIECE_CHARACTERS = 1 << 16
 _LETTER = r"[^\W\d_]"
+_STABLE = "[A-Za-z\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fff\uac00-\ud7a3]"  # letters that no normalization changes
 _MARKS = '\n0123456789.,;:!?()"/+=<>。，、；：！？（）「」《》'  # noqa: RUF001
 
 # How words are split, and by what beside them.
@@ -60,11 +62,12 @@ def cut_of(tokenizer: str) -> Cut | None:
     """The cut that is exact for a tokenizer, given as its tokenizer.json; None: do not cut."""
     spec: dict[str, Any] = json.loads(tokenizer)
     model, normalizer, splitter = spec["model"], spec["normalizer"], spec["pre_tokenizer"]
-    added = [token["content"] for token in spec["added_tokens"]]
+    # Added tokens are looked for in normalized text, too, where their spaces are "▁".
+    added = [unicodedata.normalize("NFC", token["content"]).replace("▁", " ") for token in spec["added_tokens"]]
     plain = all(
         "\n" not in token["content"]
         and not (token["lstrip"] or token["rstrip"] or token["single_word"])
-        and not token["content"][-1:].isalpha()
+        and not re.fullmatch(_LETTER, token["content"][-1:])
         for token in spec["added_tokens"]
     )
     if model.get("type") != "BPE" or model.get("dropout") or not plain:
@@ -72,12 +75,14 @@ def cut_of(tokenizer: str) -> Cut | None:
     spaces = not any(" " in token for token in added)
     marks = set(_MARKS) - _behind_letters(added)
     if _is_byte_level(splitter) and normalizer in (None, {"type": "NFC"}, {"type": "Sequence", "normalizers": []}):
+        # Composed letters are taken apart where Unicode says so, and end in no letter then.
+        before = _LETTER if normalizer is None or normalizer["type"] != "NFC" else _STABLE
         digits, others = _of(marks, str.isdigit), _of(marks, lambda mark: not mark.isspace() and not mark.isdigit())
         places = [
             rf"(?<=\S\n)(?={_LETTER})",
             # Some numbers are no digits, and letters to Python: a word has both.
             rf"(?<=[A-Za-z])(?=[{digits}])" if digits else "",
-            rf"(?<={_LETTER})(?=[{others}])" if others else "",
+            rf"(?<={before})(?=[{others}])" if others else "",
             rf"(?<={_LETTER})(?= {_LETTER})" if spaces else "",
         ]
         return Cut(_either(places))
@@ -85,9 +90,12 @@ def cut_of(tokenizer: str) -> Cut | None:
     if not (begun or _is_without_prefix(normalizer, splitter)) or not _falls_back_to_bytes(model):
         return None
     merged = [pair.replace(" ", "") if isinstance(pair, str) else "".join(pair) for pair in model["merges"]]
-    # Nothing is put in front of an added token.
-    ends = _of(marks - _behind_letters(merged) - {token[0] for token in added}, lambda _: True)
+    if any("<0x" in token for token in merged):
+        return None
+    firsts = {token[0] for token in added}  # nothing is put in front of an added token
+    ends = _of(marks - _behind_letters(merged) - firsts, lambda _: True)
     spaces = spaces and not any("▁" in token.lstrip("▁") for token in merged)
+    spaces = spaces and not (begun and any(re.fullmatch(_LETTER, first) for first in firsts))
     space = rf"(?<={_LETTER}) (?={_LETTER})" if begun else rf"(?<={_LETTER})(?= {_LETTER})"
     places = [rf"(?<={_LETTER})(?=[{ends}])" if ends else "", space if spaces else ""]
     return Cut(_either(places), ends if begun else None) if any(places) else None
@@ -108,11 +116,12 @@ def _behind_letters(tokens: Iterable[str]) -> set[str]:
     return {mark for token in tokens for mark in behind.findall(token)}
 
 
-def pieces(text: str, cut: Cut | None, characters: int = PIECE_CHARACTERS) -> Iterator[str]:
-    """`text` in pieces of a little over so many `characters`, or whole where no cut is exact."""
+def pieces(text: str, cut: Cut | None, characters: int = PIECE_CHARACTERS, searched: int = 0) -> Iterator[str]:
+    """`text` in pieces of a little over so many `characters`, or whole where no cut is exact. `searched`: characters at
+    its beginning of which is known that there is none."""
     start = 0
     while cut is not None and len(text) - start > characters:
-        match = cut.pattern.search(text, start + max(1, characters))
+        match = cut.pattern.search(text, max(start + max(1, characters), searched))
         if match is None:
             break
         yield text[start : match.start()]
@@ -164,6 +173,7 @@ def _is_without_prefix(normalizer: dict[str, Any] | None, splitter: dict[str, An
 
 
 def _falls_back_to_bytes(model: dict[str, Any]) -> bool:
-    """Whether a character without a token becomes bytes, with which nothing merges."""
+    """Whether a character without a token becomes bytes, with which nothing merges, and a "▁" is one token."""
     affixes = model["ignore_merges"] or model["continuing_subword_prefix"] or model["end_of_word_suffix"]
-    return model["byte_fallback"] and not affixes and "<0x0A>" in model["vocab"]
+    needed = {"▁", *(f"<0x{byte:02X}>" for byte in range(256))}
+    return model["byte_fallback"] and not affixes and needed <= model["vocab"].keys()

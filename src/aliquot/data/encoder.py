@@ -210,7 +210,7 @@ def serve(connection: Connection) -> None:
         try:
             lengths, first, last = np.frombuffer(connection.recv_bytes(), np.int64).reshape(3, -1)
             blob = connection.recv_bytes()
-        except EOFError:
+        except (EOFError, OSError):  # also in the middle of a message: the parent died, and is the one to say why
             return
         edges = np.concatenate([[0], np.cumsum(lengths)]).tolist()
         texts = [blob[start:stop].decode() for start, stop in pairwise(edges)]

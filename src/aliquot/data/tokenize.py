@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 
-from aliquot.data.cuts import Cut, pieces
+from aliquot.data.cuts import PIECE_CHARACTERS, Cut, pieces
 from aliquot.data.documents import Document
 from aliquot.data.encoder import Encoded, Encoder, EncoderProcess, EncoderSpec, Texts
 from aliquot.errors import DataError, TokenizerError, UserError
@@ -109,6 +109,7 @@ def _chunks(documents: Iterator[Document], answers: bool, cut: Cut | None, write
     texts: list[tuple[str, bool, bool, str]] = []  # (text, first, last, where)
     characters = done_bytes = 0
     held: list[str] = []  # of a document whose end has not been read
+    searched = 0
     begins = True
     for document in documents:
         if document.blank and not held:
@@ -121,8 +122,10 @@ def _chunks(documents: Iterator[Document], answers: bool, cut: Cut | None, write
         held.append(document.text)
         if not document.ended and cut is None:
             continue
-        parts = [document.text] if answers else list(pieces("".join(held), cut))
+        parts = [document.text] if answers else list(pieces("".join(held), cut, searched=searched))
         held = [] if document.ended else [parts.pop()]
+        # What is held has been searched but for what its last characters begin.
+        searched = len(held[0]) - 1 if held and len(held[0]) > PIECE_CHARACTERS else 0
         before_bytes, length, done_characters = done_bytes, max(1, sum(map(len, parts))), 0
         for index, part in enumerate(parts):
             texts.append((part, begins, document.ended and index == len(parts) - 1, document.where))

@@ -30,6 +30,7 @@ from aliquot.launch.gloo_interface import address_of, gloo_interface
 from aliquot.launch.json_lines import Message, Peer
 from aliquot.launch.local_group import Ended, run_local_ranks
 from aliquot.launch.membership import BEAT_S, ENDING_S, SILENT_S, Leader, Run
+from aliquot.launch.stop_signal import STOP_SIGNALS
 
 _POLL_S = 0.1
 _CONNECT_S = 2.0
@@ -78,7 +79,7 @@ def start_elastic_ranks(
         _print([f"aliquot: {error.line}"])
         return 1
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)  # it leaves already, in a second or two
         node.leave()
 
@@ -311,7 +312,7 @@ def _obey_signals() -> None:
     def told(number: int, _frame: FrameType | None) -> NoReturn:
         raise SignalException("told to stop", signal.Signals(number))
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in STOP_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, told)
 

@@ -16,6 +16,7 @@ from aliquot.errors import RendezvousError, StorageError
 from aliquot.launch.claims import ROUND
 from aliquot.launch.forked_rank import end_forked_ranks, forked_rank, forking
 from aliquot.launch.rank_failures import explain, explain_stop
+from aliquot.launch.stop_signal import STOP_SIGNALS
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,12 @@ def run_local_ranks(
         monitor_interval=0.05,
         start_method="forkserver",
         shutdown_timeout=math.ceil(grace_s) + 10,  # torch elastic then kills: a rank must have saved by then
+        # What is ignored (nohup, a shell's background) stays so, here and in the ranks: a handler would change that.
+        signals_to_handle=",".join(
+            each.name
+            for each in (*STOP_SIGNALS, signal.SIGQUIT)
+            if signal.getsignal(each) is not signal.SIG_IGN or each == signal.SIGTERM
+        ),
     )
     # The elastic launcher substitutes ${...} in arguments that are strings; $$ is its escape for a plain $.
     command = ["-m", "aliquot.launch.rank_start", str(os.getpid()), str(log_directory), *argv]

@@ -21,7 +21,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from aliquot.launch.rank_errors import RankError, record_error
 from aliquot.launch.topology import Topology
 
-_EVERY_S = 5.0
+_EVERY_S = 1.0
 _LAST_WORD_S = 1.0
 
 
@@ -64,7 +64,12 @@ class Presence:
         self._over.set()
 
     def leave(self, why: str) -> None:
-        """Say that this node's part in the run ends, `stopped by SIGTERM` for example, unless that takes too long."""
+        """Say that this node's part in the run ends, `stopped by SIGTERM` for example, unless that takes too long.
+
+        Returns when the others have had time to hear it, who would else be told of lost connections alone.
+        """
+        if self._topology.nodes == 1 or self._over.is_set():
+            return
         if (store := self._store) is not None:
             self.stop()
             told = json.dumps(self._own(0) | {"left": why})
@@ -72,6 +77,7 @@ class Presence:
             word = threading.Thread(target=store.set, args=(self._place(), told), daemon=True)
             word.start()
             word.join(_LAST_WORD_S)
+        time.sleep(2 * self._every_s)
 
     def _own(self, beats: int) -> dict[str, str | int]:
         return {"beats": beats, "doing": self.doing, "host": platform.node()}

@@ -1,4 +1,6 @@
-"""SIGTERM (a spot reclaim, a pod's deletion) or Ctrl-C asks a rank to stop at the end of a step, with a deadline."""
+"""SIGTERM (a spot reclaim, a pod's deletion), Ctrl-C or SIGHUP (its terminal goes) asks a rank to stop at the end of a
+step, with a deadline.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Self
 
@@ -15,9 +18,10 @@ from aliquot.errors import TrainingError
 from aliquot.launch.claims import ROUND
 from aliquot.launch.rank_errors import report_error
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # Whoever stops a whole control group (systemd, scancel) tells each rank and the launcher, which tells the ranks again.
 _SAME_S = 2.0
+_MOMENT_S = 3.0
 
 
 class Terminated(TrainingError, id="terminated"):
@@ -42,6 +46,8 @@ class StopSignal:
     ) -> None:
         """`tells`: this rank says that a signal has come, and by `kept`, which names the last checkpoint, what another
         one would lose."""
+        if threading.current_thread() is not threading.main_thread():
+            raise TrainingError("signals come to the main thread alone: train there")
         self.requested = 0
         self.nothing_to_save: str | None = "before the first step was done: nothing is lost"
         self._grace_s = grace_s
@@ -52,7 +58,9 @@ class StopSignal:
         self._asked_at = math.inf
         # Ctrl-C is not meant for what a shell has put into the background: it is ignored there, and stays so.
         self._former = {
-            number: signal.getsignal(number) for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN
+            number: signal.getsignal(number)
+            for number in STOP_SIGNALS
+            if signal.getsignal(number) is not signal.SIG_IGN
         }
         # A handler would not run before what the main thread waits for is over, a library that trains a tokenizer for
         # example. So a thread does what is to be done: the interpreter writes the numbers of signals into this pipe.
@@ -69,8 +77,8 @@ class StopSignal:
                 continue
             if self.nothing_to_save is not None:
                 error = Terminated(number, self.nothing_to_save)
-                self._ending(f"stopped by {signal.Signals(number).name}")
-                report_error(error)
+                _within_a_moment(partial(self._ending, f"stopped by {signal.Signals(number).name}"))
+                _within_a_moment(partial(report_error, error))
                 os._exit(error.exit_code)
             if not self.requested:
                 self._ask(number)
@@ -86,8 +94,8 @@ class StopSignal:
         if self._tells:
             name = signal.Signals(number).name
             once_more = "" if ROUND in os.environ else f"; once more ends the run at once, {self._kept()}"
-            text = f"{name}: the step is finished and saved{once_more}"
-            os.write(2, f"aliquot: {text}\n".encode())  # whatever was being printed when the signal came
+            text = f"aliquot: {name}: the step is finished and saved{once_more}\n"
+            _within_a_moment(partial(os.write, 2, text.encode()))  # whatever was being printed when the signal came
 
     @property
     def left_s(self) -> float:
@@ -101,9 +109,23 @@ class StopSignal:
         if self._deadline is not None:
             self._deadline.cancel()
         for number, former in self._former.items():
-            signal.signal(number, former)
+            signal.signal(number, self._told_again if self.requested else former)
         signal.set_wakeup_fd(self._former_told)
         os.close(self._told)
+
+    def _told_again(self, number: int, _frame: FrameType | None) -> None:
+        """The handler after this context: the same signal, told once more, is no reason not to say what was saved."""
+        if time.monotonic() > self._asked_at + _SAME_S:
+            for each, former in self._former.items():
+                signal.signal(each, former)
+            signal.raise_signal(number)
+
+
+def _within_a_moment(work: Callable[[], object]) -> None:
+    """Do it, but wait no longer for it than that: nobody may read what is written."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(_MOMENT_S)
 
 
 def _heard(_number: int, _frame: FrameType | None) -> None:
@@ -112,5 +134,6 @@ def _heard(_number: int, _frame: FrameType | None) -> None:
 
 def _end(grace_s: float, number: int) -> None:
     name = signal.Signals(number).name
-    report_error(TrainingError(f"not saved within checkpoint.grace_s = {grace_s:g} s of {name}"))
+    error = TrainingError(f"not saved within checkpoint.grace_s = {grace_s:g} s of {name}")
+    _within_a_moment(partial(report_error, error))
     os._exit(TrainingError.exit_code)
