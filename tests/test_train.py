@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -230,6 +231,27 @@ def test_ctrl_c_saves_and_says_how_to_continue(folder: Path, ranks: int) -> None
     assert "once more ends the run at once, losing all" in errors and "start again to continue" in errors
     (saved,) = (directory / "checkpoints").iterdir()
     assert list(curve(directory)) == list(range(1, int(saved.name.removeprefix("step-")) + 1))
+
+
+@pytest.mark.long
+def test_a_terminal_that_goes_saves_and_one_under_nohup_does_not_matter(folder: Path) -> None:
+    config, directory = write_config(folder, "terminal", launch={"ranks": 2}), folder / "terminal"
+    told_to_stop(signal.SIGHUP, directory, config, "train.max_steps=100000")
+    config, directory = write_config(folder, "nohup", launch={"ranks": 2}), folder / "nohup"
+    words = [sys.executable, "-m", "aliquot", "train", str(config), "train.max_steps=12"]
+    command = (
+        f"trap '' HUP INT; exec {shlex.join(words)}"  # as nohup does, and a shell with what runs in the background
+    )
+    launcher = subprocess.Popen(["sh", "-c", command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    while not (directory / "metrics.jsonl").exists() or len(curve(directory)) < 2:
+        assert launcher.poll() is None
+        time.sleep(0.01)
+    for process in [launcher, *psutil.Process(launcher.pid).children(recursive=True)]:
+        for number in (signal.SIGHUP, signal.SIGINT):
+            process.send_signal(number)
+    _, errors = launcher.communicate(timeout=100)
+    assert launcher.returncode == 0, errors
+    assert len(curve(directory)) == 12
 
 
 def test_a_signal_to_the_launcher_and_all_ranks_saves(folder: Path) -> None:
