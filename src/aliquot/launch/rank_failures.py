@@ -52,9 +52,10 @@ def explain_stop(number: signal.Signals, log_directory: Path, since: float) -> t
     words = _since(since, log_directory)
     stopped = 128 + number
     failed = [error for error in words if error.exit_code != stopped and error.kind != "peer_lost"]
-    if not any(error.exit_code == stopped for error in words):
+    obeyed = [error for error in words if error.exit_code == stopped]
+    if not obeyed:
         failed = failed or words  # a lost rank that nobody accounts for: it did not save
-    for error in sorted(failed or words, key=lambda error: error.time)[:1]:
+    for error in sorted(failed or obeyed, key=lambda error: error.time)[:1]:
         return [f"aliquot: {error.line}"], error.exit_code if failed else stopped
     return [f"aliquot: stopped by {number.name}"], stopped
 

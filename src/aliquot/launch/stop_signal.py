@@ -36,7 +36,7 @@ class StopSignal:
     """`requested` is the number of the signal that has come, or 0. `grace_s` later the process ends, saved or not; a
     second signal, which is not the first one told again, ends it at once, but for a rank of a round: there a node and
     the leader may both tell it. While `nothing_to_save` says why there is nothing to wait for the first one does,
-    whatever the main thread is doing; `ending` is told of it before.
+    whatever the main thread is doing; `ending` is told of it meanwhile.
 
     A context on the main thread, which gives the signals their former meaning back.
     """
@@ -55,6 +55,7 @@ class StopSignal:
         self._kept = kept
         self._ending = ending
         self._deadline: threading.Timer | None = None
+        self._ends = False
         self._asked_at = math.inf
         # Ctrl-C is not meant for what a shell has put into the background: it is ignored there, and stays so.
         self._former = {
@@ -76,9 +77,10 @@ class StopSignal:
             if (number := told[0]) not in self._former:
                 continue
             if self.nothing_to_save is not None:
+                self._ends = True
                 error = Terminated(number, self.nothing_to_save)
-                _within_a_moment(partial(self._ending, f"stopped by {signal.Signals(number).name}"))
                 _within_a_moment(partial(report_error, error))
+                _within_a_moment(partial(self._ending, f"stopped by {signal.Signals(number).name}"))
                 os._exit(error.exit_code)
             if not self.requested:
                 self._ask(number)
@@ -106,6 +108,8 @@ class StopSignal:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._ends:  # an error now is that others have heard of it
+            time.sleep(10 * _MOMENT_S)
         if self._deadline is not None:
             self._deadline.cancel()
         for number, former in self._former.items():
