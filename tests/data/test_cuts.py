@@ -113,6 +113,7 @@ def test_what_is_not_known_to_be_exact_is_not_cut() -> None:
         {"normalizer": lower},
         {"pre_tokenizer": None},
         {"pre_tokenizer": unknown},
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": []}},
         {"pre_tokenizer": {**spec["pre_tokenizer"], "add_prefix_space": True}},
         {"added_tokens": [newline]},
         {"added_tokens": [greedy]},

@@ -92,7 +92,7 @@ def cut_of(tokenizer: str) -> Cut | None:
     merged = [pair.replace(" ", "") if isinstance(pair, str) else "".join(pair) for pair in model["merges"]]
     if any("<0x" in token for token in merged):
         return None
-    firsts = {token[0] for token in added}  # nothing is put in front of an added token
+    firsts = {token[:1] for token in added}  # nothing is put in front of an added token
     ends = _of(marks - _behind_letters(merged) - firsts, lambda _: True)
     spaces = spaces and not any("▁" in token.lstrip("▁") for token in merged)
     spaces = spaces and not (begun and any(re.fullmatch(_LETTER, first) for first in firsts))
@@ -132,7 +132,7 @@ def pieces(text: str, cut: Cut | None, characters: int = PIECE_CHARACTERS, searc
 def _is_byte_level(splitter: dict[str, Any] | None) -> bool:
     if splitter is None:
         return False
-    *before, level = splitter["pretokenizers"] if splitter["type"] == "Sequence" else [splitter]
+    *before, level = splitter["pretokenizers"] if splitter.get("pretokenizers") else [splitter]
     if level["type"] != "ByteLevel" or level["add_prefix_space"]:
         return False
     splits = [step["pattern"].get("Regex") for step in before if _isolates(step)]
