@@ -31,5 +31,5 @@ def snapshot_bytes(
         return 0
     until_update_s = micro_batches * (sum(each.forward) + sum(each.backward))
     written = _SLOWER * storage_bytes_per_s * until_update_s
-    left = max(0.0, 1 - written / checkpoint_bytes)
+    left = max(0.0, 1 - written / max(1, checkpoint_bytes))
     return min(config.checkpoint.buffer_bytes, int(left * _COPIED_BYTES * numel / layout.world_size))
