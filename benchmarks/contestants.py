@@ -23,6 +23,7 @@ import torch
 DEEPSPEED_JSON = json.loads((Path(__file__).parents[1] / "examples" / "seed" / "cpu-ds.json").read_text()) | {
     "steps_per_print": 1_000_000
 }
+LEARNING_RATE = 1e-4  # where nobody says another one
 LARGEST_NUMEL = 40_000_000  # of the benchmarks' weights; by default five buffers hold 100 million each
 _STILL_BYTES = 100_000  # in half a second: ranks that wait ask each other whether they are there
 AIO = {"block_size": 8 << 20, "queue_depth": 8, "single_submit": False, "overlap_events": True}
@@ -52,7 +53,7 @@ def aliquot_steps(
     topology: Any,
     settings: Mapping[str, Any],
     precision: Literal["bf16", "fp32"] = "bf16",
-    learning_rate: float = 1e-4,
+    learning_rate: float = LEARNING_RATE,
     adapter: Any = None,
 ) -> Iterator[None]:
     """Each `next` is one optimizer step. `engine_name` host or fsdp. `adapter`: as in a run's config; the model beside
@@ -107,7 +108,7 @@ def fsdp2_steps(config: Mapping[str, Any], work: Work, precision: str = "bf16") 
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     while True:
         for _ in range(work.rows):
             ids = torch.randint(0, config["vocab_size"], (1, work.tokens))
@@ -186,7 +187,7 @@ def trainer_arguments(
         per_device_train_batch_size=batch,
         gradient_accumulation_steps=accumulation,
         max_steps=steps,
-        learning_rate=1e-4,
+        learning_rate=LEARNING_RATE,
         max_grad_norm=1.0,
         report_to=[],
         disable_tqdm=True,

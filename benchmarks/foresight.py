@@ -182,7 +182,7 @@ def _cores() -> int:
 def wire() -> list[Row]:
     """Two hosts, one rank each, in network namespaces: benchmarks/wire.py counts, the planner says."""
     from benchmarks import wire as counted
-    from benchmarks.contestants import DEEPSPEED_JSON
+    from benchmarks.contestants import DEEPSPEED_JSON, LEARNING_RATE
     from benchmarks.layouts import LLAMA_125M, llama_config
     from benchmarks.worlds import run_world
     from tests.multinode.namespaces import INTERFACE, two_hosts, why_not
@@ -200,7 +200,8 @@ def wire() -> list[Row]:
         {
             "model": {"config": values},
             "data": {"path": "stdlib", "sequence_length": counted.WORK.tokens},
-            "train": {"gradient_accumulation_steps": counted.WORK.rows},
+            # How many bits tell of a weight depends on the rate.
+            "train": {"gradient_accumulation_steps": counted.WORK.rows, "learning_rate": LEARNING_RATE},
             "shard": {"deepspeed_config": {"zero_optimization": DEEPSPEED_JSON["zero_optimization"]}},
         },
         {},
