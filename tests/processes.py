@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from tests import warm
@@ -57,6 +58,9 @@ def as_ranks(work: Callable[[int, int, Path, list[str]], None]) -> None:
 
 
 def _rank(work: Callable[[int, int, Path, list[str]], None], rank: int, world: World) -> int:
+    # What is forked has its parent's pool of threads without the threads. torch makes it anew at the next call, and not
+    # well where several threads make that at once, as transformers' loading does.
+    torch.set_num_threads(torch.get_num_threads())
     try:
         meet = f"file://{world.folder}/meet"
         dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=world.size)

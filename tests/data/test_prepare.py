@@ -104,7 +104,7 @@ def test_two_processes_and_cut_documents_give_what_one_gives(
     alone = prepare(section(corpus), model, 300).open_train()[""]
     calls: list[int] = []
     monkeypatch.setattr(tokenize, "CHUNK_CHARACTERS", 300)
-    monkeypatch.setattr("aliquot.data.cuts.pieces.__defaults__", (200,))
+    monkeypatch.setattr("aliquot.data.cuts.pieces.__defaults__", (200, 0))
     monkeypatch.setattr("aliquot.data.documents.PART_BYTES", 150)  # a file comes in parts, too
     parallel = prepare(
         section(corpus, num_proc=2, cache_directory=corpus.parent / "other"),
