@@ -51,6 +51,7 @@ def test_custom_resources(case: str, trainer: str) -> None:
             assert problems(document, trainer) == [], name
 
 
+@needs_crds
 @pytest.mark.parametrize("trainer", TRAINERS)
 @pytest.mark.parametrize("case", CASES)
 def test_core_kinds(case: str, trainer: str) -> None:
