@@ -42,10 +42,12 @@ given_back = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIG
 assert given_back == [signal.SIG_DFL, signal.default_int_handler]
 """
 
+BEFORE_ITS_FIRST_STEP = RANK.replace("stop.nothing_to_save =", "_ =")
 
-def started(grace_s: float, how: str) -> subprocess.Popen[str]:
+
+def started(grace_s: float, how: str, program: str = RANK) -> subprocess.Popen[str]:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen([sys.executable, "-c", RANK, str(grace_s), how], text=True, **pipes)  # type: ignore[call-overload]
+    process = subprocess.Popen([sys.executable, "-uc", program, str(grace_s), how], text=True, **pipes)  # type: ignore[call-overload]
     assert process.stdout.readline() == "ready\n"
     return process  # type: ignore[no-any-return]
 
@@ -123,23 +125,18 @@ def test_ctrl_c_is_not_meant_for_what_runs_in_the_background() -> None:
 
 
 def test_before_the_first_step_there_is_nothing_to_wait_for() -> None:
-    program = RANK.replace("stop.nothing_to_save =", "_ =")
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", program, "60", "hangs"], text=True, **pipes) as process:  # type: ignore[call-overload]
-        assert process.stdout.readline() == "ready\n"
+    with started(60, "hangs", BEFORE_ITS_FIRST_STEP) as process:
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=20)
     assert process.returncode == 143 and "before the first step was done: nothing is lost" in errors
 
 
 def test_a_main_thread_that_cannot_hear_it_ends_all_the_same() -> None:
-    """As while a library trains a tokenizer. Other nodes are told before."""
+    """As while a library trains a tokenizer. Other nodes are told, too."""
     never = "import ctypes; lock = ctypes.CDLL(None).pthread_mutex_lock; mutex = bytes(64); lock(mutex); lock(mutex)"
-    program = RANK.replace("stop.nothing_to_save =", "_ =").replace("as stop", ", ending=print) as stop")
+    program = BEFORE_ITS_FIRST_STEP.replace("as stop", ", ending=print) as stop")
     program = program.replace('"losing 3 steps")', '"losing 3 steps"').replace("time.sleep(0.01)", never, 1)
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-uc", program, "60", "hangs"], text=True, **pipes) as process:  # type: ignore[call-overload]
-        assert process.stdout.readline() == "ready\n"
+    with started(60, "hangs", program) as process:
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=20)
     assert process.returncode == 130 and "stopped by SIGINT before the first step was done" in errors
