@@ -32,6 +32,7 @@ RATES = {  # no machine's
         for kind in ("copy", "add", "silu", "softmax", "sum", "convert", "permute", "transpose")
     },
     "stage": 5e9,
+    "patch": 1.5e9,
     "call_s": 5e-6,
     "socket_bytes_per_s": 1e9,
     "spread": 0.0,

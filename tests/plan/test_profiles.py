@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +37,22 @@ def test_all_that_plans_ask_for_is_measured() -> None:
     assert [side for side, _ in tables["products"]["4"]] == [32, 64, 256]
     assert all(rate > 0 for table in (*tables["products"].values(), *tables["memory"].values()) for _, rate in table)
     assert profiles.ceiling(tables, 4) == max(rate for _, rate in tables["products"]["4"])
+
+
+def test_a_core_that_another_process_shares_evenly_is_told_as_busy() -> None:
+    """Then all products are slow alike: by their times it looks as if the core was."""
+    every = os.sched_getaffinity(0)
+    core = min(every)
+    spin = f"import os\nos.sched_setaffinity(0, {{{core}}})\nprint(flush=True)\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", spin], stdout=subprocess.PIPE) as other:
+        try:
+            assert other.stdout is not None and other.stdout.readline()
+            os.sched_setaffinity(0, {core})  # of this thread
+            tables = measure_rates(lambda value: value, replace(LITTLE, each_s=0.05))
+        finally:
+            os.sched_setaffinity(0, every)
+            other.kill()
+    assert tables["spread"] > 0.3
 
 
 def test_products_that_would_take_long_are_left_out_by_all_ranks_alike() -> None:

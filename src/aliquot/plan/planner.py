@@ -128,12 +128,13 @@ class Planner:
         moved = traffic(config, engine, self.shape, layout, micro_batches, kept)
         disk = disk_use(config, self.shape, layout, on_disk, micro_batches)
         disk_rate = self.machine.disk_bytes_per_s or DISK_BYTES_PER_S
+        patched = 2 * self.shape.learned_numel if layout.nodes > 1 and config.train.precision == "bf16" else 0
 
         def time_of(count: int) -> StepTime:
             used = disk_use(config, self.shape, layout, on_disk, count)
             passed = moved if count == micro_batches else traffic(config, engine, self.shape, layout, count, kept)
             kept_whole = kept if offloaded else None
-            return step_time(engine, each, held, passed, layout, count, rates, used, disk_rate, kept_whole)
+            return step_time(engine, each, held, passed, layout, count, rates, patched, used, disk_rate, kept_whole)
 
         def hardly_waits(count: int) -> bool:
             with_count = time_of(count)

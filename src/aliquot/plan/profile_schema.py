@@ -33,6 +33,7 @@ class _Tables(TypedDict):
     small: _SmallBySize
     memory: _ByOperation
     stage: _Rate
+    patch: _Rate
     call_s: _Rate
     socket_bytes_per_s: _Rate
     spread: FiniteFloat

@@ -28,7 +28,7 @@ from aliquot.plan.profile_schema import check_quick, check_thorough
 from aliquot.plan.rates import Rates, estimated, interpolated
 from aliquot.textfile import publish_text
 
-FORMAT = 4
+FORMAT = 5
 _PROFILE_BYTES = 8192  # at most, about
 _BUSY = 0.1  # a spread of products above which a quick profile is measured again by the next run
 _FRESH_S = 3600.0  # about as long as a machine stays what it is, and a second an hour is little
@@ -93,6 +93,7 @@ class Measured:
     small: dict[int, float]  # itemsize -> FLOP/s of attention's batched products
     memory: dict[str, list[tuple[float, float]]]  # kind of operation -> (bytes of a tensor, bytes/s)
     stage_bytes_per_s: float
+    patch_bytes_per_s: float
     call_s: float
     socket_bytes_per_s: float
     network: Rates  # what cannot be measured on one machine
@@ -130,6 +131,7 @@ class Measured:
             small={int(size): between(rate, every["small"][size]) for size, rate in core["small"].items()},
             memory={kind: table("memory", kind) for kind in core["memory"]},
             stage_bytes_per_s=between(core["stage"], every["stage"]),
+            patch_bytes_per_s=core["patch"],
             call_s=core["call_s"],
             socket_bytes_per_s=core["socket_bytes_per_s"],
             network=estimated(machine, layout),
@@ -150,6 +152,9 @@ class Measured:
 
     def stage_s(self, moved_bytes: float) -> float:
         return moved_bytes / self.stage_bytes_per_s
+
+    def patch_s(self, weights_bytes: float) -> float:
+        return weights_bytes / self.patch_bytes_per_s
 
     def wire_s(self, sent_bytes: float) -> float:
         return self.network.wire_s(sent_bytes)

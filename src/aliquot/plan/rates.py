@@ -43,6 +43,10 @@ class Rates(Protocol):
         """Seconds to read and write so many bytes in memory for gradients, their sums and the update."""
         ...
 
+    def patch_s(self, weights_bytes: float) -> float:
+        """Seconds of a core to encode, or to decode, what a step has changed in so many bytes of weights in bf16."""
+        ...
+
     def wire_s(self, sent_bytes: float) -> float:
         """Seconds to send so many bytes between hosts from one node."""
         ...
@@ -73,6 +77,7 @@ CORE_MEMORY_BYTES_PER_S = 5e9  # DDR5 of a server, 8 channels of 38 GB/s for 48 
 _CACHED_FACTOR = 4.0  # tensors that stay in a core's cache move so much faster
 _CACHE_BYTES = 2 << 20
 _CALL_S = 6e-6  # an operation with autograd around it, whatever its size
+_PATCH_BYTES_PER_S = 1.5e9  # 1.6 and 1.9 on Zen 4, 0.8 and 1.2 on Zen 3 (benchmarks/patches.py)
 _SOCKET_BYTES_PER_S = 1.5e9  # loopback TCP through gloo, a rank
 _NETWORK_REACHED = 0.8  # of the nominal rate, by gloo
 
@@ -126,6 +131,9 @@ class Estimated:
 
     def stage_s(self, moved_bytes: float) -> float:
         return moved_bytes / self.memory_bytes_per_s
+
+    def patch_s(self, weights_bytes: float) -> float:
+        return weights_bytes / _PATCH_BYTES_PER_S
 
     def wire_s(self, sent_bytes: float) -> float:
         return sent_bytes / self.network_bytes_per_s if sent_bytes else 0.0

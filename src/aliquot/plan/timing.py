@@ -14,7 +14,10 @@ from aliquot.plan.rates import CORE_MEMORY_BYTES_PER_S, Rates
 from aliquot.plan.traffic import Traffic
 
 _TAIL = 0.1  # of what travels between hosts: the first weights to come and the last sums to leave, which are waited for
-_PATCH_PASSES = 8
+# What threads of gloo and the kernel do on the cores that compute, when a host sends and receives as much: 0.32 s for
+# 222 MB each way on one core of Zen 4, assumed for any.
+_CORE_WIRE_BYTES_PER_S = 0.7e9
+_SUM_PASSES = 5  # over gradients that are sent and received: their checksums, and one more sum
 _COPIED_BYTES_PER_S = 8e9  # between a GPU and memory that is not pinned, assumed
 
 
@@ -68,12 +71,14 @@ def step_time(
     layout: RankLayout,
     micro_batches: int,
     rates: Rates,
+    patched_bytes: int,
     disk: DiskUse,
     disk_bytes_per_s: float,
     offloaded: Unsharded | None,
 ) -> StepTime:
-    """`micro_batches`: of a rank and optimizer step. `disk_bytes_per_s`: of a node, in both directions together.
-    `offloaded`: None, or what a GPU, whose states are in the machine's memory, keeps whole within a step."""
+    """`micro_batches`: of a rank and optimizer step. `patched_bytes`: of weights of which other hosts are told what has
+    changed. `disk_bytes_per_s`: of a node, in both directions together. `offloaded`: None, or what a GPU, whose states
+    are in the machine's memory, keeps whole within a step."""
     matmul_s = memory_s = disk_s = 0.0
     for of_products, of_rest in (each.forward, each.backward):
         matmul_s += micro_batches * of_products
@@ -95,11 +100,13 @@ def step_time(
         beside_s = matmul_s + memory_s - min(forward_s, waits_s - to_begin_s)
         disk_s = max(0.0, to_sum_s - beside_s) + max(to_begin_s, waits_s - forward_s)
         memory_s += update_s
-        own_weights = (held.shared_weights if layout.nodes > 1 else 0) / layout.ranks_per_node
-        # Encoded by their owner, decoded by one rank of each other host: as much as so many passes over them.
-        memory_s += rates.stage_s(_PATCH_PASSES * own_weights)
-        gradients = rates.wire_s((moved.wire_bytes - moved.wire_weights_bytes) / layout.nodes)
-        weights = rates.wire_s(moved.wire_weights_bytes / layout.nodes)
+        sent_weights = moved.wire_weights_bytes / layout.nodes
+        sent_gradients = moved.wire_bytes / layout.nodes - sent_weights
+        cores = layout.ranks_per_node * layout.threads_per_rank
+        memory_s += (sent_weights + sent_gradients) / (_CORE_WIRE_BYTES_PER_S * cores)
+        memory_s += rates.stage_s(_SUM_PASSES * sent_gradients / layout.ranks_per_node)
+        memory_s += rates.patch_s(patched_bytes / layout.ranks_per_node)  # encoded by owners, decoded by all others
+        gradients, weights = rates.wire_s(sent_gradients), rates.wire_s(sent_weights)
         # Sums leave while the last backward pass computes, weights come while owners update and the next forward pass
         # computes.
         hidden = (sum(each.backward), update_s + sum(each.forward))
