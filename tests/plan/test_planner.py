@@ -131,6 +131,21 @@ def test_wire_of_the_host_engine_is_once_per_step() -> None:
     assert traffic(config, "host", shape, RankLayout(1, 4, 1, "cpu"), 8).wire_bytes == 0
 
 
+def test_what_hosts_send_takes_time_of_their_cores_however_fast_the_network() -> None:
+    machine = replace(SERVER, network_bytes_per_s=1e15)
+
+    def saved_s(ranks: int) -> float:
+        """By sums of half the size."""
+        fp32, bf16 = (
+            plan(planned_config(LLAMA, shard={"reduce_dtype": dtype}), machine, 2, ranks) for dtype in ("fp32", "bf16")
+        )
+        return fp32.step_s - bf16.step_s
+
+    learned = shaped_model(planned_config(LLAMA)).shape.learned_numel
+    assert saved_s(1) > (learned - 2048 * 128) * 2 / 2 / 1e9  # each host sends half of all, no core a gigabyte a second
+    assert 0 < saved_s(4) < saved_s(1) / 2
+
+
 def test_rows_of_an_embedding_that_do_not_move_are_not_sent() -> None:
     """Two bits a weight of a block with one that moves, what follows in bytes only of those that do."""
     model = {**LLAMA, "vocab_size": 200_000}
