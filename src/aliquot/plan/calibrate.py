@@ -45,6 +45,7 @@ def make_known(machine: Machine, layout: RankLayout) -> None:
     import torch
 
     count, threads = layout.ranks_per_node, layout.threads_per_rank
+    of_core = min(1.0, machine.cpu.usable_cores / (count * threads))
     own = torch.get_num_threads()
     begin, done = threading.Barrier(count), threading.Barrier(count)
     told = [0.0] * count
@@ -59,7 +60,7 @@ def make_known(machine: Machine, layout: RankLayout) -> None:
             done.wait()  # nobody writes before all have read
             return largest
 
-        return measure_rates(agree, QUICK)
+        return measure_rates(agree, QUICK, of_core)
 
     try:
         with ThreadPoolExecutor(count) as pool:

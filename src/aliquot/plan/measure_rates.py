@@ -41,10 +41,10 @@ _CALLS = 10  # operations of torch in what is timed for one, those of the way ba
 _HEAD = 64  # elements of a head, as attention reorders them
 
 
-def measure_rates(agree: Agree, effort: Effort) -> Tables:
+def measure_rates(agree: Agree, effort: Effort, of_core: float = 1.0) -> Tables:
     """Of one rank, with the threads that torch has in it. `spread`: how much longer than the fastest quarter of the
-    largest products half of them took, or all of them than their thread had a core, whichever is more; more than a few
-    per cent says that the cores did something else, too."""
+    largest products half of them took, or all of them than their thread had `of_core`, its part of a core, whichever is
+    more; more than a few per cent says that the cores did something else, too."""
     import torch
     import torch.nn.functional as F
 
@@ -86,7 +86,7 @@ def measure_rates(agree: Agree, effort: Effort) -> Tables:
             times, on_core = timed(partial(multiply_next, turn))
             table.append([float(side), 2.0 * side**3 / _fastest(times)])
         # A core that is shared evenly makes all products as slow.
-        spreads.append(max(statistics.median(times) / _fastest(times), sum(times) / on_core) - 1)
+        spreads.append(max(statistics.median(times) / _fastest(times), of_core * sum(times) / on_core) - 1)
         products[str(dtype.itemsize)] = table
         batch, m, k, n = _SMALL
         left, right = torch.randn(batch, m, k, dtype=dtype), torch.randn(batch, k, n, dtype=dtype)

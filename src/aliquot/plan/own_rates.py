@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from typing import Literal
 
@@ -26,7 +27,8 @@ def ceiling(ranks: Ranks, precision: Literal["bf16", "fp32"], again: bool = Fals
     layout = (topology.local_world_size, topology.threads)
     tables = None if again else profiles.quick(cpu, *layout)
     if not all(ranks.gather(tables is not None)):
-        own = measure_rates(lambda value: max(ranks.gather(value)), QUICK)
+        of_core = min(1.0, cpu.usable_cores / math.prod(layout))
+        own = measure_rates(lambda value: max(ranks.gather(value)), QUICK, of_core)
         give_back()  # matrices of tens of megabytes: a run that measures holds no more than one that does not
         found = ranks.gather([topology.node_rank, own])
         tables = medians([told for node, told in found if node == topology.node_rank])
