@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -21,6 +22,7 @@ from aliquot.launch import stop_signal
 from aliquot.launch.stop_signal import StopSignal
 stop_signal._SAME_S = 0.5
 signal.signal(signal.SIGINT, signal.SIG_IGN if sys.argv[2] == "background" else signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup, which ignores it
 with StopSignal(grace_s=float(sys.argv[1]), tells=True, kept=lambda: "losing 3 steps") as stop:
     stop.nothing_to_save = {"saved": "after the last step, which is saved"}.get(sys.argv[2])
     print("ready", flush=True)
@@ -45,11 +47,15 @@ assert given_back == [signal.SIG_DFL, signal.default_int_handler]
 BEFORE_ITS_FIRST_STEP = RANK.replace("stop.nothing_to_save =", "_ =")
 
 
-def started(grace_s: float, how: str, program: str = RANK) -> subprocess.Popen[str]:
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen([sys.executable, "-uc", program, str(grace_s), how], text=True, **pipes)  # type: ignore[call-overload]
-    assert process.stdout.readline() == "ready\n"
-    return process  # type: ignore[no-any-return]
+@contextlib.contextmanager
+def started(grace_s: float, how: str, program: str = RANK) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-uc", program, str(grace_s), how]
+    with subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            yield process
+        finally:
+            process.kill()  # one that has not obeyed
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
