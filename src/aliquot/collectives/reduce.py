@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -33,9 +34,11 @@ def add_sum(out: Tensor, sources: Sequence[Tensor], first: bool) -> None:
             own.add_(total)
 
 
-def rounding_noise(seed: int) -> Tensor:
-    """int32, for `add_sum_rounded`."""
-    return torch.randint(0, 1 << 16, (_BLOCK,), dtype=torch.int32, generator=torch.Generator().manual_seed(seed))
+def rounding_noise(step: int, micro_batch: int, host: int) -> Tensor:
+    """int32, for `add_sum_rounded`: a draw of its own for each host, or their roundings would add up in the sum."""
+    digest = hashlib.sha256(f"{step}:{micro_batch}:{host}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+    return torch.randint(0, 1 << 16, (_BLOCK,), dtype=torch.int32, generator=generator)
 
 
 def add_sum_rounded(out: Tensor, sources: Sequence[Tensor], first: bool, noise: Tensor | None) -> None:

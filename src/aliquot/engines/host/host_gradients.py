@@ -64,7 +64,7 @@ class HostGradients:
         self._look_ups = Counter(after)
         self._found: Counter[int] = Counter()
         self._last = self._begins = True
-        self._seeds = (-1, 0)  # the optimizer step, and the micro-batch in it
+        self._micro_batch = (-1, 0)  # the optimizer step, and the number in it
         self._noise: Tensor | None = None  # of this micro-batch
         self._exchange = None
         self._looked_up: dict[int, list[Tensor]] = {}  # of each host's owner, the rows that a step has sums for
@@ -100,8 +100,8 @@ class HostGradients:
             raise ValueError(
                 "another micro-batch of a step that was to have one: its sums for other hosts are not kept"
             )
-        before, number = self._seeds
-        self._seeds = (step, number + 1 if before == step else 0)
+        before, number = self._micro_batch
+        self._micro_batch = (step, number + 1 if before == step else 0)
         self._noise, self._last = None, last
         self._found.clear()
         self._begins = last
@@ -287,8 +287,7 @@ class HostGradients:
 
     def _rounding(self) -> Tensor:
         if self._noise is None:
-            step, number = self._seeds
-            self._noise = rounding_noise(step << 20 | number)
+            self._noise = rounding_noise(*self._micro_batch, self._hosts.own)
         return self._noise
 
     def _tag(self, piece: Piece, rank: int) -> Tensor:

@@ -1,0 +1,55 @@
+"""Sums that are rounded to bf16: to nearest where that loses nothing, by chance where small numbers would be lost."""
+
+from __future__ import annotations
+
+import torch
+
+from aliquot.collectives.reduce import add_sum_rounded, rounding_noise
+
+STEP = 2.0**-7  # between neighbouring bf16 values from 1 to 2
+COUNT = 100_000  # longer than the noise, which repeats
+
+
+def test_the_first_sum_is_rounded_to_nearest_and_ties_away_from_zero() -> None:
+    sources = [torch.randn(COUNT, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    out = torch.full((COUNT,), 7.0).bfloat16()
+    add_sum_rounded(out, sources, first=True, noise=None)
+    total = sources[0] + sources[1] + sources[2]
+    tied = total.view(torch.int32).bitwise_and(0xFFFF) == 0x8000
+    assert torch.equal(out[~tied], total.bfloat16()[~tied])
+
+    ties = torch.tensor([1 + STEP / 2, -1 - STEP / 2])
+    out = torch.empty(2).bfloat16()
+    add_sum_rounded(out, [ties], first=True, noise=None)
+    assert out.tolist() == [1 + STEP, -1 - STEP]
+
+
+def test_small_contributions_to_a_large_sum_are_not_lost() -> None:
+    fractions = torch.rand(COUNT, generator=torch.Generator().manual_seed(0)) * STEP / 4
+    out = torch.ones(COUNT).bfloat16()
+    add_sum_rounded(out, [fractions], first=False, noise=rounding_noise(1, 1, 0))
+    assert torch.isin(out.float(), torch.tensor([1.0, 1.0 + STEP])).all()
+    # A mean of COUNT roundings, each wrong by less than STEP / 3 on average: 5 standard deviations.
+    assert abs((out.float() - 1 - fractions).mean()) < 5 * STEP / 3 / COUNT**0.5
+
+
+def test_what_hosts_round_is_wrong_in_different_ways() -> None:
+    """The error of a sum over 64 hosts is 8 times that of one; with the same noise on all it would be 64 times."""
+    fractions = torch.rand(COUNT, generator=torch.Generator().manual_seed(0)) * STEP
+    errors = []
+    for host in range(64):
+        out = torch.ones(COUNT).bfloat16()
+        add_sum_rounded(out, [fractions], first=False, noise=rounding_noise(1, 1, host))
+        errors.append(out.float() - 1 - fractions)
+    of_one, of_sum = errors[0].square().mean().sqrt(), torch.stack(errors).sum(0).square().mean().sqrt()
+    assert 7.8 < of_sum / of_one < 8.2
+
+
+def test_steps_and_micro_batches_are_rounded_by_draws_of_their_own() -> None:
+    keys = [(1, 1, 0), (1, 2, 0), (2, 1, 0), (1, 1, 1), (4097, 1, 0), (1 << 40, 1, 0)]
+    draws = [rounding_noise(*key) for key in keys]
+    assert torch.equal(draws[0], rounding_noise(1, 1, 0))
+    for at, draw in enumerate(draws):
+        assert draw.min() >= 0
+        assert draw.max() < 1 << 16
+        assert not any(torch.equal(draw, other) for other in draws[:at])
