@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from aliquot.collectives.reduce import add_sum_rounded, rounding_noise
+from aliquot.collectives.wire import add_hosts
 
 STEP = 2.0**-7  # between neighbouring bf16 values from 1 to 2
 COUNT = 100_000  # longer than the noise, which repeats
@@ -53,3 +54,9 @@ def test_steps_and_micro_batches_are_rounded_by_draws_of_their_own() -> None:
         assert draw.min() >= 0
         assert draw.max() < 1 << 16
         assert not any(torch.equal(draw, other) for other in draws[:at])
+
+
+def test_hosts_are_summed_before_they_are_rounded() -> None:
+    own = torch.full((8,), 256.0).bfloat16()
+    add_hosts(own, 3, {host: torch.ones(8).bfloat16() for host in (0, 1, 2, 4, 5, 6)})
+    assert own.tolist() == [262.0] * 8  # one by one it would stay 256, where bf16 knows every second number

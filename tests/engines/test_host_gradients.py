@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import socket
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 from aliquot.collectives.hosts import Hosts
+from aliquot.collectives.peers import Peers
 from aliquot.config.on_disk import OnDisk
 from aliquot.engines.host.host_disk import HostDisk
 from aliquot.engines.host.host_gradients import HostGradients
 from aliquot.engines.host.host_sums import HostSums
 from aliquot.engines.host.weight import Weight
 from aliquot.errors import SelfTestError
+from aliquot.ranges.parts import row_ranges
 
 SHAPE = (3, 2)
 
@@ -85,10 +90,62 @@ def test_a_piece_of_another_weight_is_never_summed(gradients: HostGradients) -> 
     gradients.buffer(0, 0, 6).fill_(1)
     gradients._tag(gradients._piece, 0).copy_(torch.tensor([1, 0, 1]))
     with pytest.raises(SelfTestError, match="a gradient of second where this rank expects one of first"):
-        gradients._sum(gradients._piece, 0, 0, 6, first=True)
+        gradients._sum(gradients._piece, 0, 0, 6, True, (0, 0))
 
 
 def test_a_second_micro_batch_where_there_was_to_be_one_is_refused(gradients: HostGradients) -> None:
     gradients._sums.passing = frozenset({1})
     with pytest.raises(ValueError, match="was to have one"):
         gradients.begin_micro_batch(0, last=False)
+
+
+def test_what_is_rounded_does_not_depend_on_when_ranks_come() -> None:
+    """Sums for another host in bf16: a rank that is ahead reads pieces of a micro-batch when it is in the next one."""
+    at_once = rounded_sums([0.0, 0.0])
+    for pauses in ([0.003, 0.0], [0.0, 0.003]):
+        for found, expected in zip(rounded_sums(pauses), at_once, strict=True):
+            assert torch.equal(found, expected)
+
+
+def rounded_sums(pauses: list[float], micro_batches: int = 6) -> list[torch.Tensor]:
+    """Of two ranks of the first of two hosts, what they have for the second, in bf16."""
+    shape, ends = (64, 256), socket.socketpair()
+    weights = [Weight(name, shape, row_ranges(shape, 4), True) for name in "ab"]
+    peers = [Peers(own, {1 - own: ends[own]}, [0, 1]) for own in (0, 1)]
+
+    def rank(own: int) -> list[torch.Tensor]:
+        hosts = Hosts(peers[own], ((0, 1), (2, 3)), 0, (0, 0), None)
+        kept = HostSums(weights, [own, 2 + own], 0, torch.float32, "fp32", None, sent_dtype=torch.bfloat16)
+        gradients = HostGradients(hosts, weights, kept, [1, 0], torch.float32, tokens=4, width=2)
+        for number in range(micro_batches):
+            gradients.begin_micro_batch(1, last=number == micro_batches - 1)
+            for index in (1, 0):
+                time.sleep(pauses[own])
+                seed = torch.Generator().manual_seed(100 * number + 10 * index + own)
+                gradients.arrived(index, torch.randn(shape, generator=seed))
+            gradients.end_micro_batch()
+        gradients.finish()
+        return [kept.in_memory(1, index) for index in (0, 1)]
+
+    with ThreadPoolExecutor(2) as ranks:
+        found = [tensor for of_rank in ranks.map(rank, (0, 1)) for tensor in of_rank]
+    for each in peers:
+        each.close()
+    return found
+
+
+def test_sums_in_bf16_do_not_stand_still() -> None:
+    """Frugal states: 256 + 1 is 256 in bf16, to nearest."""
+    hosts = Hosts.join(0, 0, lambda value: [value])
+    weights = [Weight(name, (64, 64), ((0, 64 * 64),), True) for name in ("dense", "looked up")]
+    kept = HostSums(weights, [0], 0, torch.bfloat16, "bf16", None)
+    gradients = HostGradients(hosts, weights, kept, [0], torch.float32, tokens=64, width=64)
+    for number in range(600):
+        gradients.begin_micro_batch(1, last=number == 599)
+        gradients.arrived(0, torch.ones(64, 64))
+        gradients.end_micro_batch()
+        gradients.add_rows(1, torch.arange(64), torch.ones(64, 64))
+    gradients.finish()
+    for index in (0, 1):
+        assert kept.in_memory(0, index).float().mean() == pytest.approx(600, rel=0.01)
+    hosts.peers.close()

@@ -70,3 +70,27 @@ def test_what_an_update_raises_reaches_who_waits(late: LateUpdate, wait: str) ->
         getattr(late, wait)([2])
     with pytest.raises(OSError, match="the disk is gone"):
         late.settle()
+
+
+def test_an_update_that_ends_late_does_not_speak_for_the_next(late: LateUpdate) -> None:
+    ends, goes_on = threading.Event(), threading.Event()
+
+    def first() -> None:
+        for index in ORDER:
+            late.updated(index)
+        assert ends.wait(30)
+
+    def second() -> None:
+        assert goes_on.wait(30)
+
+    late.begin(first)
+    late.need(ORDER)
+    late.begin(second)
+    ends.set()
+    waiting = threading.Thread(target=late.need, args=(ORDER,))
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    goes_on.set()
+    waiting.join(30)
+    assert not waiting.is_alive()

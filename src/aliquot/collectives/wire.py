@@ -23,9 +23,10 @@ from aliquot.collectives.peers import PeerLost
 from aliquot.collectives.transfers import Transfers
 
 _PIECE_BYTES = 16 << 20
-_AHEAD = 2  # pieces under way while one is summed
+AHEAD = 2  # pieces under way while one is summed
 _CONNECTIONS = 4  # of a host to each other one, at least
 _ASK_S = 2.0  # of waiting, then whether the others are still there
+_ASK_RARELY_S = 8.0  # of a wait that goes on
 _ASK_AGAIN = 10  # times in that, where one is not: connections do not end all at the same moment
 _TIMEOUT = timedelta(hours=24)  # what bounds a wait is the watchdog's clock, or the other end's end
 
@@ -111,7 +112,9 @@ class Wire:
         """Whether the other hosts are there, where nothing has come or gone since `stood_still`, of time.monotonic().
         Raises PeerLost. To be called now and then in a wait: it does nothing while that is short."""
         now = time.monotonic()
-        if now >= max(stood_still, self._asked_at) + _ASK_S:
+        # Twice as long after each question of one wait: gloo keeps what nobody receives, a kilobyte each.
+        interval = min(max(_ASK_S, self._asked_at - stood_still), _ASK_RARELY_S)
+        if now >= max(stood_still, self._asked_at) + interval:
             self._asked_at = now
             self._ask()
 
@@ -156,9 +159,9 @@ class Wire:
                     sent[host].add(piece)
                     sending[-1].append(self.send(piece, host))
             outgoing = {host: pieces for host, pieces in outgoing.items() if leaving[host] is not None}
-            if len(arriving) > _AHEAD:
+            if len(arriving) > AHEAD:
                 self._add(next(own), arriving.popleft(), received)
-            if len(sending) > _AHEAD:
+            if len(sending) > AHEAD:
                 self._wait_for(sending.popleft())
         for arrivals in arriving:
             self._add(next(own), arrivals, received)
@@ -219,7 +222,13 @@ class Wire:
 
 
 def add_hosts(own: Tensor, own_host: int, received: dict[int, Tensor]) -> None:
-    """`own`, of host `own_host`, becomes the sum over all hosts in their order; what was received may be bf16."""
+    """`own`, of host `own_host`, becomes the sum over all hosts in their order; what was received may be bf16. Where
+    `own` is bf16, too, it is rounded once."""
+    if own.dtype == torch.bfloat16:
+        total = own.float()
+        add_hosts(total, own_host, received)
+        own.copy_(total)
+        return
     before = [received[host] for host in sorted(received) if host < own_host]
     if before:
         total = before[0].to(own.dtype)

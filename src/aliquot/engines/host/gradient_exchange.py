@@ -107,6 +107,7 @@ class GradientExchange:
             if (part := self._part(piece, host)) is not None:
                 values = self._sums.leaving(host, part.index, part.start, part.stop)
                 if part.index in self._looked_up:
+                    self._make_way()  # for a copy
                     width = self._weights[part.index].row_numel
                     rows = self._looked_up[part.index][host][part.start // width : part.stop // width]
                     values = encode_rows(values.view(-1, width), rows)
@@ -137,7 +138,12 @@ class GradientExchange:
         self._leaving_bytes += values.nbytes
 
     def room(self, numel: int) -> Tensor:
-        """For sums of a piece on its way to another host, where none are kept. Waits while too much is under way."""
+        """For sums of a piece on its way to another host, where none are kept."""
+        self._make_way()
+        return self._rooms.take(numel)
+
+    def _make_way(self) -> None:
+        """Waits while too much is under way."""
         oldest, since = None, 0.0
         while self._leaving_bytes > EXCHANGE_BYTES:
             if oldest is not self._leaving[0][0]:
@@ -146,7 +152,6 @@ class GradientExchange:
             wait([oldest], _POLL_S)
             self.settle()
             self._wire.ask(since)
-        return self._rooms.take(numel)
 
     def settle(self) -> None:
         """Whatever can be done without waiting."""

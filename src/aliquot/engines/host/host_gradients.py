@@ -65,7 +65,7 @@ class HostGradients:
         self._found: Counter[int] = Counter()
         self._last = self._begins = True
         self._micro_batch = (-1, 0)  # the optimizer step, and the number in it
-        self._noise: Tensor | None = None  # of this micro-batch
+        self._noise: tuple[tuple[int, int], Tensor] | None = None  # of the micro-batch that is summed
         self._exchange = None
         self._looked_up: dict[int, list[Tensor]] = {}  # of each host's owner, the rows that a step has sums for
         self._rows_follow: set[int] = set()  # weights whose rows travel after their dense sums: tied embeddings
@@ -102,7 +102,7 @@ class HostGradients:
             )
         before, number = self._micro_batch
         self._micro_batch = (step, number + 1 if before == step else 0)
-        self._noise, self._last = None, last
+        self._last = last
         self._found.clear()
         self._begins = last
 
@@ -155,7 +155,7 @@ class HostGradients:
         index, start, stop = self._range
         self._tag(self._piece, self._peers.index).copy_(torch.tensor([index, start, present]))
         first = not self._contributions[index]
-        completes = self._completes(index, self._look_ups[index])
+        completes, micro_batch = self._completes(index, self._look_ups[index]), self._micro_batch
         if stop == self._weights[index].numel:
             self._contributions[index] += 1
             self._found[index] += 1
@@ -164,7 +164,7 @@ class HostGradients:
         self.moved_bytes += staged_bytes
 
         def read(piece: Piece) -> None:
-            self._sum(piece, index, start, stop, first)
+            self._sum(piece, index, start, stop, first, micro_batch)
             if completes:
                 self._complete(index, start, stop)
 
@@ -179,7 +179,7 @@ class HostGradients:
         view[1][:count] = ids
         view[2][:count] = rows
         first = not self._contributions[index]
-        completes = self._completes(index, 0)
+        completes, micro_batch = self._completes(index, 0), self._micro_batch
         self._contributions[index] += 1
         self._found[index] += 1
         self.staged_bytes += count * (8 + self._width * self._dtype.itemsize)
@@ -190,7 +190,7 @@ class HostGradients:
                 assert self._exchange is not None
                 self._exchange.rows_completed(index, of_owners)
                 return
-            self._add_rows(index, of_owners, first)
+            self._add_rows(index, of_owners, first, micro_batch)
             if completes:
                 for start, stop in pairwise(edge * self._width for edge in self.row_edges(index)):
                     self._complete(index, start, stop)
@@ -227,7 +227,7 @@ class HostGradients:
         if self._exchange is not None and index not in self._sums.spilled:
             self._exchange.completed(SentPiece(index, start, stop))
 
-    def _sum(self, piece: Piece, index: int, start: int, stop: int, first: bool) -> None:
+    def _sum(self, piece: Piece, index: int, start: int, stop: int, first: bool, micro_batch: tuple[int, int]) -> None:
         tags = [self._tag(piece, rank).tolist() for rank in range(self._peers.size)]
         for rank, (of_index, of_start, _) in zip(self._peers.ranks, tags, strict=True):
             if (of_index, of_start) != (index, start):
@@ -248,10 +248,10 @@ class HostGradients:
                     continue
                 count = end - begin
                 sources = [self.ring.view(piece, rank, self._dtype, at + low + begin, (count,)) for rank in present]
-                if sums.dtype == self._sums.dtype:
+                if sums.dtype != torch.bfloat16:
                     add_sum(sums, sources, first)
                 else:
-                    add_sum_rounded(sums, sources, first, None if first else self._rounding())
+                    add_sum_rounded(sums, sources, first, None if first else self._rounding(micro_batch))
                 of_sum = sums.element_size() * (1 if first else 2)
                 self.moved_bytes += count * (len(sources) * self._dtype.itemsize + of_sum)
 
@@ -269,7 +269,7 @@ class HostGradients:
             of_owners.append(sum_rows(found, self._width))
         return of_owners
 
-    def _add_rows(self, index: int, of_owners: Sequence[Rows], first: bool) -> None:
+    def _add_rows(self, index: int, of_owners: Sequence[Rows], first: bool, micro_batch: tuple[int, int]) -> None:
         for h, (numbers, total) in enumerate(of_owners):
             target = self._sums.in_memory(h, index).view(-1, self._width)
             if first:
@@ -278,17 +278,17 @@ class HostGradients:
                 if first:
                     self._looked_up[index][h].zero_()
                 self._looked_up[index][h][numbers] = True
-            if target.dtype == self._sums.dtype:
+            if target.dtype != torch.bfloat16:
                 target.index_add_(0, numbers, total.to(target.dtype))
             elif len(numbers):
                 changed = target[numbers].view(-1)
-                add_sum_rounded(changed, [total.view(-1)], False, self._rounding())
+                add_sum_rounded(changed, [total.view(-1)], first, None if first else self._rounding(micro_batch))
                 target[numbers] = changed.view(-1, self._width)
 
-    def _rounding(self) -> Tensor:
-        if self._noise is None:
-            self._noise = rounding_noise(*self._micro_batch, self._hosts.own)
-        return self._noise
+    def _rounding(self, micro_batch: tuple[int, int]) -> Tensor:
+        if self._noise is None or self._noise[0] != micro_batch:
+            self._noise = (micro_batch, rounding_noise(*micro_batch, self._hosts.own))
+        return self._noise[1]
 
     def _tag(self, piece: Piece, rank: int) -> Tensor:
         """What a piece of `publish` begins with: the weight, the first element, whether there is anything. int64 [3]"""

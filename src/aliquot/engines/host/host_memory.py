@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from aliquot.collectives.alignment import aligned
+from aliquot.collectives.wire import AHEAD
 from aliquot.config.batch_size import batch_size, micro_batch_tokens
 from aliquot.config.on_disk import OnDisk, streamed_layers
 from aliquot.config.schema import RunConfig
@@ -34,7 +35,8 @@ def host_memory(config: RunConfig, shape: ModelShape, layout: RankLayout, on_dis
     states_there, sums_there = dict(on_disk.states), dict(on_disk.gradients)
     low = gradients = moments = waiting = 0
     size, sources = batch_size(config.train, layout.world_size), config.data.source_count
-    passes = size.micro_batches(layout.world_size, sources) == 1
+    micro_batches = size.micro_batches(layout.world_size, sources)
+    passes = micro_batches == 1
     for weight, count in shape.alike.items():
         here = count - states_there.get(weight, 0)
         low += here * (low_bytes(shares[weight]) if splits else 0)
@@ -48,7 +50,11 @@ def host_memory(config: RunConfig, shape: ModelShape, layout: RankLayout, on_dis
     tokens = micro_batch_tokens(config, layout.world_size)
     row_numel = max(numel(weight[1:]) for weight in shape.alike)
     copies = min(layout.numa_nodes, layout.ranks_per_node)
-    streamed, summing = _windows_bytes(config, shares, on_disk, layout.world_size)
+    streamed, summing = _windows_bytes(config, shares, on_disk, layout)
+    own = sum(shares[weight] * count for weight, count in shape.alike.items())
+    copied = own if passes else 0
+    if shape.embedding_is_added_to and not passes:
+        copied = min(shares[shape.embedding], tokens * micro_batches * layout.ranks_per_node * shape.width)
     return Held(
         weights=low,
         gradients=gradients + others * waiting * sent_itemsize(config) + summing,
@@ -63,7 +69,7 @@ def host_memory(config: RunConfig, shape: ModelShape, layout: RankLayout, on_dis
         buffers=layout.ranks_per_node
         * (
             ring_bytes(row_numel, looked_up_bytes(tokens, shape.width, compute), compute)
-            + (_between_hosts(config, sum(shares[each] * n for each, n in shape.alike.items()), others, passes))
+            + _between_hosts(config, own, others, copied)
         ),
         streamed=streamed,
     )
@@ -91,16 +97,17 @@ def published_bytes(config: RunConfig) -> float:
     return float(bits[above - 1] + part * (bits[above] - bits[above - 1])) / 8
 
 
-def _between_hosts(config: RunConfig, own: int, others: int, passes: bool) -> int:
-    """Of a rank that owns so many parameters: what is received ahead and what is on its way out, at most."""
+def _between_hosts(config: RunConfig, own: int, others: int, copied: int) -> int:
+    """Of a rank that owns so many parameters: what is received ahead and what is on its way out, at most. `copied`: of
+    another host's gradients, what leaves from memory of its own, not from where sums are kept."""
     if not others:
         return 0
-    sums = min(EXCHANGE_BYTES, others * own * sent_itemsize(config))
+    sums = sum(min(EXCHANGE_BYTES, others * each * sent_itemsize(config)) for each in (own, copied))
     if config.train.precision == "fp32":
-        return sums * (2 if passes else 1)  # weights leave from where they lie, and come there
+        return sums  # weights leave from where they lie, and come there
     bytes_each = published_bytes(config)
     arriving = int(min(EXCHANGE_BYTES, others * own * 2) / 2 * bytes_each)  # pages that are not written take no memory
-    return sums * (2 if passes else 1) + arriving + int(own * bytes_each) + 2 * PUBLISHED_NUMEL
+    return sums + arriving + int(own * bytes_each) + 2 * PUBLISHED_NUMEL
 
 
 @dataclass(frozen=True)
@@ -166,8 +173,13 @@ def _elsewhere(shape: ModelShape, on_disk: OnDisk) -> int:
     return sum(sorted(of_layers)[:-RESIDENT_LAYERS])
 
 
-def _windows_bytes(config: RunConfig, shares: Mapping[Shape, int], on_disk: OnDisk, world_size: int) -> tuple[int, int]:
-    """Of a rank, buffers for windows: in an update; beside forward and backward, for sums and for layers."""
+def _windows_bytes(
+    config: RunConfig, shares: Mapping[Shape, int], on_disk: OnDisk, layout: RankLayout
+) -> tuple[int, int]:
+    """Of a rank, buffers for windows: in an update or, with more on several hosts, in the exchange of sums before it;
+    beside forward and backward, for sums and for layers."""
+    # A stream for each host; of each other one, messages that come and that go.
+    exchanging = layout.nodes * STREAM_BUFFERS + (layout.nodes - 1) * 2 * (AHEAD + 1) if layout.nodes > 1 else 0
     states, splits = config.train.optimizer_states, config.train.precision == "bf16"
     summed = dict(on_disk.gradients)
     streamed = summing = reading = 0
@@ -177,10 +189,11 @@ def _windows_bytes(config: RunConfig, shares: Mapping[Shape, int], on_disk: OnDi
         fields = state_bytes(longest, states, numel(weight[1:]), splits)
         own = paged(longest * (2 if splits else 4)) if on_disk.layers else 0
         streamed = max(streamed, STREAM_BUFFERS * (sums_bytes + own + sum(map(paged, fields.values()))))
+        streamed = max(streamed, exchanging * sums_bytes)
         summing = max(summing, SUMS_BUFFERS * sums_bytes)
         reading = max(reading, STREAM_BUFFERS * own)
     for weight in on_disk.frozen:
-        longest = longest_window(padded_share(weight, world_size), states, numel(weight[1:]))
+        longest = longest_window(padded_share(weight, layout.world_size), states, numel(weight[1:]))
         reading = max(reading, STREAM_BUFFERS * paged(longest * (2 if splits else 4)))
     return streamed, summing + reading
 

@@ -41,9 +41,11 @@ class LateUpdate:
             self._before += self._count
         self._usable = 0
 
+        end = self._before + self._count  # by the time that `update` returns the next may have begun
+
         def run() -> None:
             update()
-            self._own[0] = self._before + self._count  # those of which this rank has no row, too
+            self._own[0] = end  # those of which this rank has no row, too
 
         self._running = self._thread.submit(run)
 
