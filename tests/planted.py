@@ -138,9 +138,8 @@ FAULTS = (
     Fault(
         "tied-gradient-replaced", "engines/host/host_gradients.py",
         "of a tied weight's two gradients one replaces the other",
-        "first = not self._contributions[index]\n        completes = self._completes(index, 0)\n"
-        "        self._contributions",
-        "first = True\n        completes = self._completes(index, 0)\n        self._contributions",
+        "first = not self._contributions[index]\n        completes, micro_batch = self._completes(index, 0)",
+        "first = True\n        completes, micro_batch = self._completes(index, 0)",
         ("tests/engines",),
     ),
     Fault(

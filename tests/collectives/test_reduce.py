@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from aliquot.collectives.reduce import add_sum_rounded, rounding_noise
+from aliquot.collectives.reduce import RoundingNoise, add_rows_rounded, add_sum_rounded
 from aliquot.collectives.wire import add_hosts
 
 STEP = 2.0**-7  # between neighbouring bf16 values from 1 to 2
 COUNT = 100_000  # longer than the noise, which repeats
 
 
-def test_the_first_sum_is_rounded_to_nearest_and_ties_away_from_zero() -> None:
+def test_the_first_sum_is_rounded_to_nearest_and_ties_to_even() -> None:
     sources = [torch.randn(COUNT, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     out = torch.full((COUNT,), 7.0).bfloat16()
     add_sum_rounded(out, sources, first=True, noise=None)
-    total = sources[0] + sources[1] + sources[2]
-    tied = total.view(torch.int32).bitwise_and(0xFFFF) == 0x8000
-    assert torch.equal(out[~tied], total.bfloat16()[~tied])
+    assert torch.equal(out, (sources[0] + sources[1] + sources[2]).bfloat16())
 
-    ties = torch.tensor([1 + STEP / 2, -1 - STEP / 2])
-    out = torch.empty(2).bfloat16()
+    ties = torch.tensor([1 + STEP / 2, 1 + 3 * STEP / 2, -1 - STEP / 2])
+    out = torch.empty(3).bfloat16()
     add_sum_rounded(out, [ties], first=True, noise=None)
-    assert out.tolist() == [1 + STEP, -1 - STEP]
+    assert out.tolist() == [1, 1 + 2 * STEP, -1]
 
 
 def test_small_contributions_to_a_large_sum_are_not_lost() -> None:
     fractions = torch.rand(COUNT, generator=torch.Generator().manual_seed(0)) * STEP / 4
     out = torch.ones(COUNT).bfloat16()
-    add_sum_rounded(out, [fractions], first=False, noise=rounding_noise(1, 1, 0))
+    add_sum_rounded(out, [fractions], first=False, noise=RoundingNoise(1, 1, 0))
     assert torch.isin(out.float(), torch.tensor([1.0, 1.0 + STEP])).all()
     # A mean of COUNT roundings, each wrong by less than STEP / 3 on average: 5 standard deviations.
     assert abs((out.float() - 1 - fractions).mean()) < 5 * STEP / 3 / COUNT**0.5
@@ -40,7 +40,7 @@ def test_what_hosts_round_is_wrong_in_different_ways() -> None:
     errors = []
     for host in range(64):
         out = torch.ones(COUNT).bfloat16()
-        add_sum_rounded(out, [fractions], first=False, noise=rounding_noise(1, 1, host))
+        add_sum_rounded(out, [fractions], first=False, noise=RoundingNoise(1, 1, host))
         errors.append(out.float() - 1 - fractions)
     of_one, of_sum = errors[0].square().mean().sqrt(), torch.stack(errors).sum(0).square().mean().sqrt()
     assert 7.8 < of_sum / of_one < 8.2
@@ -48,12 +48,32 @@ def test_what_hosts_round_is_wrong_in_different_ways() -> None:
 
 def test_steps_and_micro_batches_are_rounded_by_draws_of_their_own() -> None:
     keys = [(1, 1, 0), (1, 2, 0), (2, 1, 0), (1, 1, 1), (4097, 1, 0), (1 << 40, 1, 0)]
-    draws = [rounding_noise(*key) for key in keys]
-    assert torch.equal(draws[0], rounding_noise(1, 1, 0))
+    draws = [RoundingNoise(*key).at(0, 1 << 16) for key in keys]
+    assert torch.equal(draws[0], RoundingNoise(*keys[0]).at(0, 1 << 16))
     for at, draw in enumerate(draws):
         assert draw.min() >= 0
         assert draw.max() < 1 << 16
         assert not any(torch.equal(draw, other) for other in draws[:at])
+
+
+@given(st.integers(1, 300), st.integers(1, 700), st.data())
+def test_however_a_weight_is_cut_it_is_rounded_alike(rows: int, width: int, data: st.DataObject) -> None:
+    values = torch.rand(rows, width, generator=torch.Generator().manual_seed(rows)) * STEP
+    noise = RoundingNoise(3, 1, 2)
+    whole = torch.ones(rows * width).bfloat16()
+    add_sum_rounded(whole, [values.view(-1)], first=False, noise=noise)
+
+    cut = data.draw(st.integers(0, rows * width))
+    parts = torch.ones(rows * width).bfloat16()
+    for start, stop in ((0, cut), (cut, rows * width)):
+        add_sum_rounded(parts[start:stop], [values.view(-1)[start:stop]], False, noise, start)
+    assert torch.equal(parts, whole)
+
+    first_row = data.draw(st.integers(0, rows - 1))
+    looked_up = torch.randperm(rows - first_row)
+    of_rows = torch.ones(rows - first_row, width).bfloat16()
+    add_rows_rounded(of_rows, looked_up, values[first_row + looked_up], False, noise, first_row)
+    assert torch.equal(of_rows, whole.view(rows, width)[first_row:])
 
 
 def test_hosts_are_summed_before_they_are_rounded() -> None:

@@ -114,7 +114,7 @@ def hosts(rank: int, world_size: int) -> None:
             return [values(sender * 10 + host, i, n, torch.float32) for i, n in enumerate(lengths[host])]  # noqa: B023
 
         gradients = [of(rank, host) for host in range(len(found.table))]
-        found.wire.reduce_scatter(TensorSums(gradients, torch.float32))
+        found.wire.reduce_scatter(TensorSums(gradients, torch.float32), ahead=2)
         counterparts = [ranks[found.peers.index] for ranks in found.table]
         for index, summed in enumerate(gradients[found.own]):
             parts = [of(sender, found.own)[index] for sender in counterparts]

@@ -255,8 +255,11 @@ def test_gradients_in_bf16_between_hosts(runs: Runs[str]) -> None:
     exact, reduced = (result(runs["hosts"], name) for name in ("llama-bf16-once", "llama-reduced-once"))
     assert reduced["losses"][0] == exact["losses"][0]
     assert reduced["norms"] != exact["norms"]
-    # A sum of two hosts of which one is rounded to 8 bits: 2 ** -9 at most of an element, far less of their norm.
-    assert reduced["norms"] == pytest.approx(exact["norms"], rel=2e-3)
+    # A sum of two hosts of which one is rounded to 8 bits: 2 ** -9 at most of an element, up as often as down, so far
+    # less of their norm. Later steps are of other weights: where a gradient is about zero, Adam's first steps are of
+    # full size whatever its sign.
+    assert reduced["norms"][:2] == pytest.approx(exact["norms"][:2], rel=2e-5)
+    assert reduced["norms"] == pytest.approx(exact["norms"], rel=1e-2)
 
 
 @pytest.mark.long

@@ -23,7 +23,6 @@ from aliquot.collectives.peers import PeerLost
 from aliquot.collectives.transfers import Transfers
 
 _PIECE_BYTES = 16 << 20
-AHEAD = 2  # pieces under way while one is summed
 _CONNECTIONS = 4  # of a host to each other one, at least
 _ASK_S = 2.0  # of waiting, then whether the others are still there
 _ASK_RARELY_S = 8.0  # of a wait that goes on
@@ -136,9 +135,9 @@ class Wire:
                 assert work is not None
                 self._asked.append(work)
 
-    def reduce_scatter(self, sums: Summed) -> None:
-        """What `sums` has for this host becomes the sum over all hosts, in their order. Raises SelfTestError where
-        what has come is not what was sent."""
+    def reduce_scatter(self, sums: Summed, ahead: int) -> None:
+        """What `sums` has for this host becomes the sum over all hosts, in their order; of each other host so many
+        pieces come, and go, while one is summed. Raises SelfTestError where what has come is not what was sent."""
         sent, received = ({host: Tally() for host in self.others} for _ in range(2))
         own = sums.visit(self.own, _PIECE_BYTES, changes=True)
         to_come = deque(sums.pieces(self.own, _PIECE_BYTES))
@@ -159,9 +158,9 @@ class Wire:
                     sent[host].add(piece)
                     sending[-1].append(self.send(piece, host))
             outgoing = {host: pieces for host, pieces in outgoing.items() if leaving[host] is not None}
-            if len(arriving) > AHEAD:
+            if len(arriving) > ahead:
                 self._add(next(own), arriving.popleft(), received)
-            if len(sending) > AHEAD:
+            if len(sending) > ahead:
                 self._wait_for(sending.popleft())
         for arrivals in arriving:
             self._add(next(own), arrivals, received)

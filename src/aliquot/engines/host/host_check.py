@@ -35,7 +35,7 @@ def check_sums(hosts: Hosts, ring: Ring) -> None:
     if hosts.wire is not None:
         counterparts = [of_host[hosts.peers.index] for of_host in hosts.table]
         parts = [[torch.full((_NUMEL,), float(counterparts[hosts.own] + 1))] for _ in hosts.table]
-        hosts.wire.reduce_scatter(TensorSums(parts, torch.float32))
+        hosts.wire.reduce_scatter(TensorSums(parts, torch.float32), ahead=1)
         _expect("the hosts", parts[hosts.own][0], sum(rank + 1 for rank in counterparts))
 
 

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from aliquot.collectives.alignment import aligned
 from aliquot.collectives.hosts import Hosts
-from aliquot.collectives.reduce import add_sum, add_sum_rounded, rounding_noise
+from aliquot.collectives.reduce import RoundingNoise, add_rows_rounded, add_sum, add_sum_rounded
 from aliquot.collectives.ring import Piece, Ring
 from aliquot.engines.host.gradient_exchange import GradientExchange, SentPiece
-from aliquot.engines.host.host_memory import TAG_BYTES, looked_up_bytes, piece_edges, ring_bytes
+from aliquot.engines.host.host_memory import TAG_BYTES, WINDOWS_AHEAD, looked_up_bytes, piece_edges, ring_bytes
 from aliquot.engines.host.host_sums import HostSums
 from aliquot.engines.host.sent_rows import Rows, sum_rows
 from aliquot.engines.host.weight import Weight
@@ -65,7 +65,7 @@ class HostGradients:
         self._found: Counter[int] = Counter()
         self._last = self._begins = True
         self._micro_batch = (-1, 0)  # the optimizer step, and the number in it
-        self._noise: tuple[tuple[int, int], Tensor] | None = None  # of the micro-batch that is summed
+        self._noise: tuple[tuple[int, int], RoundingNoise] | None = None  # of the micro-batch that is summed
         self._exchange = None
         self._looked_up: dict[int, list[Tensor]] = {}  # of each host's owner, the rows that a step has sums for
         self._rows_follow: set[int] = set()  # weights whose rows travel after their dense sums: tied embeddings
@@ -212,7 +212,7 @@ class HostGradients:
         if self._hosts.wire is not None and self._exchange is not None:
             self._exchange.finish()
             self.ring.beside = None
-            self._hosts.wire.reduce_scatter(self._sums)
+            self._hosts.wire.reduce_scatter(self._sums, WINDOWS_AHEAD)
 
     def _completes(self, index: int, to_come: int) -> bool:
         """Whether what is staged now for weight `index` is the last that this step adds to its sums, but for so many
@@ -251,7 +251,8 @@ class HostGradients:
                 if sums.dtype != torch.bfloat16:
                     add_sum(sums, sources, first)
                 else:
-                    add_sum_rounded(sums, sources, first, None if first else self._rounding(micro_batch))
+                    noise = None if first else self._rounding(micro_batch)
+                    add_sum_rounded(sums, sources, first, noise, low + begin)
                 of_sum = sums.element_size() * (1 if first else 2)
                 self.moved_bytes += count * (len(sources) * self._dtype.itemsize + of_sum)
 
@@ -281,13 +282,13 @@ class HostGradients:
             if target.dtype != torch.bfloat16:
                 target.index_add_(0, numbers, total.to(target.dtype))
             elif len(numbers):
-                changed = target[numbers].view(-1)
-                add_sum_rounded(changed, [total.view(-1)], first, None if first else self._rounding(micro_batch))
-                target[numbers] = changed.view(-1, self._width)
+                noise = None if first else self._rounding(micro_batch)
+                first_row = self._weights[index].ranges[self._owners[h]][0] // self._width
+                add_rows_rounded(target, numbers, total, first, noise, first_row)
 
-    def _rounding(self, micro_batch: tuple[int, int]) -> Tensor:
+    def _rounding(self, micro_batch: tuple[int, int]) -> RoundingNoise:
         if self._noise is None or self._noise[0] != micro_batch:
-            self._noise = (micro_batch, rounding_noise(*micro_batch, self._hosts.own))
+            self._noise = (micro_batch, RoundingNoise(*micro_batch, self._hosts.own))
         return self._noise[1]
 
     def _tag(self, piece: Piece, rank: int) -> Tensor:

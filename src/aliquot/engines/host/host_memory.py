@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from aliquot.collectives.alignment import aligned
-from aliquot.collectives.wire import AHEAD
 from aliquot.config.batch_size import batch_size, micro_batch_tokens
 from aliquot.config.on_disk import OnDisk, streamed_layers
 from aliquot.config.schema import RunConfig
@@ -22,6 +21,7 @@ _RING_BYTES = 64 << 20
 _PIECE_BYTES = 8 << 20
 RESIDENT_LAYERS = 3  # of those that lie on disk: one computes, one is read, one is another rank's still
 EXCHANGE_BYTES = 128 << 20  # between hosts, of a rank: received ahead, and as much on its way out
+WINDOWS_AHEAD = 2  # of sums on disk, of each other host: that come, and that go, while one is summed
 PUBLISHED_NUMEL = 4 << 20  # of the piece of a weight that a message between hosts is about
 # Learning rate, and bits a weight of what a step changes.
 _BITS_OF_RATE = ((1e-5, 2.2), (2e-5, 2.4), (1e-4, 3.7), (5e-4, 6.2))
@@ -179,7 +179,7 @@ def _windows_bytes(
     """Of a rank, buffers for windows: in an update or, with more on several hosts, in the exchange of sums before it;
     beside forward and backward, for sums and for layers."""
     # A stream for each host; of each other one, messages that come and that go.
-    exchanging = layout.nodes * STREAM_BUFFERS + (layout.nodes - 1) * 2 * (AHEAD + 1) if layout.nodes > 1 else 0
+    exchanging = layout.nodes * STREAM_BUFFERS + (layout.nodes - 1) * 2 * (WINDOWS_AHEAD + 1) if layout.nodes > 1 else 0
     states, splits = config.train.optimizer_states, config.train.precision == "bf16"
     summed = dict(on_disk.gradients)
     streamed = summing = reading = 0
