@@ -23,8 +23,9 @@ RESIDENT_LAYERS = 3  # of those that lie on disk: one computes, one is read, one
 EXCHANGE_BYTES = 128 << 20  # between hosts, of a rank: received ahead, and as much on its way out
 WINDOWS_AHEAD = 2  # of sums on disk, of each other host: that come, and that go, while one is summed
 PUBLISHED_NUMEL = 4 << 20  # of the piece of a weight that a message between hosts is about
-# Learning rate, and bits a weight of what a step changes.
-_BITS_OF_RATE = ((1e-5, 2.2), (2e-5, 2.4), (1e-4, 3.7), (5e-4, 6.2))
+# Learning rate; bits a weight of what a step changes, on average, and where each weight of 0.02 moves by the rate, as all
+# do in Adam's first step.
+_BITS_OF_RATE = ((1e-5, 2.2, 2.4), (2e-5, 2.4, 2.8), (1e-4, 3.7, 5.9), (5e-4, 6.2, 10.5), (3e-3, 6.2, 12.8))
 TAG_BYTES = 64  # before each piece: whose it is
 
 
@@ -80,15 +81,16 @@ def sent_itemsize(config: RunConfig) -> int:
     return 2 if config.shard.reduce_dtype == "bf16" else _kept(config.train.optimizer_states)
 
 
-def published_bytes(config: RunConfig) -> float:
-    """Of a weight that travels to another host after an update, on average (collectives/weight_patch.py).
+def published_bytes(config: RunConfig, first_step: bool = False) -> float:
+    """Of a weight that travels to another host after an update (collectives/weight_patch.py).
 
     In bf16 two bits and a byte for each that changes by more than a unit in the last place: how many do depends on the
     rate, here as benchmarks/patches.py measures it.
     """
     if config.train.precision == "fp32":
         return 4.0
-    rates, bits = zip(*_BITS_OF_RATE, strict=True)
+    rates, later, first = zip(*_BITS_OF_RATE, strict=True)
+    bits = first if first_step else later
     rate = min(max(config.train.learning_rate, rates[0]), rates[-1])
     above = next(at for at, each in enumerate(rates) if each >= rate)
     if above == 0:
@@ -105,7 +107,7 @@ def _between_hosts(config: RunConfig, own: int, others: int, copied: int) -> int
     sums = sum(min(EXCHANGE_BYTES, others * each * sent_itemsize(config)) for each in (own, copied))
     if config.train.precision == "fp32":
         return sums  # weights leave from where they lie, and come there
-    bytes_each = published_bytes(config)
+    bytes_each = published_bytes(config, first_step=True)
     arriving = int(min(EXCHANGE_BYTES, others * own * 2) / 2 * bytes_each)  # pages that are not written take no memory
     return sums + arriving + int(own * bytes_each) + 2 * PUBLISHED_NUMEL
 
