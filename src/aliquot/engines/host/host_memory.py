@@ -23,8 +23,8 @@ RESIDENT_LAYERS = 3  # of those that lie on disk: one computes, one is read, one
 EXCHANGE_BYTES = 128 << 20  # between hosts, of a rank: received ahead, and as much on its way out
 WINDOWS_AHEAD = 2  # of sums on disk, of each other host: that come, and that go, while one is summed
 PUBLISHED_NUMEL = 4 << 20  # of the piece of a weight that a message between hosts is about
-# Learning rate; bits a weight of what a step changes, on average, and where each weight of 0.02 moves by the rate, as in
-# Adam's first step.
+# Learning rate; bits a weight of what a step changes, on average, and where each weight of 0.02 moves by the rate, as
+# in the first step of Adam.
 _BITS_OF_RATE = ((1e-5, 2.2, 2.4), (2e-5, 2.4, 2.8), (1e-4, 3.7, 5.9), (5e-4, 6.2, 10.5), (3e-3, 6.2, 12.8))
 TAG_BYTES = 64  # before each piece: whose it is
 
