@@ -105,7 +105,8 @@ def _train(run: Attempt, presence: Presence, stop: StopSignal, force: bool) -> R
         mirror = _mirror(run, start, run.display.warning)
         presence.doing = "copying checkpoints to the mirror"
         mirror.finish()
-        if not run.config.checkpoint.export or finishing.is_exported(run, start):
+        evaluated = not inputs.held_out or start.evaluations.last_step == start.step
+        if evaluated and (not run.config.checkpoint.export or finishing.is_exported(run, start)):
             return Result(run.directory.path, start.step, None, None, run.directory.export)
         inputs = replace(inputs, total_steps=start.step)  # what is left to do is the export
     stacks = run.directory.logs / f"stacks-rank-{run.ranks.rank}.txt"

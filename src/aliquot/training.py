@@ -88,6 +88,7 @@ class Training:
             may_publish=partial(check_round, run.directory.path), copies=copies_from(run.ranks.topology.device),
         )  # fmt: skip
         self._attention_widths = attention_widths(inputs.source.config)
+        self._start = start
         self._done, self._end = start.step, inputs.total_steps
         self._tokens = start.tokens
         self._loss: float | None = None
@@ -100,9 +101,11 @@ class Training:
         ranks, first, stop = self._run.ranks, self._done, self._inputs.total_steps
         given_up = self._evaluation_is_due() and self._evaluations.last_step != first  # or the one before all steps
         if given_up and (stopping := self._evaluate()):
+            self._stop.obeyed()
             raise Terminated(stopping, f"before step {first + 1}: start again to continue")
-        if given_up and first > 0 and self._evaluations.kept_step(self._run.config.checkpoint) == first:
-            self._saver.start(first, self._state(), first)  # it may be of another run
+        if given_up and 0 < first == self._evaluations.last_step:
+            # Or it would be evaluated again; and what was best may be of another run.
+            self._saver.start(first, self._state(), self._evaluations.kept_step(self._run.config.checkpoint))
         to_gpu = ToGpu() if ranks.topology.device == "cuda" else None
         with BatchesAhead(self._inputs.batches, ranks.rank, ranks.world_size, first, stop, to_gpu) as batches:
             while self._done < self._end:
@@ -166,11 +169,7 @@ class Training:
             stopping = self._evaluate()
         last, best = done == self._end, self._evaluations.kept_step(config.checkpoint)
         if stopping and not last and self._saver.under_way is not None and self._no_time_for_another():
-            raise Terminated(
-                stopping,
-                f"after step {done}; saved is step {self._saved_step}, because checkpoint.grace_s was too short for"
-                " another: start again to continue",
-            )
+            raise self._terminated(stopping, "checkpoint.grace_s was too short for another")
         at_end = last and config.checkpoint.last
         if at_end or stopping or best == done or is_due(config.checkpoint.every, done):
             with self._record.between_steps("checkpoint"):
@@ -179,7 +178,16 @@ class Training:
                 self._saver.start(done, self._state(), best)
         if stopping and not last:
             self._finish_saving()
-            raise Terminated(stopping, f"after step {done}, which is saved: start again to continue")
+            raise self._terminated(stopping, "it could not be saved")
+
+    def _terminated(self, stopping: int, why_not: str) -> Terminated:
+        """When nothing more will be saved. `why_not`: the last step, if it is not."""
+        self._stop.obeyed()
+        done, saved = self._done, self._saved_step
+        if saved == done:
+            return Terminated(stopping, f"after step {done}, which is saved: start again to continue")
+        kept = f"saved is step {saved}" if saved else "nothing is saved"
+        return Terminated(stopping, f"after step {done}; {kept}, because {why_not}: start again to continue")
 
     def _experts(self) -> dict[str, object]:
         """How evenly they were chosen, of a mixture, and what that has added to the loss."""
@@ -279,11 +287,14 @@ class Training:
     def _state(self) -> dict[str, Any]:
         """What a checkpoint holds beside weights and moments."""
         config, batches = self._run.config, self._inputs.batches
+        position, ends = batches.position(self._done), batches.steps.ends
+        if self._done == self._start.step:  # of earlier stages, whose data may have ended elsewhere
+            position, ends = self._start.position, self._start.ends
         return {
             "step": self._done,
             "tokens": self._tokens,
-            "position": vars(batches.position(self._done)),
-            "ends": batches.steps.ends,
+            "position": vars(position),
+            "ends": ends,
             "evaluations": self._evaluations.to_json(),
             "evaluated": self._inputs.evaluated,
             # Every draw is made from (seed, name or epoch): the seed is all the state that randomness has.
@@ -297,27 +308,32 @@ class Training:
 
     def finish(self) -> Result:
         """All is saved and measured, then exported, then shown."""
-        run = self._run
+        run, exports = self._run, self._run.config.checkpoint.export
         self._finish_saving()
+        if (stopping := self._stopped()) and self._saved_step != self._done:  # there will be no export, either
+            self._saver.start(self._done, self._state(), self._evaluations.kept_step(run.config.checkpoint))
+            self._finish_saving()
         self._watchdog.stop()
+        if stopping:
+            raise self._terminated(stopping, "it could not be saved")
+        # With a checkpoint of the last step a signal ends the run at once; without, the export is all that is kept.
         if self._saved_step == self._done:
-            over = f"after step {self._done}, the last, which is saved: start again for the rest"
-        else:
-            over = f"after step {self._done}, the last: only its export is kept, because checkpoint.last is false"
-        self._stop.nothing_to_save = over  # from here on a signal ends the run at once
-        if stopping := self._stopped():
-            raise Terminated(stopping, over)
+            self._stop.nothing_to_save = f"after step {self._done}, the last, which is saved: start again for the rest"
+        elif not exports:
+            self._stop.nothing_to_save = f"after step {self._done}, the last, which could not be saved"
         run.ledger.mark(STEADY_PEAK, self._engine.counters().memory())
         self._record.finish()
         trained, exported = (run, self._inputs, self._model), None
-        if run.config.checkpoint.export:
+        if exports:
             if run.ranks.rank == 0:
                 check_round(run.directory.path)  # of a node that was cut off the living run's is not replaced
             self._presence.doing = "exporting the model"
             exported = finishing.export_run(*trained, self._files, self._evaluations, self._done)
+            self._stop.nothing_to_save = f"after step {self._done}, the last, which is exported"
         self._presence.doing = "generating the sample"
         said = finishing.sample(*trained)
-        rows = run.ledger.publish(run.directory.ledger, run.ranks, run.about)
+        # Of an attempt that had nothing left but this, memory says nothing about the run.
+        rows = [] if self._done == self._start.step else run.ledger.publish(run.directory.ledger, run.ranks, run.about)
         self._presence.stop()
         if run.ranks.rank == 0:
             speed = self._record.meter.overall()

@@ -156,6 +156,15 @@ def test_what_is_not_saved_in_time_is_said() -> None:
     assert process.returncode == 1 and "not saved within checkpoint.grace_s = 0.1 s of SIGINT" in errors
 
 
+def test_when_all_is_saved_a_report_may_take_its_time() -> None:
+    """Or dashboards that do not answer: the run has done what it was asked for."""
+    program = RANK.replace("    while sys.argv[2] !=", "    stop.obeyed()\n    time.sleep(1)\n    while sys.argv[2] !=")
+    with started(0.5, "obeys", program) as process:
+        process.send_signal(signal.SIGTERM)
+        output, errors = process.communicate(timeout=20)
+    assert output == f"{int(signal.SIGTERM)}\nover\ninterrupted\n" and "not saved" not in errors
+
+
 def test_after_the_last_save_a_signal_ends_at_once() -> None:
     with started(60, "saved") as process:
         process.send_signal(signal.SIGTERM)

@@ -104,6 +104,11 @@ class StopSignal:
         """Until the process ends, saved or not; infinite while nobody has asked."""
         return self._asked_at + self._grace_s - time.monotonic()
 
+    def obeyed(self) -> None:
+        """Nothing more will be saved: what is still told, to a report and to dashboards, has limits of its own."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+
     def __enter__(self) -> Self:
         return self
 

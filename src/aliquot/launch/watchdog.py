@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -50,8 +51,9 @@ class Watchdog:
         self._stopped.set()
         faulthandler.cancel_dump_traceback_later()
         self._stacks.close()
-        if self.stack_file.stat().st_size == 0:
-            self.stack_file.unlink()
+        with suppress(OSError):  # somebody may have removed it
+            if self.stack_file.stat().st_size == 0:
+                self.stack_file.unlink()
 
     def _wait(self) -> None:
         while (left := self._last + self.timeout_s + self.grace_s - time.monotonic()) > 0:

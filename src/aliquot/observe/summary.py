@@ -63,9 +63,9 @@ def finish(
     exported: Path | None,
     plan: Mapping[str, Any],
 ) -> None:
-    """Show the summary, with the ledger's rows of all ranks. Rank 0 alone calls it."""
+    """Show the summary, with the ledger's rows of all ranks, if there are any. Rank 0 alone calls it."""
     display.finish()
-    for table in ledger.tables(rows):
+    for table in ledger.tables(rows) if rows else ():
         display.show(table)
     if sample is not None:
         display.line(f"sample:\n{sample}\n")

@@ -1,0 +1,128 @@
+"""Signals in the last step and behind it: what was trained is kept, and what is said of it is so."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import aliquot
+from aliquot.checkpoint import save
+from aliquot.errors import StorageError
+from aliquot.launch.stop_signal import Terminated
+from aliquot.observe.recorder import Recorder
+from tests.runs import curve, other_text, write_config
+
+
+def stopped_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """By SIGTERM, when ranks have asked each other for the last time in that step."""
+    end = Recorder.end
+
+    def ended(self: Recorder, *arguments: Any) -> None:
+        end(self, *arguments)
+        if self._done == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)  # until it is heard
+
+    monkeypatch.setattr(Recorder, "end", ended)
+
+
+def run(file: Path, *overrides: str) -> aliquot.Result:
+    return aliquot.train(aliquot.read_config(file, list(overrides)))
+
+
+def saved(directory: Path) -> list[str]:
+    return sorted(path.name for path in (directory / "checkpoints").glob("step-*"))
+
+
+def test_what_would_only_be_exported_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_config(tmp_path, train={"max_steps": 3}, checkpoint={"every": 0, "last": False})
+    with monkeypatch.context() as signals:
+        stopped_after(signals, 3)
+        with pytest.raises(Terminated, match="after step 3, which is saved"):
+            run(file)
+    assert saved(tmp_path / "run") == ["step-00000003"]
+    assert not (tmp_path / "run" / "export").exists()
+    assert run(file).export == tmp_path / "run" / "export"
+    assert list(curve(tmp_path / "run")) == [1, 2, 3]
+
+
+def test_what_could_not_be_saved_is_not_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_config(tmp_path, train={"max_steps": 6}, checkpoint={"every": 2, "on_error": "warn"})
+    stopped_after(monkeypatch, 3)
+    space = save.check_space
+
+    def full(partial: Path, needed_bytes: int) -> None:
+        if "step-00000004" in partial.name:
+            raise StorageError("needs more than is free", partial.parent)
+        space(partial, needed_bytes)
+
+    monkeypatch.setattr(save, "check_space", full)
+    with pytest.raises(Terminated, match="after step 4; saved is step 2, because it could not be saved"):
+        run(file)
+    assert saved(tmp_path / "run") == ["step-00000002"]
+
+
+def test_the_last_evaluation_is_made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal has kept the run from it: whether the last weights are the best was never looked at. Once."""
+    data = {"eval_path": str(other_text(tmp_path)), "eval_fraction": 0.0}
+    file = write_config(
+        tmp_path, train={"max_steps": 2, "eval_steps": 2, "learning_rate": 1e-3}, data=data, checkpoint={"best": True}
+    )
+    run(file)
+    with monkeypatch.context() as signals:
+        stopped_after(signals, 4)
+        with pytest.raises(Terminated, match="after step 4, which is saved"):
+            run(file, "train.max_steps=4", "train.eval_steps=9")
+    assert list(curve(tmp_path / "run", "eval_loss")) == [2]
+    for _ in range(2):
+        run(file, "train.max_steps=4", "train.eval_steps=9")
+        assert list(curve(tmp_path / "run", "eval_loss")) == [2, 4]
+    evaluated = curve(tmp_path / "run", "eval_loss")
+    assert evaluated[4] < evaluated[2]
+    assert json.loads((tmp_path / "run" / "export" / "aliquot.json").read_text())["step"] == 4
+
+
+def test_what_is_saved_again_ends_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With fewer epochs than have been done: the step is not of those data."""
+    epochs = {"max_steps": None, "num_train_epochs": 2, "global_batch_size": 7, "eval_steps": 50}
+    data = {"eval_path": str(other_text(tmp_path)), "eval_fraction": 0.0}
+    file = write_config(tmp_path, train=epochs, data=data, checkpoint={"best": True})
+    with monkeypatch.context() as signals:
+        stopped_after(signals, 4)
+        with pytest.raises(Terminated, match="which is saved"):
+            run(file)
+    (checkpoint,) = saved(tmp_path / "run")
+    state = tmp_path / "run" / "checkpoints" / checkpoint / "state.json"
+    position = json.loads(state.read_text())["position"]
+    assert run(file, "train.num_train_epochs=0.1").steps == 5  # the signal was heard of in the next step
+    assert list(curve(tmp_path / "run", "eval_loss")) == [5]
+    assert json.loads(state.read_text())["position"] == position
+    run(file)
+
+
+def test_memory_of_an_attempt_that_only_exports_is_not_the_runs(tmp_path: Path) -> None:
+    file = write_config(tmp_path, train={"max_steps": 2})
+    run(file)
+    ledger = (tmp_path / "run" / "ledger.json").read_bytes()
+    shutil.rmtree(tmp_path / "run" / "export")
+    run(file)
+    assert (tmp_path / "run" / "export").is_dir()
+    assert (tmp_path / "run" / "ledger.json").read_bytes() == ledger
+
+
+def test_logs_that_somebody_removes_are_not_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    end = Recorder.end
+
+    def ended(self: Recorder, *arguments: Any) -> None:
+        end(self, *arguments)
+        shutil.rmtree(self._directory.logs, ignore_errors=True)
+
+    monkeypatch.setattr(Recorder, "end", ended)
+    assert run(write_config(tmp_path, train={"max_steps": 2})).export == tmp_path / "run" / "export"
