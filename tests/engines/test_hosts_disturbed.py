@@ -35,6 +35,7 @@ def one_host(tmp_path_factory: pytest.TempPathFactory) -> Runs[int]:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)  # an example takes a minute on a busy machine
 @settings(
     max_examples=examples(40),
     suppress_health_check=[HealthCheck.function_scoped_fixture],  # which makes a new folder each time
