@@ -46,8 +46,9 @@ class RoundingNoise:
         return self._values[place % _BLOCK :][:count]
 
     def of_rows(self, rows: Tensor, width: int) -> Tensor:
-        """int32 [rows, width]"""
-        return self._values[((rows * width)[:, None] + torch.arange(width)) % _BLOCK]
+        """int32 [rows, width]; not what `at` gives for the same places: of a tied embedding the head's sum and the
+        rows looked up are added one after the other, and their roundings would be wrong together."""
+        return self._values[((rows * width)[:, None] + torch.arange(width) + _BLOCK // 2) % _BLOCK]
 
 
 def add_sum_rounded(
