@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -19,6 +20,7 @@ from aliquot.checkpoint.save import Draft
 from aliquot.config.batch_size import batch_size
 from aliquot.data.batches import Batches, EvalBatches, Position
 from aliquot.data.prepare import prepare
+from aliquot.errors import UserError
 from aliquot.ranges.manifest import verify
 from tests import plain
 from tests.runs import OVERFITTING, command, curve, other_text, trained, write_config
@@ -217,7 +219,13 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_the_export_is_of_the_last_step_whatever_an_earlier_stage_has_left(tmp_path: Path) -> None:
+def full_disk(path: Path, data: bytes) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+
+def test_the_export_is_of_the_last_step_whatever_an_earlier_stage_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file, directory = write_config(tmp_path, train={"max_steps": 2}), tmp_path / "run"
     export = directory / "export"
 
@@ -228,6 +236,11 @@ def test_the_export_is_of_the_last_step_whatever_an_earlier_stage_has_left(tmp_p
     aliquot.train(aliquot.read_config(file))
     aliquot.train(aliquot.read_config(file, ["train.max_steps=4", "checkpoint.export=false"]))  # or is killed before it
     assert is_of(2)
+    with monkeypatch.context() as patched:
+        patched.setattr("aliquot.models.export.write_file", full_disk)
+        with pytest.raises(UserError, match="No space left"):
+            aliquot.train(aliquot.read_config(file, ["train.max_steps=4"]))
+    assert is_of(2)  # better than none
     aliquot.train(aliquot.read_config(file, ["train.max_steps=4"]))
     assert is_of(4)
     told = json.loads((export / "aliquot.json").read_text())

@@ -18,7 +18,6 @@ from aliquot.models.generate import continuation
 from aliquot.models.model_files import export_dtype, exported_step, of_step
 from aliquot.observe.console import Display
 from aliquot.preparation import Attempt, Inputs, Model, Start
-from aliquot.ranges.publish import remove_directory
 from aliquot.ranges.together import on_first
 
 _WEIGHTS = re.compile(rf"(model|{STEM})(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?")
@@ -39,7 +38,7 @@ def export_run(
 ) -> Path:
     """Where it lies. `files`: what is beside the weights; `done`: steps. Collective."""
     target, root, built = run.directory.export, run.directory.checkpoints, model.built
-    on_first(run.ranks, lambda: _make_room(target.resolve(), files, run.display) if target.exists() else None)
+    on_first(run.ranks, lambda: _keep_foreign(target.resolve(), files, run.display) if target.exists() else None)
     wanted, precision, adapter = run.config.model.dtype, run.config.train.precision, built.adapter
     # An adapter is small, and added to what is much larger.
     dtype = export_dtype(wanted, inputs.source.dtype if adapter is None else torch.float32, precision)
@@ -51,11 +50,13 @@ def export_run(
     files = of_step(files, done if kept is None else step_of(kept))
     if kept is not None and best != done:
         run.display.line(f"exported is what evaluated best: {evaluations.told()}")
-        export_checkpoint(kept, target, dtype, ranks=run.ranks, files=files)
+        export_checkpoint(kept, target, dtype, ranks=run.ranks, files=files, replace=True)
     elif adapter is None:
-        export(model.engine, built.tensors, target, dtype, files, run.ranks, published=model.published)
+        export(model.engine, built.tensors, target, dtype, files, run.ranks, published=model.published, replace=True)
     else:
-        export(model.saved, built.saved, target, dtype, files, run.ranks, published=adapter.saves, stem=STEM)
+        export(
+            model.saved, built.saved, target, dtype, files, run.ranks, published=adapter.saves, stem=STEM, replace=True
+        )
     return target
 
 
@@ -77,14 +78,12 @@ def sample(run: Attempt, inputs: Inputs, model: Model) -> str | None:
         return None
 
 
-def _make_room(target: Path, files: Collection[str], display: Display) -> None:
-    """An export of an earlier stage of this run is replaced; one in which a person has put files is kept."""
+def _keep_foreign(target: Path, files: Collection[str], display: Display) -> None:
+    """An export of an earlier stage of this run is to be replaced; one in which a person has put files is kept."""
     if foreign := sorted(path.name for path in target.iterdir() if not _is_own(path, files)):
         kept = next(at for n in count(1) if not (at := target.with_name(f"{target.name}-{n}")).exists())
         target.rename(kept)
         display.warning(f"{target} held {foreign[0]}, which is not of an export: it is {kept} now")
-        return
-    remove_directory(target)
 
 
 def _is_own(path: Path, files: Collection[str]) -> bool:

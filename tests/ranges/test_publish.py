@@ -2,18 +2,26 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from aliquot.errors import DamagedCheckpoint, StorageError, TrainingError, UserError
-from aliquot.ranges.publish import check_names, clean_leftovers, publish_together, remove_directory, write_file
+from aliquot.ranges.publish import (
+    check_names,
+    check_space,
+    clean_leftovers,
+    publish_together,
+    remove_directory,
+    write_file,
+)
 from aliquot.ranges.together import Alone, on_first, together
 from tests.ranges.world import Died, PipedRanks, run_world
 
 
-def publish(target: Path, ranks: Any, fails: str | None = None, rank: int = 0) -> None:
+def publish(target: Path, ranks: Any, fails: str | None = None, rank: int = 0, replace: bool = False) -> None:
     def stage(name: str) -> None:
         if name == fails and ranks.rank == rank:
             raise OSError(28, "No space left on device", str(target))
@@ -27,7 +35,7 @@ def publish(target: Path, ranks: Any, fails: str | None = None, rank: int = 0) -
         stage("finish")
         write_file(partial / "written", str(written).encode())
 
-    publish_together(target, ranks, lambda partial: stage("prepare"), write, finish)
+    publish_together(target, ranks, lambda partial: stage("prepare"), write, finish, replace)
 
 
 def test_appears_whole(tmp_path: Path) -> None:
@@ -78,15 +86,53 @@ def test_the_disk_has_all_of_it_before_it_has_its_name(tmp_path: Path, monkeypat
     assert events[named + 1 :] == [tmp_path.name]
 
 
-def test_what_the_disk_may_not_have_named_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails_for_names(path: Path) -> None:
-        if path == tmp_path:
+def fails_for_names(directory: Path) -> Callable[[Path], None]:
+    def sync(path: Path) -> None:
+        if path == directory:
             raise OSError(5, "Input/output error", str(path))
 
-    monkeypatch.setattr("aliquot.ranges.publish.sync", fails_for_names)
+    return sync
+
+
+def test_what_the_disk_may_not_have_named_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aliquot.ranges.publish.sync", fails_for_names(tmp_path))
     with pytest.raises(UserError, match="Input/output error"):
         publish(tmp_path / "out", Alone())
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("stage", ["prepare", "write", "finish", "sync"])
+def test_what_is_to_be_replaced_stays_until_the_new_one_is_whole(
+    tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "out"
+    target.mkdir()
+    (target / "former").write_bytes(b"")
+    with monkeypatch.context() as patched:
+        if stage == "sync":
+            patched.setattr("aliquot.ranges.publish.sync", fails_for_names(tmp_path))
+        with pytest.raises(StorageError):
+            publish(target, Alone(), stage, replace=True)
+    assert [path.name for path in target.iterdir()] == ["former"]
+    publish(target, Alone(), replace=True)
+    assert sorted(path.name for path in target.iterdir()) == ["of-0", "written"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_is_to_be_replaced_goes_first_where_only_that_makes_room(tmp_path: Path) -> None:
+    former, partial = tmp_path / "out", tmp_path / ".out.partial-00112233"
+    for directory in (former, partial):
+        directory.mkdir()
+    (former / "weights").write_bytes(b"x" * (8 << 20))
+    os.sync()  # blocks are counted once they lie on the disk
+    found = os.statvfs(tmp_path)
+    free_bytes = found.f_bavail * found.f_frsize
+    with pytest.raises(StorageError, match="are free"):
+        check_space(partial, 2 * free_bytes, instead_of=former)
+    check_space(partial, free_bytes // 2, instead_of=former)
+    assert former.exists()
+    check_space(partial, free_bytes + (4 << 20), instead_of=former)
+    assert not former.exists()
 
 
 def test_leftovers(tmp_path: Path) -> None:

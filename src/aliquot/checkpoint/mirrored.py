@@ -26,7 +26,6 @@ from aliquot.ranges.publish import (
     clean_leftovers,
     publish_together,
     remove_directory,
-    set_aside,
     write_file,
 )
 from aliquot.ranges.together import Alone, RankGroup, on_first
@@ -148,8 +147,6 @@ def fetch(url: str, folder: str, root: Path, ranks: RankGroup) -> Path:
 
     def finish(partial: Path, _: list[None]) -> None:
         write_file(partial / MANIFEST, text.encode())
-        if target.exists():
-            set_aside(target)
 
     publish_together(
         target,
@@ -157,6 +154,7 @@ def fetch(url: str, folder: str, root: Path, ranks: RankGroup) -> Path:
         prepare=lambda partial: _lay_out(manifest, partial, manifest.files),
         write=lambda partial: _fetch(open_store(url), folder, manifest, partial, manifest.files, ranks),
         finish=finish,
+        replace=True,  # what is there is damaged
     )
     return target
 

@@ -24,7 +24,7 @@ from aliquot.ranges.bytemap import Shape
 from aliquot.ranges.checksums import BlockChecksums, Piece, combine_pieces
 from aliquot.ranges.manifest import MANIFEST, FileRecord, checksum, manifest_bytes
 from aliquot.ranges.parts import PartSource
-from aliquot.ranges.publish import begin, check_names, check_space, commit, remove_directory, set_aside, write_file
+from aliquot.ranges.publish import begin, check_names, check_space, commit, remove_directory, write_file
 from aliquot.ranges.together import RankGroup, on_first, together
 from aliquot.ranges.transfer import Watch, drain
 
@@ -122,13 +122,7 @@ class Draft:
         of step `best` is exempt, and those of steps `spare`. Raises OSError where there is no such checkpoint then,
         or the one that there was."""
         self._finish(written)
-        before = set_aside(self.target) if self.target.exists() else None
-        try:
-            commit(self.partial, self.target)
-        except OSError:
-            if before is not None:
-                before.rename(self.target)
-            raise
+        commit(self.partial, self.target, replace=True)
         try:
             tidy(self._root, keep, self.target, best, spare)
         except OSError as error:  # it is saved all the same; the next save tidies again

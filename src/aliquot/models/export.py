@@ -45,6 +45,7 @@ def export(
     check: Callable[[list[Any]], None] = lambda told: None,
     published: Sequence[Published] | None = None,
     stem: str = "model",
+    replace: bool = False,
 ) -> None:
     """Write the weight parts of `store` to `out_dir` as safetensors of `dtype`, rounded to nearest even. Collective.
 
@@ -53,7 +54,8 @@ def export(
     config.json, tokenizer files and so on by plain name; rank 0's are written, and config.json is made to tell `dtype`.
     The files do not depend on the world size.
     Raises the same UserError on every rank: `out_dir` is there and not empty, a rank cannot write, or `check`, which
-    rank 0 calls last with what every rank has to `tell` once it has written, raises; then no `out_dir` appears.
+    rank 0 calls last with what every rank has to `tell` once it has written, raises; then no `out_dir` appears. With
+    `replace` what is there goes when the new one is whole, or before, where there is no room for both.
     """
     if published is not None:
         store, tensors = PublishedParts(store, published), tensors_of(published)
@@ -61,13 +63,13 @@ def export(
     layout = FilesLayout.of(tensors, dtype, max_shard_bytes, stem)
 
     def make_way() -> None:
-        if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
+        if not replace and out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
             raise RunDirectoryError("exists and is not empty: give another directory, or remove it first", out_dir)
         clean_leftovers(out_dir.parent, re.compile(re.escape(out_dir.name)))
 
     def prepare(partial: Path) -> None:
         check_names(config_files, taken=())
-        check_space(partial, layout.total_bytes)
+        check_space(partial, layout.total_bytes, out_dir if replace and out_dir.exists() else None)
         layout.create_files(partial)
         for name, data in config_files.items():
             write_file(partial / name, _with_dtype(data, dtype) if name == "config.json" else data)
@@ -77,7 +79,7 @@ def export(
         return tell()
 
     on_first(ranks, make_way)
-    publish_together(out_dir, ranks, prepare, write, finish=lambda partial, told: check(told))
+    publish_together(out_dir, ranks, prepare, write, finish=lambda partial, told: check(told), replace=replace)
 
 
 def export_checkpoint(
@@ -90,6 +92,7 @@ def export_checkpoint(
     merge: bool = False,
     base: str | None = None,
     files: Mapping[str, bytes] | None = None,
+    replace: bool = False,
 ) -> None:
     """Export the weights of a checkpoint, with the config files that it was saved with, or with `files`; each rank its
     part. Collective.
@@ -117,7 +120,8 @@ def export_checkpoint(
     stored = getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
     def write(store: PartSource, tensors: Sequence[tuple[str, Shape]], files: Mapping[str, bytes], **how: Any) -> None:
-        export(store, tensors, out_dir, stored, files, ranks, max_shard_bytes, checksums.pieces, check, **how)
+        tell, every = checksums.pieces, {"replace": replace, **how}
+        export(store, tensors, out_dir, stored, files, ranks, max_shard_bytes, tell, check, **every)
 
     adapter = config_files.get(CONFIG_FILE)
     if merge and adapter is None:

@@ -27,16 +27,17 @@ def publish_together(
     prepare: Callable[[Path], None],
     write: Callable[[Path], T],
     finish: Callable[[Path, list[T]], None],
+    replace: bool = False,
 ) -> None:
     """Make the directory `target`: rank 0 prepares it, every rank writes, rank 0 finishes and renames it. Collective.
 
     `write` returns a JSON value; `finish` gets those of all ranks. An error anywhere is raised on every rank and leaves
-    nothing behind, as does a `target` that exists and is not empty; `finish` may set it aside.
+    nothing behind, as does a `target` that exists and is not empty, unless it is to be replaced.
     """
 
     def publish(written: list[T]) -> None:
         finish(partial, written)
-        commit(partial, target)
+        commit(partial, target, replace)
 
     partial = begin(target, ranks, prepare)
     try:
@@ -61,20 +62,28 @@ def begin_alone(target: Path) -> Path:
     return partial
 
 
-def commit(partial: Path, target: Path) -> None:
+def commit(partial: Path, target: Path, replace: bool = False) -> None:
     """Give `partial`, whose files the disk has, the name `target`: from then on it is complete.
 
-    Raises OSError, and then nothing has that name.
+    Raises OSError, and then nothing has that name, or what is to be replaced has it still.
     """
     sync(partial)
-    partial.rename(target)  # replaces an empty directory, fails on any other
+    former = set_aside(target) if replace and target.exists() else None
     try:
-        sync(target.parent)
+        partial.rename(target)  # replaces an empty directory, fails on any other
+        try:
+            sync(target.parent)
+        except OSError:
+            # The disk may not have the name: it is taken back, lest others count on what its maker calls failed.
+            with contextlib.suppress(OSError):
+                target.rename(partial)
+            raise
     except OSError:
-        # The disk may not have the name: it is taken back, lest others count on what its maker calls failed.
-        with contextlib.suppress(OSError):
-            target.rename(partial)
+        if former is not None:
+            former.rename(target)
         raise
+    if former is not None:
+        shutil.rmtree(former, ignore_errors=True)
 
 
 def sync(path: Path) -> None:
@@ -106,14 +115,19 @@ def write_file(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def check_space(directory: Path, needed_bytes: int) -> None:
-    """Raise UserError if the file system of `directory` says that it has less than `needed_bytes` free."""
+def check_space(directory: Path, needed_bytes: int, instead_of: Path | None = None) -> None:
+    """Raise UserError if the file system of `directory` says that it has less than `needed_bytes` free; but if it would
+    have them without the directory `instead_of`, remove that."""
     found = os.statvfs(directory)
     free_bytes = found.f_bavail * found.f_frsize
-    if found.f_blocks and free_bytes < needed_bytes:  # some network file systems say nothing
-        raise StorageError(
-            f"needs {needed_bytes / 1e9:.2f} GB and {free_bytes / 1e9:.2f} GB are free", directory.parent
-        )
+    if not found.f_blocks or free_bytes >= needed_bytes:  # some network file systems say nothing
+        return
+    if instead_of is not None:
+        freed_bytes = sum(path.stat().st_blocks * 512 for path in instead_of.rglob("*") if path.is_file())
+        if free_bytes + freed_bytes >= needed_bytes:
+            remove_directory(instead_of)
+            return
+    raise StorageError(f"needs {needed_bytes / 1e9:.2f} GB and {free_bytes / 1e9:.2f} GB are free", directory.parent)
 
 
 def set_aside(directory: Path) -> Path:
