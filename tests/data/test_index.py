@@ -102,7 +102,8 @@ def test_what_a_killed_process_leaves_goes_a_day_later(tmp_path: Path) -> None:
     kept_arrays(tmp_path / "other", lambda new: new.keep("numbers", 3, np.int64).fill(4))
     assert partial_directory.is_dir()
     shutil.rmtree(tmp_path / "other")
-    os.utime(partial_directory, (time.time() - 90_000,) * 2)
+    for path in (partial_directory, *partial_directory.iterdir()):
+        os.utime(path, (time.time() - 90_000,) * 2)
     found = kept_arrays(tmp_path / "index", lambda new: new.keep("numbers", 3, np.int64).fill(4))
     assert found["numbers"].tolist() == [4, 4, 4]
     assert {path.name for path in tmp_path.iterdir()} == {".lock", "index"}

@@ -73,6 +73,10 @@ def test_the_same_documents_however_they_are_packed(
         assert texts(tmp_path) == [talk["text"] for talk in TALKS], "a directory has them, too"
 
 
+# What JSON within a table may say, and UTF-8 cannot.
+HALF = b'messages\n"[{""role"": ""user"", ""content"": ""hi""}, {""role"": ""assistant"", ""content"": ""\\ud83d""}]"\n'
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -83,7 +87,9 @@ def test_the_same_documents_however_they_are_packed(
         ("bad.json", b'[{"text": "a"}, {"text" "b"}]' + b" " * 100, "bad.json: not a JSON array .* in record 2"),
         ("more.json", b'[{"text": "a"}] {"text": "b"}', "more.json: something follows the array of records"),
         ("number.json", b'[{"text": "a"}, 7]', "number.json, record 2: a record must be a JSON object, not int"),
+        ("long.json", b'[{"text": "a", "id": ' + b"1" * 5000 + b"}]", "long.json: not a JSON array of records"),
         ("half.json", b'[{"text": "\\ud800"}]', "half.json, record 1: a field holds half of a surrogate pair"),
+        ("half.csv", HALF, "half.csv:2: a field holds half of a surrogate pair"),
         ("bytes.json", b'[{"text": "\xff"}]', "bytes.json: not UTF-8 text"),
         ("short.csv", b"text,id\na,1\nb\n", "short.csv:3: 1 values, but the first line names 2"),
         ("quote.csv", b'text,id\n"a,1\n', "quote.csv:2: not CSV"),

@@ -16,6 +16,7 @@ from transformers import ByT5Tokenizer
 from aliquot.config.cache_root import cache_root
 from aliquot.config.schema import DataSection
 from aliquot.data import tokenize
+from aliquot.data.cache import publishing
 from aliquot.data.encoder import EncoderProcess, EncoderSpec, Texts
 from aliquot.data.prepare import Prepared, prepare
 from aliquot.data.token_store import TokenStore, token_dtype
@@ -302,3 +303,27 @@ def test_a_chat_that_cannot_be_rendered_is_named_by_its_line(tmp_path: Path, mod
     (tmp_path / "c.jsonl").write_text("\n".join(lines))
     with pytest.raises(UserError, match=rf"c\.jsonl:{records}: conversation that begins 'dog .*the user begins"):
         prepare(section(tmp_path / "c.jsonl", chat_template=STRICT, num_proc=1), model, 300)
+
+
+def test_tokens_of_a_vocabulary_with_holes_are_kept_whole(tmp_path: Path, corpus: Path) -> None:
+    tokenizer = byte_level()
+    told = json.loads(tokenizer.backend_tokenizer.to_str())
+    vocabulary = told["model"]["vocab"]
+    vocabulary["t"] = 70_000  # far above their number
+    (tmp_path / "tokenizer.json").write_text(json.dumps(told))
+    store = prepare(section(corpus), tmp_path / "tokenizer.json", 70_001).open_train()[""]
+    assert store.tokens.max() == 70_000
+
+
+def test_a_tokenisation_that_takes_days_is_not_swept_away(tmp_path: Path) -> None:
+    with publishing(tmp_path / "slow") as beside:
+        (beside / "tokens.bin").write_bytes(b"")
+        os.utime(beside, (0, 0))
+        with publishing(tmp_path / "quick"):
+            pass
+        assert beside.is_dir()
+        os.utime(beside / "tokens.bin", (0, 0))
+        with publishing(tmp_path / "other"):
+            pass
+        assert not beside.exists()
+        beside.mkdir()

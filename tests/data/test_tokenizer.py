@@ -108,6 +108,16 @@ def test_several_chat_templates_are_one_file(tmp_path: Path) -> None:
     assert again.chat_template == tokenizer.chat_template
 
 
+def test_how_a_tokenizer_was_found_is_not_of_it(tmp_path: Path) -> None:
+    """transformers writes among its settings whether a hub might have been asked: HF_HUB_OFFLINE would make others."""
+    names = set()
+    for told in (True, False):
+        tokenizer = byte_level()
+        tokenizer.init_kwargs |= {"local_files_only": told, "is_local": told}
+        names.add(publish_tokenizer(tokenizer, tmp_path / str(told)).name)
+    assert len(names) == 1
+
+
 def test_a_newline_and_its_indentation_are_one_token(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("class A:\n    def f(self):\n        return self\n\n" * 50)
     tokenizer = trained_tokenizer(source_of(DataSection(path=str(tmp_path / "a.py")), tmp_path), 300, tmp_path)

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from aliquot.attention.base import Documents
 from aliquot.attention.document_attention import IMPLEMENTATION, attention_on, register
+from aliquot.errors import UserError
 from aliquot.models import calls
 from aliquot.models.recompute import enable
 from tests.engines.cases import SMALL
@@ -85,3 +86,12 @@ def test_selective_computes_attention_once_a_layer() -> None:
     assert selective.backward.operations == 0
     assert selective.backward.products == products // 2 * 5
     assert full.backward.products == plain.backward.products + products
+
+
+def test_selective_is_refused_where_what_it_keeps_is_changed() -> None:
+    """OLMo clamps queries, keys and values in place: kept, they are clamped before the clamp that stops gradients."""
+    config = AutoConfig.for_model(**{**SMALL, "model_type": "olmo", "clip_qkv": 0.5})
+    built = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(UserError, match=r"set train\.gradient_checkpointing to none or full"):
+        enable(built, "selective")
+    enable(built, "full")

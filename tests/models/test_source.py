@@ -75,6 +75,7 @@ def test_what_does_not_look_like_a_hub_id_is_a_directory(path: str) -> None:
         ({"model_type": "bart"}, "encoder-decoder"),
         ({"model_type": "xlm"}, "Not a causal language model"),
         ({**SMALL, "model_type": "xglm", "layerdrop": 0.1}, "set layerdrop to 0"),
+        ({"model_type": "bamba", "z_loss_coefficient": 0.3}, "set z_loss_coefficient to 0"),
         ({"model_type": "big_bird"}, "set attention_type to original_full"),
         ({**SMALL, "model_type": "llama", "hidden_act": "no-such-thing"}, "cannot run this llama model"),
         ({**SMALL, "model_type": "llama", "hidden_size": "64"}, "expected int, got str"),

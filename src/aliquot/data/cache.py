@@ -62,5 +62,6 @@ def _sweep(parent: Path) -> None:
     """Remove what killed processes left here more than a day ago."""
     for path in parent.glob(".*"):
         with suppress(OSError):
-            if time.time() - path.stat().st_mtime > 86400:
+            # A long tokenisation makes its files at the beginning, and writes to them to the end.
+            if time.time() - max(each.stat().st_mtime for each in (path, *path.iterdir())) > 86400:
                 shutil.rmtree(path)

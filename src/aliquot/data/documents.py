@@ -123,7 +123,7 @@ def _json_lines(file: BinaryIO, position: Callable[[], int], path: Path, section
         except (ValueError, RecursionError) as error:  # the second: endless nesting
             raise DataError(f"not a JSON record ({error}); write one record a line", where) from error
         text, kind, form = _read(record, form, section, where)
-        yield Document(_encodable(text, where) if b"\\u" in line else text, kind, position(), where=where)
+        yield Document(encodable(text, where) if b"\\u" in line else text, kind, position(), where=where)
 
 
 def _json_array(file: BinaryIO, position: Callable[[], int], path: Path, section: RecordsSection) -> Iterator[Document]:
@@ -132,7 +132,7 @@ def _json_array(file: BinaryIO, position: Callable[[], int], path: Path, section
         for number, record in enumerate(_elements(file, path), 1):
             where = f"{path}, record {number}"
             text, kind, form = _read(record, form, section, where)
-            yield Document(_encodable(text, where), kind, position(), where=where)
+            yield Document(encodable(text, where), kind, position(), where=where)
     except UnicodeDecodeError as error:
         raise DataError(f"not UTF-8 text ({error.reason})", path) from error
 
@@ -158,7 +158,9 @@ def _elements(file: BinaryIO, path: Path) -> Iterator[object]:
                 raise DataError(f"not a JSON array of records ({error.msg} in record {number})", path) from error
             block = file.read(max(_BLOCK_CHARACTERS, len(text) - at))  # twice as much at least: each is scanned again
             text, at, ended = text[at:] + decode(block, final=not block), 0, not block
-        except RecursionError as error:
+        except UnicodeDecodeError:
+            raise
+        except (ValueError, RecursionError) as error:  # the first: an integer of thousands of digits
             raise DataError(f"not a JSON array of records ({error})", path) from error
         else:
             number += 1
@@ -178,7 +180,8 @@ def _csv(path: Path, section: RecordsSection) -> Iterator[Document]:
                 where = f"{path}:{rows.line_num}"
                 if len(row) != len(names):
                     raise DataError(f"{len(row)} values, but the first line names {len(names)}", where)
-                yield Document(*form.read(dict(zip(names, row, strict=True)), where), position(), where=where)
+                text, kind = form.read(dict(zip(names, row, strict=True)), where)
+                yield Document(encodable(text, where), kind, position(), where=where)
         except csv.Error as error:
             raise DataError(f"not CSV ({error})", f"{path}:{rows.line_num}") from error
         except UnicodeDecodeError as error:
@@ -199,8 +202,8 @@ def _parquet(path: Path, section: RecordsSection) -> Iterator[Document]:
                 for record in batch.to_pylist():
                     row += 1
                     where = f"{path}, row {row}"
-                    read = form.read(as_written(record), where)
-                    yield Document(*read, size_bytes * row // rows, where=where)
+                    text, kind = form.read(as_written(record), where)
+                    yield Document(encodable(text, where), kind, size_bytes * row // rows, where=where)
     except pyarrow.ArrowException as error:
         raise DataError(f"not a readable parquet file ({error})", path) from error
     except UnicodeDecodeError as error:
@@ -234,7 +237,8 @@ def _read(record: Any, form: Format | None, section: RecordsSection, where: str)
     return *form.read(record, where), form
 
 
-def _encodable(text: str, where: str) -> str:
+def encodable(text: str, where: str) -> str:
+    """`text`, which UTF-8 can hold. Raises DataError: JSON, also in a table's column, may escape half a character."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

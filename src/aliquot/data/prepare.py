@@ -27,6 +27,7 @@ from aliquot.data.tokenizer import (
     configured_tokenizer,
     convention_of,
     give_template,
+    largest_token,
     load_tokenizer,
     publish_tokenizer,
 )
@@ -210,7 +211,7 @@ class _Builder:
         def written(done_bytes: int) -> None:
             progress(done_bytes, source.total_bytes)
 
-        dtype = token_dtype(len(self.tokenizer))
+        dtype = token_dtype(largest_token(self.tokenizer) + 1)
         with publishing(path) as beside:
             useful, left_out = tokenize(source.documents(), spec, cut, dtype, beside, self.section.num_proc, written)
             if useful == 0:

@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol
 from aliquot.config.data_section import DataSection, RecordsSection
 from aliquot.config.home import with_home
 from aliquot.data.digests import digests
-from aliquot.data.documents import RECORDS, Document, Unit, as_written, record_documents, text_documents
+from aliquot.data.documents import RECORDS, Document, Unit, as_written, encodable, record_documents, text_documents
 from aliquot.data.formats import Format, format_of
 from aliquot.data.opened import suffix_of
 from aliquot.errors import ConfigError, DataError
@@ -256,7 +256,8 @@ class HubSource:
                     row += 1
                     record = as_written(dict(zip(batch, values, strict=True)))
                     done_bytes, where = self.total_bytes * row // len(self.dataset), f"{self.label}, row {row}"
-                    yield Document(*self.form.read(record, where), done_bytes, where=where)
+                    text, kind = self.form.read(record, where)
+                    yield Document(encodable(text, where), kind, done_bytes, where=where)
         except UnicodeDecodeError as error:
             raise DataError(f"not UTF-8 text ({error.reason})", f"{self.label}, after row {row}") from error
 

@@ -129,6 +129,12 @@ def give_template(tokenizer: Any, template: str | None) -> None:
     tokenizer.chat_template = template
 
 
+def largest_token(tokenizer: Any) -> int:
+    """Its number: vocabularies may have holes."""
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    return max(len(tokenizer) - 1, *vocabulary.values())
+
+
 def check_vocabulary(tokenizer: Any, vocab_size: int, own: bool = False) -> bool:
     """Whether all its tokens have a row in the model's embedding of `vocab_size` rows.
 
@@ -136,7 +142,7 @@ def check_vocabulary(tokenizer: Any, vocab_size: int, own: bool = False) -> bool
     Gemma 3's has a last one that texts do not hold.
     """
     vocabulary = tokenizer.get_vocab()
-    needed = max(len(tokenizer), max(vocabulary.values()) + 1)
+    needed = largest_token(tokenizer) + 1
     outside = {token for token, number in vocabulary.items() if number >= vocab_size}
     if own and outside <= tokenizer.get_added_vocab().keys():
         return not outside

@@ -48,13 +48,14 @@ def with_auxiliary(model: nn.Module, summed: Tensor, scale: float, labels: Tenso
     modules = (sys.modules[kind.__module__] for kind in type(model).__mro__)  # FSDP2 gives it a class of its own
     functions = [getattr(module, "load_balancing_loss_func", None) for module in modules]
     balance = next((function for function in functions if function is not None), None)
-    if balance is None:
+    coefficient = getattr(model, "router_aux_loss_coef", None)
+    if balance is None or coefficient is None:
         raise UnsupportedModelError(f"{type(model).__name__} has no loss for output_router_logits: set it to false")
     learned = labels != IGNORE
     real = torch.cat([learned[a:b].any().expand(b - a) for a, b in pairwise(documents.edges)])  # no padded tail
     of_layers = tuple(torch.cat(layer)[real] for layer in zip(*documents.router_logits, strict=True))
     own: Any = model
-    found: Tensor = own.router_aux_loss_coef * balance(of_layers, own.num_experts, own.num_experts_per_tok)
+    found: Tensor = coefficient * balance(of_layers, own.num_experts, own.num_experts_per_tok)
     if learned.any():
         note_balance(model, found, learned.sum())
     return summed + scale * found * learned.sum()

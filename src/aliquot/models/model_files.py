@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 # What training puts in front of a document, for `aliquot generate` and later training; beside a run's export its step.
 CONVENTION_FILE = "aliquot.json"
+_OF_LOADING = {"is_local", "local_files_only"}  # transformers writes how a tokenizer was found among what it is
 
 
 def model_files(
@@ -52,8 +53,13 @@ def model_files(
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    """Its files, none of them in folders: of several chat templates transformers would make one."""
+    """Its files, none of them in folders: of several chat templates transformers would make one. They do not depend on
+    where it came from, nor on whether a hub might have been asked."""
     tokenizer.save_pretrained(directory, save_jinja_files=not isinstance(tokenizer.chat_template, dict))
+    file = directory / "tokenizer_config.json"
+    fields = read_json(file)
+    if _OF_LOADING & fields.keys():
+        file.write_bytes(_json({key: value for key, value in fields.items() if key not in _OF_LOADING}))
 
 
 def trained_prefix(directory: Path, key: Literal["prefix", "chat_prefix"] = "prefix") -> list[int] | None:

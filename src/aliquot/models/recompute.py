@@ -32,6 +32,12 @@ def enable(model: nn.Module, mode: Literal["none", "selective", "full"], dropout
         return
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": dropout}
     if mode == "selective":
+        if getattr(model.config, "clip_qkv", None) is not None:
+            # OLMo clamps what its products return in place: what is kept would be clamped, and no gradient stopped.
+            raise UnsupportedModelError(
+                f"{type(model).__name__} changes what selective checkpointing keeps (clip_qkv): set"
+                " train.gradient_checkpointing to none or full"
+            )
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     try:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]

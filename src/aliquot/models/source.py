@@ -242,6 +242,8 @@ def _refuse_out_of_scope(config: PretrainedConfig, where: str) -> None:
         raise UnsupportedModelError(
             f"layers that are left out at random are not supported: set {dropped[0]} to 0", where
         )
+    if getattr(config, "z_loss_coefficient", None):
+        raise UnsupportedModelError("a loss of the logits' size is not supported: set z_loss_coefficient to 0", where)
     if getattr(config, "attention_type", None) == "block_sparse":
         raise UnsupportedModelError(
             "attention over random blocks is not supported: set attention_type to original_full", where

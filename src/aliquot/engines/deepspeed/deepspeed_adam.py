@@ -9,16 +9,16 @@ import torch
 from torch import nn
 
 from aliquot.engines.base import EngineSpec
+from aliquot.optim.decay import decays
 
 
 def adamw(
     weights: Sequence[tuple[str, nn.Parameter]], spec: EngineSpec, settings: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
     """AdamW over two groups, matrices with weight decay and the rest without, as all engines have it."""
-    groups = [
-        {"params": [w for _, w in weights if len(_shape(w)) >= 2], "weight_decay": spec.weight_decay},
-        {"params": [w for _, w in weights if len(_shape(w)) < 2], "weight_decay": 0.0},
-    ]
+    decaying = [w for name, w in weights if decays(name, _shape(w))]
+    rest = [w for name, w in weights if not decays(name, _shape(w))]
+    groups = [{"params": decaying, "weight_decay": spec.weight_decay}, {"params": rest, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
     options: dict[str, Any] = {
         "lr": 0.0,

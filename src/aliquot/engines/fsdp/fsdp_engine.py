@@ -45,6 +45,7 @@ from aliquot.models import calls, recompute
 from aliquot.models.batch import MicroBatch
 from aliquot.models.materialise import materialise
 from aliquot.models.structure import decoder_layers
+from aliquot.optim.decay import decays
 from aliquot.optim.sharded_adamw import ShardedAdamW
 from aliquot.optim.squared_norm import squared_norms
 from aliquot.ranges.parts import KINDS, Part, row_ranges
@@ -76,7 +77,7 @@ class FsdpEngine:
         self._world_size = topology.world_size
         self._optimizer = ShardedAdamW(
             [shard.local for shard in self._learning],
-            [shard.parameter.ndim >= 2 for shard in self._learning],
+            [decays(shard.name, shard.parameter.shape) for shard in self._learning],
             betas=(spec.adam_beta1, spec.adam_beta2),
             epsilon=spec.adam_epsilon,
             weight_decay=spec.weight_decay,

@@ -12,6 +12,7 @@ from aliquot.collectives.hosts import Hosts
 from aliquot.engines.host.owned import Owned
 from aliquot.engines.host.weight import Weight
 from aliquot.models.materialise import replace_tensors, tied_weights
+from aliquot.optim.decay import decays
 
 
 class SharedWeights:
@@ -54,5 +55,5 @@ class SharedWeights:
             start=start,
             row_numel=weight.row_numel,
             learns=weight.learns,
-            decays=len(weight.shape) >= 2,
+            decays=decays(weight.name, weight.shape),
         )
