@@ -64,7 +64,7 @@ FAULTS = (
     Fault(
         "rename-before-fsync", "ranges/publish.py",
         "a directory gets its final name before the disk has what is in it",
-        "    sync(partial)\n    partial.rename(target)", "    partial.rename(target)",
+        "    sync(partial)\n    former", "    former",
         ("tests/ranges/test_publish.py",),
     ),
     Fault(

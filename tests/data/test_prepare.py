@@ -309,7 +309,8 @@ def test_tokens_of_a_vocabulary_with_holes_are_kept_whole(tmp_path: Path, corpus
     tokenizer = byte_level()
     told = json.loads(tokenizer.backend_tokenizer.to_str())
     vocabulary = told["model"]["vocab"]
-    vocabulary["t"] = 70_000  # far above their number
+    token = tokenizer.convert_ids_to_tokens(tokenizer.encode(TEXT)[3])
+    vocabulary[token] = 70_000  # far above their number
     (tmp_path / "tokenizer.json").write_text(json.dumps(told))
     store = prepare(section(corpus), tmp_path / "tokenizer.json", 70_001).open_train()[""]
     assert store.tokens.max() == 70_000

@@ -1,13 +1,15 @@
-"""What attention costs, by the windows of a model's layers."""
+"""What a model is made of: attention by the windows of its layers, and what must stay exact."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from transformers import AutoConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from aliquot.models.structure import attention_widths
+from aliquot.models.materialise import freeze_buffers
+from aliquot.models.structure import attention_widths, kept_in_fp32
 
 SIZES = {"num_hidden_layers": 6, "num_attention_heads": 4, "head_dim": 8, "hidden_size": 32}
 
@@ -27,3 +29,14 @@ SIZES = {"num_hidden_layers": 6, "num_attention_heads": 4, "head_dim": 8, "hidde
 )
 def test_attention_by_window(model_type: str, settings: dict[str, Any], expected: dict[int | None, int]) -> None:
     assert attention_widths(AutoConfig.for_model(model_type, **SIZES, **settings)) == expected
+
+
+def test_biases_of_routers_are_kept_in_fp32() -> None:
+    with torch.device("meta"):
+        llama, deepseek = (
+            AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, num_hidden_layers=4))
+            for kind in ("llama", "deepseek_v3")
+        )
+    freeze_buffers(deepseek)
+    assert kept_in_fp32(llama) == []
+    assert kept_in_fp32(deepseek) == ["model.layers.3.mlp.gate.e_score_correction_bias"]

@@ -33,12 +33,12 @@ class FusedLoraLinear(Linear):
         a, b = self.lora_A[name].weight, self.lora_B[name].weight
         if not isinstance(self.lora_dropout[name], nn.Identity) or not x.dtype == base.weight.dtype == a.dtype:
             return super().forward(x)
-        result: Tensor = _Lora.apply(x, base.weight, base.bias, a, b, float(self.scaling[name]))  # type: ignore[no-untyped-call]
-        return result
+        rows: Tensor = _Lora.apply(x, base.weight, base.bias, a, b, float(self.scaling[name]))  # type: ignore[no-untyped-call]
+        return rows.view(*x.shape[:-1], -1)  # not in there: a model may change it in place, as OLMo does
 
 
 class _Lora(torch.autograd.Function):
-    """x [..., I], weight [O, I] and bias [O], frozen, a [r, I], b [O, r] -> [..., O]"""
+    """x [..., I], weight [O, I] and bias [O], frozen, a [r, I], b [O, r] -> rows [-1, O]"""
 
     @staticmethod
     def forward(
@@ -50,7 +50,7 @@ class _Lora(torch.autograd.Function):
         result = torch.addmm(F.linear(rows, weight, bias), inner, b.t(), alpha=scaling)
         ctx.save_for_backward(rows, inner, weight, a, b)
         ctx.scaling, ctx.shape = scaling, x.shape
-        return result.view(*x.shape[:-1], -1)
+        return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
