@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any
@@ -50,9 +51,12 @@ def initial_weights(config: Any, seed: int, adapter: AdapterSection | None = Non
 
 
 def parameter_groups(parameters: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    learned = {name: p for name, p in parameters.items() if p.requires_grad}
+    # By the names of transformers' Trainer.get_decay_parameter_names.
+    decaying = [n for n, p in learned.items() if p.ndim >= 2 and not re.search(r"bias|(layer|rms|[._])norm\b", n)]
     return [
-        {"params": [p for p in parameters.values() if p.requires_grad and p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters.values() if p.requires_grad and p.ndim < 2], "weight_decay": 0.0},
+        {"params": [learned[name] for name in decaying], "weight_decay": weight_decay},
+        {"params": [p for name, p in learned.items() if name not in decaying], "weight_decay": 0.0},
     ]
 
 
