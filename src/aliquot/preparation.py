@@ -216,7 +216,7 @@ def build_model(run: Attempt, inputs: Inputs) -> Model:
         run.display.warning(
             f"{exact[0]} and its like ({len(exact)}) are computed with, and if not trained exported, in bf16, where"
             " transformers keeps fp32: biases of a router that lie close together choose other experts then;"
-            " train.precision: fp32 keeps them as they are"
+            " train.precision: fp32 with model.dtype: float32 keeps them as they are"
         )
     engine_name, engine_type = engine_class(run.config, topology, built.numel, ledger.plan.get("engine"))
     clock = StepClock(lambda: engine.counters().inside_s(), timeline_of(topology.device))
