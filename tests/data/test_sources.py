@@ -286,3 +286,13 @@ def test_cards_beside_records_are_left_out_and_counted(tmp_path: Path) -> None:
     assert [document.text for document in found if not document.blank] == ["first", "a card", "a card"]
     assert [document.reason for document in found if document.blank] == [CARD] * 3
     assert texts(tmp_path / "docs") == texts(tmp_path / "README.md") == ["a card"], "nothing that it describes"
+
+
+def test_linked_directories_are_read_once(tmp_path: Path) -> None:
+    for name in ("elsewhere", "corpus/sub"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "a.txt").write_text(f"of {name}")
+    corpus = tmp_path / "corpus"
+    for name, target in {"link": "elsewhere", "sub/again": "elsewhere", "sub/round": "corpus"}.items():
+        (corpus / name).symlink_to(tmp_path / target)
+    assert sorted(texts(corpus)) == ["of corpus/sub", "of elsewhere"]

@@ -189,10 +189,22 @@ def _without_cards(files: list[Path]) -> list[Path]:
 
 
 def _walk(root: Path, suffixes: set[str]) -> list[Path]:
-    """Files below `root`, hidden ones left out, sorted by their relative names."""
+    """Files below `root`, hidden ones left out, sorted by their relative names; links are followed, each place once.
+
+    Raises DataError for a directory that cannot be read."""
+
+    def unreadable(error: OSError) -> None:
+        raise DataError(f"cannot be read: {error.strerror}", error.filename) from error
+
     found: list[Path] = []
-    for parent, directories, names in os.walk(root):
-        directories[:] = [name for name in directories if not name.startswith(".")]
+    walked = {root.resolve()}
+    for parent, directories, names in os.walk(root, followlinks=True, onerror=unreadable):
+        candidates = sorted(name for name in directories if not name.startswith("."))
+        directories.clear()
+        for name in candidates:
+            if (place := Path(parent, name).resolve()) not in walked:
+                walked.add(place)
+                directories.append(name)
         found += [
             Path(parent, name) for name in names if suffix_of(Path(name)) in suffixes and not name.startswith(".")
         ]
