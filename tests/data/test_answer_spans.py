@@ -57,6 +57,24 @@ def test_templates_that_end_a_text_or_render_the_last_answer_otherwise() -> None
         said(hidden.replace("</s>\n", "{{ loop.length }}"), TALK)
 
 
+def test_a_prompt_may_open_a_thought_that_an_answer_has_not() -> None:
+    """Its header is not learned, and where an earlier answer begins is known."""
+    opened = "{% if add_generation_prompt %}<|assistant|>\n<think>\n{% endif %}"
+    bare, _, _ = CHATML.partition("{% if add")
+    assert said(bare.replace("<|{{ m.role }}|>", "<|{{ m.role }}|>\n") + opened, TALK) == [
+        "dog é 12345</s>\n",
+        "stop</s>\n",
+    ]
+    always = THINKING.replace("<|{{ m.role }}|>", "<|{{ m.role }}|>\n").replace(
+        "<think></think>", "<think>\n\n</think>\n"
+    )
+    always = always.replace("<|assistant|>{% endif %}", "<|assistant|>\n<think>\n{% endif %}")
+    assert said(always, TALK) == ["dog é 12345</s>\n", "\n</think>\nstop</s>\n"]
+    # Of the answer's own beginning nothing is taken for the prompt's.
+    told = [*TALK[:2], {"role": "assistant", "content": "<tag>"}]
+    assert said(bare.replace("<|{{ m.role }}|>", "<|{{ m.role }}|>\n") + opened, told)[-1] == "<tag></s>\n"
+
+
 def test_offsets_without_their_spaces_change_no_mask() -> None:
     talk = [
         {"role": "user", "content": "fox \U0001f916"},

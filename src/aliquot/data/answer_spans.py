@@ -82,13 +82,28 @@ def _span(tokenizer: Any, messages: Messages, whole: str, index: int, options: d
         before = render(tokenizer, messages[:index], **options)
         if whole.startswith(after) and after.startswith(asked):
             return len(asked), len(after)
+        header = _header(tokenizer, messages, whole, index, asked, options)
         if whole.startswith(after) and after.startswith(before):
-            return len(before), len(after)
-        if not whole.startswith(asked):
+            return max(len(before), header), len(after)
+        opened = whole.startswith(before) and header > len(before)
+        if not whole.startswith(asked) and not opened:
             return None
-        start = len(asked)
+        start = len(asked) if whole.startswith(asked) else header
     ends = (len(text) for text in _ended(tokenizer, messages[: index + 1], after, options) if whole.startswith(text))
     return next(((start, end) for end in ends if end > start), None)
+
+
+def _header(tokenizer: Any, messages: Messages, whole: str, index: int, asked: str, options: dict[str, Any]) -> int:
+    """Where the prompt for an answer and the whole text part: a prompt may open a thought that the answer has not
+    (DeepSeek-R1's, Qwen3's that always think). At most to where other words of the answer would change the text."""
+    others = [*messages[:index], _in_other_words(messages[index]), *messages[index + 1 :]]
+    texts = (asked, whole, render(tokenizer, others, **options))
+    parted = (at for at, letters in enumerate(zip(*texts, strict=False)) if len(set(letters)) > 1)
+    return next(parted, min(map(len, texts)))
+
+
+def _in_other_words(message: dict[str, Any]) -> dict[str, Any]:
+    return {**message, "content": "y" if str(message.get("content") or "").lstrip().startswith("x") else "x"}
 
 
 def _ended(tokenizer: Any, messages: Messages, after: str, options: dict[str, Any]) -> Iterator[str]:
@@ -115,8 +130,7 @@ def _ended(tokenizer: Any, messages: Messages, after: str, options: dict[str, An
 
 def _first_start(tokenizer: Any, messages: Messages, whole: str, options: dict[str, Any]) -> int | None:
     """Where the answer that begins the chat does: other words there would change the text from there on."""
-    other = "x" if not messages[0]["content"].lstrip().startswith("x") else "y"
-    changed = render(tokenizer, [{**messages[0], "content": other}, *messages[1:]], **options)
+    changed = render(tokenizer, [_in_other_words(messages[0]), *messages[1:]], **options)
     same = next((at for at, pair in enumerate(zip(whole, changed, strict=False)) if pair[0] != pair[1]), None)
     header, prompt = whole[:same], _prompt(tokenizer, options)
     if not prompt:
