@@ -36,6 +36,11 @@ Qwen3.5 or Llama 4) or of older versions, as transformers renames them. The exce
 `inkling2_text`, of whose weights several make one published tensor: they train from a configuration only, and a run
 that is to load them ends with the names of the tensors that are missing.
 
+In bf16 the code of `inkling2_text`, `minimax`, `xglm` and `xlstm` meets buffers of fp32 that it multiplies by weights:
+a run of them says before its first step that it needs `train.precision: fp32`. The code of all others runs
+(`pytest -m long tests/engines/test_startup_proof.py`). What transformers keeps in fp32 in bf16 models (biases of
+routers, by which experts are chosen, of `deepseek_v3`, `glm4_moe` and their kin) is computed with and exported as fp32.
+
 | model type | documents |
 |--|--|
 {rows}

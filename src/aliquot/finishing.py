@@ -52,7 +52,10 @@ def export_run(
         run.display.line(f"exported is what evaluated best: {evaluations.told()}")
         export_checkpoint(kept, target, dtype, ranks=run.ranks, files=files, replace=True)
     elif adapter is None:
-        export(model.engine, built.tensors, target, dtype, files, run.ranks, published=model.published, replace=True)
+        export(
+            model.engine, built.tensors, target, dtype, files, run.ranks, published=model.published, replace=True,
+            exact=built.exact,
+        )  # fmt: skip
     else:
         export(
             model.saved, built.saved, target, dtype, files, run.ranks, published=adapter.saves, stem=STEM, replace=True

@@ -39,7 +39,7 @@ from aliquot.models.load import load_adapter, load_weights
 from aliquot.models.published import Published, published_of
 from aliquot.models.source import ModelSource, fingerprint, import_models, resolve
 from aliquot.models.stored_names import StoredNames
-from aliquot.models.structure import decoder_layers, kept_in_fp32
+from aliquot.models.structure import decoder_layers
 from aliquot.models.traits import Traits, traits
 from aliquot.observe import summary
 from aliquot.observe.clock import StepClock
@@ -212,11 +212,10 @@ def foresee(run: Attempt, inputs: Inputs, force: bool) -> dict[str, Any]:
 def build_model(run: Attempt, inputs: Inputs) -> Model:
     topology, ledger = run.ranks.topology, run.ledger
     built = meta.build(inputs.source.config, inputs.traits, run.config.adapter, run.config.train.freeze)
-    if run.config.train.precision == "bf16" and (exact := kept_in_fp32(built.model)):
+    if run.config.train.precision == "bf16" and (rounded := sorted(built.exact & built.learned)):
         run.display.warning(
-            f"{exact[0]} and its like ({len(exact)}) are computed with, and if not trained exported, in bf16, where"
-            " transformers keeps fp32: biases of a router that lie close together choose other experts then;"
-            " train.precision: fp32 with model.dtype: float32 keeps them as they are"
+            f"{rounded[0]} and its like ({len(rounded)}) are computed with in bf16, where transformers keeps fp32;"
+            " masters and exports of them are fp32, and train.freeze would keep them as they are"
         )
     engine_name, engine_type = engine_class(run.config, topology, built.numel, ledger.plan.get("engine"))
     clock = StepClock(lambda: engine.counters().inside_s(), timeline_of(topology.device))

@@ -70,6 +70,13 @@ RWKV = {"model_type": "rwkv", "num_hidden_layers": 4, "rescale_every": 2, "conte
 
 EXPERTS = {"num_experts": 24, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True}
 
+# Two of its four layers are dense; the others' routers have biases, which learn nothing.
+DEEPSEEK = {
+    "model_type": "deepseek_v3", "num_hidden_layers": 4, "n_routed_experts": 7, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 2, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4, "v_head_dim": 8, "head_dim": 4, "moe_intermediate_size": 20, "num_key_value_heads": 4,
+}  # fmt: skip
+
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 LORA = AdapterSection(r=5, alpha=20)  # no world size above 1 divides it
 
@@ -78,6 +85,7 @@ CASES = {
     for case in [
         Case("llama", {"model_type": "llama"}),
         Case("rwkv", RWKV, evaluated_first=True),
+        Case("deepseek-deep-bf16", DEEPSEEK, precision="bf16", steps=2),
         Case("mamba-bf16", {"model_type": "mamba", "state_size": 8}, precision="bf16"),
         Case("llama-once", {"model_type": "llama"}, once=True),
         Case("llama-bf16-once", {"model_type": "llama"}, precision="bf16", once=True),

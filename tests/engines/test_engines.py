@@ -40,7 +40,8 @@ FROZEN = ["llama-frozen", "llama-lora", "head-alone", "qwen2-tied-lora", "qwen2-
           "moe-frozen", "llama-lora-full", "llama-lora-selective", "gpt2-lora", "moe-lora"]  # fmt: skip
 BY_WORLD = {
     1: ["llama"],
-    2: ["llama", "llama-bf16", "llama-selective", "qwen2-tied", "mistral-window", "moe", "rwkv", *FROZEN[:2]],
+    2: ["llama", "llama-bf16", "llama-selective", "qwen2-tied", "mistral-window", "moe", "rwkv",
+        "deepseek-deep-bf16", *FROZEN[:2]],
     3: ["llama", "llama-bf16", "llama-full", "qwen2-tied", "qwen3", "gemma", "gemma-untied", "zamba", "moe", *FROZEN,
         "rwkv", "mamba-bf16"],
     4: ["llama-far", "llama-bf16-far"],
@@ -213,6 +214,15 @@ def test_bf16_is_as_near_to_fp32_as_the_plain_bf16_loop(runs: Runs[int], world_s
     ours = result(runs[world_size], name)["losses"]
     gap = max(abs(a - b) for a, b in zip(plain, exact, strict=True))
     assert max(abs(a - b) for a, b in zip(ours, exact, strict=True)) <= 2 * gap
+
+
+def test_what_transformers_keeps_in_fp32_is_computed_with_and_kept_as_it_is(runs: Runs[int]) -> None:
+    """That each rank computes with all of it in fp32 is checked there."""
+    before, after = (assembled(runs[2], "deepseek-deep-bf16", when, 2) for when in ("initial", "final"))
+    biases = [name for name in before if name.endswith("e_score_correction_bias")]
+    assert len(biases) == 2
+    for name in biases:
+        assert torch.equal(after[name], before[name]) and len(before[name].unique()) == 7
 
 
 @pytest.mark.parametrize("world_size", [2, THREE])

@@ -28,7 +28,7 @@ SHAPE = (3, 2)
 def gradients(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[HostGradients]:
     """Of three weights of one rank, staged in the order 2, 1, 0. The first's, which is looked up, stay in memory."""
     hosts = Hosts.join(0, 0, lambda value: [value])
-    weights = [Weight(name, SHAPE, ((0, 6),), True) for name in ("first", "second", "third")]
+    weights = [Weight(name, SHAPE, ((0, 6),), True, torch.bfloat16) for name in ("first", "second", "third")]
     disk = None
     if request.param == "disk":
         on_disk = OnDisk(((SHAPE, 3),), ((SHAPE, 2),))
@@ -110,7 +110,7 @@ def test_what_is_rounded_does_not_depend_on_when_ranks_come() -> None:
 def rounded_sums(pauses: list[float], micro_batches: int = 6) -> list[torch.Tensor]:
     """Of two ranks of the first of two hosts, what they have for the second, in bf16."""
     shape, ends = (64, 256), socket.socketpair()
-    weights = [Weight(name, shape, row_ranges(shape, 4), True) for name in "ab"]
+    weights = [Weight(name, shape, row_ranges(shape, 4), True, torch.bfloat16) for name in "ab"]
     peers = [Peers(own, {1 - own: ends[own]}, [0, 1]) for own in (0, 1)]
 
     def rank(own: int) -> list[torch.Tensor]:
@@ -137,7 +137,7 @@ def rounded_sums(pauses: list[float], micro_batches: int = 6) -> list[torch.Tens
 def test_sums_in_bf16_do_not_stand_still() -> None:
     """Frugal states: 256 + 1 is 256 in bf16, to nearest."""
     hosts = Hosts.join(0, 0, lambda value: [value])
-    weights = [Weight(name, (64, 64), ((0, 64 * 64),), True) for name in ("dense", "looked up")]
+    weights = [Weight(name, (64, 64), ((0, 64 * 64),), True, torch.bfloat16) for name in ("dense", "looked up")]
     kept = HostSums(weights, [0], 0, torch.bfloat16, "bf16", None)
     gradients = HostGradients(hosts, weights, kept, [0], torch.float32, tokens=64, width=64)
     for number in range(600):

@@ -60,7 +60,7 @@ def test_what_is_planned_for_other_hosts_is_what_an_engine_keeps(model: dict[str
         packs=traits.packs,
     )
     weights = [
-        Weight(name, tuple(each.shape), row_ranges(tuple(each.shape), 2), True)
+        Weight(name, tuple(each.shape), row_ranges(tuple(each.shape), 2), True, torch.bfloat16)
         for name, each in built.named_parameters()
     ]
     passing = order.dense_once if micro_batches == 1 else ()

@@ -7,6 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from aliquot.engines.startup_proof import _run_in_bf16
+from aliquot.errors import UnsupportedModelError
+from aliquot.models.traits import traits
+from tests.architectures import small_config
+from tests.models.test_every_type import TYPES
 from tests.processes import World, run_worlds
 
 RIGHT = ("llama:host:none", "gemma:host:none", "gpt2:host:none", "mistral:fsdp:none")
@@ -14,6 +19,7 @@ WRONG = (
     "llama:host:scale", "llama:host:leak", "llama:fsdp:leak", "llama:host:neighbours", "mistral:host:window",
     "gemma2:host:softcap", "gpt_oss:host:sinks", "gemma:host:contributions",
 )  # fmt: skip
+NEED_FP32 = ("inkling2_text", "minimax", "xglm", "xlstm")  # as docs/models.md says
 
 
 @pytest.fixture(scope="module")
@@ -40,3 +46,15 @@ def test_what_is_wrong_is_named(told: list[dict[str, str]], case: str) -> None:
     first, second = (of_rank[case] for of_rank in told)
     assert first == second and "would be trained wrongly" in first
     assert "\n" not in first and ("the gradient of " in first or "loss is " in first)
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in ("xglm", "llama") else pytest.mark.long) for kind in TYPES]
+)
+def test_code_that_does_not_run_in_bf16_is_refused_in_one_line(kind: str) -> None:
+    config = small_config(kind, False)
+    found = traits(config)
+    if kind not in NEED_FP32:
+        return _run_in_bf16(config, found, found.plain_head)
+    with pytest.raises(UnsupportedModelError, match=r"does not run with weights of bf16: .* train\.precision: fp32"):
+        _run_in_bf16(config, found, found.plain_head)

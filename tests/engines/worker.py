@@ -83,6 +83,7 @@ def train(kind: str, case: cases.Case, rank: int, world_size: int, folder: Path)
         offload=kind == "fsdp-offload",
         on_disk=on_disk(kind, case, built.model),
         offload_directory=folder,
+        exact=built.exact - built.learned,
     )
     # Several blocks and windows of a weight, and a rest.
     sizes.BLOCK = blocked_adamw.BLOCK = squared_norm.BLOCK = 192
@@ -109,7 +110,13 @@ def train(kind: str, case: cases.Case, rank: int, world_size: int, folder: Path)
         model = [Published(name.replace(".base_layer", ""), shape, name, 0) for name, shape in frozen]
         initialize.initialize(PublishedStore(engine, model), meta.build(config).fills, cases.SEED)
     initialize.initialize(engine, built.fills, cases.SEED)
+    for part in engine.parts():
+        if part.name in spec.exact:
+            engine.write(part, part.start, not_bf16(part.shape)[part.start : part.stop])
     engine.ready()
+    for name in spec.exact:
+        held = built.model.get_parameter(name)
+        torch.testing.assert_close(held, not_bf16(tuple(held.shape)).view(held.shape), rtol=0, atol=0)
     write_parts(engine, folder / f"{case.name}-initial-{rank}.safetensors")
     # Of a rank that has nothing: where each document is a call, ranks of fsdp make equally many.
     nothing = None if built.traits.packs else MicroBatch.empty(cases.DOCUMENTS)
@@ -168,6 +175,11 @@ def on_disk(kind: str, case: cases.Case, model: torch.nn.Module) -> OnDisk | Non
         return OnDisk(tuple((shape, (count + 1) // 2) for shape, count in matrices.items()))
     whole = tuple(matrices.items())
     return OnDisk(whole, whole) if kind.endswith("-disk") else None
+
+
+def not_bf16(shape: tuple[int, ...]) -> Tensor:
+    """Flat fp32 values that would all be rounded to one."""
+    return 1 + torch.arange(torch.Size(shape).numel()) * 2.0**-20
 
 
 def come_late(rank: int) -> None:

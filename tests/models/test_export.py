@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from aliquot.checkpoint.save import save
 from aliquot.errors import DamagedCheckpoint, RunDirectoryError, UsageError, UserError
+from aliquot.models import meta
 from aliquot.models.export import export, export_checkpoint
 from aliquot.models.load import load_weights
+from aliquot.models.published import published_of
 from aliquot.ranges.together import Alone
+from tests.engines import cases
 from tests.ranges.world import SMALL, FakeStore, PipedRanks, Tensors, run_world, value_of
 
 CONFIG = {"config.json": b'{"model_type": "llama", "torch_dtype": "float32"}', "tokenizer.json": b"{}"}
@@ -52,6 +55,25 @@ def test_a_checkpoint_exported_alone(tmp_path: Path, dtype: Any, verify: bool) -
     for part in FakeStore(SMALL, kinds=["weight"]).parts():
         assert torch.equal(loaded[part.name].flatten(), value_of(part).to(getattr(torch, dtype)))
     assert set(digests(tmp_path / "out")) == {"model.safetensors", *CONFIG}
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_what_transformers_keeps_in_fp32_is_exported_as_fp32(tmp_path: Path, offline: bool) -> None:
+    config = AutoConfig.for_model(**{**cases.SMALL, **cases.DEEPSEEK})
+    built = meta.build(config)
+    files = {"config.json": json.dumps(config.to_dict()).encode()}
+    store, out = FakeStore(built.tensors), tmp_path / "out"
+    if offline:
+        export_checkpoint(save(tmp_path, 1, store, built.tensors, {"step": 1}, files, Alone(), 1), out, "bfloat16")
+    else:
+        published = published_of(built.model, built.tensors)
+        export(store, built.tensors, out, torch.bfloat16, files, Alone(), published=published, exact=built.exact)
+    loaded = AutoModelForCausalLM.from_pretrained(out, dtype="auto").state_dict()
+    weights = {part.name: value_of(part) for part in store.parts() if part.kind == "weight"}
+    assert len(built.exact) == 2
+    for name in built.exact:
+        assert torch.equal(loaded[name], weights[name]) and loaded[name].dtype == torch.float32
+    assert loaded["lm_head.weight"].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("tied", [False, True])

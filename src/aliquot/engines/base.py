@@ -53,6 +53,7 @@ class EngineSpec:
     on_disk: OnDisk | None = None  # what lies there between its uses, in `offload_directory`; only for engine host
     offload_directory: Path = Path()
     unsharded: Unsharded = SHARDED  # within a step, of a model that packs; only for engine fsdp
+    exact: frozenset[str] = frozenset()  # weights that learn nothing and are fp32 in bf16 models, too
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -106,6 +107,7 @@ class EngineSpec:
             on_disk=on_disk,
             offload_directory=config.offload_directory,
             unsharded=unsharded if model.traits.packs else SHARDED,
+            exact=model.exact - model.learned,
             notes=tuple(notes),
         )
 

@@ -2,7 +2,8 @@
 
 Two rows of two documents go through the engine as micro-batches do, over all ranks. Losses and the gradient of every
 weight must be those of the same model fed one document at a time. What is wrong in attention, masks, windows, heads,
-sums or the exchange of gradients shows here, and not in a curve that looks plausible.
+sums or the exchange of gradients shows here, and not in a curve that looks plausible. All in fp32; that the model's
+code runs with weights of bf16 at all is tried beside it.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ import torch
 from torch import Tensor
 
 from aliquot.attention.base import Documents
+from aliquot.attention.reference_attention import ReferenceAttention
 from aliquot.collectives.json_values import gather
 from aliquot.engines.base import Engine, EngineSpec
-from aliquot.errors import SelfTestError
+from aliquot.errors import SelfTestError, UnsupportedModelError
 from aliquot.launch.topology import Topology
 from aliquot.loss.base import IGNORE
+from aliquot.loss.head_loss import head_loss_on
 from aliquot.models import calls, meta
 from aliquot.models.batch import MicroBatch
-from aliquot.models.narrow import narrow
+from aliquot.models.narrow import built, narrow
 from aliquot.models.traits import Traits, eager_copy, example, quiet
 
 if TYPE_CHECKING:
@@ -37,8 +40,11 @@ _NOISE = 1e-5  # of the whole gradient: what is left of one that is zero
 
 
 def prove(config: PretrainedConfig, traits: Traits, kind: type[Engine], spec: EngineSpec, topology: Topology) -> None:
-    """Collective. Raises SelfTestError on every rank, naming the module whose gradient is wrong."""
+    """Collective. Raises SelfTestError on every rank, naming the module whose gradient is wrong; UnsupportedModelError
+    where the model's code does not run in `spec.precision`."""
     with quiet():
+        if spec.precision == "bf16":
+            _run_in_bf16(config, traits, spec.fused_loss)
         model = eager_copy(config, dropout=False)
         ids, positions, edges = example(model)
         rows = [_row(ids.roll(number), positions, edges) for number in range(_ROWS)]
@@ -69,6 +75,27 @@ def prove(config: PretrainedConfig, traits: Traits, kind: type[Engine], spec: En
         )
 
 
+def _run_in_bf16(config: PretrainedConfig, traits: Traits, fused_loss: bool) -> None:
+    """Forward and backward, as a run calls it; buffers stay fp32, routers' biases among them."""
+    model = built(narrow(config, dropout=False), traits.attention).train()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    row = _row(*example(model))
+    documents = Documents(row.edges, ReferenceAttention() if traits.packs else None)
+    try:
+        if fused_loss:
+            hidden = calls.hidden_states(model, row.input_ids, row.position_ids, documents)
+            loss = head_loss_on("cpu")(hidden, model.get_output_embeddings().weight, row.labels, 1.0)[1]
+        else:
+            loss = calls.whole_logits_loss(model, row.input_ids, row.position_ids, row.labels, documents)
+        loss.backward()  # type: ignore[no-untyped-call]
+    except Exception as error:  # each model's code fails in its own way on weights of another dtype than its buffers
+        told = " ".join(str(error).split())[:200]
+        raise UnsupportedModelError(
+            f"{type(model).__name__} does not run with weights of bf16: {told}; train.precision: fp32 can train it"
+        ) from error
+
+
 def _row(ids: Tensor, positions: Tensor, edges: tuple[int, ...]) -> MicroBatch:
     labels = ids.roll(-1)
     labels[[edge - 1 for edge in edges[1:]]] = IGNORE
@@ -86,14 +113,14 @@ def _by_engine(
     weights: Mapping[str, Tensor],
 ) -> tuple[list[float], dict[str, tuple[int, Tensor]]]:
     """The summed losses of the rows, and of this rank's parts where they begin and their gradients."""
-    built = meta.build(narrow(config, dropout=False), traits)
+    on_meta = meta.build(narrow(config, dropout=False), traits)
     rounds = -(-len(rows) // topology.world_size)
     exact = replace(
         spec, precision="fp32", on_disk=None, optimizer_states="fp32", compile="none", weight_decay=0.0, adam_beta1=0.5,
         micro_batch_tokens=len(rows[0].input_ids), micro_batches=rounds,
         phase=lambda _: None, building=lambda _: None,
     )  # fmt: skip
-    engine = kind.build(built.model, exact, topology)
+    engine = kind.build(on_meta.model, exact, topology)
     try:
         for part in engine.parts():
             if part.kind == "weight":

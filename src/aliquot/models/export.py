@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -18,9 +18,10 @@ from aliquot.models.merge import MergedWeights
 from aliquot.models.published import Published, PublishedParts, published_of, tensors_of
 from aliquot.models.source import model_on_meta
 from aliquot.models.stored_weights import StoredWeights, in_order
+from aliquot.models.structure import kept_in_fp32
 from aliquot.ranges.bytemap import ByteMap, Shape
 from aliquot.ranges.checksums import BlockChecksums, Piece
-from aliquot.ranges.file_layout import FilesLayout
+from aliquot.ranges.file_layout import FilesLayout, Laid
 from aliquot.ranges.jsonfile import parse_json, read_json, read_small
 from aliquot.ranges.manifest import check_read, read_manifest
 from aliquot.ranges.parts import PartSource
@@ -46,10 +47,12 @@ def export(
     published: Sequence[Published] | None = None,
     stem: str = "model",
     replace: bool = False,
+    exact: Collection[str] = (),
 ) -> None:
     """Write the weight parts of `store` to `out_dir` as safetensors of `dtype`, rounded to nearest even. Collective.
 
-    `tensors`: names and shapes of the whole model in its order, without tied aliases, the same on every rank.
+    `tensors`: names and shapes of the whole model in its order, without tied aliases, the same on every rank. Those
+    that are `exact` are stored as fp32 whatever `dtype` is.
     `published`: how they are to be stored, if not so; `stem`: how their files' names begin. `config_files`:
     config.json, tokenizer files and so on by plain name; rank 0's are written, and config.json is made to tell `dtype`.
     The files do not depend on the world size.
@@ -59,8 +62,10 @@ def export(
     """
     if published is not None:
         store, tensors = PublishedParts(store, published), tensors_of(published)
+        exact = {each.name for each in published if each.source in exact}
     out_dir = out_dir.resolve()  # "." and links have no name beside which to write
-    layout = FilesLayout.of(tensors, dtype, max_shard_bytes, stem)
+    laid = [Laid(name, shape, torch.float32 if name in exact else dtype) for name, shape in tensors]
+    layout = FilesLayout.of_tensors(laid, max_shard_bytes, stem)
 
     def make_way() -> None:
         if not replace and out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
@@ -129,11 +134,12 @@ def export_checkpoint(
     with RangeReader(checksums if verify else None) as reader, RangeReader() as of_base:
         store = StoredWeights(source, reader, ranks)
         if adapter is None:
-            write(store, tensors, config_files, published=published_of(model_on_meta(checkpoint_dir), tensors))
+            model = model_on_meta(checkpoint_dir)
+            write(store, tensors, config_files, published=published_of(model, tensors), exact=kept_in_fp32(model))
         elif merge:
             beside = read_json(checkpoint_dir / STATE)["determinants"].get(BASE)
             merged = MergedWeights(StoredWeights(source, reader), adapter, of_base, base, beside)
-            write(merged, merged.tensors, merged.files(config_files))
+            write(merged, merged.tensors, merged.files(config_files), exact=merged.exact)
         else:
             write(store, tensors, config_files, published=saves_of(tensors), stem=STEM)
 

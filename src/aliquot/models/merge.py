@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,10 +15,14 @@ from aliquot.errors import ModelFilesError, WeightsFileError
 from aliquot.models.source import HUB_FILES, fingerprint, local_directory, model_on_meta
 from aliquot.models.stored_names import StoredNames
 from aliquot.models.stored_weights import StoredWeights, in_order
+from aliquot.models.structure import kept_in_fp32
 from aliquot.ranges.bytemap import ByteMap
 from aliquot.ranges.jsonfile import parse_json, read_small
 from aliquot.ranges.parts import Part
 from aliquot.ranges.reader import RangeReader
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
 
@@ -71,8 +76,18 @@ class MergedWeights:
         out += change.view(-1)[start - first * columns :][: out.numel()]
 
     @cached_property
+    def exact(self) -> frozenset[str]:
+        """Names of what transformers keeps in fp32, as the files have them."""
+        kept = sorted(kept_in_fp32(self._model))
+        return frozenset(entry.name for entry in self._names.matched(self._base.entries, kept).values())
+
+    @cached_property
     def _names(self) -> StoredNames:
-        return StoredNames.of_model(model_on_meta(self._directory))
+        return StoredNames.of_model(self._model)
+
+    @cached_property
+    def _model(self) -> PreTrainedModel:
+        return model_on_meta(self._directory)
 
     def _name_of(self, module: str) -> str:
         """Of an adapted weight, in the model's files."""

@@ -21,7 +21,7 @@ from aliquot.models.code_of_strangers import without_code
 from aliquot.models.frozen import freeze
 from aliquot.models.materialise import freeze_buffers, tied_weights
 from aliquot.models.narrow import for_training, has_dropout
-from aliquot.models.structure import decoder_layers, matmul_flops, matmul_parameters
+from aliquot.models.structure import decoder_layers, kept_in_fp32, matmul_flops, matmul_parameters
 from aliquot.models.traits import Traits, traits
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ class MetaModel:
     tensors: tuple[tuple[str, tuple[int, ...]], ...]  # every weight once, in the model's order
     tied: dict[str, str]  # further name -> the name under which it is in `tensors`
     learned: frozenset[str]  # of `tensors`
+    exact: frozenset[str]  # of `tensors`, those that transformers keeps in fp32 whatever the others have
     fills: initialize.Fills  # how what is drawn is: by the model's own _init_weights, or by peft's
     matmul_parameters: int  # multiply every token: all matrices but the input embedding; a tied head counts once
     matmul_flops: int  # of a token in them, forward and backward
@@ -100,6 +101,7 @@ def build(
         tensors=tuple((name, tuple(parameter.shape)) for name, parameter in model.named_parameters()),
         tied=tied_weights(model),
         learned=frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad),
+        exact=kept_in_fp32(model),
         fills=fills,
         matmul_parameters=matmul_parameters(model),
         matmul_flops=matmul_flops(model),

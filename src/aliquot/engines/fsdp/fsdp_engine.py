@@ -57,7 +57,7 @@ class _Shard:
 
     name: str
     parameter: nn.Parameter  # holds a DTensor
-    local: Tensor  # the rows, fp32, a leaf that the optimizer updates; of the compute dtype where nothing does
+    local: Tensor  # the rows, fp32, a leaf that the optimizer updates; of what learns nothing as it is computed with
     start: int  # flat index of the first element in the whole tensor
 
 
@@ -105,16 +105,19 @@ class FsdpEngine:
         # Pinned, FSDP2 would copy the shards to new memory at the first forward pass, and the optimizer would go on
         # to update the old ones.
         offload = CPUOffloadPolicy(pin_memory=False) if spec.offload else OffloadPolicy()
-        for parameter in meta.parameters():
-            if not parameter.requires_grad:
+        for name, parameter in meta.named_parameters():
+            if not parameter.requires_grad and name not in spec.exact:
                 parameter.data = parameter.data.to(spec.compute_dtype)
-        scalars = {parameter: name for name, parameter in meta.named_parameters() if parameter.ndim == 0}
-        if learned := [name for parameter, name in scalars.items() if parameter.requires_grad]:
+        # FSDP2 shards no scalar, and gathers all of a layer in one dtype: these few each rank has whole.
+        whole = {
+            parameter: name for name, parameter in meta.named_parameters() if parameter.ndim == 0 or name in spec.exact
+        }
+        if learned := [name for parameter, name in whole.items() if parameter.requires_grad]:
             raise EngineError(f"engine fsdp: FSDP2 shards no weight without a dimension, and {learned[0]} has none")
         reshard = False if spec.unsharded.weights else None  # None: all but the root
         for group in _groups(meta):
             fully_shard(
-                group, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=set(scalars) or None,
+                group, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=set(whole) or None,
                 reshard_after_forward=reshard,
             )  # fmt: skip
         stage = _share_memory(meta, spec, topology)
@@ -129,6 +132,9 @@ class FsdpEngine:
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         materialise(meta, torch.device("cpu") if spec.offload else device, buffers_on=device)
+        for name in whole.values():
+            parameter = meta.get_parameter(name)
+            parameter.data = torch.zeros_like(parameter, device=device)
         return cls(meta, _own_shards(meta, topology), spec, topology, stage)
 
     @property
@@ -165,8 +171,11 @@ class FsdpEngine:
     def ready(self) -> None:
         check_collectives(self._device, self._stage)
         for shard in self._shards:
-            if shard.parameter.ndim == 0:
-                dist.broadcast(shard.parameter.data, 0)  # each rank has all of it, and the first one's is saved
+            if not isinstance(shard.parameter, DTensor):  # each rank has all of it, and has filled its range
+                whole = torch.zeros_like(shard.parameter, dtype=torch.float32).view(-1)
+                whole[shard.start : shard.start + shard.local.numel()] = shard.local
+                dist.all_reduce(whole)
+                shard.parameter.data.copy_(whole.view(shard.parameter.shape))
 
     def restored(self, steps: int) -> None:
         self._optimizer.set_steps(steps)
@@ -345,7 +354,7 @@ def _own_shards(model: nn.Module, topology: Topology) -> list[_Shard]:
         if isinstance(parameter, DTensor):
             local = parameter.to_local().detach()
         else:
-            local = parameter.detach().view(-1)[: stop - start]
+            local = parameter.detach().view(-1)[start:stop]
         shards.append(_Shard(name, parameter, local, start))
     return shards
 

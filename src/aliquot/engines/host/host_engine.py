@@ -70,12 +70,18 @@ class HostEngine:
         self._rank = topology.rank
         self._compute = spec.compute_dtype
         self._weights = [
-            Weight(name, tuple(each.shape), row_ranges(tuple(each.shape), topology.world_size), each.requires_grad)
+            Weight(
+                name,
+                tuple(each.shape),
+                row_ranges(tuple(each.shape), topology.world_size),
+                each.requires_grad,
+                torch.float32 if name in spec.exact else self._compute,
+            )
             for name, each in model.named_parameters()
         ]
         self._index = {weight.name: index for index, weight in enumerate(self._weights)}
         streamed = layers_on_disk(model, spec, several_hosts=hosts.wire is not None)
-        self._shared = SharedWeights(hosts, self._weights, self._compute, touch=not streamed)
+        self._shared = SharedWeights(hosts, self._weights, touch=not streamed)
         self._shared.place(model)
         kept = torch.float32 if spec.optimizer_states == "fp32" else torch.bfloat16
         embedding = cast(nn.Parameter, cast(nn.Module, model.get_input_embeddings()).weight)  # type: ignore[operator]

@@ -35,7 +35,6 @@ class HostStates:
         self._owned = owned
         self._sums = sums
         self._states = states
-        self._splits = owned[0].dtype == torch.bfloat16
         self._streamed = streamed
         self._updated = {} if disk is None else disk.states
         self._windows = {} if disk is None else disk.windows
@@ -155,7 +154,8 @@ class HostStates:
         return found
 
     def _on_disk(self, index: int, kind: Kind) -> bool:
-        return bool(self._windows.get(index)) and (kind != "weight" or self._splits or index in self._streamed)
+        whole = kind == "weight" and self._owned[index].dtype == torch.float32
+        return bool(self._windows.get(index)) and (not whole or index in self._streamed)
 
     def _store(self, index: int, kind: Kind) -> Store:
         if index in self._frozen:
@@ -183,7 +183,7 @@ class HostStates:
             values, others = fields["compute"].view(own.dtype), []
         else:
             values, *others = (copy[start:stop] for copy in own.copies)
-        if not self._splits:
+        if own.dtype == torch.float32:
             return WholeWeights(values, others)
         if not own.learns:
             return RoundedWeights(values, others)

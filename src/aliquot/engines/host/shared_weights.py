@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
 from aliquot.collectives.alignment import aligned
@@ -16,13 +15,12 @@ from aliquot.optim.decay import decays
 
 
 class SharedWeights:
-    def __init__(self, hosts: Hosts, weights: Sequence[Weight], dtype: torch.dtype, touch: bool) -> None:
+    def __init__(self, hosts: Hosts, weights: Sequence[Weight], touch: bool) -> None:
         """`touch`: have its pages now, on their node. Collective over the host."""
         self._weights = weights
-        self._dtype = dtype
         self._offsets = [0]
         for weight in weights:
-            self._offsets.append(self._offsets[-1] + aligned(weight.numel * dtype.itemsize))
+            self._offsets.append(self._offsets[-1] + aligned(weight.numel * weight.dtype.itemsize))
         own, others = hosts.share_per_numa_node(self._offsets[-1], touch=touch)
         self._memories = (own, *others)  # of this NUMA node, then of the others
         self.size_bytes = own.size_bytes
@@ -38,7 +36,8 @@ class SharedWeights:
 
     def view(self, index: int) -> Tensor:
         """A weight in this node's copy."""
-        return self._memories[0].tensor(self._offsets[index], self._weights[index].shape, self._dtype)
+        weight = self._weights[index]
+        return self._memories[0].tensor(self._offsets[index], weight.shape, weight.dtype)
 
     def ranges(self, index: int, rank: int) -> list[Tensor]:
         """What `rank` owns of a weight, flat, in every copy."""
@@ -49,8 +48,8 @@ class SharedWeights:
         start = weight.ranges[rank][0]
         return Owned(
             memories=self._memories,
-            offset_bytes=self._offsets[index] + start * self._dtype.itemsize,
-            dtype=self._dtype,
+            offset_bytes=self._offsets[index] + start * weight.dtype.itemsize,
+            dtype=weight.dtype,
             numel=weight.numel_of(rank),
             start=start,
             row_numel=weight.row_numel,

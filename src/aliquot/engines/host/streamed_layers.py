@@ -46,10 +46,13 @@ def layers_on_disk(model: nn.Module, spec: EngineSpec, several_hosts: bool) -> L
     ):
         if stands:
             raise EngineError(f"shard.offload: disk keeps no weights there with {why}, and the rest does not fit")
-    parameters = list(model.parameters())
+    names, parameters = zip(*model.named_parameters(), strict=True)
     shapes = [tuple(parameter.shape) if parameter.requires_grad else None for parameter in parameters]
     there = first_of(shapes, spec.on_disk.states)
-    there += [at for at, each in enumerate(parameters) if shapes[at] is None and each.shape in spec.on_disk.frozen]
+    there += [
+        at for at, each in enumerate(parameters)
+        if shapes[at] is None and each.shape in spec.on_disk.frozen and names[at] not in spec.exact
+    ]  # fmt: skip
     layers = decoder_layers(model)
     users = Counter(id(parameter) for layer in layers for parameter in set(layer.parameters()))
     index = {id(parameters[at]): at for at in there if users[id(parameters[at])] == 1}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
+
 
 @dataclass(frozen=True)
 class Weight:
@@ -14,6 +16,7 @@ class Weight:
     shape: tuple[int, ...]
     ranges: tuple[tuple[int, int], ...]  # [rank]: the flat range that it owns
     learns: bool
+    dtype: torch.dtype  # in which it is computed with
 
     @property
     def numel(self) -> int:
