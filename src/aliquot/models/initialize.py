@@ -3,12 +3,14 @@
 transformers' own `_init_weights` runs once on the meta device while a dispatch mode writes down which in-place
 operation it makes on which parameter. Those operations are then replayed on fixed blocks of rows, each block with a
 generator seeded by (seed, name, block), so that any rank can draw any block alone. What it computes in another way (the
-time steps of state-space layers) is had by running it on the whole layer, seeded by (seed, layer).
+time steps of state-space layers, what torch leaves as it is on the meta device) is had by running it on the whole layer,
+seeded by (seed, layer).
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 BLOCK_NUMEL = 1 << 20
 # These overwrite whatever was there, so that nothing recorded before them needs replaying.
 OVERWRITING = ("normal_", "uniform_", "fill_", "zero_")
+# torch's own initialisations that do nothing to meta tensors: not a trace of them would be recorded.
+_SKIPS_META = ("trunc_normal_", "orthogonal_", "dirac_", "sparse_")
 
 
 @dataclass(frozen=True)
@@ -125,12 +129,21 @@ def record(model: PreTrainedModel) -> Fills:
 
     fills, otherwise = _replayable(dict(model.named_parameters()), recorder)
     otherwise |= {name: refused or "nothing fills it" for name, found in fills.items() if not found}
+    if skipped := _skipped(model):
+        otherwise |= {name: f"{skipped} does nothing to meta tensors" for name in fills}
     repeated = set(decoder_layers(model))
     layers = [path for path, module in model.named_modules() if module in repeated]
     return {
         name: _of_layer(model, name, layers, otherwise[name]) if name in otherwise else tuple(found)
         for name, found in fills.items()
     }
+
+
+def _skipped(model: PreTrainedModel) -> str | None:
+    """The first of `_SKIPS_META` that the code by which a model is initialised names."""
+    models = [module for module in model.modules() if hasattr(module, "_init_weights")]
+    code = "".join(inspect.getsource(method) for method in {type(each)._init_weights for each in models})
+    return next((name for name in _SKIPS_META if f"init.{name}(" in code), None)
 
 
 def record_added(model: nn.Module, add: Callable[[], object]) -> Fills:
@@ -187,7 +200,9 @@ def _layer_weights(kind: Any, config: str, path: str, seed: int) -> dict[str, Te
         torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}:{path}".encode()).digest()[:8], "little"))
         for parameter in layer.parameters():
             parameter.fill_(math.nan)
-        for module in reversed(list(layer.modules())):  # what is inside before what it is in, as transformers does
+        # What is inside before what it is in, as transformers does; the rest of what it is in stays on the meta device.
+        around = [model.get_submodule(path.rsplit(".", count)[0]) for count in range(1, path.count(".") + 1)]
+        for module in (*reversed(list(layer.modules())), *around, *([model] if path else [])):
             vars(module).pop("_is_hf_initialized", None)
             initialize_module(model, module)
     return {name: parameter.detach().float().flatten() for name, parameter in layer.named_parameters()}
