@@ -27,7 +27,7 @@ from aliquot.launch.claims import check_round
 from aliquot.launch.presence import Presence
 from aliquot.launch.stop_signal import StopSignal, Terminated
 from aliquot.launch.watchdog import Watchdog
-from aliquot.machine.allocator import give_back
+from aliquot.machine.allocator import FreedMemory
 from aliquot.models.computed import computed
 from aliquot.models.model_files import model_files
 from aliquot.models.structure import attention_widths
@@ -95,6 +95,7 @@ class Training:
         self._perplexity: float | None = None
         self._evaluations = start.evaluations
         self._saved_step = start.step  # of the newest checkpoint
+        self._freed = FreedMemory(start.step)
 
     def all_steps(self) -> None:
         """Raises Terminated once it is saved what a signal has cut short, DivergedError for numbers that are none."""
@@ -133,6 +134,7 @@ class Training:
             "stop": self._stop.requested,
             "save": saver.report(),
             "mirror": self._mirror.report(),
+            "freed": self._freed.is_due(step),
         }
         reports = record.gather(own, batch.own_tokens)
         record.enter("checkpoint")
@@ -152,6 +154,8 @@ class Training:
         flops = model_flops(self._model.built.matmul_flops, batch.tokens, batch.lengths, self._attention_widths)
         record.end(batch.tokens, flops, saver.under_way)
         self._watchdog.beat()
+        if any(report["freed"] for report in reports):
+            self._freed.give_back(self._done)
         metrics = {"loss": self._loss, "learning_rate": rate, "grad_norm": grad_norm, "tokens": self._tokens}
         of_sources = self._loss_of_sources([report["loss"] for report in reports], batch)
         return max(report["stop"] for report in reports), {**metrics, **of_sources, "epoch": batch.epoch}
@@ -221,7 +225,7 @@ class Training:
             found[name] = result
             before += batches.count(ranks.world_size)
         self._perplexity = self._record.evaluated(found)
-        give_back()  # blocks of other sizes than a step's, between which steps would find less and less room
+        self._freed.give_back(self._done)  # blocks of other sizes, between which steps would find less and less room
         if self._done > 0:
             self._compare(next(iter(found.values()))[0])  # the first set counts
         return 0
@@ -254,7 +258,7 @@ class Training:
         self._record.saved(step, seconds, stall_s)
         self._saved_step = step
         self._mirror.start(step, self._saver.best, new=True)
-        give_back()
+        self._freed.give_back(self._done)
 
     def _not_saved(self, step: int) -> None:
         """What was best before it is the best again; at the end the weights themselves are there to be exported."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from pathlib import Path
 
 VARIABLE = "ALIQUOT_ALLOCATOR"  # "none": leave it alone; else what was chosen, so that nobody chooses twice
+_STEPS_KEPT, _SECONDS_KEPT = 50, 120.0  # a thousandth of the time at most
 BY_RESTART = " (restarted)"  # ends the variable's value where the process replaced itself by one with an allocator
 
 
@@ -27,6 +29,26 @@ def give_back() -> None:
         loaded.MallocExtension_ReleaseFreeMemory()
     elif allocator_name() == "glibc" and hasattr(loaded, "malloc_trim"):
         loaded.malloc_trim(0)
+
+
+class FreedMemory:
+    """What a step has freed, which the allocator keeps for the next one.
+
+    No two steps need the same, so in time it is what the worst of thousands left. It is given back now and then: the
+    next step faults in what it needs itself, in some hundredths of a second.
+    """
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+        self._at = time.monotonic()
+
+    def is_due(self, step: int) -> bool:
+        """Whether it has not been given back for long: all ranks wait for one that does."""
+        return step - self._step >= _STEPS_KEPT and time.monotonic() - self._at >= _SECONDS_KEPT
+
+    def give_back(self, step: int) -> None:
+        give_back()
+        self._step, self._at = step, time.monotonic()
 
 
 def described() -> str:

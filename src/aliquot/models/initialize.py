@@ -2,8 +2,8 @@
 
 transformers' own `_init_weights` runs once on the meta device while a dispatch mode writes down which in-place
 operation it makes on which parameter. Those operations are then replayed on fixed blocks of rows, each block with a
-generator seeded by (seed, name, block), so that any rank can draw any block alone. What it computes in another way (the
-time steps of state-space layers, what torch leaves as it is on the meta device) is had by running it on the whole layer,
+generator seeded by (seed, name, block), so that any rank can draw any block alone. What it computes otherwise (the time
+steps of state-space layers, what torch leaves as it is on the meta device) is had by running it on the whole layer,
 seeded by (seed, layer).
 """
 
