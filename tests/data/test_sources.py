@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import shutil
 import sysconfig
 from pathlib import Path
 
@@ -140,6 +142,11 @@ def test_a_dataset_by_name_is_the_same_documents(tmp_path: Path) -> None:
     assert [document.text for document in train.documents()] == [f"row {n}" for n in range(600)]
     assert [document.text for document in held.documents() if not document.blank] == ["held"]
     assert held.digest != train.digest == source_of(section, tmp_path).digest
+    copy = shutil.copytree(tmp_path / "set", tmp_path / "elsewhere")
+    os.utime(copy / "train.jsonl", (1, 1))
+    assert source_of(section.model_copy(update={"dataset": str(copy)}), tmp_path).digest == train.digest
+    (copy / "train.jsonl").write_text("".join(f'{{"text": "now {n}"}}\n' for n in range(600)))
+    assert source_of(section.model_copy(update={"dataset": str(copy)}), tmp_path).digest != train.digest
     for wrong, message in {
         "split": (section.model_copy(update={"split": "nope"}), r"split nope: cannot load the dataset: .*nope"),
         "field": (section.model_copy(update={"text_field": "body"}), "no field 'body'; there are text: set"),

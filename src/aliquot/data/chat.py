@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -149,8 +151,9 @@ def _encode(tokenizer: Any, text: str, spans: list[Span] | None) -> tuple[list[i
         raise TokenizerError("answers need a fast tokenizer, one with a tokenizer.json")
     with _whole_offsets(tokenizer):
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    inside = [(start, stop) for start, stop in spans if start < stop]
-    reaches = [any(begin < stop and start < end for start, stop in inside) for begin, end in encoded["offset_mapping"]]
+    starts, stops = zip(*sorted(span for span in spans if span[0] < span[1]), (math.inf, math.inf), strict=True)
+    # Spans lie one after the other: a token reaches into the first one that ends behind its beginning, or into none.
+    reaches = [starts[bisect_right(stops, begin)] < end for begin, end in encoded["offset_mapping"]]
     return list(encoded["input_ids"]), [int(each) for each in reaches]
 
 

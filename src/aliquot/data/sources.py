@@ -68,7 +68,7 @@ def sources_of(section: DataSection, cache: Path) -> tuple[dict[str, Source], di
         there = section.model_copy(update={"path": section.eval_path, "dataset": None})
         held_out[""] = FileSource.find(there, cache, "data.eval_path")
     elif section.eval_split is not None:
-        held_out[""] = HubSource.load(section.model_copy(update={"split": section.eval_split}), "data.dataset")
+        held_out[""] = HubSource.load(section.model_copy(update={"split": section.eval_split}), cache, "data.dataset")
     elif (fraction := section.eval_fraction) > 0:
         held_out = {name: HeldOut(source, fraction, "held out") for name, source in train.items()}
         train = {name: HeldOut(source, fraction, "rest") for name, source in train.items()}
@@ -93,7 +93,7 @@ def source_of(section: RecordsSection, cache: Path, key: str = "") -> Source:
     """
     if section.path is not None:
         return FileSource.find(section, cache, f"{key} path" if key else "data.path")
-    return HubSource.load(section, f"{key} dataset" if key else "data.dataset")
+    return HubSource.load(section, cache, f"{key} dataset" if key else "data.dataset")
 
 
 @dataclass(frozen=True)
@@ -240,9 +240,12 @@ class HubSource:
     form: Format
     label: str
     total_bytes: int
+    split: str
+    tables: tuple[Path, ...]  # of a dataset from a local directory, the files that `datasets` has made of it
+    cache: Path  # where digests are kept
 
     @classmethod
-    def load(cls, section: RecordsSection, key: str) -> HubSource:
+    def load(cls, section: RecordsSection, cache: Path, key: str) -> HubSource:
         import datasets
 
         assert section.dataset is not None
@@ -254,11 +257,24 @@ class HubSource:
         except Exception as error:  # datasets raises nearly every kind of exception
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise DataError(f"cannot load the dataset: {reason}", label) from error
-        return cls(dataset, format_of(section, dataset.column_names, label), label, int(dataset.data.nbytes))
+        local = Path(section.dataset).exists()
+        return cls(
+            dataset=dataset,
+            form=format_of(section, dataset.column_names, label),
+            label=label,
+            total_bytes=int(dataset.data.nbytes),
+            split=section.split,
+            tables=tuple(Path(each["filename"]) for each in dataset.cache_files) if local else (),
+            cache=cache,
+        )
 
     @cached_property
     def digest(self) -> str:
-        return hashlib.sha256(f"{self.dataset._fingerprint}\0{self.form!r}".encode()).hexdigest()
+        # The fingerprint names what was published on a hub; of a local directory it is of its place and times, too.
+        content = [self.dataset._fingerprint]
+        if self.tables:
+            content = [self.split, *digests(self.tables, self.cache)]
+        return hashlib.sha256("\0".join([*content, repr(self.form)]).encode()).hexdigest()
 
     def documents(self) -> Iterator[Document]:
         row = 0
