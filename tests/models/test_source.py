@@ -8,9 +8,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from transformers import AutoConfig
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from aliquot.config.schema import ModelSection
 from aliquot.errors import UserError
@@ -117,3 +120,35 @@ def test_files_that_are_no_config(tmp_path: Path) -> None:
     file.write_text(json.dumps({**SMALL, "model_type": "llama", "torch_dtype": "float16"}))
     assert str(resolve(ModelSection(path=str(tmp_path))).dtype) == "torch.float16"
     assert resolve(ModelSection(config=file)).from_scratch
+
+
+@pytest.mark.parametrize(
+    ("model_type", "key"), [("roberta", "pad_token_id"), ("modernbert-decoder", "bos_token_id"), ("llama", None)]
+)
+def test_a_model_that_cannot_be_without_a_special_token_says_so(model_type: str, key: str | None) -> None:
+    source = resolve(ModelSection(config={"model_type": model_type}))
+    source.assume_vocabulary(300)
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()))  # without any
+    if key is None:
+        source.adopt_tokenizer(tokenizer)
+        return
+    with pytest.raises(UserError, match=f"model.config: {model_type} needs {key}, and the tokenizer has none: give it"):
+        source.adopt_tokenizer(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("config", "longest"),
+    [
+        ({"model_type": "llama", "max_position_embeddings": 512}, 512),
+        ({"model_type": "roberta", "max_position_embeddings": 514, "pad_token_id": 1}, 512),
+        ({"model_type": "mpt", "max_seq_len": 64}, 64),
+        ({"model_type": "mamba"}, None),
+    ],
+)
+def test_positions_are_those_that_the_models_code_has(config: dict[str, object], longest: int | None) -> None:
+    source = resolve(ModelSection(config=config))
+    assert source.positions == longest
+    source.check_length(longest or 10**6)
+    if longest is not None:
+        with pytest.raises(UserError, match=f"but the model has {longest} positions"):
+            source.check_length(longest + 1)

@@ -34,6 +34,10 @@ _MOST = {
     "vocab_size": (100_000_000, "tokens in its vocabulary"),
 }
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+# RoBERTa and its kin number positions from the one behind the padding token's id.
+_FROM_PADDING = {
+    "camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -68,8 +72,9 @@ class ModelSource:
             # Rounded up: matrix products are fastest on whole blocks.
             self.config.vocab_size = -(-len(tokenizer) // 64) * 64
         for key in SPECIAL:
-            if key not in self.given:
-                setattr(self.config, key, getattr(tokenizer, key))
+            if key not in self.given and not self._adopt(key, getattr(tokenizer, key)):
+                kind = self.config.model_type
+                raise ModelFilesError(f"{kind} needs {key}, and the tokenizer has none: give it", "model.config")
 
     def assume_vocabulary(self, size: int) -> None:
         """What adopt_tokenizer will do with a tokenizer of that size, where none has been opened yet."""
@@ -80,7 +85,17 @@ class ModelSource:
         self.config.vocab_size = -(-size // 64) * 64
         for key in SPECIAL:
             if key not in self.given:
-                setattr(self.config, key, None)
+                self._adopt(key, None)
+
+    def _adopt(self, key: str, token: int | None) -> bool:
+        """False: a model of this kind cannot be without."""
+        if token is None and key == "pad_token_id" and self.config.model_type in _FROM_PADDING:
+            return False
+        try:
+            setattr(self.config, key, token)
+        except Exception:  # as transformers' configurations refuse a value, each in its own way
+            return False
+        return True
 
     def _grow(self, size: int) -> None:
         for config in (self.config, self.config.get_text_config(decoder=True)):
@@ -93,9 +108,15 @@ class ModelSource:
         return None if self.directory is None else fingerprint(self.directory)
 
     @property
+    def _positions_key(self) -> str:
+        return "max_seq_len" if self.config.model_type == "mpt" else "max_position_embeddings"
+
+    @property
     def positions(self) -> int | None:
         """That it knows; None: as many as it is given."""
-        positions = getattr(self.config, "max_position_embeddings", None)
+        positions = getattr(self.config, self._positions_key, None)
+        if positions is not None and self.config.model_type in _FROM_PADDING:
+            positions -= (self.config.pad_token_id or 0) + 1
         return positions if positions is not None and positions > 0 else None
 
     def check_length(self, sequence_length: int) -> None:
@@ -103,7 +124,7 @@ class ModelSource:
         if (positions := self.positions) is not None and positions < sequence_length:
             raise ConfigError(
                 f"data.sequence_length is {sequence_length}, but the model has {positions} positions"
-                " (max_position_embeddings): shorten the sequences"
+                f" ({self._positions_key}): shorten the sequences"
             )
 
 
