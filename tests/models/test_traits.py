@@ -50,6 +50,14 @@ def test_traits(model_type: str, packs: bool, plain_head: bool, looks_up: bool) 
     assert (found.packs, found.plain_head, found.looks_up) == (packs, plain_head, looks_up), found
 
 
+@pytest.mark.parametrize(("settings", "attention"), [({}, "sdpa"), ({"alibi": True}, "eager")])
+def test_attention_of_a_model_that_does_not_pack_gives_what_its_eager_one_does(
+    settings: dict[str, Any], attention: str
+) -> None:
+    """Falcon's way with torch's attention scales the biases of positions otherwise."""
+    assert traits(AutoConfig.for_model("falcon", **settings)).attention == attention
+
+
 def test_a_model_that_sees_what_follows_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="Not a causal language model"):
         traits(AutoConfig.for_model("xlm"))

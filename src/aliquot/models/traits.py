@@ -237,11 +237,14 @@ def _why_alone(config: PretrainedConfig, model: PreTrainedModel, alone: Tensor) 
 
 
 def _own_attention(config: PretrainedConfig) -> str:
+    """torch's, where the model has that way and it gives what its eager one does."""
+    model = eager_copy(config)
     try:
-        built(narrow(config), "sdpa")
+        other = built(narrow(config), "sdpa").eval()
     except ValueError:  # transformers says so of a model that has no such way
         return "eager"
-    return "sdpa"
+    other.load_state_dict(model.state_dict())
+    return "sdpa" if agree(_logits_alone(other), _logits_alone(model)) else "eager"
 
 
 def _line(error: Exception) -> str:
