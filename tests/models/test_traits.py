@@ -13,7 +13,7 @@ from aliquot.attention.base import Documents
 from aliquot.errors import UnsupportedModelError
 from aliquot.models import calls
 from aliquot.models.narrow import has_dropout, narrow
-from aliquot.models.traits import traits
+from aliquot.models.traits import LENGTHS, traits
 
 SMALL = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -121,3 +121,11 @@ def test_narrow_keeps_kinds_and_switches() -> None:
     assert set(small.layer_types) == set(config.layer_types) and len(small.layer_types) == small.num_hidden_layers == 4
     assert small.sliding_window < 13 and small.rms_norm_eps == config.rms_norm_eps
     assert has_dropout(small) and not has_dropout(narrow(config, dropout=False))
+
+
+def test_narrow_has_what_matters_only_for_long_documents_and_large_values() -> None:
+    """Llama 4 scales attention from the 8,192nd token on; clamps at the sizes of trained models change nothing."""
+    assert narrow(AutoConfig.for_model("llama4_text")).floor_scale < LENGTHS[0]
+    assert narrow(AutoConfig.for_model("olmo", clip_qkv=8.0)).clip_qkv == 1.0
+    assert narrow(AutoConfig.for_model("olmo")).clip_qkv is None
+    assert narrow(AutoConfig.for_model("dbrx", attn_config={"clip_qkv": 8.0})).attn_config.clip_qkv == 1.0

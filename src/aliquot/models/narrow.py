@@ -39,7 +39,7 @@ _SIZES = {
     " mamba_chunk_size prompt_length mamba_n_heads mamba_num_heads index_topk",
     4: "num_attention_heads n_head n_heads num_heads attention_heads decoder_attention_heads swa_num_attention_heads"
     " encoder_attention_heads linear_num_value_heads linear_num_heads num_experts num_local_experts n_routed_experts"
-    " moe_num_experts num_encoder_attention_heads num_decoder_attention_heads index_n_heads",
+    " moe_num_experts num_encoder_attention_heads num_decoder_attention_heads index_n_heads floor_scale",
     WINDOW: "sliding_window sliding_window_size local_attention window_size attention_window_size attention_chunk_size",
     2: "num_experts_per_tok num_experts_per_token moe_topk moe_k linear_num_key_heads n_group num_expert_group n_groups"
     " o_groups zero_expert_num",
@@ -159,7 +159,7 @@ def _positions(lists: dict[str, list[Any]], layers: int) -> list[int]:
 def _small(key: str, value: Any, heads: int) -> Any:
     if isinstance(value, list) and value and all(isinstance(each, int) for each in value):
         return [_small(key, each, heads) for each in value]
-    if key.endswith(("softcapping", "softcap", "soft_cap")) and value:
+    if key.endswith(("softcapping", "softcap", "soft_cap", "clip_qkv")) and value:
         return _CAP
     if not isinstance(value, int) or isinstance(value, bool):
         return value
