@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -228,6 +229,14 @@ def test_bad_input_gets_one_line_and_leaves_nothing(
     assert "\n" not in str(caught.value)
     tokens = tmp_path / "cache" / "tokens"
     assert not tokens.exists() or all((store / "store.json").exists() for store in tokens.iterdir())
+
+
+def test_what_an_export_was_trained_with_is_of_its_own_tokenizer(corpus: Path, model: Path) -> None:
+    (model / "aliquot.json").write_text('{"prefix": [7]}')
+    assert prepare(section(corpus), model, 300).prefix == (7,)
+    other = shutil.copytree(model, model.parent / "other")
+    own = convention_of(byte_level(), None, None).prefix
+    assert prepare(section(corpus, tokenizer=str(other)), model, 300).prefix == own != (7,)
 
 
 def test_a_model_from_scratch_needs_a_tokenizer(corpus: Path) -> None:

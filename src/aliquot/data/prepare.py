@@ -107,7 +107,8 @@ def prepare(
     rows = vocab_size + (len(tokenizer) - before if model_dir is not None else 0)
     all_have_rows = check_vocabulary(tokenizer, rows, own and len(tokenizer) == before)
     directory = publish_tokenizer(tokenizer, root)
-    known = (trained_prefix(each) for each in (adapter_dir, model_dir) if each is not None)
+    # Of another tokenizer the numbers that an export names are other tokens.
+    known = (trained_prefix(each) for each in (adapter_dir, model_dir) if each is not None and own)
     trained = next((prefix for prefix in known if prefix is not None), None)
     builder = _Builder(section, tokenizer, directory, root, trained)
     convention = builder.convention(answers=False)

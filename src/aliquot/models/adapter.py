@@ -109,8 +109,8 @@ def _check_names(model: PreTrainedModel, wanted: str | Sequence[str]) -> None:
 
 
 def _linear(model: PreTrainedModel) -> list[str]:
-    """Names of all linear layers but the head; of a mixture none in the blocks that hold experts, or are called as they
-    are: peft would adapt the experts for them."""
+    """Names of all linear layers but the head, and but those that compute more (Llama 4's router); of a mixture none in
+    the blocks that hold experts, or are called as they are: peft would adapt the experts for them."""
     from transformers.pytorch_utils import Conv1D
 
     blocks = {path.split(".")[-2] for path, module in model.named_modules() if weights_of(module) is not None}
@@ -118,7 +118,9 @@ def _linear(model: PreTrainedModel) -> list[str]:
     found = [
         path
         for path, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and module is not head and blocks.isdisjoint(path.split("."))
+        if type(module).forward in (nn.Linear.forward, Conv1D.forward)
+        and module is not head
+        and blocks.isdisjoint(path.split("."))
     ]
     return sorted({path.rpartition(".")[2] for path in found})
 
