@@ -149,5 +149,5 @@ def test_what_nothing_is_learned_from_has_a_reason() -> None:
 
 
 def test_a_chat_without_a_template_is_refused() -> None:
-    with pytest.raises(UserError, match=r"the tokenizer has no chat template: give it one, data\.chat_template"):
+    with pytest.raises(UserError, match=r"the tokenizer has no chat template, .*: data\.chat_template"):
         learned({"messages": TALK, "context": 0})

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from aliquot.config.cache_root import cache_root
+from aliquot.config.home import with_home
 from aliquot.config.schema import DataSection
 from aliquot.data.cache import publishing
 from aliquot.data.chat import ENCODING
@@ -107,8 +108,9 @@ def prepare(
     rows = vocab_size + (len(tokenizer) - before if model_dir is not None else 0)
     all_have_rows = check_vocabulary(tokenizer, rows, own and len(tokenizer) == before)
     directory = publish_tokenizer(tokenizer, root)
-    # Of another tokenizer the numbers that an export names are other tokens.
-    known = (trained_prefix(each) for each in (adapter_dir, model_dir) if each is not None and own)
+    # Beside the tokenizer: of another one the numbers that an export names are other tokens.
+    beside = [adapter_dir, model_dir] if own else [with_home(section.tokenizer)] if section.tokenizer else []
+    known = (trained_prefix(each) for each in beside if each is not None)
     trained = next((prefix for prefix in known if prefix is not None), None)
     builder = _Builder(section, tokenizer, directory, root, trained)
     convention = builder.convention(answers=False)
