@@ -23,6 +23,9 @@ def test_an_installed_allocator_is_preloaded_once(tmp_path: Path) -> None:
     tcmalloc = install(tmp_path, "libtcmalloc_minimal.so.4")
     environ = with_allocator({"LD_PRELOAD": "/other.so"}, tmp_path)
     assert environ["LD_PRELOAD"] == f"{tcmalloc}:/other.so"
+    assert environ["TCMALLOC_MAX_TOTAL_THREAD_CACHE_BYTES"] == "8388608"
+    own = {"TCMALLOC_MAX_TOTAL_THREAD_CACHE_BYTES": "1"}
+    assert with_allocator(own, tmp_path)["TCMALLOC_MAX_TOTAL_THREAD_CACHE_BYTES"] == "1"
     assert with_allocator(environ, tmp_path) == environ
 
 

@@ -19,6 +19,8 @@ _NAMES = ("libtcmalloc.so.4", "libtcmalloc_minimal.so.4", "libjemalloc.so.2")
 _FOLDERS = ("usr/lib64", "usr/lib", "usr/local/lib", "usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES = 512 << 20
+# Of small blocks, which are not given back. It keeps four times as many by itself, once thousands of steps have passed.
+_OF_TCMALLOC = {"TCMALLOC_MAX_TOTAL_THREAD_CACHE_BYTES": str(8 << 20)}
 
 
 def with_allocator(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, str]:
@@ -30,7 +32,7 @@ def with_allocator(environ: Mapping[str, str], root: Path = Path("/")) -> dict[s
     if found is None:
         return {**environ, VARIABLE: "glibc"}
     preload = ":".join(filter(None, (str(found), environ.get("LD_PRELOAD"))))
-    return {**environ, "LD_PRELOAD": preload, VARIABLE: found.name}
+    return {**_OF_TCMALLOC, **environ, "LD_PRELOAD": preload, VARIABLE: found.name}
 
 
 def restart_with_allocator() -> None:
