@@ -55,7 +55,9 @@ class LaunchError(UserError, id="launch"):
 
 
 class RendezvousError(UserError, id="rendezvous"):
-    """The nodes or ranks of a run have not found each other."""
+    """The nodes or ranks of a run have not found each other: those that are late may be there next time."""
+
+    exit_code = 1
 
 
 class NodesDifferError(UserError, id="nodes-differ"):

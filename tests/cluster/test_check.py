@@ -342,8 +342,13 @@ MISTAKES: dict[str, tuple[str, Callable[[Documents], Any]]] = {
     "/dev/shm as large as the pod": ("shm-limit", lambda d: shm(d, medium="Memory", sizeLimit="500Gi")),
     "a short grace period": ("grace", lambda d: pod(d).update(terminationGracePeriodSeconds=60)),
     "the default grace period": ("grace", lambda d: pod(d).pop("terminationGracePeriodSeconds")),
-    "no annotation": ("do-not-disrupt", lambda d: job_set(d)["replicatedJobs"][0]["template"]["spec"]["template"].pop(
-        "metadata")),
+    "notices kept away": ("do-not-disrupt", lambda d: job_set(d)["replicatedJobs"][0]["template"]["spec"]["template"][
+        "metadata"].update(annotations={"karpenter.sh/do-not-disrupt": "true"})),
+    "drift": ("drift", lambda d: pool(d)["disruption"].pop("budgets")),
+    "drift at night": ("drift", lambda d: pool(d)["disruption"]["budgets"][0].update(
+        schedule="0 0 * * *", duration="1h")),
+    "a size that FSx has not": ("storage-size", lambda d: d["persistent-volume-claim.yaml"]["spec"]["resources"][
+        "requests"].update(storage="3600Gi")),
     "no restarts": ("restarts", lambda d: job_set(d).pop("failurePolicy")),
     "a CUDA image": ("image-kind", lambda d: trainer(d).update(image="pytorch/pytorch:2.13.0-cuda13.0-runtime")),
     "a token": ("secret-value", lambda d: trainer(d)["env"].append({"name": "X", "value": "hf_" + 24 * "a"})),
@@ -396,6 +401,12 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"checkpoint": {"every": 10, "resume": "runs/x/step-00000100"}},
     ),
     "spot with a long grace": ("grace", {"capacity": ["spot"]}, {"checkpoint": {"every": 10, "grace_s": 300}}),
+    "a mirror elsewhere": ("not-shared", {}, {"checkpoint": {"every": 10, "mirror": "file:///backup"}}),
+    "a chat template beside the config": (
+        "not-shared",
+        {},
+        {"data": {"path": "/fsx/a.txt", "chat_template": "c.jinja"}},
+    ),
     "data in S3": ("not-shared", {}, {"data": {"path": "s3://bucket/texts/*.jsonl"}}),
     "results beside the file system": ("not-shared", {}, {"run": {"name": "x", "directory": "../x"}}),
     "a cache that nobody may write to": (
@@ -447,6 +458,30 @@ def test_what_is_elsewhere_is_no_finding() -> None:
     trainer(found)["env"].append({"name": "X", "valueFrom": {"configMapKeyRef": {"name": "others", "key": "x"}}})
     pool(found)["template"]["spec"]["terminationGracePeriod"] = "2h"
     assert check_manifests(manifests_of(found)) == []
+
+
+def test_the_grace_period_is_compared_with_the_config_that_the_pods_mount() -> None:
+    found = documents(describe(config(checkpoint={"every": 10, "grace_s": 300}), plan()))
+    assert check_manifests(manifests_of(found)) == []
+    pod(found).update(terminationGracePeriodSeconds=200)
+    assert rules(check_manifests(manifests_of(found))) == {"grace"}
+
+
+def test_claims_that_no_job_mounts_are_their_owners_business() -> None:
+    found = documents(cpu_job())
+    found["other.yaml"] = {
+        "apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "database", "namespace": "default"},
+        "spec": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "5Gi"}}},
+    }  # fmt: skip
+    assert check_manifests(manifests_of(found)) == []
+
+
+def test_karpenters_own_label_of_a_pool_selects_it() -> None:
+    found = documents(cpu_job())
+    pod(found)["nodeSelector"]["karpenter.sh/nodepool"] = found["node-pool.yaml"]["metadata"]["name"]
+    assert check_manifests(manifests_of(found)) == []
+    pod(found)["nodeSelector"]["karpenter.sh/nodepool"] = "another"
+    assert "node-selector" in rules(check_manifests(manifests_of(found)))
 
 
 def test_a_hub_id_that_is_a_directory_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,7 +169,6 @@ def test_versions_from_images() -> None:
             deployment("ghcr.io/kubeflow/trainer/trainer-controller-manager:v2.1.0"),
             deployment("registry.k8s.io/jobset/jobset:v0.10.1@sha256:abc"),
             deployment("public.ecr.aws/karpenter/controller:1.14.1"),
-            deployment("public.ecr.aws/karpenter/karpenter:1.14.1"),
             deployment("registry.k8s.io/kueue/kueue:v0.19.2"),
             deployment("localhost:5000/kueue/other"),
         ]

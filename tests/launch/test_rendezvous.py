@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import signal
 import socket
 import subprocess
 import sys
@@ -105,6 +106,17 @@ def test_a_missing_node_is_named_by_all_that_came(tmp_path: Path) -> None:
         text = early.communicate(timeout=240)[1]
     assert first.startswith("node 1 did not come within 2 s (launch.join_timeout_s); 2 of 3 nodes are here: 0 (")
     assert text.splitlines()[-1] == first
+
+
+@pytest.mark.parametrize("own", [0, 1])
+def test_a_node_that_waits_for_others_ends_at_once_when_it_is_told_to(tmp_path: Path, own: int) -> None:
+    """Also as the first process of a container, where a signal without a handler does nothing."""
+    with started([node(own, 2, free_port(), 200, tmp_path)]) as (waiting,):
+        assert waiting.stderr is not None
+        assert "meets the others" in waiting.stderr.readline()
+        waiting.terminate()
+        assert waiting.wait(timeout=20) == 128 + signal.SIGTERM
+        assert waiting.stderr.read() == "aliquot: stopped by SIGTERM before the nodes had met\n"
 
 
 def test_a_missing_rank_is_named() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from aliquot.cluster.crds import KindSchema, supported
 from aliquot.cluster.findings import RuleFinding
 from aliquot.cluster.job import Job
-from aliquot.cluster.job_view import job_views
-from aliquot.cluster.manifests import ManifestObject, of_kind
+from aliquot.cluster.job_view import JobView, configs_of, job_views
+from aliquot.cluster.manifests import ManifestObject, dig, of_kind
 from aliquot.cluster.pools import pool_view
 from aliquot.cluster.render import parsed
 from aliquot.cluster.rules_config import check_config
@@ -41,12 +42,20 @@ def check_manifests(
     views = job_views(list(manifests))
     found.extend(check_pods_references(views, manifests))
     for view in views:
-        found.extend(check_job(view, trainer, plan, grace_s))
+        found.extend(check_job(view, trainer, plan, _grace_s(view, manifests) if grace_s is None else grace_s))
         found.extend(check_elastic(view, manifests))
         found.extend(check_together(view, pools, manifests))
     if job is not None:
         found.extend(check_config(job))
     return in_order(found)
+
+
+def _grace_s(view: JobView, manifests: Sequence[ManifestObject]) -> float | None:
+    """Of the config that the pods mount."""
+    for config in configs_of(view, manifests):
+        with suppress(TypeError, ValueError):
+            return float(dig(config, "checkpoint", "grace_s"))
+    return None
 
 
 def check_job_of_config(job: Job, crds: Sequence[KindSchema] = ()) -> list[RuleFinding]:

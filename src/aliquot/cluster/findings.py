@@ -64,7 +64,8 @@ RULES: dict[str, Rule] = {
     "shm": Rule("error", "a container's own /dev/shm is 64 MiB; DeepSpeed and NCCL die on it without a word"),
     "shm-limit": Rule("error", "/dev/shm in memory counts against the pod's limit"),
     "grace": Rule("error", "the kubelet kills before the checkpoint is written"),
-    "do-not-disrupt": Rule("warning", "Karpenter may disrupt the node under a running rank"),
+    "drift": Rule("warning", "Karpenter replaces nodes under running ranks once their NodePool or image has changed"),
+    "do-not-disrupt": Rule("warning", "Karpenter does not evict such pods: at a spot notice they are not told to save"),
     "restart-policy": Rule(
         "error", "the API server refuses a Job with podFailurePolicy whose pods restart by themselves"
     ),

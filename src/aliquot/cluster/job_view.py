@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+
+import yaml
 
 from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, of_kind
 from aliquot.cluster.quantity import parse_bytes, parse_millicores
@@ -114,6 +117,15 @@ def _view(job: ManifestObject, runtimes: list[ManifestObject]) -> JobView:
         ],
         before=[mapping(each.get("resources")) for each in before if each.get("restartPolicy") != "Always"],
     )
+
+
+def configs_of(job: JobView, manifests: Sequence[ManifestObject]) -> Iterator[object]:
+    """What the ConfigMaps hold that its pods mount, every scalar as it is written: 2:4 is no number."""
+    mounted = {mapping(volume.get("configMap")).get("name") for volume in job.volumes}
+    for each in of_kind(list(manifests), "ConfigMap"):
+        for text in mapping(each.get("data")).values() if each.name in mounted else ():
+            with suppress(yaml.YAMLError, RecursionError):
+                yield yaml.load(str(text), Loader=yaml.BaseLoader)
 
 
 def runtime_pod(runtime: ManifestObject | None) -> dict[str, Any]:

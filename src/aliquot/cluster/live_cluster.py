@@ -162,6 +162,7 @@ def _quota(view: JobView, quota: dict[str, Any]) -> Iterator[RuleFinding]:
 def _dry_run(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
     """Every object by itself, so that each refusal has its place."""
     to_be_made = {each.name for each in manifests if each.kind == "Namespace"}
+    runtimes = any(each.kind in ("TrainingRuntime", "ClusterTrainingRuntime") for each in manifests)
     for manifest in manifests:
         try:
             kubectl.run(
@@ -173,6 +174,8 @@ def _dry_run(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterator[
                 yield _permission("patch", manifest.kind, refused)
             elif manifest.namespace in to_be_made and f'namespaces "{manifest.namespace}" not found' in str(refused):
                 continue  # a dry run makes no namespace, so what is to lie in it cannot be tried
+            elif runtimes and "must be created before the TrainJob" in str(refused):
+                continue  # nor a runtime
             else:
                 yield finding("refused-by-server", manifest, refused.last_line, "correct what it names")
 

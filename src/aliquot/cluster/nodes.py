@@ -12,6 +12,7 @@ POOL_LABEL = "aliquot.io/pool"
 _DISCOVERY = "karpenter.sh/discovery"
 # Of a gp3 volume with states of the run on it. Without, it has 125 MiB/s, a quarter of what the plan reckons with; an
 # operation is of 256 KiB at most.
+_OF_GPUS = {"nvidia.com/gpu.present": "true"}  # by which NVIDIA's device plugin finds its nodes
 _FAST = {"throughput": 1000, "iops": 4000}
 
 
@@ -22,7 +23,8 @@ def taint(job: Job) -> Document:
 
 
 def node_pool(job: Job) -> Document:
-    """Only these types, tainted and labelled, one more than the job has at most; nodes live until they are empty."""
+    """Only these types, tainted and labelled, one more than the job has at most; nodes live until they are empty, or
+    taken back."""
     section = job.section
     requirements = [
         _one_of("kubernetes.io/arch", [job.types[0].arch]),
@@ -46,7 +48,7 @@ def node_pool(job: Job) -> Document:
         "metadata": {"name": job.name, "labels": labels(job)},
         "spec": {
             "template": {
-                "metadata": {"labels": {POOL_LABEL: job.name}},
+                "metadata": {"labels": {POOL_LABEL: job.name, **(_OF_GPUS if job.gpu_nodes else {})}},
                 "spec": {
                     "nodeClassRef": {"group": "karpenter.k8s.aws", "kind": "EC2NodeClass", "name": job.name},
                     "requirements": requirements,
@@ -55,7 +57,12 @@ def node_pool(job: Job) -> Document:
                 },
             },
             "limits": limits,
-            "disruption": {"consolidationPolicy": "WhenEmpty", "consolidateAfter": "10m"},
+            # Not by karpenter.sh/do-not-disrupt on the pods: it would not pass a spot notice on to them.
+            "disruption": {
+                "consolidationPolicy": "WhenEmpty",
+                "consolidateAfter": "10m",
+                "budgets": [{"nodes": "0", "reasons": ["Drifted", "Underutilized"]}],
+            },
         },
     }
 

@@ -19,7 +19,6 @@ from aliquot.cluster.storage import claim_name
 
 USER = 1000  # of the image
 ANCESTOR = "trainer.kubeflow.org/trainjob-ancestor-step"
-ANNOTATIONS = {"karpenter.sh/do-not-disrupt": "true"}
 
 _ZONE = "topology.kubernetes.io/zone"
 _SHARED, _CONFIG, _TEMPORARY, _SHM, _OFFLOAD = "shared", "config", "tmp", "shm", "offload"

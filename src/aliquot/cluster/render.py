@@ -51,6 +51,8 @@ def render(job: Job, version: str, runtime: bool = False) -> dict[str, str]:
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
         "resources": list(found),
+        # Else a runtime comes after the job that names it, which Trainer's webhook refuses.
+        "sortOptions": {"order": "fifo"},
     }
     files[KUSTOMIZATION] = to_yaml(kustomization, header)
     return files

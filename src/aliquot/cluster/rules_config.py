@@ -89,7 +89,14 @@ def _paths(job: Job) -> Iterator[RuleFinding]:
     local = [(key, value) for key, value in config.data.every_path() if value != "stdlib"]
     if config.checkpoint.resume not in ("auto", "never") and "://" not in config.checkpoint.resume:
         local.append(("checkpoint.resume", config.checkpoint.resume))
+    if (mirror := config.checkpoint.mirror) is not None and (mirror.startswith("file://") or "://" not in mirror):
+        local.append(("checkpoint.mirror", mirror.removeprefix("file://")))
+    template = config.data.chat_template
+    if template is not None and template != "none" and "{" not in template:  # a file's name, not the template itself
+        local.append(("data.chat_template", template))
     names = [("model.path", config.model.path), ("data.tokenizer", config.data.tokenizer)]
+    if config.adapter is not None and config.adapter.path is not None:
+        names.append(("adapter.path", str(config.adapter.path)))
     # A name that could be one of the hub is taken for a path where it is one here, as training here would.
     local += [(key, value) for key, value in names if value is not None and _is_path(value)]
     made = [("run.directory", config.run.directory), ("data.cache_directory", config.data.cache_directory)]

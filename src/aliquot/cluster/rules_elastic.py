@@ -6,11 +6,9 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import yaml
-
 from aliquot.cluster.findings import RuleFinding, finding
-from aliquot.cluster.job_view import NODE, JobView
-from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, of_kind
+from aliquot.cluster.job_view import NODE, JobView, configs_of
+from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping
 
 _RANGE = re.compile(r"\d+:\d+")
 _STOPPED = 143
@@ -58,24 +56,12 @@ def _nodes(job: JobView, manifests: Sequence[ManifestObject]) -> str | None:
     for word in reversed(told):
         if word.startswith("launch.nodes="):
             return _range(word.partition("=")[2])
-    mounted = {mapping(volume.get("configMap")).get("name") for volume in job.volumes}
-    for each in of_kind(list(manifests), "ConfigMap"):
-        if each.name in mounted:
-            for text in mapping(each.get("data")).values():
-                if (found := _range(dig(_read(text), "launch", "nodes"))) is not None:
-                    return found
-    return None
+    found = (_range(dig(config, "launch", "nodes")) for config in configs_of(job, manifests))
+    return next((each for each in found if each is not None), None)
 
 
 def _range(value: object) -> str | None:
     return value if isinstance(value, str) and _RANGE.fullmatch(value) else None
-
-
-def _read(text: object) -> object:
-    try:
-        return yaml.load(str(text), Loader=yaml.BaseLoader)  # every scalar as it is written: 2:4 is no number
-    except (yaml.YAMLError, RecursionError):
-        return None
 
 
 def _action(policy: dict[str, Any], code: int | None, disrupted: bool) -> object:

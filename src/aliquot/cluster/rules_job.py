@@ -72,7 +72,9 @@ def _trainer(job: JobView, trainer: str | None) -> Iterator[RuleFinding]:
 def _processes(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
     processes = job.processes
     if not isinstance(processes, int) or isinstance(processes, bool):
-        # Trainer 2.3 takes 1 where nothing is said, 2.1 "auto": one process a CPU.
+        # Trainer 2.3 takes one a GPU where nothing is said, else one a requested CPU; 2.1 one a CPU.
+        if processes is None and job.cpu_millicores is None and job.count(GPU) == 0:
+            return  # one
         shown = "not set" if processes is None else repr(processes)
         yield finding("processes", job.manifest, f"numProcPerNode is {shown}", "numProcPerNode: an integer")
         return
@@ -98,6 +100,8 @@ def _processes(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
 def _resources(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
     for name, read in (("cpu", parse_millicores), ("memory", parse_bytes)):
         request, limit = job.requests.get(name), job.limits.get(name)
+        if name == "cpu" and job.processes is None and (request, limit) == (None, None):
+            continue  # as in our own runtimes, for one process a node
         if request is None and limit is None:
             yield finding(
                 "requests-and-limits", job.manifest, f"no {name} is requested", f"requests and limits for {name}"
@@ -156,11 +160,6 @@ def _lifetime(job: JobView, grace_s: float | None) -> Iterator[RuleFinding]:
             f"at least {wanted:g}: checkpoint.grace_s + {_GRACE_MARGIN_S}",
         )  # fmt: skip
     if job.runtime is not None:
-        if job.annotations.get("karpenter.sh/do-not-disrupt") != "true":
-            yield finding(
-                "do-not-disrupt", job.manifest, "the pods have no karpenter.sh/do-not-disrupt",
-                'annotation karpenter.sh/do-not-disrupt: "true" in the pod template',
-            )  # fmt: skip
         retried = dig(
             job.runtime.items("spec", "template", "spec", "replicatedJobs"), 0, "template", "spec", "backoffLimit"
         )

@@ -153,7 +153,7 @@ def _disruption(pool: PoolView) -> Iterator[RuleFinding]:
     if policy != "WhenEmpty":
         yield finding(
             "consolidation", pool.manifest, f"consolidationPolicy is {policy}",
-            "consolidationPolicy: WhenEmpty, and karpenter.sh/do-not-disrupt on the pods",
+            "consolidationPolicy: WhenEmpty",
         )  # fmt: skip
     expiry = pool.manifest.get("spec", "template", "spec", "expireAfter") or "720h"
     if expiry != "Never":

@@ -10,7 +10,7 @@ from aliquot.catalogue.instances import InstanceType
 from aliquot.cluster.findings import RuleFinding, finding
 from aliquot.cluster.job import EFA, GPU
 from aliquot.cluster.job_view import JobView
-from aliquot.cluster.manifests import ManifestObject, dig, listed
+from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping
 from aliquot.cluster.node_disk import allocatable_disk_bytes, disk_bytes
 from aliquot.cluster.pools import CAPACITY, ZONE, PoolView, type_labels
 from aliquot.cluster.quantity import GIB, parse_bytes, parse_millicores
@@ -64,6 +64,9 @@ def _selects(job: JobView, pool: PoolView) -> bool:
                 return False
         elif key in (ZONE, CAPACITY):
             if pool.values(key) and value not in pool.values(key):
+                return False
+        elif key == "karpenter.sh/nodepool":
+            if value != pool.manifest.name:
                 return False
         elif any(key in type_labels(each) for each in pool.types):
             if not any(type_labels(each).get(key) == value for each in pool.types):
@@ -159,12 +162,29 @@ def _limits(job: JobView, pool: PoolView, node_class: ManifestObject | None) -> 
 
 def _drained(job: JobView, pool: PoolView) -> Iterator[RuleFinding]:
     told = str(pool.manifest.get("spec", "template", "spec", "terminationGracePeriod") or "")
+    if job.annotations.get("karpenter.sh/do-not-disrupt") == "true":
+        if not told:
+            yield finding(
+                "do-not-disrupt", job.manifest, "the pods have karpenter.sh/do-not-disrupt",
+                'no such annotation; in the NodePool disruption.budgets: [{nodes: "0", reasons: [Drifted]}]',
+            )  # fmt: skip
+    elif not any(map(_keeps_drifted, pool.manifest.items("spec", "disruption", "budgets"))):
+        yield finding(
+            "drift", pool.manifest, "disruption.budgets allow nodes that have drifted to be replaced",
+            'budgets: [{nodes: "0", reasons: [Drifted, Underutilized]}]',
+        )  # fmt: skip
     seconds = sum(float(number) * _SECONDS[unit] for number, unit in _DURATION.findall(told))
     if told and seconds < job.grace_s:
         yield finding(
             "grace", pool.manifest, f"terminationGracePeriod is {told}, and the pods have {job.grace_s} s to save",
             "none, or longer than terminationGracePeriodSeconds of the pods",
         )  # fmt: skip
+
+
+def _keeps_drifted(budget: object) -> bool:
+    fields = mapping(budget)
+    always = not fields.get("schedule")
+    return always and str(fields.get("nodes")) in ("0", "0%") and "Drifted" in (fields.get("reasons") or ["Drifted"])
 
 
 def _zones(job: JobView, pool: PoolView) -> Iterator[RuleFinding]:

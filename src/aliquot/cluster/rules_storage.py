@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from aliquot.cluster.findings import RuleFinding, finding
+from aliquot.cluster.job_view import job_views
 from aliquot.cluster.manifests import ManifestObject, listed, mapping, of_kind
 from aliquot.cluster.quantity import GIB, parse_bytes
 
 _DRIVER = "fsx.csi.aws.com"
-_MULTIPLE_BYTES = 1200 * GIB
+_SMALLEST_BYTES, _MULTIPLE_BYTES = 1200 * GIB, 2400 * GIB
 
 
 def check_storage(manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
@@ -21,8 +22,15 @@ def check_storage(manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
     for storage_class in of_kind(manifests, "StorageClass"):
         if storage_class.get("provisioner") == _DRIVER:
             yield from _storage_class(storage_class)
+    classes = {each.name for each in of_kind(manifests, "StorageClass") if each.get("provisioner") == _DRIVER}
+    mounted = {mapping(volume.get("persistentVolumeClaim")).get("claimName")
+               for job in job_views(list(manifests)) for volume in job.volumes}  # fmt: skip
     for claim in claims:
-        yield from _claim(claim, volumes)
+        bound = next((each for each in volumes if each.name == claim.get("spec", "volumeName")), None)
+        lustre = claim.get("spec", "storageClassName") in classes
+        lustre |= bound is not None and bound.get("spec", "csi", "driver") == _DRIVER
+        if lustre or claim.name in mounted:
+            yield from _claim(claim, volumes, lustre)
 
 
 def _volume(volume: ManifestObject) -> Iterator[RuleFinding]:
@@ -55,11 +63,11 @@ def _storage_class(storage_class: ManifestObject) -> Iterator[RuleFinding]:
         yield finding("storage-lock", storage_class, "mountOptions lack flock", "mountOptions: [flock]")
 
 
-def _claim(claim: ManifestObject, volumes: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
+def _claim(claim: ManifestObject, volumes: Sequence[ManifestObject], lustre: bool) -> Iterator[RuleFinding]:
     yield from _access(claim)
     size = parse_bytes(claim.get("spec", "resources", "requests", "storage"))
-    if size is not None and size % _MULTIPLE_BYTES:
-        yield finding("storage-size", claim, f"{size / GIB:g} GiB", "1200Gi, 2400Gi, ...")
+    if lustre and size is not None and size != _SMALLEST_BYTES and size % _MULTIPLE_BYTES:
+        yield finding("storage-size", claim, f"{size / GIB:g} GiB", "1200Gi, 2400Gi, 4800Gi, ...")
     name = claim.get("spec", "volumeName")
     if name is None:
         return

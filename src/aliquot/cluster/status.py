@@ -61,7 +61,8 @@ def job_status(name: str, namespace: str, kubectl: Kubectl) -> Iterator[str]:
 
 
 def job_pods(name: str, namespace: str, kubectl: Kubectl) -> list[Object]:
-    """The newest attempt's, rank 0's first. Raises UserError where they may not be seen."""
+    """The newest attempt's, node 0's first, and of those that have replaced each other the newest: of a job whose nodes
+    come and go one is started for each that is lost. Raises UserError where they may not be seen."""
     try:
         pods = kubectl.get("pods", "-n", namespace, "-l", f"jobset.sigs.k8s.io/jobset-name={name}")
     except Refused as refused:
@@ -69,7 +70,10 @@ def job_pods(name: str, namespace: str, kubectl: Kubectl) -> list[Object]:
     attempt = "jobset.sigs.k8s.io/restart-attempt"
     newest = max((int(_labels(each).get(attempt) or 0) for each in pods), default=0)
     kept = [each for each in pods if int(_labels(each).get(attempt) or 0) == newest]
-    return sorted(kept, key=lambda each: int(_labels(each).get(_INDEX) or 0))
+    of_index: dict[int, Object] = {}
+    for each in sorted(kept, key=lambda each: str(dig(each, "metadata", "creationTimestamp") or "")):
+        of_index[int(_labels(each).get(_INDEX) or 0)] = each
+    return [of_index[index] for index in sorted(of_index)]
 
 
 def why_waiting(pod: Object, events: Sequence[Object]) -> str | None:

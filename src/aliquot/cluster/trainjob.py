@@ -20,6 +20,8 @@ _FRAMEWORK = {"trainer.kubeflow.org/framework": "torch"}
 
 # What the trainer exits with: aliquot.errors and aliquot.launch.stop_signal.
 _BAD_INPUT, _STOPPED = 2, 143
+_SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # of torchrun, under which the SDK's function runs, in seconds
+_BEFORE_KUBELET_S = 20  # it ends its ranks
 
 
 def train_job(job: Job) -> Document:
@@ -75,6 +77,11 @@ def cluster_training_runtime(job: Job) -> Document:
     """`aliquot-cpu` or `aliquot-gpu`: all but the command and its config, for TrainJobs that others write or that the
     Kubeflow SDK makes. Nodes, storage and resources are those of `job`; their number is fixed, as torchrun needs it.
     """
+    # Later versions take the number from the TrainJob, and where it says none one a GPU, else one a requested CPU.
+    processes = {"numProcPerNode": job.plan.ranks_per_node} if old_dialect(job) else {}
+    of_node = resources(job)
+    if not processes and not job.gpus:
+        del of_node["cpu"]  # the taint and the memory keep the node for one pod
     pod_spec = compact(
         restartPolicy="Never",
         terminationGracePeriodSeconds=job.grace_s,
@@ -82,6 +89,7 @@ def cluster_training_runtime(job: Job) -> Document:
         nodeSelector=pod.node_selector(job),
         tolerations=pod.tolerations(job),
         affinity=pod.affinity(job, any_job=True),
+        serviceAccountName=job.section.service_account,
         initContainers=_init_containers(job, any_run=True),
         containers=[
             {
@@ -89,16 +97,17 @@ def cluster_training_runtime(job: Job) -> Document:
                 "image": job.section.image,
                 "imagePullPolicy": job.section.image_pull_policy,
                 "workingDir": "/tmp",  # where the SDK writes its script, and any user may
-                "env": pod.environment(job),
-                "resources": {"requests": resources(job), "limits": resources(job)},
+                "env": [
+                    *pod.environment(job),
+                    {"name": _SHUTDOWN_TIMEOUT, "value": str(job.grace_s - _BEFORE_KUBELET_S)},
+                ],
+                "resources": {"requests": of_node, "limits": of_node},
                 "securityContext": pod.container_security(),
                 "volumeMounts": pod.volume_mounts(job, with_config=False),
             }
         ],
         volumes=pod.volumes(job, with_config=False),
     )
-    # Later versions take the number from the TrainJob, and 1 where it says none.
-    processes = {"numProcPerNode": job.plan.ranks_per_node} if old_dialect(job) else {}
     return {
         "apiVersion": _API,
         "kind": "ClusterTrainingRuntime",
@@ -120,7 +129,7 @@ def _job_set(job: Job, pod_spec: Document, elastic: bool) -> Document:
                     "metadata": {"labels": _ANCESTOR},
                     "spec": {
                         **(_one_by_one(job) if elastic else _all_together()),
-                        "template": {"metadata": {"annotations": pod.ANNOTATIONS}, "spec": pod_spec},
+                        "template": {"metadata": {"labels": _ANCESTOR}, "spec": pod_spec},
                     },
                 },
             }

@@ -18,7 +18,10 @@ from aliquot.cluster.manifests import ManifestObject, dig, listed
 Version = tuple[int, int]
 
 # What the name of an image holds.
-_IMAGES = {"trainer": "trainer-controller-manager", "jobset": "jobset", "karpenter": "karpenter", "kueue": "kueue"}
+# The end of an image's name.
+_IMAGES = {
+    "trainer": "trainer-controller-manager", "jobset": "jobset", "karpenter": "karpenter/controller", "kueue": "kueue",
+}  # fmt: skip
 _RUNTIME_PATCHES: Version = (2, 2)  # the first Trainer that has them
 _JOBSET_OF_TRAINER: dict[Version, Version] = {(2, 1): (0, 10), (2, 3): (0, 12)}
 
@@ -41,7 +44,7 @@ class Versions:
                 image = str(container.get("image")).partition("@")[0]
                 tag = re.search(r":v?(\d+)\.(\d+)[^/:]*$", image)
                 for name, part in _IMAGES.items():
-                    if tag is not None and part in image.rpartition("/")[2]:
+                    if tag is not None and f"/{image[: tag.start()]}".endswith(f"/{part}"):
                         found.setdefault(name, (int(tag[1]), int(tag[2])))
         return cls(**found)
 

@@ -38,7 +38,7 @@ class StorageSection(Section):
         description="fsx-static: an FSx for Lustre that exists; fsx-dynamic: made with the claim; claim: one you made.",
     )
     mount_path: AbsolutePath = "/fsx"
-    size_gib: PositiveInt = Field(1200, description="Capacity; FSx for Lustre comes in multiples of 1200 GiB.")
+    size_gib: PositiveInt = Field(1200, description="Capacity; FSx for Lustre has 1200 GiB, or multiples of 2400.")
     claim: Name | None = Field(None, description="kind claim: the PersistentVolumeClaim's name.")
     file_system_id: Annotated[str, Field(pattern=r"^fs-[0-9a-f]+$")] | None = None
     dnsname: Subdomain | None = Field(None, description="fsx-static: as `aws fsx describe-file-systems` says.")
@@ -85,8 +85,8 @@ class StorageSection(Section):
         missing = [name for name in needed if not getattr(self, name)]
         if missing:
             raise ValueError(f"storage of kind {self.kind} needs {', '.join(missing)}")
-        if self.kind == "fsx-dynamic" and self.size_gib % 1200:
-            raise ValueError(f"storage.size_gib is {self.size_gib}; FSx for Lustre comes in multiples of 1200")
+        if self.kind == "fsx-dynamic" and self.size_gib != 1200 and self.size_gib % 2400:
+            raise ValueError(f"storage.size_gib is {self.size_gib}; FSx for Lustre has 1200, or multiples of 2400")
         return self
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -22,7 +24,8 @@ from aliquot.launch.placement import check_port
 from aliquot.launch.rank_errors import LOG_DIRECTORY
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR")  # the rest is found out: local_ranks.py
-_TORCHRUN_SHUTDOWN_S = 30  # torchrun's default
+_SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torchrun's, in seconds, where its command line says none
+_TORCHRUN_SHUTDOWN_S = 30  # its default
 
 
 def mode(launch: LaunchSection, environ: Mapping[str, str]) -> Literal["rank", "launcher", "alone"]:
@@ -111,7 +114,8 @@ def start_ranks(
     if nodes > 1:
         from aliquot.launch.rendezvous import meet_nodes
 
-        store, ranks = meet_nodes(launch, automatic)
+        with _ended_by_sigterm():
+            store, ranks = meet_nodes(launch, automatic)
         launch = launch.model_copy(update={"ranks": ranks})
     ended = run_local_ranks(launch, nodes, argv, log_directory, grace_s, launch.join_timeout_s)
     del store  # kept until here: on node 0 the ranks meet in it
@@ -120,13 +124,32 @@ def start_ranks(
     return ended.code
 
 
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """A container's first process does not get a signal that it has no handler for."""
+
+    def end(number: int, _: object) -> None:
+        told = f"aliquot: stopped by {signal.Signals(number).name} before the nodes had met"
+        print(told, file=sys.stderr, flush=True)
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def torchrun_advice(environ: Mapping[str, str], grace_s: float) -> list[str]:
     """What to tell a person whose torchrun would kill the ranks before they have saved; nothing elsewhere."""
-    if "TORCHELASTIC_RUN_ID" not in environ or LOG_DIRECTORY in environ or grace_s + 10 <= _TORCHRUN_SHUTDOWN_S:
+    told = environ.get(_SHUTDOWN_TIMEOUT, "")
+    shutdown_s = int(told) if told.isdecimal() else _TORCHRUN_SHUTDOWN_S
+    if "TORCHELASTIC_RUN_ID" not in environ or LOG_DIRECTORY in environ or grace_s + 10 <= shutdown_s:
         return []
     wanted = math.ceil(grace_s) + 10
     return [
-        f"on SIGTERM torchrun kills its ranks after {_TORCHRUN_SHUTDOWN_S} s: start it with --shutdown-timeout {wanted}"
+        f"on SIGTERM torchrun kills its ranks after {shutdown_s} s: start it with --shutdown-timeout {wanted}, or"
+        f" {_SHUTDOWN_TIMEOUT}={wanted} in its environment"
     ]
 
 
