@@ -6,13 +6,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
 from aliquot.cluster.render import documents
-from aliquot.cluster.status import why_waiting
+from aliquot.cluster.status import job_pods, why_waiting
 from tests.cluster.apiserver import NEEDS_SERVER, kubectl
 from tests.cluster.cases import cpu_job
 
@@ -42,6 +43,15 @@ def unschedulable(message: str, reason: str = "Unschedulable") -> dict[str, Any]
 def waiting(reason: str, message: str = "", kind: str = "containerStatuses") -> dict[str, Any]:
     state = {"waiting": {"reason": reason, "message": message}}
     return {kind: [{"name": "node", "state": state, "image": "x", "imageID": "", "ready": False, "restartCount": 0}]}
+
+
+def test_of_pods_that_have_replaced_each_other_the_newest_is_shown() -> None:
+    """Names are random, and a pod that was lost stays in the list."""
+    pods = [pod(1, "Running"), pod(0, "Running"), pod(0, "Failed")]
+    for each, made, end in zip(pods, ("10:00", "11:30", "10:00"), ("b", "a", "z"), strict=True):
+        each["metadata"] |= {"creationTimestamp": f"2026-01-01T{made}:00Z", "name": f"llama3-8b-node-0-{end}"}
+    answers: Any = SimpleNamespace(get=lambda *_: pods)
+    assert [each["metadata"]["name"][-1] for each in job_pods("llama3-8b", "default", answers)] == ["a", "b"]
 
 
 TAINT = "0/3 nodes are available: 3 node(s) had untolerated taint {intel.com/amx: present}."
