@@ -43,6 +43,18 @@ def test_warm_up_and_pauses_are_not_counted() -> None:
     assert meter.steps_s(5) == pytest.approx(10.0)
 
 
+def test_steps_to_come_do_not_wait_for_the_save_that_a_step_waited_for() -> None:
+    """Saves that are left are counted by themselves (remaining.py)."""
+    now = [0.0]
+    meter = Meter(None, warmup_steps=0, clock=lambda: now[0])
+    for saving_s in (0.0, 150.0):
+        meter.begin()
+        now[0] += 10.0 + saving_s
+        meter.end(100, 0, saving_s)
+    assert meter.steps_s(5) == pytest.approx(50.0)
+    assert meter.overall().tokens_per_s == pytest.approx(200 / 170)
+
+
 def test_without_a_ceiling_there_is_no_mfu() -> None:
     clock = Clock()
     meter = Meter(None, clock=clock)

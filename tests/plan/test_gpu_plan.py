@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from io import StringIO
 
+import pytest
 from rich.console import Console
 
 from aliquot.catalogue.instances import instances
@@ -12,13 +13,14 @@ from aliquot.config.plan import Plan
 from aliquot.config.unsharded import SHARDED, Unsharded
 from aliquot.launch.rank_layout import RankLayout
 from aliquot.observe.ledger import PHASES
-from aliquot.plan import fit
+from aliquot.plan import fit, planned_model
 from aliquot.plan.engine_memory import CONTEXT_BYTES, CUDA_HOST_BYTES, NCCL_BYTES
 from aliquot.plan.planned_machine import Machine
 from aliquot.plan.planner import plan
 from aliquot.plan.rates import estimated, known_gpu
 from aliquot.plan.report import summary
 from aliquot.plan.spill import MARGIN
+from tests.engines.cases import DEEPSEEK, SMALL
 from tests.plan.shapes import LLAMA, planned_config
 
 MACHINE = Machine.of_instance("g6e.12xlarge")  # four GPUs
@@ -44,6 +46,27 @@ def test_phases_are_those_of_the_ledger_and_of_one_memory() -> None:
     assert of(alone, "steady peak")["weights"] == weights and "weights" not in of(alone, "steady peak", host=True)
     assert of(alone, "process start", host=True)["process"] > CUDA_HOST_BYTES
     assert alone.fits and alone.host_peak_bytes_per_rank < alone.host_limit_bytes
+
+
+def test_latent_attention_is_planned_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its values are narrower than its queries and keys."""
+    warned: list[object] = []
+    monkeypatch.setattr(planned_model._log, "warning", lambda *told: warned.append(told))
+    narrower = {**SMALL, **DEEPSEEK, "max_position_embeddings": 256, "v_head_dim": 4}
+    config = planned_config(narrower, launch={"device": "cuda", "ranks": 1})
+    assert plan(config, MACHINE, 1, 1).fits
+    assert warned == []
+
+
+def test_prices_of_spot_are_of_types_that_are_sold_so() -> None:
+    shown = {}
+    for name in ("hpc7g.16xlarge", "c7g.16xlarge"):
+        made = plan(planned_config(LLAMA), Machine.of_instance(name), 1, 2)
+        console = Console(file=StringIO(), width=200)
+        console.print(summary(made, [], name, ""))
+        shown[name] = console.file.getvalue()  # type: ignore[attr-defined]
+    assert " on spot" in shown["c7g.16xlarge"] and "USD on demand" in shown["hpc7g.16xlarge"]
+    assert " on spot" not in shown["hpc7g.16xlarge"]
 
 
 def test_offload_moves_states_to_the_machine_whose_limit_then_counts() -> None:

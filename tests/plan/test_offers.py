@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from aliquot.cli.main import app
 from aliquot.config.batch_size import BatchSize, batch_size
 from aliquot.config.read_config import read_config
 from aliquot.config.workload import Workload
-from aliquot.plan.offers import Offer, Spot, offers, undominated
+from aliquot.plan.offers import Offer, Spot, _restart_s, offers, undominated
 from aliquot.plan.offers_picture import svg, unbeaten
 from tests.conftest import REPOSITORY
 
@@ -49,6 +50,30 @@ def test_a_spot_node_is_cheaper_and_later(found: list[Offer]) -> None:
     lost_s = spot.total_s - spot.plan.total_s
     assert 300 * spot.restarts < lost_s  # a new node, and the checkpoint is read
     assert spot.usd == pytest.approx(0.4 * spot.plan.usd_per_hour * spot.total_s / 3600)
+
+
+def test_what_a_lost_node_costs_where_the_notice_is_too_short(found: list[Offer]) -> None:
+    """The step is finished first, then saved; without saves all since the start is lost."""
+    plan = replace(found[0].plan, steps=1000, step_s=10.0, save_s=30.0, checkpoint_bytes=0)
+
+    def lost_s(every: int, step_s: float = 10.0) -> float:
+        saving = SETTINGS.checkpoint.model_copy(update={"every": every, "grace_s": 90.0})
+        one = replace(plan, step_s=step_s)
+        return _restart_s(SETTINGS.model_copy(update={"checkpoint": saving}), one) - _restart_s(
+            SETTINGS.model_copy(update={"checkpoint": saving}), plan
+        )
+
+    assert lost_s(100) == 0
+    assert lost_s(100, step_s=80.0) == pytest.approx(50 * 80.0)
+    assert lost_s(0, step_s=80.0) == pytest.approx(500 * 80.0)
+
+
+def test_without_a_batch_of_its_own_a_run_has_what_its_ranks_make() -> None:
+    train = SETTINGS.train.model_copy(update={"global_batch_size": None, "gradient_accumulation_steps": 2})
+    config = SETTINGS.model_copy(update={"train": train})
+    made = offers(config, Workload.assumed(config), TOKENS, "cost", SPOT, [], [1, 2], [1, 2], "c7i.24xlarge")
+    each = train.per_device_train_batch_size * 2
+    assert {offer.global_batch for offer in made} <= {each * ranks for ranks in (1, 2, 4)} and made
 
 
 def test_the_lines_give_what_was_offered(found: list[Offer]) -> None:

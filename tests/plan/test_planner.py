@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from aliquot.config.plan import Plan
+from aliquot.config.unsharded import Unsharded
 from aliquot.config.workload import Workload
 from aliquot.engines.host.host_memory import published_bytes
 from aliquot.errors import UserError
@@ -213,7 +214,38 @@ def test_evaluations_saves_and_export_are_in_the_time() -> None:
     assert made.evaluation_s > 0 and made.save_s > made.export_s > 0
     beside_s = 3 * made.evaluation_s + 5 * made.save_s + made.export_s
     assert made.total_s == pytest.approx(25 * made.step_s + beside_s)
-    assert plan(config, SERVER, 1, 2).evaluations == 0  # nothing is known of the held-out data
+    unknown = plan(config, SERVER, 1, 2)  # nothing is known of the held-out data
+    assert (unknown.evaluations, unknown.uncounted_evaluations) == (0, 3)
+
+
+def test_an_evaluation_gathers_all_weights_whatever_learns() -> None:
+    """Frozen ones, too; and where weights stay gathered, once."""
+    layout = RankLayout(2, 2, 8, "cpu")
+    full = planned_config(LLAMA, shard={"engine": "fsdp"})
+    frozen = planned_config(LLAMA, shard={"engine": "fsdp"}, train={"freeze": ["model.layers.*"]})
+    one, other = (traffic(each, "fsdp", PlannedModel(each).shape, layout, 1) for each in (full, frozen))
+    assert other.wire_bytes < one.wire_bytes and 0 < one.forward[0] == other.forward[0] < one.wire_bytes / 2
+    kept = traffic(full, "fsdp", PlannedModel(full).shape, layout, 4, Unsharded(weights=True))
+    assert kept.forward_once and not one.forward_once and kept.forward == one.forward
+
+
+@pytest.mark.parametrize(("dtype", "precision", "itemsize"), [
+    ("auto", "bf16", 2), ("auto", "fp32", 4), ("float32", "bf16", 4), ("bfloat16", "fp32", 2),
+])  # fmt: skip
+def test_the_export_is_as_large_as_its_dtype(dtype: str, precision: str, itemsize: int) -> None:
+    config = planned_config(LLAMA, train={"precision": precision})
+    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+    made = plan(config, SERVER, 1, 2)
+    assert made.export_bytes == made.parameters * itemsize
+
+
+def test_rows_that_are_not_packed_are_as_long_as_their_documents() -> None:
+    config = planned_config(LLAMA, data={"packing": False})
+    shorter = planned_config(LLAMA, data={"packing": False, "sequence_length": 128})
+    assert Workload.assumed(config, 128).samples == Workload.assumed(shorter).samples == ((0, 128),)
+    assert Workload.assumed(planned_config(LLAMA), 100).samples[0][-1] == config.data.sequence_length
+    made = plan(config, SERVER, 1, 2)
+    assert made.kernel_shapes is None and plan(planned_config(LLAMA), SERVER, 1, 2).kernel_shapes is not None
 
 
 @pytest.mark.long

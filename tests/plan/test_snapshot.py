@@ -28,6 +28,12 @@ def test_a_save_shorter_than_a_step_needs_none() -> None:
     assert copies(0.1, 100_000_000) == 256 * MIB, "checkpoint.buffer_bytes bounds them"
     assert copies(0.1, 100_000_000, every=10) == 0, "nothing follows the only save"
     assert copies(0.1, 100_000_000, asynchronous=False) == 0
+    each, sections = (
+        MicroBatchTime((0.1, 0.0), (0.1, 0.1)),
+        {"train": {"eval_steps": 5}, "data": {"eval_fraction": 0.1}},
+    )
+    config = planned_config(LLAMA, checkpoint={"every": 0, "best": True}, **sections)
+    assert snapshot_bytes(config, PAIR, 10, 10**8, 12 * 10**8, 0.5e9, each, 1) == 256 * MIB
 
 
 @given(st.floats(1e-3, 100), st.floats(1e-3, 100), st.integers(1, 10**9))

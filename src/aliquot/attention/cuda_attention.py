@@ -119,7 +119,8 @@ def _mask(edges: tuple[int, ...], window: int | None, device: torch.device) -> B
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, *, scale: float, **_: object) -> Tensor:
-    """The kernel that a GPU would choose: on meta tensors torch would multiply out all scores."""
+    """The kernel that a GPU would choose: on meta tensors torch would multiply out all scores. There it gives the width
+    of the query, also where values are narrower (DeepSeek's latent attention)."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention
     out: Tensor = flash(query, key, value, 0.0, True, False, scale=scale)[0]
-    return out
+    return out[..., : value.shape[-1]]

@@ -132,17 +132,20 @@ def _fitting(types: Sequence[InstanceType], file: Path, nodes: int | None) -> di
     config = read_config(file)
     count = nodes or (config.cluster.most_nodes if config.cluster is not None else config.launch.most_nodes)
     settings = placed(config) if config.cluster is not None else config
+    # Of nodes that come and go the fewest must hold the run, too.
+    left = settings.launch.fewest_nodes if settings.launch.nodes_may_change and nodes is None else count
     plan_on = planner_of(settings)
     refused, found = [], {}
     console = Console(stderr=True)
     for each in track(types, "planned", console=console, transient=True, disable=not console.is_terminal):
         try:
             plan = plan_on(each.name, count)
+            fewest = plan_on(each.name, left) if left < count else plan
         # No GPU or only GPUs, not in the catalogue (--live), ranks that the batch of a DeepSpeed JSON is not for.
         except (DeviceError, EngineError, InstanceError, DeepspeedConfigError) as error:
             refused.append(error)
             continue
-        if plan.fits:
+        if plan.fits and fewest.fits:
             found[each.name] = plan
     if refused and len(refused) == len(types):
         raise refused[0]

@@ -78,7 +78,7 @@ def command(
         from aliquot.plan import fit, report, search
         from aliquot.plan.advice import with_advice
         from aliquot.plan.calibrate import make_known
-        from aliquot.plan.disks import with_disk
+        from aliquot.plan.disks import short_disks, with_disk
         from aliquot.plan.fewest_nodes import with_fewest_nodes
         from aliquot.plan.in_pod import in_pod
         from aliquot.plan.memory_picture import svg
@@ -132,6 +132,8 @@ def command(
                 short = replace(layout, nodes=least.nodes)
             status.update("what else there is")
             advice = search.remedies(planner, settings, short, workload) if problems else None
+            if machine.here:
+                problems += short_disks(settings, plan)
             better = search.fastest(planner, settings, layout, workload) if optimize is not None else []
         if as_json:
             alternatives = [{"set": each.lines, **each.plan.as_json()} for each in better]
@@ -159,5 +161,6 @@ def _placed(config: RunConfig) -> RunConfig:
     from aliquot.cluster.job import placed
 
     found = placed(config).launch
-    update = {name: getattr(config.launch, name) for name in {"nodes", "ranks"} & config.launch.model_fields_set}
+    said = {name: getattr(config.launch, name) for name in {"nodes", "ranks"} & config.launch.model_fields_set}
+    update = {name: value for name, value in said.items() if value != "auto"}
     return config.model_copy(update={"launch": found.model_copy(update=update)})

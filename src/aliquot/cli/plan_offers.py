@@ -38,7 +38,6 @@ def print_offers(
 
     from aliquot.catalogue.instances import PRICES_DATE, PRICES_REGION
     from aliquot.cluster.job import placed
-    from aliquot.config.batch_size import batch_size
     from aliquot.config.workload import Workload
     from aliquot.errors import writing
     from aliquot.plan.offers import NODES, RANKS, Spot, offers
@@ -46,8 +45,8 @@ def print_offers(
 
     count = _number(tokens)
     config = placed(config) if config.cluster is not None else config
-    world = config.launch.most_nodes * (config.launch.ranks if config.launch.ranks != "auto" else 1)
-    totals = _range(batches) if batches is not None else [batch_size(config.train, world).total]
+    given = config.train.global_batch_size
+    totals = _range(batches) if batches is not None else [given] if given is not None else []
     with Console(stderr=True).status("") as status:  # seen on a terminal alone
         found = offers(
             config, Workload.assumed(config, document_tokens), count, goal, Spot(spot_price, spot_losses / 100), totals,

@@ -56,7 +56,10 @@ class Plan:
     off_by: float = 1.0  # factor by which the time of a step may be wrong, either way; 1: rates were measured
     evaluations: int = 0  # those that are known of
     evaluation_s: float = 0.0  # of one
+    uncounted_evaluations: int = 0  # whose size is not known before the data are read
     saves: int = 0  # for which training waits
+    saves_beside: int = 0  # that go on beside steps
+    stall_s: float = 0.0  # for which steps wait, of all those together
     save_s: float = 0.0  # of one, and like `export_s` at an assumed rate of disks
     export_s: float = 0.0
     export_bytes: int = 0
@@ -118,7 +121,7 @@ class Plan:
     def beside_steps_s(self) -> float:
         if not self.steps:
             return 0.0
-        return self.evaluations * self.evaluation_s + self.saves * self.save_s + self.export_s
+        return self.evaluations * self.evaluation_s + self.saves * self.save_s + self.stall_s + self.export_s
 
     @property
     def disk_words(self) -> str | None:

@@ -33,9 +33,8 @@ class Workload:
         count = length // each if config.data.packing else 1
         edges = tuple(each * number for number in range(count + 1))
         said = f"documents of {each:,} tokens" + ("" if document_tokens else ", assumed: one a sequence")
-        return cls(
-            ((edges if edges[-1] == length else (*edges, length)),), count * each, count * (each - 1), None, 0, said
-        )
+        padded = config.data.packing and edges[-1] < length  # rows of one document are as long as it is
+        return cls(((*edges, length) if padded else edges,), count * each, count * (each - 1), None, 0, said)
 
     @property
     def index_bytes(self) -> int:

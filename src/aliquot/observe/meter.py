@@ -10,7 +10,8 @@ from typing import Any
 
 from aliquot.observe.interface_traffic import InterfaceTraffic
 
-Step = tuple[float, int, int]  # its seconds, tokens and FLOP
+Step = tuple[float, int, int, float]  # its seconds, tokens and FLOP; of the seconds, those of waiting for a save
+_NONE: Step = (0.0, 0, 0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -42,19 +43,20 @@ class Meter:
         self._clock = clock
         self._traffic = traffic or InterfaceTraffic()
         self._window: deque[Step] = deque(maxlen=window_steps)
-        self._total: Step = (0.0, 0, 0)
+        self._total: Step = _NONE
         self._steps = 0
 
     def begin(self) -> None:
         self._begun = self._clock()
 
-    def end(self, tokens: int, flops: int) -> None:
-        """A step over `tokens` real tokens of all ranks, which needed `flops` operations, is done."""
+    def end(self, tokens: int, flops: int, saving_s: float = 0.0) -> None:
+        """A step over `tokens` real tokens of all ranks, which needed `flops` operations, is done; of its seconds it
+        waited for a save for `saving_s`."""
         self._steps += 1
         if self._steps == self._warmup_steps + 1:
             self._window.clear()
-            self._total = (0.0, 0, 0)
-        step = (self._clock() - self._begun, tokens, flops)
+            self._total = _NONE
+        step = (self._clock() - self._begun, tokens, flops, saving_s)
         self._window.append(step)
         self._total = _sum([self._total, step])
 
@@ -76,17 +78,17 @@ class Meter:
         return self._speed(self._total)
 
     def steps_s(self, steps_left: int) -> float | None:
-        """Seconds that so many more steps take at the recent pace."""
+        """Seconds that so many more steps take at the recent pace, but for their waiting for saves."""
         if not self._window:
             return None
-        return steps_left * sum(seconds for seconds, _, _ in self._window) / len(self._window)
+        return steps_left * sum(seconds - saving_s for seconds, _, _, saving_s in self._window) / len(self._window)
 
     def readings(self) -> dict[str, Any]:
         """The recent pace as metrics, and what has gone through this machine's network interfaces since the start."""
         return {**asdict(self.recent()), **self._traffic.readings()}
 
     def _speed(self, total: Step) -> Speed:
-        seconds, tokens, flops = total
+        seconds, tokens, flops, _ = total
         if seconds == 0:
             return Speed(float("nan"), float("nan"), None)
         flops_per_s = flops / seconds
@@ -94,5 +96,5 @@ class Meter:
 
 
 def _sum(steps: Iterable[Step]) -> Step:
-    seconds, tokens, flops = zip((0.0, 0, 0), *steps, strict=True)
-    return sum(seconds), sum(tokens), sum(flops)
+    seconds, tokens, flops, saving_s = zip(_NONE, *steps, strict=True)
+    return sum(seconds), sum(tokens), sum(flops), sum(saving_s)

@@ -149,7 +149,8 @@ class Recorder:
     def end(self, tokens: int, flops: int, saving: int | None) -> None:
         """A step is done, over `tokens` real tokens; `saving`: the step whose checkpoint is under way."""
         self._clock.leave()
-        self.meter.end(tokens, flops)
+        saving_s = self._clock.seconds()["checkpoint"] - self._step_began["checkpoint"]
+        self.meter.end(tokens, flops, saving_s)
         self._done += 1
         found = self._slow.found()
         if found.keys() - self._slow_ranks.keys():

@@ -21,7 +21,9 @@ class Remaining:
         self._save_s = float(plan.get("save_s", 0.0))
         self._export_s = float(plan.get("export_s", 0.0))
         self.evaluation_s = float(plan.get("evaluation_s", 0.0))
-        self.stall_s = self._save_s if waits else 0.0
+        self.stall_s = self._save_s
+        if not waits:
+            self.stall_s = float(plan.get("stall_s", 0.0)) / max(1, plan.get("saves_beside", 1))
 
     def saved(self, seconds: float, stall_s: float) -> None:
         """A checkpoint took so long, of which training stood still for `stall_s`."""

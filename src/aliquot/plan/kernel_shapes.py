@@ -12,7 +12,7 @@ from aliquot.plan.micro_batch_cost import MicroBatchCost
 
 def kernel_shapes(config: RunConfig, shape: ModelShape, cost: MicroBatchCost, size: BatchSize) -> int | None:
     """Of a rank on CPU, at most; None: as many as documents have lengths."""
-    if not cost.tile_products:
+    if not cost.tile_products or not config.data.packing:
         return None
     length = config.data.sequence_length
     tokens = size.micro * length

@@ -14,6 +14,7 @@ from operator import ge
 from typing import Any, Literal
 
 from aliquot.catalogue.instances import PRICES_DATE, PRICES_REGION, InstanceType, instance, instances
+from aliquot.config.batch_size import batch_size
 from aliquot.config.plan import Plan
 from aliquot.config.schema import RunConfig
 from aliquot.config.workload import Workload
@@ -92,8 +93,8 @@ def offers(
 ) -> list[Offer]:
     """The best of each type, number of nodes and way to buy them, the cheapest or fastest first.
 
-    `tokens`: real ones, to train on; `batches`: global batches, in sequences; `only`: one type; `tell`: is told what is
-    being done. Raises UserError where nothing fits.
+    `tokens`: real ones, to train on; `batches`: global batches, in sequences, none: what `config` makes of the ranks;
+    `only`: one type; `tell`: is told what is being done. Raises UserError where nothing fits.
     """
     tell("what the model needs")
     model = PlannedModel(config)
@@ -103,7 +104,7 @@ def offers(
     first = {}
     for number, each in enumerate(types):
         tell(f"{each.name}, {number + 1} of {len(types)} types")
-        first[each.name] = search.first(each, sorted(nodes, reverse=goal == "time"), batches[-1], goal)
+        first[each.name] = search.first(each, sorted(nodes, reverse=goal == "time"), batches[-1:], goal)
     types.sort(key=lambda each: first[each.name])
     best: dict[tuple[str | None, int, str], Offer] = {}
     for each in types[:_TYPES_SEARCHED]:
@@ -113,7 +114,8 @@ def offers(
             if key not in best or _measure(offer, goal) < _measure(best[key], goal):
                 best[key] = offer
     if not best:
-        raise PlanError("nothing in the catalogue fits this run: frugal states, LoRA, or shard.offload: disk")
+        run = f"this run with {batches[-1]} sequences a step (--global-batch)" if batches else "this run"
+        raise PlanError(f"nothing in the catalogue fits {run}: frugal states, LoRA, or shard.offload: disk")
     other: Literal["time", "cost"] = "cost" if goal == "time" else "time"
     return sorted(best.values(), key=lambda offer: (_measure(offer, goal), _measure(offer, other)))
 
@@ -172,10 +174,12 @@ class _Search:
     tokens: int
     spot: Spot
 
-    def first(self, type_: InstanceType, nodes: Sequence[int], batch: int, goal: Literal["time", "cost"]) -> float:
+    def first(
+        self, type_: InstanceType, nodes: Sequence[int], batches: Sequence[int], goal: Literal["time", "cost"]
+    ) -> float:
         """Of the first number of nodes on which it fits with full checkpointing, by one rank and by two."""
         for count in nodes:
-            tried = self.of(type_, [count], (1, 2), [batch], (1,), ("full",))
+            tried = self.of(type_, [count], (1, 2), batches, (1,), ("full",))
             if (least := min((_measure(offer, goal) for offer in tried), default=math.inf)) < math.inf:
                 return least
         return math.inf
@@ -196,7 +200,8 @@ class _Search:
         for count in nodes:
             for rank in a_node:
                 layout = machine.layout(self.config, count, rank)
-                for total in (each for each in batches if each >= layout.world_size):
+                totals = batches or [batch_size(self.config.train, layout.world_size).total]
+                for total in (each for each in totals if each >= layout.world_size):
                     for micro in (each for each in micros if each * layout.world_size <= total):
                         for checkpointing in checkpointings:
                             wanted: dict[str, object] = {
@@ -233,8 +238,8 @@ class _Search:
 
 def _restart_s(config: RunConfig, plan: Plan) -> float:
     """What one lost node costs: waiting for the next, reading the checkpoint, and what was not saved."""
-    saved = plan.save_s <= min(_NOTICE_S, config.checkpoint.grace_s)
-    lost = 0.0 if saved else config.checkpoint.every * plan.step_s / 2
+    saved = plan.step_s + plan.save_s <= min(_NOTICE_S, config.checkpoint.grace_s)  # the step is finished first
+    lost = 0.0 if saved else (config.checkpoint.every or plan.steps) * plan.step_s / 2
     return _NEW_NODE_S + plan.checkpoint_bytes / plan.storage_bytes_per_s + lost
 
 

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from aliquot.config.batch_size import batch_size
-from aliquot.config.due import is_due, times_due
+from aliquot.config.due import times_due
 from aliquot.config.engine_choice import chosen_engine
 from aliquot.config.on_disk import OnDisk
 from aliquot.config.plan import DISK_PART, PhaseMemory, Plan
-from aliquot.config.schema import CheckpointSection, RunConfig
+from aliquot.config.schema import RunConfig
 from aliquot.config.unsharded import SHARDED, Unsharded
 from aliquot.config.workload import Workload
 from aliquot.engines.deepspeed.deepspeed_memory import building, deepspeed_memory
@@ -30,6 +30,7 @@ from aliquot.plan.planned_machine import GIB, Machine
 from aliquot.plan.planned_model import PlannedModel
 from aliquot.plan.profiles import rates_of
 from aliquot.plan.rates import Rates, estimated
+from aliquot.plan.saves import saves_of
 from aliquot.plan.snapshot import snapshot_bytes
 from aliquot.plan.spill import MARGIN, spilled
 from aliquot.plan.timing import MicroBatchTime, StepTime, evaluation_time, step_time
@@ -143,6 +144,8 @@ class Planner:
         took = time_of(micro_batches)
         enough = _fewest_with(hardly_waits) if disk.size else None
         of_evaluation = -(-(workload.eval_sequences or 0) // (size.micro * layout.world_size))
+        until_update_s = micro_batches * (sum(each.forward) + sum(each.backward))
+        saves = saves_of(config, steps or 0, saved, disks, layout.world_size, took.total_s, until_update_s)
         hourly = self.machine.instance.usd_per_hour if self.machine.instance is not None else None
         return Plan(
             model=self.shape.name,
@@ -167,8 +170,11 @@ class Planner:
             step_s=took.total_s,
             bottleneck=took.bottleneck,
             evaluations=evaluations if of_evaluation else 0,
-            evaluation_s=evaluation_time(each, moved, layout, of_evaluation, micro_batches, rates),
-            saves=_waited_saves(config.checkpoint, steps or 0),
+            uncounted_evaluations=0 if of_evaluation else evaluations,
+            evaluation_s=evaluation_time(each, moved, layout, of_evaluation, rates),
+            saves=saves.waited,
+            saves_beside=saves.beside,
+            stall_s=saves.stall_s,
             save_s=saved / disks,
             export_s=moved.export_bytes / disks,
             export_bytes=moved.export_bytes,
@@ -249,13 +255,6 @@ def _fewest_with(suffices: Callable[[int], bool]) -> int | None:
     counts = range(1, _MOST_MICRO_BATCHES + 1)
     found = bisect_left(counts, True, key=suffices)
     return counts[found] if found < len(counts) else None
-
-
-def _waited_saves(saving: CheckpointSection, steps: int) -> int:
-    """For which training stands still: of those that go on beside it the one after the last step."""
-    if saving.asynchronous:
-        return int(saving.last or is_due(saving.every, steps))
-    return times_due(saving.every, steps, saving.last)
 
 
 def _steps(config: RunConfig, workload: Workload, total: int) -> int | None:

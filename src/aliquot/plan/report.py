@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from aliquot.catalogue.instances import PRICES_DATE, PRICES_REGION
+from aliquot.catalogue.instances import PRICES_DATE, PRICES_REGION, instance
 from aliquot.config.plan import PhaseMemory, Plan
 from aliquot.plan.planner import DISK_BYTES_PER_S
 from aliquot.plan.search import Candidate
@@ -105,6 +105,8 @@ def _whole(plan: Plan) -> list[str]:
         return ["whole run       not known before the data are read: set train.max_steps"]
     beside = [
         f"{plan.evaluations} evaluations of {_seconds(plan.evaluation_s)}" if plan.evaluations else "",
+        f"{plan.uncounted_evaluations} evaluations that are not counted" if plan.uncounted_evaluations else "",
+        f"{plan.saves_beside} saves beside them, waiting {_seconds(plan.stall_s)}" if plan.stall_s else "",
         f"{plan.saves} {'save' if plan.saves == 1 else 'saves'} of {_seconds(plan.save_s)}",
         f"the export {_seconds(plan.export_s)}" if plan.export_s else "",
     ]
@@ -119,8 +121,10 @@ def _whole(plan: Plan) -> list[str]:
         f"beside steps    {', '.join(filter(None, beside))} ({storage})",
     ]
     if plan.cost_usd is not None:
-        spot = f"about {plan.cost_usd * SPOT_FACTOR:,.2f} on spot (factor {SPOT_FACTOR}, assumed)"
-        lines.append(f"cost            {plan.cost_usd:,.2f} USD on demand ({PRICES_REGION}, {PRICES_DATE}), {spot}")
+        spot = f", about {plan.cost_usd * SPOT_FACTOR:,.2f} on spot (factor {SPOT_FACTOR}, assumed)"
+        sold = plan.instance is not None and instance(plan.instance).on_spot
+        cost = f"{plan.cost_usd:,.2f} USD on demand ({PRICES_REGION}, {PRICES_DATE})"
+        lines.append(f"cost            {cost}{spot if sold else ''}")
     return lines
 
 

@@ -115,7 +115,8 @@ def _with_a_disk(planner: Planner, config: RunConfig, layout: RankLayout, worklo
     wanted = {"shard.offload": "disk", "shard.engine": "host"}
     for each in candidates(planner, with_settings(config, wanted), layout, workload):
         if each.changes.get("shard.engine", "host") == "host":
-            yield replace(each, changes={"shard.offload": "disk", **each.changes})
+            of_host = {} if config.shard.engine in ("auto", "host") else {"shard.engine": "host"}
+            yield replace(each, changes={"shard.offload": "disk", **of_host, **each.changes})
 
 
 def _settings(

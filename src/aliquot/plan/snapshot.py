@@ -26,7 +26,8 @@ def snapshot_bytes(
 ) -> int:
     """Most bytes of copies that a rank holds. `numel`: parameters that learn, on all ranks; `checkpoint_bytes` and
     `storage_bytes_per_s`: of all nodes together; `micro_batches`: of a rank and step."""
-    goes_on = config.checkpoint.every and (steps is None or config.checkpoint.every < steps)
+    kept_best = config.train.eval_steps if config.checkpoint.best else 0
+    goes_on = any(every and (steps is None or every < steps) for every in (config.checkpoint.every, kept_best))
     if not goes_on or not config.checkpoint.asynchronous:
         return 0
     until_update_s = micro_batches * (sum(each.forward) + sum(each.backward))

@@ -137,13 +137,13 @@ def step_time(
 
 
 def evaluation_time(
-    each: MicroBatchTime, moved: Traffic, layout: RankLayout, micro_batches: int, steps_micro_batches: int, rates: Rates
+    each: MicroBatchTime, moved: Traffic, layout: RankLayout, micro_batches: int, rates: Rates
 ) -> float:
-    """Seconds of an evaluation of so many micro-batches a rank; `moved` is of a step of `steps_micro_batches`."""
-    passed = moved.evaluated * micro_batches / steps_micro_batches
-    sending = rates.local_s(passed * moved.local_bytes / layout.world_size)
-    sending += rates.wire_s(passed * moved.wire_bytes / layout.nodes)
-    staging = rates.stage_s(3 * passed * moved.shared_bytes / layout.world_size)
+    """Seconds of an evaluation of so many micro-batches a rank."""
+    passes = min(1, micro_batches) if moved.forward_once else micro_batches
+    wire, local, shared = (passes * size for size in moved.forward)
+    sending = rates.local_s(local / layout.world_size) + rates.wire_s(wire / layout.nodes)
+    staging = rates.stage_s(3 * shared / layout.world_size)
     return micro_batches * sum(each.forward) + staging + sending
 
 

@@ -30,7 +30,8 @@ class Traffic:
     shared_bytes: int  # per optimizer step, staged in shared memory
     disk_read_bytes: int  # at start
     export_bytes: int
-    evaluated: float  # of what a micro-batch sends or stages, the fraction that its evaluation does
+    forward: tuple[int, int, int] = (0, 0, 0)  # of an evaluated micro-batch: between hosts, local, shared
+    forward_once: bool = False  # weights stay gathered from the first on
 
 
 def traffic(
@@ -45,10 +46,9 @@ def traffic(
     compute = 2 if config.train.precision == "bf16" else 4
     added = 0 if config.adapter is None else shape.learned_numel  # beside the model that is read
     read = (shape.numel - added) * shape.dtype_bytes if config.model.path is not None else 0
-    exported = 4 * added or shape.numel * (4 if config.train.precision == "fp32" else 2)
-    export = exported if config.checkpoint.export else 0
+    export = (added or shape.numel) * _exported_itemsize(config, shape) if config.checkpoint.export else 0
     wire = weights = local = shared = 0
-    evaluated = 0.0
+    forward = (0, 0, 0)
     if engine == "host":
         # Every host sends each other one that one's gradient sums, and gets its weights back.
         weights = int((layout.nodes - 1) * _published(config, shape, layout, micro_batches))
@@ -56,7 +56,8 @@ def traffic(
         shared = micro_batches * layout.world_size * _staged(config, shape, layout, compute)
     elif engine == "fsdp":
         wire, local, shared = _fsdp(config, shape, layout, micro_batches, compute, kept)
-        evaluated = 1 / 6 if layout.device == "cpu" else 1 / 4  # gathered once, beside again and reduced in fp32
+        gathered = compute * sum(shape.padded_groups(layout.world_size)) if layout.world_size > 1 else 0
+        forward = (0, 0, gathered) if shared else (*_ring(layout, gathered), 0)
     elif engine == "deepspeed":
         # What is wanted again soon stays gathered (deepspeed_memory.py), small weights until they are updated;
         # gradients are reduced in the compute dtype.
@@ -65,8 +66,19 @@ def traffic(
         reduced = compute * shape.numel * (2 if layout.device == "cpu" else 1)
         each = compute * max(0, shape.numel + twice - small) + reduced
         wire, local = _ring(layout, micro_batches * each + compute * small)
-        evaluated = 1 / 4 if layout.device == "cpu" else 1 / 3
-    return Traffic(wire, weights, local, shared, read, export, evaluated)
+        forward = (*_ring(layout, compute * max(0, shape.numel - small)), 0)
+    return Traffic(wire, weights, local, shared, read, export, forward, engine == "fsdp" and kept.weights)
+
+
+def _exported_itemsize(config: RunConfig, shape: ModelShape) -> int:
+    """By `model.dtype`; auto: an adapter's is fp32, a model's what its files have, or what it is trained in."""
+    if config.model.dtype != "auto":
+        return 4 if config.model.dtype == "float32" else 2
+    if config.adapter is not None:
+        return 4
+    if config.model.path is not None:
+        return shape.dtype_bytes
+    return 4 if config.train.precision == "fp32" else 2
 
 
 def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> int:

@@ -21,7 +21,7 @@ _NONE = "none"
 
 def table(runs: Sequence[Run]) -> Table:
     """A column a run."""
-    head = ("state", "engine", "ranks", "steps", "loss", "perplexity", "bits per byte", "real tokens/s, median", "MFU",
+    head = ("state", "engine", "ranks", "steps", "loss", "perplexity", "bits per byte", "real tokens/s", "MFU",
             "a step", "peak memory", "network a step, all ranks")  # fmt: skip
     columns = []
     for run in runs:

@@ -151,7 +151,8 @@ def number(value: Any) -> float | None:
 def _status(path: Path, events: list[Object], steps: list[Object], config: Object) -> Status:
     last = next((event for event in reversed(events) if event.get("event") in (*ENDS, *BEGINS)), None)
     if last is not None and last["event"] == "end":
-        return Status("complete", "all steps are done")
+        early = any(event.get("event") == "stopped_early" for event in events)
+        return Status("complete", "it stopped early" if early else "all steps are done")
     if last is not None and last["event"] in ENDS:
         unsaid = {"stopped": "told to stop by SIGTERM", "failed": "it ended with an error"}
         return Status(last["event"], str(last.get("text", "")) or unsaid[last["event"]])

@@ -66,15 +66,19 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
         note = f"the largest rank, of {gib(limit)}" if limit is not None else "the largest rank"
         found.append(("peak memory", gib(max(top_bytes(row) for row in run.rows)), note))
     spent = mean_parts(run)
-    if sum(spent.values()):
-        waiting = percent(spent["wait"] / sum(spent.values()))
-        found.append(("a step", seconds(sum(spent.values())), f"{waiting} waiting"))
+    if step_s := _step_s(run):
+        found.append(("a step", seconds(step_s), f"{percent(spent['wait'] / step_s)} waiting"))
     return found
+
+
+def _step_s(run: Run) -> float:
+    """As it is planned: without the saves for which it waited."""
+    return sum(value for part, value in mean_parts(run).items() if part != "checkpoint")
 
 
 def foresight(run: Run) -> Table:
     """The plan beside what was measured; no rows where there is no plan."""
-    plan, spent = run.plan, sum(mean_parts(run).values())
+    plan, spent = run.plan, _step_s(run)
     speed, wire = average(run, "tokens_per_s"), per_step(run, "wire_bytes")
     ranks = number(run.about.get("world_size")) or 1.0
     # What ranks count as passed on to the network includes loopback.
