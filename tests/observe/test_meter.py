@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from aliquot.observe.flops import attention_pairs, model_flops
 from aliquot.observe.meter import Meter
-from aliquot.observe.readable import duration, gib, rate
+from aliquot.observe.readable import duration, gib, rate, short
 
 
 class Clock:
@@ -87,6 +87,11 @@ def test_model_flops_of_two_layers_by_hand() -> None:
     assert model_flops(matmul_flops=30, tokens=3, lengths=[3], attention_widths=widths) == (
         5 * 3 * 2 * 3 + (6 + 3) * 2 * 4 * 2 * 2 * 3
     )
+
+
+def test_numbers_that_are_rounded_to_the_next_prefix() -> None:
+    assert (rate(999.7e9, "B"), rate(999.4e9, "B"), rate(0.0, "B")) == ("1 TB", "999 GB", "0 B")
+    assert (short(17_300.4), short(1_234.0), short(42.34)) == ("17,300", "1,234", "42.3")
 
 
 def test_numbers_for_a_person() -> None:

@@ -112,3 +112,20 @@ def test_the_fastest_fit_on_the_fewest_nodes_that_may_be_left() -> None:
     too_large = {each.lines for each in alone if not each.plan.fits}
     assert found["1:2"] and not found["1:2"] & too_large
     assert found[2] & too_large  # else nothing was shown
+
+
+def test_where_the_fewest_nodes_are_short_more_of_them_must_be_left() -> None:
+    config = planned_config(LLAMA, launch={"nodes": "1:4", "ranks": 2})
+    planner, workload = Planner(PlannedModel(config), SERVER), Workload.assumed(config)
+    found = {str(each.changes.get("launch.nodes")) for each in candidates(
+        planner, config, RankLayout(1, 2, 2, "cpu"), workload)}  # fmt: skip
+    assert "2:4" in found and "2" not in found
+    of_all = candidates(planner, config, RankLayout(4, 2, 2, "cpu"), workload)
+    assert {str(each.changes.get("launch.nodes")) for each in of_all} >= {"8", "2", "1"}
+
+
+def test_a_disk_is_proposed_with_the_engine_that_has_it() -> None:
+    small = Machine.of_numbers(0.7, 4, 10)
+    config = planned_config(LLAMA | {"num_hidden_layers": 24, "hidden_size": 512}, shard={"engine": "fsdp"})
+    told = remedies(Planner(PlannedModel(config), small), config, RankLayout(1, 2, 2, "cpu"), Workload.assumed(config))
+    assert told.startswith("What fits: shard.offload=disk shard.engine=host "), told

@@ -135,8 +135,8 @@ class Plan:
         daily = self.scratch_written_per_step / self.step_s * 86400
         return (
             f"{', '.join(told)}: {self.scratch_bytes_per_node / 1e9:,.1f} GB a node,"
-            f" {self.scratch_moved_per_step / 1e9:,.1f} GB read and written a step, which waits {self.disk_s:.3g} s for"
-            f" it ({self.disk_s / self.step_s:.0%}{self._enough()}); {daily / 1e12:,.1f} TB written a day"
+            f" {self.scratch_moved_per_step / 1e9:,.1f} GB read and written a step, which waits {_short(self.disk_s)} s"
+            f" for it ({self.disk_s / self.step_s:.0%}{self._enough()}); {daily / 1e12:,.1f} TB written a day"
         )
 
     def _enough(self) -> str:
@@ -167,6 +167,10 @@ class Plan:
             "cost_usd",
         )
         return {**asdict(self), **{name: getattr(self, name) for name in derived}, "peak_phase": self.peak.name}
+
+
+def _short(number: float) -> str:
+    return f"{number:.3g}" if number < 1000 else f"{number:,.0f}"
 
 
 def _share(counts: Counts, parameters: int) -> str:

@@ -11,9 +11,14 @@ def gib(size_bytes: float) -> str:
 def rate(per_second: float, unit: str) -> str:
     """`1.23 TFLOP/s` from FLOP/s and `FLOP/s`: three digits and a decimal prefix."""
     for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(per_second) >= size:
-            return f"{per_second / size:.3g} {prefix}{unit}"
+        if abs(per_second) >= 0.9995 * size:  # what is rounded to it
+            return f"{short(per_second / size)} {prefix}{unit}"
     return f"{per_second:.3g} {unit}"
+
+
+def short(number: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{number:.3g}" if abs(number) < 999.5 else f"{number:,.0f}"
 
 
 def duration(seconds: float) -> str:

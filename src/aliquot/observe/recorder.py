@@ -87,7 +87,10 @@ class Recorder:
             self._display.warning,
         )  # fmt: skip
         machine = self._about["machine"]
+        # By the plan it is less where launcher and dashboards, or shard.memory, leave less.
         limit = machine["memory_limit_bytes"] // self._ranks.topology.local_world_size
+        if self._gpu is None:
+            limit = self._about["plan"].get("limit_bytes", limit)
         self._display.training(limit, None if self._gpu is None else machine["gpu_memory_bytes"])
         kind = "start" if self._about["resumed_from"] is None else "resume"
         facts = {**self._about, "world_size": self._ranks.world_size, "nodes": self._ranks.topology.nodes}

@@ -10,7 +10,7 @@ from aliquot.config.schema import RunConfig
 from aliquot.observe import ledger
 from aliquot.observe.console import Display
 from aliquot.observe.meter import Speed
-from aliquot.observe.readable import duration, gib, rate
+from aliquot.observe.readable import duration, gib, rate, short
 from aliquot.observe.run_directory import RunDirectory
 
 
@@ -38,7 +38,7 @@ def foreseen(plan: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         f"plan: {gib(plan['peak_bytes_per_rank'])} of {gib(plan['limit_bytes'])} a rank at most ({plan['peak_phase']})"
         + _of_host(plan),
-        f"plan: {plan['step_s']:.3g} s a step, {plan['speed']}, {plan['bottleneck']};"
+        f"plan: {short(plan['step_s'])} s a step, {plan['speed']}, {plan['bottleneck']};"
         f" {duration(plan['total_s'])} in all{cost}; rates: {plan['rates']}",
         f"plan: {rate(plan['wire_bytes_per_step'], 'B')} a step between hosts,"
         f" {rate(plan['local_bytes_per_step'], 'B')} through sockets on them;"

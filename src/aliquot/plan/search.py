@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from aliquot.config.batch_size import BatchSize, batch_size
 from aliquot.config.plan import Plan
-from aliquot.config.schema import RunConfig
+from aliquot.config.schema import LaunchSection, RunConfig
 from aliquot.config.workload import Workload
 from aliquot.errors import UserError
 from aliquot.launch.rank_layout import RankLayout
@@ -53,7 +53,7 @@ def candidates(
                 threads = layout.threads_per_rank
             spread = replace(layout, nodes=nodes, ranks_per_node=ranks, threads_per_rank=threads)
             for changed, changes in _settings(planner, config, spread, total):
-                told = changes | _told(layout, spread)
+                told = changes | _told(layout, spread, config.launch)
                 if (key := tuple(told.items())) not in seen:
                     seen.add(key)
                     try:
@@ -188,10 +188,12 @@ def _ranks(planner: Planner, layout: RankLayout) -> list[int]:
     return list(dict.fromkeys((layout.ranks_per_node, *powers)))
 
 
-def _told(before: RankLayout, after: RankLayout) -> dict[str, object]:
+def _told(before: RankLayout, after: RankLayout, launch: LaunchSection) -> dict[str, object]:
     told: dict[str, object] = {}
     if before.nodes != after.nodes:
         told["launch.nodes"] = after.nodes
+        if launch.nodes_may_change and before.nodes == launch.fewest_nodes and after.nodes < launch.most_nodes:
+            told["launch.nodes"] = f"{after.nodes}:{launch.most_nodes}"  # as many as may be left are what is changed
     if before.ranks_per_node != after.ranks_per_node:
         told["launch.ranks"] = after.ranks_per_node
     return told

@@ -183,6 +183,8 @@ def limit_bytes(run: Run) -> float | None:
 
 
 def _host_limit(run: Run) -> float | None:
+    if not _on_gpus(run) and (planned := number(run.plan.get("limit_bytes"))) is not None:
+        return planned  # what shard.memory and the processes beside ranks leave
     limit = number(run.machine.get("memory_limit_bytes"))
     world, nodes = number(run.about.get("world_size")), number(run.about.get("nodes"))
     if limit is None or not world or not nodes:
