@@ -171,11 +171,11 @@ def test_extreme_logits_give_finite_losses_and_gradients() -> None:
 
 
 def test_memory_of_logits_is_used_again_and_never_shown_twice() -> None:
-    room, like = LogitsRoom(), torch.empty(0, dtype=torch.bfloat16)
-    first = room.of(7, 5, like)
-    again = room.of(3, 5, like)
+    room = LogitsRoom()
+    first = room.of(7, 5, torch.bfloat16)
+    again = room.of(3, 5, torch.bfloat16)
     assert again.shape == (3, 5) and again.data_ptr() == first.data_ptr()
-    assert room.of(8, 5, like).shape == (8, 5)
+    assert room.of(8, 5, torch.bfloat16).shape == (8, 5)
     hidden, weight, labels = torch.randn(12, 4), torch.randn(30, 4), torch.randint(0, 30, (12,))
     kept, fresh = FusedLoss(SCRATCH, room=room), FusedLoss(SCRATCH)
     for rows in (12, 7, 12):  # what is given back does not lie in it

@@ -30,7 +30,7 @@ def head_loss_on(
     """On CPU the rows that are worked on in fp32, their probabilities and themselves stay in a core's own cache; on a
     GPU they are enough to keep it busy (not yet run on one). `logits_bytes`: for a planned machine; None: what this one
     has room for. `copies_transposed`: see machine/kernels.py."""
-    room = LogitsRoom() if device == "cpu" else None
+    room = LogitsRoom() if device == "cpu" and logits_bytes is None else None
     if logits_bytes is None:
         memory = None if device == "cpu" else torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         logits_bytes = logits_room(memory)
@@ -45,11 +45,11 @@ class LogitsRoom:
     def __init__(self) -> None:
         self._flat = torch.empty(0)
 
-    def of(self, rows: int, columns: int, like: Tensor) -> Tensor:
+    def of(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         """[rows, columns], not filled; what was given before is gone."""
-        if self._flat.dtype != like.dtype or self._flat.numel() < rows * columns:
+        if self._flat.dtype != dtype or self._flat.numel() < rows * columns:
             self._flat = torch.empty(0)  # first, or there would be both
-            self._flat = like.new_empty(rows * columns)
+            self._flat = torch.empty(rows * columns, dtype=dtype)
         return self._flat[: rows * columns].view(rows, columns)
 
 
@@ -91,7 +91,7 @@ class FusedLoss:
         """[N, V], which those before need not outlive."""
         if self.room is None:
             return F.linear(hidden, weight)
-        return torch.mm(hidden, weight.t(), out=self.room.of(len(hidden), len(weight), hidden))
+        return torch.mm(hidden, weight.t(), out=self.room.of(len(hidden), len(weight), weight.dtype))
 
     def row_chunks(self, hidden: Tensor, weight: Tensor) -> Iterator[tuple[int, int]]:
         """At least one chunk, of no rows if there are none."""

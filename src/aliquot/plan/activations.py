@@ -80,7 +80,6 @@ def _run(
                 send_to(weight, _ExpertsInARing(weight, live))
 
         of_head: set[Product] = set()
-        head_loss = head_loss_on(step.device, live.two_for_all, step.logits_bytes, step.copies_transposed)
 
         def loss_of(inputs: Tensor) -> tuple[int, Tensor]:
             """What is alive after the layers, and the loss."""
@@ -93,6 +92,7 @@ def _run(
             head = model.get_output_embeddings().weight
             in_a_ring = not step.head_gradient and torch.is_grad_enabled() and head.requires_grad
             sink = _rows_in_a_ring(shape, step, live) if in_a_ring else None
+            head_loss = head_loss_on(step.device, live.two_for_all, step.logits_bytes, step.copies_transposed)
             loss = head_loss(hidden, head, labels, 1.0, sink)[1]
             of_head.update(live.products - before)
             return saved_bytes, loss
