@@ -30,27 +30,11 @@ def head_loss_on(
     """On CPU the rows that are worked on in fp32, their probabilities and themselves stay in a core's own cache; on a
     GPU they are enough to keep it busy (not yet run on one). `logits_bytes`: for a planned machine; None: what this one
     has room for. `copies_transposed`: see machine/kernels.py."""
-    room = LogitsRoom() if device == "cpu" and logits_bytes is None else None
     if logits_bytes is None:
         memory = None if device == "cpu" else torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         logits_bytes = logits_room(memory)
     scratch_bytes = 512 << 10 if device == "cpu" else 256 << 20
-    return FusedLoss(scratch_bytes, logits_bytes, blocks, copies_transposed, room)
-
-
-class LogitsRoom:
-    """Memory for logits that stays. They are the largest block of a step by far: what was theirs is cut up by what the
-    backward pass allocates, so that in some step the heap grows by as much again."""
-
-    def __init__(self) -> None:
-        self._flat = torch.empty(0)
-
-    def of(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        """[rows, columns], not filled; what was given before is gone."""
-        if self._flat.dtype != dtype or self._flat.numel() < rows * columns:
-            self._flat = torch.empty(0)  # first, or there would be both
-            self._flat = torch.empty(rows * columns, dtype=dtype)
-        return self._flat[: rows * columns].view(rows, columns)
+    return FusedLoss(scratch_bytes, logits_bytes, blocks, copies_transposed)
 
 
 @dataclass(frozen=True)
@@ -59,7 +43,6 @@ class FusedLoss:
     logits_bytes: int = HOST_BYTES  # at most this much of them at once
     blocks: Blocks = iter  # the passes over the logits: the planner makes two and counts them as all
     copies_transposed: bool = False  # products with a transposed left side are made from copies
-    room: LogitsRoom | None = None  # None: new memory each time
 
     def __call__(
         self,
@@ -78,7 +61,7 @@ class FusedLoss:
             total = torch.zeros((), device=hidden.device)
             labels = labels.to(hidden.device)  # the planner's are on CPU
             for a, b in self.row_chunks(hidden, weight):
-                total += self.of_logits(self.logits(hidden[a:b], weight), labels[a:b])
+                total += self.of_logits(F.linear(hidden[a:b], weight), labels[a:b])
             return total, total
         summed: Tensor
         scaled: Tensor
@@ -86,12 +69,6 @@ class FusedLoss:
             hidden, weight if rows is None else weight.detach(), labels, scale, rows, chosen.learned, self
         )
         return summed.detach(), scaled
-
-    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """[N, V], which those before need not outlive."""
-        if self.room is None:
-            return F.linear(hidden, weight)
-        return torch.mm(hidden, weight.t(), out=self.room.of(len(hidden), len(weight), weight.dtype))
 
     def row_chunks(self, hidden: Tensor, weight: Tensor) -> Iterator[tuple[int, int]]:
         """At least one chunk, of no rows if there are none."""
@@ -169,7 +146,7 @@ class _HeadLoss(torch.autograd.Function):
         normalizers = torch.full((len(labels),), float("inf"), device=hidden.device)
         logits = hidden.new_empty(0, weight.shape[0])
         for a, b in chunks:
-            logits = fused.logits(hidden[a:b], weight)
+            logits = F.linear(hidden[a:b], weight)
             end = min(max(a, learned), b)  # those that have a label come first
             summed += fused.to_gradient_(logits[: end - a], labels[a:end], scale, normalizers[a:end])
             logits[end - a :].zero_()
