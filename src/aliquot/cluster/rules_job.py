@@ -73,7 +73,7 @@ def _processes(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
     processes = job.processes
     if not isinstance(processes, int) or isinstance(processes, bool):
         # Trainer 2.3 takes one a GPU where nothing is said, else one a requested CPU; 2.1 one a CPU.
-        if processes is None and job.cpu_millicores is None and job.count(GPU) == 0:
+        if processes is None and (job.cpu_millicores or 0) <= 1000 and job.count(GPU) == 0:
             return  # one
         shown = "not set" if processes is None else repr(processes)
         yield finding("processes", job.manifest, f"numProcPerNode is {shown}", "numProcPerNode: an integer")
@@ -100,7 +100,7 @@ def _processes(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
 def _resources(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
     for name, read in (("cpu", parse_millicores), ("memory", parse_bytes)):
         request, limit = job.requests.get(name), job.limits.get(name)
-        if name == "cpu" and job.processes is None and (request, limit) == (None, None):
+        if name == "cpu" and job.processes is None and request == "1":
             continue  # as in our own runtimes, for one process a node
         if request is None and limit is None:
             yield finding(

@@ -79,9 +79,9 @@ def cluster_training_runtime(job: Job) -> Document:
     """
     # Later versions take the number from the TrainJob, and where it says none one a GPU, else one a requested CPU.
     processes = {"numProcPerNode": job.plan.ranks_per_node} if old_dialect(job) else {}
-    of_node = resources(job)
+    requests = limits = resources(job)
     if not processes and not job.gpus:
-        del of_node["cpu"]  # the taint and the memory keep the node for one pod
+        requests = {**limits, "cpu": "1"}  # taint and memory keep the node for one pod, which may use all its CPUs
     pod_spec = compact(
         restartPolicy="Never",
         terminationGracePeriodSeconds=job.grace_s,
@@ -101,7 +101,7 @@ def cluster_training_runtime(job: Job) -> Document:
                     *pod.environment(job),
                     {"name": _SHUTDOWN_TIMEOUT, "value": str(job.grace_s - _BEFORE_KUBELET_S)},
                 ],
-                "resources": {"requests": of_node, "limits": of_node},
+                "resources": {"requests": requests, "limits": limits},
                 "securityContext": pod.container_security(),
                 "volumeMounts": pod.volume_mounts(job, with_config=False),
             }
