@@ -5,10 +5,18 @@ Each kind has an id, which is printed behind its line and explained in docs/trou
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
+
+# What a disk or a file server in trouble says, and not of what has been asked.
+_FAILING = {
+    errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.ESHUTDOWN,
+    errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ECONNREFUSED, errno.ECONNRESET,
+    errno.ECONNABORTED, errno.EREMOTEIO, errno.ENOLCK, errno.EAGAIN, errno.EBUSY,
+}  # fmt: skip
 
 
 def one_line(path: str | Path) -> str:
@@ -101,7 +109,13 @@ class DataCacheError(UserError, id="data-cache"):
 
 
 class StorageError(UserError, id="disk"):
-    """A file system that is full, not writable or failing."""
+    """A file system that is full or not writable, or an object store that refuses."""
+
+
+class StorageFailureError(StorageError, id="storage"):
+    """A file system or an object store that fails or does not answer: it may the next time."""
+
+    exit_code = 1
 
 
 class RunDirectoryError(UserError, id="run-directory"):
@@ -161,13 +175,18 @@ def kinds(of: type[UserError] = UserError) -> Iterator[type[UserError]]:
         yield from kinds(kind)
 
 
+def storage_error(told: str, error: OSError, where: str | Path | None = None) -> StorageError:
+    """`told` as what it is: a StorageFailureError where a disk or a file server is in trouble."""
+    return (StorageFailureError if error.errno in _FAILING else StorageError)(told, where)
+
+
 @contextmanager
 def reading(path: Path | None) -> Iterator[None]:
     """Raise OSError as StorageError: cannot read."""
     try:
         yield
     except OSError as error:
-        raise StorageError(f"cannot read: {error.strerror or error}", path) from error
+        raise storage_error(f"cannot read: {error.strerror or error}", error, path) from error
 
 
 @contextmanager
@@ -176,4 +195,4 @@ def writing(path: Path | None) -> Iterator[None]:
     try:
         yield
     except OSError as error:  # disk full, quota, read-only, no permission
-        raise StorageError(f"cannot write: {error.strerror or error}", path) from error
+        raise storage_error(f"cannot write: {error.strerror or error}", error, path) from error

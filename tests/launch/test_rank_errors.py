@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 from dataclasses import asdict, dataclass, replace
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import DistNetworkError, DistStoreError
 
-from aliquot.errors import StorageError, TrainingError, UserError
+from aliquot.errors import StorageError, TrainingError, UserError, writing
 from aliquot.launch import rank_errors
 from aliquot.launch.rank_errors import LOG_DIRECTORY, RankError, classify, read_error, record_error, report_error
 from aliquot.launch.rank_failures import explain, explain_stop
@@ -127,6 +128,14 @@ def test_bad_input_is_code_2_and_one_line(tmp_path: Path) -> None:
     (tmp_path / "rank-1.log").write_text("text")
     record(tmp_path, 1, "user", 100.0)
     assert explain({1: Dead(2)}, tmp_path, 0) == (["aliquot: what happened"], 2, "user")
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, 2), (errno.EACCES, 2), (errno.ESTALE, 1), (errno.EIO, 1)])
+def test_a_file_server_in_trouble_is_no_bad_input(number: int, code: int) -> None:
+    with pytest.raises(StorageError) as caught, writing(Path("model.bin")):
+        raise OSError(number, "of the file system")
+    assert str(caught.value) == "model.bin: cannot write: of the file system"
+    assert report_error(caught.value) == code
 
 
 def test_what_is_recorded_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,11 +100,17 @@ def test_a_part_goes_with_its_checksum_and_is_tried_again(server: S3Server) -> N
 
 
 def test_a_store_that_refuses_or_is_gone_is_one_line(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(StorageError, match=r"^s3://nobodys/x: ListObjectsV2: NoSuchBucket: "):
+    with pytest.raises(StorageError, match=r"^s3://nobodys/x: ListObjectsV2: NoSuchBucket: ") as refused:
         open_store("s3://nobodys/x").list()
+    assert refused.value.exit_code == 2
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    server.fault = lambda environ: "503 Slow Down"
+    with pytest.raises(StorageError, match=r"^s3://models/x: ListObjectsV2: ") as failed:
+        open_store(f"s3://{BUCKET}/x").list()
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
-    with pytest.raises(StorageError, match=r"^s3://models/x: cannot be reached: .*127\.0\.0\.1:9"):
+    with pytest.raises(StorageError, match=r"^s3://models/x: cannot be reached: .*127\.0\.0\.1:9") as gone:
         open_store("s3://models/x").put("a", b"")
+    assert [each.value.exit_code for each in (failed, gone)] == [1, 1]  # a job tries again
     with pytest.raises(UserError, match=r"^nowhere://x: Protocol not known: nowhere"):
         open_store("nowhere://x")
 

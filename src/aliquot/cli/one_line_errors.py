@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import typer
 
-from aliquot.errors import StorageError, UserError
+from aliquot.errors import StorageError, UserError, storage_error
 
 # What only a file system says; the error of a write that fails so names no file.
 _STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.ESTALE}
@@ -44,4 +44,4 @@ def _of_storage(error: OSError) -> StorageError | None:
     """None for what is about no file: a closed pipe, which typer knows to end, a connection, a library's own error."""
     if error.errno is None or (error.filename is None and error.errno not in _STORAGE):
         return None
-    return StorageError(error.strerror or str(error), error.filename)
+    return storage_error(error.strerror or str(error), error, error.filename)

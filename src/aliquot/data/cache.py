@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from aliquot.errors import StorageError
+from aliquot.errors import storage_error
 from aliquot.ranges.publish import begin_alone, commit, sync
 
 
@@ -27,9 +27,8 @@ def publishing(directory: Path) -> Iterator[Path]:
         beside.chmod(0o700)  # what a person trains on may be for nobody else's eyes
         _sweep(directory.parent)
     except OSError as error:
-        raise StorageError(
-            f"cannot write the data cache: {error.strerror}; set data.cache_directory", directory.parent
-        ) from error
+        told = f"cannot write the data cache: {error.strerror}; set data.cache_directory"
+        raise storage_error(told, error, directory.parent) from error
     try:
         yield beside
         for path in beside.iterdir():
@@ -40,7 +39,8 @@ def publishing(directory: Path) -> Iterator[Path]:
             if not directory.is_dir():
                 raise
     except OSError as error:
-        raise StorageError(f"cannot write the data cache: {error}; set data.cache_directory", directory) from error
+        told = f"cannot write the data cache: {error}; set data.cache_directory"
+        raise storage_error(told, error, directory) from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from aliquot.errors import CutOffError, StorageError
+from aliquot.errors import CutOffError, storage_error
 
 ROUNDS = ".rounds"  # in the run directory
 ROUND = "ALIQUOT_ROUND"  # set by the launcher in its ranks: of which round they are
@@ -48,9 +48,8 @@ class Claims:
         try:
             self._rounds.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise StorageError(
-                f"cannot write the run directory, which all nodes share: {error.strerror}", directory
-            ) from None
+            told = f"cannot write the run directory, which all nodes share: {error.strerror}"
+            raise storage_error(told, error, directory) from None
 
     def newest_number(self) -> int | None:
         return newest_round(self._rounds.parent)
@@ -76,7 +75,7 @@ class Claims:
         except FileExistsError:
             return False
         except OSError as error:
-            raise StorageError(f"cannot claim a round: {error.strerror}", self._rounds) from None
+            raise storage_error(f"cannot claim a round: {error.strerror}", error, self._rounds) from None
         finally:
             self._own.unlink(missing_ok=True)
         for number in _numbers(self._rounds):
@@ -147,4 +146,4 @@ def _numbers(rounds: Path) -> list[int]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise StorageError(f"cannot read: {error.strerror}", rounds) from None
+        raise storage_error(f"cannot read: {error.strerror}", error, rounds) from None

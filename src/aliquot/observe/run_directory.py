@@ -12,7 +12,7 @@ from pathlib import Path
 
 from aliquot.config.read_config import dump_config
 from aliquot.config.schema import RunConfig
-from aliquot.errors import NodesDifferError, RunDirectoryError, StorageError
+from aliquot.errors import NodesDifferError, RunDirectoryError, storage_error
 from aliquot.launch.claims import ROUND, ROUNDS
 from aliquot.observe.beating_lock import beating_lock
 from aliquot.textfile import publish_text
@@ -75,7 +75,7 @@ class RunDirectory:
                     earlier.unlink(missing_ok=True)
                 (place / name).touch()
             except OSError as error:
-                raise StorageError(f"cannot write the run directory: {error.strerror}", place) from None
+                raise storage_error(f"cannot write the run directory: {error.strerror}", error, place) from None
         return name
 
     def hide(self, name: str) -> None:
@@ -118,9 +118,8 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = (self.path / LOCK).open("a")
         except OSError as error:  # no permission, read-only, a file where a directory should be
-            raise StorageError(
-                f"cannot write the run directory: {error.strerror}; choose another run.directory", self.path
-            ) from None
+            told = f"cannot write the run directory: {error.strerror}; choose another run.directory"
+            raise storage_error(told, error, self.path) from None
         with lock, ExitStack() as held:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -152,4 +151,4 @@ class RunDirectory:
             self.checkpoints.mkdir(exist_ok=True)
             self.logs.mkdir(exist_ok=True)
         except OSError as error:
-            raise StorageError(f"cannot write the run directory: {error.strerror}", self.path) from None
+            raise storage_error(f"cannot write the run directory: {error.strerror}", error, self.path) from None

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from aliquot.errors import StorageError
+from aliquot.errors import StorageError, storage_error
 
 THREADS = 4  # requests under way: two to read, two to write
 _REFUSED = (errno.EOPNOTSUPP, errno.EINVAL, errno.EISDIR)  # by file systems that do not know of what is asked
@@ -38,7 +38,9 @@ class ScratchFile:
             directory.mkdir(parents=True, exist_ok=True)
             self._descriptor = _nameless(directory)
         except OSError as error:
-            raise StorageError(f"shard.offload_directory: cannot write here: {error.strerror}", directory) from None
+            raise storage_error(
+                f"shard.offload_directory: cannot write here: {error.strerror}", error, directory
+            ) from None
         try:
             os.posix_fallocate(self._descriptor, 0, max(1, size_bytes))
         except OSError as error:
@@ -89,7 +91,7 @@ class ScratchFile:
                 count = move(self._descriptor, [left], offset)
             except OSError as error:
                 what = "read what lies here" if reads else "write here"
-                raise StorageError(f"shard.offload: cannot {what}: {error.strerror}", self._directory) from None
+                raise storage_error(f"shard.offload: cannot {what}: {error.strerror}", error, self._directory) from None
             if not count:
                 raise StorageError(
                     "shard.offload: what lies here has been cut short while it was used", self._directory

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from aliquot.errors import StorageError, TrainingError, UserError, kinds
+from aliquot.errors import TrainingError, UserError, kinds, storage_error
 
 T = TypeVar("T")
 
@@ -72,5 +72,5 @@ def _together(ranks: RankGroup, work: Callable[[], T], name_rank: bool) -> list[
 
 def _for_the_person(error: Exception) -> Exception:
     if isinstance(error, OSError):
-        return StorageError(error.strerror or str(error), error.filename)
+        return storage_error(error.strerror or str(error), error, error.filename)
     return error

@@ -8,7 +8,9 @@ from typing import Any, ClassVar
 
 from fsspec.core import url_to_fs
 
-from aliquot.errors import DamagedCheckpoint, MissingToolError, StorageError
+from aliquot.errors import DamagedCheckpoint, MissingToolError, StorageError, StorageFailureError
+
+_REFUSED = (FileNotFoundError, PermissionError, NotImplementedError, TypeError, ValueError)  # and would be again
 
 
 class FsspecStore:
@@ -79,4 +81,5 @@ class FsspecStore:
             raise
         # Each file system has errors of its own.
         except Exception as error:
-            raise StorageError(f"{type(error).__name__}: {' '.join(str(error).split())}", self._url) from error
+            kind = StorageError if isinstance(error, _REFUSED) else StorageFailureError
+            raise kind(f"{type(error).__name__}: {' '.join(str(error).split())}", self._url) from error

@@ -13,13 +13,15 @@ from typing import ClassVar
 
 import boto3
 from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError
+from botocore.exceptions import BotoCoreError, ClientError, ConnectionError, HTTPClientError
 
-from aliquot.errors import DamagedCheckpoint, StorageError
+from aliquot.errors import DamagedCheckpoint, StorageError, StorageFailureError
 
 _PART_BYTES, _MOST_PARTS = 16 << 20, 10_000
 _ATTEMPTS = 3  # at a body that breaks off, which botocore does not read again by itself
 _AT_ONCE = 1000  # objects that one request deletes
+# Answers below 500 to a good request that came too fast, too slowly, or with keys that have run out meanwhile.
+_LATER = {"SlowDown", "Throttling", "ThrottlingException", "TooManyRequests", "RequestTimeout", "ExpiredToken"}
 
 
 class S3Store:
@@ -114,12 +116,15 @@ class S3Store:
             yield
         except ClientError as error:
             raise self._refused(error) from None
-        except BotoCoreError as error:
-            raise StorageError(f"cannot be reached: {' '.join(str(error).split())}", self._url) from None
+        except BotoCoreError as error:  # no answer, or no keys, no region: nothing to ask with
+            kind = StorageFailureError if isinstance(error, (ConnectionError, HTTPClientError)) else StorageError
+            raise kind(f"cannot be reached: {' '.join(str(error).split())}", self._url) from None
 
     def _refused(self, error: ClientError) -> StorageError:
         told = error.response.get("Error", {})
-        return StorageError(f"{error.operation_name}: {told.get('Code')}: {told.get('Message')}", self._url)
+        failed = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0) >= 500
+        kind = StorageFailureError if failed or told.get("Code") in _LATER else StorageError
+        return kind(f"{error.operation_name}: {told.get('Code')}: {told.get('Message')}", self._url)
 
 
 def _crc32(data: bytes) -> str:
