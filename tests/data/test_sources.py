@@ -187,6 +187,12 @@ def test_a_dataset_by_name_is_the_same_documents(tmp_path: Path) -> None:
         ("bytes.jsonl", {}, "bytes.jsonl:1: not UTF-8 text"),
         ("emoji.jsonl", {}, "emoji.jsonl:1: not UTF-8 text"),
         ("broken.parquet", {}, "broken.parquet: not a readable parquet file"),
+        (
+            "packed.parquet.gz",
+            {},
+            "packed.parquet.gz: parquet is read in any order, which an archive is not: unpack it",
+        ),
+        ("empty.csv", {}, "empty.csv: no fields: an empty file, or no header"),
         ("table.tsv", {}, "table.tsv: such tables are not read: convert it into one of .jsonl"),
     ],
 )
@@ -211,6 +217,8 @@ def test_bad_input_gets_one_line(
         "bytes.jsonl": b'{"text": "\xff"}\n',
         "emoji.jsonl": b'{"text": "a\xed\xa0\xbd\xed\xb8\x80"}\n',  # as two surrogates, which Java writes
         "broken.parquet": b"PAR1 and then nothing",
+        "packed.parquet.gz": gzip.compress(b"PAR1"),
+        "empty.csv": b"",
         "table.tsv": b"a\tb\n",
     }.items():
         (tmp_path / name).write_bytes(content)

@@ -192,6 +192,8 @@ def _parquet(path: Path, section: RecordsSection) -> Iterator[Document]:
     import pyarrow
     import pyarrow.parquet
 
+    if path.suffix.lower() != ".parquet":
+        raise DataError("parquet is read in any order, which an archive is not: unpack it first", path)
     size_bytes = path.stat().st_size
     try:
         with pyarrow.parquet.ParquetFile(path) as file:

@@ -117,6 +117,8 @@ def _found(names: list[str], where: str | Path) -> Format:
         ("text", ("text",), ()),
     ]
     there = [each for each in known if set(each[1]) <= set(names)]
+    if not there and not names:
+        raise DataError("no fields: an empty file, or no header", where)
     if not there:
         raise DataError(
             f"no field that is known; there are {', '.join(map(str, names))}: set data.text_field (all of it is"
