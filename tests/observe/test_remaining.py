@@ -12,7 +12,7 @@ def remaining(eval_steps: int, every: int, total: int, **checkpoint: object) -> 
     config = RunConfig.model_validate(
         {
             "model": {"config": {"model_type": "llama"}},
-            "data": {"path": "x"},
+            "data": {"path": "x", "eval_fraction": 0.1},
             "train": {"eval_steps": eval_steps},
             "checkpoint": {"every": every, **checkpoint},
         }
@@ -46,3 +46,9 @@ def test_a_run_that_ends_with_its_export_alone_does_not_wait_for_a_save() -> Non
 def test_without_a_plan_there_is_nothing_to_go_by_yet() -> None:
     config = RunConfig.model_validate({"model": {"config": {"model_type": "llama"}}, "data": {"path": "x"}})
     assert Remaining(config, 10, {}).seconds(0) == 0
+
+
+def test_where_the_best_is_kept_every_evaluation_may_be_saved() -> None:
+    kept = {"best": True, "last": False, "async": False}
+    left = remaining(eval_steps=4, every=6, total=13, **kept)  # saves after 4, 6, 8, 12, and 13, which is evaluated
+    assert [left.seconds(done) for done in (0, 5, 13)] == [4 * 10 + 5 * 3 + 1, 3 * 10 + 4 * 3 + 1, 10 + 3 + 1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from aliquot.config.due import is_due, times_due
+from aliquot.config.due import is_due, times_due, times_either_due
 from aliquot.config.schema import RunConfig
 
 
@@ -16,8 +16,10 @@ class Remaining:
         """`plan`: as `aliquot plan --json` prints it, or empty."""
         self._total = total_steps
         self._eval_steps, self._save_steps = config.train.eval_steps, config.checkpoint.every
+        self._best_steps = config.train.eval_steps if config.checkpoint.best else 0
         waits = not config.checkpoint.asynchronous
-        self._saves_last = config.checkpoint.last or is_due(config.checkpoint.every, total_steps)
+        due = is_due(self._save_steps, total_steps) or is_due(self._best_steps, total_steps)
+        self._saves_last = config.checkpoint.last or config.checkpoint.best or due
         self._save_s = float(plan.get("save_s", 0.0))
         self._export_s = float(plan.get("export_s", 0.0))
         self.evaluation_s = float(plan.get("evaluation_s", 0.0))
@@ -30,13 +32,13 @@ class Remaining:
         self._save_s, self.stall_s = seconds, stall_s
 
     def seconds(self, done: int) -> float:
-        """After `done` steps, before what is due then."""
-        evaluations = _left(self._eval_steps, done, self._total)
-        between = _left(self._save_steps, done, self._total, self._saves_last) - self._saves_last
+        """After `done` steps, before what is due then; as if each evaluation were the best so far, where that one is
+        kept."""
+        begun = max(0, done - 1)
+        evaluations = times_due(self._eval_steps, self._total) - times_due(self._eval_steps, begun, last=False)
+        between = self._saves(self._total - 1) - self._saves(min(begun, self._total - 1))
         last_s = self._save_s if self._saves_last else 0.0
         return evaluations * self.evaluation_s + between * self.stall_s + last_s + self._export_s
 
-
-def _left(every: int, done: int, total: int, last: bool = True) -> int:
-    """How often something is due from step `done` to step `total`."""
-    return times_due(every, total, last) - (max(0, done - 1) // every if every else 0)
+    def _saves(self, steps: int) -> int:
+        return times_either_due(self._save_steps, self._best_steps, steps)

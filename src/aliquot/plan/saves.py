@@ -3,10 +3,9 @@ written yet than may be copied (checkpoint/live_parts.py)."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from aliquot.config.due import is_due, times_due
+from aliquot.config.due import is_due, times_either_due
 from aliquot.config.schema import RunConfig
 
 
@@ -30,8 +29,7 @@ def saves_of(
     beginning of a step."""
     saving = config.checkpoint
     best = config.train.eval_steps if saving.best else 0
-    both = math.lcm(saving.every, best)  # 0 where either is
-    between = sum(times_due(every, steps, last=False) for every in (saving.every, best)) - times_due(both, steps, False)
+    between = times_either_due(saving.every, best, steps)
     ends = is_due(saving.every, steps) or is_due(best, steps)  # counted among those
     at_end = saving.last or ends or bool(best)
     if not saving.asynchronous:
