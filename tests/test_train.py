@@ -29,6 +29,7 @@ from aliquot.data.batches import Batches, EvalBatches
 from aliquot.data.prepare import prepare
 from aliquot.errors import StorageError, UserError
 from aliquot.launch.auto_ranks import with_automatic_ranks
+from aliquot.machine.cpu import read_cpu
 from aliquot.observe.run_directory import RunDirectory
 from tests import plain, warm
 from tests.runs import command, curve, refused, trained, write_config
@@ -348,6 +349,8 @@ def test_commands_on_what_a_run_left(folder: Path, alone: Path) -> None:
     assert result.stdout.startswith("the rank")
     result = command("export", alone / "checkpoints" / "step-00000006", out)
     assert result.returncode == 2 and "not empty" in result.stderr
+    result = command("export", alone / "checkpoints" / "step-7", folder / "none")
+    assert result.returncode == 2 and "step-7: no such directory; there are step-0000" in result.stderr
 
 
 def test_a_complete_run_is_left_alone(folder: Path, alone: Path) -> None:
@@ -475,6 +478,17 @@ def test_bad_input_on_the_command_line_is_one_line(folder: Path, alone: Path) ->
     assert "did you mean train.learning_rate" in refused(folder / "alone.yaml", "train.learning_rte=1")
     config = write_config(folder, "bad-ranks", launch={"ranks": 2})
     assert "no such file" in refused(config, "data.path=nowhere.txt")
+    told = command("report", folder / "bad-ranks").stderr  # of what never began
+    assert "bad-ranks: this run ended before it began: " in told and "nowhere.txt: data.path: no such file" in told
+    log = (folder / "bad-ranks" / "logs" / "rank-0.log").read_text()
+    assert "no such file" in log and "Traceback" not in log
+
+
+@pytest.mark.skipif(read_cpu().multiplies_bf16, reason="this CPU has instructions for bf16")
+def test_a_cpu_without_bf16_is_said(folder: Path, alone: Path) -> None:
+    config = write_config(folder, "slow", train={"max_steps": 1, "precision": "bf16"}, launch={"ranks": 1})
+    result = command("train", config)
+    assert "this CPU has no instructions for bf16" in result.stderr + result.stdout
 
 
 def test_a_non_finite_loss_names_step_and_rank(folder: Path, alone: Path, tmp_path: Path) -> None:

@@ -77,7 +77,8 @@ def _evaluate(run: Attempt) -> dict[str, Evaluation]:
     model = preparation.build_model(run, inputs)
     preparation.fill_model(run, inputs, model)
     model.engine.ready()
-    display.line(f"{model.built.name}, {model.built.numel:,} parameters, engine {model.engine_name}")
+    about = (f"{model.built.numel:,} parameters", run.config.train.precision, f"engine {model.engine_name}")
+    display.line(", ".join((model.built.name, *about)))
     display.line(str(run.about["placement"]))
     began = time.perf_counter()
 

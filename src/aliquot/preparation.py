@@ -31,6 +31,7 @@ from aliquot.launch.launcher import torchrun_advice
 from aliquot.launch.ranks import Ranks
 from aliquot.launch.same_everywhere import check_same
 from aliquot.machine.allocator import give_back
+from aliquot.machine.cpu import read_cpu
 from aliquot.machine.kept_memory import KeptMemory
 from aliquot.models import initialize, meta
 from aliquot.models.adapter import BASE
@@ -211,6 +212,11 @@ def foresee(run: Attempt, inputs: Inputs, force: bool) -> dict[str, Any]:
 
 def build_model(run: Attempt, inputs: Inputs) -> Model:
     topology, ledger = run.ranks.topology, run.ledger
+    if run.config.train.precision == "bf16" and topology.device == "cpu" and not (cpu := read_cpu()).multiplies_bf16:
+        run.display.warning(
+            f"this CPU has no instructions for bf16 ({', '.join(cpu.isa)}): products in it are much slower than in"
+            " fp32; set train.precision=fp32"
+        )
     built = meta.build(inputs.source.config, inputs.traits, run.config.adapter, run.config.train.freeze)
     if run.config.train.precision == "bf16" and (rounded := sorted(built.exact & built.learned)):
         run.display.warning(

@@ -49,6 +49,7 @@ def plan(**changes: Any) -> Plan:
         "model": "LlamaForCausalLM",
         "parameters": 8_030_261_248,
         "engine": "host",
+        "precision": "bf16",
         "device": "cpu",
         "nodes": 4,
         "ranks_per_node": 2,

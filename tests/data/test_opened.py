@@ -95,7 +95,7 @@ HALF = b'messages\n"[{""role"": ""user"", ""content"": ""hi""}, {""role"": ""ass
         ("quote.csv", b'text,id\n"a,1\n', "quote.csv:2: not CSV"),
         ("names.csv", b"body,id\na,1\n", "names.csv: no field that is known; there are body, id"),
         ("bytes.csv", b"text\ncaf\xe9s\n", "bytes.csv, after line 0: not UTF-8 text"),
-        ("empty.csv", b"", "empty.csv: no field that is known"),
+        ("empty.csv", b"", "empty.csv: no fields: an empty file, or no header"),
     ],
 )
 def test_damaged_files_are_named_not_cut_short(tmp_path: Path, name: str, content: bytes, message: str) -> None:

@@ -192,6 +192,7 @@ def test_a_dataset_by_name_is_the_same_documents(tmp_path: Path) -> None:
             {},
             "packed.parquet.gz: parquet is read in any order, which an archive is not: unpack it",
         ),
+        ("mixed.jsonl", {}, "mixed.jsonl:2: no field 'messages', which the first record has, but 'prompt': give"),
         ("empty.csv", {}, "empty.csv: no fields: an empty file, or no header"),
         ("table.tsv", {}, "table.tsv: such tables are not read: convert it into one of .jsonl"),
     ],
@@ -217,6 +218,7 @@ def test_bad_input_gets_one_line(
         "bytes.jsonl": b'{"text": "\xff"}\n',
         "emoji.jsonl": b'{"text": "a\xed\xa0\xbd\xed\xb8\x80"}\n',  # as two surrogates, which Java writes
         "broken.parquet": b"PAR1 and then nothing",
+        "mixed.jsonl": b'{"messages": []}\n{"prompt": "a", "completion": "b"}\n',
         "packed.parquet.gz": gzip.compress(b"PAR1"),
         "empty.csv": b"",
         "table.tsv": b"a\tb\n",

@@ -90,7 +90,7 @@ def test_traffic_is_part_of_the_line_once_there_is_some() -> None:
     display.step({"step": 1, "staged_bytes": 3_456_000_000, "interface_bytes": moved}, 2)
     display.step({"step": 2, "staged_bytes": 0, "interface_bytes": {}}, 2)
     text: Any = console.file
-    assert text.getvalue() == "step 1/2  shared memory 3.46 GB  lo 2.00 GB  eth0 0.01 GB\nstep 2/2\n"
+    assert text.getvalue() == "step 1/2  passed on 3.46 GB  lo sent 2.00 GB  eth0 sent 0.01 GB\nstep 2/2\n"
 
 
 def test_quiet_says_only_warnings() -> None:

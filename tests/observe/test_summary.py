@@ -14,8 +14,8 @@ def plan(usd_per_hour: float | None) -> Plan:
         PhaseMemory("steady peak", {"process": 1 << 28, "weights": 1 << 28}, {"weights": 1 << 30}),
     )
     return Plan(
-        "llama", 8_000_000, "host", "cpu", 1, 2, 1, None, phases, 0, 8 << 30, 0, 1_500_000, 1, 96_000_000, 160, 2000.0,
-        0.5, "compute-bound", "measured here", usd_per_hour,
+        "llama", 8_000_000, "host", "bf16", "cpu", 1, 2, 1, None, phases, 0, 8 << 30, 0, 1_500_000, 1, 96_000_000, 160,
+        2000.0, 0.5, "compute-bound", "measured here", usd_per_hour,
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from aliquot.cli.one_line_errors import one_line_errors
+from aliquot.errors import UsageError
 
 
 def command(
@@ -33,6 +34,9 @@ def command(
         from aliquot.stores.open_store import is_url
 
         directory = Path(checkpoint)
+        if not is_url(checkpoint) and not directory.is_dir():
+            others = ", ".join(sorted(each.name for each in directory.parent.glob("step-*")))
+            raise UsageError(f"no such directory{others and f'; there are {others}'}", directory)
         if is_url(checkpoint):
             directory = held.enter_context(fetched_weights(checkpoint, out_dir, verify))
         if verify:

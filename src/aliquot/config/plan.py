@@ -33,6 +33,7 @@ class Plan:
     model: str
     parameters: int
     engine: str
+    precision: str  # bf16 | fp32
     device: str  # cpu | cuda
     nodes: int
     ranks_per_node: int

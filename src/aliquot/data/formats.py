@@ -45,6 +45,13 @@ class Format:
         """Raises UserError naming the first field that is not there."""
         found = list(names)
         missing = next((name for name in self.fields if name not in found), None)
+        other = next((fields for fields in self.elsewhere if set(fields) <= set(found)), None)
+        if missing is not None and other is not None:
+            raise DataError(
+                f"no field {missing!r}, which the first record has, but {other[0]!r}: give records of different formats"
+                " sources of their own, data.sources",
+                where,
+            )
         if missing is not None:
             raise DataError(f"no field {missing!r}; there are {', '.join(map(str, found))}", where)
 

@@ -121,7 +121,9 @@ def prepare(
             for name, source in sources.items()
         }
 
-    learned, held_out = stores(train, "tokenising"), stores(evaluated, "tokenising what is held out")
+    # The smaller first: where it comes to nothing, that is said before all else is tokenised.
+    held_out = stores(evaluated, "tokenising what is held out")
+    learned = stores(train, "tokenising")
     if not all_have_rows:
         check_ids([*learned.values(), *held_out.values()], tokenizer, rows)
     return Prepared(

@@ -23,7 +23,7 @@ def check_isa(subject: Subject) -> Finding:
     """Which of the instructions that matter the CPU has."""
     cpu, fp32 = subject.cpu, "set train.precision=fp32, or take a CPU with AVX-512 or AMX"
     found = f"{cpu.model}: {', '.join(cpu.isa) or 'none of AMX, AVX-512, AVX2'}"
-    if "amx_bf16" in cpu.isa or "avx512_bf16" in cpu.isa:
+    if cpu.isa and cpu.multiplies_bf16:
         return Finding("isa", "instructions", "ok", found, "bf16 products have instructions of their own")
     if "avx512f" in cpu.isa or "avx2" in cpu.isa:
         meaning = "no bf16 instructions: bf16 products are converted to fp32 and are slower than fp32"

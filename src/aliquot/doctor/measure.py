@@ -11,16 +11,10 @@ from typing import Any
 
 from aliquot.doctor.finding import Finding, Subject
 from aliquot.machine.cgroup import read
+from aliquot.machine.cpu import FLOP_PER_CYCLE
 
 _TIMEOUT_S = 180.0
 
-# bf16 FLOP per core and clock, the least that the instruction set has on any CPU: AMX, one tile product of 16 x 32 x 16
-# in 16 clocks; AVX512_BF16, one dot product of 32 pairs a clock (Zen 4, Sapphire Rapids; Zen 5 has two). fp32: one or
-# two fused multiply-adds of a whole register a clock.
-_PER_CLOCK = {
-    "bf16": {"amx_bf16": 1024, "avx512_bf16": 64},
-    "fp32": {"avx512f": 32, "avx2": 16},
-}
 _GOOD_PART = 0.35  # plain products of 1536 x 1536 reach 50 to 90 % of that on a quiet machine
 
 
@@ -81,11 +75,12 @@ def judge_matmul(told: dict[str, Any], subject: Subject) -> Finding:
     bf16, fp32 = (min(told["rates"][precision]) for precision in ("bf16", "fp32"))
     found = f"bf16 {bf16 / 1e9:.0f}, fp32 {fp32 / 1e9:.0f} GFLOP/s a rank, two of {told['threads']} threads at once"
     clock = re.search(r"^cpu MHz\s*:\s*([\d.]+)", read(subject.root / "proc/cpuinfo") or "", re.MULTILINE)
-    name, rate = ("bf16", bf16) if any(isa in subject.cpu.isa for isa in _PER_CLOCK["bf16"]) else ("fp32", fp32)
-    per_clock = next((flop for isa, flop in _PER_CLOCK[name].items() if isa in subject.cpu.isa), None)
-    if clock is None or per_clock is None:
+    of_bf16 = subject.cpu.multiplies_bf16
+    name, rate = ("bf16", bf16) if of_bf16 else ("fp32", fp32)
+    if clock is None or not subject.cpu.isa:
         meaning = "the ceiling of MFU; what the instructions promise is not known here"
         return Finding("matmul", title, "ok", found, meaning)
+    per_clock = FLOP_PER_CYCLE[subject.cpu.isa[0]][0 if of_bf16 else 1]
     promised = per_clock * float(clock[1]) * 1e6 * min(told["threads"], len(subject.cpu.cores))
     found += f"; {name} is {100 * rate / promised:.0f} % of {promised / 1e9:.0f} by clock and instructions"
     if rate < _GOOD_PART * promised:

@@ -113,7 +113,7 @@ def record_error(error: RankError) -> bool:
         return False
     try:
         with log_file(Path(directory), error.rank).open("a", encoding="utf-8") as log:
-            log.write(error.traceback)
+            log.write(error.traceback if error.kind != "user" else f"{time.ctime(error.time)}: {error.message}\n")
         publish_text(error_file(Path(directory), error.rank), json.dumps(asdict(error)))
     except OSError:  # the disk is full, which may be the very error: it is said on stderr
         return False

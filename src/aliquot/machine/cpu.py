@@ -12,6 +12,22 @@ from pathlib import Path
 from aliquot.machine.cgroup import groups, read
 
 ISA = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
+_BF16 = {"amx_bf16", "avx512_bf16"}
+# bf16 and fp32 FLOP a cycle and core, a multiply-add counted as two, from the makers' optimisation manuals:
+# AMX: TDPBF16PS is 16 x 16 x 32 multiply-adds in 16 cycles (Intel 64 and IA-32 Optimization Reference Manual, 20.2).
+# AVX-512 with bf16: one VDPBF16PS of 32 multiply-adds, and fp32 one FMA of 16 lanes, as Zen 4 has; Zen 5 has two.
+# SVE bf16: Neoverse V1 and V2, four 128-bit BFMMLA of 16 multiply-adds (Arm Neoverse V1 Software Optimization Guide).
+# Without instructions for bf16: oneDNN converts it within its kernels for AVX-512 (half of fp32, an assumption); else
+# torch multiplies number by number: 0.7 a cycle were measured on Zen 3.
+FLOP_PER_CYCLE = {
+    "amx_bf16": (1024, 64),
+    "avx512_bf16": (64, 32),
+    "sve_bf16": (128, 32),
+    "avx512f": (32, 64),
+    "avx2": (1, 32),
+    "avx": (1, 16),
+    "neon": (1, 16),
+}
 
 
 @dataclass(frozen=True)
@@ -38,6 +54,11 @@ class CpuFacts:
         if self.quota is None:
             return len(self.cores)
         return min(len(self.cores), max(1, math.floor(self.quota)))
+
+    @property
+    def multiplies_bf16(self) -> bool:
+        """By instructions, or it is not known: of ARM's no names are read."""
+        return not self.isa or bool(_BF16.intersection(self.isa))
 
     @property
     def throttled(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,6 +54,8 @@ class Loaded:
 
 def load(directory: Path) -> Loaded:
     """A model, or an adapter and its model. Raises UserError where `directory` holds none with a tokenizer."""
+    if not directory.is_dir():
+        raise ModelFilesError("no such directory", directory)
     if not any((directory / name).is_file() for name in ("config.json", CONFIG_FILE)):
         raise ModelFilesError(
             "no config.json here; give an export, an adapter or a Hugging Face model directory", directory
@@ -62,7 +65,10 @@ def load(directory: Path) -> Loaded:
             export_checkpoint(directory, Path(folder) / "export", "float32")
             return load(Path(folder) / "export")
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
     try:
         tokenizer = without_code(AutoTokenizer.from_pretrained)(directory)
         model = without_code(AutoModelForCausalLM.from_pretrained)(directory, dtype="auto")

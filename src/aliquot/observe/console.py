@@ -146,7 +146,7 @@ def _readings(metrics: Mapping[str, Any]) -> list[str]:
         "mfu": lambda value: f"MFU {100 * value:.0f} %",
         "memory_bytes": lambda value: f"memory {' | '.join(gib(size) for size in value)} a rank",
         "gpu_memory_bytes": lambda value: f"GPU memory {' | '.join(gib(size) for size in value)} a rank",
-        "staged_bytes": lambda value: f"shared memory {value / 1e9:.2f} GB" if value >= _WORTH_BYTES else None,
+        "staged_bytes": lambda value: f"passed on {value / 1e9:.2f} GB" if value >= _WORTH_BYTES else None,
         "interface_bytes": _interfaces,
         "eta_s": lambda value: f"ETA {duration(value)}",
     }
@@ -155,6 +155,6 @@ def _readings(metrics: Mapping[str, Any]) -> list[str]:
 
 
 def _interfaces(moved: Mapping[str, Mapping[str, int]]) -> str | None:
-    """`eth0 1.20 GB`: sent since the start, by the two interfaces that sent most."""
+    """`eth0 sent 1.20 GB`: since the start, by the two interfaces that sent most."""
     sent = sorted(((counts["sent"], name) for name, counts in moved.items()), reverse=True)
-    return "  ".join(f"{name} {count / 1e9:.2f} GB" for count, name in sent[:2] if count >= _WORTH_BYTES) or None
+    return "  ".join(f"{name} sent {count / 1e9:.2f} GB" for count, name in sent[:2] if count >= _WORTH_BYTES) or None

@@ -46,7 +46,7 @@ Columns = Mapping[str, Callable[[Row], int]]
 
 _OF_HOST: Columns = {
     "private": lambda row: row["private_bytes"],
-    "shared": lambda row: row["pss_bytes"] - row["private_bytes"],
+    "share": lambda row: row["pss_bytes"] - row["private_bytes"],
 }
 _OF_GPU: Columns = {
     "tensors": lambda row: row["allocated_bytes"],
@@ -122,8 +122,8 @@ class Ledger:
 def tables(rows: Sequence[Row]) -> list[Table]:
     """Of GPU memory, where ranks compute on GPUs, and of the machine's.
 
-    A line a phase, each number the largest over the ranks; `shared` is the share of a rank. The plan is of the peak,
-    and its error is signed: positive where less was needed than planned.
+    A line a phase, each number the largest over the ranks; `share` is a rank's of what is shared. The plan is of the
+    peak, and its error is signed: positive where less was needed than planned.
     """
     of_gpus = [{"phase": row["phase"], **row["gpu"]} for row in rows if "gpu" in row]
     title = "MiB of a rank: its own and its share of what is shared; the largest"

@@ -1,4 +1,4 @@
-"""What would make a run faster that waits for the network or for memory."""
+"""What would make a run faster: one that waits for the network or for memory, or whose CPU has no bf16."""
 
 from __future__ import annotations
 
@@ -21,16 +21,12 @@ _NEARLY_BEST = 0.9  # of what the best of a kind gains
 
 def with_advice(plan: Plan, planner: Planner, config: RunConfig, layout: RankLayout, workload: Workload) -> Plan:
     """`plan` of that run, and beside its bottleneck what would help most. It makes a dozen plans more: for a reader."""
-    if (
-        not plan.fits
-        or plan.bottleneck == "compute-bound"
-        or (words := _helps(planner, config, layout, workload)) is None
-    ):
+    if not plan.fits or (words := _helps(planner, config, layout, workload, plan.bottleneck)) is None:
         return plan
     return replace(plan, bottleneck=f"{plan.bottleneck}: {words}")
 
 
-def _helps(planner: Planner, config: RunConfig, layout: RankLayout, workload: Workload) -> str | None:
+def _helps(planner: Planner, config: RunConfig, layout: RankLayout, workload: Workload, bottleneck: str) -> str | None:
     """`a global batch of 64 sequences would be 1.4x`: the change that gains most of those that fit; None: nothing does.
 
     Of a series that goes on gaining, the first that comes near its best.
@@ -38,12 +34,15 @@ def _helps(planner: Planner, config: RunConfig, layout: RankLayout, workload: Wo
     plan = planner.plan(config, layout, workload, approximate=True)
     now, engine = plan.tokens_per_s, plan.engine
     gains: list[tuple[float, str]] = []
-    for kind in (
-        _batches(config, layout),
-        _micro_batches(config, layout),
-        _engines(config, layout, engine),
-        _reduced(config, layout, engine),
-    ):
+    kinds = [_precise(config)]
+    if bottleneck != "compute-bound":
+        kinds += [
+            _batches(config, layout),
+            _micro_batches(config, layout),
+            _engines(config, layout, engine),
+            _reduced(config, layout, engine),
+        ]
+    for kind in kinds:
         series = [(made.tokens_per_s / now, words) for words, made in _planned(kind, planner, layout, workload)]
         if series:
             most = max(gain for gain, _ in series)
@@ -62,6 +61,11 @@ def _planned(
             continue
         if made.fits:
             yield words, made
+
+
+def _precise(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
+    if config.train.precision == "bf16":
+        yield "train.precision=fp32", with_settings(config, {"train.precision": "fp32"})
 
 
 def _batches(config: RunConfig, layout: RankLayout) -> Iterator[tuple[str, RunConfig]]:

@@ -102,7 +102,7 @@ class Machine:
             numa_nodes=1,
             network_bytes_per_s=None if network_gbit is None else network_gbit * 1e9 / 8,
             shm_bytes=None,
-            isa=("avx512f", "avx2"),
+            isa=("avx512_bf16", "avx512f", "avx2"),
             clock_hz=None,
         )
 

@@ -151,6 +151,7 @@ class Planner:
             model=self.shape.name,
             parameters=self.shape.numel,
             engine=engine,
+            precision=config.train.precision,
             device=layout.device,
             nodes=layout.nodes,
             ranks_per_node=layout.ranks_per_node,

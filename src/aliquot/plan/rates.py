@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Protocol
 
 from aliquot.launch.rank_layout import RankLayout
+from aliquot.machine.cpu import FLOP_PER_CYCLE
 from aliquot.plan.planned_machine import Machine
 
 
@@ -56,22 +57,10 @@ class Rates(Protocol):
         ...
 
 
-# bf16 and fp32 FLOP a cycle and core, a multiply-add counted as two, from the makers' optimisation manuals:
-# AMX: TDPBF16PS is 16 x 16 x 32 multiply-adds in 16 cycles (Intel 64 and IA-32 Optimization Reference Manual, 20.2).
-# AVX-512 with bf16: one VDPBF16PS of 32 multiply-adds, and fp32 one FMA of 16 lanes, as Zen 4 has; Zen 5 has two.
-# SVE bf16: Neoverse V1 and V2, four 128-bit BFMMLA of 16 multiply-adds (Arm Neoverse V1 Software Optimization Guide).
-_FLOP_PER_CYCLE = {
-    "amx_bf16": (1024, 64),
-    "avx512_bf16": (64, 32),
-    "sve_bf16": (128, 32),
-    "avx512f": (64, 64),
-    "avx2": (32, 32),
-    "avx": (16, 16),
-    "neon": (16, 16),
-}
 # What plain products of training shapes reach of that. AMX: 2 TB/s of tiles to feed from caches; published oneDNN
 # figures for bf16 matmul on Sapphire Rapids lie at 40 to 60 % of peak. AVX: 80 % (85 % measured on Zen 5).
 _REACHED = {"amx_bf16": 0.4, "avx512_bf16": 0.8, "sve_bf16": 0.7, "avx512f": 0.8, "avx2": 0.8, "avx": 0.8, "neon": 0.8}
+_FP32_REACHED = 0.8
 _CLOCK_HZ = 2.6e9  # where it is not known: an all-core clock of servers
 CORE_MEMORY_BYTES_PER_S = 5e9  # DDR5 of a server, 8 channels of 38 GB/s for 48 cores, at 80 %
 _CACHED_FACTOR = 4.0  # tensors that stay in a core's cache move so much faster
@@ -160,16 +149,15 @@ def estimated(machine: Machine, layout: RankLayout) -> Estimated:
         said = f"estimate: {bf16 / flops:.0%} of {flops / 1e12:.0f} TFLOP/s ({of}{without}){linked}{assumed}"
         off_by = _OFF_BY if name else _OFF_BY_OF_ANOTHER
         return Estimated(said, bf16, fp32, memory * 0.7, network, link, _CALL_S / 2, off_by)
-    isa = next((name for name in _FLOP_PER_CYCLE if name in machine.isa), "avx2")
+    isa = next((name for name in FLOP_PER_CYCLE if name in machine.isa), "avx2")
     clock = machine.clock_hz or _CLOCK_HZ
     threads = min(layout.threads_per_rank, machine.cores / layout.ranks_per_node)  # more share cores
-    bf16, fp32 = (per_cycle * clock * threads for per_cycle in _FLOP_PER_CYCLE[isa])
-    reached = _REACHED[isa]
-    peak = f"{_FLOP_PER_CYCLE[isa][0]} bf16 FLOP a cycle ({isa}) at {clock / 1e9:.2f} GHz"
+    reached, (peak, fp32_peak) = _REACHED[isa], FLOP_PER_CYCLE[isa]
+    peaks = f"{peak} bf16, {_FP32_REACHED:.0%} of {fp32_peak} fp32 FLOP a cycle ({isa}) at {clock / 1e9:.2f} GHz"
     return Estimated(
-        source=f"estimate, not measured: {reached:.0%} of {peak} a core{assumed}",
-        bf16_flops=bf16 * reached,
-        fp32_flops=fp32 * 0.8,
+        source=f"estimate, not measured: {reached:.0%} of {peaks} a core{assumed}",
+        bf16_flops=peak * clock * threads * reached,
+        fp32_flops=fp32_peak * clock * threads * _FP32_REACHED,
         memory_bytes_per_s=CORE_MEMORY_BYTES_PER_S * threads,
         network_bytes_per_s=network,
         local_bytes_per_s=_SOCKET_BYTES_PER_S,

@@ -30,8 +30,12 @@ COLUMNS = {
 
 def summary(plan: Plan, problems: Sequence[str], machine: str, assumed: str) -> RenderableType:
     """What it is, whether it fits, memory by phase, and a line each for traffic, time and cost."""
-    ranks = f"{plan.nodes} x {plan.ranks_per_node} ranks x {plan.threads_per_rank} threads"
-    head = f"{plan.model}, {plan.parameters:,} parameters, engine {plan.engine}, {ranks} on {machine} ({plan.device})"
+    ranks, threads = plan.ranks_per_node, plan.threads_per_rank
+    placed = f"{plan.nodes} x {ranks} rank{'s' if ranks > 1 else ''} x {threads} thread{'s' if threads > 1 else ''}"
+    head = (
+        f"{plan.model}, {plan.parameters:,} parameters, {plan.precision}, engine {plan.engine},"
+        f" {placed} on {machine} ({plan.device})"
+    )
     lines = [
         f"between hosts   {_size(plan.wire_bytes_per_step)} a step; on a host through sockets"
         f" {_size(plan.local_bytes_per_step)}",

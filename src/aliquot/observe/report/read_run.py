@@ -90,6 +90,8 @@ def read_run(path: Path) -> Run:
     """Raises UserError where `path` is not the directory of a run."""
     directory = RunDirectory(path)
     text = _text(path / "config.yaml")
+    if text is None and (message := _last_words(directory)) is not None:
+        raise RunDirectoryError(f"this run ended before it began: {message}", path)
     if text is None or not text.startswith(HEADER):
         raise RunDirectoryError("this is not a run directory: a run has a config.yaml that aliquot wrote", path)
     config = _yaml(text)
@@ -216,6 +218,12 @@ def _yaml(text: str) -> Object:
     except (yaml.YAMLError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def _last_words(directory: RunDirectory) -> str | None:
+    """What a rank has left in the directory of a run that came to no config.yaml."""
+    told = (_json(file) for file in sorted(directory.logs.glob("rank-*.error.json")))
+    return next((str(each["message"]) for each in told if isinstance(each, dict) and "message" in each), None)
 
 
 def _text(path: Path) -> str | None:
