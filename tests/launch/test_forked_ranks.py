@@ -8,7 +8,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from aliquot.launch.rank_errors import read_error
 from tests import warm
 
 # One node, which begins at once, and ends when it has failed twice.
@@ -72,8 +71,7 @@ def test_what_a_rank_fails_with_before_it_trains_is_told(tmp_path: Path) -> None
     ended = node(tmp_path, "raise ValueError('no such import')")
     assert ended.returncode == 1
     assert "failed: ValueError: no such import [crash]" in ended.stderr, ended.stderr
-    errors = [read_error(tmp_path / "logs", rank) for rank in (0, 1)]
-    assert any(error is not None and "module.py" in error.traceback for error in errors)
+    assert any("module.py" in file.read_text() for file in (tmp_path / "logs").glob("rank-*.error.json"))
 
 
 @pytest.mark.long

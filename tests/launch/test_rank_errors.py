@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import signal
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +13,18 @@ from torch.distributed import DistNetworkError, DistStoreError
 
 from aliquot.errors import StorageError, TrainingError, UserError, writing
 from aliquot.launch import rank_errors
-from aliquot.launch.rank_errors import LOG_DIRECTORY, RankError, classify, read_error, record_error, report_error
+from aliquot.launch.rank_errors import (
+    LAST_WORDS,
+    LOG_DIRECTORY,
+    LastWords,
+    RankError,
+    classify,
+    record_error,
+    report_error,
+)
 from aliquot.launch.rank_failures import explain, explain_stop
+
+NO_LOGS = Path("/nowhere")
 
 
 @dataclass
@@ -66,58 +76,49 @@ def test_what_gloo_knows_of_a_lost_rank_is_its_address(what: str) -> None:
     assert line == "rank 3 lost the connection to a rank at 10.77.0.2, which may say why [peer-lost]"
 
 
-def record(directory: Path, rank: int, kind: rank_errors.Kind, time: float, message: str = "what happened") -> None:
-    found = RankError(rank, kind, message, "", time, 2 if kind == "user" else 1, uptime=time)
-    rank_errors.publish_text(rank_errors.error_file(directory, rank), json.dumps(asdict(found)))
+def said(rank: int, kind: rank_errors.Kind, time: float, message: str = "what happened") -> RankError:
+    return RankError(rank, kind, message, "", time, 2 if kind == "user" else 1)
 
 
-def first_line(directory: Path, failures: dict[int, Dead]) -> str:
-    return explain(failures, directory, 5)[0][0]
+def first_line(failures: dict[int, Dead], *words: RankError) -> str:
+    return explain(failures, words, NO_LOGS)[0][0]
 
 
-def test_cause_comes_before_echo_and_before_the_launchers_own_signal(tmp_path: Path) -> None:
-    record(tmp_path, 0, "peer_lost", 100.1)
-    record(tmp_path, 2, "crash", 100.4)
+def test_cause_comes_before_echo_and_before_the_launchers_own_signal() -> None:
+    words = said(0, "peer_lost", 100.1), said(2, "crash", 100.4)
     failures = {0: Dead(1), 1: Dead(-signal.SIGTERM), 2: Dead(1), 3: Dead(-signal.SIGABRT)}
-    assert first_line(tmp_path, failures) == "aliquot: rank 2 failed: what happened [crash]"
+    assert first_line(failures, *words) == "aliquot: rank 2 failed: what happened [crash]"
     failures[1] = Dead(-signal.SIGSEGV)
-    assert first_line(tmp_path, failures) == "aliquot: rank 1 was killed by SIGSEGV [killed]"
+    assert first_line(failures, *words) == "aliquot: rank 1 was killed by SIGSEGV [killed]"
 
 
-def test_a_run_that_saved_because_another_node_was_stopped_ends_as_one_that_was(tmp_path: Path) -> None:
-    terminated = RankError(0, "training", "saved [terminated]", "", 7.0, 143, uptime=7.0)
-    rank_errors.publish_text(rank_errors.error_file(tmp_path, 0), json.dumps(asdict(terminated)))
-    assert explain({0: Dead(143)}, tmp_path, 0) == (["aliquot: rank 0: saved [terminated]"], 143, "training")
-    assert explain_stop(signal.SIGTERM, tmp_path, 5) == (["aliquot: rank 0: saved [terminated]"], 143)
-    assert explain_stop(signal.SIGTERM, tmp_path, 8) == (["aliquot: stopped by SIGTERM"], 143)  # of an earlier start
-    elsewhere = replace(terminated, rank=3, message="of another machine", boot="another", exit_code=1)
-    rank_errors.publish_text(rank_errors.error_file(tmp_path, 3), json.dumps(asdict(elsewhere)))
-    record(tmp_path, 1, "training", 9.0, "no space left [disk]")
-    record(tmp_path, 2, "peer_lost", 6.0)
-    assert explain_stop(signal.SIGTERM, tmp_path, 5) == (["aliquot: rank 1: no space left [disk]"], 1)
+def test_a_run_that_saved_because_another_node_was_stopped_ends_as_one_that_was() -> None:
+    saved = [RankError(0, "training", "saved [terminated]", "", 7.0, 143)]
+    assert explain({0: Dead(143)}, saved, NO_LOGS) == (["aliquot: rank 0: saved [terminated]"], 143, "training")
+    assert explain_stop(signal.SIGTERM, saved) == (["aliquot: rank 0: saved [terminated]"], 143)
+    assert explain_stop(signal.SIGTERM, []) == (["aliquot: stopped by SIGTERM"], 143)  # before there was anything
+    words = [*saved, said(1, "training", 9.0, "no space left [disk]"), said(2, "peer_lost", 6.0)]
+    assert explain_stop(signal.SIGTERM, words) == (["aliquot: rank 1: no space left [disk]"], 1)
 
 
-def test_of_two_causes_the_earlier_is_shown(tmp_path: Path) -> None:
-    record(tmp_path, 0, "training", 100.2)
-    record(tmp_path, 1, "training", 100.1, "loss is nan")
-    assert first_line(tmp_path, {0: Dead(1), 1: Dead(1)}) == "aliquot: rank 1: loss is nan"
+def test_of_two_causes_the_earlier_is_shown() -> None:
+    words = said(0, "training", 100.2), said(1, "training", 100.1, "loss is nan")
+    assert first_line({0: Dead(1), 1: Dead(1)}, *words) == "aliquot: rank 1: loss is nan"
     # A rank that had to be killed half a minute later did not start it.
-    assert first_line(tmp_path, {0: Dead(1), 5: Dead(-signal.SIGKILL, 130)}) == "aliquot: rank 0: what happened"
+    assert first_line({0: Dead(1), 5: Dead(-signal.SIGKILL, 130)}, *words) == "aliquot: rank 0: what happened"
 
 
-def test_the_cause_of_an_echo_is_looked_for_in_ranks_that_torch_does_not_tell_of(tmp_path: Path) -> None:
-    record(tmp_path, 0, "peer_lost", 100.1)
-    record(tmp_path, 1, "training", 4.0, "of an earlier start")
-    assert "lost the connection" in first_line(tmp_path, {0: Dead(1)})
-    record(tmp_path, 2, "crash", 100.4)
-    assert first_line(tmp_path, {0: Dead(1)}) == "aliquot: rank 2 failed: what happened [crash]"
-    assert first_line(tmp_path, {3: Dead(-signal.SIGKILL, 130)}).startswith("aliquot: rank 3 was killed by SIGKILL")
+def test_the_cause_of_an_echo_is_looked_for_in_ranks_that_torch_does_not_tell_of() -> None:
+    echo, cause = said(0, "peer_lost", 100.1), said(2, "crash", 100.4)
+    assert "lost the connection" in first_line({0: Dead(1)}, echo)
+    assert first_line({0: Dead(1)}, echo, cause) == "aliquot: rank 2 failed: what happened [crash]"
+    assert first_line({3: Dead(-signal.SIGKILL, 130)}, echo).startswith("aliquot: rank 3 was killed by SIGKILL")
 
 
-def test_silent_deaths(tmp_path: Path) -> None:
-    assert explain({1: Dead(3)}, tmp_path, 0) == (["aliquot: rank 1 ended with exit code 3 [crash]"], 1, "killed")
-    assert explain({1: Dead(-40)}, tmp_path, 0) == (["aliquot: rank 1 was killed by signal 40 [killed]"], 1, "killed")
-    assert explain({0: Dead(-signal.SIGTERM)}, tmp_path, 0) == (
+def test_silent_deaths() -> None:
+    assert explain({1: Dead(3)}, [], NO_LOGS) == (["aliquot: rank 1 ended with exit code 3 [crash]"], 1, "killed")
+    assert explain({1: Dead(-40)}, [], NO_LOGS) == (["aliquot: rank 1 was killed by signal 40 [killed]"], 1, "killed")
+    assert explain({0: Dead(-signal.SIGTERM)}, [], NO_LOGS) == (
         ["aliquot: rank 0 was killed by SIGTERM [killed]"],
         1,
         "killed",
@@ -126,8 +127,7 @@ def test_silent_deaths(tmp_path: Path) -> None:
 
 def test_bad_input_is_code_2_and_one_line(tmp_path: Path) -> None:
     (tmp_path / "rank-1.log").write_text("text")
-    record(tmp_path, 1, "user", 100.0)
-    assert explain({1: Dead(2)}, tmp_path, 0) == (["aliquot: what happened"], 2, "user")
+    assert explain({1: Dead(2)}, [said(1, "user", 100.0)], tmp_path) == (["aliquot: what happened"], 2, "user")
 
 
 @pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, 2), (errno.EACCES, 2), (errno.ESTALE, 1), (errno.EIO, 1)])
@@ -138,23 +138,34 @@ def test_a_file_server_in_trouble_is_no_bad_input(number: int, code: int) -> Non
     assert report_error(caught.value) == code
 
 
-def test_what_is_recorded_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_recorded_is_read_by_the_launcher_and_lies_beside_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     error = RankError(3, "crash", 'KeyError: "ö"', "Traceback ...\n", 12.5)
     assert not record_error(error)
+    words = LastWords()
+    monkeypatch.setenv(LAST_WORDS, words.place)
     monkeypatch.setenv(LOG_DIRECTORY, str(tmp_path))
-    assert record_error(error)
-    assert read_error(tmp_path, 3) == error and read_error(tmp_path, 4) is None
+    assert record_error(error) and record_error(replace(error, rank=4))
+    assert words.read() == [error, replace(error, rank=4)]
+    assert RankError(**json.loads((tmp_path / "rank-3.error.json").read_text())) == error
     assert (tmp_path / "rank-3.log").read_text() == "Traceback ...\n"
+    words.close()
 
 
-def test_what_cannot_be_recorded_goes_to_stderr(
+def test_a_full_disk_takes_no_words_from_the_launcher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "rank-0.log").symlink_to("/dev/full")
     monkeypatch.setenv(LOG_DIRECTORY, str(tmp_path))
-    assert report_error(StorageError("cannot write: No space left on device", "model.bin")) == 2
-    assert capsys.readouterr().err == "aliquot: model.bin: cannot write: No space left on device [disk]\n"
-    assert read_error(tmp_path, 0) is None
+    full, line = StorageError("cannot write: No space left on device", "model.bin"), "model.bin: cannot write: No space"
+    assert report_error(full) == 2
+    assert capsys.readouterr().err.startswith(f"aliquot: {line}")
+    words = LastWords()
+    monkeypatch.setenv(LAST_WORDS, words.place)
+    assert report_error(full) == 2
+    assert not capsys.readouterr().err and explain({0: Dead(2)}, words.read(), tmp_path)[1:] == (2, "user")
+    words.close()
 
 
 def test_without_our_launcher_one_line_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,6 @@ import math
 import os
 import signal
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from aliquot.config.schema import LaunchSection
 from aliquot.errors import RendezvousError, StorageError
 from aliquot.launch.claims import ROUND
 from aliquot.launch.forked_rank import end_forked_ranks, forked_rank, forking
+from aliquot.launch.rank_errors import LAST_WORDS, LastWords
 from aliquot.launch.rank_failures import explain, explain_stop
 from aliquot.launch.stop_signal import STOP_SIGNALS
 
@@ -92,18 +92,19 @@ def run_local_ranks(
     )
     # The elastic launcher substitutes ${...} in arguments that are strings; $$ is its escape for a plain $.
     command = ["-m", "aliquot.launch.rank_start", str(os.getpid()), str(log_directory), *argv]
-    began = time.monotonic()
+    words = LastWords()
+    os.environ[LAST_WORDS] = words.place
     try:
         if round is None:
             elastic_launch(config, sys.executable)(*(argument.replace("$", "$$") for argument in command))
         else:
             with forking():
-                elastic_launch(config, forked_rank)({ROUND: str(round)}, log_directory, argv)
+                elastic_launch(config, forked_rank)({ROUND: str(round), LAST_WORDS: words.place}, log_directory, argv)
     except ChildFailedError as failed:
-        lines, code, kind = explain(failed.failures, log_directory, began)
+        lines, code, kind = explain(failed.failures, words.read(), log_directory)
         return Ended(code, tuple(lines), kind)
     except SignalException as stopped:
-        lines, code = explain_stop(signal.Signals(stopped.sigval), log_directory, began)
+        lines, code = explain_stop(signal.Signals(stopped.sigval), words.read())
         return Ended(code, tuple(lines), "stopped", told=True)
     except (DistError, ElasticRendezvousError) as error:
         raise RendezvousError(
@@ -112,4 +113,5 @@ def run_local_ranks(
     finally:
         if round is not None:
             end_forked_ranks()
+        words.close()
     return Ended(0)

@@ -1,7 +1,8 @@
-"""How a rank says what ended it: to its launcher through a file, so that the cause is shown first and the echo not.
+"""How a rank says what ended it: to its launcher, so that the cause is shown first and the echo not.
 
 When one rank dies its peers die of the lost connection a moment later. Each rank records its error with a kind, and
-`peer_lost` ones are only the echo.
+`peer_lost` ones are only the echo. The launcher has a file in memory for what its own ranks say, which no full disk and
+no other run takes from it; for people, and for a report, each error lies beside the rank's log, too.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ import re
 import sys
 import time
 import traceback
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
 from aliquot.errors import TrainingError, UserError
-from aliquot.machine.boot import boot_id
 from aliquot.textfile import publish_text
 
 LOG_DIRECTORY = "ALIQUOT_LOG_DIRECTORY"  # set by our launcher in its ranks, and only there
+LAST_WORDS = "ALIQUOT_LAST_WORDS"  # where ranks find that file of their launcher
 
 Kind = Literal["user", "training", "crash", "peer_lost"]
 
@@ -36,10 +37,6 @@ _CONNECTION_WORDS = (
 _GLOO_PEER = re.compile(r"gloo/transport.* \[([^\[\]]+)\]:\d")
 
 
-def _uptime() -> float:
-    return time.monotonic()
-
-
 @dataclass(frozen=True)
 class RankError:
     """One rank's last words."""
@@ -50,12 +47,6 @@ class RankError:
     traceback: str
     time: float  # seconds since the epoch
     exit_code: int = 1
-    boot: str = field(default_factory=boot_id)  # of the machine, and the time since then, which nobody sets
-    uptime: float = field(default_factory=_uptime)
-
-    def is_since(self, uptime: float) -> bool:
-        """Whether it happened on this machine, so long after it was started or later."""
-        return self.boot == boot_id() and self.uptime >= uptime
 
     @property
     def line(self) -> str:
@@ -70,6 +61,21 @@ class RankError:
         if self.kind == "peer_lost":
             return f"rank {self.rank} lost the connection to another rank, which may say why: {first} [peer-lost]"
         return f"rank {self.rank} failed: {first} [crash]"
+
+
+class LastWords:
+    """What the ranks of one start have said of their ends: a file in memory that is gone with this process."""
+
+    def __init__(self) -> None:
+        self._descriptor = os.memfd_create("aliquot-last-words")
+        self.place = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    def read(self) -> list[RankError]:
+        words = os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0).decode()
+        return [RankError(**json.loads(line)) for line in words.splitlines()]
+
+    def close(self) -> None:
+        os.close(self._descriptor)
 
 
 def log_file(directory: Path, rank: int) -> Path:
@@ -107,29 +113,29 @@ def report_error(error: Exception, debug: bool = False) -> int:
 
 
 def record_error(error: RankError) -> bool:
-    """Write the error where our launcher looks for it. False: it did not start this rank, or nothing can be written."""
-    directory = os.environ.get(LOG_DIRECTORY)
+    """Tell our launcher, and write it beside the log. False: it did not start this rank, or nothing can be written."""
+    told, directory = _tell_launcher(error), os.environ.get(LOG_DIRECTORY)
     if directory is None:
-        return False
+        return told
     try:
         with log_file(Path(directory), error.rank).open("a", encoding="utf-8") as log:
             log.write(error.traceback if error.kind != "user" else f"{time.ctime(error.time)}: {error.message}\n")
         publish_text(error_file(Path(directory), error.rank), json.dumps(asdict(error)))
-    except OSError:  # the disk is full, which may be the very error: it is said on stderr
-        return False
+    except OSError:  # the disk is full, which may be the very error
+        return told
     return True
 
 
-def read_error(directory: Path, rank: int) -> RankError | None:
-    """What a rank recorded, or None: it died without a word."""
+def _tell_launcher(error: RankError) -> bool:
+    place = os.environ.get(LAST_WORDS)
+    if place is None:
+        return False
     try:
-        return RankError(**json.loads(error_file(directory, rank).read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        return None
-
-
-def recorded_ranks(directory: Path) -> list[int]:
-    return sorted(int(file.name.split("-")[1].split(".")[0]) for file in directory.glob("rank-*.error.json"))
+        with Path(place).open("a", encoding="utf-8") as words:
+            words.write(json.dumps(asdict(error)) + "\n")
+    except OSError:  # it has ended
+        return False
+    return True
 
 
 def classify(error: BaseException) -> Kind:

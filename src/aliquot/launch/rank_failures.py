@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from aliquot.launch.rank_errors import RankError, log_file, read_error, recorded_ranks
+from aliquot.launch.rank_errors import RankError, log_file
 
 
 class Failure(Protocol):
@@ -20,20 +20,22 @@ class Failure(Protocol):
     def timestamp(self) -> int: ...  # seconds since the epoch, rounded down
 
 
-def explain(failures: Mapping[int, Failure], log_directory: Path, since: float) -> tuple[list[str], int, str]:
+def explain(
+    failures: Mapping[int, Failure], words: Sequence[RankError], log_directory: Path
+) -> tuple[list[str], int, str]:
     """Lines for the person about the failure that caused the others, the exit code for the launcher, the kind of error.
 
     `failures` by global rank: torch may tell only of the first to exit, so where that is an echo the cause is looked
-    for in what others have recorded. `since`: when the ranks were started, by the machine's uptime. The code is 2 where
-    the input was bad, 143 where all was saved because another node was told to stop, else 1; the kind one of
-    rank_errors.Kind, or "killed" where a rank has died without a word.
+    for in `words`, what all ranks of this launcher have said. The code is 2 where the input was bad, 143 where all was
+    saved because another node was told to stop, else 1; the kind one of rank_errors.Kind, or "killed" where a rank has
+    died without a word.
     """
-    recorded = {rank: read_error(log_directory, rank) for rank in failures}
+    recorded: dict[int, RankError | None] = dict.fromkeys(failures) | {each.rank: each for each in words}
     rank = min(failures, key=lambda rank: _order(failures[rank], recorded[rank]))
     error = recorded[rank]
     lines = [f"aliquot: {_describe(rank, failures[rank], error)}"]
     if _order(failures[rank], error)[0] > 0:
-        causes = (each for each in _since(since, log_directory) if each.kind != "peer_lost" and each.exit_code <= 2)
+        causes = (each for each in words if each.kind != "peer_lost" and each.exit_code <= 2)
         for cause in sorted(causes, key=lambda each: each.time)[:1]:
             rank, error, lines = cause.rank, cause, [f"aliquot: {cause.line}"]
     if error is not None and error.exit_code != 1:
@@ -43,26 +45,19 @@ def explain(failures: Mapping[int, Failure], log_directory: Path, since: float) 
     return lines, 1, "killed" if error is None else error.kind
 
 
-def explain_stop(number: signal.Signals, log_directory: Path, since: float) -> tuple[list[str], int]:
+def explain_stop(number: signal.Signals, words: Sequence[RankError]) -> tuple[list[str], int]:
     """Lines for the person and the exit code where this launcher was told to stop, and its ranks with it.
 
-    128 + signal, unless a rank has failed at it, to save for example. `since`: when the ranks were started, by the
-    machine's uptime.
+    128 + signal, unless a rank has failed at it, to save for example.
     """
-    words = _since(since, log_directory)
     stopped = 128 + number
     failed = [error for error in words if error.exit_code != stopped and error.kind != "peer_lost"]
     obeyed = [error for error in words if error.exit_code == stopped]
     if not obeyed:
-        failed = failed or words  # a lost rank that nobody accounts for: it did not save
+        failed = failed or list(words)  # a lost rank that nobody accounts for: it did not save
     for error in sorted(failed or obeyed, key=lambda error: error.time)[:1]:
         return [f"aliquot: {error.line}"], error.exit_code if failed else stopped
     return [f"aliquot: stopped by {number.name}"], stopped
-
-
-def _since(uptime: float, log_directory: Path) -> list[RankError]:
-    found = (read_error(log_directory, rank) for rank in recorded_ranks(log_directory))
-    return [error for error in found if error is not None and error.is_since(uptime)]
 
 
 def _order(failure: Failure, error: RankError | None) -> tuple[int, float]:
