@@ -213,6 +213,32 @@ def test_without_patience_the_best_outlives_later_checkpoints(tmp_path: Path) ->
     assert load_file(directory / "export" / "model.safetensors").keys()
     assert evaluation_loss(directory / "export", file) == pytest.approx(losses[best], rel=1e-5)
 
+    damage(directory / "checkpoints" / f"step-{best:08d}" / "model.safetensors")
+    shutil.rmtree(directory / "export")
+    again = command("train", file)
+    assert again.returncode == 0, again.stderr
+    assert "damaged" in again.stderr and "the last weights are exported, not those that" in again.stderr
+    assert evaluation_loss(directory / "export", file) == pytest.approx(losses[30], rel=1e-5)
+
+
+@pytest.mark.long
+def test_a_best_that_is_damaged_is_taken_from_the_mirror(tmp_path: Path) -> None:
+    file = overfitting(tmp_path, "run", checkpoint={"mirror": f"file://{tmp_path}/mirror"})
+    trained(file)
+    directory = tmp_path / "run"
+    losses = curve(directory, "eval_loss")
+    best = min(losses, key=lambda step: losses[step])
+    damage(directory / "checkpoints" / f"step-{best:08d}" / "model.safetensors")
+    shutil.rmtree(directory / "export")
+    trained(file)
+    assert best < 30 and evaluation_loss(directory / "export", file) == pytest.approx(losses[best], rel=1e-5)
+
+
+def damage(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = load_file(directory / "model.safetensors")

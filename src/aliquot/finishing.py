@@ -11,7 +11,8 @@ import torch
 
 from aliquot.checkpoint.directories import complete_directories, directory_of, step_of
 from aliquot.checkpoint.evaluations import Evaluations
-from aliquot.errors import UserError
+from aliquot.checkpoint.fetch_newer import fetch_best
+from aliquot.errors import DamagedCheckpoint, UserError
 from aliquot.models.adapter import STEM
 from aliquot.models.export import export, export_checkpoint
 from aliquot.models.generate import continuation
@@ -47,11 +48,11 @@ def export_run(
     if kept is not None and on_first(run.ranks, lambda: kept not in complete_directories(root)):
         run.display.warning(f"step {best} evaluated best, but could not be saved: the last weights are exported")
         kept = None
-    files = of_step(files, done if kept is None else step_of(kept))
-    if kept is not None and best != done:
+    if kept is not None and best != done and _export_kept(run, kept, target, dtype, of_step(files, step_of(kept))):
         run.display.line(f"exported is what evaluated best: {evaluations.told()}")
-        export_checkpoint(kept, target, dtype, ranks=run.ranks, files=files, replace=True)
-    elif adapter is None:
+        return target
+    files = of_step(files, done)
+    if adapter is None:
         export(
             model.engine, built.tensors, target, dtype, files, run.ranks, published=model.published, replace=True,
             exact=built.exact,
@@ -61,6 +62,24 @@ def export_run(
             model.saved, built.saved, target, dtype, files, run.ranks, published=adapter.saves, stem=STEM, replace=True
         )
     return target
+
+
+def _export_kept(run: Attempt, kept: Path, target: Path, dtype: torch.dtype, files: Mapping[str, bytes]) -> bool:
+    """Whether the checkpoint `kept`, or the mirror's copy of it, is whole and exported. Collective."""
+
+    def damage() -> DamagedCheckpoint | None:
+        try:
+            export_checkpoint(kept, target, dtype, ranks=run.ranks, files=files, replace=True)
+        except DamagedCheckpoint as found:
+            return found
+        return None
+
+    found, warn = damage(), run.display.warning
+    if found is not None and fetch_best(run.config.mirror, kept, run.ranks, warn):
+        found = damage()
+    if found is not None:
+        warn(f"{found}: the last weights are exported, not those that evaluated best")
+    return found is None
 
 
 def sample(run: Attempt, inputs: Inputs, model: Model) -> str | None:

@@ -32,6 +32,7 @@ from aliquot.observe.recorder import Recorder
 from aliquot.observe.run_directory import RunDirectory
 from aliquot.plan.own_rates import ceiling
 from aliquot.preparation import Attempt, Start
+from aliquot.ranges.publish import put_back
 from aliquot.ranges.together import on_first
 from aliquot.stores.open_store import open_store
 from aliquot.training import Result, Training
@@ -80,6 +81,7 @@ def train(config: RunConfig, force: bool = False) -> Result:
 def _train(run: Attempt, presence: Presence, stop: StopSignal, force: bool) -> Result:
     run.ledger.mark("process start", {})
     check_configs(run.ranks, run.config)
+    on_first(run.ranks, lambda: put_back(run.directory.checkpoints))
     on_first(run.ranks, lambda: run.directory.check(run.config))
     preparation.check_directory(run)
     presence.doing = "reading and tokenising the data"

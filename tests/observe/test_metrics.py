@@ -6,6 +6,7 @@ import json
 import math
 import resource
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,6 +69,27 @@ def test_tensorboard_curve_is_clean_after_resume(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path)).Reload()
     assert events.Tags()["scalars"] == ["loss"]
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1), (2, 2), (3, 3), (4, 40)]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # that is how it fails
+def test_tensorboard_goes_on_where_a_full_disk_has_room_again(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = TensorBoard(tmp_path)
+    board.write({"step": 1, "loss": 1.0})
+    with full_disk():
+        failed = 0
+        for step in range(2, 200):  # they wait in a queue until its thread fails
+            try:
+                board.write({"step": step, "loss": 2.0})
+            except StorageError:
+                failed += 1
+            time.sleep(0.01 if not failed else 0)
+    assert failed
+    board.write({"step": 300, "loss": 3.0})
+    board.close()
+    found = [event.step for event in EventAccumulator(str(tmp_path)).Reload().Scalars("loss")]
+    assert found[-1] == 300
 
 
 @contextmanager

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,9 @@ from aliquot.ranges.publish import (
     check_names,
     check_space,
     clean_leftovers,
+    commit,
     publish_together,
+    put_back,
     remove_directory,
     write_file,
 )
@@ -144,6 +148,30 @@ def test_leftovers(tmp_path: Path) -> None:
     clean_leftovers(tmp_path, re.compile(r"step-\d"))
     clean_leftovers(tmp_path / "absent", re.compile(r"step-\d"))
     assert sorted(path.name for path in tmp_path.iterdir()) == [".other.partial-00112233", ".step-3"]
+
+
+def test_what_was_being_replaced_by_a_process_that_was_killed_is_put_back(tmp_path: Path) -> None:
+    """Between the two names that replacing takes there is neither."""
+    killed = """
+import os, pathlib, sys
+from aliquot.ranges.publish import commit
+rename = pathlib.Path.rename
+def dies(path, target):
+    return os._exit(9) if ".partial-" in path.name else rename(path, target)
+pathlib.Path.rename = dies
+commit(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), replace=True)
+"""
+    target, partial = tmp_path / "step-1", tmp_path / ".step-1.partial-00112233"
+    for directory, content in ((target, "old"), (partial, "new")):
+        directory.mkdir()
+        (directory / "file").write_text(content)
+    assert subprocess.run([sys.executable, "-c", killed, partial, target], check=False).returncode == 9
+    assert not target.exists()
+    put_back(tmp_path)
+    assert (target / "file").read_text() == "old"
+    put_back(tmp_path / "absent")
+    commit(partial, target, replace=True)
+    assert (target / "file").read_text() == "new" and [path.name for path in tmp_path.iterdir()] == ["step-1"]
 
 
 def test_names() -> None:

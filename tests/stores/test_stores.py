@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -62,6 +63,18 @@ def test_a_file_from_parts_of_two_writers(store: Store) -> None:
     assert store.read("step-00000001/small", 0, 99) == b"defg"
     store.remove(["step-00000001/small", "step-00000001/big", "step-00000001/never"])
     assert store.list() == {}
+
+
+def test_a_part_of_which_the_disk_takes_a_part_is_not_written(tmp_path: Path) -> None:
+    """One write then tells of fewer bytes, and the next one why."""
+    store, before = open_store(f"file://{tmp_path}/there"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    token = store.begin("big", 2 * MIB)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB + 1, before[1]))
+    try:
+        with pytest.raises(StorageError, match="big: cannot write: File too large"):
+            store.put_part("big", token, 0, 0, [bytes(2 * MIB)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_an_empty_file(store: Store) -> None:

@@ -211,9 +211,10 @@ def _fetch(
 
     def fetch_block(part: Range) -> None:
         data = _checked(store.read(f"{folder}/{part.name}", part.start, part.stop), manifest, part, part.start)
-        with writing(directory / part.name), (directory / part.name).open("r+b", buffering=0) as file:
+        with writing(directory / part.name), (directory / part.name).open("r+b") as file:
             file.seek(part.start)
             file.write(data)
+            file.flush()
             os.fsync(file.fileno())
 
     _in_threads(fetch_block, _share(_ranges(manifest, wanted, lambda _: BLOCK_BYTES), ranks.rank, ranks.world_size))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aliquot.config.schema import ObserveSection
 from aliquot.errors import StorageError, writing
@@ -17,6 +17,9 @@ from aliquot.observe.dashboards import Dashboard
 from aliquot.observe.kubeflow import KubeflowStatus
 from aliquot.observe.prometheus import Exporter
 from aliquot.textfile import publish_text
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 
 class MetricsFile:
@@ -50,21 +53,31 @@ class TensorBoard:
     """The numbers among the metrics as scalars."""
 
     def __init__(self, directory: Path, resumed_step: int = 0) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
         self._directory = directory
-        with writing(directory):
-            self._writer = SummaryWriter(str(directory), purge_step=resumed_step and resumed_step + 1)
+        self._writer: SummaryWriter | None = self._open(resumed_step and resumed_step + 1)
 
     def write(self, metrics: Mapping[str, Any]) -> None:
-        with writing(self._directory):
-            for name, value in metrics.items():
-                if name != "step" and isinstance(value, int | float):
-                    self._writer.add_scalar(name, value, metrics["step"])
+        if self._writer is None:
+            self._writer = self._open(None)
+        try:
+            with writing(self._directory):
+                for name, value in metrics.items():
+                    if name != "step" and isinstance(value, int | float):
+                        self._writer.add_scalar(name, value, metrics["step"])
+        except StorageError:
+            self._writer = None  # its thread has ended: it would fail for good, however much room there is
+            raise
 
     def close(self) -> None:
+        if self._writer is not None:
+            with writing(self._directory):
+                self._writer.close()
+
+    def _open(self, purge_step: int | None) -> SummaryWriter:
+        from torch.utils.tensorboard import SummaryWriter
+
         with writing(self._directory):
-            self._writer.close()
+            return SummaryWriter(str(self._directory), purge_step=purge_step)
 
 
 class Curve:

@@ -1,6 +1,7 @@
 """Directories appear whole or not at all: written beside, fsynced, renamed; removed by renaming first.
 
-`.NAME.partial-1a2b3c4d` is being written, `NAME` is published, `.NAME.trash-1a2b3c4d` is being removed.
+`.NAME.partial-1a2b3c4d` is being written, `NAME` is published, `.NAME.trash-1a2b3c4d` is being removed, and
+`.NAME.former-1a2b3c4d` being replaced.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from aliquot.errors import StorageError, writing
 from aliquot.ranges.together import RankGroup, on_first, together
 
 T = TypeVar("T")
-_LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?:partial|trash)-[0-9a-f]{8}")
+_LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?:partial|trash|former)-[0-9a-f]{8}")
 
 
 def publish_together(
@@ -68,7 +69,7 @@ def commit(partial: Path, target: Path, replace: bool = False) -> None:
     Raises OSError, and then nothing has that name, or what is to be replaced has it still.
     """
     sync(partial)
-    former = set_aside(target) if replace and target.exists() else None
+    former = set_aside(target, "former") if replace and target.exists() else None
     try:
         partial.rename(target)  # replaces an empty directory, fails on any other
         try:
@@ -130,10 +131,19 @@ def check_space(directory: Path, needed_bytes: int, instead_of: Path | None = No
     raise StorageError(f"needs {needed_bytes / 1e9:.2f} GB and {free_bytes / 1e9:.2f} GB are free", directory.parent)
 
 
-def set_aside(directory: Path) -> Path:
+def set_aside(directory: Path, what: str = "trash") -> Path:
     """Rename a directory so that `clean_leftovers` takes it for waste; its new name. Raises OSError."""
     name = match["name"] if (match := _LEFTOVER.fullmatch(directory.name)) else directory.name
-    return directory.rename(_beside(directory.with_name(name), "trash"))
+    return directory.rename(_beside(directory.with_name(name), what))
+
+
+def put_back(parent: Path) -> None:
+    """Give what was being replaced its name again, where a process was killed before the new one had it. Raises
+    OSError."""
+    for path in list(parent.glob(".*.former-*")):
+        match = _LEFTOVER.fullmatch(path.name)
+        if match and not (parent / match["name"]).exists():
+            path.rename(parent / match["name"])
 
 
 def remove_directory(directory: Path) -> None:

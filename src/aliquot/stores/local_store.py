@@ -53,10 +53,11 @@ class LocalStore:
 
     def put_part(self, name: str, token: str, index: int, start: int, data: Iterable[bytes]) -> str:
         path = self._root / name
-        with writing(path), path.open("r+b", buffering=0) as file:
+        with writing(path), path.open("r+b") as file:  # buffered: a write of its own may take a part alone
             file.seek(start)
             for block in data:
                 file.write(block)
+            file.flush()
             os.fsync(file.fileno())
         return ""
 
