@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ from aliquot.launch.membership import Leader, Run
 from aliquot.observe.metrics import last_step
 from aliquot.observe.run_directory import RunDirectory
 from tests import warm
-from tests.runs import command, curve, trained, write_config
+from tests.runs import command, curve, refused, trained, write_config
 
 CLAIM = Claim(1, "host", ("127.0.0.1",), 0, "word")
 
@@ -345,6 +346,25 @@ def test_a_run_goes_on_without_the_node_that_led_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_a_second_start_takes_no_words_from_the_first(tmp_path: Path) -> None:
+    """Its ranks write theirs into the same directory before it is refused."""
+    config = write_config(tmp_path, "run", train={"max_steps": 5000}, checkpoint={"every": 0}, launch={"ranks": 2})
+    # Not from a process that was forked for it: of what that one starts, psutil sees another's environment.
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    first = subprocess.Popen([sys.executable, "-m", "aliquot", "train", config], **streams)
+    try:
+        wait_for_step(tmp_path / "run", 2)
+        assert "another process is training into this run directory" in refused(config)
+        ranks = psutil.Process(first.pid).children(recursive=True)
+        next(rank for rank in ranks if rank.environ().get("RANK") == "0").kill()
+        told = first.communicate(timeout=60)[0]
+        assert first.returncode == 1 and "rank 0 was killed by SIGKILL" in told, told
+    finally:
+        first.kill()
+        first.communicate()
+
+
+@pytest.mark.long
 def test_a_node_that_is_told_to_stop_leaves_and_nothing_is_done_again(tmp_path: Path) -> None:
     settings = {"shard": {"engine": "host"}, "train": {"max_steps": 60}, "checkpoint": {"export": False}}
     launch = {"ranks": 1, "nodes": "1:2", "device": "cpu"}
@@ -376,3 +396,13 @@ def test_an_export_that_somebody_has_removed_is_made_again(tmp_path: Path) -> No
     assert again.returncode == 0 and "complete at step 2" in again.stdout, again.stderr
     assert (tmp_path / "run" / "export" / "model.safetensors").exists()
     assert "nothing to do here" in command("train", config).stderr
+    shutil.rmtree(tmp_path / "run" / "checkpoints")  # which somebody has removed
+    assert "no checkpoint is left to go on from" in command("train", config).stderr
+
+
+def test_a_node_that_comes_after_the_end_has_nothing_to_do_though_no_checkpoint_was_kept(tmp_path: Path) -> None:
+    launch, kept = {"ranks": 1, "nodes": "1:2", "device": "cpu"}, {"every": 0, "last": False}
+    config = write_config(tmp_path, "run", train={"max_steps": 1, "eval_steps": 0}, checkpoint=kept, launch=launch)
+    trained(config)
+    late = command("train", config)
+    assert (late.returncode, late.stderr) == (0, "aliquot: the run is finished: nothing to do here\n")

@@ -36,7 +36,8 @@ def command(
         placed, reason = with_automatic_ranks(launcher.with_environment(settings.launch, os.environ), settings)
         if launcher.mode(placed, os.environ) == "launcher":
             directory = RunDirectory(settings.run.directory)
-            directory.check(settings)  # before anything is made in it
+            if not placed.nodes_may_change:
+                directory.check(settings)  # before anything is made in it
             if reason is not None:
                 print(f"aliquot: launch.ranks: auto is {placed.ranks} here, by {reason}", file=sys.stderr)
             arguments, automatic = ["-m", "aliquot", *sys.argv[1:]], reason is not None
@@ -63,6 +64,7 @@ def _rounds(launch: LaunchSection, settings: RunConfig, arguments: list[str], au
 
     from aliquot.checkpoint.directories import newest, step_of
     from aliquot.errors import LaunchError, StorageError
+    from aliquot.launch.claims import is_finished
     from aliquot.launch.local_group import prepare
     from aliquot.observe.run_directory import RunDirectory
 
@@ -71,7 +73,6 @@ def _rounds(launch: LaunchSection, settings: RunConfig, arguments: list[str], au
             f"{launch.nodes} nodes that come and go need train.global_batch_size, and no checkpoint.resume: never"
         )
     directory = RunDirectory(settings.run.directory)
-    logs = prepare(directory.logs)
     from aliquot.launch.elastic import start_elastic_ranks
     from aliquot.launch.membership import Run
     from aliquot.launch.same_everywhere import common_settings
@@ -89,8 +90,11 @@ def _rounds(launch: LaunchSection, settings: RunConfig, arguments: list[str], au
                 Events(directory.events, True).write("round", progress()[0], text=text)
 
     def whole() -> bool:
-        return directory.export.exists() or not settings.checkpoint.export
+        return directory.export.exists() if settings.checkpoint.export else progress()[0] > 0
 
     run = Run(json.dumps(common_settings(settings), sort_keys=True, default=str), progress, tell, whole)
+    if not (whole() and is_finished(directory.path, run.finish_mark())):
+        directory.check(settings)
+    logs = prepare(directory.logs)
     grace_s = settings.checkpoint.grace_s
     return start_elastic_ranks(launch, arguments, directory.path, logs, grace_s, automatic, run, ["aliquot.train"])

@@ -107,12 +107,17 @@ class Claims:
             (self._rounds / "finished").write_text(mark)
 
     def finished(self, mark: str) -> bool:
-        with suppress(OSError):
-            return (self._rounds / "finished").read_text() == mark
-        return False
+        return is_finished(self._rounds.parent, mark)
 
     def _file(self, number: int) -> Path:
         return self._rounds / f"{number:08d}.json"
+
+
+def is_finished(directory: Path, mark: str) -> bool:
+    """Whether the run of the configuration `mark` in `directory` has come to its end. Makes nothing there."""
+    with suppress(OSError):
+        return (directory / ROUNDS / "finished").read_text() == mark
+    return False
 
 
 def newest_round(directory: Path) -> int | None:

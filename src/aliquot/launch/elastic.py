@@ -279,7 +279,7 @@ class _Node:
 
 
 def _is_finished(claims: Claims, run: Run) -> bool:
-    return run.progress()[0] > 0 and run.whole() and claims.finished(run.finish_mark())
+    return run.whole() and claims.finished(run.finish_mark())
 
 
 def _own_addresses() -> list[str]:
