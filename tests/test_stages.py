@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from aliquot.checkpoint.save import Draft
 from aliquot.config.batch_size import batch_size
 from aliquot.data.batches import Batches, EvalBatches, Position
 from aliquot.data.prepare import prepare
-from aliquot.errors import UserError
+from aliquot.errors import StorageFailureError, UserError
 from aliquot.ranges.manifest import verify
 from tests import plain
 from tests.runs import OVERFITTING, command, curve, other_text, trained, write_config
@@ -247,6 +248,20 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
 
 def full_disk(path: Path, data: bytes) -> None:
     raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+
+def test_a_file_server_in_trouble_ends_a_run_as_a_lost_node_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not as bad input does, at which a job is given up."""
+
+    def stale(*_: object) -> int:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(os, "pwrite", stale)
+    with pytest.raises(StorageFailureError, match=r"model\.safetensors: cannot write: Stale file handle") as it:
+        aliquot.train(aliquot.read_config(write_config(tmp_path, train={"max_steps": 1}, launch={"ranks": 1})))
+    assert it.value.exit_code == 1
 
 
 def test_the_export_is_of_the_last_step_whatever_an_earlier_stage_has_left(

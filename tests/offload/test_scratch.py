@@ -125,7 +125,9 @@ def test_a_failing_disk_is_one_line_whenever_it_fails(
     with pytest.raises(StorageError) as caught:
         for piece in pieces(scratch, 12):
             piece.fill_(1)
-    assert caught.value.line == f"{tmp_path}/fast/disk: shard.offload: cannot {doing} here: Input/output error [storage]"
+    assert (
+        caught.value.line == f"{tmp_path}/fast/disk: shard.offload: cannot {doing} here: Input/output error [storage]"
+    )
 
 
 def test_a_file_that_is_cut_short_is_one_line(scratch: ScratchFile) -> None:

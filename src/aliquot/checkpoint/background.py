@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from aliquot.errors import StorageError, UserError
+from aliquot.errors import CutOffError, StorageError, StorageFailureError, UserError
 from aliquot.machine.memory import unwritten_bytes
 from aliquot.ranges.together import RankGroup
 
@@ -46,6 +46,17 @@ class Background:
     def join(self, timeout_s: float | None = None) -> bool:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+
+def failure(reports: Sequence[Report]) -> StorageError | CutOffError | None:
+    """What the first rank that has failed tells all of them; None: none has."""
+    for rank, report in enumerate(reports):
+        if report["error"] and report["kind"] == CutOffError.id:  # no trouble of storage: others go on with this run
+            return CutOffError(report["error"])
+        if report["error"]:
+            kind = StorageFailureError if report["kind"] == StorageFailureError.id else StorageError
+            return kind(f"rank {rank}: {report['error']}")
+    return None
 
 
 def wait_together(

@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from aliquot.checkpoint.background import Background, Report, wait_together
+from aliquot.checkpoint.background import Background, Report, failure, wait_together
 from aliquot.checkpoint.copies import Copies, FromHost
 from aliquot.checkpoint.live_parts import LiveParts
 from aliquot.checkpoint.save import Draft
 from aliquot.config.schema import CheckpointSection
-from aliquot.errors import CutOffError, StorageError, UserError
+from aliquot.errors import CutOffError, UserError
 from aliquot.optim.sizes import States
 from aliquot.ranges.bytemap import Shape
 from aliquot.ranges.checksums import Piece
@@ -129,13 +129,11 @@ class Saver:
         states = [report for report in reports if report is not None]
         if self._draft is None or self._work is None or not states:
             return
-        failed = [(rank, state["error"], state["kind"]) for rank, state in enumerate(states) if state["error"]]
-        if failed:
+        if (failed := failure(states)) is not None:
             self._abandon()
-            rank, told, kind = failed[0]
-            if kind == CutOffError.id:  # no trouble of storage: others go on with this run
-                raise CutOffError(told)
-            self._give_up(StorageError(f"rank {rank}: {told}"))
+            if isinstance(failed, CutOffError):
+                raise failed
+            self._give_up(failed)
         elif all(state["done"] for state in states):
             self._advance(self._draft, self._work)
 

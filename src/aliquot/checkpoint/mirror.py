@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from aliquot.checkpoint.background import Background, Report, wait_together
+from aliquot.checkpoint.background import Background, Report, failure, wait_together
 from aliquot.checkpoint.directories import directory_of, newest, retain
 from aliquot.checkpoint.mirrored import Copy
 from aliquot.config.schema import CheckpointSection
-from aliquot.errors import StorageError, UserError
+from aliquot.errors import CutOffError, StorageError
 from aliquot.ranges.together import RankGroup
 from aliquot.stores.open_store import open_store
 
@@ -88,8 +88,8 @@ class Mirror:
         states = [report for report in reports if report is not None]
         if not states:
             return
-        if failed := [(rank, state["error"]) for rank, state in enumerate(states) if state["error"]]:
-            self._give_up(StorageError(f"rank {failed[0][0]}: {failed[0][1]}"))
+        if (failed := failure(states)) is not None:
+            self._give_up(failed)
         elif all(state["done"] for state in states) and not self._go_on():
             self._over()
 
@@ -141,13 +141,14 @@ class Mirror:
         if self._waiting:
             self.start(self._waiting.pop(0), self._best)
 
-    def _give_up(self, error: UserError) -> None:
+    def _give_up(self, error: StorageError | CutOffError) -> None:
         """What has been sent looks incomplete, and the next copy removes it."""
         if self._copy is not None:
             self._copy.stop()
-        step = self._step
-        self._over()
-        text = f"checkpoint.mirror: step {step} could not be copied, the checkpoint here is good: {error}"
+        text = f"checkpoint.mirror: step {self._step} could not be copied, the checkpoint here is good: {error}"
         if self._settings.on_error == "stop":
-            raise StorageError(text)
+            self._waiting = []  # no other copy is begun by a run that ends
+            self._over()
+            raise type(error)(text)
+        self._over()
         self._warn(text)
