@@ -31,7 +31,7 @@ class Effort:
 # What `train` and `plan` do the first time on a machine, in about a second; and what `plan --calibrate` does.
 QUICK = Effort((128, 512, 1024, 2048), 0.1, (1 << 20, 16 << 20), 0.02, 64 << 20, 16 << 20)
 THOROUGH = Effort(
-    (128, 256, 512, 1024, 2048), 20.0, (64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20), 0.15, 256 << 20, 64 << 20
+    (128, 256, 512, 1024, 2048), 2.0, (64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20), 0.15, 256 << 20, 64 << 20
 )
 _SMALL = (64, 256, 64, 64)  # a product of attention, [batch, m, k, n]
 _BETWEEN_BYTES = 16 << 20  # of tensors that are worked on in turn: in a step others come between
