@@ -14,6 +14,9 @@ from aliquot.launch.rank_layout import RankLayout
 from aliquot.plan.planner import Planner
 from aliquot.plan.search import with_settings
 
+Changes = Iterator[tuple[str, RunConfig]]  # words for a setting, and the run with it
+
+_SIDE = 512  # of a product
 _LARGER = (2, 4, 8, 16)
 _WORTH = 1.1  # a gain in tokens/s below is no reason to change a setting
 _NEARLY_BEST = 0.9  # of what the best of a kind gains
@@ -21,27 +24,39 @@ _NEARLY_BEST = 0.9  # of what the best of a kind gains
 
 def with_advice(plan: Plan, planner: Planner, config: RunConfig, layout: RankLayout, workload: Workload) -> Plan:
     """`plan` of that run, and beside its bottleneck what would help most. It makes a dozen plans more: for a reader."""
-    if not plan.fits or (words := _helps(planner, config, layout, workload, plan.bottleneck)) is None:
+    kinds = _kinds(planner, config, layout, plan)
+    if not plan.fits or not kinds or (words := _helps(planner, config, layout, workload, kinds)) is None:
         return plan
     return replace(plan, bottleneck=f"{plan.bottleneck}: {words}")
 
 
-def _helps(planner: Planner, config: RunConfig, layout: RankLayout, workload: Workload, bottleneck: str) -> str | None:
+def _kinds(planner: Planner, config: RunConfig, layout: RankLayout, plan: Plan) -> list[Changes]:
+    """Of changes that may help. Each plan costs time: none where there is nothing to gain."""
+    found = [_precise(config)] if _is_slow_in_bf16(planner, config, layout) else []
+    if plan.bottleneck != "compute-bound":
+        found += [
+            _batches(config, layout),
+            _micro_batches(config, layout),
+            _engines(config, layout, plan.engine),
+            _reduced(config, layout, plan.engine),
+        ]
+    return found
+
+
+def _is_slow_in_bf16(planner: Planner, config: RunConfig, layout: RankLayout) -> bool:
+    of_bf16, of_fp32 = (planner.rates(layout).matmul_s(1, _SIDE, _SIDE, _SIDE, itemsize) for itemsize in (2, 4))
+    return config.train.precision == "bf16" and of_fp32 < of_bf16
+
+
+def _helps(
+    planner: Planner, config: RunConfig, layout: RankLayout, workload: Workload, kinds: list[Changes]
+) -> str | None:
     """`a global batch of 64 sequences would be 1.4x`: the change that gains most of those that fit; None: nothing does.
 
     Of a series that goes on gaining, the first that comes near its best.
     """
-    plan = planner.plan(config, layout, workload, approximate=True)
-    now, engine = plan.tokens_per_s, plan.engine
+    now = planner.plan(config, layout, workload, approximate=True).tokens_per_s
     gains: list[tuple[float, str]] = []
-    kinds = [_precise(config)]
-    if bottleneck != "compute-bound":
-        kinds += [
-            _batches(config, layout),
-            _micro_batches(config, layout),
-            _engines(config, layout, engine),
-            _reduced(config, layout, engine),
-        ]
     for kind in kinds:
         series = [(made.tokens_per_s / now, words) for words, made in _planned(kind, planner, layout, workload)]
         if series:
@@ -51,9 +66,7 @@ def _helps(planner: Planner, config: RunConfig, layout: RankLayout, workload: Wo
     return f"{words} would be {gain:.1f}x" if gain >= _WORTH else None
 
 
-def _planned(
-    kind: Iterator[tuple[str, RunConfig]], planner: Planner, layout: RankLayout, workload: Workload
-) -> Iterator[tuple[str, Plan]]:
+def _planned(kind: Changes, planner: Planner, layout: RankLayout, workload: Workload) -> Iterator[tuple[str, Plan]]:
     for words, changed in kind:
         try:
             made = planner.plan(changed, layout, workload, approximate=True)
@@ -63,19 +76,18 @@ def _planned(
             yield words, made
 
 
-def _precise(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
-    if config.train.precision == "bf16":
-        yield "train.precision=fp32", with_settings(config, {"train.precision": "fp32"})
+def _precise(config: RunConfig) -> Changes:
+    yield "train.precision=fp32", with_settings(config, {"train.precision": "fp32"})
 
 
-def _batches(config: RunConfig, layout: RankLayout) -> Iterator[tuple[str, RunConfig]]:
+def _batches(config: RunConfig, layout: RankLayout) -> Changes:
     size = batch_size(config.train, layout.world_size)
     for factor in _LARGER:
         total = factor * size.total
         yield f"a global batch of {total} sequences", _sized(config, total, size.micro)
 
 
-def _micro_batches(config: RunConfig, layout: RankLayout) -> Iterator[tuple[str, RunConfig]]:
+def _micro_batches(config: RunConfig, layout: RankLayout) -> Changes:
     size = batch_size(config.train, layout.world_size)
     for factor in _LARGER:
         if (micro := factor * size.micro) * layout.world_size <= size.total:
@@ -86,12 +98,12 @@ def _micro_batches(config: RunConfig, layout: RankLayout) -> Iterator[tuple[str,
             yield words, _sized(config, size.total, micro)
 
 
-def _engines(config: RunConfig, layout: RankLayout, engine: str) -> Iterator[tuple[str, RunConfig]]:
+def _engines(config: RunConfig, layout: RankLayout, engine: str) -> Changes:
     if layout.device == "cpu" and engine != "host":
         yield "shard.engine=host", with_settings(config, {"shard.engine": "host"})
 
 
-def _reduced(config: RunConfig, layout: RankLayout, engine: str) -> Iterator[tuple[str, RunConfig]]:
+def _reduced(config: RunConfig, layout: RankLayout, engine: str) -> Changes:
     if layout.nodes > 1 and engine == "host" and config.shard.reduce_dtype == "fp32":
         yield "shard.reduce_dtype=bf16", with_settings(config, {"shard.reduce_dtype": "bf16"})
 
