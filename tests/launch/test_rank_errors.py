@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import signal
+import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -150,6 +151,20 @@ def test_what_is_recorded_is_read_by_the_launcher_and_lies_beside_the_log(
     assert words.read() == [error, replace(error, rank=4)]
     assert RankError(**json.loads((tmp_path / "rank-3.error.json").read_text())) == error
     assert (tmp_path / "rank-3.log").read_text() == "Traceback ...\n"
+    words.close()
+
+
+def test_long_words_of_many_ranks_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = LastWords()
+    monkeypatch.setenv(LAST_WORDS, words.place)
+    errors = [RankError(rank, "crash", "x", f"{rank}" * 50_000, 1.0) for rank in range(8)]
+    threads = [threading.Thread(target=lambda each=each: [record_error(each) for _ in range(20)]) for each in errors]  # type: ignore[misc]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = words.read()
+    assert len(found) == 160 and set(found) == set(errors)
     words.close()
 
 

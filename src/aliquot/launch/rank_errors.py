@@ -131,10 +131,13 @@ def _tell_launcher(error: RankError) -> bool:
     if place is None:
         return False
     try:
-        with Path(place).open("a", encoding="utf-8") as words:
-            words.write(json.dumps(asdict(error)) + "\n")
+        words = os.open(place, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
     except OSError:  # it has ended
         return False
+    try:
+        os.write(words, f"{json.dumps(asdict(error))}\n".encode())  # at once: others write, too
+    finally:
+        os.close(words)
     return True
 
 
