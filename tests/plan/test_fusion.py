@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from aliquot.machine import kernels
 from aliquot.plan.live_storages import Live
 from aliquot.plan.micro_batch_cost import Step, Work
 from aliquot.plan.planned_model import PlannedModel
@@ -65,7 +67,9 @@ def test_copies_are_told_apart_by_what_makes_them_slow() -> None:
     assert {key[1] for key in work if key[0] == "memory"} == {"clone", "permute", "transpose", "convert"}
 
 
-def test_copies_for_amx_are_planned() -> None:
+def test_copies_for_amx_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_FEWEST_COLUMNS", 64)
+    monkeypatch.setattr(kernels, "_SMALLEST_RIGHT_SIDE", 1)
     model = PlannedModel(planned_config(LLAMA))
     plain, copying = (
         model.cost(Step("bf16", "none", "cpu", True, False, copies_transposed=copies), (0, 300, 512), 500)

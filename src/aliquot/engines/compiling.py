@@ -16,6 +16,7 @@ import torch
 from aliquot.attention.document_attention import register
 from aliquot.errors import MissingToolError
 from aliquot.experts.sorted_experts import register as register_experts
+from aliquot.machine.inductor import kernel_options
 from aliquot.machine.kernels import copies_transposed
 from aliquot.models.copying_linear import copy_in_backward
 from aliquot.models.structure import decoder_layers
@@ -56,10 +57,11 @@ def compile_layers(model: nn.Module, threads: int) -> None:
 
 
 def _options() -> dict[str, Any] | None:
+    options = kernel_options()
     if not copies_transposed("cpu", torch.bfloat16):
-        return None
+        return options
     try:
         from aliquot.engines.transposing_pass import TransposingPass
     except ImportError:
-        return None
-    return {"post_grad_custom_post_pass": TransposingPass()}
+        return options
+    return {**(options or {}), "post_grad_custom_post_pass": TransposingPass()}

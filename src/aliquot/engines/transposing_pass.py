@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from aliquot.models import copying_linear
-from aliquot.models.copying_linear import SMALLEST
+from aliquot.machine import kernels
+from aliquot.machine.inductor import kernel_options
+from aliquot.machine.kernels import copy_pays
 
 if TYPE_CHECKING:
     from torch.fx import Graph
 
+_MANY = 1 << 20
 _PERMUTE, _MM = torch.ops.aten.permute.default, torch.ops.aten.mm.default
 
 
@@ -27,7 +29,7 @@ class TransposingPass(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         for product in graph.find_nodes(op="call_function", target=_MM):
             left, right = product.args
-            if not _is_transposed(left) or min(*_shape(left), *_shape(right)) < SMALLEST:
+            if not _is_transposed(left) or not copy_pays(_size(left, 0), _size(right, 0), _size(right, 1)):
                 continue
             with graph.inserting_before(product):
                 copy = graph.call_function(torch.ops.aliquot.transposed_copy.default, (left.args[0],))
@@ -36,7 +38,7 @@ class TransposingPass(CustomGraphPass):
 
     def uuid(self) -> Any:
         """Of this pass in the key of what torch.compile keeps from run to run."""
-        return get_hash_for_files((__file__, copying_linear.__file__))
+        return get_hash_for_files((__file__, kernels.__file__))
 
 
 def _is_transposed(node: Any) -> bool:
@@ -47,15 +49,16 @@ def _is_transposed(node: Any) -> bool:
     return bool(value.dtype == torch.bfloat16 and value.device.type == "cpu" and value.stride(-1) != 1)
 
 
-def _shape(node: Any) -> tuple[int, ...]:
-    """Where rows have had several lengths, their number has a name and no size: taken for large enough."""
-    return tuple(size if isinstance(size, int) else SMALLEST for size in node.meta["val"].shape)
+def _size(node: Any, dimension: int) -> int:
+    """Where rows have had several lengths, their number has a name and no size: taken for many."""
+    size = node.meta["val"].shape[dimension]
+    return size if isinstance(size, int) else _MANY
 
 
 @functools.cache
 def _kernel() -> Callable[[Tensor], Tensor]:
     """Twice as fast as torch's own copy."""
-    return torch.compile(lambda matrix: matrix.t().contiguous(), dynamic=True)
+    return torch.compile(lambda matrix: matrix.t().contiguous(), dynamic=True, options=kernel_options())
 
 
 @torch.no_grad()

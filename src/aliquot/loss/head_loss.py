@@ -16,6 +16,7 @@ from torch import Tensor
 
 from aliquot.loss.base import IGNORE, Chosen, GradientRows, HeadLoss, summed_cross_entropy
 from aliquot.loss.logits_room import HOST_BYTES, logits_room
+from aliquot.machine.kernels import copy_pays
 
 if TYPE_CHECKING:
     Blocks = Callable[[range], Iterable[int]]
@@ -42,7 +43,7 @@ class FusedLoss:
     scratch_bytes: int  # fp32 rows that one pass over the logits works on
     logits_bytes: int = HOST_BYTES  # at most this much of them at once
     blocks: Blocks = iter  # the passes over the logits: the planner makes two and counts them as all
-    copies_transposed: bool = False  # products with a transposed left side are made from copies
+    copies_transposed: bool = False  # products with a transposed left side are made from copies where that pays
 
     def __call__(
         self,
@@ -162,7 +163,8 @@ class _HeadLoss(torch.autograd.Function):
                 _transposed_product(hidden_copy, columns, out)
 
         hidden_copy = None
-        if fused.copies_transposed and (rows is not None or ctx.needs_input_grad[1]):
+        learns = rows is not None or ctx.needs_input_grad[1]
+        if learns and fused.copies_transposed and copy_pays(len(weight), *hidden.shape):
             hidden_copy = hidden.t().contiguous()
         weight_gradient = None
         if ctx.needs_input_grad[1]:

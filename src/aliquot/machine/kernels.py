@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 
+_FEWEST_ROWS, _FEWEST_COLUMNS, _SMALLEST_RIGHT_SIDE = 64, 512, 1 << 19
 _EXECUTED = re.compile(r"onednn_verbose,.*exec,cpu,(?:matmul|inner_product),([^,]+),")
 
 
@@ -46,6 +47,15 @@ def matmul_kernel(precision: Literal["bf16", "fp32"]) -> str:
 
 
 def copies_transposed(device: str, dtype: torch.dtype) -> bool:
-    """Whether a product with a transposed left side is faster from a copy of that side: oneDNN's AMX kernels take 2.6
-    times as long for one as for a plain product (torch 2.13, oneDNN 3.12), those of AVX-512 as long."""
+    """Whether a product with a transposed left side may be faster from a copy of that side: oneDNN's AMX kernels take
+    up to 2.7 times as long for one as for a plain product (torch 2.13, oneDNN 3.12), those of AVX-512 as long."""
     return device == "cpu" and dtype == torch.bfloat16 and "amx" in matmul_kernel("bf16")
+
+
+def copy_pays(rows: int, terms: int, columns: int) -> bool:
+    """Whether that holds for this product, [rows, terms] @ [terms, columns] of which the left side is to be copied.
+
+    What a copy costs grows with rows and terms, what it saves with columns, too, and with the length of a sum. The
+    limits are where `benchmarks/parts.py` finds both equal, on two cores of an Intel Xeon with AMX.
+    """
+    return rows >= _FEWEST_ROWS and columns >= _FEWEST_COLUMNS and terms * columns >= _SMALLEST_RIGHT_SIDE

@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-SMALLEST = 64  # rows, columns and terms: a smaller product is not worth a copy
+from aliquot.machine.kernels import copy_pays
+
+_MANY = 1 << 20  # tokens
 
 
 class CopyingLinear(nn.Linear):
@@ -28,7 +30,7 @@ def copy_in_backward(model: nn.Module, copies: bool = True) -> None:
     for module in model.modules():
         # As FSDP2 does: parameters, hooks and names are those that were.
         if copies and type(module) is nn.Linear and module.weight.requires_grad:
-            if min(module.weight.shape) >= SMALLEST:
+            if copy_pays(module.out_features, _MANY, module.in_features):
                 module.__class__ = CopyingLinear
         elif not copies and type(module) is CopyingLinear:
             module.__class__ = nn.Linear  # type: ignore[assignment]
@@ -58,6 +60,8 @@ class _Linear(torch.autograd.Function):
 def weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
     """gradient [T, O], x [T, I] -> [O, I]"""
     (tokens, outputs), inputs = gradient.shape, x.shape[1]
+    if not copy_pays(outputs, tokens, inputs):
+        return torch.mm(gradient.t(), x)
     if tokens * outputs <= (tokens + outputs) * inputs:
         return torch.mm(gradient.t().contiguous(), x)
     return torch.mm(x.t().contiguous(), gradient).t().contiguous()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from aliquot.machine.inductor import kernel_options
 from aliquot.optim.moments import ExactMoment, Moment, Noise
 from aliquot.optim.sizes import BLOCK, SCRATCH_ROWS
 from aliquot.optim.weights import SplitWeights, Weights
@@ -94,7 +95,7 @@ class CompiledUpdate:
     def __init__(self, betas: tuple[float, float], epsilon: float) -> None:
         self._betas = betas
         self._epsilon = epsilon
-        self._kernel = torch.compile(_update_halves, dynamic=True)
+        self._kernel = torch.compile(_update_halves, dynamic=True, options=kernel_options())
 
     @staticmethod
     def suits(shard: FlatShard) -> bool:
