@@ -26,6 +26,9 @@ SHARED = REPOSITORY.parent / "shared"
 
 RATES = {  # no machine's
     "products": {size: [[128.0, 1e11], [1024.0, 1e12]] for size in ("2", "4")},
+    "of_layers": {size: [[128.0, 1e11], [1024.0, 1e12]] for size in ("2", "4")},
+    "sums": {kept: [[2.0, 5e8], [4.0, 4e8]] for kept in ("fp32", "bf16")},
+    "updates": {"fp32": 3e8, "bf16": 1e8, "int8": 1e8},
     "small": {"2": 5e10, "4": 5e10},
     "memory": {
         kind: [[1e6, 1e10], [1e7, 5e9]]

@@ -35,6 +35,7 @@ def test_all_that_plans_ask_for_is_measured() -> None:
     tables = measure_rates(lambda value: value, LITTLE)
     assert tables.keys() == RATES.keys() and tables["memory"].keys() == RATES["memory"].keys()
     assert [side for side, _ in tables["products"]["4"]] == [32, 64, 256]
+    assert [sources for sources, _ in tables["sums"]["fp32"]] == [2, 4] and all(tables["updates"].values())
     assert all(rate > 0 for table in (*tables["products"].values(), *tables["memory"].values()) for _, rate in table)
     assert profiles.ceiling(tables, 4) == max(rate for _, rate in tables["products"]["4"])
 
@@ -205,7 +206,7 @@ def test_a_file_that_is_no_profile_is_measured_again(unknown: Path, broken: Any)
 def test_a_rank_of_one_thread_may_have_left_out_larger_products_than_one_of_all_cores(unknown: Path) -> None:
     few = {size: table[:1] for size, table in RATES["products"].items()}
     for core, every in ((few, RATES["products"]), (RATES["products"], few)):
-        profiles.keep_thorough(read_cpu(), {**RATES, "products": core}, {**RATES, "products": every})
+        profiles.keep_thorough(read_cpu(), {**RATES, "of_layers": core}, {**RATES, "of_layers": every})
         rates = profiles.rates_of(Machine.this(), ONE)
         assert isinstance(rates, profiles.Measured) and [side for side, _ in rates.products[4]] == [128.0]
 
@@ -237,3 +238,16 @@ def test_a_ceiling_that_steps_beat_is_measured_again(unknown: Path, tmp_path: Pa
     assert 0 < lines[0]["mfu"] < 1 and 0 < lines[1]["mfu"] < 1
     tables = profiles.quick(cpu, 1, cpu.usable_cores) or json.loads(next(unknown.iterdir()).read_text())["tables"]
     assert profiles.ceiling(tables, 4) > 1e6  # and later runs know it
+
+
+def test_sums_take_longer_the_more_ranks_there_are(unknown: Path) -> None:
+    """Measured of two and four ranks, told of any number; what one more takes is never less than nothing."""
+    cpu, machine = read_cpu(), Machine.this()
+    for of_four, expected in ((4e8, [1.5, 2.0, 2.5, 4.5]), (8e8, [2.0, 2.0, 2.0, 2.0])):
+        sums = {kept: [[2.0, 5e8], [4.0, of_four]] for kept in ("fp32", "bf16")}
+        profiles.keep_quick(cpu, 1, 1, {**RATES, "sums": sums})
+        rates = profiles.rates_of(machine, ONE)
+        assert rates is not None
+        assert [rates.sum_s(4, count, 1e9) for count in (1, 2, 4, 12)] == pytest.approx(expected)
+        assert rates.update_s("int8", 1e8, 1.0, False) == pytest.approx(1.0)
+        assert rates.update_s("fp32", 1e8, 5e9, True) == pytest.approx(1.0)  # by the bytes that it moves

@@ -7,7 +7,7 @@ probabilities are of the compute dtype, softmax works in fp32 inside, as in tran
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
@@ -99,9 +99,10 @@ class _Tiled(torch.autograd.Function):
             _bins_back(torch.bmm(of_scores, keys), dq, bins, heads)
             _bins_back(torch.bmm(of_scores.mT, queries), dk, bins, (heads[0], 1))
             _bins_back(torch.bmm(p.mT, out_gradient), dv, bins, (heads[0], 1))
+        scores = replace(scores, scaling=1.0)
         for long in tiles.longs:
-            queries, keys, values = _long_queries(q, long, heads), _long_keys(k, long), _long_keys(v, long)
-            out_gradient = _long_queries(g, long, heads)
+            queries, out_gradient = _long_queries(q, long, heads) * ctx.scaling, _long_queries(g, long, heads)
+            keys, values = _long_keys(k, long), _long_keys(v, long)
             result = torch.empty_like(queries)
             # A key's gradient is a sum over blocks of queries: rounded once, at the end.
             sum_k, sum_v = (torch.zeros_like(each, dtype=wide) for each in (keys, values))
@@ -117,7 +118,7 @@ class _Tiled(torch.autograd.Function):
                 result[:, rows] = torch.bmm(of_scores, keys[:, seen])
                 sum_k[:, seen] += torch.bmm(of_scores.mT, queries[:, rows])
                 sum_v[:, seen] += torch.bmm(p.mT, out_gradient[:, rows])
-            _long_back(result, dq, long, heads)
+            _long_back(result.mul_(ctx.scaling), dq, long, heads)
             _long_back(sum_k, dk, long, (heads[0], 1))
             _long_back(sum_v, dv, long, (heads[0], 1))
         sink_gradient = None if of_sinks is None else of_sinks.flatten().to(q.dtype)
@@ -145,8 +146,10 @@ def _attended(
         p, rest = scores.of_bins(queries, keys, bins)
         _bins_back(torch.bmm(p, values), out, bins, heads)
         kept += [p, rest] if bins.width <= kept_keys else [None, None]
+    scores = replace(scores, scaling=1.0)
     for long in tiles.longs:
-        queries, keys, values = _long_queries(q, long, heads), _long_keys(k, long), _long_keys(v, long)
+        queries = _long_queries(q, long, heads) * scaling
+        keys, values = _long_keys(k, long), _long_keys(v, long)
         result = queries.new_empty(*queries.shape[:2], v.shape[2])
         for block in long.blocks:
             p, rest = scores.of_block(queries, keys, block)
@@ -187,7 +190,7 @@ torch.library.impl("aliquot::tiled_attention", "CompositeExplicitAutograd", atte
 class _Scores:
     """How the products of queries and keys become probabilities, and the way back."""
 
-    scaling: float
+    scaling: float  # of the products; 1: that of the queries of a long document, which are fewer numbers
     softcap: float | None
     sinks: Tensor | None  # [H]
     heads: tuple[int, int]  # of keys and values, and queries sharing one of them
@@ -211,10 +214,17 @@ class _Scores:
     def _softmax(
         self, scores: Tensor, grid: Tensor, bias: Tensor, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """`grid` is a view of `scores` that `bias` and `sinks` fit."""
+        """`grid` is a view of `scores` that `sinks` fit, and `bias` its last columns."""
+        scaling = self.scaling
         if self.softcap is not None:
-            grid.mul_(self.scaling / self.softcap).tanh_()
-        torch.add(bias, grid, alpha=self.scaling if self.softcap is None else self.softcap, out=grid)
+            grid.mul_(scaling / self.softcap).tanh_()
+            scaling = self.softcap
+        if bias.shape[-1] == grid.shape[-1]:
+            torch.add(bias, grid, alpha=scaling, out=grid)
+        else:
+            if scaling != 1:
+                grid.mul_(scaling)
+            grid[..., -bias.shape[-1] :] += bias
         if sinks is None:
             return torch.softmax(scores, -1), None
         column = sinks.expand(*grid.shape[:-1], 1).reshape(*scores.shape[:-1], 1)
@@ -229,7 +239,7 @@ class _Scores:
         if self.softcap is not None:
             capped = torch.bmm(queries, keys.mT).mul_(self.scaling / self.softcap).tanh_()
             scores.mul_(1 - capped.square_())
-        return scores.mul_(self.scaling)
+        return scores if self.scaling == 1 else scores.mul_(self.scaling)
 
 
 def _to_slots(x: Tensor, tiles: Tiles) -> Tensor:

@@ -43,7 +43,7 @@ class Block:
     first: int
     last: int
     key: int
-    bias: Tensor  # [last - first, last - key], 0 or -inf
+    bias: Tensor  # [last - first, the last of these keys], 0 or -inf; all queries see those before
 
 
 @dataclass(frozen=True)
@@ -164,10 +164,14 @@ def _fill_bins(lengths: list[int]) -> dict[int, list[list[int]]]:
 
 def _blocks(length: int, window: int | None, like: Tensor) -> tuple[Block, ...]:
     blocks = []
+    within = _causal_bias(QUERY_BLOCK, QUERY_BLOCK, None, like)
     for first in range(0, length, QUERY_BLOCK):
         last = first + QUERY_BLOCK
         key = 0 if window is None else max(0, first - window + 1)
-        blocks.append(Block(first, last, key, _causal_bias(last - first, last - key, window, like)))
+        bias = within
+        if window is not None and last - key > window:
+            bias = _causal_bias(last - first, last - key, window, like)
+        blocks.append(Block(first, last, key, bias))
     return tuple(blocks)
 
 

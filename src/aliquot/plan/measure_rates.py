@@ -49,6 +49,8 @@ def measure_rates(agree: Agree, effort: Effort, of_core: float = 1.0) -> Tables:
     import torch.nn.functional as F
 
     from aliquot.collectives.weight_patch import WeightPatches, most_bytes
+    from aliquot.machine.kernels import copies_transposed, copy_pays
+    from aliquot.plan.measure_updates import measure_updates
 
     def timed(work: Callable[[], Any]) -> tuple[list[float], float]:
         """Seconds of one call, ascending, and of all on a core; all ranks begin together."""
@@ -70,12 +72,23 @@ def measure_rates(agree: Agree, effort: Effort, of_core: float = 1.0) -> Tables:
         left, right, out = next(turn)
         torch.mm(left, right, out=out)
 
+    def multiply_as_layers_do(turn: Iterator[tuple[Any, ...]], copies: bool) -> None:
+        """Three products: a layer's, of its input and the transposed weight; the gradient of the input; that of the
+        weight, of the transposed gradient of the output or, in a product like the second, of a copy of it."""
+        left, right, out = next(turn)
+        torch.mm(left, right.t(), out=out)
+        multiply_next(turn)
+        left, right, out = next(turn)
+        torch.mm(left if copies else left.t(), right, out=out)
+
     products: dict[str, list[list[float]]] = {}
+    of_layers: dict[str, list[list[float]]] = {}
     small: dict[str, float] = {}
     spreads = []
     room = torch.ones(effort.apart_bytes // 2, dtype=torch.bfloat16).view(torch.uint8)
     for dtype in (torch.bfloat16, torch.float32):
         table: list[list[float]] = []
+        of_layers[str(dtype.itemsize)] = []
         times, on_core = [0.0], 0.0
         for side in effort.sides:
             if table and agree(_fastest(times)) * (side / table[-1][0]) ** 3 > effort.longest_s:
@@ -85,6 +98,9 @@ def measure_rates(agree: Agree, effort: Effort, of_core: float = 1.0) -> Tables:
             matrices.fill_(1)  # what was multiplied before grows without end
             times, on_core = timed(partial(multiply_next, turn))
             table.append([float(side), 2.0 * side**3 / _fastest(times)])
+            copies = copies_transposed("cpu", dtype) and copy_pays(side, side, side)
+            three_s = _fastest(seconds(partial(multiply_as_layers_do, turn, copies)))
+            of_layers[str(dtype.itemsize)].append([float(side), 3 * 2.0 * side**3 / three_s])
         # A core that is shared evenly makes all products as slow.
         spreads.append(max(statistics.median(times) / _fastest(times), of_core * sum(times) / on_core) - 1)
         products[str(dtype.itemsize)] = table
@@ -124,8 +140,11 @@ def measure_rates(agree: Agree, effort: Effort, of_core: float = 1.0) -> Tables:
 
     weights = old.clone()
     coded_s = (_fastest(of_encoding) + _fastest(seconds(decode))) / 2
+    of_owners = measure_updates(lambda work: _fastest(seconds(work)), room)
     return {
+        **of_owners,
         "products": products,
+        "of_layers": of_layers,
         "small": small,
         "memory": memory,
         "stage": 10 * _STAGED / _fastest(seconds(lambda: _add(parts))),

@@ -21,6 +21,7 @@ from aliquot.engines.held_memory import Held
 from aliquot.engines.host.host_memory import disk_use, host_memory
 from aliquot.launch.rank_layout import RankLayout
 from aliquot.loss.logits_room import logits_room
+from aliquot.models.model_shape import ModelShape, padded_share
 from aliquot.plan import fit
 from aliquot.plan.calibrate import make_known
 from aliquot.plan.engine_memory import beside_bytes, beside_on_cpu, beside_on_gpu, host_phases, phases
@@ -33,7 +34,7 @@ from aliquot.plan.rates import Rates, estimated
 from aliquot.plan.saves import saves_of
 from aliquot.plan.snapshot import snapshot_bytes
 from aliquot.plan.spill import MARGIN, spilled
-from aliquot.plan.timing import MicroBatchTime, StepTime, evaluation_time, step_time
+from aliquot.plan.timing import MicroBatchTime, Owned, StepTime, evaluation_time, step_time
 from aliquot.plan.traffic import checkpoint_bytes, traffic
 from aliquot.plan.unsharding import most_unsharded
 
@@ -127,6 +128,7 @@ class Planner:
             kept = most_unsharded(micro_batches, lambda each: too_much(OnDisk(), each) <= 0)
         held, found = phases_with(on_disk, kept)
         moved = traffic(config, engine, self.shape, layout, micro_batches, kept)
+        owned = _owned(config, self.shape, layout)
         disk = disk_use(config, self.shape, layout, on_disk, micro_batches)
         disk_rate = self.machine.disk_bytes_per_s or DISK_BYTES_PER_S
         patched = 2 * self.shape.learned_numel if layout.nodes > 1 and config.train.precision == "bf16" else 0
@@ -134,8 +136,8 @@ class Planner:
         def time_of(count: int) -> StepTime:
             used = disk_use(config, self.shape, layout, on_disk, count)
             passed = moved if count == micro_batches else traffic(config, engine, self.shape, layout, count, kept)
-            kept_whole = kept if offloaded else None
-            return step_time(engine, each, held, passed, layout, count, rates, patched, used, disk_rate, kept_whole)
+            whole = kept if offloaded else None
+            return step_time(engine, each, held, passed, layout, count, rates, owned, patched, used, disk_rate, whole)
 
         def hardly_waits(count: int) -> bool:
             with_count = time_of(count)
@@ -249,6 +251,13 @@ def _step(config: RunConfig, engine: str, layout: RankLayout, machine: Machine) 
         logits_bytes=logits_room(machine.gpu_memory_bytes if layout.device == "cuda" else None),
         copies_transposed=layout.device == "cpu" and config.train.precision == "bf16" and "amx_bf16" in machine.isa,
     )
+
+
+def _owned(config: RunConfig, shape: ModelShape, layout: RankLayout) -> Owned:
+    states = config.train.optimizer_states
+    one_pass = config.train.precision == "fp32" or config.train.compile == "layers"
+    numel = sum(padded_share(weight, layout.world_size) * count for weight, count in shape.alike.items())
+    return Owned(numel, states, 4 if states == "fp32" else 2, states == "fp32" and one_pass)
 
 
 def _fewest_with(suffices: Callable[[int], bool]) -> int | None:

@@ -26,10 +26,26 @@ class _ByOperation(TypedDict):
     transpose: _Points
 
 
+class _ByKept(TypedDict):
+    """(sources, elements/s)"""
+
+    fp32: _Points
+    bf16: _Points
+
+
+class _ByStates(TypedDict):
+    fp32: _Rate
+    bf16: _Rate
+    int8: _Rate
+
+
 class _Tables(TypedDict):
     """See measure_rates."""
 
-    products: _BySize
+    products: _BySize  # plain ones
+    of_layers: _BySize  # as a layer's forward and backward pass make them
+    sums: _ByKept
+    updates: _ByStates
     small: _SmallBySize
     memory: _ByOperation
     stage: _Rate

@@ -22,13 +22,14 @@ from typing import Any
 from aliquot.config.cache_root import cache_root
 from aliquot.launch.rank_layout import RankLayout
 from aliquot.machine.cpu import CpuFacts
+from aliquot.optim.sizes import States
 from aliquot.plan.measure_rates import Tables
 from aliquot.plan.planned_machine import Machine
 from aliquot.plan.profile_schema import check_quick, check_thorough
 from aliquot.plan.rates import Rates, estimated, interpolated
 from aliquot.textfile import publish_text
 
-FORMAT = 5
+FORMAT = 6
 _PROFILE_BYTES = 8192  # at most, about
 _BUSY = 0.1  # a spread of products above which a quick profile is measured again by the next run
 _FRESH_S = 3600.0  # about as long as a machine stays what it is, and a second an hour is little
@@ -89,9 +90,12 @@ class Measured:
     """Rates of one rank."""
 
     source: str
-    products: dict[int, list[tuple[float, float]]]  # itemsize -> (side of a cube, FLOP/s)
+    products: dict[int, list[tuple[float, float]]]  # itemsize -> (side of a cube, FLOP/s), as layers make them
+    plain: dict[int, list[tuple[float, float]]]
     small: dict[int, float]  # itemsize -> FLOP/s of attention's batched products
     memory: dict[str, list[tuple[float, float]]]  # kind of operation -> (bytes of a tensor, bytes/s)
+    sums: dict[str, list[tuple[float, float]]]  # kind that is kept -> (sources, elements/s)
+    updates: dict[str, float]  # states -> elements/s of an update that is not compiled
     stage_bytes_per_s: float
     patch_bytes_per_s: float
     call_s: float
@@ -127,9 +131,12 @@ class Measured:
 
         return cls(
             source=f"measured on this machine on {profile['date']}{how}",
-            products={int(size): table("products", size) for size in core["products"]},
+            products={int(size): table("of_layers", size) for size in core["of_layers"]},
+            plain={int(size): table("products", size) for size in core["products"]},
             small={int(size): between(rate, every["small"][size]) for size, rate in core["small"].items()},
             memory={kind: table("memory", kind) for kind in core["memory"]},
+            sums={kept: table("sums", kept) for kept in core["sums"]},
+            updates={states: between(rate, every["updates"][states]) for states, rate in core["updates"].items()},
             stage_bytes_per_s=between(core["stage"], every["stage"]),
             patch_bytes_per_s=core["patch"],
             call_s=core["call_s"],
@@ -149,6 +156,14 @@ class Measured:
 
     def overhead_s(self, calls: float) -> float:
         return calls * self.call_s
+
+    def sum_s(self, itemsize: int, sources: int, numel: float) -> float:
+        (few, of_few), (many, of_many) = self.sums["fp32" if itemsize == 4 else "bf16"]
+        each_more_s = max(0.0, (1 / of_many - 1 / of_few) / (many - few))
+        return numel * max(1 / of_few + (sources - few) * each_more_s, each_more_s)
+
+    def update_s(self, states: States, numel: float, moved_bytes: float, in_one_pass: bool) -> float:
+        return self.stage_s(moved_bytes) if in_one_pass else numel / self.updates[states]
 
     def stage_s(self, moved_bytes: float) -> float:
         return moved_bytes / self.stage_bytes_per_s
@@ -196,7 +211,7 @@ def _overtaken(thorough: dict[str, Any], quick: dict[str, Any], machine: Machine
     if quick.get("at", 0.0) < thorough.get("at", 0.0) or _busy(quick) or ranks * threads < thorough["cores"]:
         return False
     then = Measured.of(thorough, machine, RankLayout(1, ranks, threads, "cpu"))
-    ratio = ceiling(quick["tables"], 4) / max(rate for _, rate in then.products[4])
+    ratio = ceiling(quick["tables"], 4) / max(rate for _, rate in then.plain[4])
     return not 1 / _APART < ratio < _APART
 
 

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from aliquot.launch.rank_layout import RankLayout
 from aliquot.machine.cpu import FLOP_PER_CYCLE
+from aliquot.optim.sizes import States
 from aliquot.plan.planned_machine import Machine
 
 
@@ -39,6 +40,14 @@ class Rates(Protocol):
         ...
 
     def overhead_s(self, calls: float) -> float: ...
+
+    def sum_s(self, itemsize: int, sources: int, numel: float) -> float:
+        """Seconds to add gradients in bf16 of so many ranks to so many sums of 4 or 2 bytes."""
+        ...
+
+    def update_s(self, states: States, numel: float, moved_bytes: float, in_one_pass: bool) -> float:
+        """Seconds of AdamW over so many weights, which moves so many bytes; `in_one_pass`: it does nothing else."""
+        ...
 
     def stage_s(self, moved_bytes: float) -> float:
         """Seconds to read and write so many bytes in memory for gradients, their sums and the update."""
@@ -117,6 +126,12 @@ class Estimated:
 
     def overhead_s(self, calls: float) -> float:
         return calls * self.call_s
+
+    def sum_s(self, itemsize: int, sources: int, numel: float) -> float:
+        return self.stage_s(numel * (2 * sources + 2 * itemsize))
+
+    def update_s(self, states: States, numel: float, moved_bytes: float, in_one_pass: bool) -> float:
+        return self.stage_s(moved_bytes)
 
     def stage_s(self, moved_bytes: float) -> float:
         return moved_bytes / self.memory_bytes_per_s

@@ -9,6 +9,7 @@ from aliquot.config.unsharded import Unsharded
 from aliquot.engines.held_memory import Held
 from aliquot.engines.host.host_memory import DiskUse
 from aliquot.launch.rank_layout import RankLayout
+from aliquot.optim.sizes import States
 from aliquot.plan.micro_batch_cost import MicroBatchCost, Work
 from aliquot.plan.rates import CORE_MEMORY_BYTES_PER_S, Rates
 from aliquot.plan.traffic import Traffic
@@ -18,6 +19,7 @@ _TAIL = 0.1  # of what travels between hosts: the first weights to come and the 
 # 222 MB each way on one core of Zen 4, assumed for any.
 _CORE_WIRE_BYTES_PER_S = 0.7e9
 _SUM_PASSES = 5  # over gradients that are sent and received: their checksums, and one more sum
+_STAGED_BYTES = 4 << 20  # of a piece that is copied
 _COPIED_BYTES_PER_S = 8e9  # between a GPU and memory that is not pinned, assumed
 
 
@@ -63,6 +65,16 @@ class MicroBatchTime:
         return cls(work_s(cost.forward, rates), work_s(cost.backward, rates))
 
 
+@dataclass(frozen=True)
+class Owned:
+    """What a rank of engine host sums gradients of and updates."""
+
+    numel: int
+    states: States
+    itemsize: int  # of a sum
+    in_one_pass: bool  # the update is compiled, or there is no master but the weights
+
+
 def step_time(
     engine: str,
     each: MicroBatchTime,
@@ -71,6 +83,7 @@ def step_time(
     layout: RankLayout,
     micro_batches: int,
     rates: Rates,
+    owned: Owned,
     patched_bytes: int,
     disk: DiskUse,
     disk_bytes_per_s: float,
@@ -85,11 +98,14 @@ def step_time(
         memory_s += micro_batches * of_rest
     staged = moved.shared_bytes / layout.world_size
     if engine == "host":
-        # Staged once (read and written, but for the head), then read by its owner and added to its sums.
+        # Staged once (read and written, but for the head), then read by its owner on this host, or the counterpart of
+        # an owner on another one, and added to sums.
         own = held.own_gradients
-        memory_s += rates.stage_s(3 * staged + 2 * own * micro_batches)
+        memory_s += rates.memory_s("copy_", _STAGED_BYTES, 2 * staged)
+        memory_s += rates.sum_s(owned.itemsize, layout.ranks_per_node, layout.nodes * owned.numel * micro_batches)
         update = 2 * own + 2 * held.moments + 2 * 4 * own / 4 * 2
-        update_s = rates.stage_s(update + disk.update / layout.world_size)
+        update_s = rates.update_s(owned.states, owned.numel, update, owned.in_one_pass)
+        update_s += rates.stage_s(disk.update / layout.world_size)
         # Sums go to disk, and layers come, while others compute. An update is as fast as the slower of disk and cores,
         # and all but its beginning is done while the next forward pass computes.
         disk_rate = layout.nodes * disk_bytes_per_s
