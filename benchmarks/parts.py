@@ -1,4 +1,5 @@
-"""Parts of a step by themselves: the sum of gradients over ranks, the optimizer's update, a weight's gradient.
+"""Parts of a step by themselves: the sum of gradients over ranks, the optimizer's update, weights' gradients from
+transposed copies and as they are, logits.
 
 python benchmarks/parts.py --json parts.json
 """
@@ -21,6 +22,8 @@ from benchmarks.worlds import run_world, tell
 SUM_BYTES, PIECE_BYTES = 64 << 20, 8 << 20
 PARAMETERS = 32 << 20
 REPEATS = 7
+GRADIENTS = ((512, 2048, 768), (512, 768, 2048), (2048, 768, 256), (2048, 2048, 768), (2048, 768, 2048))
+LOGITS = ((512, 768, 32000), (2048, 768, 32000), (512, 2048, 128256))
 
 
 def main() -> None:
@@ -47,14 +50,18 @@ def main() -> None:
                      "peer_s": fused, "peer": "torch fused AdamW alone, fp32"})  # fmt: skip
         name = "adamw_of_fused" if compiled else "adamw_of_fused_eager"
         targets.append(target(name, fused / ours, 1.0, "higher"))
-    ranks = run_world(__file__, 2, "gradient")
+    ranks = run_world(__file__, 2, "products")
     if "failed" in ranks[0]:
         raise SystemExit(ranks[0]["failed"])
-    copied, ready, plain = (statistics.mean(rank[who] for rank in ranks) for who in ("copied", "ready", "plain"))
-    rows.append({"what": "gradient of a weight of 2,048 x 768 by 2,048 tokens, bf16, from a copy", "aliquot_s": copied,
-                 "peer_s": plain, "peer": "torch: a transposed left side"})  # fmt: skip
-    rows.append({"what": "the same product alone, the copy being there", "aliquot_s": ready, "peer_s": plain,
-                 "peer": "torch: a transposed left side"})  # fmt: skip
+    for shape in GRADIENTS:
+        tokens, outputs, inputs = shape
+        copied, plain = (statistics.mean(rank[f"{how} {shape}"] for rank in ranks) for how in ("copied", "plain"))
+        rows.append({"what": f"gradient of a weight of {outputs} x {inputs} by {tokens} tokens, bf16, from a copy",
+                     "aliquot_s": copied, "peer_s": plain, "peer": "torch: a transposed left side"})  # fmt: skip
+    for shape in LOGITS:
+        ours, whole = (statistics.mean(rank[f"{how} {shape}"] for rank in ranks) for how in ("columns", "whole"))
+        rows.append({"what": f"logits of {shape[0]} tokens of {shape[1]}, vocabulary {shape[2]}, bf16, some columns at "
+                     "a time", "aliquot_s": ours, "peer_s": whole, "peer": "torch: at once"})  # fmt: skip
     finish("parts of a step", rows, targets, given.json)
 
 
@@ -127,19 +134,36 @@ def updates(compiled: bool) -> dict[str, float]:
     }
 
 
-def gradients() -> dict[str, float]:
+def products() -> dict[str, float]:
     import torch
     import torch.distributed as dist
+    import torch.nn.functional as F
 
-    from aliquot.models.copying_linear import weight_gradient
+    import aliquot.engines.transposing_pass  # noqa: F401  defines the copy
+    from aliquot.loss.head_loss import FusedLoss
 
-    gradient, inputs = torch.randn(2048, 2048).bfloat16(), torch.randn(2048, 768).bfloat16()
-    copy = gradient.t().contiguous()
-    return {
-        "ready": seconds(lambda: torch.mm(copy, inputs), dist.barrier),
-        "copied": seconds(lambda: weight_gradient(gradient, inputs), dist.barrier),
-        "plain": seconds(lambda: torch.mm(gradient.t(), inputs), dist.barrier),
-    }
+    apart = torch.zeros(2, 16 << 20)
+    found = {}
+
+    def measure(name: str, work: Callable[[], object]) -> None:
+        def others() -> None:
+            apart[0].add_(apart[1])  # in a step nothing finds its own in a core's cache
+            dist.barrier()
+
+        found[name] = seconds(work, others)
+
+    for tokens, outputs, inputs in GRADIENTS:
+        gradient, x = torch.randn(tokens, outputs).bfloat16(), torch.randn(tokens, inputs).bfloat16()
+        shape = (tokens, outputs, inputs)
+        measure(f"copied {shape}", lambda g=gradient, x=x: torch.mm(torch.ops.aliquot.transposed_copy(g), x))
+        measure(f"plain {shape}", lambda g=gradient, x=x: torch.mm(g.t(), x))
+    loss = FusedLoss(1 << 20, copies_transposed=True)
+    for tokens, inputs, vocabulary in LOGITS:
+        hidden, weight = torch.randn(tokens, inputs).bfloat16(), torch.randn(vocabulary, inputs).bfloat16()
+        shape = (tokens, inputs, vocabulary)
+        measure(f"columns {shape}", lambda h=hidden, w=weight: loss.logits(h, w))
+        measure(f"whole {shape}", lambda h=hidden, w=weight: F.linear(h, w))
+    return found
 
 
 def rank() -> None:
@@ -153,7 +177,7 @@ def rank() -> None:
     if sys.argv[2] == "update":
         tell(updates(sys.argv[3] == "True"))
     else:
-        tell(sums() if sys.argv[2] == "sum" else gradients())
+        tell(sums() if sys.argv[2] == "sum" else products())
     dist.barrier()
     os._exit(0)
 

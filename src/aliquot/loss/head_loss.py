@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     Blocks = Callable[[range], Iterable[int]]
 
 ROW_COUNTS = 8  # different ones, of rows that have as many tokens
+_LOGITS_COLUMNS = 4096
 _COLUMNS = 512  # of a product that is transposed afterwards: it stays in the cache until then
 
 
@@ -43,7 +44,7 @@ class FusedLoss:
     scratch_bytes: int  # fp32 rows that one pass over the logits works on
     logits_bytes: int = HOST_BYTES  # at most this much of them at once
     blocks: Blocks = iter  # the passes over the logits: the planner makes two and counts them as all
-    copies_transposed: bool = False  # products with a transposed left side are made from copies where that pays
+    copies_transposed: bool = False  # products are made as AMX has them fastest, from copies where that pays
 
     def __call__(
         self,
@@ -62,7 +63,7 @@ class FusedLoss:
             total = torch.zeros((), device=hidden.device)
             labels = labels.to(hidden.device)  # the planner's are on CPU
             for a, b in self.row_chunks(hidden, weight):
-                total += self.of_logits(F.linear(hidden[a:b], weight), labels[a:b])
+                total += self.of_logits(self.logits(hidden[a:b], weight), labels[a:b])
             return total, total
         summed: Tensor
         scaled: Tensor
@@ -70,6 +71,17 @@ class FusedLoss:
             hidden, weight if rows is None else weight.detach(), labels, scale, rows, chosen.learned, self
         )
         return summed.detach(), scaled
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """[N, V]. oneDNN's AMX kernels take up to half as long again for all columns at once as for some at a time
+        (`benchmarks/parts.py`)."""
+        if not self.copies_transposed:
+            return F.linear(hidden, weight)
+        logits = hidden.new_empty(len(hidden), len(weight))
+        for a in range(0, len(weight), _LOGITS_COLUMNS):
+            b = min(a + _LOGITS_COLUMNS, len(weight))
+            torch.mm(hidden, weight[a:b].t(), out=logits[:, a:b])
+        return logits
 
     def row_chunks(self, hidden: Tensor, weight: Tensor) -> Iterator[tuple[int, int]]:
         """At least one chunk, of no rows if there are none."""
@@ -147,7 +159,7 @@ class _HeadLoss(torch.autograd.Function):
         normalizers = torch.full((len(labels),), float("inf"), device=hidden.device)
         logits = hidden.new_empty(0, weight.shape[0])
         for a, b in chunks:
-            logits = F.linear(hidden[a:b], weight)
+            logits = fused.logits(hidden[a:b], weight)
             end = min(max(a, learned), b)  # those that have a label come first
             summed += fused.to_gradient_(logits[: end - a], labels[a:end], scale, normalizers[a:end])
             logits[end - a :].zero_()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +12,12 @@ if TYPE_CHECKING:
 Fastest = Callable[[Callable[[], Any]], float]  # seconds of one call
 
 SOURCES = (2, 4)  # ranks whose gradients are summed
-_NUMEL = 1 << 20  # of a sum, and of what is updated at a time: more than a core's cache has room for
+_NUMEL = 1 << 20  # of a sum, and of what is updated at a time
 _ROW_NUMEL = 1024
 
 
 def measure_updates(fastest: Fastest, room: Tensor) -> dict[str, Any]:
-    """Elements a second. `room`: uint8, memory to sum in."""
+    """Elements a second. `room`: uint8, memory to sum and update in, larger than a cache."""
 
     def sum_rate(count: int, kept: str) -> float:
         add, numel = _sum(room, count, kept)
@@ -26,7 +25,7 @@ def measure_updates(fastest: Fastest, room: Tensor) -> dict[str, Any]:
 
     return {
         "sums": {kept: [[float(count), sum_rate(count, kept)] for count in SOURCES] for kept in ("fp32", "bf16")},
-        "updates": {states: _NUMEL / fastest(_update(states)) for states in ("fp32", "bf16", "int8")},
+        "updates": {states: _NUMEL / fastest(_update(room, states)) for states in ("fp32", "bf16", "int8")},
     }
 
 
@@ -54,20 +53,31 @@ def _sum(room: Tensor, count: int, kept: str) -> tuple[Callable[[], None], int]:
     return add, numel
 
 
-def _update(states: Any) -> Callable[[], None]:
-    """Of a master that is split, not compiled."""
+def _update(room: Tensor, states: Any) -> Callable[[], None]:
+    """Of the next of several shards whose masters are split, not compiled."""
     import torch
 
     from aliquot.optim.blocked_adamw import BlockedAdamW, FlatShard
     from aliquot.optim.moments import moment
-    from aliquot.optim.sizes import update_block
+    from aliquot.optim.sizes import moment_bytes, update_block
     from aliquot.optim.weights import SplitWeights
 
-    exact = states == "fp32"
-    weights = SplitWeights(torch.full((_NUMEL,), 0.02, dtype=torch.bfloat16))
-    first, second = (moment(states, _NUMEL, _ROW_NUMEL, squared) for squared in (False, True))
-    gradient = torch.full((_NUMEL,), 1e-3, dtype=torch.float32 if exact else torch.bfloat16)
-    shard = FlatShard(weights, first, second, gradient, decays=True, start=0)
+    of_gradients = torch.float32 if states == "fp32" else torch.bfloat16
+    of_moment = moment_bytes(states, _NUMEL, _ROW_NUMEL)
+    sizes = [2 * _NUMEL, 2 * _NUMEL, of_gradients.itemsize * _NUMEL, of_moment, of_moment]
+    shards = []
+    for start in range(0, max(1, len(room) - sum(sizes)), sum(sizes)):
+        pieces = room[start : start + sum(sizes)]
+        pieces = torch.empty(sum(sizes), dtype=torch.uint8) if len(pieces) < sum(sizes) else pieces
+        pieces.view(torch.bfloat16).fill_(1)
+        high, low, gradient, *of_moments = torch.split(pieces, sizes)
+        weights = SplitWeights(high.view(torch.bfloat16), low=low.view(torch.int32))
+        first, second = (
+            moment(states, _NUMEL, _ROW_NUMEL, squared, memory)
+            for squared, memory in zip((False, True), of_moments, strict=True)
+        )
+        shards.append(FlatShard(weights, first, second, gradient.view(of_gradients), decays=True, start=0))
     longest = update_block(states, _ROW_NUMEL)
-    optimizer = BlockedAdamW((0.9, 0.999), 1e-8, 0.1, frugal=not exact, longest=longest)
-    return partial(optimizer.step, [shard], 1e-5, 1.0, 1.0)
+    optimizer = BlockedAdamW((0.9, 0.999), 1e-8, 0.1, frugal=states != "fp32", longest=longest)
+    turn = cycle(shards)
+    return lambda: optimizer.step([next(turn)], 1e-5, 1.0, 1.0)

@@ -257,7 +257,7 @@ def _owned(config: RunConfig, shape: ModelShape, layout: RankLayout) -> Owned:
     states = config.train.optimizer_states
     one_pass = config.train.precision == "fp32" or config.train.compile == "layers"
     numel = sum(padded_share(weight, layout.world_size) * count for weight, count in shape.alike.items())
-    return Owned(numel, states, 4 if states == "fp32" else 2, states == "fp32" and one_pass)
+    return Owned(numel, sum(shape.alike.values()), states, 4 if states == "fp32" else 2, states == "fp32" and one_pass)
 
 
 def _fewest_with(suffices: Callable[[int], bool]) -> int | None:

@@ -19,6 +19,7 @@ _TAIL = 0.1  # of what travels between hosts: the first weights to come and the 
 # 222 MB each way on one core of Zen 4, assumed for any.
 _CORE_WIRE_BYTES_PER_S = 0.7e9
 _SUM_PASSES = 5  # over gradients that are sent and received: their checksums, and one more sum
+_CALLS_OF_A_GRADIENT = 20  # about: staged, told of, summed by its owner
 _STAGED_BYTES = 4 << 20  # of a piece that is copied
 _COPIED_BYTES_PER_S = 8e9  # between a GPU and memory that is not pinned, assumed
 
@@ -70,6 +71,7 @@ class Owned:
     """What a rank of engine host sums gradients of and updates."""
 
     numel: int
+    weights: int  # parts of so many
     states: States
     itemsize: int  # of a sum
     in_one_pass: bool  # the update is compiled, or there is no master but the weights
@@ -102,6 +104,7 @@ def step_time(
         # an owner on another one, and added to sums.
         own = held.own_gradients
         memory_s += rates.memory_s("copy_", _STAGED_BYTES, 2 * staged)
+        memory_s += rates.overhead_s(_CALLS_OF_A_GRADIENT * owned.weights * micro_batches)
         memory_s += rates.sum_s(owned.itemsize, layout.ranks_per_node, layout.nodes * owned.numel * micro_batches)
         update = 2 * own + 2 * held.moments + 2 * 4 * own / 4 * 2
         update_s = rates.update_s(owned.states, owned.numel, update, owned.in_one_pass)
