@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from aliquot.optim import blocked_adamw
 from aliquot.optim.blocked_adamw import BlockedAdamW, FlatShard
 from aliquot.optim.moments import Int8Moment, Noise, block_numel, moment
+from aliquot.optim.sizes import low_bytes
 from aliquot.optim.squared_norm import on_device, squared_norms
-from aliquot.optim.weights import SplitWeights, WholeWeights
+from aliquot.optim.weights import PairedWeights, SplitWeights, WholeWeights
 from tests.examples import examples
 
 
@@ -21,35 +22,42 @@ def floats_of(bits: torch.Tensor) -> torch.Tensor:
     return bits.to(torch.int32).view(torch.float32)
 
 
-def test_a_split_master_holds_every_tie_and_its_neighbours() -> None:
+KINDS = pytest.mark.parametrize("kind", [SplitWeights, PairedWeights])
+
+
+@KINDS
+def test_a_split_master_holds_every_tie_and_its_neighbours(kind: type[SplitWeights]) -> None:
     """All 65,536 bf16 values but those that are not finite, each with the ties above it and what lies beside them."""
     high = torch.arange(-0x8000, 0x8000, dtype=torch.int64) * 0x10000
     for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
         values = floats_of(high + low)
         values = values[values.isfinite() & (values.abs() < 3.38e38)]  # rounding up the largest gives infinity
-        weights = SplitWeights(torch.empty(len(values), dtype=torch.bfloat16))
+        weights = kind(torch.empty(len(values), dtype=torch.bfloat16))
         weights.store(0, values)
         loaded = weights.load(0, torch.empty(len(values)))
         assert torch.equal(loaded.view(torch.int32), values.view(torch.int32))
 
 
-def test_the_shared_copy_is_the_master_rounded_ties_away_from_zero() -> None:
+@KINDS
+def test_the_shared_copy_is_the_master_rounded_ties_away_from_zero(kind: type[SplitWeights]) -> None:
     values = torch.randn(110_000)
     values = values[values.view(torch.int32) & 0xFFFF != 0x8000][:100_000]
     ties = floats_of((torch.arange(0x3F80, 0x4080) << 16) + 0x8000)
     values = torch.cat([values, ties, -ties])
     high, other = torch.empty(2, len(values), dtype=torch.bfloat16)
-    SplitWeights(high, [other]).store(0, values)
+    kind(high, [other]).store(0, values)
     assert torch.equal(high[:100_000], values[:100_000].bfloat16())  # no tie: as torch rounds
     assert torch.equal(high[100_000:].float().abs(), floats_of(torch.arange(0x3F81, 0x4081) << 16).repeat(2))
     assert torch.equal(high, other)
 
 
+@KINDS
 @given(numel=st.integers(1, 9), edges=st.lists(st.integers(0, 9), max_size=4), seed=st.integers(0, 99))
 @settings(max_examples=examples(60))
-def test_a_split_master_in_any_pieces(numel: int, edges: list[int], seed: int) -> None:
+def test_a_split_master_in_any_pieces(kind: type[SplitWeights], numel: int, edges: list[int], seed: int) -> None:
     values = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
-    weights = SplitWeights(torch.zeros(numel, dtype=torch.bfloat16))
+    memory = torch.zeros(low_bytes(numel), dtype=torch.uint8)
+    weights = kind(torch.zeros(numel, dtype=torch.bfloat16), low=memory if seed % 2 else None)
     cuts = sorted({0, numel, *(edge for edge in edges if edge < numel)})
     for a, b in pairwise(cuts):
         weights.store(a, values[a:b].clone())
@@ -112,7 +120,7 @@ def test_noise_belongs_to_the_place_in_the_whole_tensor() -> None:
     assert torch.equal(noise.at(65_536 * 5 + 7, 10), noise.at(7, 10))
 
 
-@pytest.mark.parametrize("kind", ["whole", "split", pytest.param("compiled", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["whole", "split", "paired", pytest.param("compiled", marks=pytest.mark.long)])
 def test_equals_torch_adamw_with_clipping(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr(blocked_adamw, "BLOCK", 1 << 7)  # several blocks and a remainder
     start = torch.randn(1000).bfloat16().float()
@@ -120,7 +128,8 @@ def test_equals_torch_adamw_with_clipping(monkeypatch: pytest.MonkeyPatch, kind:
     optimizer = torch.optim.AdamW([theirs], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True)
     gradient = torch.zeros(1000)
     if kind != "whole":
-        weights: WholeWeights | SplitWeights = SplitWeights(torch.zeros(1000, dtype=torch.bfloat16))
+        split = SplitWeights if kind == "split" else PairedWeights
+        weights: WholeWeights | SplitWeights = split(torch.zeros(1000, dtype=torch.bfloat16))
     else:
         weights = WholeWeights(torch.zeros(1000))
     weights.store(0, start)

@@ -13,7 +13,7 @@ from torch.optim.adamw import adamw
 from aliquot.machine.inductor import kernel_options
 from aliquot.optim.moments import ExactMoment, Moment, Noise
 from aliquot.optim.sizes import BLOCK, SCRATCH_ROWS
-from aliquot.optim.weights import SplitWeights, Weights
+from aliquot.optim.weights import PairedWeights, Weights
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class BlockedAdamW:
         compiled: bool = False,
     ) -> None:
         """`frugal`: there are moments that are not exact. `longest`: elements of the longest block of a shard
-        (`update_block`). `compiled`: split weights with exact moments are updated by one compiled kernel."""
+        (`update_block`). `compiled`: paired weights with exact moments are updated by one compiled kernel."""
         self.steps = 0
         self._betas = betas
         self._epsilon = epsilon
@@ -100,12 +100,12 @@ class CompiledUpdate:
     @staticmethod
     def suits(shard: FlatShard) -> bool:
         exact = isinstance(shard.exp_avg, ExactMoment) and isinstance(shard.exp_avg_sq, ExactMoment)
-        return exact and isinstance(shard.weights, SplitWeights) and shard.weights.numel % 2 == 0
+        return exact and isinstance(shard.weights, PairedWeights) and shard.weights.numel % 2 == 0
 
     def update(self, shard: FlatShard, learning_rate: float, clip: float, weight_decay: float, step: int) -> int:
         """Update the whole shard; returns how many elements that were."""
         weights, exp_avg, exp_avg_sq = shard.weights, shard.exp_avg, shard.exp_avg_sq
-        assert isinstance(weights, SplitWeights)
+        assert isinstance(weights, PairedWeights)
         assert isinstance(exp_avg, ExactMoment) and isinstance(exp_avg_sq, ExactMoment)
         if weights.numel:
             beta1, beta2 = self._betas

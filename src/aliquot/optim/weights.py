@@ -64,18 +64,41 @@ class RoundedWeights:
 
 class SplitWeights:
     """bf16 `high` and, private, the int16 distances, in `low` or else 0; `others` are copies of `high` on other NUMA
-    nodes.
-
-    Two distances share an int32: element i of the first half has the low 16 bits, element i of the second half the
-    high ones. So one vector of them belongs to two vectors of weights, and a compiler can keep all in registers.
-    """
+    nodes."""
 
     def __init__(self, high: Tensor, others: Sequence[Tensor] = (), low: Tensor | None = None) -> None:
+        """`low`: memory of low_bytes(numel)."""
         self.numel = high.numel()
-        self.half = -(-self.numel // 2)
         self.high = high
         self.others = others
-        self.low = torch.zeros(self.half, dtype=torch.int32) if low is None else low
+        self.low = torch.zeros(self.numel, dtype=torch.int16) if low is None else low.view(torch.int16)[: self.numel]
+
+    def load(self, start: int, out: Tensor) -> Tensor:
+        out.copy_(self.high[start : start + out.numel()])
+        out.view(torch.int32).add_(self.low[start : start + out.numel()].int())
+        return out
+
+    def store(self, start: int, values: Tensor) -> None:
+        self._publish(start, values)
+        # The distance is less than 2^15 either way: the low 16 bits of the master, which a cast keeps, tell it.
+        self.low[start : start + values.numel()].copy_(values.view(torch.int32))
+
+    def _publish(self, start: int, values: Tensor) -> None:
+        # Adding half of the last kept bit to the magnitude, then dropping the rest, rounds ties away from zero.
+        rounded = values.view(torch.int32).add(0x8000).bitwise_and_(-0x10000).view(torch.float32)
+        for copy in (self.high, *self.others):
+            copy[start : start + values.numel()].copy_(rounded)
+
+
+class PairedWeights(SplitWeights):
+    """For an update that is compiled: two distances share an int32, element i of the first half has the low 16 bits,
+    element i of the second half the high ones. So one vector of them belongs to two vectors of weights, and a compiler
+    can keep all in registers, which it cannot with int16. Block by block it takes half as long again."""
+
+    def __init__(self, high: Tensor, others: Sequence[Tensor] = (), low: Tensor | None = None) -> None:
+        super().__init__(high, others, low)
+        self.half = -(-self.numel // 2)
+        self.low = torch.zeros(self.half, dtype=torch.int32) if low is None else low.view(torch.int32)
 
     def load(self, start: int, out: Tensor) -> Tensor:
         out.copy_(self.high[start : start + out.numel()])
@@ -86,12 +109,8 @@ class SplitWeights:
         return out
 
     def store(self, start: int, values: Tensor) -> None:
+        self._publish(start, values)
         bits = values.view(torch.int32)
-        # Adding half of the last kept bit to the magnitude, then dropping the rest, rounds ties away from zero.
-        rounded = bits.add(0x8000).bitwise_and_(-0x10000).view(torch.float32)
-        for copy in (self.high, *self.others):
-            copy[start : start + values.numel()].copy_(rounded)
-        # The distance is less than 2^15 either way: the low 16 bits of the master tell it.
         first, second = self._in_halves(start, values.numel())
         first.bitwise_and_(-0x10000).bitwise_or_(bits[: first.numel()] & 0xFFFF)
         second.bitwise_and_(0xFFFF).bitwise_or_(bits[first.numel() :] << 16)

@@ -71,7 +71,7 @@ def _update(room: Tensor, states: Any) -> Callable[[], None]:
         pieces = torch.empty(sum(sizes), dtype=torch.uint8) if len(pieces) < sum(sizes) else pieces
         pieces.view(torch.bfloat16).fill_(1)
         high, low, gradient, *of_moments = torch.split(pieces, sizes)
-        weights = SplitWeights(high.view(torch.bfloat16), low=low.view(torch.int32))
+        weights = SplitWeights(high.view(torch.bfloat16), low=low)
         first, second = (
             moment(states, _NUMEL, _ROW_NUMEL, squared, memory)
             for squared, memory in zip((False, True), of_moments, strict=True)

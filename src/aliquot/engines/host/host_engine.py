@@ -106,14 +106,15 @@ class HostEngine:
             order.head, order.looked_up,
         )  # fmt: skip
         owned = [self._shared.owned(index, self._rank) for index in range(len(self._weights))]
-        self._states = HostStates(owned, self._sums, states, self._disk, on_disk)
+        compiled = spec.compile == "layers"
+        self._states = HostStates(owned, self._sums, states, self._disk, on_disk, compiled)
         self._optimizer = BlockedAdamW(
             betas=(spec.adam_beta1, spec.adam_beta2),
             epsilon=spec.adam_epsilon,
             weight_decay=spec.weight_decay,
             frugal=states != "fp32",
             longest=max(update_block(states, own.row_numel) for own in owned if own.learns),
-            compiled=spec.compile == "layers",
+            compiled=compiled,
         )
         self._learned_numel = sum(own.numel for own in owned if own.learns)
         self._hooks = list(self._listen())

@@ -22,16 +22,23 @@ from aliquot.offload.windows import paged
 from aliquot.optim.blocked_adamw import FlatShard
 from aliquot.optim.moments import ExactMoment, Moment, moment
 from aliquot.optim.sizes import States
-from aliquot.optim.weights import RoundedWeights, SplitWeights, Weights, WholeWeights
+from aliquot.optim.weights import PairedWeights, RoundedWeights, SplitWeights, Weights, WholeWeights
 from aliquot.ranges.mapped_memory import mapped_tensor
 from aliquot.ranges.parts import Kind
 
 
 class HostStates:
     def __init__(
-        self, owned: Sequence[Owned], sums: HostSums, states: States, disk: HostDisk | None, streamed: Collection[int]
+        self,
+        owned: Sequence[Owned],
+        sums: HostSums,
+        states: States,
+        disk: HostDisk | None,
+        streamed: Collection[int],
+        compiled: bool,
     ) -> None:
-        """`streamed`: the weights that lie on disk whole, of `disk`."""
+        """`streamed`: the weights that lie on disk whole, of `disk`. `compiled`: the update is."""
+        self._split = PairedWeights if compiled and states == "fp32" else SplitWeights
         self._owned = owned
         self._sums = sums
         self._states = states
@@ -187,8 +194,7 @@ class HostStates:
             return WholeWeights(values, others)
         if not own.learns:
             return RoundedWeights(values, others)
-        low = fields.get("weight")
-        return SplitWeights(values, others, None if low is None else low.view(torch.int32))
+        return self._split(values, others, fields.get("weight"))
 
     def _moment(self, own: Owned, start: int, stop: int, memory: Tensor | None, squared: bool) -> Moment:
         return moment(self._states, stop - start, own.row_numel, squared, memory)
