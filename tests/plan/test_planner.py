@@ -22,7 +22,7 @@ from aliquot.machine.cpu import read_cpu
 from aliquot.models.shaped_model import shaped_model
 from aliquot.observe.ledger import PHASES
 from aliquot.plan import fit
-from aliquot.plan.advice import with_advice
+from aliquot.plan.advice import _compiled, _planned, with_advice
 from aliquot.plan.memory_picture import svg
 from aliquot.plan.planned_machine import Machine
 from aliquot.plan.planned_model import PlannedModel
@@ -216,6 +216,19 @@ def test_a_cpu_without_bf16_is_told_how_much_faster_fp32_would_be() -> None:
         made = with_advice(planner.plan(config, layout, workload), planner, config, layout, workload)
         found[name] = "train.precision=fp32 would be" in made.bottleneck
     assert found == {"c6a.2xlarge": True, "c7a.2xlarge": False, "c7i.2xlarge": False}
+
+
+def test_where_memory_is_waited_for_compiled_layers_are_told_of() -> None:
+    machine, told = Machine.of_instance("c7i.2xlarge"), []
+    for compiles in ("none", "layers"):
+        config = planned_config(LLAMA, train={"compile": compiles, "global_batch_size": 2})
+        planner, workload = Planner(PlannedModel(config), machine), Workload.assumed(config)
+        layout = machine.layout(config, 1, 2)
+        helps = list(_planned(_compiled(config, layout), planner, layout, workload))
+        told += [
+            words for words, made in helps if made.tokens_per_s > planner.plan(config, layout, workload).tokens_per_s
+        ]
+    assert told == ["train.compile=layers"]
 
 
 def test_evaluations_saves_and_export_are_in_the_time() -> None:

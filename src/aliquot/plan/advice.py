@@ -38,6 +38,7 @@ def _kinds(planner: Planner, config: RunConfig, layout: RankLayout, plan: Plan) 
             _batches(config, layout),
             _micro_batches(config, layout),
             _engines(config, layout, plan.engine),
+            _compiled(config, layout),
             _reduced(config, layout, plan.engine),
         ]
     return found
@@ -101,6 +102,11 @@ def _micro_batches(config: RunConfig, layout: RankLayout) -> Changes:
 def _engines(config: RunConfig, layout: RankLayout, engine: str) -> Changes:
     if layout.device == "cpu" and engine != "host":
         yield "shard.engine=host", with_settings(config, {"shard.engine": "host"})
+
+
+def _compiled(config: RunConfig, layout: RankLayout) -> Changes:
+    if layout.device == "cpu" and config.train.compile == "none":
+        yield "train.compile=layers", with_settings(config, {"train.compile": "layers"})
 
 
 def _reduced(config: RunConfig, layout: RankLayout, engine: str) -> Changes:
