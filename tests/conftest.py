@@ -32,7 +32,7 @@ RATES = {  # no machine's
     "small": {"2": 5e10, "4": 5e10},
     "memory": {
         kind: [[1e6, 1e10], [1e7, 5e9]]
-        for kind in ("copy", "add", "silu", "softmax", "sum", "convert", "permute", "transpose")
+        for kind in ("copy", "add", "silu", "tanh", "softmax", "sum", "convert", "permute", "transpose")
     },
     "stage": 5e9,
     "patch": 1.5e9,

@@ -251,3 +251,13 @@ def test_sums_take_longer_the_more_ranks_there_are(unknown: Path) -> None:
         assert [rates.sum_s(4, count, 1e9) for count in (1, 2, 4, 12)] == pytest.approx(expected)
         assert rates.update_s("int8", 1e8, 1.0, False) == pytest.approx(1.0)
         assert rates.update_s("fp32", 1e8, 5e9, True) == pytest.approx(1.0)  # by the bytes that it moves
+
+
+@pytest.mark.parametrize(
+    ("operation", "kind"),
+    [("tanh_", "tanh"), ("gelu_backward", "tanh"), ("silu", "silu"), ("exp_", "silu"), ("copy_", "copy"),
+     ("fill_", "copy"), ("mul_", "add"), ("_softmax_backward_data", "softmax"), ("sum", "sum")],
+)  # fmt: skip
+def test_operations_in_place_and_of_the_way_back_are_as_fast_as_what_they_are(operation: str, kind: str) -> None:
+    """A soft-cap's tanh_ was taken for an addition, and is ten times as slow."""
+    assert profiles._kind(operation) == kind

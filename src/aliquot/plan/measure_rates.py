@@ -113,6 +113,7 @@ def measure_rates(agree: Agree, effort: Effort, of_core: float = 1.0) -> Tables:
         "copy": (lambda x: x.clone(), 2),
         "add": (lambda x: x * 2, 2),
         "silu": (F.silu, 2),
+        "tanh": (torch.tanh, 2),
         "softmax": (lambda x: torch.softmax(x, -1), 2),
         "sum": (lambda x: x.sum(-1), 1),
         "convert": (lambda x: x[: len(x) // 2].float(), 1.5),  # the result is the larger

@@ -19,6 +19,7 @@ class _ByOperation(TypedDict):
     copy: _Points
     add: _Points
     silu: _Points
+    tanh: _Points
     softmax: _Points
     sum: _Points
     convert: _Points

@@ -183,11 +183,14 @@ def _kind(operation: str) -> str:
         return "softmax"
     if operation in ("convert", "permute", "transpose"):
         return operation
-    if operation in ("silu", "silu_backward", "gelu", "gelu_backward", "exp", "sigmoid", "tanh", "pow", "rsqrt"):
+    operation = operation.removesuffix("_backward").removesuffix("_")
+    if operation in ("tanh", "gelu", "erf"):
+        return "tanh"
+    if operation in ("silu", "exp", "sigmoid", "pow", "rsqrt"):
         return "silu"
     if operation in ("mean", "sum", "amax"):
         return "sum"
-    return "copy" if operation in ("copy_", "_to_copy", "clone", "cat", "zero_", "fill_") else "add"
+    return "copy" if operation in ("copy", "_to_copy", "clone", "cat", "zero", "fill") else "add"
 
 
 def _nearest_quick(cpu: CpuFacts, layout: RankLayout) -> dict[str, Any] | None:
