@@ -183,6 +183,8 @@ def _kind(operation: str) -> str:
         return "softmax"
     if operation in ("convert", "permute", "transpose"):
         return operation
+    if operation in ("tanh_backward", "sigmoid_backward"):
+        return "add"  # of the result, which is kept
     operation = operation.removesuffix("_backward").removesuffix("_")
     if operation in ("tanh", "gelu", "erf"):
         return "tanh"
