@@ -101,7 +101,7 @@ FAULTS = (
     Fault(
         "ties-to-zero", "optim/weights.py",
         "a tie is rounded towards zero when a master weight becomes bf16",
-        "bits.add(0x8000)", "bits.add(0x7FFF)",
+        ".add(0x8000)", ".add(0x7FFF)",
         ("tests/optim",),
     ),
     Fault(

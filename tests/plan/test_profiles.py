@@ -255,8 +255,8 @@ def test_sums_take_longer_the_more_ranks_there_are(unknown: Path) -> None:
 
 @pytest.mark.parametrize(
     ("operation", "kind"),
-    [("tanh_", "tanh"), ("gelu_backward", "tanh"), ("tanh_backward", "add"), ("silu", "silu"), ("exp_", "silu"), ("copy_", "copy"),
-     ("fill_", "copy"), ("mul_", "add"), ("_softmax_backward_data", "softmax"), ("sum", "sum")],
+    [("tanh_", "tanh"), ("gelu_backward", "tanh"), ("tanh_backward", "add"), ("silu", "silu"), ("exp_", "silu"),
+     ("copy_", "copy"), ("fill_", "copy"), ("mul_", "add"), ("_softmax_backward_data", "softmax"), ("sum", "sum")],
 )  # fmt: skip
 def test_operations_in_place_and_of_the_way_back_are_as_fast_as_what_they_are(operation: str, kind: str) -> None:
     """A soft-cap's tanh_ was taken for an addition, and is ten times as slow."""
