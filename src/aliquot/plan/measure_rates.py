@@ -141,9 +141,7 @@ def measure_rates(agree: Agree, effort: Effort, of_core: float = 1.0) -> Tables:
 
     weights = old.clone()
     coded_s = (_fastest(of_encoding) + _fastest(seconds(decode))) / 2
-    of_owners = measure_updates(lambda work: _fastest(seconds(work)), room)
-    return {
-        **of_owners,
+    tables = {
         "products": products,
         "of_layers": of_layers,
         "small": small,
@@ -154,6 +152,8 @@ def measure_rates(agree: Agree, effort: Effort, of_core: float = 1.0) -> Tables:
         "socket_bytes_per_s": _socket_rate(effort.socket_bytes),
         "spread": max(spreads),
     }
+    # Last: numbers that it leaves in the room may be so small that operations on them are slow.
+    return tables | measure_updates(lambda work: _fastest(seconds(work)), room)
 
 
 def _stepped() -> tuple[Any, Any]:
