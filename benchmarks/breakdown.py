@@ -235,11 +235,11 @@ class Shapes:
     mlp: int
     vocabulary: int
 
-    def part(self, product: tuple[int, int, int]) -> str:
-        """Every product of the head, and none of a layer, has the vocabulary as one dimension."""
-        for dimension, of_head in enumerate(("gradient of weight", "gradient of hidden", "logits")):
-            if product[dimension] == self.vocabulary:
-                return f"head, {of_head}"
+    def part(self, product: tuple[int, int, int], of_head: bool) -> str:
+        """Of [M, K] x [K, N]: the head's logits and gradients of weights may be made of some columns at a time."""
+        if of_head:
+            sums_over = {self.tokens: "gradient of weight", self.vocabulary: "gradient of hidden"}
+            return f"head, {sums_over.get(product[1], 'logits')}"
         rest = Counter(product)
         rest.subtract([self.tokens])
         return "mlp" if rest[self.mlp] > 0 else "projections"
@@ -284,7 +284,7 @@ def part_of(event: Event, inside: list[str], outer: str, shapes: Shapes) -> str:
         return marked[-1]
     if name == "aten::mm":
         (m, k), (_, n) = event.shapes[:2]
-        part = shapes.part((m, k, n))
+        part = shapes.part((m, k, n), any(other.startswith("_HeadLoss") for other in inside))
         direction = "backward" if any("Backward" in other for other in inside) else "forward"
         return part if part.startswith("head") else f"{part}, {direction}"
     if name == "aten::bmm":
