@@ -171,7 +171,7 @@ def rank() -> None:
         Event(event.name, event.time_range.start, event.time_range.end, tuple(map(tuple, event.input_shapes or ())))
         for event in (watch.events() if watch is not None else ())
     ]
-    parts, products = divide(events, Shapes(tokens, mlp, numbers["vocab_size"]))
+    parts, products = divide(events, Shapes(tokens, hidden, mlp, numbers["vocab_size"]))
     # Both ranks at once, as in the step.
     alone = {name: alone_rate(shapes) / rate for name, shapes in of_first_rank(products).items()}
     flops = sum(step_flops(numbers, PACKED_LONG, topology.rank, WARM + steps + step) for step in range(steps))
@@ -232,14 +232,15 @@ class Shapes:
     """What tells the matrix products of a step apart."""
 
     tokens: int
+    hidden: int
     mlp: int
     vocabulary: int
 
     def part(self, product: tuple[int, int, int], of_head: bool) -> str:
         """Of [M, K] x [K, N]: the head's logits and gradients of weights may be made of some columns at a time."""
         if of_head:
-            sums_over = {self.tokens: "gradient of weight", self.vocabulary: "gradient of hidden"}
-            return f"head, {sums_over.get(product[1], 'logits')}"
+            sums_over = {self.hidden: "logits", self.vocabulary: "gradient of hidden"}
+            return f"head, {sums_over.get(product[1], 'gradient of weight')}"
         rest = Counter(product)
         rest.subtract([self.tokens])
         return "mlp" if rest[self.mlp] > 0 else "projections"

@@ -43,12 +43,13 @@ def test_the_breakdown_marks_what_the_engine_has() -> None:
 
 
 def test_the_breakdown_tells_products_apart() -> None:
-    shapes = Shapes(tokens=2048, mlp=2048, vocabulary=32000)
-    assert shapes.part((32000, 2048, 768)) == "head, gradient of weight"  # also where every token has a label
-    assert shapes.part((1792, 32000, 768)) == "head, gradient of hidden"
-    assert shapes.part((1792, 768, 32000)) == "head, logits"
-    assert shapes.part((2048, 768, 2048)) == "mlp"
-    assert shapes.part((2048, 768, 768)) == "projections"
+    shapes = Shapes(tokens=2048, hidden=768, mlp=2048, vocabulary=32000)
+    for of_weight in ((32000, 2048, 768), (32000, 1792, 768), (768, 1792, 512)):  # some columns at a time
+        assert shapes.part(of_weight, True) == "head, gradient of weight"
+    assert shapes.part((1792, 32000, 768), True) == "head, gradient of hidden"
+    assert shapes.part((1792, 768, 32000), True) == shapes.part((2048, 768, 4096), True) == "head, logits"
+    assert shapes.part((2048, 768, 2048), False) == "mlp"
+    assert shapes.part((2048, 768, 768), False) == "projections"
 
 
 def test_what_a_step_does_beside_products() -> None:
