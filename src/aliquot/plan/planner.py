@@ -128,7 +128,7 @@ class Planner:
             kept = most_unsharded(micro_batches, lambda each: too_much(OnDisk(), each) <= 0)
         held, found = phases_with(on_disk, kept)
         moved = traffic(config, engine, self.shape, layout, micro_batches, kept)
-        owned = _owned(config, self.shape, layout)
+        owned, groups = _owned(config, self.shape, layout), len(self.shape.padded_groups(layout.world_size))
         disk = disk_use(config, self.shape, layout, on_disk, micro_batches)
         disk_rate = self.machine.disk_bytes_per_s or DISK_BYTES_PER_S
         patched = 2 * self.shape.learned_numel if layout.nodes > 1 and config.train.precision == "bf16" else 0
@@ -137,7 +137,8 @@ class Planner:
             used = disk_use(config, self.shape, layout, on_disk, count)
             passed = moved if count == micro_batches else traffic(config, engine, self.shape, layout, count, kept)
             whole = kept if offloaded else None
-            return step_time(engine, each, held, passed, layout, count, rates, owned, patched, used, disk_rate, whole)
+            work = (rates, owned, patched, used, disk_rate, whole, groups)
+            return step_time(engine, each, held, passed, layout, count, *work)
 
         def hardly_waits(count: int) -> bool:
             with_count = time_of(count)

@@ -19,6 +19,7 @@ _TAIL = 0.1  # of what travels between hosts: the first weights to come and the 
 # 222 MB each way on one core of Zen 4, assumed for any.
 _CORE_WIRE_BYTES_PER_S = 0.7e9
 _SUM_PASSES = 5  # over gradients that are sent and received: their checksums, and one more sum
+_CALLS_OF_A_GROUP = 600  # about: gathered twice, gradients reduced, hooks around each
 _CALLS_OF_A_GRADIENT = 20  # about: staged, told of, summed by its owner
 _STAGED_BYTES = 4 << 20  # of a piece that is copied
 _COPIED_BYTES_PER_S = 8e9  # between a GPU and memory that is not pinned, assumed
@@ -90,10 +91,11 @@ def step_time(
     disk: DiskUse,
     disk_bytes_per_s: float,
     offloaded: Unsharded | None,
+    groups: int,
 ) -> StepTime:
     """`micro_batches`: of a rank and optimizer step. `patched_bytes`: of weights of which other hosts are told what has
     changed. `disk_bytes_per_s`: of a node, in both directions together. `offloaded`: None, or what a GPU, whose states
-    are in the machine's memory, keeps whole within a step."""
+    are in the machine's memory, keeps whole within a step. `groups`: of weights that engine fsdp gathers together."""
     matmul_s = memory_s = disk_s = 0.0
     for of_products, of_rest in (each.forward, each.backward):
         matmul_s += micro_batches * of_products
@@ -133,8 +135,15 @@ def step_time(
             max(_TAIL * sent, sent - beside) for sent, beside in zip((gradients, weights), hidden, strict=True)
         )
     else:
-        # Cast and copied into flat buffers, out of them, gradients to fp32, staged and read where memory is shared.
-        memory_s += rates.stage_s(3 * staged + 2 * held.gradients * micro_batches)
+        if engine == "fsdp" and layout.device == "cpu":
+            # Weights: a rank's own are cast and given; all are taken into a buffer, and from there to where they are
+            # used. Gradients: into a buffer in fp32, in pieces, given; a rank's own are read of all, and added to.
+            memory_s += rates.stage_s((4 + 5 / layout.world_size) * moved.gathered_bytes)
+            memory_s += rates.stage_s((6.5 + 4 / layout.world_size) * moved.reduced_bytes)
+            memory_s += rates.overhead_s(_CALLS_OF_A_GROUP * groups * micro_batches)
+        else:
+            # Cast and copied into flat buffers, out of them, gradients to fp32.
+            memory_s += rates.stage_s(3 * staged + 2 * held.gradients * micro_batches)
         if offloaded is None:
             memory_s += rates.stage_s(2 * (held.weights + held.moments + held.gradients))
         else:

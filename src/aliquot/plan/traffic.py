@@ -32,6 +32,8 @@ class Traffic:
     export_bytes: int
     forward: tuple[int, int, int] = (0, 0, 0)  # of an evaluated micro-batch: between hosts, local, shared
     forward_once: bool = False  # weights stay gathered from the first on
+    gathered_bytes: int = 0  # per optimizer step, of weights whole on each rank of engine fsdp
+    reduced_bytes: int = 0  # the same of gradients
 
 
 def traffic(
@@ -47,7 +49,7 @@ def traffic(
     added = 0 if config.adapter is None else shape.learned_numel  # beside the model that is read
     read = (shape.numel - added) * shape.dtype_bytes if config.model.path is not None else 0
     export = (added or shape.numel) * _exported_itemsize(config, shape) if config.checkpoint.export else 0
-    wire = weights = local = shared = 0
+    wire = weights = local = shared = gathers = reduced = 0
     forward = (0, 0, 0)
     if engine == "host":
         # Every host sends each other one that one's gradient sums, and gets its weights back.
@@ -55,7 +57,8 @@ def traffic(
         wire = weights + (layout.nodes - 1) * _reduced(config, shape, layout, micro_batches) * sent_itemsize(config)
         shared = micro_batches * layout.world_size * _staged(config, shape, layout, compute)
     elif engine == "fsdp":
-        wire, local, shared = _fsdp(config, shape, layout, micro_batches, compute, kept)
+        gathers, reduced = _collected(shape, layout, micro_batches, compute, kept)
+        wire, local, shared = _fsdp(config, layout, gathers, reduced)
         gathered = compute * sum(shape.padded_groups(layout.world_size)) if layout.world_size > 1 else 0
         forward = (0, 0, gathered) if shared else (*_ring(layout, gathered), 0)
     elif engine == "deepspeed":
@@ -63,11 +66,12 @@ def traffic(
         # gradients are reduced in the compute dtype.
         small = persistent_numel(config, shape, layout)
         twice = shape.numel - min(shape.numel, KEPT_NUMEL)
-        reduced = compute * shape.numel * (2 if layout.device == "cpu" else 1)
-        each = compute * max(0, shape.numel + twice - small) + reduced
+        each = compute * max(0, shape.numel + twice - small)
+        each += compute * shape.numel * (2 if layout.device == "cpu" else 1)
         wire, local = _ring(layout, micro_batches * each + compute * small)
         forward = (*_ring(layout, compute * max(0, shape.numel - small)), 0)
-    return Traffic(wire, weights, local, shared, read, export, forward, engine == "fsdp" and kept.weights)
+    once = engine == "fsdp" and kept.weights
+    return Traffic(wire, weights, local, shared, read, export, forward, once, gathers, reduced)
 
 
 def _exported_itemsize(config: RunConfig, shape: ModelShape) -> int:
@@ -150,25 +154,26 @@ def _different(vocabulary: int, drawn: int) -> int:
     return int(over_all(lambda rank: -math.expm1(-drawn / (rank * harmonic))))
 
 
-def _fsdp(
-    config: RunConfig, shape: ModelShape, layout: RankLayout, micro_batches: int, compute: int, kept: Unsharded
-) -> tuple[int, int, int]:
-    """Weights are gathered in the forward and the backward pass, the root's once; gradients reduced in fp32. What is
-    `kept` is once a step.
-
-    Over gloo and nccl a collective is a ring: each rank sends (N - 1) / N of it, and of N edges as many as there are
-    hosts lead to another one. gloo's reduce-scatter is an all-reduce, twice the bytes; nccl's is not.
-    """
-    ranks = layout.world_size
-    if ranks == 1:
-        return 0, 0, 0
-    root, *others = shape.padded_groups(ranks)
+def _collected(
+    shape: ModelShape, layout: RankLayout, micro_batches: int, compute: int, kept: Unsharded
+) -> tuple[int, int]:
+    """Bytes of weights that are gathered in the forward and the backward pass, the root's once, and of gradients that
+    are reduced in fp32. What is `kept` is once a step."""
+    if layout.world_size == 1:
+        return 0, 0
+    root, *others = shape.padded_groups(layout.world_size)
     gathers = compute * (root + sum(others) if kept.weights else micro_batches * (root + 2 * sum(others)))
-    reduced = (1 if kept.gradients else micro_batches) * 4 * sum(shape.learned_padded_groups(ranks))
+    learned = sum(shape.learned_padded_groups(layout.world_size))
+    return gathers, (1 if kept.gradients else micro_batches) * 4 * learned
+
+
+def _fsdp(config: RunConfig, layout: RankLayout, gathers: int, reduced: int) -> tuple[int, int, int]:
+    """Over gloo and nccl a collective is a ring: each rank sends (N - 1) / N of it, and of N edges as many as there are
+    hosts lead to another one. gloo's reduce-scatter is an all-reduce, twice the bytes; nccl's is not."""
     on_one_host = layout.device == "cpu" and layout.nodes == 1 and config.shard.collectives != "gloo"
     if on_one_host:
         # engines/fsdp/fsdp_collectives.py: each rank stages its shard, and all of its gradients.
-        return 0, 0, gathers + ranks * reduced
+        return 0, 0, gathers + layout.world_size * reduced
     return *_ring(layout, gathers + reduced * (2 if layout.device == "cpu" else 1)), 0
 
 
