@@ -27,6 +27,7 @@ from aliquot.plan.memory_picture import svg
 from aliquot.plan.planned_machine import Machine
 from aliquot.plan.planned_model import PlannedModel
 from aliquot.plan.planner import Planner, plan
+from aliquot.plan.rates import CORE_MEMORY_BYTES_PER_S
 from aliquot.plan.report import COLUMNS, summary
 from aliquot.plan.search import fastest, remedies
 from aliquot.plan.traffic import traffic
@@ -171,6 +172,16 @@ def test_wire_of_fsdp_grows_with_micro_batches_and_splits_by_hosts() -> None:
     assert four.wire_bytes == 4 * one.wire_bytes
     assert four.wire_bytes == four.local_bytes  # of the four edges of the ring two lead to the other host
     assert traffic(config, "fsdp", shape, RankLayout(1, 2, 1, "cpu"), 4).wire_bytes == 0
+
+
+def test_fsdp_on_cpu_takes_time_for_what_it_copies_and_for_each_group_of_weights() -> None:
+    """However few tokens there are: of buffers 13 bytes a gathered parameter, 34 a reduced one, and hooks."""
+    one, two = (
+        planned(shard={"engine": "fsdp"}, data={"sequence_length": 16}, train={"global_batch_size": 4 * count})
+        for count in (1, 2)
+    )
+    bytes_per_s = 8 * CORE_MEMORY_BYTES_PER_S  # of a rank with eight cores
+    assert two.step_s - one.step_s > 47 * one.parameters / bytes_per_s + 3e-3 * LLAMA["num_hidden_layers"]
 
 
 def test_gpus_of_a_host_pass_on_through_nvlink_while_they_compute() -> None:
