@@ -12,9 +12,9 @@ from aliquot.machine.cpu import read_cpu
 def kernel_options() -> dict[str, Any] | None:
     """The `options` of torch.compile for kernels on this CPU; None: its own.
 
-    For Intel's CPUs compilers prefer vectors of half the length that Inductor's code is written for. They then move
-    what it reinterprets from float to int in two halves, which the CPU cannot read as one until both are in its cache:
-    the update of optim/blocked_adamw.py takes 2.4 times as long. The code's own instructions do not depend on this.
+    For Intel's CPUs compilers prefer vectors of half the length that Inductor's code is written for. They then write
+    what it reinterprets from float to int to the stack in two halves, which is read as one, and presumably waited for:
+    the update of optim/blocked_adamw.py takes 2.3 times as long. The code's own instructions do not depend on this.
     """
     cpu = read_cpu()
     if not cpu.model.startswith("Intel") or "avx512f" not in cpu.isa:
