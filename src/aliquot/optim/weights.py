@@ -14,6 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from aliquot.optim.sizes import low_bytes
+
 
 class Weights(Protocol):
     """Flat fp32 values."""
@@ -71,7 +73,10 @@ class SplitWeights:
         self.numel = high.numel()
         self.high = high
         self.others = others
-        self.low = torch.zeros(self.numel, dtype=torch.int16) if low is None else low.view(torch.int16)[: self.numel]
+        self.low = self._distances(torch.zeros(low_bytes(self.numel), dtype=torch.uint8) if low is None else low)
+
+    def _distances(self, memory: Tensor) -> Tensor:
+        return memory.view(torch.int16)[: self.numel]
 
     def load(self, start: int, out: Tensor) -> Tensor:
         out.copy_(self.high[start : start + out.numel()])
@@ -95,10 +100,12 @@ class PairedWeights(SplitWeights):
     element i of the second half the high ones. So one vector of them belongs to two vectors of weights, and a compiler
     can keep all in registers, which it cannot with int16. Block by block it takes half as long again."""
 
-    def __init__(self, high: Tensor, others: Sequence[Tensor] = (), low: Tensor | None = None) -> None:
-        super().__init__(high, others, low)
-        self.half = -(-self.numel // 2)
-        self.low = torch.zeros(self.half, dtype=torch.int32) if low is None else low.view(torch.int32)
+    @property
+    def half(self) -> int:
+        return -(-self.numel // 2)
+
+    def _distances(self, memory: Tensor) -> Tensor:
+        return memory.view(torch.int32)
 
     def load(self, start: int, out: Tensor) -> Tensor:
         out.copy_(self.high[start : start + out.numel()])

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 Fastest = Callable[[Callable[[], Any]], float]  # seconds of one call
 
-SOURCES = (2, 4)  # ranks whose gradients are summed
+_SOURCES = (2, 4)  # ranks whose gradients are summed
 _NUMEL = 1 << 20  # of a sum, and of what is updated at a time
 _ROW_NUMEL = 1024
 
@@ -24,7 +24,7 @@ def measure_updates(fastest: Fastest, room: Tensor) -> dict[str, Any]:
         return numel / fastest(add)
 
     return {
-        "sums": {kept: [[float(count), sum_rate(count, kept)] for count in SOURCES] for kept in ("fp32", "bf16")},
+        "sums": {kept: [[float(count), sum_rate(count, kept)] for count in _SOURCES] for kept in ("fp32", "bf16")},
         "updates": {states: _NUMEL / fastest(_update(room, states)) for states in ("fp32", "bf16", "int8")},
     }
 
