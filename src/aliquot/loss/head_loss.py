@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aliquot.loss.base import IGNORE, Chosen, GradientRows, HeadLoss, summed_cross_entropy
+from aliquot.loss.base import IGNORE, Chosen, GradientRows, summed_cross_entropy
 from aliquot.loss.logits_room import HOST_BYTES, logits_room
 from aliquot.machine.kernels import copy_pays
 
@@ -28,7 +28,7 @@ _COLUMNS = 512  # of a product that is transposed afterwards: it stays in the ca
 
 def head_loss_on(
     device: str, blocks: Blocks = iter, logits_bytes: int | None = None, copies_transposed: bool = False
-) -> HeadLoss:
+) -> FusedLoss:
     """On CPU the rows that are worked on in fp32, their probabilities and themselves stay in a core's own cache; on a
     GPU they are enough to keep it busy (not yet run on one). `logits_bytes`: for a planned machine; None: what this one
     has room for. `copies_transposed`: see machine/kernels.py."""
@@ -54,6 +54,7 @@ class FusedLoss:
         scale: float,
         rows: GradientRows | None = None,
         chosen: Chosen | None = None,
+        room: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         hidden = hidden.to(weight.dtype)  # as transformers does: what a Mamba returns is fp32, whatever its weights are
         chosen = chosen or choose(labels)
@@ -63,21 +64,29 @@ class FusedLoss:
             total = torch.zeros((), device=hidden.device)
             labels = labels.to(hidden.device)  # the planner's are on CPU
             for a, b in self.row_chunks(hidden, weight):
-                total += self.of_logits(self.logits(hidden[a:b], weight), labels[a:b])
+                total += self.of_logits(self.logits(hidden[a:b], weight, room), labels[a:b])
             return total, total
         summed: Tensor
         scaled: Tensor
         scaled, summed = _HeadLoss.apply(  # type: ignore[no-untyped-call]
-            hidden, weight if rows is None else weight.detach(), labels, scale, rows, chosen.learned, self
+            hidden, weight if rows is None else weight.detach(), labels, scale, rows, chosen.learned, room, self
         )
         return summed.detach(), scaled
 
-    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """[N, V]. oneDNN's AMX kernels take up to half as long again for all columns at once as for some at a time
-        (`benchmarks/parts.py`)."""
+    def room(self, chosen: Chosen, labels: Tensor, weight: Tensor) -> Tensor:
+        """What the logits of one chunk need, not filled: for a caller who takes it before the layers save anything.
+        Afterwards there may be no hole of that size between what they have saved, and the heap grows by as much."""
+        rows = len(labels) if chosen.rows is None else len(chosen.rows)
+        return weight.new_empty(min(rows, self._chunk_rows(weight)), len(weight))
+
+    def logits(self, hidden: Tensor, weight: Tensor, room: Tensor | None = None) -> Tensor:
+        """[N, V], in `room` if there is one. oneDNN's AMX kernels take up to half as long again for all columns at once
+        as for some at a time (`benchmarks/parts.py`)."""
+        if room is None:
+            room = hidden.new_empty(len(hidden), len(weight))
+        logits = room[: len(hidden)]
         if not self.copies_transposed:
-            return F.linear(hidden, weight)
-        logits = hidden.new_empty(len(hidden), len(weight))
+            return torch.mm(hidden, weight.t(), out=logits)
         for a in range(0, len(weight), _LOGITS_COLUMNS):
             b = min(a + _LOGITS_COLUMNS, len(weight))
             torch.mm(hidden, weight[a:b].t(), out=logits[:, a:b])
@@ -85,9 +94,12 @@ class FusedLoss:
 
     def row_chunks(self, hidden: Tensor, weight: Tensor) -> Iterator[tuple[int, int]]:
         """At least one chunk, of no rows if there are none."""
-        count = max(16, self.logits_bytes // (weight.shape[0] * weight.element_size()))
+        count = self._chunk_rows(weight)
         for start in range(0, max(1, len(hidden)), count):
             yield start, min(start + count, len(hidden))
+
+    def _chunk_rows(self, weight: Tensor) -> int:
+        return max(16, self.logits_bytes // (weight.shape[0] * weight.element_size()))
 
     def column_chunks(self, hidden: Tensor, weight: Tensor) -> Iterator[tuple[int, int]]:
         """Chunks of the logits' columns in fp32, all rows of them."""
@@ -150,6 +162,7 @@ class _HeadLoss(torch.autograd.Function):
         scale: float,
         rows: GradientRows | None,
         learned: int,
+        room: Tensor | None,
         fused: FusedLoss,
     ) -> tuple[Tensor, Tensor]:
         chunks = list(fused.row_chunks(hidden, weight))
@@ -159,7 +172,7 @@ class _HeadLoss(torch.autograd.Function):
         normalizers = torch.full((len(labels),), float("inf"), device=hidden.device)
         logits = hidden.new_empty(0, weight.shape[0])
         for a, b in chunks:
-            logits = fused.logits(hidden[a:b], weight)
+            logits = fused.logits(hidden[a:b], weight, room)
             end = min(max(a, learned), b)  # those that have a label come first
             summed += fused.to_gradient_(logits[: end - a], labels[a:end], scale, normalizers[a:end])
             logits[end - a :].zero_()
@@ -195,7 +208,7 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, _gradient: Tensor, _summed: Tensor) -> tuple[Tensor | None, ...]:
         gradients = ctx.gradients
         ctx.gradients = (None, None)
-        return *gradients, None, None, None, None, None
+        return *gradients, None, None, None, None, None, None
 
 
 def _columns(

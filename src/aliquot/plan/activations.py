@@ -24,7 +24,7 @@ from aliquot.experts import row_counts
 from aliquot.experts.base import pass_over, send_to
 from aliquot.experts.modules import experts_weights, weights_of
 from aliquot.loss.base import IGNORE, GradientRows
-from aliquot.loss.head_loss import ROW_COUNTS, head_loss_on
+from aliquot.loss.head_loss import ROW_COUNTS, choose, head_loss_on
 from aliquot.models import calls
 from aliquot.models.copying_linear import copy_in_backward
 from aliquot.models.model_shape import ModelShape
@@ -87,13 +87,15 @@ def _run(
             if not traits.plain_head:
                 loss = calls.whole_logits_loss(model, ids, ids, ids, documents)
                 return live.live_bytes, loss
-            hidden = calls.hidden_states(model, inputs, ids, documents)
-            saved_bytes, before = live.live_bytes, live.products.copy()
-            head = model.get_output_embeddings().weight
-            in_a_ring = not step.head_gradient and torch.is_grad_enabled() and head.requires_grad
-            sink = _rows_in_a_ring(shape, step, live) if in_a_ring else None
             head_loss = head_loss_on(step.device, live.two_for_all, step.logits_bytes, step.copies_transposed)
-            loss = head_loss(hidden, head, labels, 1.0, sink)[1]
+            head, chosen = model.get_output_embeddings().weight, choose(labels)
+            of_host = not step.head_gradient and torch.is_grad_enabled()
+            room = head_loss.room(chosen, labels, head) if of_host else None
+            hidden = calls.hidden_states(model, inputs, ids, documents)
+            saved_bytes, before = live.live_bytes - (0 if room is None else room.nbytes), live.products.copy()
+            in_a_ring = of_host and head.requires_grad
+            sink = _rows_in_a_ring(shape, step, live) if in_a_ring else None
+            loss = head_loss(hidden, head, labels, 1.0, sink, chosen, room)[1]
             of_head.update(live.products - before)
             return saved_bytes, loss
 

@@ -47,7 +47,7 @@ from aliquot.experts.base import send_to
 from aliquot.experts.modules import experts_weights
 from aliquot.launch.topology import Topology
 from aliquot.loss.base import GradientRows
-from aliquot.loss.head_loss import head_loss_on
+from aliquot.loss.head_loss import choose, head_loss_on
 from aliquot.machine.cpu import numa_nodes
 from aliquot.machine.kernels import copies_transposed
 from aliquot.models import calls, recompute
@@ -258,12 +258,13 @@ class HostEngine:
             loss = calls.whole_logits_loss(self._model, batch.input_ids, batch.position_ids, batch.labels, documents)
             return loss.detach(), calls.with_auxiliary(self._model, loss * scale, scale, batch.labels, documents)
         tokens = batch.input_ids if rows is None else rows
+        head = self._model.get_output_embeddings()  # type: ignore[operator]
+        training, chosen = torch.is_grad_enabled(), choose(batch.labels)
+        room = self._head_loss.room(chosen, batch.labels, head.weight) if training else None  # before layers save
         hidden = calls.hidden_states(self._model, tokens, batch.position_ids, documents)
         self._need_all()
-        head = self._model.get_output_embeddings()  # type: ignore[operator]
-        learns = torch.is_grad_enabled() and head.weight.requires_grad
-        sink = self._head_sink(self._index_of(head.weight)) if learns else None
-        summed, scaled = self._head_loss(hidden, head.weight, batch.labels, scale, sink)
+        sink = self._head_sink(self._index_of(head.weight)) if training and head.weight.requires_grad else None
+        summed, scaled = self._head_loss(hidden, head.weight, batch.labels, scale, sink, chosen, room)
         return summed, calls.with_auxiliary(self._model, scaled, scale, batch.labels, documents)
 
     def _head_sink(self, index: int) -> GradientRows:
