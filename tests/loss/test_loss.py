@@ -76,6 +76,27 @@ def test_equals_autograd(backend: str, by_rows: bool) -> None:
         torch.testing.assert_close(head_loss(hidden, weight, labels, 0.25)[0].double(), expected[0], rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "cpu-in-chunks", "cpu-from-copies"])
+def test_logits_in_memory_that_was_taken_before_are_the_same(backend: str) -> None:
+    fused = BACKENDS[backend]
+    assert isinstance(fused, FusedLoss)
+    results = []
+    for with_room in (False, True):
+        hidden, weight, labels = case()
+        chosen = choose(labels)
+        room = fused.room(chosen, labels, weight) if with_room else None
+        if room is not None:
+            assert room.shape == (16 if backend == "cpu-in-chunks" else len(chosen.rows), VOCABULARY)
+            room.fill_(float("nan"))
+        summed, scaled = fused(hidden, weight, labels, 0.25, None, chosen, room)
+        if room is not None:
+            assert room.isfinite().all()  # it is where they were
+            room.fill_(float("nan"))  # and nothing of the backward pass lies in it
+        scaled.backward()
+        results.append((summed, hidden.grad, weight.grad))
+    assert all(map(torch.equal, *results))
+
+
 class LargestInFp32(TorchDispatchMode):
     """The elements of the largest tensor in fp32 that any operation makes."""
 

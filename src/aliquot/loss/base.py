@@ -48,14 +48,12 @@ class HeadLoss(Protocol):
         scale: float,
         rows: GradientRows | None = None,
         chosen: Chosen | None = None,
-        room: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """hidden [T, E], weight [V, E] of one dtype, labels int64 [T] already shifted.
 
         -> the summed cross-entropy, a detached fp32 scalar, and `scale` times it, to call backward() on, which must not
         be scaled further. Without autograd the second is the first. With `rows` the gradient of `weight` goes there
         during this call and autograd sees none. `chosen`: of `labels`, where it is known.
-        `room` [>= N, V]: memory for logits, which is overwritten.
         """
         ...
 

@@ -56,6 +56,7 @@ class FusedLoss:
         chosen: Chosen | None = None,
         room: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
+        """A HeadLoss. `room`: of `self.room`, for the logits; what was in it is overwritten."""
         hidden = hidden.to(weight.dtype)  # as transformers does: what a Mamba returns is fp32, whatever its weights are
         chosen = chosen or choose(labels)
         if chosen.rows is not None:
