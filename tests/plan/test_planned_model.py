@@ -13,6 +13,7 @@ import pytest
 
 from aliquot.cli.main import app
 from aliquot.config.schema import RunConfig
+from aliquot.config.workload import Edges, Workload
 from aliquot.errors import UserError
 from aliquot.plan import planned_model
 from aliquot.plan.micro_batch_cost import MicroBatchCost, Step
@@ -107,3 +108,30 @@ def test_the_second_plan_imports_no_torch(tmp_path: Path, capsys: pytest.Capture
     assert "m7i.4xlarge" in again and again.splitlines()[-1] == "False False"
     memory = [re.findall(r"^fits: ([\d.]+ GiB)", printed, re.MULTILINE) for printed in (capsys.readouterr().out, again)]
     assert memory[0] == memory[1] != []
+
+
+def test_bytes_are_of_the_heaviest_row_and_work_of_a_typical_one() -> None:
+    length = 1024
+    short, long, middling = (tuple(range(0, length + 1, size)) for size in (32, 1024, 512))
+    model = PlannedModel(planned_config(LLAMA))
+
+    def of_rows(*samples: Edges) -> MicroBatchCost:
+        return model.cost_of(STEP, Workload(samples, length, length - 1, None, 0, "test"), 1, approximate=False)
+
+    mixed, of_short, of_middling = (
+        of_rows(short, short, long, short, short, middling),
+        of_rows(short),
+        of_rows(middling),
+    )
+    assert mixed.saved_bytes == of_middling.saved_bytes > of_short.saved_bytes
+    assert mixed.forward == of_short.forward != of_middling.forward
+    assert mixed.backward == of_short.backward
+
+
+def test_work_counts_as_often_as_rows_are_longer_than_a_typical_one() -> None:
+    rows = ((0, 10), (0, 10), (0, 10), (0, 90))  # 30 tokens a row
+    model = PlannedModel(planned_config(LLAMA))
+    found = model.cost_of(STEP, Workload(rows, 30.0, 29.0, None, 0, "test"), 1, approximate=False)
+    typical, heaviest = (model.cost(STEP, edges, 29) for edges in (rows[0], rows[-1]))
+    assert found.forward == {key: 3 * amount for key, amount in typical.forward.items()}
+    assert found.saved_bytes == heaviest.saved_bytes

@@ -41,23 +41,47 @@ class Workload:
         """What each rank holds of the data's index."""
         return self.pieces * _INDEX_BYTES if self.pieces <= MAPPED_PIECES else 0
 
+    @property
+    def row_tokens(self) -> float:
+        """Of a sequence, those that pad it included."""
+        return sum(each[-1] for each in self.samples) / len(self.samples)
+
     def heaviest(self, sequences: int) -> Edges:
         """Edges of the row of so many sequences that costs most memory among the samples."""
+        return _row(max(self._windows(sequences), key=lambda window: sum(_scores(each, 512) for each in window)))
+
+    def typical(self, sequences: int) -> Edges:
+        """Edges of the row of so many sequences that comes nearest to the mean of the samples in what takes time: its
+        tokens, and how many pairs of them attention multiplies."""
+        tokens = self.row_tokens * sequences
+        scores = sum(map(_scores, self.samples)) / len(self.samples) * sequences
+
+        def distance(window: tuple[Edges, ...]) -> float:
+            own_tokens, own_scores = sum(each[-1] for each in window), sum(map(_scores, window))
+            return abs(own_tokens / tokens - 1) + abs(own_scores / scores - 1)
+
+        return _row(min(self._windows(sequences), key=distance))
+
+    def _windows(self, sequences: int) -> list[tuple[Edges, ...]]:
+        """So many samples that follow each other, as often as there are."""
         samples = self.samples * -(-sequences // len(self.samples))
-        weights = [_weight(edges) for edges in samples]
-        starts = range(len(samples) - sequences + 1)
-        first = max(starts, key=lambda start: sum(weights[start : start + sequences]))
-        row, at = [0], 0
-        for edges in samples[first : first + sequences]:
-            row.extend(at + edge for edge in edges[1:])
-            at += edges[-1]
-        return tuple(row)
+        return [samples[start : start + sequences] for start in range(len(samples) - sequences + 1)]
 
 
-def _weight(edges: Edges) -> int:
-    """About how many attention probabilities attention/tiled_attention.py keeps."""
+def _row(window: tuple[Edges, ...]) -> Edges:
+    row, at = [0], 0
+    for edges in window:
+        row.extend(at + edge for edge in edges[1:])
+        at += edges[-1]
+    return tuple(row)
+
+
+def _scores(edges: Edges, keys: int | None = None) -> int:
+    """About how many probabilities attention/tiled_attention.py computes, or keeps: those of blocks that see at most so
+    many `keys`."""
     total = 0
     for start, stop in pairwise(edges):
         length = stop - start
-        total += length * max(64, length) if length <= 256 else 128 * sum(range(128, min(length, 512) + 1, 128))
+        most = min(length, keys or length)
+        total += length * max(64, length) if length <= 256 else 128 * sum(range(128, most + 1, 128))
     return total

@@ -105,7 +105,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if left.ndim == 2:
                 self.products.add((m, k, n, left.stride(1) == 1, right.stride(1) == 1))
             return
-        if not outputs or aliases or func._schema.name.startswith("aten::empty"):
+        if not outputs or aliases or func._schema.name.startswith(("aten::empty", "aten::new_empty")):
             return
         moved = [*{id(t): t for t in (*inputs, *outputs)}.values()]
         if fused:

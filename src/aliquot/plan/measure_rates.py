@@ -29,12 +29,13 @@ class Effort:
 
 
 # What `train` and `plan` do the first time on a machine, in about a second; and what `plan --calibrate` does.
-QUICK = Effort((128, 512, 1024, 2048), 0.1, (1 << 20, 16 << 20), 0.02, 64 << 20, 16 << 20)
+QUICK = Effort((128, 512, 1024, 2048), 0.1, (1 << 20, 4 << 20), 0.02, 64 << 20, 16 << 20)
 THOROUGH = Effort(
     (128, 256, 512, 1024, 2048), 2.0, (64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20), 0.15, 256 << 20, 64 << 20
 )
 _SMALL = (64, 256, 64, 64)  # a product of attention, [batch, m, k, n]
 _BETWEEN_BYTES = 16 << 20  # of tensors that are worked on in turn: in a step others come between
+_SCRATCH_BYTES = 1 << 20  # a larger result is written where nothing was of late: in a step most are kept for backward
 _STAGED = 1 << 20  # elements of a gradient that is added to its sum: read in bf16, read and written in fp32
 _PATCHED = 1 << 20  # weights of which it is told how they have changed
 _CALLS = 10  # operations of torch in what is timed for one, those of the way back included
@@ -46,7 +47,6 @@ def measure_rates(agree: Agree, effort: Effort, of_core: float = 1.0) -> Tables:
     largest products half of them took, or all of them than their thread had `of_core`, its part of a core, whichever is
     more; more than a few per cent says that the cores did something else, too."""
     import torch
-    import torch.nn.functional as F
 
     from aliquot.collectives.weight_patch import WeightPatches, most_bytes
     from aliquot.machine.kernels import copies_transposed, copy_pays
@@ -109,22 +109,26 @@ def measure_rates(agree: Agree, effort: Effort, of_core: float = 1.0) -> Tables:
         multiply = partial(torch.bmm, left, right, out=torch.empty(batch, m, n, dtype=dtype))
         small[str(dtype.itemsize)] = 2.0 * batch * m * k * n / _fastest(seconds(multiply))
     memory: dict[str, list[list[float]]] = {}
-    operations: dict[str, tuple[Callable[[Any], Any], float]] = {
-        "copy": (lambda x: x.clone(), 2),
-        "add": (lambda x: x * 2, 2),
-        "silu": (F.silu, 2),
-        "tanh": (torch.tanh, 2),
-        "softmax": (lambda x: torch.softmax(x, -1), 2),
-        "sum": (lambda x: x.sum(-1), 1),
-        "convert": (lambda x: x[: len(x) // 2].float(), 1.5),  # the result is the larger
-        "permute": (lambda x: x.view(len(x), -1, _HEAD).transpose(0, 1).contiguous(), 2),
-        "transpose": (lambda x: x.t().contiguous(), 2),
+    operations: dict[str, tuple[Callable[[Any, Any], Any], float]] = {
+        "copy": (lambda x, out: out.copy_(x), 2),
+        "add": (lambda x, out: torch.mul(x, 2, out=out), 2),
+        "silu": (lambda x, out: torch.ops.aten.silu.out(x, out=out), 2),
+        "tanh": (lambda x, out: torch.tanh(x, out=out), 2),
+        "softmax": (lambda x, out: torch.softmax(x, -1, out=out), 2),
+        "sum": (lambda x, out: torch.sum(x, -1, out=out.view(-1)[: len(x)]), 1),
+        # The result is the larger.
+        "convert": (lambda x, out: out.view(torch.float32).copy_(x.view(-1)[: x.numel() // 2].view(len(x), -1)), 1.5),
+        "permute": (lambda x, out: out.view(-1, len(x), _HEAD).copy_(x.view(len(x), -1, _HEAD).transpose(0, 1)), 2),
+        "transpose": (lambda x, out: out.view(-1, len(x)).copy_(x.t()), 2),
     }
+    drawn, results = torch.randn(max(_BETWEEN_BYTES, *effort.tensor_bytes) // 2).bfloat16(), room.view(torch.bfloat16)
     for kind, (operation, moves) in operations.items():
         memory[kind] = []
         for size in effort.tensor_bytes:
-            tensors = torch.randn(max(1, _BETWEEN_BYTES // size), size // 1024, 512, dtype=torch.bfloat16)
-            times = seconds(partial(_apply, operation, cycle(tensors)))
+            tensors = drawn[: max(1, _BETWEEN_BYTES // size) * size // 2].view(-1, size // 1024, 512)
+            room_bytes = effort.apart_bytes if size > _SCRATCH_BYTES else 4 * size
+            outs = results[: room_bytes // size * size // 2].view(-1, size // 1024, 512)
+            times = seconds(partial(_apply, operation, cycle(tensors), cycle(outs)))
             memory[kind].append([float(size), moves * size / _fastest(times)])
     count = effort.apart_bytes // (6 * _STAGED)
     room.view(torch.bfloat16).fill_(1)
@@ -168,8 +172,8 @@ def _stepped() -> tuple[Any, Any]:
     return old, (old.view(torch.int16) + units).view(torch.bfloat16)
 
 
-def _apply(operation: Callable[[Any], Any], turn: Iterator[Any]) -> None:
-    operation(next(turn))
+def _apply(operation: Callable[[Any, Any], Any], turn: Iterator[Any], outs: Iterator[Any]) -> None:
+    operation(next(turn), next(outs))
 
 
 def _add(turn: Iterator[tuple[Any, Any]]) -> None:

@@ -47,6 +47,13 @@ class MicroBatchCost:
     forward: Work
     backward: Work
 
+    def with_work(self, forward: Work, backward: Work, times: float) -> MicroBatchCost:
+        """These bytes, and so many times that work."""
+        own: tuple[Work, Work] = defaultdict(float), defaultdict(float)
+        for work, given in zip(own, (forward, backward), strict=True):
+            work.update({key: times * amount for key, amount in given.items()})
+        return replace(self, forward=own[0], backward=own[1])
+
     def plus(self, other: MicroBatchCost, base: MicroBatchCost, times: int) -> MicroBatchCost:
         """This, and `times` what `other` has more than `base`; the largest block is the largest of all,
         and products are those of the one that has most."""

@@ -56,7 +56,8 @@ class PlannedModel:
         self._costs: dict[Hashable, MicroBatchCost] = {}
 
     def cost_of(self, step: Step, workload: Workload, sequences: int, approximate: bool) -> MicroBatchCost:
-        """Of a micro-batch of so many sequences; the same object whenever it is asked for.
+        """Of a micro-batch of so many sequences, bytes of the heaviest and work of a typical one; the same object
+        whenever it is asked for.
 
         `approximate`: more than two are extrapolated, so that many sizes take no longer than two.
         """
@@ -67,7 +68,11 @@ class PlannedModel:
                 self._costs[key] = one.plus(two, one, sequences - 1)
             else:
                 predicted = round(workload.predicted * sequences)
-                self._costs[key] = self.cost(step, workload.heaviest(sequences), predicted)
+                heaviest, typical = workload.heaviest(sequences), workload.typical(sequences)
+                found = self.cost(step, heaviest, predicted)
+                work = found if typical == heaviest else self.cost(step, typical, predicted)
+                times = workload.row_tokens * sequences / typical[-1]
+                self._costs[key] = found.with_work(work.forward, work.backward, times)
         return self._costs[key]
 
     def cost(self, step: Step, edges: tuple[int, ...], predicted: int) -> MicroBatchCost:

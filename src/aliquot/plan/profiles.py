@@ -29,7 +29,7 @@ from aliquot.plan.profile_schema import check_quick, check_thorough
 from aliquot.plan.rates import Rates, estimated, interpolated
 from aliquot.textfile import publish_text
 
-FORMAT = 6
+FORMAT = 7
 _PROFILE_BYTES = 8192  # at most, about
 _BUSY = 0.1  # a spread of products above which a quick profile is measured again by the next run
 _FRESH_S = 3600.0  # about as long as a machine stays what it is, and a second an hour is little
