@@ -23,7 +23,7 @@ WIDTHS = (LONGEST_BINNED - NARROWEST) // 32 + 1
 
 
 class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The shapes of all matrix products."""
+    """The shapes and orders of all matrix products."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -31,7 +31,7 @@ class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm):
-            self.shapes.add((str(func.overloadpacket), *(tuple(x.shape) for x in args[:2])))
+            self.shapes.add((str(func.overloadpacket), *((*x.shape, x.stride(-1) == 1) for x in args[:2])))
         return func(*args, **(kwargs or {}))
 
 
@@ -70,6 +70,44 @@ def test_products_of_a_run_come_in_few_shapes() -> None:
             seen.append(len(products.shapes))
     assert seen[-1] <= 5 * (3 * WIDTHS + TOKENS // QUERY_BLOCK)
     assert seen[-1] - seen[15] <= 25  # most of them in the first steps
+
+
+@pytest.mark.parametrize("selective", [False, True])
+@pytest.mark.parametrize(("heads", "window"), [((4, 2, 2), None), ((2, 2, 2), 200)])
+def test_after_the_first_row_no_row_needs_another_kernel(
+    heads: tuple[int, ...], window: int | None, selective: bool
+) -> None:
+    """Or memory would grow over hundreds of steps: 47 MiB in one of 125 M with rows of 2,048 tokens, with AMX."""
+    draw, attention = random.Random(1), TiledAttention(selective)
+
+    def step(edges: tuple[int, ...]) -> None:
+        query, key, value = (torch.randn(1, count, edges[-1], 4, requires_grad=True) for count in heads)
+        attention.attend(query, key, value, Documents(edges, attention), Scoring(0.3, window)).sum().backward()
+        attention.meet_all(edges)
+
+    with Products() as products:
+        step((0, LONGEST_BINNED, TOKENS))
+        met = len(products.shapes)
+        for _ in range(30):
+            step(packing(draw))
+        assert len(products.shapes) == met
+        step((0, TOKENS + 512))  # a longer row can need more
+        assert len(products.shapes) > met
+
+
+def test_products_of_blocks_are_not_made_where_all_documents_are_short() -> None:
+    attention, few = TiledAttention(), tuple(range(0, TOKENS + 1, 64))
+    query = torch.randn(1, 1, TOKENS, 4, requires_grad=True)
+    attention.attend(query, query, query, Documents(few, attention), Scoring(0.3)).sum().backward()
+    shapes = []
+    for edges in (few, (0, TOKENS)):
+        with Products() as products:
+            attention.meet_all(edges)
+        shapes.append(products.shapes)
+    assert len(shapes[0]) < len(shapes[1])
+    with Products() as products:
+        attention.meet_all(few)
+    assert not products.shapes  # all are there
 
 
 def test_products_of_the_head_come_in_few_shapes() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 NARROWEST = 64  # width of a bin: several documents share one
 STEP = 32  # wider bins come in multiples of this and hold one document, or a long and a short one
 LONGEST_BINNED = 256  # documents above are cut into blocks of queries
@@ -12,13 +14,7 @@ PRODUCTS = 3  # of a tile, different in shape or order: scores, what they weigh,
 
 def tile_shapes(tokens: int, longest: int, window: int | None) -> int:
     """At most, in rows of `tokens` with documents of at most `longest`, of which a token sees `window` back."""
-    widths = range(NARROWEST, LONGEST_BINNED + 1, STEP)
-    # A bin of more than the narrowest holds a document that does not fit into a narrower one.
-    bins = sum(
-        count * (width - STEP) < tokens and (width == NARROWEST or width - STEP < longest)
-        for width in widths
-        for count in BATCHES
-    )
+    bins = sum(width == NARROWEST or width - STEP < longest for width, _ in binned(tokens))
     if longest <= LONGEST_BINNED:
         return bins
     first_keys = {
@@ -26,3 +22,12 @@ def tile_shapes(tokens: int, longest: int, window: int | None) -> int:
         for first in range(0, longest, QUERY_BLOCK)
     }
     return bins + len(first_keys)
+
+
+def binned(tokens: int) -> Iterator[tuple[int, int]]:
+    """(width, how many at once) of all bins that there can be in rows of `tokens`."""
+    for width in range(NARROWEST, LONGEST_BINNED + 1, STEP):
+        for count in BATCHES:
+            # A bin of more than the narrowest holds a document that does not fit into a narrower one.
+            if count * (width - STEP) < tokens:
+                yield width, count

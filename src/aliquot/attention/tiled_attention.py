@@ -7,15 +7,15 @@ probabilities are of the compute dtype, softmax works in fp32 inside, as in tran
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise, repeat
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from aliquot.attention.tile_sizes import QUERY_BLOCK
+from aliquot.attention.tile_sizes import LONGEST_BINNED, QUERY_BLOCK, binned
 from aliquot.attention.tiles import Bins, Block, Long, Tiles, cut
 
 if TYPE_CHECKING:
@@ -25,24 +25,55 @@ if TYPE_CHECKING:
 _KEPT_KEYS = 4 * QUERY_BLOCK
 
 
+class _Kind(NamedTuple):
+    """What the shapes of products depend on, beside the documents."""
+
+    heads: tuple[torch.Size, ...]  # of queries, keys and values: [heads, width]
+    dtype: torch.dtype
+    window: int | None
+
+
 @dataclass(frozen=True)
 class TiledAttention:
     """`selective`: its output is kept over a recomputation of the layer, and no probabilities."""
 
     selective: bool = False
+    _met: dict[_Kind, tuple[int, int]] = field(default_factory=dict, repr=False)  # tokens of a row and of a document
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, scoring: Scoring) -> Tensor:
         kind = (scoring.window, query.dtype)
         if kind not in documents.cuts:
             documents.cuts[kind] = cut(documents.edges, scoring.window, query)
-        rows = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+        rows = [x[0].transpose(0, 1).contiguous() for x in (query, key, value)]
+        if query.device.type == "cpu" and query.requires_grad:
+            self._met.setdefault(_Kind(tuple(x.shape[1:] for x in rows), query.dtype, scoring.window), (0, 0))
         sinks = None if scoring.sinks is None else scoring.sinks.to(query.dtype)
         how = (documents.cuts[kind], scoring.scaling, scoring.softcap, self.selective)
         out: Tensor = _Tiled.apply(*rows, sinks, *how)  # type: ignore[no-untyped-call]
         return out[None]
 
+    def meet_all(self, edges: tuple[int, ...]) -> None:
+        """Multiply once in every shape that a row as long as this one can need. oneDNN makes a kernel for each, some
+        tens of MiB together, which would otherwise be met one by one over hundreds of steps."""
+        longest = max((b - a for a, b in pairwise(edges)), default=0)
+        for kind, (tokens, length) in self._met.items():
+            found = max(tokens, edges[-1]), max(length, edges[-1] if longest > LONGEST_BINNED else 0)
+            if found != (tokens, length):
+                self._met[kind] = found
+                _multiply_in_all(kind, *found)
+
     def on_meta(self) -> TiledAttention:
         return self
+
+
+def _multiply_in_all(kind: _Kind, tokens: int, length: int) -> None:
+    """Of rows of so many tokens, and of a document of `length`."""
+    rows = [[width] * count for width, count in binned(tokens)]
+    for lengths in [*rows, *([[length]] if length else [])]:
+        edges = tuple(accumulate(lengths, initial=0))
+        inputs = [torch.zeros(edges[-1], *heads, dtype=kind.dtype, requires_grad=True) for heads in kind.heads]
+        out = _Tiled.apply(*inputs, None, cut(edges, kind.window, inputs[0]), 1.0, None, False)  # type: ignore[no-untyped-call]
+        torch.autograd.grad(out, inputs, torch.zeros_like(out))
 
 
 class _Tiled(torch.autograd.Function):

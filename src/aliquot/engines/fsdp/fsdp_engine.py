@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from aliquot.attention.base import Documents
 from aliquot.attention.document_attention import attention_on
+from aliquot.attention.tiled_attention import TiledAttention
 from aliquot.collectives.json_values import gather
 from aliquot.collectives.peers import Peers
 from aliquot.engines.base import Counters, EngineSpec, StepResult
@@ -189,6 +190,8 @@ class FsdpEngine:
             summed, scaled = self._loss(batch, scale)
         self._spec.phase("forward")
         scaled.backward()  # type: ignore[no-untyped-call]
+        if isinstance(self._attention, TiledAttention) and batch is not None:
+            self._attention.meet_all(batch.edges)
         self._spec.phase("backward")
         calls = self._calls_of(batch)
         self._count_wire(

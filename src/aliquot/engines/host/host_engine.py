@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from aliquot.attention.base import Documents
 from aliquot.attention.document_attention import attention_on
+from aliquot.attention.tiled_attention import TiledAttention
 from aliquot.collectives.hosts import Hosts
 from aliquot.collectives.json_values import gather
 from aliquot.engines.base import Counters, EngineSpec, StepResult
@@ -231,6 +232,8 @@ class HostEngine:
         self._need_all()  # of layers that were left out, too: what comes next between hosts are gradients
         if scaled.requires_grad:  # else the head alone learns, and has been told
             scaled.backward()  # type: ignore[no-untyped-call]
+        if isinstance(self._attention, TiledAttention):
+            self._attention.meet_all(batch.edges)
         self._gradients.end_micro_batch()
         if rows is not None:
             self._add_embedding(embedding, batch.input_ids, rows.grad)
