@@ -321,3 +321,11 @@ def test_compiled_layers_learn_the_same(tmp_path: Path) -> None:
     # Fused kernels round to bf16 in fewer places.
     assert compiled == pytest.approx(eager, rel=5e-3)
     assert compiled != eager
+
+
+@pytest.mark.parametrize(("kind", "checkpointing"), [("host", "none"), ("host", "selective"), ("fsdp", "full")])
+def test_kernels_are_met_with_the_first_row(kind: str, checkpointing: str, tmp_path: Path) -> None:
+    """oneDNN keeps one for every shape: met one by one they were what a long run's memory grew by."""
+    run_ranks(Path(__file__).parent / "kernels_worker.py", 1, tmp_path, kind, checkpointing)
+    first, *later = json.loads((tmp_path / "0.json").read_text())
+    assert set(later) == {first} and first > 10
