@@ -99,7 +99,8 @@ class TrainSection(Section):
         "fp32", description="bf16, int8: frugal moments, and gradient sums in bf16; engine host only."
     )
     compile: Literal["none", "layers"] = Field(
-        "none", description="layers: each decoder layer through torch.compile; a slower first step, then a few percent."
+        "none",
+        description="layers: layers and update by torch.compile; a slower first step, then 2 to 18 % (AMX) faster.",
     )
     freeze: list[str] = Field(
         [], description="Names of weights that learn nothing, with * and ?: no gradient, no moments, no fp32 master."
