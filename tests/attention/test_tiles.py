@@ -31,8 +31,19 @@ class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm):
-            self.shapes.add((str(func.overloadpacket), *((*x.shape, x.stride(-1) == 1) for x in args[:2])))
+            self.shapes.add((str(func.overloadpacket), *((*x.shape, *order(x)) for x in args[:2])))
         return func(*args, **(kwargs or {}))
+
+
+def order(x: Tensor) -> tuple[bool, bool]:
+    """What oneDNN's kernels depend on beside the shape: which side is in one piece; whether a batch of transposed ones
+    is, of which torch makes a copy that is not transposed if not."""
+    rows = x.stride(-1) == 1
+    return rows, rows or x.ndim == 2 or x.stride(0) == x.shape[1] * x.shape[2]
+
+
+def largest_side(products: Products) -> int:
+    return max(max(side[1:3]) for _, *sides in products.shapes for side in sides)
 
 
 def packing(draw: random.Random) -> tuple[int, ...]:
@@ -83,7 +94,7 @@ def test_after_the_first_row_no_row_needs_another_kernel(
     def step(edges: tuple[int, ...]) -> None:
         query, key, value = (torch.randn(1, count, edges[-1], 4, requires_grad=True) for count in heads)
         attention.attend(query, key, value, Documents(edges, attention), Scoring(0.3, window)).sum().backward()
-        attention.meet_all(edges)
+        attention.meet_all(edges, most=edges[-1])
 
     with Products() as products:
         step((0, LONGEST_BINNED, TOKENS))
@@ -99,15 +110,34 @@ def test_products_of_blocks_are_not_made_where_all_documents_are_short() -> None
     attention, few = TiledAttention(), tuple(range(0, TOKENS + 1, 64))
     query = torch.randn(1, 1, TOKENS, 4, requires_grad=True)
     attention.attend(query, query, query, Documents(few, attention), Scoring(0.3)).sum().backward()
-    shapes = []
-    for edges in (few, (0, TOKENS)):
+    for edges, longest in ((few, LONGEST_BINNED), ((0, TOKENS), TOKENS)):
         with Products() as products:
-            attention.meet_all(edges)
-        shapes.append(products.shapes)
-    assert len(shapes[0]) < len(shapes[1])
+            attention.meet_all(edges, TOKENS)
+        assert largest_side(products) == longest
     with Products() as products:
-        attention.meet_all(few)
+        attention.meet_all(few, TOKENS)
     assert not products.shapes  # all are there
+
+
+def test_no_document_is_longer_than_a_sequence_however_many_are_in_a_row() -> None:
+    """Or kernels would be made that nothing needs, in time that grows with the square of the row."""
+    attention, edges = TiledAttention(), tuple(range(0, 4200 + 1, 600))
+    query = torch.randn(1, 1, edges[-1], 4, requires_grad=True)
+    with Products() as products:
+        attention.attend(query, query, query, Documents(edges, attention), Scoring(0.3)).sum().backward()
+        attention.meet_all(edges, most=700)
+    assert len(products.shapes) <= 4 * tile_shapes(edges[-1], 700, None)  # three, and products of both sides' orders
+    assert largest_side(products) == 768  # in whole blocks
+
+
+@pytest.mark.parametrize("longest", [300, 700])
+def test_blocks_are_met_up_to_the_next_power_of_two(longest: int) -> None:
+    attention = TiledAttention()
+    query = torch.randn(1, 1, longest, 4, requires_grad=True)
+    attention.attend(query, query, query, Documents((0, longest), attention), Scoring(0.3)).sum().backward()
+    with Products() as products:
+        attention.meet_all((0, longest), most=4096)
+    assert largest_side(products) == (512 if longest == 300 else 1024)
 
 
 def test_products_of_the_head_come_in_few_shapes() -> None:

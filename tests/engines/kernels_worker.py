@@ -1,18 +1,23 @@
-"""A rank trains on rows with all kinds of documents: how many shapes of attention's products does it meet, and when?"""
+"""A rank trains on rows with all kinds of documents: how many shapes of attention's products does it meet, and when?
+And when is there memory for logits?"""
 
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from aliquot.engines import met_kernels
 from aliquot.engines.base import EngineSpec
 from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
 from aliquot.engines.host.host_engine import HostEngine
 from aliquot.launch.topology import Topology
+from aliquot.loss.head_loss import FusedLoss
 from aliquot.models import initialize, meta
 from tests.engines.cases import SMALL, micro_batch
 from tests.processes import as_ranks
@@ -26,23 +31,52 @@ def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None
     multiply = torch.bmm
 
     def watched(left: Tensor, right: Tensor) -> Tensor:
-        seen.add((left.shape, right.shape, left.stride(-1) == 1, right.stride(-1) == 1))
+        seen.add(tuple((x.shape, x.stride(-1) == 1, x.stride(0) == x.shape[1] * x.shape[2]) for x in (left, right)))
         return multiply(left, right)
 
     torch.bmm = watched  # type: ignore[assignment]
+    met_kernels.keeps_kernels = lambda _: True  # whatever this CPU has
     built = meta.build(AutoConfig.for_model("llama", **{**SMALL, "max_position_embeddings": 384}))
-    spec = EngineSpec("bf16", 384, built.traits.plain_head, gradient_checkpointing=arguments[1])  # type: ignore[arg-type]
+    spec = EngineSpec("bf16", 384, built.traits.plain_head, 384, gradient_checkpointing=arguments[1])  # type: ignore[arg-type]
     kind = {"host": HostEngine, "fsdp": FsdpEngine}[arguments[0]]
     engine = kind.build(built.model, spec, Topology(rank, world_size, rank, world_size, 0, 1, "cpu", 1, ()))
     initialize.initialize(engine, built.fills, 1)
     engine.ready()
+    logits = watch_logits(engine) if isinstance(engine, HostEngine) else []
     counts = []
     for lengths in ROWS:
         engine.backward(micro_batch([torch.arange(length) % 60 for length in lengths]), 1 / 384, last=True)
         engine.step(1e-3, 1.0)
         counts.append(len(seen))
     engine.close()
-    (folder / f"{rank}.json").write_text(json.dumps(counts))
+    (folder / f"{rank}.json").write_text(json.dumps({"kernels": counts, "logits": logits}))
+
+
+def watch_logits(engine: HostEngine) -> list[str]:
+    """What happens in the next micro-batch, in this order."""
+    happened: list[str] = []
+    taken: list[weakref.ref[Tensor]] = []
+    head_loss = engine._head_loss
+
+    class Watched(FusedLoss):
+        def room(self, *arguments: Any) -> Tensor:
+            taken.append(weakref.ref(found := super().room(*arguments)))
+            happened.append("taken")
+            return found
+
+        def __call__(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+            happened.append("used" if arguments[-1] is taken[-1]() else "not used")
+            return super().__call__(*arguments)
+
+    engine._head_loss = Watched(head_loss.scratch_bytes, head_loss.logits_bytes)
+    layer = engine._model.get_decoder().layers[0]
+    layer.register_forward_pre_hook(lambda *_: happened.append("layer"))
+
+    def backward(*_: object) -> None:
+        happened.append("backward, there" if taken[-1]() is not None else "backward, gone")
+
+    layer.register_full_backward_hook(backward)
+    return happened
 
 
 if __name__ == "__main__":

@@ -327,5 +327,10 @@ def test_compiled_layers_learn_the_same(tmp_path: Path) -> None:
 def test_kernels_are_met_with_the_first_row(kind: str, checkpointing: str, tmp_path: Path) -> None:
     """oneDNN keeps one for every shape: met one by one they were what a long run's memory grew by."""
     run_ranks(Path(__file__).parent / "kernels_worker.py", 1, tmp_path, kind, checkpointing)
-    first, *later = json.loads((tmp_path / "0.json").read_text())
+    found = json.loads((tmp_path / "0.json").read_text())
+    first, *later = found["kernels"]
     assert set(later) == {first} and first > 10
+    # Memory for logits: before layers save anything, and no longer than the head needs it.
+    once = ["taken", "layer", "used", "backward, gone"]
+    if kind == "host" and checkpointing == "none":
+        assert found["logits"] == once * (1 + len(later))

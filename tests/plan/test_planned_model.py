@@ -110,28 +110,41 @@ def test_the_second_plan_imports_no_torch(tmp_path: Path, capsys: pytest.Capture
     assert memory[0] == memory[1] != []
 
 
-def test_bytes_are_of_the_heaviest_row_and_work_of_a_typical_one() -> None:
+def test_bytes_are_of_the_heaviest_row_and_work_is_the_mean() -> None:
     length = 1024
     short, long, middling = (tuple(range(0, length + 1, size)) for size in (32, 1024, 512))
     model = PlannedModel(planned_config(LLAMA))
 
-    def of_rows(*samples: Edges) -> MicroBatchCost:
-        return model.cost_of(STEP, Workload(samples, length, length - 1, None, 0, "test"), 1, approximate=False)
+    def of_rows(*samples: Edges, sequences: int = 1, approximate: bool = False) -> MicroBatchCost:
+        found = Workload(samples, length, length - 1, None, 0, "test")
+        return model.cost_of(STEP, found, sequences, approximate)
 
-    mixed, of_short, of_middling = (
-        of_rows(short, short, long, short, short, middling),
-        of_rows(short),
-        of_rows(middling),
+    mixed, of_short, of_long, of_middling = (
+        of_rows(short, short, long, middling),
+        *map(of_rows, (short, long, middling)),
     )
     assert mixed.saved_bytes == of_middling.saved_bytes > of_short.saved_bytes
-    assert mixed.forward == of_short.forward != of_middling.forward
-    assert mixed.backward == of_short.backward
+    multiplied = [flops(each) for each in (of_short, of_long, of_middling, mixed)]
+    assert multiplied[0] < multiplied[2] < multiplied[1]
+    assert multiplied[3] == pytest.approx((2 * multiplied[0] + multiplied[1] + multiplied[2]) / 4, rel=0.01)
+    # Rows of many sequences that are extrapolated, whichever come first.
+    for samples in ((short, long), (long, short), (long, short, short, long, short)):
+        of_each = [multiplied[0] if each == short else multiplied[1] for each in samples]
+        found = of_rows(*samples, sequences=32, approximate=True)
+        assert flops(found) == pytest.approx(32 * sum(of_each) / len(samples), rel=0.02)
 
 
-def test_work_counts_as_often_as_rows_are_longer_than_a_typical_one() -> None:
-    rows = ((0, 10), (0, 10), (0, 10), (0, 90))  # 30 tokens a row
+def test_rows_that_are_much_shorter_than_others_count_as_what_they_are() -> None:
+    rows = ((0, 10), (0, 10), (0, 10), (0, 90))  # 30 tokens a row, 15 of which have a label
     model = PlannedModel(planned_config(LLAMA))
-    found = model.cost_of(STEP, Workload(rows, 30.0, 29.0, None, 0, "test"), 1, approximate=False)
-    typical, heaviest = (model.cost(STEP, edges, 29) for edges in (rows[0], rows[-1]))
-    assert found.forward == {key: 3 * amount for key, amount in typical.forward.items()}
-    assert found.saved_bytes == heaviest.saved_bytes
+    found = model.cost_of(STEP, Workload(rows, 30.0, 15.0, None, 0, "test"), 1, approximate=False)
+    shorter, longer = model.cost(STEP, rows[0], 5), model.cost(STEP, rows[-1], 45)
+    assert found.saved_bytes == longer.saved_bytes
+    assert flops(found) == pytest.approx((3 * flops(shorter) + flops(longer)) / 4, rel=0.03)
+    calls = [cost.forward["calls",] for cost in (shorter, longer, found)]
+    assert calls[2] == pytest.approx(calls[0], rel=0.3) == pytest.approx(calls[1], rel=0.3)
+
+
+def flops(cost: MicroBatchCost) -> float:
+    """Of all products, forward."""
+    return sum(amount * key[1] * key[2] * key[3] * key[4] for key, amount in cost.forward.items() if key[0] == "matmul")

@@ -21,7 +21,8 @@ class Scoring:
 
 
 class AttentionBackend(Protocol):
-    """Causal attention within each document. Without state: what it works out of a row is kept with the row."""
+    """Causal attention within each document. What it works out of a row is kept with the row: results depend on
+    nothing that came before."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, scoring: Scoring) -> Tensor:
         """query [1, H, T, D], key [1, H_kv, T, D], value [1, H_kv, T, D_v] -> [1, T, H, D_v].

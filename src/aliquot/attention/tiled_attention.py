@@ -38,7 +38,7 @@ class TiledAttention:
     """`selective`: its output is kept over a recomputation of the layer, and no probabilities."""
 
     selective: bool = False
-    _met: dict[_Kind, tuple[int, int]] = field(default_factory=dict, repr=False)  # tokens of a row and of a document
+    _met: dict[_Kind, set[tuple[int, ...]]] = field(default_factory=dict, repr=False, compare=False)  # see meet_all
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, scoring: Scoring) -> Tensor:
         kind = (scoring.window, query.dtype)
@@ -46,34 +46,35 @@ class TiledAttention:
             documents.cuts[kind] = cut(documents.edges, scoring.window, query)
         rows = [x[0].transpose(0, 1).contiguous() for x in (query, key, value)]
         if query.device.type == "cpu" and query.requires_grad:
-            self._met.setdefault(_Kind(tuple(x.shape[1:] for x in rows), query.dtype, scoring.window), (0, 0))
+            self._met.setdefault(_Kind(tuple(x.shape[1:] for x in rows), query.dtype, scoring.window), set())
         sinks = None if scoring.sinks is None else scoring.sinks.to(query.dtype)
         how = (documents.cuts[kind], scoring.scaling, scoring.softcap, self.selective)
         out: Tensor = _Tiled.apply(*rows, sinks, *how)  # type: ignore[no-untyped-call]
         return out[None]
 
-    def meet_all(self, edges: tuple[int, ...]) -> None:
-        """Multiply once in every shape that a row as long as this one can need. oneDNN makes a kernel for each, some
-        tens of MiB together, which would otherwise be met one by one over hundreds of steps."""
+    def meet_all(self, edges: tuple[int, ...], most: int) -> None:
+        """Multiply once in every shape that such a row can need, where it has not been done: with any bins, and with
+        blocks of documents as long as its longest, up to the next power of two and at `most`. oneDNN makes a kernel for
+        each, some tens of MiB together, which would otherwise be met one by one over hundreds of steps."""
+        rows = {(width,) * count for width, count in binned(edges[-1])}
         longest = max((b - a for a, b in pairwise(edges)), default=0)
-        for kind, (tokens, length) in self._met.items():
-            found = max(tokens, edges[-1]), max(length, edges[-1] if longest > LONGEST_BINNED else 0)
-            if found != (tokens, length):
-                self._met[kind] = found
-                _multiply_in_all(kind, *found)
+        if longest > LONGEST_BINNED:
+            rows.add((min(most, 1 << (longest - 1).bit_length()),))
+        for kind, met in self._met.items():
+            for lengths in rows - met:
+                _multiply(kind, lengths)
+            met |= rows
 
     def on_meta(self) -> TiledAttention:
         return self
 
 
-def _multiply_in_all(kind: _Kind, tokens: int, length: int) -> None:
-    """Of rows of so many tokens, and of a document of `length`."""
-    rows = [[width] * count for width, count in binned(tokens)]
-    for lengths in [*rows, *([[length]] if length else [])]:
-        edges = tuple(accumulate(lengths, initial=0))
-        inputs = [torch.zeros(edges[-1], *heads, dtype=kind.dtype, requires_grad=True) for heads in kind.heads]
-        out = _Tiled.apply(*inputs, None, cut(edges, kind.window, inputs[0]), 1.0, None, False)  # type: ignore[no-untyped-call]
-        torch.autograd.grad(out, inputs, torch.zeros_like(out))
+def _multiply(kind: _Kind, lengths: tuple[int, ...]) -> None:
+    """As forward and backward do with documents of these lengths."""
+    edges = tuple(accumulate(lengths, initial=0))
+    inputs = [torch.zeros(edges[-1], *heads, dtype=kind.dtype, requires_grad=True) for heads in kind.heads]
+    out = _Tiled.apply(*inputs, None, cut(edges, kind.window, inputs[0]), 1.0, None, False)  # type: ignore[no-untyped-call]
+    torch.autograd.grad(out, inputs, torch.zeros_like(out))
 
 
 class _Tiled(torch.autograd.Function):
@@ -142,7 +143,7 @@ class _Tiled(torch.autograd.Function):
                 p, rest = next(kept), next(kept)
                 if p is None:
                     p, rest = scores.of_block(queries, keys, block)
-                of_p = torch.bmm(out_gradient[:, rows], values[:, seen].mT)
+                of_p = torch.bmm(out_gradient[:, rows], _transposed(values, seen))
                 if of_sinks is not None:
                     of_sinks -= (rest * (p * of_p).sum(-1)).view(heads[0], -1, heads[1]).sum(1, dtype=wide)
                 of_scores = scores.gradient(p, of_p, queries[:, rows], keys[:, seen])
@@ -237,7 +238,7 @@ class _Scores:
         """[H_kv, queries of the block x group, keys that it sees], and the sinks' without the last."""
         kv_heads, group = self.heads
         rows = slice(block.first * group, block.last * group)
-        scores = torch.bmm(queries[:, rows], keys[:, block.key : block.last].mT)
+        scores = torch.bmm(queries[:, rows], _transposed(keys, slice(block.key, block.last)))
         grid = scores.view(kv_heads, block.last - block.first, group, block.last - block.key)
         sinks = None if self.sinks is None else self.sinks.view(kv_heads, 1, group, 1)
         return self._softmax(scores, grid, block.bias[None, :, None], sinks)
@@ -309,6 +310,14 @@ def _long_queries(x: Tensor, long: Long, heads: tuple[int, int]) -> Tensor:
 def _long_keys(x: Tensor, long: Long) -> Tensor:
     """[slots, H_kv, D] -> [H_kv, length, D]."""
     return x[long.start : long.start + long.length].transpose(0, 1).contiguous()
+
+
+def _transposed(x: Tensor, seen: slice) -> Tensor:
+    """[H_kv, length, D] -> [H_kv, D, those that are seen], always a view of rows that lie in one piece: of others torch
+    makes a copy that is transposed, for which oneDNN needs a kernel of another kind."""
+    rows = x[:, seen]
+    in_one_piece = rows.stride(0) == rows.shape[1] * rows.shape[2]
+    return (rows if in_one_piece else rows.clone(memory_format=torch.contiguous_format)).mT
 
 
 def _long_back(x: Tensor, out: Tensor, long: Long, heads: tuple[int, int]) -> None:

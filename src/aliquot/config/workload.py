@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Self
@@ -10,6 +11,8 @@ from aliquot.config.schema import RunConfig
 
 Edges = tuple[int, ...]  # 0 = e0 < e1 < ... = the length of a sequence
 _INDEX_BYTES = 48  # a piece of a document: what packing and the order of one epoch hold of it
+_KEPT_KEYS = 512  # attention/tiled_attention.py keeps probabilities of blocks that see no more
+_PROBABILITIES_OF_A_TOKEN = 1000  # cost about as much as all else of a token, time or memory, in a model of 125 M
 MAPPED_PIECES = 1 << 20  # with more of them the index is in files, which the kernel may take from memory again
 
 
@@ -48,40 +51,44 @@ class Workload:
 
     def heaviest(self, sequences: int) -> Edges:
         """Edges of the row of so many sequences that costs most memory among the samples."""
-        return _row(max(self._windows(sequences), key=lambda window: sum(_scores(each, 512) for each in window)))
+        return max(self._rows(sequences), key=lambda row: _weight(row, _KEPT_KEYS))
 
-    def typical(self, sequences: int) -> Edges:
-        """Edges of the row of so many sequences that comes nearest to the mean of the samples in what takes time: its
-        tokens, and how many pairs of them attention multiplies."""
-        tokens = self.row_tokens * sequences
-        scores = sum(map(_scores, self.samples)) / len(self.samples) * sequences
+    def mean(self, sequences: int) -> tuple[tuple[float, Edges], ...]:
+        """Rows of so many sequences, and how much of each is the mean of the samples in what takes time. The heaviest
+        is one of them where it can be: it is looked at anyway."""
+        wanted = sequences * sum(map(_weight, self.samples)) / len(self.samples)
+        heaviest = self.heaviest(sequences)
+        over = _weight(heaviest) > wanted
 
-        def distance(window: tuple[Edges, ...]) -> float:
-            own_tokens, own_scores = sum(each[-1] for each in window), sum(map(_scores, window))
-            return abs(own_tokens / tokens - 1) + abs(own_scores / scores - 1)
+        def distance(row: Edges) -> tuple[bool, float]:
+            weight = _weight(row)
+            return (weight > wanted) == over and weight != wanted, abs(weight - wanted)
 
-        return _row(min(self._windows(sequences), key=distance))
+        other = min(self._rows(sequences), key=distance)  # on the other side of the mean, if there is any
+        apart = _weight(heaviest) - _weight(other)
+        share = (wanted - _weight(other)) / apart if apart else 1.0
+        return ((share, heaviest), (1 - share, other)) if 0 < share < 1 else ((1.0, other),)
 
-    def _windows(self, sequences: int) -> list[tuple[Edges, ...]]:
-        """So many samples that follow each other, as often as there are."""
+    def _rows(self, sequences: int) -> Iterator[Edges]:
+        """Of so many samples that follow each other, as often as there are."""
         samples = self.samples * -(-sequences // len(self.samples))
-        return [samples[start : start + sequences] for start in range(len(samples) - sequences + 1)]
+        return (_row(samples[start : start + sequences]) for start in range(len(samples) - sequences + 1))
 
 
-def _row(window: tuple[Edges, ...]) -> Edges:
+def _row(samples: tuple[Edges, ...]) -> Edges:
     row, at = [0], 0
-    for edges in window:
+    for edges in samples:
         row.extend(at + edge for edge in edges[1:])
         at += edges[-1]
     return tuple(row)
 
 
-def _scores(edges: Edges, keys: int | None = None) -> int:
-    """About how many probabilities attention/tiled_attention.py computes, or keeps: those of blocks that see at most so
-    many `keys`."""
-    total = 0
+def _weight(edges: Edges, keys: int | None = None) -> float:
+    """About what a row costs, in tokens: attention/tiled_attention.py computes so many probabilities, and keeps those
+    of blocks that see at most so many `keys`."""
+    probabilities = 0
     for start, stop in pairwise(edges):
         length = stop - start
         most = min(length, keys or length)
-        total += length * max(64, length) if length <= 256 else 128 * sum(range(128, most + 1, 128))
-    return total
+        probabilities += length * max(64, length) if length <= 256 else 128 * sum(range(128, most + 1, 128))
+    return edges[-1] + probabilities / _PROBABILITIES_OF_A_TOKEN

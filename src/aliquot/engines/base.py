@@ -32,6 +32,7 @@ class EngineSpec:
     precision: Literal["bf16", "fp32"]
     micro_batch_tokens: int  # at most
     fused_loss: bool  # the model's head only multiplies, so logits need not exist as a whole
+    document_tokens: int = 1 << 30  # of one document at most
     packs: bool = True  # several documents in one call, with attention of ours
     looks_up: bool = True  # the model takes embeddings for ids
     dropout: bool = False  # something is dropped in training, at random
@@ -94,6 +95,7 @@ class EngineSpec:
             adam_epsilon=train.adam_epsilon,
             optimizer_states=train.optimizer_states,
             micro_batch_tokens=micro_batch_tokens(config, topology.world_size),
+            document_tokens=config.data.sequence_length,
             compile=train.compile,
             collectives=config.shard.collectives,
             fused_loss=model.traits.plain_head,

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 _FEWEST_ROWS, _FEWEST_COLUMNS, _SMALLEST_RIGHT_SIDE = 64, 512, 1 << 19
+_MKL, _NATIVE = "MKL", "not oneDNN"
 _EXECUTED = re.compile(r"onednn_verbose,.*exec,cpu,(?:matmul|inner_product),([^,]+),")
 
 
@@ -24,7 +25,7 @@ def matmul_kernel(precision: Literal["bf16", "fp32"]) -> str:
     """
     mkldnn, mkl = torch.backends.mkldnn, torch.backends.mkl
     if not mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return "not oneDNN"
+        return _NATIVE
     left = torch.ones(256, 256, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
     libc = ctypes.CDLL(None)
     sys.stdout.flush()
@@ -43,7 +44,12 @@ def matmul_kernel(precision: Literal["bf16", "fp32"]) -> str:
         os.close(saved)
     if found is not None:
         return found[1]
-    return "MKL" if mkl.is_available() else "not oneDNN"  # type: ignore[no-untyped-call]
+    return _MKL if mkl.is_available() else _NATIVE  # type: ignore[no-untyped-call]
+
+
+def keeps_kernels(precision: Literal["bf16", "fp32"]) -> bool:
+    """Whether products are oneDNN's, which keeps a kernel for each shape that it has met."""
+    return matmul_kernel(precision) not in (_MKL, _NATIVE)
 
 
 def copies_transposed(device: str, dtype: torch.dtype) -> bool:

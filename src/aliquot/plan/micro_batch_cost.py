@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -47,12 +48,15 @@ class MicroBatchCost:
     forward: Work
     backward: Work
 
-    def with_work(self, forward: Work, backward: Work, times: float) -> MicroBatchCost:
-        """These bytes, and so many times that work."""
-        own: tuple[Work, Work] = defaultdict(float), defaultdict(float)
-        for work, given in zip(own, (forward, backward), strict=True):
-            work.update({key: times * amount for key, amount in given.items()})
-        return replace(self, forward=own[0], backward=own[1])
+    def with_work(self, of: Sequence[tuple[float, MicroBatchCost]]) -> MicroBatchCost:
+        """These bytes, and so much of the work of each of those."""
+        works: dict[str, Work] = {}
+        for name in ("forward", "backward"):
+            works[name] = defaultdict(float)
+            for share, cost in of:
+                for key, amount in getattr(cost, name).items():
+                    works[name][key] += share * amount
+        return replace(self, forward=works["forward"], backward=works["backward"])
 
     def plus(self, other: MicroBatchCost, base: MicroBatchCost, times: int) -> MicroBatchCost:
         """This, and `times` what `other` has more than `base`; the largest block is the largest of all,

@@ -56,8 +56,8 @@ class PlannedModel:
         self._costs: dict[Hashable, MicroBatchCost] = {}
 
     def cost_of(self, step: Step, workload: Workload, sequences: int, approximate: bool) -> MicroBatchCost:
-        """Of a micro-batch of so many sequences, bytes of the heaviest and work of a typical one; the same object
-        whenever it is asked for.
+        """Of a micro-batch of so many sequences: bytes of the heaviest, the mean work of all. The same object whenever
+        it is asked for.
 
         `approximate`: more than two are extrapolated, so that many sizes take no longer than two.
         """
@@ -67,12 +67,12 @@ class PlannedModel:
                 one, two = (self.cost_of(step, workload, count, False) for count in (1, 2))
                 self._costs[key] = one.plus(two, one, sequences - 1)
             else:
-                predicted = round(workload.predicted * sequences)
-                heaviest, typical = workload.heaviest(sequences), workload.typical(sequences)
-                found = self.cost(step, heaviest, predicted)
-                work = found if typical == heaviest else self.cost(step, typical, predicted)
-                times = workload.row_tokens * sequences / typical[-1]
-                self._costs[key] = found.with_work(work.forward, work.backward, times)
+                mean, heaviest = workload.mean(sequences), workload.heaviest(sequences)
+                found = {
+                    edges: self.cost(step, edges, round(workload.predicted * edges[-1] / workload.row_tokens))
+                    for edges in (heaviest, *(edges for _, edges in mean))
+                }
+                self._costs[key] = found[heaviest].with_work([(share, found[edges]) for share, edges in mean])
         return self._costs[key]
 
     def cost(self, step: Step, edges: tuple[int, ...], predicted: int) -> MicroBatchCost:

@@ -24,6 +24,7 @@ from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.compiling import compile_layers
 from aliquot.engines.deepspeed.deepspeed_adam import adamw, prepare_states, set_steps
 from aliquot.engines.deepspeed.deepspeed_ops import prepare_ops
+from aliquot.engines.met_kernels import meet_kernels
 from aliquot.engines.saved_bytes import SavedBytes
 from aliquot.errors import EngineError, SelfTestError
 from aliquot.launch.topology import Topology
@@ -161,6 +162,8 @@ class DeepspeedEngine:
             summed, scaled = self._loss(batch, scale * self._world_size)
         self._spec.phase("forward")
         self._engine.backward(scaled, scale_wrt_gas=False)
+        if batch is not None:
+            meet_kernels(self._attention, self._spec, batch.edges)
         self._spec.phase("backward")
         self._count_wire(gathers=2, reduces=1)
         return summed

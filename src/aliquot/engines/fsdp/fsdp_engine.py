@@ -28,7 +28,6 @@ from torch.distributed.tensor import DTensor
 
 from aliquot.attention.base import Documents
 from aliquot.attention.document_attention import attention_on
-from aliquot.attention.tiled_attention import TiledAttention
 from aliquot.collectives.json_values import gather
 from aliquot.collectives.peers import Peers
 from aliquot.engines.base import Counters, EngineSpec, StepResult
@@ -36,6 +35,7 @@ from aliquot.engines.compiling import compile_or_copy
 from aliquot.engines.fsdp.fsdp_check import check_collectives
 from aliquot.engines.fsdp.fsdp_collectives import SharedAllGather, SharedReduceScatter, Stage
 from aliquot.engines.global_norm import global_norm
+from aliquot.engines.met_kernels import meet_kernels
 from aliquot.engines.saved_bytes import SavedBytes
 from aliquot.errors import EngineError
 from aliquot.launch.topology import Topology
@@ -190,8 +190,8 @@ class FsdpEngine:
             summed, scaled = self._loss(batch, scale)
         self._spec.phase("forward")
         scaled.backward()  # type: ignore[no-untyped-call]
-        if isinstance(self._attention, TiledAttention) and batch is not None:
-            self._attention.meet_all(batch.edges)
+        if batch is not None:
+            meet_kernels(self._attention, self._spec, batch.edges)
         self._spec.phase("backward")
         calls = self._calls_of(batch)
         self._count_wire(

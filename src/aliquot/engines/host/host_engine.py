@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from aliquot.attention.base import Documents
 from aliquot.attention.document_attention import attention_on
-from aliquot.attention.tiled_attention import TiledAttention
 from aliquot.collectives.hosts import Hosts
 from aliquot.collectives.json_values import gather
 from aliquot.engines.base import Counters, EngineSpec, StepResult
@@ -43,6 +42,7 @@ from aliquot.engines.host.publication import ForwardOrder, Publication
 from aliquot.engines.host.shared_weights import SharedWeights
 from aliquot.engines.host.streamed_layers import Layers, StreamedLayers, layers_on_disk
 from aliquot.engines.host.weight import Weight
+from aliquot.engines.met_kernels import meet_kernels
 from aliquot.engines.saved_bytes import SavedBytes
 from aliquot.experts.base import send_to
 from aliquot.experts.modules import experts_weights
@@ -232,8 +232,7 @@ class HostEngine:
         self._need_all()  # of layers that were left out, too: what comes next between hosts are gradients
         if scaled.requires_grad:  # else the head alone learns, and has been told
             scaled.backward()  # type: ignore[no-untyped-call]
-        if isinstance(self._attention, TiledAttention):
-            self._attention.meet_all(batch.edges)
+        meet_kernels(self._attention, self._spec, batch.edges)
         self._gradients.end_micro_batch()
         if rows is not None:
             self._add_embedding(embedding, batch.input_ids, rows.grad)
