@@ -37,7 +37,7 @@ def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None
     torch.bmm = watched  # type: ignore[assignment]
     met_kernels.keeps_kernels = lambda _: True  # whatever this CPU has
     built = meta.build(AutoConfig.for_model("llama", **{**SMALL, "max_position_embeddings": 384}))
-    spec = EngineSpec("bf16", 384, built.traits.plain_head, 384, gradient_checkpointing=arguments[1])  # type: ignore[arg-type]
+    spec = EngineSpec("bf16", 384, built.traits.plain_head, document_tokens=384, gradient_checkpointing=arguments[1])  # type: ignore[arg-type]
     kind = {"host": HostEngine, "fsdp": FsdpEngine}[arguments[0]]
     engine = kind.build(built.model, spec, Topology(rank, world_size, rank, world_size, 0, 1, "cpu", 1, ()))
     initialize.initialize(engine, built.fills, 1)

@@ -25,6 +25,7 @@ from tests.processes import as_ranks
 
 class Faulty(TiledAttention):
     def __init__(self, fault: str) -> None:
+        super().__init__()
         self.fault = fault
 
     def attend(self, query: Any, key: Any, value: Any, documents: Any, scoring: Any) -> Any:

@@ -32,7 +32,6 @@ class EngineSpec:
     precision: Literal["bf16", "fp32"]
     micro_batch_tokens: int  # at most
     fused_loss: bool  # the model's head only multiplies, so logits need not exist as a whole
-    document_tokens: int = 1 << 30  # of one document at most
     packs: bool = True  # several documents in one call, with attention of ours
     looks_up: bool = True  # the model takes embeddings for ids
     dropout: bool = False  # something is dropped in training, at random
@@ -54,6 +53,7 @@ class EngineSpec:
     on_disk: OnDisk | None = None  # what lies there between its uses, in `offload_directory`; only for engine host
     offload_directory: Path = Path()
     unsharded: Unsharded = SHARDED  # within a step, of a model that packs; only for engine fsdp
+    document_tokens: int = 1 << 30  # of one document at most
     exact: frozenset[str] = frozenset()  # weights that learn nothing and are fp32 in bf16 models, too
 
     @property
