@@ -1,7 +1,7 @@
 """Attention backends against attention as it is defined, in fp64, forward and backward.
 
 Lengths lie on both sides of where the tiled backend changes its way: documents above 256 tokens are cut into blocks of
-128 queries, and a block that sees more than 512 keys computes its probabilities again in the backward pass.
+128 queries, and probabilities beyond 128 for each token are computed again in the backward pass.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ from itertools import accumulate
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from aliquot.attention.base import AttentionBackend, Documents, Scoring
 from aliquot.attention.reference_attention import ReferenceAttention
+from aliquot.attention.tile_sizes import KEPT_KEYS
 from aliquot.attention.tiled_attention import TiledAttention
 
 HEAD_DIM = 8
@@ -96,6 +99,28 @@ def test_without_kept_probabilities_it_is_the_same_to_the_bit(
         results(TiledAttention(selective=True), *case), results(TiledAttention(), *case), strict=True
     ):
         assert torch.equal(ours, theirs)
+
+
+@given(st.lists(st.integers(1, 900), min_size=1, max_size=12), st.sampled_from([None, 100]), st.booleans())
+def test_what_a_row_keeps_is_bounded(lengths: list[int], window: int | None, has_sinks: bool) -> None:
+    assert probabilities_kept(tuple(lengths), window, has_sinks) <= KEPT_KEYS * sum(lengths) * HEADS["grouped"][0]
+
+
+def test_short_documents_keep_all() -> None:
+    assert probabilities_kept((64,) * 7, None, False) == 64 * 7 * 64 * HEADS["grouped"][0]
+
+
+def probabilities_kept(lengths: tuple[int, ...], window: int | None, has_sinks: bool) -> int:
+    kept: list[Tensor] = []
+
+    def note(saved: Tensor) -> Tensor:
+        kept.append(saved)
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
+        results(TiledAttention(), lengths, window, HEADS["grouped"], torch.float32, has_sinks=has_sinks)
+    # A tile sees 64 keys or more, and queries, keys and values are of 8 numbers.
+    return sum(each.numel() for each in kept if each.dim() == 3 and each.shape[-1] >= 64)
 
 
 def test_the_reference_sees_what_a_loop_sees() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise, product
+from statistics import mean
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aliquot.attention.tile_sizes import KEPT_KEYS
 from aliquot.config.workload import Workload
 
 LENGTH = 2048
@@ -15,7 +17,7 @@ LENGTH = 2048
 
 def workload(*samples: list[int]) -> Workload:
     """`samples`: lengths of the documents of each."""
-    edges = tuple((0, *(sum(each[: end + 1]) for end in range(len(each)))) for each in samples)
+    edges = tuple(map(edges_of, samples))
     tokens = sum(map(sum, samples)) / len(samples)
     return Workload(edges, tokens, tokens, None, 0, "test")
 
@@ -27,6 +29,14 @@ def lengths(edges: tuple[int, ...]) -> list[int]:
     return [b - a for a, b in pairwise(edges)]
 
 
+def edges_of(row: list[int]) -> tuple[int, ...]:
+    return tuple(accumulate(row, initial=0))
+
+
+def mean_of(found: Workload) -> float:
+    return sum(map(tokens_and_pairs, found.samples)) / len(found.samples)
+
+
 def tokens_and_pairs(edges: tuple[int, ...]) -> float:
     """As attention/tiled_attention.py has it, counted pair by pair of blocks of 128."""
     of_blocks = sum(128 * (first + 128) for each in lengths(edges) if each > 256 for first in range(0, each - 127, 128))
@@ -34,29 +44,53 @@ def tokens_and_pairs(edges: tuple[int, ...]) -> float:
 
 
 def test_what_keeps_most_memory_does_not_take_longest() -> None:
-    """Of a long document most probabilities are computed again: documents of 512 tokens keep more, and a row of one
-    long document multiplies three times as many."""
-    found = workload(LONG, LONG, MIDDLING, SHORT)
-    assert lengths(found.heaviest(1)) == MIDDLING
-    (share, heaviest), (rest, other) = found.mean(1)
-    assert (lengths(heaviest), lengths(other)) == (MIDDLING, LONG)
-    assert share * tokens_and_pairs(heaviest) + rest * tokens_and_pairs(other) == pytest.approx(
-        sum(map(tokens_and_pairs, found.samples)) / 4
-    )
+    """Of probabilities so many are kept for each token and the others computed again: a short row of a long document
+    keeps less than a longer one of short documents, and takes longer."""
+    assert KEPT_KEYS == 128
+    long, many = [1152], [120] * 10
+    found = workload(long, long, many, [64])
+    assert lengths(found.heaviest(1)) == many and tokens_and_pairs(edges_of(long)) > tokens_and_pairs(edges_of(many))
+    (share, heaviest), (rest, other) = found.typical(1)
+    assert lengths(heaviest) == many and lengths(other) in (long, [64])
+    assert share * tokens_and_pairs(heaviest) + rest * tokens_and_pairs(other) == pytest.approx(mean_of(found))
+
+
+def test_of_rows_that_keep_as_much_the_one_that_takes_longest_is_heaviest() -> None:
+    assert lengths(workload(SHORT, MIDDLING, LONG, MIDDLING).heaviest(1)) == LONG
+
+
+def test_ranks_that_wait_for_each_other_take_as_long_as_the_slowest() -> None:
+    """Of two equally likely rows, n ranks have the longer one at least once 1 - 2**-n of the time."""
+    found = workload([100], [200])
+    for ranks in (1, 2, 4):
+        shares = {edges[-1]: share for share, edges in found.typical(1, ranks)}
+        assert shares == pytest.approx({200: 1 - 2**-ranks, 100: 2**-ranks})
+    # Who waits after nine rows has a third of the difference: sums spread less.
+    excess = (0.75 - 0.5) / 3
+    assert found.typical(1, 2, between=9)[0][0] == pytest.approx(0.5 + excess)
+    assert workload(MIDDLING).typical(1, 8) == ((1.0, (0, 512, 1024, 1536, 2048)),)
+
+
+@given(st.lists(st.integers(1, 900), min_size=1, max_size=6), st.integers(1, 4))
+def test_the_slowest_is_the_mean_over_all_that_ranks_can_have(rows: list[int], ranks: int) -> None:
+    found = workload(*([row] for row in rows))
+    drawn = product([tokens_and_pairs((0, row)) for row in rows], repeat=ranks)
+    planned = sum(share * tokens_and_pairs(edges) for share, edges in found.typical(1, ranks))
+    assert planned == pytest.approx(mean(map(max, drawn)))
 
 
 def test_of_rows_that_are_not_packed_the_longest_is_heaviest() -> None:
     found = workload([10], [11], [12], [500], [900])
     assert lengths(found.heaviest(1)) == [900]
-    (share, heaviest), (rest, other) = found.mean(1)
+    (share, heaviest), (rest, other) = found.typical(1)
     assert (lengths(heaviest), lengths(other)) == ([900], [12])  # the mean is between 12 and 500
     assert share + rest == 1 and share * 900 + rest * 12 == pytest.approx(found.row_tokens, rel=0.1)
 
 
 def test_the_only_row_is_the_mean() -> None:
     found = workload(MIDDLING)
-    assert found.mean(1) == ((1.0, found.heaviest(1)),)
-    assert found.mean(3) == ((1.0, found.heaviest(3)),) and lengths(found.heaviest(3)) == 3 * MIDDLING
+    assert found.typical(1) == ((1.0, found.heaviest(1)),)
+    assert found.typical(3) == ((1.0, found.heaviest(3)),) and lengths(found.heaviest(3)) == 3 * MIDDLING
 
 
 @given(st.lists(st.lists(st.integers(1, 700), min_size=1, max_size=6), min_size=1, max_size=6), st.integers(1, 5))
@@ -64,10 +98,8 @@ def test_rows_are_of_samples_that_follow_each_other(samples: list[list[int]], co
     found = workload(*samples)
     rows = [(samples * count)[start : start + count] for start in range(len(samples) * count)]
     windows = [[length for sample in row for length in sample] for row in rows if len(row) == count]
-    mean = found.mean(count)
-    assert all(lengths(edges) in windows for edges in (found.heaviest(count), *(edges for _, edges in mean)))
-    assert sum(share for share, _ in mean) == pytest.approx(1) and all(share > 0 for share, _ in mean)
-    if len(mean) == 2:  # else all rows may lie on one side of the mean, or one on it
-        assert sum(share * tokens_and_pairs(edges) for share, edges in mean) == pytest.approx(
-            count * sum(map(tokens_and_pairs, found.samples)) / len(samples)
-        )
+    typical = found.typical(count)
+    assert all(lengths(edges) in windows for edges in (found.heaviest(count), *(edges for _, edges in typical)))
+    assert sum(share for share, _ in typical) == pytest.approx(1) and all(share > 0 for share, _ in typical)
+    if len(typical) == 2:  # else all rows may lie on one side of the mean, or one on it
+        assert sum(share * tokens_and_pairs(edges) for share, edges in typical) == pytest.approx(count * mean_of(found))

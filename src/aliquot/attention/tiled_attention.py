@@ -15,14 +15,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from aliquot.attention.tile_sizes import LONGEST_BINNED, QUERY_BLOCK, binned
+from aliquot.attention.tile_sizes import KEPT_KEYS, LONGEST_BINNED, binned
 from aliquot.attention.tiles import Bins, Block, Long, Tiles, cut
 
 if TYPE_CHECKING:
     from aliquot.attention.base import Documents, Scoring
-
-# Above this a block's probabilities are computed again in the backward pass: they would outweigh the layer.
-_KEPT_KEYS = 4 * QUERY_BLOCK
 
 
 class _Kind(NamedTuple):
@@ -98,7 +95,7 @@ class _Tiled(torch.autograd.Function):
                 query, key, value, sinks, tiles.layout(), tiles.biases(), tiles.tokens, tiles.slots, scaling, softcap
             )
         else:
-            kept_keys = _KEPT_KEYS if any(ctx.needs_input_grad) else 0
+            kept_keys = KEPT_KEYS if any(ctx.needs_input_grad) else 0
             out, kept = _attended(query, key, value, sinks, tiles, scaling, softcap, kept_keys)
         ctx.save_for_backward(query, key, value, sinks, *kept)
         ctx.tiles, ctx.scaling, ctx.softcap = tiles, scaling, softcap
@@ -167,8 +164,10 @@ def _attended(
     softcap: float | None,
     kept_keys: int,
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """[T, H, D_v]; and of each tile its probabilities and the sinks', None of one that sees more than `kept_keys`."""
+    """[T, H, D_v]; and of each tile its probabilities and the sinks', or None where they would come to more than
+    `kept_keys` for each token of the row."""
     heads = (key.shape[1], query.shape[1] // key.shape[1])  # of keys and values, and queries sharing one of them
+    room = kept_keys * len(query)
     q, k, v = (_to_slots(x, tiles) for x in (query, key, value))
     out = q.new_empty(*q.shape[:2], v.shape[2])
     scores = _Scores(scaling, softcap, sinks, heads)
@@ -177,7 +176,9 @@ def _attended(
         queries, keys, values = _bin_queries(q, bins, heads), _bin_keys(k, bins), _bin_keys(v, bins)
         p, rest = scores.of_bins(queries, keys, bins)
         _bins_back(torch.bmm(p, values), out, bins, heads)
-        kept += [p, rest] if bins.width <= kept_keys else [None, None]
+        keeps = bins.pairs <= room
+        kept += [p, rest] if keeps else [None, None]
+        room -= bins.pairs if keeps else 0
     scores = replace(scores, scaling=1.0)
     for long in tiles.longs:
         queries = _long_queries(q, long, heads) * scaling
@@ -187,7 +188,9 @@ def _attended(
             p, rest = scores.of_block(queries, keys, block)
             rows = slice(block.first * heads[1], block.last * heads[1])
             result[:, rows] = torch.bmm(p, values[:, block.key : block.last])
-            kept += [p, rest] if block.last - block.key <= kept_keys else [None, None]
+            keeps = block.pairs <= room
+            kept += [p, rest] if keeps else [None, None]
+            room -= block.pairs if keeps else 0
         _long_back(result, out, long, heads)
     return _from_slots(out, tiles), kept
 

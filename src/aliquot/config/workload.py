@@ -11,7 +11,7 @@ from aliquot.config.schema import RunConfig
 
 Edges = tuple[int, ...]  # 0 = e0 < e1 < ... = the length of a sequence
 _INDEX_BYTES = 48  # a piece of a document: what packing and the order of one epoch hold of it
-_KEPT_KEYS = 512  # attention/tiled_attention.py keeps probabilities of blocks that see no more
+_KEPT_KEYS = 128  # times a row's tokens: attention/tiled_attention.py keeps no more probabilities
 _PROBABILITIES_OF_A_TOKEN = 1000  # cost about as much as all else of a token, time or memory, in a model of 125 M
 MAPPED_PIECES = 1 << 20  # with more of them the index is in files, which the kernel may take from memory again
 
@@ -51,12 +51,16 @@ class Workload:
 
     def heaviest(self, sequences: int) -> Edges:
         """Edges of the row of so many sequences that costs most memory among the samples."""
-        return max(self._rows(sequences), key=lambda row: _weight(row, _KEPT_KEYS))
+        return max(self._rows(sequences), key=lambda row: (_weight(row, _KEPT_KEYS), _weight(row)))
 
-    def mean(self, sequences: int) -> tuple[tuple[float, Edges], ...]:
-        """Rows of so many sequences, and how much of each is the mean of the samples in what takes time. The heaviest
-        is one of them where it can be: it is looked at anyway."""
-        wanted = sequences * sum(map(_weight, self.samples)) / len(self.samples)
+    def typical(self, sequences: int, ranks: int = 1, between: int = 1) -> tuple[tuple[float, Edges], ...]:
+        """Rows of so many sequences, and how much of each takes as long as the slowest of so many ranks on average,
+        which wait for each other whenever each has computed `between` rows. The heaviest is one of them where it can
+        be: it is looked at anyway."""
+        weights = list(map(_weight, self._rows(sequences)))
+        mean = sequences * sum(map(_weight, self.samples)) / len(self.samples)
+        # Sums of so many rows differ less among each other than rows do, by the root of their number.
+        wanted = mean + (_mean_largest(weights, ranks) - _mean_largest(weights, 1)) / between**0.5
         heaviest = self.heaviest(sequences)
         over = _weight(heaviest) > wanted
 
@@ -64,7 +68,7 @@ class Workload:
             weight = _weight(row)
             return (weight > wanted) == over and weight != wanted, abs(weight - wanted)
 
-        other = min(self._rows(sequences), key=distance)  # on the other side of the mean, if there is any
+        other = min(self._rows(sequences), key=distance)  # on the other side of what is wanted, if there is any
         apart = _weight(heaviest) - _weight(other)
         share = (wanted - _weight(other)) / apart if apart else 1.0
         return ((share, heaviest), (1 - share, other)) if 0 < share < 1 else ((1.0, other),)
@@ -83,12 +87,20 @@ def _row(samples: tuple[Edges, ...]) -> Edges:
     return tuple(row)
 
 
-def _weight(edges: Edges, keys: int | None = None) -> float:
-    """About what a row costs, in tokens: attention/tiled_attention.py computes so many probabilities, and keeps those
-    of blocks that see at most so many `keys`."""
+def _mean_largest(values: list[float], count: int) -> float:
+    """The mean of the largest of `count` that are drawn from these."""
+    total = len(values)
+    ordered = enumerate(sorted(values), 1)
+    return sum(value * ((place / total) ** count - ((place - 1) / total) ** count) for place, value in ordered)
+
+
+def _weight(edges: Edges, kept_keys: int | None = None) -> float:
+    """About what a row costs, in tokens: attention/tiled_attention.py computes so many probabilities, and keeps at most
+    `kept_keys` of a token."""
     probabilities = 0
     for start, stop in pairwise(edges):
         length = stop - start
-        most = min(length, keys or length)
-        probabilities += length * max(64, length) if length <= 256 else 128 * sum(range(128, most + 1, 128))
+        probabilities += length * max(64, length) if length <= 256 else 128 * sum(range(128, length + 1, 128))
+    if kept_keys is not None:
+        probabilities = min(probabilities, kept_keys * edges[-1])
     return edges[-1] + probabilities / _PROBABILITIES_OF_A_TOKEN

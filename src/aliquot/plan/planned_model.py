@@ -55,24 +55,32 @@ class PlannedModel:
         self.shape = _shape(kept)
         self._costs: dict[Hashable, MicroBatchCost] = {}
 
-    def cost_of(self, step: Step, workload: Workload, sequences: int, approximate: bool) -> MicroBatchCost:
-        """Of a micro-batch of so many sequences: bytes of the heaviest, the mean work of all. The same object whenever
-        it is asked for.
+    def cost_of(
+        self,
+        step: Step,
+        workload: Workload,
+        sequences: int,
+        approximate: bool = False,
+        ranks: int = 1,
+        between: int = 1,
+    ) -> MicroBatchCost:
+        """Of a micro-batch of so many sequences: bytes of the heaviest, and the mean work of the slowest of `ranks`,
+        which wait for each other whenever each has computed `between`. The same object whenever it is asked for.
 
         `approximate`: more than two are extrapolated, so that many sizes take no longer than two.
         """
-        key = (step, workload, sequences, approximate)
+        key = (step, workload, sequences, approximate, ranks, between)
         if key not in self._costs:
             if sequences > (2 if approximate else _MOST_SEQUENCES):
-                one, two = (self.cost_of(step, workload, count, False) for count in (1, 2))
+                one, two = (self.cost_of(step, workload, count, False, ranks, between) for count in (1, 2))
                 self._costs[key] = one.plus(two, one, sequences - 1)
             else:
-                mean, heaviest = workload.mean(sequences), workload.heaviest(sequences)
+                typical, heaviest = workload.typical(sequences, ranks, between), workload.heaviest(sequences)
                 found = {
                     edges: self.cost(step, edges, round(workload.predicted * edges[-1] / workload.row_tokens))
-                    for edges in (heaviest, *(edges for _, edges in mean))
+                    for edges in (heaviest, *(edges for _, edges in typical))
                 }
-                self._costs[key] = found[heaviest].with_work([(share, found[edges]) for share, edges in mean])
+                self._costs[key] = found[heaviest].with_work([(share, found[edges]) for share, edges in typical])
         return self._costs[key]
 
     def cost(self, step: Step, edges: tuple[int, ...], predicted: int) -> MicroBatchCost:

@@ -95,7 +95,10 @@ class Planner:
     ) -> Plan:
         size = batch_size(config.train, layout.world_size)
         micro_batches = size.micro_batches(layout.world_size, config.data.source_count)
-        cost = self.model.cost_of(_step(config, engine, layout, self.machine), workload, size.micro, approximate)
+        step = _step(config, engine, layout, self.machine)
+        # Who gathers waits in every layer, who does not once an optimizer step.
+        between = micro_batches if engine == "host" else 1
+        cost = self.model.cost_of(step, workload, size.micro, approximate, layout.world_size, between)
         rates = self.rates(layout)
         each = self._time(cost, rates)
         steps = _steps(config, workload, size.total)
