@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate, pairwise, product
 from statistics import mean
 
@@ -77,6 +78,13 @@ def test_the_slowest_is_the_mean_over_all_that_ranks_can_have(rows: list[int], r
     drawn = product([tokens_and_pairs((0, row)) for row in rows], repeat=ranks)
     planned = sum(share * tokens_and_pairs(edges) for share, edges in found.typical(1, ranks))
     assert planned == pytest.approx(mean(map(max, drawn)))
+
+
+def test_rows_that_are_not_packed_are_filled_up() -> None:
+    found = replace(workload([10], [50], [300]), fills_up=512)
+    rows = [edges for _, edges in found.typical(1)]
+    assert (0, 300, 320) in rows and found.heaviest(2) == (0, 50, 350, 352)
+    assert replace(found, fills_up=310).heaviest(1) == (0, 300, 310)
 
 
 def test_of_rows_that_are_not_packed_the_longest_is_heaviest() -> None:

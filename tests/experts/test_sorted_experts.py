@@ -15,11 +15,11 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from aliquot.config.row_counts import filled_up, row_counts
 from aliquot.experts.base import send_to
 from aliquot.experts.load import counted, spread
 from aliquot.experts.modules import weights_of
 from aliquot.experts.routing import route
-from aliquot.experts.row_counts import filled_up, row_counts
 from aliquot.experts.sorted_experts import IMPLEMENTATION, register, suits
 
 EXPERTS, WIDTH, INNER = 5, 16, 12

@@ -282,7 +282,9 @@ def test_rows_that_are_not_packed_are_as_long_as_their_documents() -> None:
     assert Workload.assumed(config, 128).samples == Workload.assumed(shorter).samples == ((0, 128),)
     assert Workload.assumed(planned_config(LLAMA), 100).samples[0][-1] == config.data.sequence_length
     made = plan(config, SERVER, 1, 2)
-    assert made.kernel_shapes is None and plan(planned_config(LLAMA), SERVER, 1, 2).kernel_shapes is not None
+    packed = plan(planned_config(LLAMA), SERVER, 1, 2)
+    assert made.kernel_shapes is not None and packed.kernel_shapes is not None
+    assert made.kernel_shapes > packed.kernel_shapes  # one for each of the lengths that micro-batches are filled up to
 
 
 @pytest.mark.long

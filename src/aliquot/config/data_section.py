@@ -95,7 +95,11 @@ class DataSection(RecordsSection):
     sequence_length: PositiveInt = Field(
         1024, ge=2, le=1 << 24, description="Tokens of a sequence, documents packed into it."
     )
-    packing: bool = Field(True, description="Pack documents, exactly isolated. false: each is a sequence, unpadded.")
+    packing: bool = Field(
+        True,
+        description="Pack documents, exactly isolated. false: each is a sequence, and a micro-batch of them is "
+        "filled up to one of few lengths.",
+    )
     eval_path: Annotated[str | list[str] | None, PLACE] = Field(None, description="Files to evaluate on, as data.path.")
     eval_split: str | None = Field(None, description="A split of data.dataset to evaluate on.")
     eval_fraction: float = Field(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Self
 
+from aliquot.config.row_counts import filled_row
 from aliquot.config.schema import RunConfig
 
 Edges = tuple[int, ...]  # 0 = e0 < e1 < ... = the length of a sequence
@@ -27,6 +28,7 @@ class Workload:
     pieces: int  # of documents, of which the data's index is made; 0: not known
     source: str  # where this comes from, for the reader
     eval_sequences: int | None = None  # of one evaluation; None: there is none, or it is not known before the data are
+    fills_up: int | None = None  # sequences are not packed and of at most so many tokens: micro-batches are filled up
 
     @classmethod
     def assumed(cls, config: RunConfig, document_tokens: int | None = None) -> Self:
@@ -49,6 +51,10 @@ class Workload:
         """Of a sequence, those that pad it included."""
         return sum(each[-1] for each in self.samples) / len(self.samples)
 
+    def row_lengths(self, sequences: int) -> int:
+        """How many different numbers of tokens rows of so many sequences have."""
+        return len({row[-1] for row in self._rows(sequences)})
+
     def heaviest(self, sequences: int) -> Edges:
         """Edges of the row of so many sequences that costs most memory among the samples."""
         return max(self._rows(sequences), key=lambda row: (_weight(row, _KEPT_KEYS), _weight(row)))
@@ -58,9 +64,9 @@ class Workload:
         which wait for each other whenever each has computed `between` rows. The heaviest is one of them where it can
         be: it is looked at anyway."""
         weights = list(map(_weight, self._rows(sequences)))
-        mean = sequences * sum(map(_weight, self.samples)) / len(self.samples)
+        mean = sum(weights) / len(weights)
         # Sums of so many rows differ less among each other than rows do, by the root of their number.
-        wanted = mean + (_mean_largest(weights, ranks) - _mean_largest(weights, 1)) / between**0.5
+        wanted = mean + (_mean_largest(weights, ranks) - mean) / between**0.5
         heaviest = self.heaviest(sequences)
         over = _weight(heaviest) > wanted
 
@@ -74,17 +80,17 @@ class Workload:
         return ((share, heaviest), (1 - share, other)) if 0 < share < 1 else ((1.0, other),)
 
     def _rows(self, sequences: int) -> Iterator[Edges]:
-        """Of so many samples that follow each other, as often as there are."""
-        samples = self.samples * -(-sequences // len(self.samples))
-        return (_row(samples[start : start + sequences]) for start in range(len(samples) - sequences + 1))
+        """Of so many samples that follow each other, the first behind the last, beginning at each."""
+        samples = self.samples * (1 + -(-sequences // len(self.samples)))
+        return (self._row(samples[start : start + sequences]) for start in range(len(self.samples)))
 
-
-def _row(samples: tuple[Edges, ...]) -> Edges:
-    row, at = [0], 0
-    for edges in samples:
-        row.extend(at + edge for edge in edges[1:])
-        at += edges[-1]
-    return tuple(row)
+    def _row(self, samples: tuple[Edges, ...]) -> Edges:
+        row, at = [0], 0
+        for edges in samples:
+            row.extend(at + edge for edge in edges[1:])
+            at += edges[-1]
+        filled = at if self.fills_up is None else filled_row(at, len(samples), self.fills_up)
+        return tuple(row) if filled == at else (*row, filled)
 
 
 def _mean_largest(values: list[float], count: int) -> float:

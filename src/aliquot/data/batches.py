@@ -157,6 +157,7 @@ class Batches:
             sequences=size,
             pieces=sum(len(stream.packing.pieces.start) for stream in self.streams),
             source="as the data are",
+            fills_up=None if self.packed or not self.packs else self.sequence_length,
         )
 
     def determinants(self) -> dict[str, str | int | float | None]:

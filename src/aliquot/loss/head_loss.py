@@ -15,13 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aliquot.loss.base import IGNORE, Chosen, GradientRows, summed_cross_entropy
-from aliquot.loss.logits_room import HOST_BYTES, logits_room
+from aliquot.loss.logits_room import HOST_BYTES, ROW_COUNTS, logits_room
 from aliquot.machine.kernels import copy_pays
 
 if TYPE_CHECKING:
     Blocks = Callable[[range], Iterable[int]]
 
-ROW_COUNTS = 8  # different ones, of rows that have as many tokens
 _LOGITS_COLUMNS = 4096
 _COLUMNS = 512  # of a product that is transposed afterwards: it stays in the cache until then
 

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from aliquot.attention import tile_sizes
 from aliquot.attention.base import AttentionBackend, Documents, Scoring
 from aliquot.attention.document_attention import attention_on
+from aliquot.config import row_counts
 from aliquot.engines.host.host_memory import piece_edges
-from aliquot.experts import row_counts
 from aliquot.experts.base import pass_over, send_to
 from aliquot.experts.modules import experts_weights, weights_of
 from aliquot.loss.base import IGNORE, GradientRows
-from aliquot.loss.head_loss import ROW_COUNTS, choose, head_loss_on
+from aliquot.loss.head_loss import choose, head_loss_on
 from aliquot.models import calls
 from aliquot.models.copying_linear import copy_in_backward
 from aliquot.models.model_shape import ModelShape
@@ -111,7 +111,7 @@ def _run(
             live.fusing = False
         backward_bytes, backward = live.peak_bytes, live.take_work()
         largest_bytes = live.largest_bytes
-        others = len(live.products) + (ROW_COUNTS - 1) * len(of_head)
+        others = len(live.products - of_head)
         del inputs, loss
         # The same however training recomputes or passes on its gradients.
         evaluation = (step.precision, step.device, edges, predicted, layers)
@@ -125,7 +125,7 @@ def _run(
         most = shaped.evaluations[evaluation]
         return MicroBatchCost(
             saved_bytes, 0, forward_bytes, backward_bytes, most, largest_bytes, *_products_of_kinds(shaped, step),
-            others, forward, backward,
+            others, len(of_head), forward, backward,
         )  # fmt: skip
 
 

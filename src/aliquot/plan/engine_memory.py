@@ -50,8 +50,9 @@ class Beside:
     snapshot: int  # copies of parts that are being saved
 
 
-def beside_on_cpu(held: Held, index_bytes: int, snapshot: int) -> Beside:
-    process = START_PRIVATE_BYTES, START_SHARED_BYTES, PROCESS_PRIVATE_BYTES, PROCESS_SHARED_BYTES
+def beside_on_cpu(held: Held, index_bytes: int, snapshot: int, kernels: int = 0) -> Beside:
+    """`kernels`: bytes of those that are beyond what a process is measured with."""
+    process = START_PRIVATE_BYTES, START_SHARED_BYTES, PROCESS_PRIVATE_BYTES + kernels, PROCESS_SHARED_BYTES
     return Beside(*process, index_bytes, MEMORY_BYTES, 0 if held.streamed else snapshot)
 
 

@@ -41,10 +41,12 @@ class MicroBatchCost:
     evaluation_bytes: int  # most at once in a forward pass without gradients
     largest_bytes: int  # the largest block of a forward and backward pass
     # Products of different shape or order, in rows of one length: of attention's tiles and of an expert for each shape
-    # of a tile or number of rows, and all others. 0: attention and experts are not ours, or there are none.
+    # of a tile or number of rows, the head's for each number of rows that have a label, and all others. 0: attention
+    # and experts are not ours, or there are none.
     tile_products: int
     expert_products: int
     other_products: int
+    head_products: int
     forward: Work
     backward: Work
 
@@ -70,5 +72,6 @@ class MicroBatchCost:
                 work: Work = defaultdict(float)
                 work.update({key: own[key] + times * (more[key] - less[key]) for key in {*own, *less, *more}})
                 values[field.name] = work
-        most = {name: max(getattr(self, name), getattr(other, name)) for name in ("largest_bytes", "other_products")}
+        of_most = ("largest_bytes", "other_products", "head_products")
+        most = {name: max(getattr(self, name), getattr(other, name)) for name in of_most}
         return replace(MicroBatchCost(**values), **most)

@@ -25,7 +25,7 @@ from aliquot.models.model_shape import ModelShape, padded_share
 from aliquot.plan import fit
 from aliquot.plan.calibrate import make_known
 from aliquot.plan.engine_memory import beside_bytes, beside_on_cpu, beside_on_gpu, host_phases, phases
-from aliquot.plan.kernel_shapes import kernel_shapes
+from aliquot.plan.kernel_shapes import kernel_bytes, kernel_shapes
 from aliquot.plan.micro_batch_cost import MicroBatchCost, Step
 from aliquot.plan.planned_machine import GIB, Machine
 from aliquot.plan.planned_model import PlannedModel
@@ -109,12 +109,13 @@ class Planner:
 
         on_gpu, offloaded = layout.device == "cuda", config.shard.offload == "cpu"
         saved, disks = checkpoint_bytes(config, self.shape), self._storage_rate(config, layout.nodes)
+        kernels = kernel_bytes(config, cost, size, workload, self.machine.isa)
         copies = snapshot_bytes(config, layout, steps, self.shape.learned_numel, saved, disks, each, micro_batches)
 
         def phases_with(on_disk: OnDisk, kept: Unsharded = SHARDED) -> tuple[Held, tuple[PhaseMemory, ...]]:
             held = self._held(config, engine, layout, cost, on_disk, kept)
             if not on_gpu:
-                beside = beside_on_cpu(held, workload.index_bytes, copies)
+                beside = beside_on_cpu(held, workload.index_bytes, copies, kernels)
                 return held, phases(config, held, cost, beside, told)
             left = replace(held, weights=0, gradients=0, moments=0, update=0) if offloaded else held
             return held, phases(config, left, cost, beside_on_gpu(layout.world_size), [])
