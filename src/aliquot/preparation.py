@@ -33,6 +33,7 @@ from aliquot.launch.same_everywhere import check_same
 from aliquot.machine.allocator import give_back
 from aliquot.machine.cpu import read_cpu
 from aliquot.machine.kept_memory import KeptMemory
+from aliquot.machine.kernels import keeps_large_kernels
 from aliquot.models import initialize, meta
 from aliquot.models.adapter import BASE
 from aliquot.models.computed import computed
@@ -167,9 +168,10 @@ def read_inputs(run: Attempt) -> Inputs:
     size = batch_size(config.train, ranks.world_size)
     epochs = None if config.train.max_steps else config.train.num_train_epochs
     found = Traits(**on_first(ranks, lambda: vars(traits(source.config, config.data.sequence_length))))
-    batches = Batches.of(data, config.data, config.run.seed, size, epochs, found.packs)
+    fills_up = keeps_large_kernels(ranks.topology.device, config.train.precision)
+    batches = Batches.of(data, config.data, config.run.seed, size, epochs, found.packs, fills_up)
     total_steps = batches.total_steps(config.train.max_steps)
-    held_out = EvalBatches.of(data, config.data, size, found.packs)
+    held_out = EvalBatches.of(data, config.data, size, found.packs, fills_up)
     schedule = Schedule.of(config.train, total_steps)
     return Inputs(source, found, data, tokenizer, size, batches, held_out, total_steps, schedule)
 

@@ -281,10 +281,16 @@ def test_rows_that_are_not_packed_are_as_long_as_their_documents() -> None:
     shorter = planned_config(LLAMA, data={"packing": False, "sequence_length": 128})
     assert Workload.assumed(config, 128).samples == Workload.assumed(shorter).samples == ((0, 128),)
     assert Workload.assumed(planned_config(LLAMA), 100).samples[0][-1] == config.data.sequence_length
-    made = plan(config, SERVER, 1, 2)
-    packed = plan(planned_config(LLAMA), SERVER, 1, 2)
+    assert plan(config, SERVER, 1, 2).kernel_shapes is None
+
+
+def test_with_amx_rows_that_are_not_packed_have_few_lengths_whose_kernels_are_large() -> None:
+    amx, unpacked = replace(SERVER, isa=(*SERVER.isa, "amx_bf16")), planned_config(LLAMA, data={"packing": False})
+    made, packed = (plan(config, amx, 1, 2) for config in (unpacked, planned_config(LLAMA)))
     assert made.kernel_shapes is not None and packed.kernel_shapes is not None
-    assert made.kernel_shapes > packed.kernel_shapes  # one for each of the lengths that micro-batches are filled up to
+    assert made.kernel_shapes > packed.kernel_shapes
+    process = [each.phases[-1].private_bytes["process"] for each in (packed, plan(unpacked, SERVER, 1, 2), made)]
+    assert process[0] < process[1] < process[2] < process[0] + 1024 * (1 << 20)
 
 
 @pytest.mark.long

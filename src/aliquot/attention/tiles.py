@@ -19,7 +19,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from aliquot.attention.tile_sizes import BATCHES, LONGEST_BINNED, NARROWEST, QUERY_BLOCK, STEP
+from aliquot.attention.tile_sizes import BATCHES, KEPT_KEYS, LONGEST_BINNED, NARROWEST, QUERY_BLOCK, STEP
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def cut(edges: tuple[int, ...], window: int | None, like: Tensor) -> Tiles:
             # A padding slot sees itself: a row of -inf only would be nan.
             bias[number].diagonal()[at:] = 0
             order.extend([-1] * (width - at))
-        bins += _in_batches(Bins(start, len(filled), width, bias))
+        bins += _in_batches(Bins(start, len(filled), width, bias), KEPT_KEYS * edges[-1])
     longs = []
     for document, length in enumerate(lengths):
         if length > LONGEST_BINNED:
@@ -142,10 +142,11 @@ def cut(edges: tuple[int, ...], window: int | None, like: Tensor) -> Tiles:
     return Tiles(tuple(bins), tuple(longs), tokens, slots, padding if len(padding) else None)
 
 
-def _in_batches(bins: Bins) -> Iterator[Bins]:
+def _in_batches(bins: Bins, kept: int) -> Iterator[Bins]:
+    """So small that one of them fits into what is `kept` of all, for it is kept whole or not at all."""
     done = 0
     for size in BATCHES:
-        while bins.count - done >= size:
+        while bins.count - done >= size and (size == 1 or size * bins.width**2 <= kept):
             yield Bins(bins.start + done * bins.width, size, bins.width, bins.bias[done : done + size])
             done += size
 

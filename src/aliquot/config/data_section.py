@@ -97,8 +97,8 @@ class DataSection(RecordsSection):
     )
     packing: bool = Field(
         True,
-        description="Pack documents, exactly isolated. false: each is a sequence, and a micro-batch of them is "
-        "filled up to one of few lengths.",
+        description="Pack documents, exactly isolated. false: each is a sequence, unpadded but for what makes "
+        "micro-batches one of few lengths, with AMX.",
     )
     eval_path: Annotated[str | list[str] | None, PLACE] = Field(None, description="Files to evaluate on, as data.path.")
     eval_split: str | None = Field(None, description="A split of data.dataset to evaluate on.")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 PRODUCTS = 6  # of an expert, different in shape or order: two forward, four backward
 _LEAST = 8  # rows of an expert
+_FILLER = 64
 _LEAST_TOKENS = 32  # as many as an AMX tile pair has rows
 
 
@@ -24,6 +25,13 @@ def filled_row(tokens: int, sequences: int, sequence_length: int) -> int:
     """Tokens of a micro-batch of sequences that are not packed, with those that fill it up: never more than whole
     sequences have."""
     return min(filled_up(tokens, _LEAST_TOKENS), sequences * sequence_length)
+
+
+def filler(tokens: int, sequences: int, sequence_length: int) -> list[int]:
+    """The lengths of the documents that fill it up: attention to short ones costs little."""
+    room = filled_row(tokens, sequences, sequence_length) - tokens
+    whole, rest = divmod(room, min(_FILLER, sequence_length))
+    return [min(_FILLER, sequence_length)] * whole + [rest] * (rest > 0)
 
 
 def row_lengths(sequences: int, sequence_length: int) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Self
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import NamedTuple, Self
 
-from aliquot.config.row_counts import filled_row
+from aliquot.config.row_counts import filler
 from aliquot.config.schema import RunConfig
 
 Edges = tuple[int, ...]  # 0 = e0 < e1 < ... = the length of a sequence
@@ -46,67 +47,104 @@ class Workload:
         """What each rank holds of the data's index."""
         return self.pieces * _INDEX_BYTES if self.pieces <= MAPPED_PIECES else 0
 
-    @property
-    def row_tokens(self) -> float:
-        """Of a sequence, those that pad it included."""
-        return sum(each[-1] for each in self.samples) / len(self.samples)
-
     def row_lengths(self, sequences: int) -> int:
         """How many different numbers of tokens rows of so many sequences have."""
-        return len({row[-1] for row in self._rows(sequences)})
+        return len({window.tokens for window in _windows(self, sequences)})
 
-    def heaviest(self, sequences: int) -> Edges:
-        """Edges of the row of so many sequences that costs most memory among the samples."""
-        return max(self._rows(sequences), key=lambda row: (_weight(row, _KEPT_KEYS), _weight(row)))
+    def heaviest(self, sequences: int) -> Row:
+        """Of so many sequences, what costs most memory among the samples."""
+        return self._row(_heaviest(_windows(self, sequences)), sequences)
 
-    def typical(self, sequences: int, ranks: int = 1, between: int = 1) -> tuple[tuple[float, Edges], ...]:
+    def typical(self, sequences: int, ranks: int = 1, between: int = 1) -> tuple[tuple[float, Row], ...]:
         """Rows of so many sequences, and how much of each takes as long as the slowest of so many ranks on average,
         which wait for each other whenever each has computed `between` rows. The heaviest is one of them where it can
         be: it is looked at anyway."""
-        weights = list(map(_weight, self._rows(sequences)))
-        mean = sum(weights) / len(weights)
+        windows = _windows(self, sequences)
+        wanted = _mean(windows) * self.waiting(sequences, ranks, between)
+        heaviest = _heaviest(windows)
+        over = heaviest.weight > wanted
+
+        def distance(window: _Window) -> tuple[bool, float]:
+            return (window.weight > wanted) == over and window.weight != wanted, abs(window.weight - wanted)
+
+        other = min(windows, key=distance)  # on the other side of what is wanted, if there is any
+        apart = heaviest.weight - other.weight
+        share = (wanted - other.weight) / apart if apart else 1.0
+        if not 0 < share < 1:
+            return ((1.0, self._row(other, sequences)),)
+        return (share, self._row(heaviest, sequences)), (1 - share, self._row(other, sequences))
+
+    def waiting(self, sequences: int, ranks: int, between: int) -> float:
+        """How many times as long as a rank on average the slowest of so many takes."""
+        windows = _windows(self, sequences)
         # Sums of so many rows differ less among each other than rows do, by the root of their number.
-        wanted = mean + (_mean_largest(weights, ranks) - mean) / between**0.5
-        heaviest = self.heaviest(sequences)
-        over = _weight(heaviest) > wanted
+        return 1 + (_mean_largest(windows, ranks) / _mean(windows) - 1) / math.sqrt(between)
 
-        def distance(row: Edges) -> tuple[bool, float]:
-            weight = _weight(row)
-            return (weight > wanted) == over and weight != wanted, abs(weight - wanted)
-
-        other = min(self._rows(sequences), key=distance)  # on the other side of what is wanted, if there is any
-        apart = _weight(heaviest) - _weight(other)
-        share = (wanted - _weight(other)) / apart if apart else 1.0
-        return ((share, heaviest), (1 - share, other)) if 0 < share < 1 else ((1.0, other),)
-
-    def _rows(self, sequences: int) -> Iterator[Edges]:
-        """Of so many samples that follow each other, the first behind the last, beginning at each."""
-        samples = self.samples * (1 + -(-sequences // len(self.samples)))
-        return (self._row(samples[start : start + sequences]) for start in range(len(self.samples)))
-
-    def _row(self, samples: tuple[Edges, ...]) -> Edges:
-        row, at = [0], 0
-        for edges in samples:
-            row.extend(at + edge for edge in edges[1:])
-            at += edges[-1]
-        filled = at if self.fills_up is None else filled_row(at, len(samples), self.fills_up)
-        return tuple(row) if filled == at else (*row, filled)
+    def _row(self, window: _Window, sequences: int) -> Row:
+        edges, at = [0], 0
+        for number in range(window.first, window.first + sequences):
+            sample = self.samples[number % len(self.samples)]
+            edges.extend(at + edge for edge in sample[1:])
+            at += sample[-1]
+        labels = round(self.predicted * at * len(self.samples) / sum(each[-1] for each in self.samples))
+        if self.fills_up is not None:
+            edges.extend(accumulate(filler(at, sequences, self.fills_up), initial=edges.pop()))
+        return Row(tuple(edges), labels)
 
 
-def _mean_largest(values: list[float], count: int) -> float:
+@dataclass(frozen=True)
+class Row:
+    """Sequences that follow each other, the first behind the last; and what fills them up."""
+
+    edges: Edges
+    labels: int
+
+
+class _Window(NamedTuple):
+    """Where a row begins, and about what it costs, in tokens."""
+
+    first: int
+    tokens: int
+    kept: float  # of memory
+    weight: float  # of time
+
+
+@lru_cache(maxsize=256)
+def _windows(workload: Workload, sequences: int) -> tuple[_Window, ...]:
+    """One that begins at each sample."""
+    samples = workload.samples
+    costs = [(edges[-1], _probabilities(edges)) for edges in samples]
+    found = []
+    for first in range(len(samples)):
+        taken = [costs[number % len(samples)] for number in range(first, first + sequences)]
+        tokens, probabilities = map(sum, zip(*taken, strict=True))
+        if workload.fills_up is not None:
+            lengths = filler(tokens, sequences, workload.fills_up)
+            tokens, probabilities = tokens + sum(lengths), probabilities + _probabilities((0, *accumulate(lengths)))
+        kept = tokens + min(probabilities, _KEPT_KEYS * tokens) / _PROBABILITIES_OF_A_TOKEN
+        found.append(_Window(first, tokens, kept, tokens + probabilities / _PROBABILITIES_OF_A_TOKEN))
+    return tuple(found)
+
+
+def _heaviest(windows: tuple[_Window, ...]) -> _Window:
+    return max(windows, key=lambda window: (window.kept, window.weight))
+
+
+def _mean(windows: tuple[_Window, ...]) -> float:
+    return sum(window.weight for window in windows) / len(windows)
+
+
+def _mean_largest(windows: tuple[_Window, ...], count: int) -> float:
     """The mean of the largest of `count` that are drawn from these."""
-    total = len(values)
-    ordered = enumerate(sorted(values), 1)
-    return sum(value * ((place / total) ** count - ((place - 1) / total) ** count) for place, value in ordered)
+    total = len(windows)
+    ordered = enumerate(sorted(window.weight for window in windows), 1)
+    return sum(weight * ((place / total) ** count - ((place - 1) / total) ** count) for place, weight in ordered)
 
 
-def _weight(edges: Edges, kept_keys: int | None = None) -> float:
-    """About what a row costs, in tokens: attention/tiled_attention.py computes so many probabilities, and keeps at most
-    `kept_keys` of a token."""
-    probabilities = 0
+def _probabilities(edges: Edges) -> int:
+    """That attention/tiled_attention.py computes, of a query head."""
+    found = 0
     for start, stop in pairwise(edges):
         length = stop - start
-        probabilities += length * max(64, length) if length <= 256 else 128 * sum(range(128, length + 1, 128))
-    if kept_keys is not None:
-        probabilities = min(probabilities, kept_keys * edges[-1])
-    return edges[-1] + probabilities / _PROBABILITIES_OF_A_TOKEN
+        found += length * max(64, length) if length <= 256 else 128 * sum(range(128, length + 1, 128))
+    return found

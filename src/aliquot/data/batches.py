@@ -85,10 +85,12 @@ class Batches:
         pad_id: int,
         epochs: float | None = None,
         packs: bool = True,
+        fills_up: bool = False,
     ) -> None:
-        """`packs`: the model takes several documents in a call; else each is one."""
+        """`packs`: the model takes several documents in a call; else each is one. `fills_up`: see Layout."""
         self.sources = sources
         self.packs = packs
+        self.fills_up = fills_up and packs and not packing
         self.sequence_length = sequence_length
         self.seed = seed
         self.global_batch_size = global_batch_size
@@ -114,7 +116,14 @@ class Batches:
 
     @classmethod
     def of(
-        cls, data: Prepared, section: DataSection, seed: int, size: BatchSize, epochs: float | None, packs: bool = True
+        cls,
+        data: Prepared,
+        section: DataSection,
+        seed: int,
+        size: BatchSize,
+        epochs: float | None,
+        packs: bool = True,
+        fills_up: bool = False,
     ) -> Self:
         """The training batches of a run."""
         given = {source.name: source for source in section.sources or []}
@@ -132,6 +141,7 @@ class Batches:
             pad_id=data.pad_id,
             epochs=epochs,
             packs=packs,
+            fills_up=fills_up,
         )
 
     @property
@@ -157,7 +167,7 @@ class Batches:
             sequences=size,
             pieces=sum(len(stream.packing.pieces.start) for stream in self.streams),
             source="as the data are",
-            fills_up=None if self.packed or not self.packs else self.sequence_length,
+            fills_up=self.sequence_length if self.fills_up else None,
         )
 
     def determinants(self) -> dict[str, str | int | float | None]:
@@ -212,9 +222,8 @@ class Batches:
         places = self.mixture.between(first, stop)
         ranges = zip(self.streams, self.mixture.drawn(first), self.mixture.drawn(stop), strict=True)
         counts = [stream.counts(start, end) for stream, start, end in ranges]
-        layout = Layout(
-            [source.store for source in self.sources], self.sequence_length, self.pad_id, self.packed, self.packs
-        )
+        stores = [source.store for source in self.sources]
+        layout = Layout(stores, self.sequence_length, self.pad_id, self.packed, self.packs, self.fills_up)
         groups = self._groups(first, places)
         own = layout.micro_batches(groups, rank, world_size, lambda source, at: self.streams[source].sequence(at))
         # What is dropped depends on what is trained on and nothing else: the same at any world size.
@@ -250,9 +259,11 @@ class EvalBatches:
         micro_batch_size: int,
         pad_id: int,
         packs: bool = True,
+        fills_up: bool = False,
     ) -> None:
         self.store = store
         self.packs = packs
+        self.fills_up = fills_up and packs and not packing
         self.packed = packing
         self.sequence_length = sequence_length
         self.micro_batch_size = micro_batch_size
@@ -261,7 +272,9 @@ class EvalBatches:
         self.predicted = int(self.epoch.predicted.sum())  # over all ranks: what perplexity is taken over
 
     @classmethod
-    def of(cls, data: Prepared, section: DataSection, size: BatchSize, packs: bool = True) -> dict[str, Self]:
+    def of(
+        cls, data: Prepared, section: DataSection, size: BatchSize, packs: bool = True, fills_up: bool = False
+    ) -> dict[str, Self]:
         """The evaluation batches of a run by name: the one that has none is called ""; none without evaluation data."""
         return {
             name: cls(
@@ -271,6 +284,7 @@ class EvalBatches:
                 micro_batch_size=size.micro,
                 pad_id=data.pad_id,
                 packs=packs,
+                fills_up=fills_up,
             )
             for name, store in data.open_eval().items()
         }
@@ -281,7 +295,7 @@ class EvalBatches:
 
     def micro_batches(self, rank: int, world_size: int) -> Iterator[MicroBatch | None]:
         """This rank's share; equally many on every rank, None where it has nothing left."""
-        layout = Layout([self.store], self.sequence_length, self.pad_id, self.packed, self.packs)
+        layout = Layout([self.store], self.sequence_length, self.pad_id, self.packed, self.packs, self.fills_up)
         size, stop = self.micro_batch_size, self.epoch.packing.sequences
         groups = (Group(0, start, range(start, min(start + size, stop))) for start in range(0, stop, size))
         for _, found in layout.micro_batches(groups, rank, world_size, lambda _, at: self.epoch.sequence(at)):

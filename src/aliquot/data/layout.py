@@ -9,7 +9,7 @@ from itertools import islice
 import numpy as np
 import torch
 
-from aliquot.config.row_counts import filled_row
+from aliquot.config.row_counts import filler
 from aliquot.data.token_store import TokenStore
 from aliquot.loss.base import IGNORE
 from aliquot.models.batch import MicroBatch
@@ -28,14 +28,17 @@ class Group:
 
 @dataclass(frozen=True)
 class Layout:
-    """Packed sequences are padded to the full length on their right, and micro-batches of others to one of few, where
-    the model `packs` them in one call too."""
+    """Packed sequences are padded to the full length on their right, where the model `packs` them in one call too.
+
+    `fills_up`: micro-batches of sequences that are not packed get one of few lengths, by short documents of padding.
+    """
 
     stores: Sequence[TokenStore]
     sequence_length: int
     pad_id: int
     packed: bool
     packs: bool
+    fills_up: bool = False
 
     def micro_batches(
         self, groups: Iterable[Group], rank: int, world_size: int, sequence: Callable[[int, int], Pieces]
@@ -63,10 +66,9 @@ class Layout:
         for sequence in sequences:
             room = self.sequence_length - sum(length for _, length in sequence)
             pieces += [*sequence, *([(-1, room)] if room and self.packed and self.packs else [])]
-        if not self.packed and self.packs:
+        if self.fills_up:
             tokens = sum(length for _, length in pieces)
-            room = filled_row(tokens, len(sequences), self.sequence_length) - tokens
-            pieces += [(-1, room)] if room else []
+            pieces += [(-1, length) for length in filler(tokens, len(sequences), self.sequence_length)]
         edges = np.concatenate([[0], np.cumsum([length for _, length in pieces])])
         ids = np.full(edges[-1], self.pad_id, np.int64)
         labels = np.full(edges[-1], IGNORE, np.int64)

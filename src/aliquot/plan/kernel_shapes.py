@@ -12,15 +12,15 @@ from aliquot.loss.logits_room import ROW_COUNTS
 from aliquot.models.model_shape import ModelShape
 from aliquot.plan.micro_batch_cost import MicroBatchCost
 
-# 3,000 products of rows of changing numbers took 79 MiB on AMD Zen 5, of which oneDNN keeps 1,024 kernels; 1,080 on an
-# Intel Xeon with AMX 880 MiB (torch 2.13, oneDNN 3.12).
-_KEPT_KERNELS = 1024
-_KERNEL_BYTES, _AMX_KERNEL_BYTES = 80 << 10, 835 << 10
+_KEPT_KERNELS = 1024  # by oneDNN
+_KERNEL_BYTES, _AMX_KERNEL_BYTES = 80 << 10, 835 << 10  # see machine/kernels.py
 
 
-def kernel_shapes(config: RunConfig, shape: ModelShape, cost: MicroBatchCost, size: BatchSize) -> int | None:
-    """Of a rank on CPU, at most; None: as many as documents have lengths."""
-    if not cost.tile_products:
+def kernel_shapes(
+    config: RunConfig, shape: ModelShape, cost: MicroBatchCost, size: BatchSize, isa: tuple[str, ...]
+) -> int | None:
+    """Of a rank on CPU, at most; None: as many as documents have lengths. `isa`: of the processor."""
+    if not (cost.tile_products and (config.data.packing or _fills_up(config, isa))):
         return None
     length = config.data.sequence_length
     tokens = size.micro * length
@@ -32,13 +32,20 @@ def kernel_shapes(config: RunConfig, shape: ModelShape, cost: MicroBatchCost, si
 def kernel_bytes(
     config: RunConfig, cost: MicroBatchCost, size: BatchSize, workload: Workload, isa: tuple[str, ...]
 ) -> int:
-    """Of a rank on CPU whose sequences are not packed: of the lengths that its micro-batches are seen to have, but for
-    one, which a process that trains is measured with. `isa`: of the processor."""
+    """Of a rank on CPU whose sequences are not packed: of the lengths that its micro-batches are seen to have, or of
+    all, where no data are known; but for one, which a process that trains is measured with."""
     if config.data.packing or config.train.precision != "bf16":
         return 0
-    each = _AMX_KERNEL_BYTES if "amx_bf16" in isa else _KERNEL_BYTES
-    kernels = (workload.row_lengths(size.micro) - 1) * (cost.other_products + cost.head_products)
-    return min(kernels, _KEPT_KERNELS) * each
+    lengths = workload.row_lengths(size.micro)
+    if workload.sequences is None:
+        lengths = row_lengths(size.micro, config.data.sequence_length)
+    kernels = (lengths - 1) * (cost.other_products + cost.head_products)
+    return min(kernels, _KEPT_KERNELS) * (_AMX_KERNEL_BYTES if _fills_up(config, isa) else _KERNEL_BYTES)
+
+
+def _fills_up(config: RunConfig, isa: tuple[str, ...]) -> bool:
+    """As keeps_large_kernels (machine/kernels.py), of which micro-batches are filled up, has it of this machine."""
+    return config.train.precision == "bf16" and "amx_bf16" in isa
 
 
 def _row_lengths(config: RunConfig, size: BatchSize) -> int:

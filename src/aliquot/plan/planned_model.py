@@ -72,16 +72,21 @@ class PlannedModel:
         key = (step, workload, sequences, approximate, ranks, between)
         if key not in self._costs:
             if sequences > (2 if approximate else _MOST_SEQUENCES):
-                one, two = (self.cost_of(step, workload, count, False, ranks, between) for count in (1, 2))
-                self._costs[key] = one.plus(two, one, sequences - 1)
+                self._costs[key] = self._extrapolated(step, workload, sequences, ranks, between)
             else:
-                typical, heaviest = workload.typical(sequences, ranks, between), workload.heaviest(sequences)
-                found = {
-                    edges: self.cost(step, edges, round(workload.predicted * edges[-1] / workload.row_tokens))
-                    for edges in (heaviest, *(edges for _, edges in typical))
-                }
-                self._costs[key] = found[heaviest].with_work([(share, found[edges]) for share, edges in typical])
+                heaviest, typical = workload.heaviest(sequences), workload.typical(sequences, ranks, between)
+                made = (step, heaviest, typical)
+                if made not in self._costs:  # however many ranks and micro-batches make it so
+                    work = [(share, self.cost(step, row.edges, row.labels)) for share, row in typical]
+                    self._costs[made] = self.cost(step, heaviest.edges, heaviest.labels).with_work(work)
+                self._costs[key] = self._costs[made]
         return self._costs[key]
+
+    def _extrapolated(self, step: Step, workload: Workload, sequences: int, ranks: int, between: int) -> MicroBatchCost:
+        even = replace(workload, fills_up=None)  # what fills up two says nothing of what fills up many
+        one, two = (self.cost_of(step, even, count) for count in (1, 2))
+        found = one.plus(two, one, sequences - 1)
+        return found.with_work([(workload.waiting(sequences, ranks, between), found)])
 
     def cost(self, step: Step, edges: tuple[int, ...], predicted: int) -> MicroBatchCost:
         """Of one row with documents at `edges`, `predicted` of whose tokens have a label.

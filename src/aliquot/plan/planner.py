@@ -18,7 +18,7 @@ from aliquot.config.workload import Workload
 from aliquot.engines.deepspeed.deepspeed_memory import building, deepspeed_memory
 from aliquot.engines.fsdp.fsdp_memory import fsdp_memory
 from aliquot.engines.held_memory import Held
-from aliquot.engines.host.host_memory import disk_use, host_memory
+from aliquot.engines.host.host_memory import RING_BYTES, disk_use, host_memory
 from aliquot.launch.rank_layout import RankLayout
 from aliquot.loss.logits_room import logits_room
 from aliquot.models.model_shape import ModelShape, padded_share
@@ -96,8 +96,7 @@ class Planner:
         size = batch_size(config.train, layout.world_size)
         micro_batches = size.micro_batches(layout.world_size, config.data.source_count)
         step = _step(config, engine, layout, self.machine)
-        # Who gathers waits in every layer, who does not once an optimizer step.
-        between = micro_batches if engine == "host" else 1
+        between = self._between(config, engine, layout, micro_batches)
         cost = self.model.cost_of(step, workload, size.micro, approximate, layout.world_size, between)
         rates = self.rates(layout)
         each = self._time(cost, rates)
@@ -197,7 +196,7 @@ class Planner:
             disk_batch=None if enough is None else enough * size.micro * layout.world_size,
             rates=rates.source,
             off_by=rates.off_by,
-            kernel_shapes=kernel_shapes(config, self.shape, cost, size),
+            kernel_shapes=kernel_shapes(config, self.shape, cost, size, self.machine.isa),
             usd_per_hour=None if hourly is None else hourly * layout.nodes,
         )
 
@@ -217,6 +216,14 @@ class Planner:
         if key not in self._times:
             self._times[key] = MicroBatchTime.of(cost, rates)
         return self._times[key]
+
+    def _between(self, config: RunConfig, engine: str, layout: RankLayout, micro_batches: int) -> int:
+        """Micro-batches that a rank computes before it waits for the others. Who gathers waits in every layer; engine
+        host only where a ring is full of gradients that others have not taken yet."""
+        if engine != "host":
+            return 1
+        staged = traffic(config, engine, self.shape, layout, 1).shared_bytes // layout.world_size
+        return min(micro_batches, 1 + RING_BYTES // max(1, staged))
 
     def _limit(self, config: RunConfig, layout: RankLayout) -> int:
         """Bytes that all ranks of a node may have together."""

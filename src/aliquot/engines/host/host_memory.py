@@ -17,7 +17,7 @@ from aliquot.offload.windows import STREAM_BUFFERS, SUMS_BUFFERS, longest_window
 from aliquot.optim.sizes import SCRATCH_BYTES, low_bytes, moment_bytes
 
 # Ranks may be apart by what the ring holds: a layer or more of most models; more gains nothing.
-_RING_BYTES = 64 << 20
+RING_BYTES = 64 << 20
 _PIECE_BYTES = 8 << 20
 RESIDENT_LAYERS = 3  # of those that lie on disk: one computes, one is read, one is another rank's still
 EXCHANGE_BYTES = 128 << 20  # between hosts, of a rank: received ahead, and as much on its way out
@@ -207,7 +207,7 @@ def _kept(states: str) -> int:
 
 def ring_bytes(row_numel: int, looked_up: int, itemsize: int) -> int:
     """Of a rank's ring: two of its largest pieces fit, be it one row of a weight or the rows of a look-up."""
-    return max(_RING_BYTES, 2 * (TAG_BYTES + row_numel * itemsize), 2 * looked_up)
+    return max(RING_BYTES, 2 * (TAG_BYTES + row_numel * itemsize), 2 * looked_up)
 
 
 def looked_up_bytes(tokens: int, width: int, itemsize: int) -> int:
