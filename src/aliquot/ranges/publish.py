@@ -128,7 +128,11 @@ def check_space(directory: Path, needed_bytes: int, instead_of: Path | None = No
         if free_bytes + freed_bytes >= needed_bytes:
             remove_directory(instead_of)
             return
-    raise StorageError(f"needs {needed_bytes / 1e9:.2f} GB and {free_bytes / 1e9:.2f} GB are free", directory.parent)
+    raise StorageError(f"needs {_size(needed_bytes)} and {_size(free_bytes)} are free", directory.parent)
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
 def set_aside(directory: Path, what: str = "trash") -> Path:
