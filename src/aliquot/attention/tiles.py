@@ -19,7 +19,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from aliquot.attention.tile_sizes import BATCHES, KEPT_KEYS, LONGEST_BINNED, NARROWEST, QUERY_BLOCK, SLOTS_STEP, STEP
+from aliquot.attention.tile_sizes import BATCHES, KEPT_KEYS, LONGEST_BINNED, NARROWEST, QUERY_BLOCK, STEP
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,6 @@ def cut(edges: tuple[int, ...], window: int | None, like: Tensor) -> Tiles:
             order.extend([-1] * (padded - length))
     if order == list(range(edges[-1])):
         return Tiles(tuple(bins), tuple(longs), None, None, None)
-    # Blocks of few sizes find their places again in an allocator: rows differ by their padding.
-    order.extend([-1] * (-len(order) % SLOTS_STEP))
     tokens = torch.tensor(order)
     padding = (tokens < 0).nonzero().flatten()
     slots = torch.empty(edges[-1], dtype=torch.int64)
