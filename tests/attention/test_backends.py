@@ -7,17 +7,20 @@ Lengths lie on both sides of where the tiled backend changes its way: documents 
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from aliquot.attention.base import AttentionBackend, Documents, Scoring
 from aliquot.attention.reference_attention import ReferenceAttention
 from aliquot.attention.tile_sizes import KEPT_KEYS
 from aliquot.attention.tiled_attention import TiledAttention
+from aliquot.attention.tiles import cut
 
 HEAD_DIM = 8
 SHORT = (1, 40, 2, 97)  # packed around the long one
@@ -101,16 +104,8 @@ def test_without_kept_probabilities_it_is_the_same_to_the_bit(
         assert torch.equal(ours, theirs)
 
 
-@given(st.lists(st.integers(1, 900), min_size=1, max_size=12), st.sampled_from([None, 100]), st.booleans())
-def test_what_a_row_keeps_is_bounded(lengths: list[int], window: int | None, has_sinks: bool) -> None:
-    assert probabilities_kept(tuple(lengths), window, has_sinks) <= KEPT_KEYS * sum(lengths) * HEADS["grouped"][0]
-
-
-def test_short_documents_keep_all() -> None:
-    assert probabilities_kept((64,) * 7, None, False) == 64 * 7 * 64 * HEADS["grouped"][0]
-
-
-def probabilities_kept(lengths: tuple[int, ...], window: int | None, has_sinks: bool) -> int:
+@given(st.lists(st.integers(1, 900), min_size=1, max_size=12), st.sampled_from([None, 100]))
+def test_what_a_row_keeps_does_not_depend_on_its_documents(lengths: list[int], window: int | None) -> None:
     kept: list[Tensor] = []
 
     def note(saved: Tensor) -> Tensor:
@@ -118,9 +113,29 @@ def probabilities_kept(lengths: tuple[int, ...], window: int | None, has_sinks: 
         return saved
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
-        results(TiledAttention(), lengths, window, HEADS["grouped"], torch.float32, has_sinks=has_sinks)
-    # A tile sees 64 keys or more, and queries, keys and values are of 8 numbers.
-    return sum(each.numel() for each in kept if each.dim() == 3 and each.shape[-1] >= 64)
+        results(TiledAttention(), tuple(lengths), window, HEADS["grouped"], torch.float32)
+    heads, kv_heads = HEADS["grouped"]
+    of_inputs = (heads + 2 * kv_heads) * HEAD_DIM
+    assert sum(each.numel() for each in kept) == sum(lengths) * (of_inputs + KEPT_KEYS * heads)
+
+
+@pytest.mark.parametrize(("lengths", "again"), [((64,) * 7, False), ((900,), True)])
+def test_probabilities_are_computed_again_where_there_is_no_room(lengths: tuple[int, ...], again: bool) -> None:
+    with _Products() as products:
+        results(TiledAttention(), lengths, None, HEADS["grouped"], torch.float32)
+    tiles = cut((0, *accumulate(lengths)), None, torch.empty(0))
+    count = len(tiles.bins) + sum(len(long.blocks) for long in tiles.longs)
+    assert products.count > 6 * count if again else products.count == 6 * count
+
+
+class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket is torch.ops.aten.bmm
+        return func(*args, **(kwargs or {}))
 
 
 def test_the_reference_sees_what_a_loop_sees() -> None:

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aliquot.attention.tile_sizes import KEPT_KEYS
 from aliquot.config.workload import Row, Workload
 
 LENGTH = 2048
@@ -50,10 +49,8 @@ def tokens_and_pairs(row: Row) -> float:
     return row.edges[-1] + pairs / 1000
 
 
-def test_what_keeps_most_memory_does_not_take_longest() -> None:
-    """Of probabilities so many are kept for each token and the others computed again: a short row of a long document
-    keeps less than a longer one of short documents, and takes longer."""
-    assert KEPT_KEYS == 128
+def test_what_costs_most_memory_does_not_take_longest() -> None:
+    """What is kept of a row follows from its tokens: a shorter row of one long document may take longer."""
     long, many = [1152], [120] * 10
     found = workload(long, long, many, [64])
     assert lengths(found.heaviest(1)) == many and tokens_and_pairs(row(*long)) > tokens_and_pairs(row(*many))
@@ -62,7 +59,7 @@ def test_what_keeps_most_memory_does_not_take_longest() -> None:
     assert share * tokens_and_pairs(heaviest) + rest * tokens_and_pairs(other) == pytest.approx(mean_of(found))
 
 
-def test_of_rows_that_keep_as_much_the_one_that_takes_longest_is_heaviest() -> None:
+def test_of_rows_of_as_many_tokens_the_one_that_takes_longest_is_heaviest() -> None:
     assert lengths(workload(SHORT, MIDDLING, LONG, MIDDLING).heaviest(1)) == LONG
 
 

@@ -89,25 +89,24 @@ class _Tiled(torch.autograd.Function):
         softcap: float | None,
         selective: bool,
     ) -> Tensor:
-        kept: list[Tensor | None] = []
+        kept = _Kept(query, KEPT_KEYS if any(ctx.needs_input_grad) and not selective else 0)
         if selective:
             out: Tensor = torch.ops.aliquot.tiled_attention(
                 query, key, value, sinks, tiles.layout(), tiles.biases(), tiles.tokens, tiles.slots, scaling, softcap
             )
         else:
-            kept_keys = KEPT_KEYS if any(ctx.needs_input_grad) else 0
-            out, kept = _attended(query, key, value, sinks, tiles, scaling, softcap, kept_keys)
-        ctx.save_for_backward(query, key, value, sinks, *kept)
-        ctx.tiles, ctx.scaling, ctx.softcap = tiles, scaling, softcap
+            out = _attended(query, key, value, sinks, tiles, scaling, softcap, kept)
+        ctx.save_for_backward(query, key, value, sinks, kept.block, *kept.of_sinks)
+        ctx.places, ctx.tiles, ctx.scaling, ctx.softcap = kept.places, tiles, scaling, softcap
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         tiles: Tiles = ctx.tiles
-        query, key, value, sinks, *saved = ctx.saved_tensors
+        query, key, value, sinks, block_kept, *of_sinks_kept = ctx.saved_tensors
         heads = (key.shape[1], query.shape[1] // key.shape[1])
-        kept: Iterator[Any] = iter(saved) if saved else repeat(None)
+        kept = _kept(ctx.places, block_kept, of_sinks_kept)
         q, k, v, g = (_to_slots(x, tiles) for x in (query, key, value, gradient.contiguous()))
         if tiles.padding is not None:
             g.index_fill_(0, tiles.padding, 0)  # padding is queried by nobody and adds nothing to keys and values
@@ -116,7 +115,7 @@ class _Tiled(torch.autograd.Function):
         wide = torch.promote_types(q.dtype, torch.float32)
         of_sinks = None if sinks is None else torch.zeros(heads, dtype=wide, device=q.device)
         for bins in tiles.bins:
-            p, rest = next(kept), next(kept)
+            p, rest = next(kept)
             queries, keys, values = _bin_queries(q, bins, heads), _bin_keys(k, bins), _bin_keys(v, bins)
             if p is None:
                 p, rest = scores.of_bins(queries, keys, bins)
@@ -137,7 +136,7 @@ class _Tiled(torch.autograd.Function):
             sum_k, sum_v = (torch.zeros_like(each, dtype=wide) for each in (keys, values))
             for block in long.blocks:
                 rows, seen = slice(block.first * heads[1], block.last * heads[1]), slice(block.key, block.last)
-                p, rest = next(kept), next(kept)
+                p, rest = next(kept)
                 if p is None:
                     p, rest = scores.of_block(queries, keys, block)
                 of_p = torch.bmm(out_gradient[:, rows], _transposed(values, seen))
@@ -162,37 +161,66 @@ def _attended(
     tiles: Tiles,
     scaling: float,
     softcap: float | None,
-    kept_keys: int,
-) -> tuple[Tensor, list[Tensor | None]]:
-    """[T, H, D_v]; and of each tile its probabilities and the sinks', or None where they would come to more than
-    `kept_keys` for each token of the row."""
+    kept: _Kept,
+) -> Tensor:
+    """[T, H, D_v]; `kept` is given the probabilities of each tile."""
     heads = (key.shape[1], query.shape[1] // key.shape[1])  # of keys and values, and queries sharing one of them
-    room = kept_keys * len(query)
     q, k, v = (_to_slots(x, tiles) for x in (query, key, value))
     out = q.new_empty(*q.shape[:2], v.shape[2])
     scores = _Scores(scaling, softcap, sinks, heads)
-    kept: list[Tensor | None] = []
     for bins in tiles.bins:
         queries, keys, values = _bin_queries(q, bins, heads), _bin_keys(k, bins), _bin_keys(v, bins)
-        p, rest = scores.of_bins(queries, keys, bins)
+        p = scores.of_bins(queries, keys, bins, kept)[0]
         _bins_back(torch.bmm(p, values), out, bins, heads)
-        keeps = bins.pairs <= room
-        kept += [p, rest] if keeps else [None, None]
-        room -= bins.pairs if keeps else 0
     scores = replace(scores, scaling=1.0)
     for long in tiles.longs:
         queries = _long_queries(q, long, heads) * scaling
         keys, values = _long_keys(k, long), _long_keys(v, long)
         result = queries.new_empty(*queries.shape[:2], v.shape[2])
         for block in long.blocks:
-            p, rest = scores.of_block(queries, keys, block)
+            p = scores.of_block(queries, keys, block, kept)[0]
             rows = slice(block.first * heads[1], block.last * heads[1])
             result[:, rows] = torch.bmm(p, values[:, block.key : block.last])
-            keeps = block.pairs <= room
-            kept += [p, rest] if keeps else [None, None]
-            room -= block.pairs if keeps else 0
         _long_back(result, out, long, heads)
-    return _from_slots(out, tiles), kept
+    return _from_slots(out, tiles)
+
+
+class _Kept:
+    """Probabilities for the backward pass, at most so many for each token and head of the row; of tiles that come when
+    there is no room, they are computed again. All lie in one block, whose size does not follow from the documents: so
+    an allocator has a place for it in every step."""
+
+    def __init__(self, query: Tensor, keys: int) -> None:
+        """`query` [T, H, D]."""
+        self.block = query.new_empty(keys * query.shape[0] * query.shape[1]) if keys else None
+        self.places: list[tuple[int, torch.Size] | None] = []  # where those of each tile begin, and their shape
+        self.of_sinks: list[Tensor] = []  # of tiles that have a place, where there are sinks
+        self._used = 0
+
+    def place(self, shape: torch.Size) -> Tensor | None:
+        """Where to write those of the next tile; None: nowhere."""
+        if self.block is None or self._used + shape.numel() > len(self.block):
+            self.places.append(None)
+            return None
+        start, self._used = self._used, self._used + shape.numel()
+        self.places.append((start, shape))
+        return self.block[start : self._used].view(shape)
+
+
+def _kept(
+    places: list[tuple[int, torch.Size] | None], block: Tensor | None, of_sinks: list[Tensor]
+) -> Iterator[tuple[Any, Any]]:
+    """Of each tile, its probabilities and the sinks'; None for what has not been kept, or is not there."""
+    if block is None:
+        yield from repeat((None, None))
+        return
+    sinks = iter(of_sinks)
+    for place in places:
+        if place is None:
+            yield None, None
+        else:
+            start, shape = place
+            yield block[start : start + shape.numel()].view(shape), next(sinks, None)
 
 
 def attended_alone(
@@ -209,7 +237,7 @@ def attended_alone(
 ) -> Tensor:
     """What torch.ops.aliquot.tiled_attention computes: the output [T, H, D_v]. `layout` to `slots` are of the tiles."""
     tiles = Tiles.of(layout, biases, tokens, slots)
-    return _attended(query, key, value, sinks, tiles, scaling, softcap, kept_keys=0)[0]
+    return _attended(query, key, value, sinks, tiles, scaling, softcap, _Kept(query, 0))
 
 
 # Selective activation checkpointing (models/recompute.py) keeps results of operations that torch knows.
@@ -230,24 +258,28 @@ class _Scores:
     sinks: Tensor | None  # [H]
     heads: tuple[int, int]  # of keys and values, and queries sharing one of them
 
-    def of_bins(self, queries: Tensor, keys: Tensor, bins: Bins) -> tuple[Tensor, Tensor | None]:
+    def of_bins(
+        self, queries: Tensor, keys: Tensor, bins: Bins, kept: _Kept | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """[bins x H_kv, group x width, width], and the sinks' [bins x H_kv, group x width]."""
         scores = torch.bmm(queries, keys.mT)
         grid = scores.view(bins.count, *self.heads, bins.width, bins.width)
         sinks = None if self.sinks is None else self.sinks.view(1, *self.heads, 1, 1)
-        return self._softmax(scores, grid, bins.bias[:, None, None], sinks)
+        return self._softmax(scores, grid, bins.bias[:, None, None], sinks, kept)
 
-    def of_block(self, queries: Tensor, keys: Tensor, block: Block) -> tuple[Tensor, Tensor | None]:
+    def of_block(
+        self, queries: Tensor, keys: Tensor, block: Block, kept: _Kept | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """[H_kv, queries of the block x group, keys that it sees], and the sinks' without the last."""
         kv_heads, group = self.heads
         rows = slice(block.first * group, block.last * group)
         scores = torch.bmm(queries[:, rows], _transposed(keys, slice(block.key, block.last)))
         grid = scores.view(kv_heads, block.last - block.first, group, block.last - block.key)
         sinks = None if self.sinks is None else self.sinks.view(kv_heads, 1, group, 1)
-        return self._softmax(scores, grid, block.bias[None, :, None], sinks)
+        return self._softmax(scores, grid, block.bias[None, :, None], sinks, kept)
 
     def _softmax(
-        self, scores: Tensor, grid: Tensor, bias: Tensor, sinks: Tensor | None
+        self, scores: Tensor, grid: Tensor, bias: Tensor, sinks: Tensor | None, kept: _Kept | None
     ) -> tuple[Tensor, Tensor | None]:
         """`grid` is a view of `scores` that `sinks` fit, and `bias` its last columns."""
         scaling = self.scaling
@@ -260,11 +292,16 @@ class _Scores:
             if scaling != 1:
                 grid.mul_(scaling)
             grid[..., -bias.shape[-1] :] += bias
+        place = None if kept is None else kept.place(scores.shape)
         if sinks is None:
-            return torch.softmax(scores, -1), None
+            return torch.softmax(scores, -1, out=place), None
         column = sinks.expand(*grid.shape[:-1], 1).reshape(*scores.shape[:-1], 1)
         both = torch.softmax(torch.cat([scores, column], -1), -1)
-        return both[..., :-1].contiguous(), both[..., -1].contiguous()
+        of_sinks = both[..., -1].contiguous()
+        if kept is None or place is None:
+            return both[..., :-1].contiguous(), of_sinks
+        kept.of_sinks.append(of_sinks)
+        return place.copy_(both[..., :-1]), of_sinks
 
     def gradient(self, probabilities: Tensor, of_probabilities: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
         """Through softmax, soft-cap and scaling."""

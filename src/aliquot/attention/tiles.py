@@ -35,11 +35,6 @@ class Bins:
     def stop(self) -> int:
         return self.start + self.count * self.width
 
-    @property
-    def pairs(self) -> int:
-        """Of queries and keys, each of which has a probability."""
-        return self.count * self.width**2
-
 
 @dataclass(frozen=True)
 class Block:
@@ -49,10 +44,6 @@ class Block:
     last: int
     key: int
     bias: Tensor  # [last - first, the last of these keys], 0 or -inf; all queries see those before
-
-    @property
-    def pairs(self) -> int:
-        return (self.last - self.first) * (self.last - self.key)
 
 
 @dataclass(frozen=True)

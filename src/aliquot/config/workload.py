@@ -13,7 +13,6 @@ from aliquot.config.schema import RunConfig
 
 Edges = tuple[int, ...]  # 0 = e0 < e1 < ... = the length of a sequence
 _INDEX_BYTES = 48  # a piece of a document: what packing and the order of one epoch hold of it
-_KEPT_KEYS = 128  # times a row's tokens: attention/tiled_attention.py keeps no more probabilities
 _PROBABILITIES_OF_A_TOKEN = 1000  # cost about as much as all else of a token, time or memory, in a model of 125 M
 MAPPED_PIECES = 1 << 20  # with more of them the index is in files, which the kernel may take from memory again
 
@@ -105,8 +104,7 @@ class _Window(NamedTuple):
 
     first: int
     tokens: int
-    kept: float  # of memory
-    weight: float  # of time
+    weight: float  # of time; what a row keeps for its backward pass follows from its tokens
 
 
 @lru_cache(maxsize=256)
@@ -121,13 +119,12 @@ def _windows(workload: Workload, sequences: int) -> tuple[_Window, ...]:
         if workload.fills_up is not None:
             lengths = filler(tokens, sequences, workload.fills_up)
             tokens, probabilities = tokens + sum(lengths), probabilities + _probabilities((0, *accumulate(lengths)))
-        kept = tokens + min(probabilities, _KEPT_KEYS * tokens) / _PROBABILITIES_OF_A_TOKEN
-        found.append(_Window(first, tokens, kept, tokens + probabilities / _PROBABILITIES_OF_A_TOKEN))
+        found.append(_Window(first, tokens, tokens + probabilities / _PROBABILITIES_OF_A_TOKEN))
     return tuple(found)
 
 
 def _heaviest(windows: tuple[_Window, ...]) -> _Window:
-    return max(windows, key=lambda window: (window.kept, window.weight))
+    return max(windows, key=lambda window: (window.tokens, window.weight))
 
 
 def _mean(windows: tuple[_Window, ...]) -> float:
