@@ -6,15 +6,15 @@ probabilities are of the compute dtype, softmax works in fp32 inside, as in tran
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise, repeat
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from aliquot.attention.kept_probabilities import Kept, kept_tiles
 from aliquot.attention.tile_sizes import KEPT_KEYS, LONGEST_BINNED, binned
 from aliquot.attention.tiles import Bins, Block, Long, Tiles, cut
 
@@ -89,7 +89,7 @@ class _Tiled(torch.autograd.Function):
         softcap: float | None,
         selective: bool,
     ) -> Tensor:
-        kept = _Kept(query, KEPT_KEYS if any(ctx.needs_input_grad) and not selective else 0)
+        kept = Kept(query, KEPT_KEYS if any(ctx.needs_input_grad) and not selective else 0)
         if selective:
             out: Tensor = torch.ops.aliquot.tiled_attention(
                 query, key, value, sinks, tiles.layout(), tiles.biases(), tiles.tokens, tiles.slots, scaling, softcap
@@ -106,7 +106,7 @@ class _Tiled(torch.autograd.Function):
         tiles: Tiles = ctx.tiles
         query, key, value, sinks, block_kept, *of_sinks_kept = ctx.saved_tensors
         heads = (key.shape[1], query.shape[1] // key.shape[1])
-        kept = _kept(ctx.places, block_kept, of_sinks_kept)
+        kept = kept_tiles(ctx.places, block_kept, of_sinks_kept)
         q, k, v, g = (_to_slots(x, tiles) for x in (query, key, value, gradient.contiguous()))
         if tiles.padding is not None:
             g.index_fill_(0, tiles.padding, 0)  # padding is queried by nobody and adds nothing to keys and values
@@ -161,7 +161,7 @@ def _attended(
     tiles: Tiles,
     scaling: float,
     softcap: float | None,
-    kept: _Kept,
+    kept: Kept,
 ) -> Tensor:
     """[T, H, D_v]; `kept` is given the probabilities of each tile."""
     heads = (key.shape[1], query.shape[1] // key.shape[1])  # of keys and values, and queries sharing one of them
@@ -185,44 +185,6 @@ def _attended(
     return _from_slots(out, tiles)
 
 
-class _Kept:
-    """Probabilities for the backward pass, at most so many for each token and head of the row; of tiles that come when
-    there is no room, they are computed again. All lie in one block, whose size does not follow from the documents: so
-    an allocator has a place for it in every step."""
-
-    def __init__(self, query: Tensor, keys: int) -> None:
-        """`query` [T, H, D]."""
-        self.block = query.new_empty(keys * query.shape[0] * query.shape[1]) if keys else None
-        self.places: list[tuple[int, torch.Size] | None] = []  # where those of each tile begin, and their shape
-        self.of_sinks: list[Tensor] = []  # of tiles that have a place, where there are sinks
-        self._used = 0
-
-    def place(self, shape: torch.Size) -> Tensor | None:
-        """Where to write those of the next tile; None: nowhere."""
-        if self.block is None or self._used + shape.numel() > len(self.block):
-            self.places.append(None)
-            return None
-        start, self._used = self._used, self._used + shape.numel()
-        self.places.append((start, shape))
-        return self.block[start : self._used].view(shape)
-
-
-def _kept(
-    places: list[tuple[int, torch.Size] | None], block: Tensor | None, of_sinks: list[Tensor]
-) -> Iterator[tuple[Any, Any]]:
-    """Of each tile, its probabilities and the sinks'; None for what has not been kept, or is not there."""
-    if block is None:
-        yield from repeat((None, None))
-        return
-    sinks = iter(of_sinks)
-    for place in places:
-        if place is None:
-            yield None, None
-        else:
-            start, shape = place
-            yield block[start : start + shape.numel()].view(shape), next(sinks, None)
-
-
 def attended_alone(
     query: Tensor,
     key: Tensor,
@@ -237,7 +199,7 @@ def attended_alone(
 ) -> Tensor:
     """What torch.ops.aliquot.tiled_attention computes: the output [T, H, D_v]. `layout` to `slots` are of the tiles."""
     tiles = Tiles.of(layout, biases, tokens, slots)
-    return _attended(query, key, value, sinks, tiles, scaling, softcap, _Kept(query, 0))
+    return _attended(query, key, value, sinks, tiles, scaling, softcap, Kept(query, 0))
 
 
 # Selective activation checkpointing (models/recompute.py) keeps results of operations that torch knows.
@@ -259,7 +221,7 @@ class _Scores:
     heads: tuple[int, int]  # of keys and values, and queries sharing one of them
 
     def of_bins(
-        self, queries: Tensor, keys: Tensor, bins: Bins, kept: _Kept | None = None
+        self, queries: Tensor, keys: Tensor, bins: Bins, kept: Kept | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """[bins x H_kv, group x width, width], and the sinks' [bins x H_kv, group x width]."""
         scores = torch.bmm(queries, keys.mT)
@@ -268,7 +230,7 @@ class _Scores:
         return self._softmax(scores, grid, bins.bias[:, None, None], sinks, kept)
 
     def of_block(
-        self, queries: Tensor, keys: Tensor, block: Block, kept: _Kept | None = None
+        self, queries: Tensor, keys: Tensor, block: Block, kept: Kept | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """[H_kv, queries of the block x group, keys that it sees], and the sinks' without the last."""
         kv_heads, group = self.heads
@@ -279,7 +241,7 @@ class _Scores:
         return self._softmax(scores, grid, block.bias[None, :, None], sinks, kept)
 
     def _softmax(
-        self, scores: Tensor, grid: Tensor, bias: Tensor, sinks: Tensor | None, kept: _Kept | None
+        self, scores: Tensor, grid: Tensor, bias: Tensor, sinks: Tensor | None, kept: Kept | None
     ) -> tuple[Tensor, Tensor | None]:
         """`grid` is a view of `scores` that `sinks` fit, and `bias` its last columns."""
         scaling = self.scaling
