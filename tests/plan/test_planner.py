@@ -281,7 +281,8 @@ def test_rows_that_are_not_packed_are_as_long_as_their_documents() -> None:
     shorter = planned_config(LLAMA, data={"packing": False, "sequence_length": 128})
     assert Workload.assumed(config, 128).samples == Workload.assumed(shorter).samples == ((0, 128),)
     assert Workload.assumed(planned_config(LLAMA), 100).samples[0][-1] == config.data.sequence_length
-    assert plan(config, SERVER, 1, 2).kernel_shapes is None
+    made = plan(config, SERVER, 1, 2)
+    assert made.kernel_shapes is None and plan(planned_config(LLAMA), SERVER, 1, 2).kernel_shapes is not None
 
 
 def test_with_amx_rows_that_are_not_packed_have_few_lengths_whose_kernels_are_large() -> None:
