@@ -40,8 +40,10 @@ def test_attention_is_the_reference(dtype: torch.dtype, window: int | None, key_
     for backend in (ReferenceAttention(), CudaAttention()):
         out = backend.attend(query, key, value, Documents(edges, None), scoring)
         found.append([out, *torch.autograd.grad((out * torch.arange(64, device="cuda")).sum(), (query, key, value))])
+    largest = max(float(expected.double().norm()) for expected in found[0])
     for expected, ours in zip(*found, strict=True):
-        error = (ours.double() - expected.double()).norm() / expected.double().norm()
+        # With a window of one queries and keys change nothing: their gradients are 0, or rounding.
+        error = (ours.double() - expected.double()).norm() / (float(expected.double().norm()) or largest)
         assert error < (2**-6 if dtype == torch.bfloat16 else 1e-4)
 
 
