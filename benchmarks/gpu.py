@@ -1,12 +1,12 @@
 """Training on one GPU: aliquot beside HF Trainer, FSDP2 with flex_attention and DeepSpeed ZeRO-3, and its own plan.
 
-python benchmarks/gpu.py PART [--shape 1b] [--documents packed] --json gpu.json
+python benchmarks/gpu.py PART [--shape 1b] [--rows 1] --json gpu.json
 
 PART is speed, load or plan; each call adds its rows to the file, so that none takes ten minutes. Contestants alternate,
-each a new process; a matmul before and after each is the ceiling. All of the issue's table:
+each a new process that trains on rows of 8,192 tokens, `--rows` of them a step: packed documents of 512 tokens on
+average, then of 65, then of one document. A matmul before and after each is the ceiling. All of it:
 
-  for shape in 125m 1b 8b; do for documents in packed short full; do
-    python benchmarks/gpu.py speed --shape $shape --documents $documents --json gpu.json; done; done
+  for shape in 125m 1b 8b; do python benchmarks/gpu.py speed --shape $shape --json gpu.json; done
   python benchmarks/gpu.py load --shape 8b --json gpu.json
   for shape in 125m 1b; do python benchmarks/gpu.py plan --shape $shape --json gpu.json; done
 
@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ TINY = {**LLAMA_125M, "hidden_size": 64, "intermediate_size": 128, "num_hidden_l
 TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 SHAPES = {"tiny": TINY, "125m": LLAMA_125M, "1b": LLAMA_1B, "8b": LLAMA_8B}
 TOKENS = {"tiny": 256}  # of a row; others 8,192
-RECOMPUTED = {"1b": "selective", "8b": "full"}
+RECOMPUTED = {"8b": "full"}
 OFFLOADED = ("8b",)  # 16 bytes a parameter are more than a GPU has
 DOCUMENTS = {"packed": 512, "short": 65, "full": 1 << 30}  # mean length; of "full" one fills a row
 WARM = 3  # steps that compile and choose kernels
@@ -52,7 +53,8 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("part", choices=["speed", "load", "plan"])
     arguments.add_argument("--shape", choices=list(SHAPES), default="1b")
-    arguments.add_argument("--documents", choices=list(DOCUMENTS), default="packed")
+    arguments.add_argument("--documents", nargs="+", choices=list(DOCUMENTS), default=list(DOCUMENTS))
+    arguments.add_argument("--rows", type=int, default=1, help="of a step, each a micro-batch")
     arguments.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     arguments.add_argument("--steps", type=int, default=10)
     arguments.add_argument("--rounds", type=int, default=1)
@@ -75,10 +77,22 @@ def main() -> None:
 
 
 def _key(row: Row) -> tuple[Any, ...]:
-    return tuple(row.get(name) for name in ("part", "device", "shape", "documents", "who"))
+    return tuple(row.get(name) for name in ("part", "device", "shape", "rows", "documents", "who"))
 
 
 # Optimizer steps
+
+
+@dataclass(frozen=True)
+class Series(Work):
+    """One kind of documents after another, `steps` of each."""
+
+    means: tuple[int, ...] = ()
+    steps: int = 0
+
+    def edges(self, seed: int) -> tuple[int, ...]:
+        kind = min(seed // (self.steps * self.rows), len(self.means) - 1)
+        return Work(self.tokens, self.rows, self.means[kind]).edges(seed)
 
 
 def speed(given: argparse.Namespace) -> list[Row]:
@@ -88,30 +102,34 @@ def speed(given: argparse.Namespace) -> list[Row]:
     taken: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for _ in range(given.rounds):
         for name in names:
-            wanted = (given.shape, given.documents, given.device, str(given.steps), name)
+            wanted = (given.shape, given.device, str(given.steps), str(given.rows), name, *given.documents)
             taken[name] += run_world(__file__, 1, "speed", *wanted, timeout_s=_TIMEOUT_S)
             print(name, taken[name][-1], flush=True)
-    return [_speed_row(given, name, runs) for name, runs in taken.items()]
+    return [_speed_row(given, name, kind, runs) for name, runs in taken.items() for kind in given.documents]
 
 
-def _speed_row(given: argparse.Namespace, name: str, runs: list[dict[str, Any]]) -> Row:
+def _speed_row(given: argparse.Namespace, name: str, kind: str, runs: list[dict[str, Any]]) -> Row:
     row: Row = {
         "part": "speed",
         "device": given.device,
         "shape": given.shape,
-        "documents": given.documents,
+        "rows": given.rows,
+        "documents": kind,
         "who": name,
     }
     failed = next((run["failed"] for run in runs if "failed" in run), None)
     if failed is not None:
         return row | {"tokens_per_s": None, "mfu": None, "note": failed}
-    each_s = [statistics.median(run["seconds"]) for run in runs]
+    of_kind = [run["kinds"][kind] for run in runs]
+    each_s = [statistics.median(each["seconds"]) for each in of_kind]
+    rates = [each["flops"] / s for each, s in zip(of_kind, each_s, strict=True)]
     return row | {
-        "tokens_per_s": statistics.median(run["tokens"] / s for run, s in zip(runs, each_s, strict=True)),
-        "mfu": statistics.median(run["flops"] / s / run["ceiling"] for run, s in zip(runs, each_s, strict=True)),
-        "of_attention": runs[0]["attention_flops"] / runs[0]["flops"],
+        "tokens_per_s": statistics.median(runs[0]["tokens"] / s for s in each_s),
+        "mfu": statistics.median(rate / run["ceiling"] for rate, run in zip(rates, runs, strict=True)),
+        "of_attention": of_kind[0]["attention_flops"] / of_kind[0]["flops"],
         "ceiling_tflops": statistics.median(run["ceiling"] for run in runs) / 1e12,
         "reserved_gib": max(run["reserved_bytes"] for run in runs) / 2**30,
+        "gpu": runs[0]["gpu"],
     }
 
 
@@ -119,24 +137,24 @@ class _Enough(Exception):
     """Ends a contestant."""
 
 
-def speed_rank(shape: str, documents: str, device: str, steps: str, name: str) -> None:
+def speed_rank(shape: str, device: str, steps: str, rows: str, name: str, *kinds: str) -> None:
     import torch
     from benchmarks.gpu_contestants import CONTESTANTS
-    from benchmarks.step import step_flops
 
     from aliquot.machine.matmul import matmul_rate
 
     _join(device)
     numbers, tokens = SHAPES[shape], TOKENS.get(shape, 8192)
-    work = Work(tokens, 1, DOCUMENTS[documents])
+    of_kind = WARM + int(steps)
+    work = Series(tokens, int(rows), None, tuple(DOCUMENTS[kind] for kind in kinds), of_kind)
     before = matmul_rate(device, "bf16", lambda: None)  # type: ignore[arg-type]
-    ends: list[float] = []
+    ends = [time.perf_counter()]
 
     def between(step: int) -> None:
         if device == "cuda":
             torch.cuda.synchronize()
         ends.append(time.perf_counter())
-        if step == WARM + int(steps):
+        if step == of_kind * len(kinds):
             raise _Enough
 
     with suppress(_Enough):
@@ -147,18 +165,28 @@ def speed_rank(shape: str, documents: str, device: str, steps: str, name: str) -
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()  # for the products
-    measured = range(WARM, WARM + int(steps))
-    flops = statistics.mean(step_flops(numbers, work, 0, step, ranks=1) for step in measured)
-    none = step_flops(numbers, Work(tokens, 1, 1), 0, 0, ranks=1)  # documents of two tokens: as good as no attention
+    seconds = [b - a for a, b in pairwise(ends)]
+    measured = {kind: range(i * of_kind + WARM, (i + 1) * of_kind) for i, kind in enumerate(kinds)}
     tell({
-        "seconds": [b - a for a, b in pairwise(ends)][WARM - 1 :],
-        "tokens": tokens,
-        "flops": flops,
-        "attention_flops": flops - none,
+        "kinds": {
+            kind: {"seconds": [seconds[step] for step in taken], **_flops(numbers, work, taken)}
+            for kind, taken in measured.items()
+        },
+        "tokens": tokens * work.rows,
         "ceiling": (before + matmul_rate(device, "bf16", lambda: None)) / 2,  # type: ignore[arg-type]
         "reserved_bytes": reserved,
+        "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
     })  # fmt: skip
     os._exit(0)  # peers leave threads behind that abort at exit
+
+
+def _flops(numbers: dict[str, Any], work: Work, steps: range) -> dict[str, float]:
+    """Of a step, and those of them that attention takes."""
+    from benchmarks.step import step_flops
+
+    all_of_them = statistics.mean(step_flops(numbers, work, 0, step, ranks=1) for step in steps)
+    none = step_flops(numbers, Work(work.tokens, work.rows, 1), 0, 0, ranks=1)  # documents of two tokens
+    return {"flops": all_of_them, "attention_flops": all_of_them - none}
 
 
 def _join(device: str) -> None:
@@ -267,7 +295,7 @@ def planned(given: argparse.Namespace) -> Row:
 
 def targets(rows: list[Row]) -> list[Target]:
     def one(part: str, shape: str, column: str, who: str = "aliquot", documents: str | None = None) -> float | None:
-        wanted = (part, "cuda", shape, documents, who)
+        wanted = (part, "cuda", shape, 1 if part == "speed" else None, documents, who)
         value: float | None = next((row.get(column) for row in rows if _key(row) == wanted), None)
         return value
 
@@ -280,7 +308,8 @@ def targets(rows: list[Row]) -> list[Target]:
         short = one("speed", shape, "tokens_per_s", documents="short")
         return ratio(short, None if full is None or share is None else full / (1 - share))
 
-    short = [row for row in rows if row["part"] == "speed" and row["device"] == "cuda" and row["documents"] == "short"]
+    one_row = [row for row in rows if row["part"] == "speed" and row["device"] == "cuda" and row["rows"] == 1]
+    short = [row for row in one_row if row["documents"] == "short"]
     speedups = []
     for shape in {row["shape"] for row in short}:
         peers = [row["tokens_per_s"] or 0 for row in short if row["shape"] == shape and row["who"] != "aliquot"]

@@ -104,7 +104,7 @@ def trainer(
             between(state.global_step)
 
     with tempfile.TemporaryDirectory() as folder:
-        more: dict[str, Any] = {"gradient_checkpointing": recompute != "none"}
+        more: dict[str, Any] = {"gradient_checkpointing": recompute != "none", "train_sampling_strategy": "sequential"}
         if zero3 is not None:
             file = Path(folder, "zero3.json")
             file.write_text(json.dumps(zero3))

@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, 
 from torch.nn.attention.varlen import varlen_attn
 
 from aliquot.attention.base import Documents, Scoring
-from aliquot.attention.cuda_attention import CudaAttention
+from aliquot.attention.cuda_attention import CudaAttention, compiled_flex
 from aliquot.attention.reference_attention import ReferenceAttention
 from tests.attention.test_backends import HEAD_DIM, HEADS, SHORT, assert_equal, results
 
@@ -101,3 +101,14 @@ def test_flex_attention_itself_reads_the_mask_and_the_sinks_so(window: int | Non
     with torch.no_grad():
         found = CudaAttention(flex=flex_attention).attend(query, key, value, Documents(edges, None), scoring)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)  # fp32, two orders of summation
+
+
+@pytest.mark.parametrize("window", [None, 100], ids=["whole", "window"])
+def test_flex_attention_is_compiled_as_one_graph_with_its_gradient(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Traced as for a GPU, then computed step by step: torch has no kernel of a CPU for the gradient, and says so."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
+    case = (LENGTHS, window, HEADS["grouped"], torch.float64, 0.7, True, HEAD_DIM)
+    found = results(CudaAttention(flex=compiled_flex("aot_eager")), *case)
+    assert_equal(found, results(ReferenceAttention(), *case), 1e-12)

@@ -47,12 +47,29 @@ def test_attention_is_the_reference(dtype: torch.dtype, window: int | None, key_
         assert error < (2**-6 if dtype == torch.bfloat16 else 1e-4)
 
 
-def test_the_loss_waits_for_nothing() -> None:
+@needs_gpu
+def test_soft_caps_and_sinks_are_the_reference() -> None:
+    edges = (0, 1, 65, 300, 512)
+    query, key, value = (torch.randn(1, 4, 512, 64, device="cuda", requires_grad=True) for _ in "qkv")
+    sinks, found = torch.randn(4, device="cuda", requires_grad=True), []
+    for window, softcap in ((None, 3.0), (40, 3.0), (40, 5.0)):
+        scoring = Scoring(1.0, window, softcap, sinks)
+        for backend in (ReferenceAttention(), CudaAttention()):
+            out = backend.attend(query, key, value, Documents(edges, None), scoring)
+            found.append(
+                [out, *torch.autograd.grad((out * torch.arange(64, device="cuda")).sum(), (query, key, value, sinks))]
+            )
+        for expected, ours in zip(*found[-2:], strict=True):
+            assert (ours - expected).norm() / expected.norm() < 1e-4
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_loss_waits_for_nothing(compiled: bool) -> None:
     fed = batch()
     there = fed.to(torch.device(DEVICE))
     hidden = torch.randn(96, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(512, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-    loss = head_loss_on(DEVICE)
+    loss = head_loss_on(DEVICE, compiled=compiled)
     loss(hidden, weight, there.labels, 1.0, chosen=there.chosen)[1].backward()  # what is compiled once is
     if DEVICE == "cuda":
         torch.cuda.set_sync_debug_mode("error")

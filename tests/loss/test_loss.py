@@ -24,6 +24,7 @@ BACKENDS: dict[str, HeadLoss] = {
     "cpu-from-copies": FusedLoss(SCRATCH, copies_transposed=True),
     "cpu-from-copies-in-chunks": FusedLoss(SCRATCH, logits_bytes=8 * VOCABULARY * 9, copies_transposed=True),
     "cuda": head_loss_on("cuda", logits_bytes=logits_room(80 << 30)),
+    "cuda-compiled": head_loss_on("cuda", logits_bytes=logits_room(80 << 30), compiled=True),
 }
 head_loss = head_loss_on("cpu")
 

@@ -1,4 +1,4 @@
-"""Attention over packed documents on a GPU: a row is one call of a kernel. Written for CUDA, not yet run on a GPU.
+"""Attention over packed documents on a GPU: a row is one call of a kernel.
 
 `varlen_attn` where flash attention can (grouped heads, windows), `flex_attention` with a mask of documents where it
 cannot: soft-caps, sinks, values of another width than keys, fp32.
@@ -27,15 +27,18 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 @cache
-def _compiled_flex() -> Callable[..., Any]:
-    """Uncompiled, flex_attention would write all scores of the row to memory."""
-    return torch.compile(flex_attention, dynamic=True)
+def compiled_flex(backend: str = "inductor") -> Callable[..., Any]:
+    """Uncompiled, flex_attention would write all scores of the row to memory: so what cannot be compiled is an error.
+
+    Not `dynamic` from the start: then a soft-cap would be a number to be asked for, which ends the graph.
+    """
+    return torch.compile(flex_attention, fullgraph=True, backend=backend)
 
 
 @dataclass(frozen=True)
 class CudaAttention:
     varlen: Callable[..., Any] = varlen_attn
-    flex: Callable[..., Any] = field(default_factory=_compiled_flex)
+    flex: Callable[..., Any] = field(default_factory=compiled_flex)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, scoring: Scoring) -> Tensor:
         if _flash_can(query, value, scoring):

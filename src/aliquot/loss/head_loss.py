@@ -16,6 +16,7 @@ from torch import Tensor
 
 from aliquot.loss.base import IGNORE, Chosen, GradientRows, summed_cross_entropy
 from aliquot.loss.logits_room import HOST_BYTES, ROW_COUNTS, logits_room
+from aliquot.loss.softmax_gradient import to_gradient_, to_gradient_in_one_kernel_
 from aliquot.machine.kernels import copy_pays
 
 if TYPE_CHECKING:
@@ -26,16 +27,20 @@ _COLUMNS = 512  # of a product that is transposed afterwards: it stays in the ca
 
 
 def head_loss_on(
-    device: str, blocks: Blocks = iter, logits_bytes: int | None = None, copies_transposed: bool = False
+    device: str,
+    blocks: Blocks = iter,
+    logits_bytes: int | None = None,
+    copies_transposed: bool = False,
+    compiled: bool = False,
 ) -> FusedLoss:
     """On CPU the rows that are worked on in fp32, their probabilities and themselves stay in a core's own cache; on a
-    GPU they are enough to keep it busy (not yet run on one). `logits_bytes`: for a planned machine; None: what this one
+    GPU they are enough to keep it busy, or all, `compiled`. `logits_bytes`: for a planned machine; None: what this one
     has room for. `copies_transposed`: see machine/kernels.py."""
     if logits_bytes is None:
         memory = None if device == "cpu" else torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         logits_bytes = logits_room(memory)
     scratch_bytes = 512 << 10 if device == "cpu" else 256 << 20
-    return FusedLoss(scratch_bytes, logits_bytes, blocks, copies_transposed)
+    return FusedLoss(scratch_bytes, logits_bytes, blocks, copies_transposed, compiled and device == "cuda")
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,7 @@ class FusedLoss:
     logits_bytes: int = HOST_BYTES  # at most this much of them at once
     blocks: Blocks = iter  # the passes over the logits: the planner makes two and counts them as all
     copies_transposed: bool = False  # products are made as AMX has them fastest, from copies where that pays
+    in_one_kernel: bool = False  # logits become their gradient in one compiled kernel, not in passes
 
     def __call__(
         self,
@@ -121,19 +127,15 @@ class FusedLoss:
 
         `normalizers` [N] is set to the log of the sum of the exponentials.
         """
+        if self.in_one_kernel and len(logits):
+            in_all, normalizers[:] = to_gradient_in_one_kernel_(logits, labels, scale)
+            return in_all
         summed = torch.zeros((), device=logits.device)
         count = max(1, self.scratch_bytes // (4 * logits.shape[1]))
         for start in self.blocks(range(0, len(logits), count)):
-            rows, wanted = logits[start : start + count], labels[start : start + count, None]
-            values = rows.float()
-            targets, largest = values.gather(1, wanted), values.amax(1, keepdim=True)
-            probabilities = torch.softmax(values, 1)
-            # The largest probability is 1 / the sum of exp(logit - largest), and never tiny.
-            normalizer = largest - probabilities.amax(1, keepdim=True).log()
-            normalizers[start : start + count] = normalizer[:, 0]
-            summed += (normalizer - targets).sum()
-            probabilities.mul_(scale).scatter_add_(1, wanted, torch.full_like(targets, -scale))
-            rows.copy_(probabilities)
+            stop = start + count
+            of_rows, normalizers[start:stop] = to_gradient_(logits[start:stop], labels[start:stop], scale)
+            summed += of_rows
         return summed
 
 

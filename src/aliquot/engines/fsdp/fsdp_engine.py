@@ -125,12 +125,17 @@ class FsdpEngine:
         if spec.fused_loss:
             _add_fused_loss(
                 meta,
-                head_loss_on(topology.device, copies_transposed=copies_transposed(topology.device, spec.compute_dtype)),
+                head_loss_on(
+                    topology.device,
+                    copies_transposed=copies_transposed(topology.device, spec.compute_dtype),
+                    compiled=spec.compile == "layers",
+                ),
             )
         for module in meta.modules():
             if isinstance(module, FSDPModule):
                 # Gradients are summed; the division by the global number of tokens is in the loss's scale.
-                module.set_gradient_divide_factor(1.0)
+                if topology.world_size > 1:  # of one rank FSDP2 divides by 1 in a pass of its own
+                    module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         materialise(meta, torch.device("cpu") if spec.offload else device, buffers_on=device)
         for name in whole.values():
