@@ -22,7 +22,7 @@ from aliquot.attention.tile_sizes import KEPT_KEYS
 from aliquot.attention.tiled_attention import TiledAttention
 from aliquot.attention.tiles import cut
 
-HEAD_DIM = 8
+HEAD_DIM = 32  # flex_attention takes 16 and more
 SHORT = (1, 40, 2, 97)  # packed around the long one
 HEADS = {"grouped": (4, 2), "alone": (2, 2)}
 

@@ -81,7 +81,7 @@ def test_flash_attention_gets_edges_windows_and_heads(window: int | None, heads:
 @pytest.mark.parametrize("window", [None, 100], ids=["whole", "window"])
 @pytest.mark.parametrize(
     ("softcap", "has_sinks", "value_dim"),
-    [(None, False, HEAD_DIM), (0.7, False, HEAD_DIM), (None, True, HEAD_DIM), (None, False, 5), (0.7, True, 12)],
+    [(None, False, HEAD_DIM), (0.7, False, HEAD_DIM), (None, True, HEAD_DIM), (None, False, 20), (0.7, True, 16)],
     ids=["wide", "softcap", "sinks", "narrow-values", "all"],
 )
 def test_flex_attention_gets_what_flash_cannot(
@@ -89,6 +89,15 @@ def test_flex_attention_gets_what_flash_cannot(
 ) -> None:
     case = (LENGTHS, window, HEADS["grouped"], torch.float64, softcap, has_sinks, value_dim)
     assert_equal(results(CudaAttention(flex=flex_stand_in), *case), results(ReferenceAttention(), *case), 1e-12)
+
+
+@pytest.mark.parametrize("softcap", [None, 0.7])
+def test_heads_that_are_too_narrow_for_the_kernels_need_none(softcap: float | None) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("flex_attention takes 16 and more")
+
+    case = (LENGTHS, 100, HEADS["grouped"], torch.float64, softcap, True, 5)
+    assert_equal(results(CudaAttention(refuse, refuse), *case), results(ReferenceAttention(), *case), 1e-12)
 
 
 @pytest.mark.parametrize("window", [None, 100], ids=["whole", "window"])
@@ -109,6 +118,7 @@ def test_flex_attention_is_compiled_as_one_graph_with_its_gradient(
 ) -> None:
     """Traced as for a GPU, then computed step by step: torch has no kernel of a CPU for the gradient, and says so."""
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
-    case = (LENGTHS, window, HEADS["grouped"], torch.float64, 0.7, True, HEAD_DIM)
-    found = results(CudaAttention(flex=compiled_flex("aot_eager")), *case)
-    assert_equal(found, results(ReferenceAttention(), *case), 1e-12)
+    attention = CudaAttention(flex=compiled_flex("aot_eager"))
+    for softcap in (0.7, 20.0):  # the startup proof's, then the model's
+        case = (LENGTHS, window, HEADS["grouped"], torch.float64, softcap, True, HEAD_DIM)
+        assert_equal(results(attention, *case), results(ReferenceAttention(), *case), 1e-12)

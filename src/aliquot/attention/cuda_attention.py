@@ -1,7 +1,7 @@
 """Attention over packed documents on a GPU: a row is one call of a kernel.
 
 `varlen_attn` where flash attention can (grouped heads, windows), `flex_attention` with a mask of documents where it
-cannot: soft-caps, sinks, values of another width than keys, fp32.
+cannot: soft-caps, sinks, values of another width than keys, fp32. Heads too narrow for both go document by document.
 """
 
 from __future__ import annotations
@@ -23,15 +23,13 @@ if TYPE_CHECKING:
     from aliquot.attention.base import Documents, Scoring
 
 _FLASH_HEAD_DIM = 256  # at most
+_FLEX_HEAD_DIM = 16  # at least
 _HALF = (torch.bfloat16, torch.float16)
 
 
 @cache
 def compiled_flex(backend: str = "inductor") -> Callable[..., Any]:
-    """Uncompiled, flex_attention would write all scores of the row to memory: so what cannot be compiled is an error.
-
-    Not `dynamic` from the start: then a soft-cap would be a number to be asked for, which ends the graph.
-    """
+    """Uncompiled it would write all scores of the row to memory: so what cannot be compiled is an error."""
     return torch.compile(flex_attention, fullgraph=True, backend=backend)
 
 
@@ -43,6 +41,8 @@ class CudaAttention:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, scoring: Scoring) -> Tensor:
         if _flash_can(query, value, scoring):
             return self._by_varlen(query, key, value, documents, scoring)
+        if min(query.shape[-1], value.shape[-1]) < _FLEX_HEAD_DIM:
+            return _by_document(query, key, value, documents, scoring, causal)
         return self._by_flex(query, key, value, documents, scoring)
 
     def on_meta(self) -> FlashOfDocuments:
@@ -66,10 +66,13 @@ class CudaAttention:
         kind = (scoring.window, torch.bool)
         if kind not in documents.cuts:
             documents.cuts[kind] = _mask(documents.edges, scoring.window, query.device)
-        cap = scoring.softcap
+        # A tensor: a number that is another one in the next call becomes one to be asked for, and ends the graph.
+        number = torch.promote_types(query.dtype, torch.float32)
+        cap = None if scoring.softcap is None else torch.full((), scoring.softcap, dtype=number, device=query.device)
 
         def capped(score: Tensor, _batch: Tensor, _head: Tensor, _query: Tensor, _key: Tensor) -> Tensor:
-            return cap * torch.tanh(score / cap)  # type: ignore[operator]
+            assert cap is not None
+            return cap * torch.tanh(score / cap)
 
         out, aux = self.flex(
             query, key, value, score_mod=None if cap is None else capped, block_mask=documents.cuts[kind],
@@ -87,14 +90,27 @@ class FlashOfDocuments:
     """What the planner runs on meta tensors: products and what is kept are those of flash attention, by document."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, scoring: Scoring) -> Tensor:
-        outputs = [
-            causal(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], scoring, _flash)
-            for a, b in pairwise(documents.edges)
-        ]
-        return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
+        def flash(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+            return causal(query, key, value, scoring, _flash)
+
+        return _by_document(query, key, value, documents, scoring, flash)
 
     def on_meta(self) -> FlashOfDocuments:
         return self
+
+
+def _by_document(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Documents,
+    scoring: Scoring,
+    attention: Callable[[Tensor, Tensor, Tensor, Scoring], Tensor],
+) -> Tensor:
+    outputs = [
+        attention(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], scoring) for a, b in pairwise(documents.edges)
+    ]
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
 
 
 def _flash_can(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
