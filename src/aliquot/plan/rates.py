@@ -95,7 +95,8 @@ _GPUS: dict[str, tuple[float, float, float, float | None]] = {
     "b200": (2250e12, 75e12, 8000e9, 900e9),
     "b300": (2250e12, 75e12, 8000e9, 900e9),
 }
-_GPU_REACHED = 0.45
+_GPU_REACHED = 0.45  # an assumption
+_HOPPER_REACHED = 0.75  # 762 TFLOP/s, by the products of a step of a Llama of 1.2 B on an H200 (torch 2.11)
 _GPU_FP32_REACHED = 0.8
 _OFF_BY_OF_ANOTHER = 10.0  # of a GPU that is not among them
 _OFF_BY = 2.5  # on machines that were measured afterwards, estimates were up to 2.4 times too slow
@@ -158,7 +159,8 @@ def estimated(machine: Machine, layout: RankLayout) -> Estimated:
         link = _PCIE_BYTES_PER_S if nvlink is None else nvlink * _NVLINK_REACHED
         linked = f", {'PCIe' if nvlink is None else 'NVLink'} at {link / 1e9:.0f} GB/s" if machine.gpus > 1 else ""
         fp32 = fp32_flops * _GPU_FP32_REACHED
-        bf16 = flops * _GPU_REACHED if flops > fp32_flops else fp32
+        reached = _HOPPER_REACHED if name in ("h100", "h200") else _GPU_REACHED
+        bf16 = flops * reached if flops > fp32_flops else fp32
         of = f"{name.upper()}'s data sheet" if name else f"an L4's data sheet: {machine.gpu_name}'s is not known"
         without = ", which has no bf16" if bf16 == fp32 else ""
         said = f"estimate: {bf16 / flops:.0%} of {flops / 1e12:.0f} TFLOP/s ({of}{without}){linked}{assumed}"
