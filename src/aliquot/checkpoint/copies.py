@@ -37,7 +37,7 @@ class FromHost:
 class FromGpu:
     """Copies in a stream of their own, behind what had been launched when this was made and beside all that comes
     later: a thread that copies waits for its own copies alone, where in the stream of the kernels it would wait for
-    these, and they for it. Not yet run on a GPU."""
+    these, and they for it."""
 
     def __init__(self) -> None:
         before = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Batches of the next step are copied to a GPU while it computes the current one. Not yet run on a GPU."""
+"""Batches of the next step are copied to a GPU while it computes the current one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this process, and what is beside it, holds of its GPU's memory. Written for CUDA, not yet run on a GPU."""
+"""What this process, and what is beside it, holds of its GPU's memory."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class WallClock:
 
 class CudaEvents:
     """A host that launches kernels runs ahead of them: what they take is measured where they run. While a GPU has
-    nothing to do it passes a mark at once, so that what the host alone does counts too. Not yet run on a GPU."""
+    nothing to do it passes a mark at once, so that what the host alone does counts too."""
 
     def mark(self) -> Any:
         import torch
