@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from aliquot.attention.base import AttentionBackend, Documents, Scoring
 from aliquot.attention.reference_attention import ReferenceAttention
-from aliquot.attention.tile_sizes import KEPT_KEYS
+from aliquot.attention.tile_sizes import kept_numel
 from aliquot.attention.tiled_attention import TiledAttention
 from aliquot.attention.tiles import cut
 
@@ -116,10 +116,12 @@ def test_what_a_row_keeps_does_not_depend_on_its_documents(lengths: list[int], w
         results(TiledAttention(), tuple(lengths), window, HEADS["grouped"], torch.float32)
     heads, kv_heads = HEADS["grouped"]
     of_inputs = (heads + 2 * kv_heads) * HEAD_DIM
-    assert sum(each.numel() for each in kept) == sum(lengths) * (of_inputs + KEPT_KEYS * heads)
+    assert sum(each.numel() for each in kept) == sum(lengths) * of_inputs + kept_numel(sum(lengths)) * heads
 
 
-@pytest.mark.parametrize(("lengths", "again"), [((64,) * 7, False), ((900,), True)])
+@pytest.mark.parametrize(
+    ("lengths", "again"), [((64,) * 7, False), ((200,), False), ((250,), False), ((256, 256), True), ((900,), True)]
+)
 def test_probabilities_are_computed_again_where_there_is_no_room(lengths: tuple[int, ...], again: bool) -> None:
     with _Products() as products:
         results(TiledAttention(), lengths, None, HEADS["grouped"], torch.float32)

@@ -11,13 +11,13 @@ from torch import Tensor
 
 
 class Kept:
-    """Probabilities for the backward pass, at most so many for each token and head of the row; of tiles that come when
-    there is no room, they are computed again. All lie in one block, whose size does not follow from the
-    documents: neither does what a row needs."""
+    """Probabilities for the backward pass, at most so many for each head of the row; of tiles that come when there is
+    no room, they are computed again. All lie in one block, whose size does not follow from the documents: neither does
+    what a row needs."""
 
-    def __init__(self, query: Tensor, keys: int) -> None:
-        """`query` [T, H, D]."""
-        self.block = query.new_empty(keys * query.shape[0] * query.shape[1]) if keys else None
+    def __init__(self, query: Tensor, numel: int) -> None:
+        """`query` [T, H, D]; `numel` of a head."""
+        self.block = query.new_empty(numel * query.shape[1]) if numel else None
         self.places: list[tuple[int, torch.Size] | None] = []  # where those of each tile begin, and their shape
         self.of_sinks: list[Tensor] = []  # of tiles that have a place, where there are sinks
         self._used = 0

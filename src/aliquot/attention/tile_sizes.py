@@ -8,9 +8,15 @@ NARROWEST = 64  # width of a bin: several documents share one
 STEP = 32  # wider bins come in multiples of this and hold one document, or a long and a short one
 LONGEST_BINNED = 256  # documents above are cut into blocks of queries
 QUERY_BLOCK = 128
-KEPT_KEYS = 128  # probabilities of a token, on average, that are kept for the backward pass; others are computed again
+_KEPT_KEYS = 128  # probabilities of a token, on average, that are kept for the backward pass; others are computed again
 BATCHES = (16, 4, 1)  # bins of one width that are multiplied at once
 PRODUCTS = 3  # of a tile, different in shape or order: scores, what they weigh, and the way back to keys and values
+
+
+def kept_numel(tokens: int) -> int:
+    """Probabilities of a head that are kept of a row of so many tokens: at least those of its widest bin."""
+    widest = min(LONGEST_BINNED, -(-tokens // STEP) * STEP)
+    return max(_KEPT_KEYS * tokens, widest**2)
 
 
 def tile_shapes(tokens: int, longest: int, window: int | None) -> int:

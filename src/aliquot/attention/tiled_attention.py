@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from aliquot.attention.kept_probabilities import Kept, kept_tiles
-from aliquot.attention.tile_sizes import KEPT_KEYS, LONGEST_BINNED, binned
+from aliquot.attention.tile_sizes import LONGEST_BINNED, binned, kept_numel
 from aliquot.attention.tiles import Bins, Block, Long, Tiles, cut
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class _Tiled(torch.autograd.Function):
         softcap: float | None,
         selective: bool,
     ) -> Tensor:
-        kept = Kept(query, KEPT_KEYS if any(ctx.needs_input_grad) and not selective else 0)
+        kept = Kept(query, kept_numel(len(query)) if any(ctx.needs_input_grad) and not selective else 0)
         if selective:
             out: Tensor = torch.ops.aliquot.tiled_attention(
                 query, key, value, sinks, tiles.layout(), tiles.biases(), tiles.tokens, tiles.slots, scaling, softcap

@@ -19,7 +19,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from aliquot.attention.tile_sizes import BATCHES, KEPT_KEYS, LONGEST_BINNED, NARROWEST, QUERY_BLOCK, STEP
+from aliquot.attention.tile_sizes import BATCHES, LONGEST_BINNED, NARROWEST, QUERY_BLOCK, STEP, kept_numel
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def cut(edges: tuple[int, ...], window: int | None, like: Tensor) -> Tiles:
             # A padding slot sees itself: a row of -inf only would be nan.
             bias[number].diagonal()[at:] = 0
             order.extend([-1] * (width - at))
-        bins += _in_batches(Bins(start, len(filled), width, bias), KEPT_KEYS * edges[-1])
+        bins += _in_batches(Bins(start, len(filled), width, bias), kept_numel(edges[-1]))
     longs = []
     for document, length in enumerate(lengths):
         if length > LONGEST_BINNED:
