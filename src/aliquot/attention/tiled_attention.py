@@ -15,8 +15,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from aliquot.attention.kept_probabilities import Kept, kept_tiles
+from aliquot.attention.slots import (
+    bin_keys,
+    bin_queries,
+    bins_back,
+    from_slots,
+    long_back,
+    long_keys,
+    long_queries,
+    to_slots,
+    transposed,
+)
 from aliquot.attention.tile_sizes import LONGEST_BINNED, binned, kept_numel
-from aliquot.attention.tiles import Bins, Block, Long, Tiles, cut
+from aliquot.attention.tiles import Bins, Block, Tiles, cut
 
 if TYPE_CHECKING:
     from aliquot.attention.base import Documents, Scoring
@@ -107,7 +118,7 @@ class _Tiled(torch.autograd.Function):
         query, key, value, sinks, block_kept, *of_sinks_kept = ctx.saved_tensors
         heads = (key.shape[1], query.shape[1] // key.shape[1])
         kept = kept_tiles(ctx.places, block_kept, of_sinks_kept)
-        q, k, v, g = (_to_slots(x, tiles) for x in (query, key, value, gradient.contiguous()))
+        q, k, v, g = (to_slots(x, tiles) for x in (query, key, value, gradient.contiguous()))
         if tiles.padding is not None:
             g.index_fill_(0, tiles.padding, 0)  # padding is queried by nobody and adds nothing to keys and values
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -116,21 +127,21 @@ class _Tiled(torch.autograd.Function):
         of_sinks = None if sinks is None else torch.zeros(heads, dtype=wide, device=q.device)
         for bins in tiles.bins:
             p, rest = next(kept)
-            queries, keys, values = _bin_queries(q, bins, heads), _bin_keys(k, bins), _bin_keys(v, bins)
+            queries, keys, values = bin_queries(q, bins, heads), bin_keys(k, bins), bin_keys(v, bins)
             if p is None:
                 p, rest = scores.of_bins(queries, keys, bins)
-            out_gradient = _bin_queries(g, bins, heads)
+            out_gradient = bin_queries(g, bins, heads)
             of_p = torch.bmm(out_gradient, values.mT)
             if of_sinks is not None:
                 of_sinks -= (rest * (p * of_p).sum(-1)).view(bins.count, *heads, bins.width).sum((0, 3), dtype=wide)
             of_scores = scores.gradient(p, of_p, queries, keys)
-            _bins_back(torch.bmm(of_scores, keys), dq, bins, heads)
-            _bins_back(torch.bmm(of_scores.mT, queries), dk, bins, (heads[0], 1))
-            _bins_back(torch.bmm(p.mT, out_gradient), dv, bins, (heads[0], 1))
+            bins_back(torch.bmm(of_scores, keys), dq, bins, heads)
+            bins_back(torch.bmm(of_scores.mT, queries), dk, bins, (heads[0], 1))
+            bins_back(torch.bmm(p.mT, out_gradient), dv, bins, (heads[0], 1))
         scores = replace(scores, scaling=1.0)
         for long in tiles.longs:
-            queries, out_gradient = _long_queries(q, long, heads) * ctx.scaling, _long_queries(g, long, heads)
-            keys, values = _long_keys(k, long), _long_keys(v, long)
+            queries, out_gradient = long_queries(q, long, heads) * ctx.scaling, long_queries(g, long, heads)
+            keys, values = long_keys(k, long), long_keys(v, long)
             result = torch.empty_like(queries)
             # A key's gradient is a sum over blocks of queries: rounded once, at the end.
             sum_k, sum_v = (torch.zeros_like(each, dtype=wide) for each in (keys, values))
@@ -139,18 +150,18 @@ class _Tiled(torch.autograd.Function):
                 p, rest = next(kept)
                 if p is None:
                     p, rest = scores.of_block(queries, keys, block)
-                of_p = torch.bmm(out_gradient[:, rows], _transposed(values, seen))
+                of_p = torch.bmm(out_gradient[:, rows], transposed(values, seen))
                 if of_sinks is not None:
                     of_sinks -= (rest * (p * of_p).sum(-1)).view(heads[0], -1, heads[1]).sum(1, dtype=wide)
                 of_scores = scores.gradient(p, of_p, queries[:, rows], keys[:, seen])
                 result[:, rows] = torch.bmm(of_scores, keys[:, seen])
                 sum_k[:, seen] += torch.bmm(of_scores.mT, queries[:, rows])
                 sum_v[:, seen] += torch.bmm(p.mT, out_gradient[:, rows])
-            _long_back(result.mul_(ctx.scaling), dq, long, heads)
-            _long_back(sum_k, dk, long, (heads[0], 1))
-            _long_back(sum_v, dv, long, (heads[0], 1))
+            long_back(result.mul_(ctx.scaling), dq, long, heads)
+            long_back(sum_k, dk, long, (heads[0], 1))
+            long_back(sum_v, dv, long, (heads[0], 1))
         sink_gradient = None if of_sinks is None else of_sinks.flatten().to(q.dtype)
-        return *(_from_slots(x, tiles) for x in (dq, dk, dv)), sink_gradient, None, None, None, None
+        return *(from_slots(x, tiles) for x in (dq, dk, dv)), sink_gradient, None, None, None, None
 
 
 def _attended(
@@ -165,24 +176,24 @@ def _attended(
 ) -> Tensor:
     """[T, H, D_v]; `kept` is given the probabilities of each tile."""
     heads = (key.shape[1], query.shape[1] // key.shape[1])  # of keys and values, and queries sharing one of them
-    q, k, v = (_to_slots(x, tiles) for x in (query, key, value))
+    q, k, v = (to_slots(x, tiles) for x in (query, key, value))
     out = q.new_empty(*q.shape[:2], v.shape[2])
     scores = _Scores(scaling, softcap, sinks, heads)
     for bins in tiles.bins:
-        queries, keys, values = _bin_queries(q, bins, heads), _bin_keys(k, bins), _bin_keys(v, bins)
+        queries, keys, values = bin_queries(q, bins, heads), bin_keys(k, bins), bin_keys(v, bins)
         p = scores.of_bins(queries, keys, bins, kept)[0]
-        _bins_back(torch.bmm(p, values), out, bins, heads)
+        bins_back(torch.bmm(p, values), out, bins, heads)
     scores = replace(scores, scaling=1.0)
     for long in tiles.longs:
-        queries = _long_queries(q, long, heads) * scaling
-        keys, values = _long_keys(k, long), _long_keys(v, long)
+        queries = long_queries(q, long, heads) * scaling
+        keys, values = long_keys(k, long), long_keys(v, long)
         result = queries.new_empty(*queries.shape[:2], v.shape[2])
         for block in long.blocks:
             p = scores.of_block(queries, keys, block, kept)[0]
             rows = slice(block.first * heads[1], block.last * heads[1])
             result[:, rows] = torch.bmm(p, values[:, block.key : block.last])
-        _long_back(result, out, long, heads)
-    return _from_slots(out, tiles)
+        long_back(result, out, long, heads)
+    return from_slots(out, tiles)
 
 
 def attended_alone(
@@ -235,7 +246,7 @@ class _Scores:
         """[H_kv, queries of the block x group, keys that it sees], and the sinks' without the last."""
         kv_heads, group = self.heads
         rows = slice(block.first * group, block.last * group)
-        scores = torch.bmm(queries[:, rows], _transposed(keys, slice(block.key, block.last)))
+        scores = torch.bmm(queries[:, rows], transposed(keys, slice(block.key, block.last)))
         grid = scores.view(kv_heads, block.last - block.first, group, block.last - block.key)
         sinks = None if self.sinks is None else self.sinks.view(kv_heads, 1, group, 1)
         return self._softmax(scores, grid, block.bias[None, :, None], sinks, kept)
@@ -274,54 +285,3 @@ class _Scores:
             capped = torch.bmm(queries, keys.mT).mul_(self.scaling / self.softcap).tanh_()
             scores.mul_(1 - capped.square_())
         return scores if self.scaling == 1 else scores.mul_(self.scaling)
-
-
-def _to_slots(x: Tensor, tiles: Tiles) -> Tensor:
-    """[T, heads, D] -> [slots, heads, D]."""
-    return x if tiles.tokens is None else x.index_select(0, tiles.tokens)
-
-
-def _from_slots(x: Tensor, tiles: Tiles) -> Tensor:
-    return x if tiles.slots is None else x.index_select(0, tiles.slots)
-
-
-def _bin_queries(x: Tensor, bins: Bins, heads: tuple[int, int]) -> Tensor:
-    """[slots, H, D] -> [bins x H_kv, group x width, D]: the queries that share keys are rows of one product."""
-    grid = x[bins.start : bins.stop].view(bins.count, bins.width, *heads, x.shape[-1])
-    return grid.permute(0, 2, 3, 1, 4).reshape(bins.count * heads[0], heads[1] * bins.width, x.shape[-1])
-
-
-def _bin_keys(x: Tensor, bins: Bins) -> Tensor:
-    """[slots, H_kv, D] -> [bins x H_kv, width, D]."""
-    grid = x[bins.start : bins.stop].view(bins.count, bins.width, *x.shape[1:])
-    return grid.transpose(1, 2).reshape(-1, bins.width, x.shape[-1])
-
-
-def _bins_back(x: Tensor, out: Tensor, bins: Bins, heads: tuple[int, int]) -> None:
-    """The inverse of `_bin_queries`, and of `_bin_keys` with a group of one."""
-    grid = out[bins.start : bins.stop].view(bins.count, bins.width, *heads, x.shape[-1])
-    grid.copy_(x.view(bins.count, *heads, bins.width, x.shape[-1]).permute(0, 3, 1, 2, 4))
-
-
-def _long_queries(x: Tensor, long: Long, heads: tuple[int, int]) -> Tensor:
-    """[slots, H, D] -> [H_kv, length x group, D]: a block of queries is a slice of rows."""
-    grid = x[long.start : long.start + long.length].view(long.length, *heads, x.shape[-1])
-    return grid.transpose(0, 1).reshape(heads[0], long.length * heads[1], x.shape[-1])
-
-
-def _long_keys(x: Tensor, long: Long) -> Tensor:
-    """[slots, H_kv, D] -> [H_kv, length, D]."""
-    return x[long.start : long.start + long.length].transpose(0, 1).contiguous()
-
-
-def _transposed(x: Tensor, seen: slice) -> Tensor:
-    """[H_kv, length, D] -> [H_kv, D, those that are seen], always a view of rows that lie in one piece: of others torch
-    makes a copy that is transposed, for which oneDNN needs a kernel of another kind."""
-    rows = x[:, seen]
-    in_one_piece = rows.stride(0) == rows.shape[1] * rows.shape[2]
-    return (rows if in_one_piece else rows.clone(memory_format=torch.contiguous_format)).mT
-
-
-def _long_back(x: Tensor, out: Tensor, long: Long, heads: tuple[int, int]) -> None:
-    grid = out[long.start : long.start + long.length].view(long.length, *heads, x.shape[-1])
-    grid.copy_(x.view(heads[0], long.length, heads[1], x.shape[-1]).transpose(0, 1))

@@ -34,8 +34,8 @@ def head_loss_on(
     compiled: bool = False,
 ) -> FusedLoss:
     """On CPU the rows that are worked on in fp32, their probabilities and themselves stay in a core's own cache; on a
-    GPU they are enough to keep it busy, or all, `compiled`. `logits_bytes`: for a planned machine; None: what this one
-    has room for. `copies_transposed`: see machine/kernels.py."""
+    GPU they are enough to keep it busy, and can be `compiled`. `logits_bytes`: for a planned machine; None: what this
+    one has room for. `copies_transposed`: see machine/kernels.py."""
     if logits_bytes is None:
         memory = None if device == "cpu" else torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         logits_bytes = logits_room(memory)
@@ -49,7 +49,7 @@ class FusedLoss:
     logits_bytes: int = HOST_BYTES  # at most this much of them at once
     blocks: Blocks = iter  # the passes over the logits: the planner makes two and counts them as all
     copies_transposed: bool = False  # products are made as AMX has them fastest, from copies where that pays
-    in_one_kernel: bool = False  # logits become their gradient in one compiled kernel, not in passes
+    compiled: bool = False  # each of those passes is one compiled kernel
 
     def __call__(
         self,
@@ -127,14 +127,12 @@ class FusedLoss:
 
         `normalizers` [N] is set to the log of the sum of the exponentials.
         """
-        if self.in_one_kernel and len(logits):
-            in_all, normalizers[:] = to_gradient_in_one_kernel_(logits, labels, scale)
-            return in_all
         summed = torch.zeros((), device=logits.device)
         count = max(1, self.scratch_bytes // (4 * logits.shape[1]))
+        convert = to_gradient_in_one_kernel_ if self.compiled else to_gradient_
         for start in self.blocks(range(0, len(logits), count)):
             stop = start + count
-            of_rows, normalizers[start:stop] = to_gradient_(logits[start:stop], labels[start:stop], scale)
+            of_rows, normalizers[start:stop] = convert(logits[start:stop], labels[start:stop], scale)
             summed += of_rows
         return summed
 

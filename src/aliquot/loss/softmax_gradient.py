@@ -1,5 +1,5 @@
-"""Logits become their gradient where they lie: in passes of a few rows, or on a GPU in one compiled kernel, which reads
-and writes each row once where the passes do so a dozen times."""
+"""Logits become their gradient where they lie: by a dozen operations over a few rows, or on a GPU by one compiled
+kernel, which reads and writes them once."""
 
 from __future__ import annotations
 
@@ -44,6 +44,9 @@ def _compiled() -> Callable[..., Any]:
 
 
 def to_gradient_in_one_kernel_(logits: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The same. What has been compiled takes any number of rows, and any scale: as a number it would be a constant."""
+    """The same. What has been compiled takes any number of rows, and any scale: as a number it would be a constant.
+
+    While a dispatch mode looks on torch compiles nothing: then it takes as much scratch as the other.
+    """
     result: tuple[Tensor, Tensor] = _compiled()(logits, labels, torch.full((), scale, device=logits.device))
     return result

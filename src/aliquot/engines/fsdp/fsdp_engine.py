@@ -6,10 +6,8 @@ What learns nothing is kept as it is gathered.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MethodType
 from typing import Self, cast
 
 import torch
@@ -22,30 +20,26 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
-    register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
 
 from aliquot.attention.base import Documents
 from aliquot.attention.document_attention import attention_on
-from aliquot.collectives.json_values import gather
-from aliquot.collectives.peers import Peers
 from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.compiling import compile_or_copy
 from aliquot.engines.fsdp.fsdp_check import check_collectives
-from aliquot.engines.fsdp.fsdp_collectives import SharedAllGather, SharedReduceScatter, Stage
+from aliquot.engines.fsdp.fsdp_collectives import Stage
+from aliquot.engines.fsdp.fsdp_wrapping import add_fused_loss, group_numel, groups_of, share_memory
 from aliquot.engines.global_norm import global_norm
 from aliquot.engines.met_kernels import meet_kernels
 from aliquot.engines.saved_bytes import SavedBytes
 from aliquot.errors import EngineError
 from aliquot.launch.topology import Topology
-from aliquot.loss.base import Chosen, HeadLoss
 from aliquot.loss.head_loss import head_loss_on
 from aliquot.machine.kernels import copies_transposed
 from aliquot.models import calls, recompute
 from aliquot.models.batch import MicroBatch
 from aliquot.models.materialise import materialise
-from aliquot.models.structure import decoder_layers
 from aliquot.optim.decay import decays
 from aliquot.optim.sharded_adamw import ShardedAdamW
 from aliquot.optim.squared_norm import squared_norms
@@ -91,7 +85,7 @@ class FsdpEngine:
         self._kept = spec.unsharded
         self._gathered = False  # all weights are, because they are kept
         self._stage = stage  # None: gloo or nccl carries the collectives
-        groups = [_numel(module) for module in self._groups]
+        groups = [group_numel(module) for module in self._groups]
         # The root's group stays gathered while the largest layer is; a single rank gathers a copy all the same.
         most = sum(groups) if self._kept.weights else groups[0] + max(groups[1:], default=0)
         self._gathered_bytes = spec.compute_dtype.itemsize * most
@@ -116,14 +110,14 @@ class FsdpEngine:
         if learned := [name for parameter, name in whole.items() if parameter.requires_grad]:
             raise EngineError(f"engine fsdp: FSDP2 shards no weight without a dimension, and {learned[0]} has none")
         reshard = False if spec.unsharded.weights else None  # None: all but the root
-        for group in _groups(meta):
+        for group in groups_of(meta):
             fully_shard(
                 group, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=set(whole) or None,
                 reshard_after_forward=reshard,
             )  # fmt: skip
-        stage = _share_memory(meta, spec, topology)
+        stage = share_memory(meta, spec, topology)
         if spec.fused_loss:
-            _add_fused_loss(
+            add_fused_loss(
                 meta,
                 head_loss_on(
                     topology.device,
@@ -283,78 +277,6 @@ class FsdpEngine:
             self._stage.peers.close()
 
 
-def _groups(model: nn.Module) -> list[nn.Module]:
-    """What is gathered together, inner before outer: each decoder layer, an untied head, then the rest in the root.
-
-    A layer that shares weights with another is part of the rest.
-    """
-    uses = Counter(weight for _, weight in model.named_parameters(remove_duplicate=False))
-    groups = []
-    for layer in decoder_layers(model):
-        own = Counter(weight for _, weight in layer.named_parameters(remove_duplicate=False))
-        if all(uses[weight] == count for weight, count in own.items()):
-            groups.append(layer)
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
-    if head is not None and head.weight is not embedding.weight:
-        groups.append(head)
-    return [*groups, model]
-
-
-def _share_memory(model: nn.Module, spec: EngineSpec, topology: Topology) -> Stage | None:
-    """Let CPU ranks of one host pass weights and gradients through its memory; None: gloo or nccl does.
-
-    Raises UserError where shared memory is asked for and the ranks have none in common.
-    """
-    if spec.collectives == "gloo" or topology.world_size == 1:
-        return None
-    asked = "shard.collectives: shared_memory is for CPU ranks of one host with engine fsdp"
-    if topology.device != "cpu":
-        if spec.collectives == "shared_memory":
-            raise EngineError(f"{asked}, and launch.device is {topology.device}: use auto")
-        return None
-    peers = Peers.join(topology.rank, gather)
-    hosts = len({tuple(ranks) for ranks in gather(list(peers.ranks))})
-    if hosts > 1:
-        peers.close()
-        if spec.collectives == "shared_memory":
-            raise EngineError(f"{asked}, and there are {hosts} hosts: use auto or gloo, or engine host")
-        return None
-    stage = Stage(peers)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # torch types them with private classes, and only calls them with keywords.
-            module.set_custom_all_gather(SharedAllGather(stage))  # type: ignore[arg-type]
-            module.set_custom_reduce_scatter(SharedReduceScatter(stage))  # type: ignore[arg-type]
-    return stage
-
-
-def _add_fused_loss(model: nn.Module, head_loss: HeadLoss) -> None:
-    """Give model and head a method `fused_loss`, for which FSDP2 gathers their weights as for a call of `forward`."""
-    head = model.get_output_embeddings()  # type: ignore[operator]
-
-    def of_head(
-        head: nn.Module, hidden: Tensor, labels: Tensor, scale: float, chosen: Chosen | None
-    ) -> tuple[Tensor, Tensor]:
-        return head_loss(hidden, cast("nn.Parameter", head.weight), labels, scale, chosen=chosen)
-
-    def of_model(
-        model: nn.Module,
-        ids: Tensor,
-        positions: Tensor,
-        labels: Tensor,
-        documents: Documents,
-        scale: float,
-        chosen: Chosen | None,
-    ) -> tuple[Tensor, Tensor]:
-        hidden = calls.hidden_states(model, ids, positions, documents)
-        result: tuple[Tensor, Tensor] = head.fused_loss(hidden, labels, scale, chosen)
-        return result
-
-    for module, method in ((head, of_head), (model, of_model)):
-        module.fused_loss = MethodType(method, module)
-        register_fsdp_forward_method(module, "fused_loss")
-
-
 def _own_shards(model: nn.Module, topology: Topology) -> list[_Shard]:
     shards = []
     for name, parameter in model.named_parameters():
@@ -365,14 +287,3 @@ def _own_shards(model: nn.Module, topology: Topology) -> list[_Shard]:
             local = parameter.detach().view(-1)[start:stop]
         shards.append(_Shard(name, parameter, local, start))
     return shards
-
-
-def _numel(module: nn.Module) -> int:
-    """Parameters in the module's own FSDP group: all of its own but those of inner groups."""
-    inner = {
-        id(parameter)
-        for child in module.modules()
-        if child is not module and isinstance(child, FSDPModule)
-        for parameter in child.parameters()
-    }
-    return sum(parameter.numel() for parameter in module.parameters() if id(parameter) not in inner)

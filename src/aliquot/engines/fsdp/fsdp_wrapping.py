@@ -1,0 +1,104 @@
+"""What FSDP2 is told of a model: what is gathered together, and by what; and that the loss is a forward method."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import MethodType
+from typing import cast
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+
+from aliquot.attention.base import Documents
+from aliquot.collectives.json_values import gather
+from aliquot.collectives.peers import Peers
+from aliquot.engines.base import EngineSpec
+from aliquot.engines.fsdp.fsdp_collectives import SharedAllGather, SharedReduceScatter, Stage
+from aliquot.errors import EngineError
+from aliquot.launch.topology import Topology
+from aliquot.loss.base import Chosen, HeadLoss
+from aliquot.models import calls
+from aliquot.models.structure import decoder_layers
+
+
+def groups_of(model: nn.Module) -> list[nn.Module]:
+    """What is gathered together, inner before outer: each decoder layer, an untied head, then the rest in the root.
+
+    A layer that shares weights with another is part of the rest.
+    """
+    uses = Counter(weight for _, weight in model.named_parameters(remove_duplicate=False))
+    groups = []
+    for layer in decoder_layers(model):
+        own = Counter(weight for _, weight in layer.named_parameters(remove_duplicate=False))
+        if all(uses[weight] == count for weight, count in own.items()):
+            groups.append(layer)
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
+    if head is not None and head.weight is not embedding.weight:
+        groups.append(head)
+    return [*groups, model]
+
+
+def share_memory(model: nn.Module, spec: EngineSpec, topology: Topology) -> Stage | None:
+    """Let CPU ranks of one host pass weights and gradients through its memory; None: gloo or nccl does.
+
+    Raises UserError where shared memory is asked for and the ranks have none in common.
+    """
+    if spec.collectives == "gloo" or topology.world_size == 1:
+        return None
+    asked = "shard.collectives: shared_memory is for CPU ranks of one host with engine fsdp"
+    if topology.device != "cpu":
+        if spec.collectives == "shared_memory":
+            raise EngineError(f"{asked}, and launch.device is {topology.device}: use auto")
+        return None
+    peers = Peers.join(topology.rank, gather)
+    hosts = len({tuple(ranks) for ranks in gather(list(peers.ranks))})
+    if hosts > 1:
+        peers.close()
+        if spec.collectives == "shared_memory":
+            raise EngineError(f"{asked}, and there are {hosts} hosts: use auto or gloo, or engine host")
+        return None
+    stage = Stage(peers)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # torch types them with private classes, and only calls them with keywords.
+            module.set_custom_all_gather(SharedAllGather(stage))  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(SharedReduceScatter(stage))  # type: ignore[arg-type]
+    return stage
+
+
+def add_fused_loss(model: nn.Module, head_loss: HeadLoss) -> None:
+    """Give model and head a method `fused_loss`, for which FSDP2 gathers their weights as for a call of `forward`."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+
+    def of_head(
+        head: nn.Module, hidden: Tensor, labels: Tensor, scale: float, chosen: Chosen | None
+    ) -> tuple[Tensor, Tensor]:
+        return head_loss(hidden, cast("nn.Parameter", head.weight), labels, scale, chosen=chosen)
+
+    def of_model(
+        model: nn.Module,
+        ids: Tensor,
+        positions: Tensor,
+        labels: Tensor,
+        documents: Documents,
+        scale: float,
+        chosen: Chosen | None,
+    ) -> tuple[Tensor, Tensor]:
+        hidden = calls.hidden_states(model, ids, positions, documents)
+        result: tuple[Tensor, Tensor] = head.fused_loss(hidden, labels, scale, chosen)
+        return result
+
+    for module, method in ((head, of_head), (model, of_model)):
+        module.fused_loss = MethodType(method, module)
+        register_fsdp_forward_method(module, "fused_loss")
+
+
+def group_numel(module: nn.Module) -> int:
+    """Parameters in the module's own FSDP group: all of its own but those of inner groups."""
+    inner = {
+        id(parameter)
+        for child in module.modules()
+        if child is not module and isinstance(child, FSDPModule)
+        for parameter in child.parameters()
+    }
+    return sum(parameter.numel() for parameter in module.parameters() if id(parameter) not in inner)
