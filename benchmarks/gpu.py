@@ -24,7 +24,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -117,7 +116,7 @@ def _speed_row(given: argparse.Namespace, name: str, kind: str, runs: list[dict[
         "documents": kind,
         "who": name,
     }
-    failed = next((run["failed"] for run in runs if "failed" in run), None)
+    failed = next((run.get("failed") for run in runs if kind not in run.get("kinds", ())), None)
     if failed is not None:
         return row | {"tokens_per_s": None, "mfu": None, "note": failed}
     of_kind = [run["kinds"][kind] for run in runs]
@@ -157,21 +156,31 @@ def speed_rank(shape: str, device: str, steps: str, rows: str, name: str, *kinds
         if step == of_kind * len(kinds):
             raise _Enough
 
-    with suppress(_Enough):
+    failed = None
+    try:
         CONTESTANTS[name](
             llama_config(numbers), work, device, shape in OFFLOADED, RECOMPUTED.get(shape, "none"), between
         )
+    except _Enough:
+        pass
+    except Exception as error:  # of a peer, any: what it has finished before counts
+        failed = f"{type(error).__name__}: {error}"[:200]
     reserved = torch.cuda.max_memory_reserved() if device == "cuda" else 0
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()  # for the products
     seconds = [b - a for a, b in pairwise(ends)]
-    measured = {kind: range(i * of_kind + WARM, (i + 1) * of_kind) for i, kind in enumerate(kinds)}
+    measured = {
+        kind: range(i * of_kind + WARM, (i + 1) * of_kind)
+        for i, kind in enumerate(kinds)
+        if len(seconds) >= (i + 1) * of_kind
+    }
     tell({
         "kinds": {
             kind: {"seconds": [seconds[step] for step in taken], **_flops(numbers, work, taken)}
             for kind, taken in measured.items()
         },
+        "failed": failed,
         "tokens": tokens * work.rows,
         "ceiling": (before + matmul_rate(device, "bf16", lambda: None)) / 2,  # type: ignore[arg-type]
         "reserved_bytes": reserved,
@@ -308,12 +317,13 @@ def targets(rows: list[Row]) -> list[Target]:
         short = one("speed", shape, "tokens_per_s", documents="short")
         return ratio(short, None if full is None or share is None else full / (1 - share))
 
-    one_row = [row for row in rows if row["part"] == "speed" and row["device"] == "cuda" and row["rows"] == 1]
+    one_row = [row for row in rows if row["part"] == "speed" and row["device"] == "cuda" and row.get("rows") == 1]
     short = [row for row in one_row if row["documents"] == "short"]
     speedups = []
     for shape in {row["shape"] for row in short}:
-        peers = [row["tokens_per_s"] or 0 for row in short if row["shape"] == shape and row["who"] != "aliquot"]
-        speedups.append(ratio(one("speed", shape, "tokens_per_s", documents="short"), max(peers, default=None)))
+        peers = [row["tokens_per_s"] for row in short if row["shape"] == shape and row["who"] != "aliquot"]
+        best = None if None in peers else max(peers, default=None)  # who failed might have been the best
+        speedups.append(ratio(one("speed", shape, "tokens_per_s", documents="short"), best))
     errors = [row for row in rows if row["part"] == "plan" and row["device"] == "cuda"]
     seconds = {who: one("load", "8b", "seconds", who) for who in ("transformers", "aliquot")}
     worst = [max((row[name] for row in errors if name in row), default=None) for name in ("memory_error", "time_error")]

@@ -59,11 +59,12 @@ def _fsdp2(config: Mapping[str, Any], work: Work, device: str, offload: bool, re
     mesh = init_device_mesh(device, (1,))
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policy = CPUOffloadPolicy() if offload and device == "cuda" else OffloadPolicy()
+    reshard = None if offload else False  # where weights can be kept within a step, they are, as ours
     for layer in model.model.layers:
         if device == "cuda":
             layer.compile()
-        fully_shard(layer, mesh=mesh, mp_policy=mixed, offload_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=mixed, offload_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=mixed, offload_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=mixed, offload_policy=policy, reshard_after_forward=reshard)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     index = 0
     while True:

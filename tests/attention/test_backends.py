@@ -120,7 +120,8 @@ def test_what_a_row_keeps_does_not_depend_on_its_documents(lengths: list[int], w
 
 
 @pytest.mark.parametrize(
-    ("lengths", "again"), [((64,) * 7, False), ((200,), False), ((250,), False), ((256, 256), True), ((900,), True)]
+    ("lengths", "again"),
+    [((64,) * 7, False), ((20,), False), ((200,), False), ((250,), False), ((256, 256), True), ((900,), True)],
 )
 def test_probabilities_are_computed_again_where_there_is_no_room(lengths: tuple[int, ...], again: bool) -> None:
     with _Products() as products:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from torch.nn.attention.varlen import varlen_attn
 from aliquot.attention.base import Documents, Scoring
 from aliquot.attention.cuda_attention import CudaAttention, compiled_flex
 from aliquot.attention.reference_attention import ReferenceAttention
+from aliquot.engines.saved_bytes import SavedBytes
 from tests.attention.test_backends import HEAD_DIM, HEADS, SHORT, assert_equal, results
 
 LENGTHS = (*SHORT, 257)
@@ -112,13 +113,30 @@ def test_flex_attention_itself_reads_the_mask_and_the_sinks_so(window: int | Non
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)  # fp32, two orders of summation
 
 
-@pytest.mark.parametrize("window", [None, 100], ids=["whole", "window"])
-def test_flex_attention_is_compiled_as_one_graph_with_its_gradient(
-    window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Traced as for a GPU, then computed step by step: torch has no kernel of a CPU for the gradient, and says so."""
+def test_flex_attention_is_compiled_as_one_graph_with_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced as for a GPU, then computed step by step: torch has no kernel of a CPU for the gradient, and says so. By
+    one compiled function, as in a run: the startup proof's numbers, then the model's, evaluations, a row of a token;
+    and under the hooks that measure a first forward pass."""
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
     attention = CudaAttention(flex=compiled_flex("aot_eager"))
-    for softcap in (0.7, 20.0):  # the startup proof's, then the model's
-        case = (LENGTHS, window, HEADS["grouped"], torch.float64, softcap, True, HEAD_DIM)
-        assert_equal(results(attention, *case), results(ReferenceAttention(), *case), 1e-12)
+    numbers = [(5, 0.7, 0.3), (100, 20.0, 0.2), (None, 20.0, 0.2)]  # windows, soft-caps, scales
+    for lengths in (LENGTHS, (1,)):
+        for window, softcap, scaling in numbers:
+            documents = Documents((0, *accumulate(lengths)), None)
+            query = torch.randn(1, 4, sum(lengths), HEAD_DIM, dtype=torch.float64, requires_grad=True)
+            key, value = torch.randn(2, 1, 2, sum(lengths), HEAD_DIM, dtype=torch.float64, requires_grad=True)
+            scoring = Scoring(scaling, window, softcap, None)
+            with SavedBytes("selective", "cuda").measure():
+                found = attention.attend(query, key, value, documents, scoring)
+            expected = ReferenceAttention().attend(query, key, value, documents, scoring)
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+            weights = torch.randn_like(found)
+            for ours, theirs in zip(
+                torch.autograd.grad((found * weights).sum(), (query, key, value)),
+                torch.autograd.grad((expected * weights).sum(), (query, key, value)),
+                strict=True,
+            ):
+                torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+            with torch.no_grad():
+                evaluated = attention.attend(query, key, value, Documents(documents.edges, None), scoring)
+            torch.testing.assert_close(evaluated, expected, rtol=1e-12, atol=1e-12)

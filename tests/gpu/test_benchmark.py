@@ -40,7 +40,6 @@ def test_targets_are_ratios_of_the_rows_that_they_name() -> None:
         speed("packed", "aliquot", 90.0),
         speed("short", "aliquot", 120.0),
         speed("short", "HF Trainer", 80.0),
-        speed("short", "DeepSpeed ZeRO-3", None, note="failed"),
         speed("full", "aliquot", 100.0, of_attention=0.2),
         *({"part": "load", "device": "cuda", "shape": "8b", "who": who, "seconds": s} for who, s in (
             ("transformers", 9.0), ("aliquot", 4.5))),
@@ -53,3 +52,5 @@ def test_targets_are_ratios_of_the_rows_that_they_name() -> None:
         "gpu_packed_of_full": (0.96, True), "gpu_load_8b": (2.0, True), "gpu_fp8": (None, None),
         "gpu_memory_error": (0.04, True), "gpu_time_error": (0.2, False),
     }  # fmt: skip
+    rows.append(speed("short", "DeepSpeed ZeRO-3", None, note="failed"))
+    assert next(each for each in targets(rows) if each["name"] == "gpu_speedup")["value"] is None, "it may be the best"

@@ -7,13 +7,15 @@ import time
 import pytest
 import torch
 
-from aliquot.machine.matmul import matmul_rate
+from aliquot.machine.matmul import _AT_ONCE, matmul_rate
 
 
+@pytest.mark.parametrize("at_once", [1, 16])  # the CPU's, and a GPU's
 @pytest.mark.parametrize(("flops_per_s", "largest"), [(5e9, 384), (1e15, 1536)])
 def test_sizes_are_those_that_the_machine_can_do(
-    monkeypatch: pytest.MonkeyPatch, flops_per_s: float, largest: int
+    monkeypatch: pytest.MonkeyPatch, flops_per_s: float, largest: int, at_once: int
 ) -> None:
+    monkeypatch.setitem(_AT_ONCE, "cpu", at_once)
     sizes, barriers, now = [], [], [0.0]
 
     def product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:

@@ -24,13 +24,18 @@ if TYPE_CHECKING:
 
 _FLASH_HEAD_DIM = 256  # at most
 _FLEX_HEAD_DIM = 16  # at least
+_GRAPHS = 64  # of flex_attention, at most: torch's 8 are too few
 _HALF = (torch.bfloat16, torch.float16)
 
 
 @cache
 def compiled_flex(backend: str = "inductor") -> Callable[..., Any]:
-    """Uncompiled it would write all scores of the row to memory: so what cannot be compiled is an error."""
-    return torch.compile(flex_attention, fullgraph=True, backend=backend)
+    """Uncompiled it would write all scores of the row to memory: so what cannot be compiled is an error.
+
+    Graphs differ by windows or none, scale, whether gradients are wanted, heads, dtype (the startup proof's are fp32),
+    and for rows of one token and of one block.
+    """
+    return torch.compile(flex_attention, fullgraph=True, backend=backend, recompile_limit=_GRAPHS)
 
 
 @dataclass(frozen=True)

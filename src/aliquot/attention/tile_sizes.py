@@ -15,7 +15,7 @@ PRODUCTS = 3  # of a tile, different in shape or order: scores, what they weigh,
 
 def kept_numel(tokens: int) -> int:
     """Probabilities of a head that are kept of a row of so many tokens: at least those of its widest bin."""
-    widest = min(LONGEST_BINNED, -(-tokens // STEP) * STEP)
+    widest = min(LONGEST_BINNED, max(NARROWEST, -(-tokens // STEP) * STEP))
     return max(_KEPT_KEYS * tokens, widest**2)
 
 

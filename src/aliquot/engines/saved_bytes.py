@@ -15,10 +15,12 @@ from aliquot.models.recompute import keeps
 
 
 class SavedBytes:
-    """Most bytes that one forward pass saved for its backward, each storage once, parameters left out."""
+    """Most bytes that one forward pass saved for its backward, each storage once, parameters left out. On a GPU without
+    what selective checkpointing keeps: torch compiles nothing while a dispatch mode looks on, and flex_attention
+    must be."""
 
-    def __init__(self, mode: Literal["none", "selective", "full"]) -> None:
-        self._selective = mode == "selective"
+    def __init__(self, mode: Literal["none", "selective", "full"], device: str = "cpu") -> None:
+        self._selective = mode == "selective" and device == "cpu"
         self.peak_bytes = 0
         self._measured = False
 

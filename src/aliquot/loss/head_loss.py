@@ -16,13 +16,14 @@ from torch import Tensor
 
 from aliquot.loss.base import IGNORE, Chosen, GradientRows, summed_cross_entropy
 from aliquot.loss.logits_room import HOST_BYTES, ROW_COUNTS, logits_room
-from aliquot.loss.softmax_gradient import to_gradient_, to_gradient_in_one_kernel_
+from aliquot.loss.softmax_gradient import to_gradient_, to_gradient_compiled_
 from aliquot.machine.kernels import copy_pays
 
 if TYPE_CHECKING:
     Blocks = Callable[[range], Iterable[int]]
 
 _LOGITS_COLUMNS = 4096
+_ALIGNED_ROWS = 16  # of any number of columns they begin where a compiled kernel can read 16 bytes at once
 _COLUMNS = 512  # of a product that is transposed afterwards: it stays in the cache until then
 
 
@@ -49,7 +50,7 @@ class FusedLoss:
     logits_bytes: int = HOST_BYTES  # at most this much of them at once
     blocks: Blocks = iter  # the passes over the logits: the planner makes two and counts them as all
     copies_transposed: bool = False  # products are made as AMX has them fastest, from copies where that pays
-    compiled: bool = False  # each of those passes is one compiled kernel
+    compiled: bool = False  # what each of those passes does is
 
     def __call__(
         self,
@@ -129,7 +130,9 @@ class FusedLoss:
         """
         summed = torch.zeros((), device=logits.device)
         count = max(1, self.scratch_bytes // (4 * logits.shape[1]))
-        convert = to_gradient_in_one_kernel_ if self.compiled else to_gradient_
+        convert = to_gradient_compiled_ if self.compiled else to_gradient_
+        if self.compiled:
+            count = max(_ALIGNED_ROWS, count // _ALIGNED_ROWS * _ALIGNED_ROWS)
         for start in self.blocks(range(0, len(logits), count)):
             stop = start + count
             of_rows, normalizers[start:stop] = convert(logits[start:stop], labels[start:stop], scale)

@@ -1,5 +1,5 @@
-"""Logits become their gradient where they lie: by a dozen operations over a few rows, or on a GPU by one compiled
-kernel, which reads and writes them once."""
+"""Logits become their gradient where they lie: by a dozen operations over a few rows, or on a GPU by few
+compiled kernels, which read them two or three times and write them once."""
 
 from __future__ import annotations
 
@@ -27,26 +27,22 @@ def to_gradient_(logits: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, 
     return summed, normalizers[:, 0]
 
 
-def _in_one_kernel(logits: Tensor, labels: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def _traced(logits: Tensor, labels: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     values = logits.float()
     normalizers = values.logsumexp(1)
     targets = values.gather(1, labels[:, None])[:, 0]
     columns = torch.arange(logits.shape[1], device=logits.device)
-    probabilities = (values - normalizers[:, None]).exp()
-    gradient = probabilities - (columns == labels[:, None]).float()
-    logits.copy_(gradient * scale)
+    values.sub_(normalizers[:, None]).exp_().sub_(columns == labels[:, None]).mul_(scale)
+    logits.copy_(values)
     return (normalizers - targets).sum(), normalizers
 
 
 @cache
 def _compiled() -> Callable[..., Any]:
-    return torch.compile(_in_one_kernel)
+    return torch.compile(_traced)
 
 
-def to_gradient_in_one_kernel_(logits: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The same. What has been compiled takes any number of rows, and any scale: as a number it would be a constant.
-
-    While a dispatch mode looks on torch compiles nothing: then it takes as much scratch as the other.
-    """
+def to_gradient_compiled_(logits: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The same. What has been compiled takes any number of rows, and any scale: as a number it would be a constant."""
     result: tuple[Tensor, Tensor] = _compiled()(logits, labels, torch.full((), scale, device=logits.device))
     return result

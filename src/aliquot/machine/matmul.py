@@ -11,7 +11,7 @@ import torch
 
 _SECONDS = 0.3
 _SIZES = {"cpu": (192, 384, 768, 1536), "cuda": (8192,)}
-_AT_ONCE = {"cpu": 1, "cuda": 16}  # waiting for one alone took an H200 a sixth as long again as computing it
+_AT_ONCE = {"cpu": 1, "cuda": 16}  # at most; waiting for each took an H200 a sixth as long again as computing it
 
 
 def matmul_rate(
@@ -23,26 +23,28 @@ def matmul_rate(
     """
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
 
-    def product(size: int) -> Callable[[], float]:
+    def product(size: int) -> Callable[[int], float]:
         left, right, out = torch.randn(3, size, size, device=device, dtype=dtype)
 
-        def seconds() -> float:
+        def seconds(count: int) -> float:
             start = time.perf_counter()
-            for _ in range(_AT_ONCE[device]):
+            for _ in range(count):
                 torch.mm(left, right, out=out)
             if device == "cuda":
                 torch.cuda.synchronize()
-            return (time.perf_counter() - start) / _AT_ONCE[device]
+            return (time.perf_counter() - start) / count
 
-        seconds()  # the first one chooses kernels and touches pages
+        seconds(1)  # the first one chooses kernels and touches pages
         return seconds
 
     for size in _SIZES[device]:
         seconds = product(size)
-        if 8 * seconds() > _SECONDS / 3:  # the next size takes eight times as long
+        one = seconds(1)
+        if 8 * one > _SECONDS / 3:  # the next size takes eight times as long
             break
+    count = max(1, min(_AT_ONCE[device], int(_SECONDS / 3 / one)))
     barrier()
     times: list[float] = []
-    while _AT_ONCE[device] * sum(times) < _SECONDS or len(times) < 3:
-        times.append(seconds())
+    while count * sum(times) < _SECONDS or len(times) < 3:
+        times.append(seconds(count))
     return 2 * size**3 / statistics.median(times)

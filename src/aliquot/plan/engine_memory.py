@@ -26,7 +26,7 @@ LAUNCHER_BYTES = 182 * MIB
 # A process that sends to a dashboard, with what its client starts (wandb 0.31 offline, mlflow 3.17 over a database).
 DASHBOARD_BYTES = {"wandb": 86 * MIB, "mlflow": 188 * MIB}
 PROCESS_PRIVATE_BYTES, PROCESS_SHARED_BYTES = 292 * MIB, 116 * MIB
-# Estimates, for no rank has run on a GPU yet: what a process takes of one before its first tensor, NCCL beside it where
+# Estimates, none measured on a GPU yet: what a process takes of one before its first tensor, NCCL beside it where
 # there are other ranks, and what CUDA's libraries take of the host's memory.
 CONTEXT_BYTES, NCCL_BYTES, CUDA_HOST_BYTES = 600 * MIB, 512 * MIB, 1024 * MIB
 

@@ -159,7 +159,8 @@ def estimated(machine: Machine, layout: RankLayout) -> Estimated:
         link = _PCIE_BYTES_PER_S if nvlink is None else nvlink * _NVLINK_REACHED
         linked = f", {'PCIe' if nvlink is None else 'NVLink'} at {link / 1e9:.0f} GB/s" if machine.gpus > 1 else ""
         fp32 = fp32_flops * _GPU_FP32_REACHED
-        reached = _HOPPER_REACHED if name in ("h100", "h200") else _GPU_REACHED
+        slower = any(form in _plain(machine.gpu_name) for form in ("pcie", "nvl"))  # than the data sheet of SXM says
+        reached = _HOPPER_REACHED if name in ("h100", "h200") and not slower else _GPU_REACHED
         bf16 = flops * reached if flops > fp32_flops else fp32
         of = f"{name.upper()}'s data sheet" if name else f"an L4's data sheet: {machine.gpu_name}'s is not known"
         without = ", which has no bf16" if bf16 == fp32 else ""

@@ -78,7 +78,7 @@ class DeepspeedEngine:
             for name, weight in cast("Any", model.model.named_parameters())
         }
         self._attention = attention_on(topology.device, spec.packs, spec.gradient_checkpointing == "selective")
-        self._activations = SavedBytes(spec.gradient_checkpointing)
+        self._activations = SavedBytes(spec.gradient_checkpointing, topology.device)
         self._wire_bytes = 0
 
     @classmethod

@@ -77,7 +77,7 @@ class FsdpEngine:
             epsilon=spec.adam_epsilon,
             weight_decay=spec.weight_decay,
         )
-        self._activations = SavedBytes(spec.gradient_checkpointing)
+        self._activations = SavedBytes(spec.gradient_checkpointing, topology.device)
         self._attention = attention_on(topology.device, spec.packs, spec.gradient_checkpointing == "selective")
         self._fused = spec.fused_loss
         self._wire_bytes = 0
