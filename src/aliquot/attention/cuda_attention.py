@@ -35,7 +35,10 @@ def compiled_flex(backend: str = "inductor") -> Callable[..., Any]:
     Graphs differ by windows or none, scale, whether gradients are wanted, heads, dtype (the startup proof's are fp32),
     and for rows of one token and of one block.
     """
-    return torch.compile(flex_attention, fullgraph=True, backend=backend, recompile_limit=_GRAPHS)
+    compiled: Callable[..., Any] = torch.compile(  # type: ignore[call-overload]  # torch's types lack the limit
+        flex_attention, fullgraph=True, backend=backend, recompile_limit=_GRAPHS
+    )
+    return compiled
 
 
 @dataclass(frozen=True)
