@@ -77,6 +77,17 @@ def test_equals_autograd(backend: str, by_rows: bool) -> None:
         torch.testing.assert_close(head_loss(hidden, weight, labels, 0.25)[0].double(), expected[0], rtol=1e-6, atol=0)
 
 
+def test_what_is_compiled_is_the_same_where_torch_does_not_compile() -> None:
+    """Under a dispatch mode, or beyond its limit of graphs."""
+    hidden, weight, labels = case(torch.float32)
+    expected = plain(hidden, weight, labels, 0.25)
+    with torch.compiler.set_stance("force_eager"):
+        summed, scaled = BACKENDS["cuda-compiled"](hidden, weight, labels, 0.25)
+    scaled.backward()
+    for ours, theirs in zip((summed, hidden.grad, weight.grad), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("backend", ["cpu", "cpu-in-chunks", "cpu-from-copies"])
 def test_logits_in_memory_that_was_taken_before_are_the_same(backend: str) -> None:
     fused = BACKENDS[backend]

@@ -32,7 +32,7 @@ def _traced(logits: Tensor, labels: Tensor, scale: Tensor) -> tuple[Tensor, Tens
     normalizers = values.logsumexp(1)
     targets = values.gather(1, labels[:, None])[:, 0]
     columns = torch.arange(logits.shape[1], device=logits.device)
-    values.sub_(normalizers[:, None]).exp_().sub_(columns == labels[:, None]).mul_(scale)
+    values.sub_(normalizers[:, None]).exp_().sub_((columns == labels[:, None]).float()).mul_(scale)
     logits.copy_(values)
     return (normalizers - targets).sum(), normalizers
 
