@@ -530,3 +530,10 @@ def test_accumulation_and_the_global_batch_fix_the_micro_batch(tmp_path: Path) -
     assert curve(tmp_path / "run") == curve(tmp_path / "same")
     again = read_config(tmp_path / "run" / "config.yaml")
     assert batch_size(again.train, 1) == BatchSize(8, 4)
+
+
+def test_sequences_beyond_the_models_positions_are_refused_before_anything_is_tokenised(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    file = write_config(tmp_path, data={"sequence_length": 65, "cache_directory": str(cache)})
+    assert "data.sequence_length is 65, but the model has 64 positions" in refused(file)
+    assert not [path for path in cache.rglob("*") if path.is_file()]

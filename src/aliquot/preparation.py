@@ -157,6 +157,7 @@ def read_inputs(run: Attempt) -> Inputs:
     import_models()
     on_first(ranks, lambda: bool(resolve(config.model)))  # from the hub only rank 0 downloads
     source = resolve(config.model)
+    source.check_length(config.data.sequence_length)  # before a corpus is tokenised for nothing
     beside, largest = source.config.to_dict(), source.largest_vocabulary
     added = config.model.add_tokens, config.model.add_special_tokens
     learned = None if config.adapter is None else config.adapter.directory
@@ -164,7 +165,7 @@ def read_inputs(run: Attempt) -> Inputs:
     data = prepare_together(config.data, source.directory, largest, ranks, told, beside, *added, learned)
     tokenizer = data.load_tokenizer()
     source.adopt_tokenizer(tokenizer)
-    source.check_length(config.data.sequence_length)
+    source.check_length(config.data.sequence_length)  # its padding token may have become another
     size = batch_size(config.train, ranks.world_size)
     epochs = None if config.train.max_steps else config.train.num_train_epochs
     found = Traits(**on_first(ranks, lambda: vars(traits(source.config, config.data.sequence_length))))

@@ -34,6 +34,7 @@ def _parameters(about: Mapping[str, Any]) -> str:
 
 def foreseen(plan: Mapping[str, Any]) -> tuple[str, ...]:
     """The plan, as `aliquot plan --json` prints it: memory, time, what is passed on and written, what lies on disk."""
+    on_them = "between the GPUs of each" if plan["device"] == "cuda" else "through sockets on them"
     cost = f", {plan['cost_usd']:,.2f} USD" if plan["cost_usd"] is not None else ""
     return (
         f"plan: {gib(plan['peak_bytes_per_rank'])} of {gib(plan['limit_bytes'])} a rank at most ({plan['peak_phase']})"
@@ -41,7 +42,7 @@ def foreseen(plan: Mapping[str, Any]) -> tuple[str, ...]:
         f"plan: {short(plan['step_s'])} s a step, {plan['speed']}, {plan['bottleneck']};"
         f" {duration(plan['total_s'])} in all{cost}; rates: {plan['rates']}",
         f"plan: {rate(plan['wire_bytes_per_step'], 'B')} a step between hosts,"
-        f" {rate(plan['local_bytes_per_step'], 'B')} through sockets on them;"
+        f" {rate(plan['local_bytes_per_step'], 'B')} {on_them};"
         f" {rate(plan['checkpoint_bytes'], 'B')} a checkpoint",
         *([f"plan: on disk {plan['disk_words']}"] if plan["disk_words"] else []),
     )

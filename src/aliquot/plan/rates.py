@@ -163,6 +163,7 @@ def estimated(machine: Machine, layout: RankLayout) -> Estimated:
         reached = _HOPPER_REACHED if name in ("h100", "h200") and not slower else _GPU_REACHED
         bf16 = flops * reached if flops > fp32_flops else fp32
         of = f"{name.upper()}'s data sheet" if name else f"an L4's data sheet: {machine.gpu_name}'s is not known"
+        of += ", as one H200 reached" if reached == _HOPPER_REACHED else ""
         without = ", which has no bf16" if bf16 == fp32 else ""
         said = f"estimate: {bf16 / flops:.0%} of {flops / 1e12:.0f} TFLOP/s ({of}{without}){linked}{assumed}"
         off_by = _OFF_BY if name else _OFF_BY_OF_ANOTHER

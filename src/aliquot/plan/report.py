@@ -36,9 +36,9 @@ def summary(plan: Plan, problems: Sequence[str], machine: str, assumed: str) -> 
         f"{plan.model}, {plan.parameters:,} parameters, {plan.precision}, engine {plan.engine},"
         f" {placed} on {machine} ({plan.device})"
     )
+    on_a_host = "between the GPUs of a host" if plan.device == "cuda" else "on a host through sockets"
     lines = [
-        f"between hosts   {_size(plan.wire_bytes_per_step)} a step; on a host through sockets"
-        f" {_size(plan.local_bytes_per_step)}",
+        f"between hosts   {_size(plan.wire_bytes_per_step)} a step; {on_a_host} {_size(plan.local_bytes_per_step)}",
         f"disk            {_size(plan.disk_read_bytes)} read at start, {_size(plan.checkpoint_bytes)} a checkpoint",
         *([f"on disk         {plan.disk_words}"] if plan.disk_words else []),
         *([f"kept whole      {plan.unsharded.words} within a step, as they fit"] if plan.unsharded else []),
