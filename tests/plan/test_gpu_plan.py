@@ -109,6 +109,12 @@ def test_gpus_without_bf16_compute_as_fast_as_in_fp32() -> None:
         assert (found.bf16_flops == found.fp32_flops) == as_fast == ("has no bf16" in found.source)
 
 
+def test_what_an_h200_reached_is_not_expected_of_slower_cards_of_that_name() -> None:
+    for name, said in (("H100", True), ("NVIDIA H200", True), ("NVIDIA H100 PCIe", False), ("NVIDIA H100 NVL", False)):
+        found = estimated(replace(MACHINE, gpu_name=name), RankLayout(1, 1, 1, "cuda"))
+        assert (found.bf16_flops > 0.7 * 989e12) == said == ("as one H200 reached" in found.source), name
+
+
 def test_the_plan_shows_both() -> None:
     console = Console(file=StringIO(), width=120)
     console.print(summary(planned(), [], "some", "assumed"))
