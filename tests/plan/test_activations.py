@@ -14,6 +14,7 @@ from aliquot.attention.document_attention import attention_on
 from aliquot.config.schema import RunConfig
 from aliquot.engines.saved_bytes import SavedBytes
 from aliquot.models import calls, meta
+from aliquot.models.materialise import materialise
 from aliquot.models.recompute import enable
 from aliquot.models.shaped_model import shaped_model
 from aliquot.plan.activations import micro_batch_cost
@@ -41,7 +42,7 @@ def test_saved_bytes_are_those_of_a_real_forward_pass(name: str, mode: str) -> N
 
 
 def measured(model: nn.Module, mode: str) -> int:
-    model.to_empty(device="cpu").to(torch.bfloat16)
+    materialise(model, torch.device("cpu"), torch.device("cpu"), torch.bfloat16)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     enable(model, mode)  # type: ignore[arg-type]

@@ -21,6 +21,7 @@ from aliquot.launch.rank_layout import RankLayout
 from aliquot.loss.base import IGNORE
 from aliquot.loss.head_loss import head_loss_on
 from aliquot.models import calls
+from aliquot.models.materialise import materialise
 from aliquot.models.shaped_model import shaped_model
 from aliquot.plan.planned_machine import Machine
 from aliquot.plan.planned_model import PlannedModel
@@ -82,7 +83,8 @@ def test_a_model_meets_no_more(model: dict[str, Any], rows: Callable[[random.Ran
         train={"per_device_train_batch_size": SEQUENCES},
         shard={"engine": "fsdp"},
     )
-    real: Any = shaped_model(config).built.model.to_empty(device="cpu").train()
+    real: Any = shaped_model(config).built.model.train()
+    materialise(real, torch.device("cpu"), torch.device("cpu"))
     draw, generator = random.Random(0), torch.Generator().manual_seed(0)
     for weight in real.parameters():
         weight.data.normal_(generator=generator)
