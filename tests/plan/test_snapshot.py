@@ -14,11 +14,13 @@ MIB = 1 << 20
 PAIR = RankLayout(1, 2, 1, "cpu")
 
 
-def copies(step_s: float, numel: int, every: int = 5, micro_batches: int = 1, asynchronous: bool = True) -> int:
+def copies(
+    step_s: float, numel: int, every: int = 5, micro_batches: int = 1, asynchronous: bool = True, freed: int = 0
+) -> int:
     """Of a disk of 0.5 GB/s; `step_s`: of forward and backward passes of one micro-batch."""
     config = planned_config(LLAMA, checkpoint={"every": every, "async": asynchronous})
     each = MicroBatchTime((step_s / 4, 0.0), (step_s / 2, step_s / 4))
-    return snapshot_bytes(config, PAIR, 10, numel, 12 * numel, 0.5e9, each, micro_batches)
+    return snapshot_bytes(config, PAIR, 10, numel, 12 * numel, 0.5e9, each, micro_batches, freed)
 
 
 def test_a_save_shorter_than_a_step_needs_none() -> None:
@@ -33,7 +35,15 @@ def test_a_save_shorter_than_a_step_needs_none() -> None:
         {"train": {"eval_steps": 5}, "data": {"eval_fraction": 0.1}},
     )
     config = planned_config(LLAMA, checkpoint={"every": 0, "best": True}, **sections)
-    assert snapshot_bytes(config, PAIR, 10, 10**8, 12 * 10**8, 0.5e9, each, 1) == 256 * MIB
+    assert snapshot_bytes(config, PAIR, 10, 10**8, 12 * 10**8, 0.5e9, each, 1, 0) == 256 * MIB
+
+
+def test_what_is_copied_where_activations_were_counts_only_if_it_is_there_when_they_return() -> None:
+    at_update = copies(3.6, 100_000_000)  # 4.8 s to write, the next forward pass takes 0.9 of the last 1.2
+    assert copies(3.6, 100_000_000, freed=1 << 30) == at_update // 4
+    assert copies(3.6, 100_000_000, freed=50 * MIB) == at_update - 50 * MIB, "more than they leave free"
+    assert copies(4.0, 100_000_000, freed=1 << 30) == 0
+    assert copies(0.1, 100_000_000, freed=1 << 30) == 256 * MIB
 
 
 def test_moments_in_int8_are_slow_to_save_however_fast_the_disk() -> None:
@@ -41,7 +51,7 @@ def test_moments_in_int8_are_slow_to_save_however_fast_the_disk() -> None:
     each = MicroBatchTime((0.25, 0.0), (0.5, 0.25))
     for states, expected in (("fp32", 0), ("int8", 12 * 10_000_000 // 2)):
         config = planned_config(LLAMA, checkpoint={"every": 5}, train={"optimizer_states": states})
-        assert snapshot_bytes(config, PAIR, 10, 20_000_000, 1, 0.5e9, each, 1) == expected
+        assert snapshot_bytes(config, PAIR, 10, 20_000_000, 1, 0.5e9, each, 1, 0) == expected
 
 
 @given(st.floats(1e-3, 100), st.floats(1e-3, 100), st.integers(1, 10**9))

@@ -109,7 +109,8 @@ class Planner:
         on_gpu, offloaded = layout.device == "cuda", config.shard.offload == "cpu"
         saved, disks = checkpoint_bytes(config, self.shape), self._storage_rate(config, layout.nodes)
         kernels = kernel_bytes(config, cost, size, workload, self.machine.isa)
-        copies = snapshot_bytes(config, layout, steps, self.shape.learned_numel, saved, disks, each, micro_batches)
+        learned, freed = self.shape.learned_numel, 0 if on_gpu else cost.saved_bytes
+        copies = snapshot_bytes(config, layout, steps, learned, saved, disks, each, micro_batches, freed)
 
         def phases_with(on_disk: OnDisk, kept: Unsharded = SHARDED) -> tuple[Held, tuple[PhaseMemory, ...]]:
             held = self._held(config, engine, layout, cost, on_disk, kept)

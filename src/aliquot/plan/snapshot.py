@@ -25,17 +25,24 @@ def snapshot_bytes(
     storage_bytes_per_s: float,
     each: MicroBatchTime,
     micro_batches: int,
+    freed_bytes: int,
 ) -> int:
-    """Most bytes of copies that a rank holds. `numel`: parameters that learn, on all ranks; `checkpoint_bytes` and
-    `storage_bytes_per_s`: of all nodes together; `micro_batches`: of a rank and step."""
+    """What copies add to the peak of a rank. `numel`: parameters that learn, on all ranks; `checkpoint_bytes` and
+    `storage_bytes_per_s`: of all nodes together; `micro_batches`: of a rank and step; `freed_bytes`: that it saves for
+    a backward pass, free again when an update comes."""
     kept_best = config.train.eval_steps if config.checkpoint.best else 0
     goes_on = any(every and (steps is None or every < steps) for every in (config.checkpoint.every, kept_best))
     if not goes_on or not config.checkpoint.asynchronous:
         return 0
-    until_update_s = micro_batches * (sum(each.forward) + sum(each.backward))
-    written = _SLOWER * storage_bytes_per_s * until_update_s
-    done = written / max(1, checkpoint_bytes)
-    if config.train.optimizer_states == "int8":
-        done = min(done, _INT8_NUMEL_PER_S * until_update_s * layout.world_size / max(1, numel))
-    left = max(0.0, 1 - done)
-    return min(config.checkpoint.buffer_bytes, int(left * _COPIED_BYTES * numel / layout.world_size))
+    forward_s, backward_s = sum(each.forward), sum(each.backward)
+
+    def left_after(seconds: float) -> int:
+        done = _SLOWER * storage_bytes_per_s * seconds / max(1, checkpoint_bytes)
+        if config.train.optimizer_states == "int8":
+            done = min(done, _INT8_NUMEL_PER_S * seconds * layout.world_size / max(1, numel))
+        left = max(0.0, 1 - done)
+        return min(config.checkpoint.buffer_bytes, int(left * _COPIED_BYTES * numel / layout.world_size))
+
+    at_update = micro_batches * (forward_s + backward_s)
+    # Made where activations were, which return with the next forward pass: what is written until then adds nothing.
+    return max(left_after(at_update + forward_s), left_after(at_update) - freed_bytes)
