@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from aliquot.cli.one_line_errors import one_line_errors
+from aliquot.config.places import naming_places
 
 if TYPE_CHECKING:
+    from aliquot.config.places import Keys, Location
     from aliquot.config.schema import RunConfig
 
 _MOST = 1e9  # GiB or Gbit/s; far above, sizes in bytes become infinite
@@ -68,7 +70,8 @@ def command(
     import sys
     from dataclasses import replace
 
-    with one_line_errors(debug):
+    places: dict[Keys, Location] = {}
+    with one_line_errors(debug), naming_places(places):
         from rich.console import Console
 
         from aliquot.cli.plan_offers import print_offers
@@ -97,7 +100,8 @@ def command(
                 raise typer.Exit(0)
         if config is None:
             raise PlanError("give a run configuration to plan, or --calibrate")
-        settings, places = read_with_places(config, overrides or [])
+        settings, written = read_with_places(config, overrides or [])
+        places.update(written)
         if print_config:
             print(dump_with_places(settings, places), end="")
             return

@@ -12,6 +12,7 @@ import typer
 from aliquot.cli.one_line_errors import one_line_errors
 
 if TYPE_CHECKING:
+    from aliquot.config.places import Keys, Location
     from aliquot.config.schema import LaunchSection, RunConfig
 
 
@@ -25,14 +26,18 @@ def command(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """Train a model: one process, N local ranks that it starts itself, or a rank under torchrun or a TrainJob."""
-    from aliquot.config.read_config import read_config
+    from aliquot.config.places import naming_places
+    from aliquot.config.read_config import read_with_places
     from aliquot.launch import launcher
     from aliquot.launch.auto_ranks import with_automatic_ranks
     from aliquot.launch.preload import restart_with_allocator
     from aliquot.observe.run_directory import RunDirectory
 
-    with one_line_errors(debug):
-        settings = read_config(config, [*(overrides or []), *(["observe.console=quiet"] if quiet else [])])
+    places: dict[Keys, Location] = {}
+    with one_line_errors(debug), naming_places(places):
+        given = [*(overrides or []), *(["observe.console=quiet"] if quiet else [])]
+        settings, written = read_with_places(config, given)
+        places.update(written)
         placed, reason = with_automatic_ranks(launcher.with_environment(settings.launch, os.environ), settings)
         if launcher.mode(placed, os.environ) == "launcher":
             directory = RunDirectory(settings.run.directory)
@@ -51,7 +56,8 @@ def command(
     from aliquot.train import train
 
     try:
-        train(settings, force)
+        with naming_places(places):
+            train(settings, force)
     # The boundary of a rank: whatever ended it is reported once, in the way that suits who started it.
     except Exception as error:
         raise typer.Exit(report_error(error, debug=debug)) from None

@@ -12,12 +12,10 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from aliquot.config import deepspeed_json, other_names
+from aliquot.config.places import Keys, Location, place_of_first
 from aliquot.config.schema import RunConfig
 from aliquot.config.section import OF_KEY
 from aliquot.errors import ConfigError, one_line
-
-Location = str  # "file:line", or "command line"
-Keys = tuple[str, ...]
 
 _SHORT = 80
 _NEAR = 0.8  # how alike what was written must be to what was meant; absurd neighbours are below
@@ -155,7 +153,7 @@ def _explain(problem: dict[str, Any], locations: Mapping[Keys, Location], where:
     message = str(problem["msg"]).removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
     if kind == "value_error":
-        return place, message
+        return place if len(known) > 1 else place_of_first(message, locations) or place, message
     if kind == OF_KEY:
         return place, f"{'.'.join(keys)} {message}"
     if kind == "string_type" and isinstance(problem["input"], int | float):

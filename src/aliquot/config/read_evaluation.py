@@ -13,7 +13,8 @@ from aliquot.config.data_section import DataSection, RecordsSection
 from aliquot.config.home import with_home
 from aliquot.config.node_count import may_change
 from aliquot.config.peft_settings import CONFIG_FILE, model_beside
-from aliquot.config.read_config import Keys, Location, apply_override, read_config, validate
+from aliquot.config.places import Keys, Location
+from aliquot.config.read_config import apply_override, read_config, validate
 from aliquot.config.schema import (
     CheckpointSection,
     ModelSection,
