@@ -1,9 +1,10 @@
-"""What would make a run faster: one that waits for the network or for memory, or whose CPU has no bf16."""
+"""What would make a run faster: one that waits for the network or for memory, or computes in the slower precision."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Literal
 
 from aliquot.config.batch_size import batch_size
 from aliquot.config.plan import Plan
@@ -14,6 +15,7 @@ from aliquot.launch.rank_layout import RankLayout
 from aliquot.plan.planner import Planner
 from aliquot.plan.search import with_settings
 
+Precision = Literal["bf16", "fp32"]
 Changes = Iterator[tuple[str, RunConfig]]  # words for a setting, and the run with it
 
 _SIDE = 512  # of a product
@@ -32,7 +34,9 @@ def with_advice(plan: Plan, planner: Planner, config: RunConfig, layout: RankLay
 
 def _kinds(planner: Planner, config: RunConfig, layout: RankLayout, plan: Plan) -> list[Changes]:
     """Of changes that may help. Each plan costs time: none where there is nothing to gain."""
-    found = [_precise(config)] if _is_slow_in_bf16(planner, config, layout) else []
+    other: Precision = "bf16" if config.train.precision == "fp32" else "fp32"
+    slower = _product_s(planner, layout, other) < _product_s(planner, layout, config.train.precision)
+    found = [_in_precision(config, other)] if slower else []
     if plan.bottleneck != "compute-bound":
         found += [
             _batches(config, layout),
@@ -44,9 +48,8 @@ def _kinds(planner: Planner, config: RunConfig, layout: RankLayout, plan: Plan) 
     return found
 
 
-def _is_slow_in_bf16(planner: Planner, config: RunConfig, layout: RankLayout) -> bool:
-    of_bf16, of_fp32 = (planner.rates(layout).matmul_s(1, _SIDE, _SIDE, _SIDE, itemsize) for itemsize in (2, 4))
-    return config.train.precision == "bf16" and of_fp32 < of_bf16
+def _product_s(planner: Planner, layout: RankLayout, precision: Precision) -> float:
+    return planner.rates(layout).matmul_s(1, _SIDE, _SIDE, _SIDE, 4 if precision == "fp32" else 2)
 
 
 def _helps(
@@ -77,8 +80,8 @@ def _planned(kind: Changes, planner: Planner, layout: RankLayout, workload: Work
             yield words, made
 
 
-def _precise(config: RunConfig) -> Changes:
-    yield "train.precision=fp32", with_settings(config, {"train.precision": "fp32"})
+def _in_precision(config: RunConfig, precision: Precision) -> Changes:
+    yield f"train.precision={precision}", with_settings(config, {"train.precision": precision})
 
 
 def _batches(config: RunConfig, layout: RankLayout) -> Changes:
