@@ -10,6 +10,7 @@ from torch import Tensor
 from aliquot.checkpoint.copies import Copies
 from aliquot.checkpoint.directories import STEMS
 from aliquot.errors import TrainingError
+from aliquot.machine.allocator import give_back
 from aliquot.ranges.parts import Part, PartSource
 
 
@@ -56,7 +57,10 @@ class LiveParts:
         """Return when the live values may change: True, or False if that is not so after `timeout_s`."""
         with self._changed:
             # The drain goes through them in order: those it will come to last are copied, so that the wait is short.
-            for part in reversed([part for part in self._parts if part in self._left]):
+            left = [part for part in self._parts if part in self._left]
+            if left and not self._copies:
+                give_back()  # what activations have left, in whose place copies come
+            for part in reversed(left):
                 if 4 * part.numel <= self._room_bytes and part not in self._copies:
                     self._room_bytes -= 4 * part.numel
                     self._copies[part] = self._made.room(part.numel)

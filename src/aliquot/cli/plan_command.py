@@ -81,7 +81,7 @@ def command(
         from aliquot.plan import fit, report, search
         from aliquot.plan.advice import with_advice
         from aliquot.plan.calibrate import make_known
-        from aliquot.plan.disks import short_disks, with_disk
+        from aliquot.plan.disks import short_disks, with_disks
         from aliquot.plan.fewest_nodes import with_fewest_nodes
         from aliquot.plan.in_pod import in_pod
         from aliquot.plan.memory_picture import svg
@@ -118,7 +118,7 @@ def command(
             raise UsageError("--optimize cost: say for how many tokens, for example --tokens 1B")
         if instance is not None and settings.cluster is not None:
             settings = _placed(settings)
-        machine = with_disk(in_pod(chosen(instance, memory, cores, network), settings), settings)
+        machine = with_disks(in_pod(chosen(instance, memory, cores, network), settings), settings)
         workload = Workload.assumed(settings, document_tokens)
         layout = machine.layout(settings, nodes, ranks_per_node)
         with Console(stderr=True).status("") as status:  # seen on a terminal alone

@@ -61,10 +61,11 @@ class Plan:
     saves: int = 0  # for which training waits
     saves_beside: int = 0  # that go on beside steps
     stall_s: float = 0.0  # for which steps wait, of all those together
-    save_s: float = 0.0  # of one, and like `export_s` at an assumed rate of disks
+    save_s: float = 0.0  # of one, and like `export_s` at the rate of disks
     export_s: float = 0.0
     export_bytes: int = 0
     storage_bytes_per_s: float = 0.5e9  # of that rate, all nodes together
+    storage_measured: bool = False
     beside_bytes: int = 0  # of a node: the process that has started its ranks, those that send to dashboards
     on_disk: OnDisk = field(default_factory=OnDisk)  # what does not fit into memory, where `shard.offload` is disk
     unsharded: Unsharded = field(default_factory=Unsharded)  # by engine fsdp, within a step

@@ -1,8 +1,10 @@
-"""The disks of this machine: how fast they are for states that lie there, and whether a run has room on them."""
+"""The disks of this machine: how fast they are for states and checkpoints, and whether a run has room on them."""
 
 from __future__ import annotations
 
 import os
+import tempfile
+import time
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +14,40 @@ from aliquot.config.plan import Plan
 from aliquot.config.schema import RunConfig
 from aliquot.plan.planned_machine import Machine
 
+_PIECE_BYTES, _PIECES = 4 << 20, 8
 
-def with_disk(machine: Machine, config: RunConfig) -> Machine:
-    """With the rate of the disk that `config` puts states on, measured in half a second. Raises StorageError."""
-    if config.shard.offload != "disk" or not machine.here:
+
+def with_disks(machine: Machine, config: RunConfig) -> Machine:
+    """With the rates of this machine's disks: of the one that checkpoints go to, measured in a tenth of a second, and
+    of the one that `config` puts states on, in half of one. Raises StorageError."""
+    if not machine.here:
+        return machine
+    if config.cluster is None:
+        machine = replace(machine, written_bytes_per_s=_written_bytes_per_s(_existing(config.run.directory)))
+    if config.shard.offload != "disk":
         return machine
     from aliquot.offload.disk_rate import disk_rate
 
     return replace(machine, disk_bytes_per_s=disk_rate(config.offload_directory))
+
+
+def _written_bytes_per_s(directory: Path) -> float | None:
+    """As checkpoints are written: through the page cache, and fsynced. None: nothing can be written there."""
+    piece = os.urandom(_PIECE_BYTES)
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            began = time.perf_counter()
+            for _ in range(_PIECES):
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+            return _PIECES * _PIECE_BYTES / (time.perf_counter() - began)
+    except OSError:  # which the run itself will tell of
+        return None
+
+
+def _existing(directory: Path) -> Path:
+    return next(each for each in (directory.absolute(), *directory.absolute().parents) if each.is_dir())
 
 
 def short_disks(config: RunConfig, plan: Plan, done: int = 0) -> list[str]:
@@ -43,7 +71,7 @@ def short_disks(config: RunConfig, plan: Plan, done: int = 0) -> list[str]:
         (run, "the export", plan.export_bytes),
         (config.offload_directory, "what lies on disk while it trains", plan.scratch_bytes_per_node),
     ):
-        place = next(each for each in (directory.absolute(), *directory.absolute().parents) if each.is_dir())
+        place = _existing(directory)
         found = os.statvfs(place)
         if found.f_blocks and size:  # some network file systems say nothing
             device = place.stat().st_dev

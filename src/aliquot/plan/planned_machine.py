@@ -45,6 +45,7 @@ class Machine:
     gpu_name: str | None = None
     gpu_memory_bytes: int | None = None
     disk_bytes_per_s: float | None = None  # where states lie that do not fit into memory, both directions together
+    written_bytes_per_s: float | None = None  # of checkpoints; None: not measured
     cpu: CpuFacts | None = None  # of this machine; None: another one
 
     @property

@@ -187,6 +187,7 @@ class Planner:
             export_s=moved.export_bytes / disks,
             export_bytes=moved.export_bytes,
             storage_bytes_per_s=disks,
+            storage_measured=disks == self.machine.written_bytes_per_s,
             beside_bytes=beside,
             on_disk=on_disk,
             unsharded=kept,
@@ -232,6 +233,8 @@ class Planner:
 
     def _storage_rate(self, config: RunConfig, nodes: int) -> float:
         """Bytes a second that all nodes together write of a checkpoint."""
+        if nodes == 1 and self.machine.written_bytes_per_s is not None:
+            return self.machine.written_bytes_per_s
         assumed = DISK_BYTES_PER_S * nodes
         if config.cluster is None or self.machine.instance is None:
             return assumed

@@ -14,7 +14,7 @@ from aliquot.launch.topology import Topology
 from aliquot.machine.cpu import read_cpu
 from aliquot.plan import fit
 from aliquot.plan.advice import with_advice
-from aliquot.plan.disks import short_disks, with_disk
+from aliquot.plan.disks import short_disks, with_disks
 from aliquot.plan.fewest_nodes import with_fewest_nodes
 from aliquot.plan.planned_machine import Machine
 from aliquot.plan.planned_model import PlannedModel
@@ -42,7 +42,7 @@ def plan_before(
     """
     try:
         machine = Machine.this(read_cpu(allowed=allowed_cores))  # the rank itself is pinned to a few of them
-        machine = with_disk(machine, config)
+        machine = with_disks(machine, config)
         layout = RankLayout(
             topology.nodes, topology.local_world_size, topology.threads, topology.device, machine.numa_nodes
         )

@@ -115,11 +115,12 @@ def _whole(plan: Plan) -> list[str]:
         f"the export {_seconds(plan.export_s)}" if plan.export_s else "",
     ]
     rate = plan.storage_bytes_per_s
-    storage = (
-        f"a file system of {rate / 1e9:.3g} GB/s, cluster.storage"
-        if rate < DISK_BYTES_PER_S * plan.nodes
-        else f"a disk of {DISK_BYTES_PER_S / 1e9:g} GB/s a node, assumed"
-    )
+    if plan.storage_measured:
+        storage = f"a disk of {rate / 1e9:.2g} GB/s, measured"
+    elif rate < DISK_BYTES_PER_S * plan.nodes:
+        storage = f"a file system of {rate / 1e9:.3g} GB/s, cluster.storage"
+    else:
+        storage = f"a disk of {DISK_BYTES_PER_S / 1e9:g} GB/s a node, assumed"
     lines = [
         f"whole run       {plan.steps:,} steps, {_seconds(plan.total_s)}",
         f"beside steps    {', '.join(filter(None, beside))} ({storage})",

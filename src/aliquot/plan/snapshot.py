@@ -10,7 +10,7 @@ from aliquot.config.schema import RunConfig
 from aliquot.launch.rank_layout import RankLayout
 from aliquot.plan.timing import MicroBatchTime
 
-_SLOWER = 0.5  # than disks are taken to be: what a run needs must not depend on a rate that nobody measured
+_SLOWER = 0.5  # than disks are measured or taken to be: others may write there, and training has the cores
 # Of a rank whose moments in int8 are decoded and encoded beside training: about what Zen 4 and a Xeon with AMX reach.
 _INT8_NUMEL_PER_S = 5e6
 _COPIED_BYTES = 3 * 4  # of a parameter: weight and two moments
