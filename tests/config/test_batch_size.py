@@ -44,6 +44,21 @@ def test_each_micro_batch_of_a_mixture_is_of_one_source() -> None:
     assert BatchSize(8, 1).micro_batches(2, 5) == 4
 
 
+def test_the_rank_that_has_most_has_whole_micro_batches_and_one_of_what_they_leave() -> None:
+    assert BatchSize(10, 4).sequences(2) == 6  # 4 and 2, not 8
+    assert BatchSize(8, 8).sequences(1, sources=3) == 8  # 3, 3 and 2
+    assert BatchSize(32, 8).sequences(2, sources=3) == 19  # 8, 8 and 3; the other 8, 3 and 2
+
+
+@given(st.integers(1, 500), st.integers(1, 20), st.integers(1, 9), st.integers(1, 6))
+def test_no_rank_has_less_than_the_mean_or_more_than_its_micro_batches(
+    total: int, micro: int, ranks: int, sources: int
+) -> None:
+    size = BatchSize(total, micro)
+    most = size.sequences(ranks, sources)
+    assert -(-total // ranks) <= most <= micro * size.micro_batches(ranks, sources)
+
+
 @given(st.integers(1, 500), st.integers(1, 9), st.integers(1, 9))
 def test_accumulation_steps_take_the_whole_batch(total: int, steps: int, ranks: int) -> None:
     keys = {"max_steps": 1, "global_batch_size": total, "gradient_accumulation_steps": steps}

@@ -91,6 +91,15 @@ def test_a_mixture_does_not_depend_on_the_world_size(world_size: int) -> None:
         assert tuple(predicted) == alone.predicted_of
 
 
+def test_ranks_have_as_much_of_a_mixture_as_the_plan_counts_on() -> None:
+    """Of each of three sources a whole micro-batch and a rest: in the order of sources one rank has all whole ones."""
+    sources = [TrainStore(numbered([4] * 33), name, 1.0) for name in "abc"]
+    made = Batches(sources, sequence_length=4, packing=True, seed=1, global_batch_size=33, micro_batch_size=8, pad_id=0)
+    shares = [made.step_batch(0, rank, 2) for rank in range(2)]
+    of_ranks = [sum(len(micro.input_ids) // 4 for micro in share.micro_batches if micro) for share in shares]
+    assert of_ranks == [19, 14] and max(of_ranks) == BatchSize(33, 8).sequences(2, sources=3)
+
+
 def test_a_source_repeats_shuffled_anew_or_ends_and_the_others_go_on() -> None:
     made = mixed()
     seen: list[list[int]] = [[], [], []]

@@ -70,7 +70,8 @@ def test_prices_of_spot_are_of_types_that_are_sold_so() -> None:
 
 
 def test_offload_moves_states_to_the_machine_whose_limit_then_counts() -> None:
-    resident, offloaded = planned(), planned(shard={"offload": "cpu"})
+    train = {"global_batch_size": 2}  # of one micro-batch
+    resident, offloaded = planned(train=train), planned(train=train, shard={"offload": "cpu"})
     moved = ("weights", "gradients", "moments")
     for name in moved:
         assert of(offloaded, "steady peak", host=True)[name] == of(resident, "steady peak")[name] > 0
@@ -79,6 +80,17 @@ def test_offload_moves_states_to_the_machine_whose_limit_then_counts() -> None:
     assert not short.fits and fit.hopeless(short)
     (told,) = fit.problems(short, MACHINE)
     assert "of the machine's memory beside its GPU's" in told and "\n" not in told
+
+
+def test_sums_of_whole_gradients_stay_on_the_gpu_that_makes_them() -> None:
+    """FSDP2 adds micro-batches up where they are computed; a rank's own part alone goes to the machine."""
+    train = {"global_batch_size": 64, "per_device_train_batch_size": 2}
+    resident, offloaded = planned(4, train=train), planned(4, train=train, shard={"offload": "cpu"})
+    assert resident.unsharded.gradients and offloaded.unsharded.gradients
+    sums = of(resident, "steady peak")["gradients"]
+    assert of(offloaded, "steady peak")["gradients"] == sums
+    own = of(offloaded, "steady peak", host=True)["gradients"]
+    assert 0 < own <= 1.01 * sums / (offloaded.nodes * offloaded.ranks_per_node)
 
 
 def test_offload_costs_time() -> None:

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,23 @@ def test_bytes_are_of_the_heaviest_row_and_work_is_the_mean() -> None:
         of_each = [multiplied[0] if each == short else multiplied[1] for each in samples]
         found = of_rows(*samples, sequences=32, approximate=True)
         assert flops(found) == pytest.approx(32 * sum(of_each) / len(samples), rel=0.02)
+
+
+def test_logits_beyond_their_room_are_made_twice_in_extrapolated_batches_too() -> None:
+    config = planned_config(LLAMA | {"vocab_size": 32000}, data={"sequence_length": 256})
+    model, found = PlannedModel(config), Workload.assumed(config)
+    step = replace(STEP, logits_bytes=5 * 256 * 32000 * 2)
+    exact, approximate = (model.cost_of(step, found, 24, quickly) for quickly in (False, True))
+    assert approximate.forward_bytes == pytest.approx(exact.forward_bytes, rel=0.03)
+    assert flops(approximate) == pytest.approx(flops(exact), rel=0.03)
+
+
+def test_an_evaluation_makes_no_gradients_of_the_head() -> None:
+    config = planned_config(LLAMA | {"vocab_size": 32000})
+    cost = PlannedModel(config).cost_of(STEP, Workload.assumed(config), 2)
+    head = 2 * 32000 * LLAMA["hidden_size"] * (2 * config.data.sequence_length - 2)
+    evaluating = flops(replace(cost, forward=cost.evaluation))
+    assert flops(cost) - evaluating == pytest.approx(2 * head / 2, rel=0.05)
 
 
 def test_rows_that_are_much_shorter_than_others_count_as_what_they_are() -> None:

@@ -29,6 +29,7 @@ from aliquot.plan.planned_model import PlannedModel
 from aliquot.plan.planner import Planner, plan
 from aliquot.plan.report import COLUMNS, summary
 from aliquot.plan.search import fastest, remedies
+from aliquot.plan.timing import StepTime
 from aliquot.plan.traffic import traffic
 from tests.plan.shapes import LLAMA, QWEN3, planned_config
 
@@ -187,7 +188,7 @@ def test_fsdp_on_cpu_takes_time_for_what_it_copies_and_for_each_group_of_weights
 
 def test_gpus_of_a_host_pass_on_through_nvlink_while_they_compute() -> None:
     """Eight H100 on a host: priced as sockets, or without overlap, a person would buy CPUs instead."""
-    train = {"per_device_train_batch_size": 8, "global_batch_size": 64}
+    train = {"per_device_train_batch_size": 4, "global_batch_size": 32}
     model = LLAMA | {"hidden_size": 1024, "intermediate_size": 4096}
     config = planned_config(model, train=train, launch={"device": "cuda"})
     nvlink, pcie = (plan(config, Machine.of_instance(name), 1, 8) for name in ("p5.48xlarge", "g6e.48xlarge"))
@@ -246,8 +247,29 @@ def test_where_memory_is_waited_for_compiled_layers_are_told_of() -> None:
     assert told == ["train.compile=layers"]
 
 
+def test_what_a_gpu_hides_behind_its_work_is_not_what_it_waits_for() -> None:
+    hidden = StepTime(True, matmul_s=0.9, memory_s=0.9, local_s=0.0, wire_s=1.0, disk_s=0.0)
+    assert hidden.bottleneck == "compute-bound" and hidden.total_s == 1.8
+    assert replace(hidden, wire_s=2.0).bottleneck == "network-bound 2.2x"
+    assert replace(hidden, overlaps=False).bottleneck == "network-bound 1.1x"
+
+
+def test_small_micro_batches_of_many_sources_take_the_time_of_what_they_hold() -> None:
+    train = {"global_batch_size": 8, "per_device_train_batch_size": 8}
+    sources = [{"name": name, "path": f"{name}.txt"} for name in "abc"]
+    one = plan(planned_config(LLAMA, train=train), SERVER, 1, 1)
+    three = plan(planned_config(LLAMA, train=train, data={"path": None, "sources": sources}), SERVER, 1, 1)
+    assert one.step_s < three.step_s < 1.3 * one.step_s
+
+
+def test_a_run_that_has_nothing_to_evaluate_on_is_told_of_no_evaluation() -> None:
+    made = plan(planned_config(LLAMA, train={"max_steps": 4, "eval_steps": 2}), SERVER, 1, 1)
+    assert made.evaluations == made.uncounted_evaluations == 0
+
+
 def test_evaluations_saves_and_export_are_in_the_time() -> None:
-    config = planned_config(LLAMA, train={"max_steps": 25, "eval_steps": 10}, checkpoint={"every": 5, "async": False})
+    sections: dict[str, Any] = {"train": {"max_steps": 25, "eval_steps": 10}, "data": {"eval_fraction": 0.1}}
+    config = planned_config(LLAMA, checkpoint={"every": 5, "async": False}, **sections)
     workload = replace(Workload.assumed(config), eval_sequences=64)
     made = plan(config, SERVER, 1, 2, workload)
     assert (made.evaluations, made.saves) == (3, 5)

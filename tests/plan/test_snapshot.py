@@ -19,7 +19,7 @@ def copies(
 ) -> int:
     """Of a disk of 0.5 GB/s; `step_s`: of forward and backward passes of one micro-batch."""
     config = planned_config(LLAMA, checkpoint={"every": every, "async": asynchronous})
-    each = MicroBatchTime((step_s / 4, 0.0), (step_s / 2, step_s / 4))
+    each = MicroBatchTime((step_s / 4, 0.0), (step_s / 2, step_s / 4), (0.0, 0.0))
     return snapshot_bytes(config, PAIR, 10, numel, 12 * numel, 0.5e9, each, micro_batches, freed)
 
 
@@ -31,7 +31,7 @@ def test_a_save_shorter_than_a_step_needs_none() -> None:
     assert copies(0.1, 100_000_000, every=10) == 0, "nothing follows the only save"
     assert copies(0.1, 100_000_000, asynchronous=False) == 0
     each, sections = (
-        MicroBatchTime((0.1, 0.0), (0.1, 0.1)),
+        MicroBatchTime((0.1, 0.0), (0.1, 0.1), (0.0, 0.0)),
         {"train": {"eval_steps": 5}, "data": {"eval_fraction": 0.1}},
     )
     config = planned_config(LLAMA, checkpoint={"every": 0, "best": True}, **sections)
@@ -48,7 +48,7 @@ def test_what_is_copied_where_activations_were_counts_only_if_it_is_there_when_t
 
 def test_moments_in_int8_are_slow_to_save_however_fast_the_disk() -> None:
     """Of 20 M parameters two ranks encode 10 M in a second; a run needed 230 MiB where none were planned."""
-    each = MicroBatchTime((0.25, 0.0), (0.5, 0.25))
+    each = MicroBatchTime((0.25, 0.0), (0.5, 0.25), (0.0, 0.0))
     for states, expected in (("fp32", 0), ("int8", 12 * 10_000_000 // 2)):
         config = planned_config(LLAMA, checkpoint={"every": 5}, train={"optimizer_states": states})
         assert snapshot_bytes(config, PAIR, 10, 20_000_000, 1, 0.5e9, each, 1, 0) == expected

@@ -19,6 +19,17 @@ class BatchSize:
         of_all = min(self.total, -(-self.total // self.micro) + sources - 1)
         return -(-of_all // world_size)
 
+    def sequences(self, world_size: int, sources: int = 1) -> int:
+        """Of an optimizer step, of the rank that has most, where each of the `sources` gives equally many."""
+        of_sources = [self.total // sources + (source < self.total % sources) for source in range(sources)]
+        whole = sum(count // self.micro for count in of_sources)
+        rests = sorted((count % self.micro for count in of_sources), reverse=True)
+        # Micro-batch m goes to rank m % world_size, the whole ones first.
+        of_ranks = [self.micro * len(range(rank, whole, world_size)) for rank in range(world_size)]
+        for number, rest in enumerate(rests, whole):
+            of_ranks[number % world_size] += rest
+        return max(of_ranks)
+
 
 def batch_size(train: TrainSection, world_size: int) -> BatchSize:
     """The sizes that `train` means at `world_size` ranks."""

@@ -233,7 +233,8 @@ class Batches:
         return StepBatch(micro_batches, predicted_of, tokens_of, lengths, stop - first, stop / self.epoch_sequences)
 
     def _groups(self, first: int, places: list[tuple[int, int]]) -> list[Group]:
-        """The micro-batches of a global batch, source by source, so that the loss of each is known."""
+        """The micro-batches of a global batch, each of one source, so that the loss of each is known; the smaller ones
+        last: with two of each source one rank of two would have all that are whole, and the other what they leave."""
         numbered = sorted(((source, first + n, at) for n, (source, at) in enumerate(places)), key=lambda each: each[0])
         groups = []
         for source, of_source in groupby(numbered, key=lambda each: each[0]):
@@ -241,7 +242,7 @@ class Batches:
             for start in range(0, len(sequences), self.micro_batch_size):
                 taken = sequences[start : start + self.micro_batch_size]
                 groups.append(Group(source, taken[0][1], [at for _, _, at in taken]))
-        return groups
+        return sorted(groups, key=lambda group: -len(group.sequences))
 
     def _sequences_in(self, epochs: float) -> int:
         return max(1, math.ceil(epochs * self.epoch_sequences - 1e-6))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from aliquot.config.schema import RunConfig
 from aliquot.models import meta
@@ -25,7 +25,7 @@ class ShapedModel:
     config: PretrainedConfig
     built: meta.MetaModel
     shape: ModelShape
-    evaluations: dict[Hashable, int] = field(default_factory=dict)  # bytes, by how and over what
+    evaluations: dict[Hashable, tuple[int, Any]] = field(default_factory=dict)  # bytes and work, by how and over what
 
     def as_llama(self) -> ShapedModel:
         """A Llama of as many layers of about as many weights each, with the same vocabulary and width."""

@@ -114,18 +114,18 @@ def _run(
         others = len(live.products - of_head)
         del inputs, loss
         # The same however training recomputes or passes on its gradients.
-        evaluation = (step.precision, step.device, edges, predicted, layers)
+        evaluation = (step.precision, step.device, step.compiled, step.logits_bytes, edges, predicted, layers)
         if evaluation not in shaped.evaluations:
             live.peak_bytes = live.live_bytes
             model.eval()
             with torch.no_grad():
                 loss_of(ids)
             model.train()
-            shaped.evaluations[evaluation] = live.peak_bytes
-        most = shaped.evaluations[evaluation]
+            shaped.evaluations[evaluation] = live.peak_bytes, live.take_work()
+        most, evaluating = shaped.evaluations[evaluation]
         return MicroBatchCost(
             saved_bytes, 0, forward_bytes, backward_bytes, most, largest_bytes, *_products_of_kinds(shaped, step),
-            others, len(of_head), forward, backward,
+            others, len(of_head), forward, backward, evaluating,
         )  # fmt: skip
 
 

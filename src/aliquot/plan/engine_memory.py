@@ -110,7 +110,7 @@ def phases(
         # between what the others have saved.
         slack = max(2 * slack, most - cost.saved_bytes)
     steady = {"gathered": max(held.forward, held.backward), "activations": most - max(held.forward, held.backward)}
-    if _evaluates(config):
+    if evaluates(config):
         evaluation = {"gathered": held.evaluation, "activations": cost.evaluation_bytes}
         if sum(evaluation.values()) > sum(steady.values()):
             steady = evaluation
@@ -123,7 +123,9 @@ def host_phases(held: Held, offloaded: bool, index_bytes: int, snapshot: int) ->
     shared = {"process": PROCESS_SHARED_BYTES}
     process = {"process": PROCESS_PRIVATE_BYTES + CUDA_HOST_BYTES}
     before = {"weights": held.weights, "moments": held.moments} if offloaded else {}
-    trained = {"gradients": held.gradients, "buffers": MEMORY_BYTES + held.update} if offloaded else {}
+    trained = (
+        {"gradients": held.own_gradients or held.gradients, "buffers": MEMORY_BYTES + held.update} if offloaded else {}
+    )
     states = {**process, "data": index_bytes, **before}
     if held.gradients_from_start:
         states |= {name: size for name, size in trained.items() if name == "gradients"}
@@ -146,7 +148,8 @@ def _kept(now: dict[str, int], most: int) -> dict[str, int]:
     return {**now, "allocator": max(0, most - sum(now.values()))}
 
 
-def _evaluates(config: RunConfig) -> bool:
+def evaluates(config: RunConfig) -> bool:
+    """Whether it has data for it."""
     data = config.data
     return (
         data.eval_path is not None or data.eval_split is not None or data.eval_fraction > 0 or bool(data.eval_sources)

@@ -30,6 +30,9 @@ class Step:
     copies_transposed: bool = False  # products with a transposed left side are made from copies (machine/kernels.py)
 
 
+WORKS = ("forward", "backward", "evaluation")  # passes of a micro-batch
+
+
 @dataclass(frozen=True)
 class MicroBatchCost:
     """Bytes alive beside weights and their gradients, and the operations of one micro-batch."""
@@ -49,16 +52,17 @@ class MicroBatchCost:
     head_products: int
     forward: Work
     backward: Work
+    evaluation: Work  # a forward pass without gradients
 
     def with_work(self, of: Sequence[tuple[float, MicroBatchCost]]) -> MicroBatchCost:
         """These bytes, and so much of the work of each of those."""
-        works: dict[str, Work] = {}
-        for name in ("forward", "backward"):
+        works: dict[str, Any] = {}
+        for name in WORKS:
             works[name] = defaultdict(float)
             for share, cost in of:
                 for key, amount in getattr(cost, name).items():
                     works[name][key] += share * amount
-        return replace(self, forward=works["forward"], backward=works["backward"])
+        return replace(self, **works)
 
     def plus(self, other: MicroBatchCost, base: MicroBatchCost, times: int) -> MicroBatchCost:
         """This, and `times` what `other` has more than `base`; the largest block is the largest of all,

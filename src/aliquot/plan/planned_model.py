@@ -11,6 +11,7 @@ import gc
 import hashlib
 import json
 import logging
+import math
 import os
 from collections import defaultdict
 from collections.abc import Hashable, Iterator
@@ -27,7 +28,7 @@ from aliquot.config.workload import Workload
 from aliquot.errors import UserError
 from aliquot.models.model_shape import LayerKind, ModelShape
 from aliquot.models.source import CONFIG_FILES, local_directory
-from aliquot.plan.micro_batch_cost import MicroBatchCost, Step, Work
+from aliquot.plan.micro_batch_cost import WORKS, MicroBatchCost, Step, Work
 from aliquot.textfile import publish_text
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class PlannedModel:
         """Of a micro-batch of so many sequences: bytes of the heaviest, and the mean work of the slowest of `ranks`,
         which wait for each other whenever each has computed `between`. The same object whenever it is asked for.
 
-        `approximate`: more than two are extrapolated, so that many sizes take no longer than two.
+        `approximate`: more than two are extrapolated, so that many sizes take no longer than a few.
         """
         key = (step, workload, sequences, approximate, ranks, between)
         if key not in self._costs:
@@ -84,9 +85,16 @@ class PlannedModel:
 
     def _extrapolated(self, step: Step, workload: Workload, sequences: int, ranks: int, between: int) -> MicroBatchCost:
         even = replace(workload, fills_up=None)  # what fills up two says nothing of what fills up many
-        one, two = (self.cost_of(step, even, count) for count in (1, 2))
-        found = one.plus(two, one, sequences - 1)
+        fewest = self._with_all_logits(step, workload)
+        first = fewest if fewest < min(sequences, _MOST_SEQUENCES) else 1
+        base, more = (self.cost_of(step, even, count) for count in (first, first + 1))
+        found = base.plus(more, base, sequences - first)
         return found.with_work([(workload.waiting(sequences, ranks, between), found)])
+
+    def _with_all_logits(self, step: Step, workload: Workload) -> int:
+        """The fewest sequences that fill the room for logits: those of more take no more, and are made twice."""
+        rows = step.logits_bytes / (self.shape.vocabulary * (2 if step.precision == "bf16" else 4))
+        return math.ceil(rows / max(1.0, workload.predicted))
 
     def cost(self, step: Step, edges: tuple[int, ...], predicted: int) -> MicroBatchCost:
         """Of one row with documents at `edges`, `predicted` of whose tokens have a label.
@@ -120,7 +128,7 @@ class PlannedModel:
         except Exception as error:  # each model's code fails in its own way on tensors that hold nothing
             cost = replace(micro_batch_cost(self._shaped.as_llama(), step, edges, predicted), tile_products=0)
             why = f"without values it does not run ({error})"
-        works = {name: list(getattr(cost, name).items()) for name in ("forward", "backward")}
+        works = {name: list(getattr(cost, name).items()) for name in WORKS}
         return {"as_llama": why, "cost": vars(cost) | works}
 
 
@@ -147,7 +155,7 @@ def _shape(kept: dict[str, Any]) -> ModelShape:
 
 
 def _cost(kept: dict[str, Any]) -> MicroBatchCost:
-    return MicroBatchCost(**kept | {name: _work(kept[name]) for name in ("forward", "backward")})
+    return MicroBatchCost(**kept | {name: _work(kept[name]) for name in WORKS})
 
 
 def _work(kept: list[tuple[list[Any], float]]) -> Work:

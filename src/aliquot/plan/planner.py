@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from aliquot.config.batch_size import batch_size
+from aliquot.config.batch_size import BatchSize, batch_size
 from aliquot.config.due import times_due
 from aliquot.config.engine_choice import chosen_engine
 from aliquot.config.on_disk import OnDisk
@@ -24,7 +24,7 @@ from aliquot.loss.logits_room import logits_room
 from aliquot.models.model_shape import ModelShape, padded_share
 from aliquot.plan import fit
 from aliquot.plan.calibrate import make_known
-from aliquot.plan.engine_memory import beside_bytes, beside_on_cpu, beside_on_gpu, host_phases, phases
+from aliquot.plan.engine_memory import beside_bytes, beside_on_cpu, beside_on_gpu, evaluates, host_phases, phases
 from aliquot.plan.kernel_shapes import kernel_bytes, kernel_shapes
 from aliquot.plan.micro_batch_cost import MicroBatchCost, Step
 from aliquot.plan.planned_machine import GIB, Machine
@@ -99,7 +99,10 @@ class Planner:
         between = self._between(config, engine, layout, micro_batches)
         cost = self.model.cost_of(step, workload, size.micro, approximate, layout.world_size, between)
         rates = self.rates(layout)
-        each = self._time(cost, rates)
+        whole_one = self._time(cost, rates)
+        # Of several sources, or of a batch that they do not divide, some micro-batches are smaller.
+        part = size.sequences(layout.world_size, config.data.source_count) / (size.micro * micro_batches)
+        each = whole_one.of_part(part)
         steps = _steps(config, workload, size.total)
         evaluations = config.train.eval_on_start + times_due(config.train.eval_steps, steps or 0)
         told = building(config, self.shape, layout) if engine == "deepspeed" else []
@@ -117,7 +120,9 @@ class Planner:
             if not on_gpu:
                 beside = beside_on_cpu(held, workload.index_bytes, copies, kernels)
                 return held, phases(config, held, cost, beside, told)
-            left = replace(held, weights=0, gradients=0, moments=0, update=0) if offloaded else held
+            # Sums of whole gradients stay where they are made until they are reduced.
+            sums = held.gradients if kept.gradients else 0
+            left = replace(held, weights=0, gradients=sums, moments=0, update=0) if offloaded else held
             return held, phases(config, left, cost, beside_on_gpu(layout.world_size), [])
 
         def too_much(on_disk: OnDisk, kept: Unsharded = SHARDED) -> float:
@@ -142,7 +147,8 @@ class Planner:
             passed = moved if count == micro_batches else traffic(config, engine, self.shape, layout, count, kept)
             whole = kept if offloaded else None
             work = (rates, owned, patched, used, disk_rate, whole, groups)
-            return step_time(engine, each, held, passed, layout, count, *work)
+            time = each if count == micro_batches else whole_one
+            return step_time(engine, time, held, passed, layout, count, *work)
 
         def hardly_waits(count: int) -> bool:
             with_count = time_of(count)
@@ -150,7 +156,8 @@ class Planner:
 
         took = time_of(micro_batches)
         enough = _fewest_with(hardly_waits) if disk.size else None
-        of_evaluation = -(-(workload.eval_sequences or 0) // (size.micro * layout.world_size))
+        of_evaluation = BatchSize(workload.eval_sequences or 0, size.micro).sequences(layout.world_size) / size.micro
+        copied = held.weights if on_gpu and offloaded else 0
         until_update_s = micro_batches * (sum(each.forward) + sum(each.backward))
         saves = saves_of(config, steps or 0, saved, disks, layout.world_size, took.total_s, until_update_s)
         hourly = self.machine.instance.usd_per_hour if self.machine.instance is not None else None
@@ -178,8 +185,8 @@ class Planner:
             step_s=took.total_s,
             bottleneck=took.bottleneck,
             evaluations=evaluations if of_evaluation else 0,
-            uncounted_evaluations=0 if of_evaluation else evaluations,
-            evaluation_s=evaluation_time(each, moved, layout, of_evaluation, rates),
+            uncounted_evaluations=evaluations if evaluates(config) and not of_evaluation else 0,
+            evaluation_s=evaluation_time(whole_one, moved, layout, of_evaluation, rates, copied),
             saves=saves.waited,
             saves_beside=saves.beside,
             stall_s=saves.stall_s,

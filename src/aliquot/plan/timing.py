@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Self
 
@@ -46,9 +47,10 @@ class StepTime:
     def bottleneck(self) -> str:
         """What takes longest, and how many times as long as the products: `network-bound 4.1x`."""
         network = self.wire_s + self.local_s
+        hidden = self.overlaps and network <= self.matmul_s + self.memory_s
         if self.disk_s > max(network, self.matmul_s, self.memory_s):
             return f"disk-bound {self.disk_s / self.matmul_s:.1f}x"
-        if network > max(self.matmul_s, self.memory_s):
+        if network > max(self.matmul_s, self.memory_s) and not hidden:
             return f"network-bound {network / self.matmul_s:.1f}x"
         if self.memory_s > self.matmul_s:
             return f"memory-bound {self.memory_s / self.matmul_s:.1f}x"
@@ -61,10 +63,18 @@ class MicroBatchTime:
 
     forward: tuple[float, float]
     backward: tuple[float, float]
+    evaluation: tuple[float, float]  # without gradients
 
     @classmethod
     def of(cls, cost: MicroBatchCost, rates: Rates) -> Self:
-        return cls(work_s(cost.forward, rates), work_s(cost.backward, rates))
+        return cls(work_s(cost.forward, rates), work_s(cost.backward, rates), work_s(cost.evaluation, rates))
+
+    def of_part(self, part: float) -> Self:
+        """Of a micro-batch that is so much smaller."""
+        forward, backward, evaluation = (
+            (part * products, part * rest) for products, rest in (self.forward, self.backward, self.evaluation)
+        )
+        return type(self)(forward, backward, evaluation)
 
 
 @dataclass(frozen=True)
@@ -148,7 +158,7 @@ def step_time(
             memory_s += rates.stage_s(2 * (held.weights + held.moments + held.gradients))
         else:
             # Weights come for a forward and for a backward pass, gradients go: nothing is computed meanwhile.
-            own_gradients = min(held.gradients, held.weights)
+            own_gradients = held.own_gradients or held.gradients
             comes = held.weights * (1 if offloaded.weights else 2 * micro_batches)
             goes = own_gradients * (1 if offloaded.gradients else micro_batches)
             memory_s += (comes + goes) / _COPIED_BYTES_PER_S
@@ -165,14 +175,18 @@ def step_time(
 
 
 def evaluation_time(
-    each: MicroBatchTime, moved: Traffic, layout: RankLayout, micro_batches: int, rates: Rates
+    each: MicroBatchTime, moved: Traffic, layout: RankLayout, micro_batches: float, rates: Rates, copied_bytes: int
 ) -> float:
-    """Seconds of an evaluation of so many micro-batches a rank."""
-    passes = min(1, micro_batches) if moved.forward_once else micro_batches
+    """Seconds of an evaluation of so many micro-batches a rank. `copied_bytes`: of weights that come to a GPU for each
+    from the machine's memory."""
+    batches = math.ceil(micro_batches)
+    passes = min(1, batches) if moved.forward_once else batches
     wire, local, shared = (passes * size for size in moved.forward)
     sending = rates.local_s(local / layout.world_size) + rates.wire_s(wire / layout.nodes)
-    staging = rates.stage_s(3 * shared / layout.world_size)
-    return micro_batches * sum(each.forward) + staging + sending
+    computing = micro_batches * sum(each.evaluation)
+    if layout.device == "cuda":
+        return max(computing, sending) + batches * copied_bytes / _COPIED_BYTES_PER_S
+    return computing + rates.stage_s(3 * shared / layout.world_size) + sending
 
 
 def work_s(work: Work, rates: Rates) -> tuple[float, float]:

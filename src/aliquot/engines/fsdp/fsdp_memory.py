@@ -45,6 +45,7 @@ def fsdp_memory(
         evaluation=forward,
         shared_weights=0,
         buffers=2 * HALF_BYTES * ranks if shared else 0,
+        own_gradients=4 * own,
     )
 
 
