@@ -110,7 +110,9 @@ class Training:
         to_gpu = ToGpu() if ranks.topology.device == "cuda" else None
         with BatchesAhead(self._inputs.batches, ranks.rank, ranks.world_size, first, stop, to_gpu) as batches:
             while self._done < self._end:
-                self._presence.doing = f"in step {self._done + 1}"
+                saving = self._saver.under_way
+                beside = "" if saving is None else f", and saving step {saving}"
+                self._presence.doing = f"in step {self._done + 1}{beside}"
                 self._record.begin()
                 batch = batches.take(self._done)
                 stopping, metrics = self._step(self._done, batch)
@@ -169,6 +171,7 @@ class Training:
             self._record.log({**metrics, **self._experts(), **self._engine.counters().traffic()})
         if not stopping and self._evaluation_is_due():
             if self._saver.under_way == self._evaluations.kept_step(config.checkpoint):
+                self._presence.doing = f"saving step {self._saver.under_way}"
                 self._saver.finish()  # what is compared with is the best that could be saved
             stopping = self._evaluate()
         last, best = done == self._end, self._evaluations.kept_step(config.checkpoint)
@@ -176,6 +179,7 @@ class Training:
             raise self._terminated(stopping, "checkpoint.grace_s was too short for another")
         at_end = last and config.checkpoint.last
         if at_end or stopping or best == done or is_due(config.checkpoint.every, done):
+            self._presence.doing = f"saving step {done}"
             with self._record.between_steps("checkpoint"):
                 self._saver.finish()
                 best = self._evaluations.kept_step(config.checkpoint)  # without one that could not be saved
@@ -251,6 +255,9 @@ class Training:
     def _finish_saving(self) -> None:
         self._presence.doing = "finishing a checkpoint"
         self._saver.finish()
+        if self._saved_step == self._done:
+            copied = ", but not in checkpoint.mirror yet" if self._run.config.checkpoint.mirror else ""
+            self._stop.saved = f"after step {self._done}, which is saved{copied}: start again to continue"
         self._presence.doing = "copying checkpoints to the mirror"
         self._mirror.finish()
 

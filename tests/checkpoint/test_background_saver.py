@@ -178,7 +178,7 @@ class Slow(Store):
 
 background_saver._ASKED_S = 0.05
 folder = Path(sys.argv[1])
-store, watchdog = Slow(), Watchdog(1.2, folder / "stacks.txt", 0, grace_s=0.1)
+store, watchdog = Slow(), Watchdog(1.2, folder / "stacks.txt", 0, lambda: "saving step 5", grace_s=0.1)
 saver = saver_of(folder, store, beat=watchdog.beat, buffer_bytes=0)
 saver.start(1, {"step": 1})
 saver.before_update()
@@ -193,5 +193,5 @@ def test_a_slow_save_is_no_hang_and_a_hanging_one_is(tmp_path: Path, each_s: flo
     """Nine parts, each far quicker than the watchdog, all of them far slower; then one that takes longer alone."""
     done = warm.run("-c", SLOW, tmp_path, str(each_s), cwd=warm.REPOSITORY)
     assert done.returncode == ends, done.stderr
-    assert ("no progress for 1.2 s" in done.stderr) == (ends == 1)
+    assert ("no progress for 1.2 s (launch.step_timeout_s) while saving step 5" in done.stderr) == (ends == 1)
     assert len(complete_directories(tmp_path)) == (2 if ends == 0 else 0)

@@ -158,7 +158,8 @@ left = Path(sys.argv[1]) / "stacks-rank-7.txt"  # by an earlier attempt of more 
 left.write_text('Thread 1:\\n  File "old.py", line 1 in <module>\\n')
 os.utime(left, (1e9, 1e9))
 ranks.barrier()
-watchdog = Watchdog(1.0, Path(sys.argv[1]) / f"stacks-rank-{ranks.rank}.txt", ranks.rank, grace_s=1.0)
+stacks = Path(sys.argv[1]) / f"stacks-rank-{ranks.rank}.txt"
+watchdog = Watchdog(1.0, stacks, ranks.rank, lambda: "in step 3", grace_s=1.0)
 if ranks.rank == 1:
     stuck_in_this_function()
 ranks.barrier()
@@ -166,7 +167,8 @@ ranks.barrier()
     )
     code, _, err = run(tmp_path, body, str(tmp_path))
     assert code == 1
-    assert "no progress for 1 s; rank 1 stands still at rank.py:" in err.splitlines()[0]
+    assert "no progress for 1 s (launch.step_timeout_s) while in step 3; rank 1 stands" in err.splitlines()[0]
+    assert "; rank 1 stands still at rank.py:" in err.splitlines()[0]
     assert " in stuck_in_this_function, and the others wait for it; where every rank was: " in err.splitlines()[0]
     assert "stacks-rank-*.txt" in err.splitlines()[0]
     assert "stuck_in_this_function" in (tmp_path / "stacks-rank-1.txt").read_text()
@@ -191,7 +193,7 @@ def test_watchdog_that_is_beaten_lets_the_run_go_on(tmp_path: Path) -> None:
 import sys, time
 from pathlib import Path
 from aliquot.launch.watchdog import Watchdog
-watchdog = Watchdog(1.0, Path(sys.argv[1]), 0, grace_s=0.2)
+watchdog = Watchdog(1.0, Path(sys.argv[1]), 0, lambda: "in step 3", grace_s=0.2)
 for _ in range(30):
     time.sleep(0.05)
     watchdog.beat()

@@ -8,9 +8,7 @@ they have met, beside all work; node 0 watches the others, and they watch node 0
 from __future__ import annotations
 
 import json
-import os
 import platform
-import sys
 import threading
 import time
 from typing import Any, Self, cast
@@ -18,7 +16,7 @@ from typing import Any, Self, cast
 # Public, but not re-exported for type checkers.
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from aliquot.launch.rank_errors import RankError, record_error
+from aliquot.launch.rank_errors import RankError, end_rank
 from aliquot.launch.topology import Topology
 
 _EVERY_S = 1.0
@@ -123,7 +121,4 @@ class Presence:
 
     def _end(self, message: str) -> None:
         why = "" if self._failure is None else f"{type(self._failure).__name__}: {self._failure}\n"
-        error = RankError(self._topology.rank, "peer_lost", message, f"{message}\n{why}", time.time())
-        if not record_error(error):
-            print(f"aliquot: {error.line}", file=sys.stderr, flush=True)
-        os._exit(1)  # the main thread waits for what does not come
+        end_rank(RankError(self._topology.rank, "peer_lost", message, f"{message}\n{why}", time.time()))

@@ -15,9 +15,10 @@ import time
 import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 from aliquot.errors import TrainingError, UserError
+from aliquot.launch.moments import within_a_moment
 from aliquot.textfile import publish_text
 
 LOG_DIRECTORY = "ALIQUOT_LOG_DIRECTORY"  # set by our launcher in its ranks, and only there
@@ -110,6 +111,18 @@ def report_error(error: Exception, debug: bool = False) -> int:
         elif kind == "crash":
             print("  --debug shows the traceback", file=sys.stderr)
     return code
+
+
+def end_rank(error: RankError) -> NoReturn:
+    """Say it and end with code 1, whatever the main thread waits for: a log on a file server that does not answer is
+    not waited for."""
+
+    def say() -> None:
+        if not record_error(error):
+            print(f"aliquot: {error.line}", file=sys.stderr, flush=True)
+
+    within_a_moment(say)
+    os._exit(1)
 
 
 def record_error(error: RankError) -> bool:

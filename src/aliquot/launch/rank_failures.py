@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from aliquot.launch.moments import within_a_moment
 from aliquot.launch.rank_errors import RankError, log_file
 
 
@@ -40,8 +41,8 @@ def explain(
             rank, error, lines = cause.rank, cause, [f"aliquot: {cause.line}"]
     if error is not None and error.exit_code != 1:
         return lines, error.exit_code, error.kind
-    if log_file(log_directory, rank).exists():
-        lines.append(f"  more in {log_file(log_directory, rank)}")
+    more = f"  more in {log_file(log_directory, rank)}"
+    within_a_moment(lambda: lines.append(more) if log_file(log_directory, rank).exists() else None)
     return lines, 1, "killed" if error is None else error.kind
 
 

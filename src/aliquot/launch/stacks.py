@@ -7,16 +7,25 @@ from pathlib import Path
 
 import psutil
 
+from aliquot.launch.moments import within_a_moment
+
 _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)$')
 _TOGETHER_S = 60.0
 _WAITS = re.compile(r"torch/distributed/|aliquot/collectives/|aliquot/launch/ranks\.py$")
 
 
 def told_standing_still(own: Path) -> str:
-    """Words that follow what a message says, and name the ranks that are not in a collective, if others are.
+    """Words that follow what a message says, and name the ranks that are not in a collective, if others are; of files
+    that cannot be read in a moment, nothing.
 
     `own`: this rank's stacks; beside it lie those of the others, and those that an earlier attempt has left.
     """
+    told: list[str] = []
+    within_a_moment(lambda: told.append(_told(own)))
+    return told[0] if told else ""
+
+
+def _told(own: Path) -> str:
     stuck = standing_still(own)
     if not stuck and (silent := _silent(own)):
         return f"; nothing is heard of rank {', '.join(map(str, silent))}: stopped, or on a host that does not answer"

@@ -7,7 +7,6 @@ somebody computes meanwhile, or reads or writes a disk.
 from __future__ import annotations
 
 import faulthandler
-import os
 import sys
 import threading
 import time
@@ -22,9 +21,11 @@ import psutil
 # Public, but not re-exported for type checkers.
 from torch.distributed import DistError, HashStore, Store  # type: ignore[attr-defined]
 
-from aliquot.launch.rank_errors import RankError, record_error
+from aliquot.launch.moments import within_a_moment
+from aliquot.launch.rank_errors import RankError, end_rank
 from aliquot.launch.stacks import of_all_ranks, told_standing_still
 from aliquot.launch.topology import Topology
+from aliquot.machine.memory import unwritten_bytes
 
 _LOOKS = 30  # so many in a row at which nobody had done anything; a process that was stopped meanwhile has not looked
 _AHEAD = 2  # ranks look at different moments: this much before the run may end they write their stacks
@@ -84,8 +85,8 @@ class Stillness:
             told = count
             written = f"stillness-stacks-{told}"  # how many ranks have, since the last of them has done something
             if still == self._looks - _AHEAD:
-                self._write_stacks()
-                self._store.add(written, 1)
+                if within_a_moment(self._write_stacks):
+                    self._store.add(written, 1)
                 work.since_last_look(self._every_s)  # which was to write them
             all_written = still >= self._looks and self._store.add(written, 0) >= self._topology.world_size
             if (all_written or still >= 2 * self._looks) and not self._over.is_set():
@@ -108,9 +109,7 @@ class Stillness:
             f"no rank has computed, read or written anything for {self._timeout_s:g} s (launch.step_timeout_s) while"
             f" {self._doing()}{told}; where every rank was: {where} [hung]"
         )
-        if not record_error(RankError(self._topology.rank, "training", message, f"{message}\n", time.time())):
-            print(f"aliquot: rank {self._topology.rank}: {message}", file=sys.stderr, flush=True)
-        os._exit(1)  # the main thread waits for what does not come
+        end_rank(RankError(self._topology.rank, "training", message, f"{message}\n", time.time()))
 
 
 @dataclass(frozen=True)
@@ -129,10 +128,11 @@ class _Work:
         self._own = psutil.Process()
         self._done: dict[tuple[int, float], _Done] = {}
         self._looking_bytes = 0
+        self._unwritten_bytes = unwritten_bytes()  # least since somebody worked
         self.since_last_look(1.0)
 
     def since_last_look(self, seconds: float) -> bool:
-        """Whether they have done more than wait, in about so many seconds."""
+        """Whether they have done more than wait, in about so many seconds, or the kernel has written for them."""
         before = _io(self._own)[1]
         found: dict[tuple[int, float], _Done] = {}
         for process in self._own.children(recursive=True):
@@ -150,7 +150,13 @@ class _Work:
         ]
         self._done = found
         used_s, on_disk, moved = (sum(each) for each in zip(*worked, strict=True))
-        return bool(used_s > _BUSY * seconds or on_disk > 0 or moved > _BUSY_BYTES_PER_S * seconds)
+        working = used_s > _BUSY * seconds or on_disk > 0 or moved > _BUSY_BYTES_PER_S * seconds
+        # Who waits for fsync does nothing himself. What others write meanwhile must not count for ever: the least does.
+        unwritten = unwritten_bytes()
+        fewer = unwritten < self._unwritten_bytes
+        if working or fewer:
+            self._unwritten_bytes = unwritten
+        return bool(working or fewer)
 
 
 def _io(process: psutil.Process) -> tuple[int, int]:

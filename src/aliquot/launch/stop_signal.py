@@ -16,12 +16,13 @@ from typing import Self
 
 from aliquot.errors import TrainingError
 from aliquot.launch.claims import ROUND
+from aliquot.launch.moments import within_a_moment
 from aliquot.launch.rank_errors import report_error
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # Whoever stops a whole control group (systemd, scancel) tells each rank and the launcher, which tells the ranks again.
 _SAME_S = 2.0
-_MOMENT_S = 3.0
+_HEARD_S = 30.0
 
 
 class Terminated(TrainingError, id="terminated"):
@@ -50,6 +51,8 @@ class StopSignal:
             raise TrainingError("signals come to the main thread alone: train there")
         self.requested = 0
         self.nothing_to_save: str | None = "before the first step was done: nothing is lost"
+        self.saved: str | None = None  # what is, where what is left to do is not needed to continue
+        self._lost = "and what is lost by that cannot be told: the run directory does not answer"
         self._grace_s = grace_s
         self._tells = tells
         self._kept = kept
@@ -79,25 +82,43 @@ class StopSignal:
             if self.nothing_to_save is not None:
                 self._ends = True
                 error = Terminated(number, self.nothing_to_save)
-                _within_a_moment(partial(report_error, error))
-                _within_a_moment(partial(self._ending, f"stopped by {signal.Signals(number).name}"))
+                within_a_moment(partial(report_error, error))
+                within_a_moment(partial(self._ending, f"stopped by {signal.Signals(number).name}"))
                 os._exit(error.exit_code)
             if not self.requested:
                 self._ask(number)
             elif ROUND not in os.environ and time.monotonic() > self._asked_at + _SAME_S:
+                self._tell(f"{signal.Signals(number).name} again: ended, {self._lost}")
                 os._exit(128 + number)
         os.close(pipe)
 
     def _ask(self, number: int) -> None:
         self.requested, self._asked_at = number, time.monotonic()
-        self._deadline = threading.Timer(self._grace_s, _end, [self._grace_s, number])
+        self._deadline = threading.Timer(self._grace_s, self._end, [number])
         self._deadline.daemon = True
         self._deadline.start()
         if self._tells:
+            within_a_moment(self._look_what_is_lost)
+        once_more = "" if ROUND in os.environ else f"; once more ends the run at once, {self._lost}"
+        self._tell(f"{signal.Signals(number).name}: the step is finished and saved{once_more}")
+
+    def _look_what_is_lost(self) -> None:
+        self._lost = self._kept()
+
+    def _tell(self, text: str) -> None:
+        if self._tells:
+            # Whatever was being printed when the signal came.
+            within_a_moment(partial(os.write, 2, f"aliquot: {text}\n".encode()))
+
+    def _end(self, number: int) -> None:
+        error: TrainingError
+        if self.saved is not None:
+            error = Terminated(number, self.saved)
+        else:
             name = signal.Signals(number).name
-            once_more = "" if ROUND in os.environ else f"; once more ends the run at once, {self._kept()}"
-            text = f"aliquot: {name}: the step is finished and saved{once_more}\n"
-            _within_a_moment(partial(os.write, 2, text.encode()))  # whatever was being printed when the signal came
+            error = TrainingError(f"not saved within checkpoint.grace_s = {self._grace_s:g} s of {name}")
+        within_a_moment(partial(report_error, error))
+        os._exit(error.exit_code)
 
     @property
     def left_s(self) -> float:
@@ -114,7 +135,7 @@ class StopSignal:
 
     def __exit__(self, *_: object) -> None:
         if self._ends:  # an error now is that others have heard of it
-            time.sleep(10 * _MOMENT_S)
+            time.sleep(_HEARD_S)
         if self._deadline is not None:
             self._deadline.cancel()
         for number, former in self._former.items():
@@ -130,19 +151,5 @@ class StopSignal:
             signal.raise_signal(number)
 
 
-def _within_a_moment(work: Callable[[], object]) -> None:
-    """Do it, but wait no longer for it than that: nobody may read what is written."""
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(_MOMENT_S)
-
-
 def _heard(_number: int, _frame: FrameType | None) -> None:
     """What is to be done when a signal comes is done by the thread that reads of it."""
-
-
-def _end(grace_s: float, number: int) -> None:
-    name = signal.Signals(number).name
-    error = TrainingError(f"not saved within checkpoint.grace_s = {grace_s:g} s of {name}")
-    _within_a_moment(partial(report_error, error))
-    os._exit(TrainingError.exit_code)

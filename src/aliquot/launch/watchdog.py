@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import faulthandler
-import os
-import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from aliquot.launch.rank_errors import RankError, record_error
+from aliquot.launch.rank_errors import RankError, end_rank
 from aliquot.launch.stacks import of_all_ranks, told_standing_still
 
 
@@ -23,11 +22,15 @@ class Watchdog:
     all others ended, and they are to write their stacks too.
     """
 
-    def __init__(self, timeout_s: float, stack_file: Path, rank: int, grace_s: float = 3.0) -> None:
+    def __init__(
+        self, timeout_s: float, stack_file: Path, rank: int, doing: Callable[[], str], grace_s: float = 3.0
+    ) -> None:
+        """`doing`: in words, what goes on."""
         self.timeout_s = timeout_s
         self.grace_s = grace_s
         self.stack_file = stack_file
         self.rank = rank
+        self._doing = doing
         stack_file.parent.mkdir(parents=True, exist_ok=True)
         self._stacks = stack_file.open("w", encoding="utf-8")
         self._stopped = threading.Event()
@@ -60,8 +63,8 @@ class Watchdog:
             if self._stopped.wait(left):
                 return
         stacks = self.stack_file.with_name(of_all_ranks(self.stack_file))
-        told = told_standing_still(self.stack_file)
-        message = f"no progress for {self.timeout_s:g} s{told}; where every rank was: {stacks} [hung]"
-        if not record_error(RankError(self.rank, "training", message, f"{message}\n", time.time())):
-            print(f"aliquot: rank {self.rank}: {message}", file=sys.stderr, flush=True)
-        os._exit(1)  # the main thread hangs: nothing that waits for it may run
+        message = (
+            f"no progress for {self.timeout_s:g} s (launch.step_timeout_s) while {self._doing()}"
+            f"{told_standing_still(self.stack_file)}; where every rank was: {stacks} [hung]"
+        )
+        end_rank(RankError(self.rank, "training", message, f"{message}\n", time.time()))
