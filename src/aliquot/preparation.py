@@ -22,6 +22,7 @@ from aliquot.data.batches import Batches, EvalBatches, Position
 from aliquot.data.examples import examples
 from aliquot.data.header import header, warnings
 from aliquot.data.prepare import Prepared, prepare_together
+from aliquot.data.tokenizer import largest_token
 from aliquot.engines.base import Engine, EngineSpec
 from aliquot.engines.connections import group_lines
 from aliquot.engines.select import engine_class
@@ -37,9 +38,10 @@ from aliquot.machine.kernels import keeps_large_kernels
 from aliquot.models import initialize, meta
 from aliquot.models.adapter import BASE
 from aliquot.models.computed import computed
+from aliquot.models.fingerprint import fingerprint
 from aliquot.models.load import load_adapter, load_weights
 from aliquot.models.published import Published, published_of
-from aliquot.models.source import ModelSource, fingerprint, import_models, resolve
+from aliquot.models.source import ModelSource, import_models, resolve
 from aliquot.models.stored_names import StoredNames
 from aliquot.models.structure import decoder_layers
 from aliquot.models.traits import Traits, traits
@@ -164,7 +166,7 @@ def read_inputs(run: Attempt) -> Inputs:
     told = run.display.progress
     data = prepare_together(config.data, source.directory, largest, ranks, told, beside, *added, learned)
     tokenizer = data.load_tokenizer()
-    source.adopt_tokenizer(tokenizer)
+    source.adopt_tokenizer(tokenizer, largest_token(tokenizer), any(added))
     source.check_length(config.data.sequence_length)  # its padding token may have become another
     size = batch_size(config.train, ranks.world_size)
     epochs = None if config.train.max_steps else config.train.num_train_epochs

@@ -19,7 +19,7 @@ from aliquot.config.due import is_due
 from aliquot.data.batches import StepBatch
 from aliquot.data.batches_ahead import BatchesAhead
 from aliquot.data.batches_to_gpu import ToGpu
-from aliquot.errors import DivergedError
+from aliquot.errors import DivergedError, UserError
 from aliquot.evaluate import evaluate
 from aliquot.experts.load import counted, mean_balance, noted_balance, spread
 from aliquot.experts.modules import has_experts
@@ -339,7 +339,13 @@ class Training:
             if run.ranks.rank == 0:
                 check_round(run.directory.path)  # of a node that was cut off the living run's is not replaced
             self._presence.doing = "exporting the model"
-            exported = finishing.export_run(*trained, self._files, self._evaluations, self._done)
+            try:
+                exported = finishing.export_run(*trained, self._files, self._evaluations, self._done)
+            except UserError:  # the same on every rank
+                if self._saved_step != self._done:  # checkpoint.last is false: what was trained is nowhere else
+                    self._saver.start(self._done, self._state(), self._evaluations.kept_step(run.config.checkpoint))
+                    self._finish_saving()
+                raise
             self._stop.nothing_to_save = f"after step {self._done}, the last, which is exported"
         self._presence.doing = "generating the sample"
         said = finishing.sample(*trained)

@@ -58,8 +58,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs[str]:
         "disk-compiled": ("host-disk", 2, ["llama-deep-compiled"]),
         "hosts-memory": ("hosts", 2, on_disk),
         "hosts-moe": ("hosts", 2, ["moe", *moe]),
-        "numa": ("numa", 4, ["llama-bf16", "llama-lora-bf16"]),
-        "four": ("host", 4, ["llama-bf16", "llama-bf16-once", "llama-lora-bf16"]),
+        "numa": ("numa", 4, ["llama", "llama-bf16", "llama-lora-bf16"]),
+        "four": ("host", 4, ["llama", "llama-bf16", "llama-bf16-once", "llama-lora-bf16"]),
         "one": ("host", 1, ["llama-int8"]),
         "states on disk": ("host-states-disk", 2, on_disk),
         "three": ("host", 3, [*on_disk, *deep, "moe", *moe]),
@@ -188,6 +188,7 @@ def test_compiled_layers_that_are_read_for_each_use_change_no_bit(runs: Runs[str
 
 @pytest.mark.long
 def test_two_numa_nodes_compute_what_one_does(runs: Runs[str]) -> None:
+    same(runs["numa"], runs["four"], "llama", world_size=4)
     same(runs["numa"], runs["four"], "llama-bf16", world_size=4)
     same(runs["numa"], runs["four"], "llama-lora-bf16", world_size=4)
 

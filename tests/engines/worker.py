@@ -41,6 +41,7 @@ from aliquot.models.published import Published, PublishedStore
 from aliquot.offload.scratch_file import ScratchFile
 from aliquot.optim import blocked_adamw, sizes, squared_norm
 from aliquot.ranges.parts import KINDS
+from aliquot.ranges.transfer import InMemory
 from tests.engines import cases
 from tests.processes import as_ranks
 
@@ -113,6 +114,8 @@ def train(kind: str, case: cases.Case, rank: int, world_size: int, folder: Path)
     for part in engine.parts():
         if part.name in spec.exact:
             engine.write(part, part.start, not_bf16(part.shape)[part.start : part.stop])
+    if kind == "numa":
+        fill_again(engine)
     engine.ready()
     for name in spec.exact:
         held = built.model.get_parameter(name)
@@ -143,6 +146,19 @@ def train(kind: str, case: cases.Case, rank: int, world_size: int, folder: Path)
         json.dumps({"losses": losses, "norms": norms, "evaluated": float(evaluated)})
     )
     engine.close()
+
+
+def fill_again(engine: Engine) -> None:
+    """As a checkpoint is read: into the part itself, where there is such a place."""
+    for part in engine.parts():
+        values = torch.empty(part.numel)
+        engine.read(part, part.start, values)
+        engine.write(part, part.start, torch.zeros(part.numel))
+        place = engine.view(part) if isinstance(engine, InMemory) else None
+        if place is None:
+            engine.write(part, part.start, values)
+        else:
+            place.copy_(values)
 
 
 def check_dtensors(engine: Engine, built: meta.MetaModel, world_size: int) -> None:

@@ -126,6 +126,9 @@ def test_the_lock_of_an_older_round_is_not_waited_for(tmp_path: Path, monkeypatc
         pass
 
 
+MARK = '{"train.global_batch_size": 8, "version of torch": "2.13"}'
+
+
 class Nodes:
     """A leader, and nodes that are connections only."""
 
@@ -135,11 +138,11 @@ class Nodes:
         listener = socket.create_server(("127.0.0.1", 0))
         self.claim = replace(CLAIM, port=listener.getsockname()[1])
         Claims(folder).make(self.claim)
-        run = Run("mark", lambda: (self.saved, 9), self.told.append, lambda: True)
+        run = Run(MARK, lambda: (self.saved, 9), self.told.append, lambda: True)
         section = LaunchSection(nodes=nodes, **launch)
         self.leader = Leader(Claims(folder), self.claim, listener, "a", section, run, None, [])
 
-    def come(self, name: str, mark: str = "mark") -> Peer:
+    def come(self, name: str, mark: str = MARK) -> Peer:
         peer = Peer(socket.create_connection(("127.0.0.1", self.claim.port)))
         self.peers.append(peer)
         peer.send("hello", nonce="word", id=name, host=name, ranks=1, automatic=False, mark=mark)
@@ -210,7 +213,7 @@ def test_a_node_comes_another_is_lost_and_the_run_ends(nodes: Nodes) -> None:
     for each in (a, c, d):
         end(each, 3)
     assert [nodes.next(each)["code"] for each in (a, c, d)] == [0, 0, 0]
-    assert Claims(nodes.folder).finished("mark 0")
+    assert Claims(nodes.folder).finished(f"{MARK} 0")
 
 
 def test_of_nodes_that_lose_most_of_the_others_the_larger_part_is_first(nodes: Nodes) -> None:
@@ -243,8 +246,11 @@ def test_a_node_that_is_not_heard_of_is_lost(nodes: Nodes) -> None:
 
 def test_what_would_come_again_ends_the_run_on_all_nodes(nodes: Nodes) -> None:
     a, b = nodes.come("a"), nodes.come("b")
-    other = nodes.come("c", mark="another batch size")
-    assert nodes.next(other)["code"] == 2
+    other = nodes.come("c", mark='{"train.global_batch_size": 16, "version of torch": "2.13"}')
+    sent_away = nodes.next(other)
+    words = "does not train what host (127.0.0.1) does: train.global_batch_size is 8 there and 16 here"
+    assert sent_away["code"] == 2 and f"c (127.0.0.1) {words} [nodes-differ]" in sent_away["lines"][0]
+    assert any(words in told for told in nodes.told), "the person at the other nodes reads it, too"
     assert nodes.whats(a, b) == ["start"] * 2
     end(a, 1, 1, "crash", "aliquot: rank 0 failed: X [crash]")
     end(b, 1, 1, "peer_lost")

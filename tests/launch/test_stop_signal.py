@@ -69,10 +69,10 @@ def test_the_first_asks_and_the_second_ends(number: signal.Signals) -> None:
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=20)
     assert process.returncode == 128 + signal.SIGINT
-    assert (
-        errors
-        == f"aliquot: {number.name}: the step is finished and saved; once more ends the run at once, losing 3 steps\n"
-    )
+    assert errors.splitlines() == [
+        f"aliquot: {number.name}: the step is finished and saved; once more ends the run at once, losing 3 steps",
+        "aliquot: SIGINT again: ended, losing 3 steps",
+    ]
 
 
 def test_a_node_and_the_leader_may_both_tell_a_rank_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:

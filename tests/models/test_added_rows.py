@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -90,6 +91,27 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     runs.trained(config, "model.config.tie_word_embeddings=true")
     runs.trained(config, "run.name=apart", f"run.directory={folder}/apart")
     return folder
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("added", [[], ["<think>"]], ids=["", "added"])
+def test_a_model_whose_tokenizer_has_a_token_without_a_row_is_trained(
+    pretrained: Path, tmp_path: Path, added: list[str]
+) -> None:
+    """As Gemma 3's has."""
+    source = tmp_path / "model"
+    copytree(pretrained / "tied" / "export", source)
+    rows = len(load_file(source / "model.safetensors")["model.embed_tokens.weight"])
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.add_tokens([f"<image {number}>" for number in range(rows + 1 - len(tokenizer))])
+    tokenizer.save_pretrained(source)
+    model = {"config": None, "path": str(source), "add_tokens": added}
+    config = runs.write_config(
+        tmp_path, "run", model=model, data={"tokenizer_vocab_size": None}, train={"max_steps": 1}
+    )
+    runs.trained(config)
+    exported = load_file(tmp_path / "run" / "export" / "model.safetensors")["model.embed_tokens.weight"]
+    assert len(exported) == (rows + 1 + len(added) if added else rows)
 
 
 @pytest.mark.long

@@ -7,10 +7,13 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import AutoConfig, PreTrainedTokenizerFast
@@ -18,7 +21,8 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 from aliquot.config.schema import ModelSection
 from aliquot.errors import UserError
 from aliquot.models import meta
-from aliquot.models.source import fingerprint, model_on_meta, resolve
+from aliquot.models.fingerprint import fingerprint
+from aliquot.models.source import model_on_meta, resolve
 from tests.engines.cases import SMALL
 from tests.models.hub_server import hub_with
 
@@ -61,6 +65,21 @@ def test_the_fingerprint_is_of_the_weights_that_are_loaded(tmp_path: Path) -> No
     (tmp_path / "consolidated.safetensors").write_bytes(b"the same in another form")
     assert fingerprint(tmp_path) == before
     (tmp_path / "model.safetensors").write_bytes(b"others!")
+    assert fingerprint(tmp_path) != before
+
+
+def test_the_fingerprint_finds_a_small_tensor_and_a_copy_that_was_broken_off(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    weights = {"large": torch.ones(6 << 20), "norm": torch.ones(64), "other": torch.ones(1 << 20)}
+    save_file(weights, file)
+    before = fingerprint(tmp_path)
+    save_file({**weights, "norm": torch.full((64,), 2.0)}, file)
+    assert fingerprint(tmp_path) != before
+    save_file(weights, file)
+    assert fingerprint(tmp_path) == before
+    with file.open("r+b") as hole:  # of 28 MiB
+        hole.seek(5 << 20)
+        hole.write(bytes(5 << 20))
     assert fingerprint(tmp_path) != before
 
 
@@ -115,11 +134,26 @@ def test_files_that_are_no_config(tmp_path: Path) -> None:
     assert "not readable as JSON" in refused(path=str(tmp_path))
     file.write_text("[" * 100_000)
     assert "not readable as JSON" in refused(path=str(tmp_path))
+    file.write_text(f'{{"model_type": "llama", "x": {"[" * 900}{"]" * 900}}}')  # which json reads
+    assert "nested too deeply" in refused(path=str(tmp_path))
     file.write_text("[]")
     assert "expected a JSON object" in refused(path=str(tmp_path))
     file.write_text(json.dumps({**SMALL, "model_type": "llama", "torch_dtype": "float16"}))
     assert str(resolve(ModelSection(path=str(tmp_path))).dtype) == "torch.float16"
     assert resolve(ModelSection(config=file)).from_scratch
+
+
+def test_the_vocabulary_has_room_for_the_largest_number_and_grows_for_tokens_that_were_added_alone() -> None:
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()))
+    made = resolve(ModelSection(config={"model_type": "llama"}))
+    made.adopt_tokenizer(tokenizer, 5000, added=False)  # vocabularies may have holes
+    assert made.config.vocab_size == 5056
+    for added, rows in ((False, 300), (True, 302)):
+        small = resolve(ModelSection(config={"model_type": "llama", "vocab_size": 300}))
+        pretrained = replace(small, directory=Path("m"))
+        assert not pretrained.from_scratch
+        pretrained.adopt_tokenizer(tokenizer, 301, added)
+        assert pretrained.config.vocab_size == rows
 
 
 @pytest.mark.parametrize(
@@ -130,10 +164,10 @@ def test_a_model_that_cannot_be_without_a_special_token_says_so(model_type: str,
     source.assume_vocabulary(300)
     tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()))  # without any
     if key is None:
-        source.adopt_tokenizer(tokenizer)
+        source.adopt_tokenizer(tokenizer, 299, added=False)
         return
     with pytest.raises(UserError, match=f"model.config: {model_type} needs {key}, and the tokenizer has none: give it"):
-        source.adopt_tokenizer(tokenizer)
+        source.adopt_tokenizer(tokenizer, 299, added=False)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ A checkpoint that comes while another is being copied waits; of several that wai
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +22,8 @@ from aliquot.config.schema import CheckpointSection
 from aliquot.errors import CutOffError, StorageError
 from aliquot.ranges.together import RankGroup
 from aliquot.stores.open_store import open_store
+
+_log = logging.getLogger(__name__)
 
 
 class Mirror:
@@ -136,8 +139,12 @@ class Mirror:
 
     def _over(self) -> None:
         self._work = self._copy = self._step = None
-        if self._ranks.rank == 0 and (last := newest(self._root)) is not None:
-            retain(self._root, self._settings.keep, last, {self._best, *self.needed})  # without the one that was copied
+        if self._ranks.rank == 0:
+            try:
+                if (last := newest(self._root)) is not None:  # without the one that was copied
+                    retain(self._root, self._settings.keep, last, {self._best, *self.needed})
+            except OSError as error:  # the next copy tidies again
+                _log.warning("what earlier saves left could not be removed: %s", error)
         if self._waiting:
             self.start(self._waiting.pop(0), self._best)
 

@@ -7,6 +7,7 @@ file, and they must be those of the manifest. So the whole checkpoint is read on
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import logging
 import platform
@@ -28,6 +29,11 @@ from aliquot.ranges.together import RankGroup, on_first, together
 from aliquot.ranges.transfer import fill
 
 _log = logging.getLogger(__name__)
+
+_OUT_OF_REACH = {
+    errno.EACCES, errno.EPERM, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN,
+    errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.EMFILE, errno.ENFILE, errno.ENOMEM,
+}  # fmt: skip
 
 
 def restore_newest(
@@ -153,13 +159,24 @@ def _why_others(directory: Path, settings: Mapping[str, Any] | None) -> Iterator
 
 @contextlib.contextmanager
 def _damage() -> Iterator[None]:
-    """Whatever is wrong with the files of a checkpoint means that it is damaged."""
+    """Whatever is wrong with the files of a checkpoint means that it is damaged; that this node does not come to them
+    does not."""
     try:
         yield
-    except DamagedCheckpoint:
-        raise
     except (UserError, OSError) as error:
+        if _number(error) in _OUT_OF_REACH:
+            told = f"{platform.node()} cannot read this checkpoint, which need not be damaged: {error}"
+            raise ResumeError(f"{told}; mend that and start again") from error
+        if isinstance(error, DamagedCheckpoint):
+            raise
         raise DamagedCheckpoint(str(error)) from error
+
+
+def _number(error: BaseException | None) -> int | None:
+    """Of the operating system's error that was the reason."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return None if error is None else error.errno
 
 
 def _newest(root: Path, below: int | None, ranks: RankGroup) -> Path | None:

@@ -57,7 +57,7 @@ def _fields(directory: Path) -> dict[str, Any]:
         raise ConfigError(
             f"no {CONFIG_FILE} here: give a directory that peft or a run with an adapter has saved", directory
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"not readable as JSON: {error}", file) from None
     if not isinstance(fields, dict):
         raise ConfigError("expected a JSON object", file)

@@ -105,8 +105,11 @@ def prepare(
     if config is not None and not own:  # the model's own was loaded from beside its config.json
         tokenizer = as_loaded_with(tokenizer, config)
     give_template(tokenizer, section.chat_template)
-    rows = vocab_size + (len(tokenizer) - before if model_dir is not None else 0)
-    all_have_rows = check_vocabulary(tokenizer, rows, own and len(tokenizer) == before)
+    has_more = len(tokenizer) > before
+    rows = vocab_size
+    if has_more and model_dir is not None:  # rows for them come behind those of all that the model's own has
+        rows = (max(vocab_size, before) if own else vocab_size) + len(tokenizer) - before
+    all_have_rows = check_vocabulary(tokenizer, rows, own and not has_more)
     directory = publish_tokenizer(tokenizer, root)
     # Beside the tokenizer: of another one the numbers that an export names are other tokens.
     beside = [adapter_dir, model_dir] if own else [with_home(section.tokenizer)] if section.tokenizer else []

@@ -7,6 +7,7 @@ step, save), `kill`, `wait`, `end` (of the run), and `leave` when its own node w
 
 from __future__ import annotations
 
+import json
 import select
 import socket
 import threading
@@ -19,6 +20,7 @@ from aliquot.config.schema import LaunchSection
 from aliquot.errors import NodesDifferError, RendezvousError, StorageError, UserError
 from aliquot.launch.claims import Claim, Claims
 from aliquot.launch.json_lines import Message, Peer
+from aliquot.launch.same_everywhere import differences
 
 BEAT_S = 1.0
 SILENT_S = 6.0  # without a word for so long, a node is taken for lost
@@ -35,7 +37,7 @@ _AGAIN = ("[rendezvous]", "[cut-off]")
 class Run:
     """What the leader must know of the run."""
 
-    mark: str  # the same on nodes that do the same
+    mark: str  # JSON of settings and versions: the same on nodes that do the same
     progress: Callable[[], tuple[int, int]]  # steps of the newest checkpoint, and steps done
     tell: Callable[[str], None]  # the person
     whole: Callable[[], bool]  # whether all is there that it leaves when it is finished
@@ -191,7 +193,9 @@ class Leader:
         member.ranks, member.automatic = message["ranks"], message["automatic"]
         member.peer.send("hello", nonce=self._claim.nonce)
         if message["mark"] != self._run.mark:
-            error = NodesDifferError(f"{member.name} has other settings or versions than {self._claim.name}")
+            words = differences(json.loads(self._run.mark), json.loads(message["mark"]))
+            error = NodesDifferError(f"{member.name} does not train what {self._claim.name} does: {words}")
+            self._run.tell(f"sent away: {error}")
             member.peer.send("end", code=error.exit_code, lines=[f"aliquot: {error.line}"])
             self._remove(member)
             return

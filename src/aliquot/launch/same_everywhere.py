@@ -19,22 +19,27 @@ from aliquot.launch.ranks import Ranks
 # A node's own: where it finds things (what it finds there is compared), how many processes it has, what it shows.
 _OWN = (
     "cluster", "launch", "run.directory", "model.path", "data.path", "data.eval_path", "data.tokenizer",
-    "data.cache_directory", "data.num_proc", "observe.console", "adapter.path", "shard.offload_directory",
+    "data.dataset", "data.chat_template", "data.cache_directory", "data.num_proc", "observe.console", "adapter.path",
+    "shard.offload_directory",
 )  # fmt: skip
 _PACKAGES = ("aliquot", "torch", "transformers")
 _MOST_TOLD = 3
 
 
 def check_configs(ranks: Ranks, config: RunConfig) -> None:
-    """Settings and versions. Collective; raises NodesDifferError on every rank."""
-    check_same(ranks, lambda: common_settings(config))
+    """Settings, versions and what is trained on. Collective; raises NodesDifferError on every rank."""
+    check_same(ranks, lambda: {**common_settings(config), "launch.device": ranks.topology.device})
 
 
 def common_settings(config: RunConfig) -> dict[str, Any]:
     """What must be the same on all nodes, by key, and the versions of the software."""
     settings = dict(_flat(config.model_dump(mode="json", by_alias=True)))
-    common = {key: _anywhere(key, value) for key, value in settings.items() if not key.startswith(_OWN)}
+    common = {key: _anywhere(key, value) for key, value in settings.items() if not _is_own(key)}
     return {**common, **{f"version of {name}": version(name) for name in _PACKAGES}}
+
+
+def _is_own(key: str) -> bool:
+    return any(key == own or key.startswith(f"{own}.") for own in _OWN)
 
 
 def _anywhere(key: str, value: Any) -> Any:
@@ -56,13 +61,19 @@ def check_same(ranks: Ranks, tell: Callable[[], Mapping[str, Any]]) -> None:
     everybody = ranks.gather([ranks.topology.node_rank, own] if ranks.rank == 0 or differs else None)
     first_node, first = everybody[0]
     for rank, (node, told) in ((rank, each) for rank, each in enumerate(everybody[1:], 1) if each is not None):
-        different = [key for key in {**first, **told} if first.get(key) != told.get(key)]
-        if not different:  # one value written in two ways, like 10000 and 10000.0
+        words = differences(first, told)
+        if not words:  # one value written in two ways, like 10000 and 10000.0
             continue
-        words = [f"{key} is {_shown(first, key)} there and {_shown(told, key)} here" for key in different[:_MOST_TOLD]]
-        more = f", and {len(different) - _MOST_TOLD} more" if len(different) > _MOST_TOLD else ""
         who, others = (f"node {node} (rank {rank})", "node 0") if node != first_node else (f"rank {rank}", "rank 0")
-        raise NodesDifferError(f"{who} does not train what {others} does: {'; '.join(words)}{more}")
+        raise NodesDifferError(f"{who} does not train what {others} does: {words}")
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """The first keys of which both tell something else, and their values."""
+    different = [key for key in {**there, **here} if there.get(key) != here.get(key)]
+    words = [f"{key} is {_shown(there, key)} there and {_shown(here, key)} here" for key in different[:_MOST_TOLD]]
+    more = f", and {len(different) - _MOST_TOLD} more" if len(different) > _MOST_TOLD else ""
+    return "; ".join(words) + more
 
 
 def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

@@ -139,6 +139,9 @@ class _Work:
             with suppress(psutil.Error):  # it has ended, or is not ours to look at
                 used = process.cpu_times()
                 found[process.pid, process.create_time()] = _Done(used.user + used.system, *_io(process))
+        # Who waits for fsync does nothing himself. What others write meanwhile must not count for ever: the least does.
+        unwritten = unwritten_bytes()
+        written_for = unwritten < self._unwritten_bytes and _waits_for_a_disk()
         disk_bytes, after = _io(self._own)
         # Without what it takes to look.
         self._looking_bytes += after - before
@@ -151,12 +154,18 @@ class _Work:
         self._done = found
         used_s, on_disk, moved = (sum(each) for each in zip(*worked, strict=True))
         working = used_s > _BUSY * seconds or on_disk > 0 or moved > _BUSY_BYTES_PER_S * seconds
-        # Who waits for fsync does nothing himself. What others write meanwhile must not count for ever: the least does.
-        unwritten = unwritten_bytes()
-        fewer = unwritten < self._unwritten_bytes
-        if working or fewer:
+        if working or written_for:
             self._unwritten_bytes = unwritten
-        return bool(working or fewer)
+        return bool(working or written_for)
+
+
+def _waits_for_a_disk() -> bool:
+    """Whether a thread of this process does: it is in state D."""
+    for thread in Path("/proc/self/task").glob("*/stat"):
+        with suppress(OSError):  # it has ended
+            if thread.read_text().rpartition(")")[2].split()[0] == "D":
+                return True
+    return False
 
 
 def _io(process: psutil.Process) -> tuple[int, int]:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from aliquot.config.peft_settings import CONFIG_FILE
 from aliquot.errors import ModelFilesError, WeightsFileError
-from aliquot.models.source import HUB_FILES, fingerprint, local_directory, model_on_meta
+from aliquot.models.fingerprint import fingerprint
+from aliquot.models.source import HUB_FILES, local_directory, model_on_meta
 from aliquot.models.stored_names import StoredNames
 from aliquot.models.stored_weights import StoredWeights, in_order
 from aliquot.models.structure import kept_in_fp32

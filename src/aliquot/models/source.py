@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
 from collections.abc import Sequence
@@ -26,7 +25,6 @@ DESCRIPTION_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # config and toke
 HUB_FILES = [*DESCRIPTION_FILES, "*.safetensors"]
 _OTHER_FORMS = ["consolidated*.safetensors", "*/*.safetensors"]  # the same weights again, for other programs
 CONFIG_FILES = ["config.json"]
-_SAMPLES, _SAMPLE_BYTES = 64, 16 << 10  # of a file of weights
 # Of the keys that lists are made by, or that what is planned is counted through: far more than any model has.
 _MOST = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), (10_000, "layers")),
@@ -62,15 +60,17 @@ class ModelSource:
         open_ended = self.from_scratch and "vocab_size" not in self.given
         return 1 << 31 if open_ended else int(self.config.vocab_size)
 
-    def adopt_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def adopt_tokenizer(self, tokenizer: PreTrainedTokenizerBase, largest: int, added: bool) -> None:
         """From scratch, what the config leaves open follows the tokenizer: vocabulary size and special tokens. The
-        vocabulary of a pretrained model grows where the tokenizer has been given more."""
+        vocabulary of a pretrained model grows where tokens were `added`; else one that has no row, as Gemma 3's last,
+        is in no text. `largest`: the number of a token, which may be more than there are tokens."""
         if not self.from_scratch:
-            self._grow(len(tokenizer))
+            if added:
+                self._grow(largest + 1)
             return
         if "vocab_size" not in self.given:
             # Rounded up: matrix products are fastest on whole blocks.
-            self.config.vocab_size = -(-len(tokenizer) // 64) * 64
+            self.config.vocab_size = -(-(largest + 1) // 64) * 64
         for key in SPECIAL:
             if key not in self.given and not self._adopt(key, getattr(tokenizer, key)):
                 kind = self.config.model_type
@@ -105,6 +105,8 @@ class ModelSource:
     @cached_property
     def fingerprint(self) -> str | None:
         """Of the weights as they are when this is first asked for; None: there are none."""
+        from aliquot.models.fingerprint import fingerprint
+
         return None if self.directory is None else fingerprint(self.directory)
 
     @property
@@ -126,20 +128,6 @@ class ModelSource:
                 f"data.sequence_length is {sequence_length}, but the model has {positions} positions"
                 f" ({self._positions_key}): shorten the sequences"
             )
-
-
-def fingerprint(directory: Path) -> str:
-    """Of its weights: a hash of sizes and of samples all over the files, a few megabytes of reading. Raises OSError."""
-    total = hashlib.sha256()
-    others = set(directory.glob(_OTHER_FORMS[0]))
-    for path in sorted(set(directory.glob("*.safetensors")) - others):
-        size = path.stat().st_size
-        total.update(f"{path.name} {size} ".encode())
-        with path.open("rb") as file:
-            for number in range(_SAMPLES):
-                file.seek(number * max(0, size - _SAMPLE_BYTES) // (_SAMPLES - 1))
-                total.update(file.read(_SAMPLE_BYTES))
-    return total.hexdigest()[:16]
 
 
 def import_models() -> None:
@@ -219,6 +207,13 @@ def _read_json(file: Path, key: str) -> dict[str, Any]:
     return values
 
 
+def _special_floats(values: dict[str, Any], where: str) -> dict[str, Any]:
+    try:
+        return {key: _with_special_floats(each) for key, each in values.items()}
+    except RecursionError:
+        raise ModelFilesError("nested too deeply for a model's configuration", where) from None
+
+
 def _with_special_floats(value: Any) -> Any:
     """transformers 5 writes infinities as {"__float__": "Infinity"}."""
     if isinstance(value, list):
@@ -234,7 +229,7 @@ def _parse_config(values: dict[str, Any], where: str) -> PretrainedConfig:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    values = _with_special_floats(values)
+    values = _special_floats(values, where)
     model_type = values.pop("model_type", None)
     if model_type is None:
         raise ModelFilesError("model_type is missing; for example model_type: llama", where)

@@ -32,10 +32,12 @@ class Weights(Protocol):
 
 
 class WholeWeights:
-    """fp32 memory that is master and compute copy in one; `others` are copies on other NUMA nodes."""
+    """fp32 memory that is master and compute copy in one; `others` are copies on other NUMA nodes, which whoever writes
+    into `values` leaves as they are."""
 
     def __init__(self, values: Tensor, others: Sequence[Tensor] = ()) -> None:
         self.values = values
+        self.is_alone = not others
         self.numel = values.numel()
         self._others = others
 

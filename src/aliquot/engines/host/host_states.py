@@ -99,8 +99,10 @@ class HostStates:
             yield index, self._shard(self._owned[index], window.start, window.stop, gradient, fields)
 
     def view(self, index: int, kind: Kind) -> Tensor | None:
-        """This rank's range where it lies as fp32 in memory; None: it does not."""
+        """This rank's range where it lies as fp32 in memory; None: it does not, or there is more to write than that."""
         store = None if self._on_disk(index, kind) else self._store(index, kind)
+        if isinstance(store, WholeWeights) and not store.is_alone:
+            return None
         return store.values if isinstance(store, ExactMoment | WholeWeights) else None
 
     def load(self, index: int, kind: Kind, start: int, out: Tensor) -> None:
