@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from aliquot.launch import stillness
 from tests.launch.launcher import JOIN, run
 
 WATCHED = (
@@ -56,6 +57,23 @@ def test_a_run_in_which_nobody_does_anything_says_who_stands_where(tmp_path: Pat
     )
     assert line.endswith("/still-rank-*.txt [hung]")
     assert "barrier" in (tmp_path / "still-rank-0.txt").read_text()
+
+
+def test_a_log_that_cannot_be_written_keeps_no_run_from_ending(tmp_path: Path) -> None:
+    """As on a file server that does not answer: to open a pipe that nobody reads waits, too."""
+    body = WATCHED.replace("with Stillness", "os.mkfifo(own)\nwith Stillness") + WAITS
+    code, _, err = run(tmp_path, body, str(tmp_path))
+    assert code == 1
+    assert "no rank has computed, read or written anything for 2 s (launch.step_timeout_s)" in err.splitlines()[0]
+
+
+def test_what_the_kernel_writes_for_one_who_waits_for_it_is_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    left, waits = iter([9, 7, 8, 7, 6, 5]), iter([True, True, False])
+    monkeypatch.setattr(stillness, "unwritten_bytes", lambda: next(left))
+    monkeypatch.setattr(stillness, "_waits_for_a_disk", lambda: next(waits))
+    monkeypatch.setattr(stillness, "_io", lambda process: (0, 0))
+    work = stillness._Work()  # which looks once
+    assert [work.since_last_look(1e6) for _ in range(4)] == [False, False, True, False]
 
 
 @pytest.mark.parametrize(

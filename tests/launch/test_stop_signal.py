@@ -75,6 +75,25 @@ def test_the_first_asks_and_the_second_ends(number: signal.Signals) -> None:
     ]
 
 
+def test_who_only_copies_what_is_saved_when_the_time_is_over_has_saved_it() -> None:
+    saved = '    stop.saved = "after step 5, which is saved"\n'
+    program = RANK.replace("    print(stop.requested", f"{saved}    print(stop.requested")
+    with started(0.3, "hangs", program) as process:
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == 143
+    assert "stopped by SIGTERM after step 5, which is saved" in errors and "not saved" not in errors
+
+
+def test_a_run_directory_that_does_not_answer_keeps_no_signal_from_being_obeyed() -> None:
+    program = RANK.replace('kept=lambda: "losing 3 steps"', "kept=lambda: time.sleep(600)")
+    with started(4, "hangs", program) as process:
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == 1 and "not saved within checkpoint.grace_s = 4 s" in errors
+    assert "the step is finished and saved; once more ends the run at once, and what is lost" in errors
+
+
 def test_a_node_and_the_leader_may_both_tell_a_rank_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALIQUOT_ROUND", "1")
     with started(1, "hangs") as process:
