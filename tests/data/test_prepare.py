@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from aliquot.data.prepare import Prepared, prepare
 from aliquot.data.token_store import TokenStore, token_dtype
 from aliquot.data.tokenizer import convention_of
 from aliquot.errors import TrainingError, UserError
+from aliquot.machine.cpu import read_cpu
 from tests.data.stores import TEXT, byte_level
 from tests.data.test_chat import CHATML, STRICT, TALK
 
@@ -337,3 +339,13 @@ def test_a_tokenisation_that_takes_days_is_not_swept_away(tmp_path: Path) -> Non
             pass
         assert not beside.exists()
         beside.mkdir()
+
+
+def test_a_container_has_as_many_encoders_as_it_has_cores_and_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two cores and 2 GiB of a machine of 96: one encoder a core of the machine would be too much memory."""
+    cpu = read_cpu()
+    for quota, gib, encoders in ((2.0, 2, 2), (96.0, 1, 4), (0.5, 64, 1), (96.0, 0.1, 1)):
+        machine = replace(cpu, cores=tuple((core,) for core in range(96)), quota=quota)
+        monkeypatch.setattr(tokenize, "read_cpu", lambda machine=machine: machine)
+        monkeypatch.setattr(tokenize, "memory_limit", lambda gib=gib: int(gib * 2**30))
+        assert tokenize._cores() == encoders

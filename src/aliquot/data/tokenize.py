@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,18 +14,20 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
-import psutil
 
 from aliquot.data.cuts import PIECE_CHARACTERS, Cut, pieces
 from aliquot.data.documents import Document
 from aliquot.data.encoder import Encoded, Encoder, EncoderProcess, EncoderSpec, Texts
 from aliquot.errors import DataError, TokenizerError, UserError
+from aliquot.machine.cpu import read_cpu
+from aliquot.machine.memory import memory_limit
 
 Progress = Callable[[int, int], None]  # (bytes of the source done, of how many)
 
 CHUNK_CHARACTERS = 1 << 20
 CHUNK_TEXTS = 8192
 BLANK = "a blank record, left out"
+_ENCODER_BYTES = 256 << 20  # that one may take, with what waits for it
 AHEAD = 4  # chunks a process that may wait for an earlier one to be written
 
 
@@ -217,4 +218,5 @@ class StoreWriter:
 
 
 def _cores() -> int:
-    return max(1, min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0))))
+    """Of a container, whose quota may be a few of a large machine's: as many encoders, if there is memory for them."""
+    return max(1, min(read_cpu().usable_cores, memory_limit() // _ENCODER_BYTES))

@@ -27,17 +27,17 @@ def explain(
     """Lines for the person about the failure that caused the others, the exit code for the launcher, the kind of error.
 
     `failures` by global rank: torch may tell only of the first to exit, so where that is an echo the cause is looked
-    for in `words`, what all ranks of this launcher have said. The code is 2 where the input was bad, 143 where all was
-    saved because another node was told to stop, else 1; the kind one of rank_errors.Kind, or "killed" where a rank has
-    died without a word.
+    for in `words`, what all ranks of this launcher have said in this order. The code is 2 where the input was bad,
+    143 where all was saved because another node was told to stop, else 1; the kind one of rank_errors.Kind, or "killed"
+    where a rank has died without a word.
     """
     recorded: dict[int, RankError | None] = dict.fromkeys(failures) | {each.rank: each for each in words}
-    rank = min(failures, key=lambda rank: _order(failures[rank], recorded[rank]))
+    rank = min(failures, key=lambda rank: _order(failures[rank], recorded[rank], words))
     error = recorded[rank]
     lines = [f"aliquot: {_describe(rank, failures[rank], error)}"]
-    if _order(failures[rank], error)[0] > 0:
+    if _order(failures[rank], error, words)[0] > 0:
         causes = (each for each in words if each.kind != "peer_lost" and each.exit_code <= 2)
-        for cause in sorted(causes, key=lambda each: each.time)[:1]:
+        if (cause := next(causes, None)) is not None:
             rank, error, lines = cause.rank, cause, [f"aliquot: {cause.line}"]
     if error is not None and error.exit_code != 1:
         return lines, error.exit_code, error.kind
@@ -56,20 +56,21 @@ def explain_stop(number: signal.Signals, words: Sequence[RankError]) -> tuple[li
     obeyed = [error for error in words if error.exit_code == stopped]
     if not obeyed:
         failed = failed or list(words)  # a lost rank that nobody accounts for: it did not save
-    for error in sorted(failed or obeyed, key=lambda error: error.time)[:1]:
+    for error in (failed or obeyed)[:1]:
         return [f"aliquot: {error.line}"], error.exit_code if failed else stopped
     return [f"aliquot: stopped by {number.name}"], stopped
 
 
-def _order(failure: Failure, error: RankError | None) -> tuple[int, float]:
-    """Causes before echoes, then by time."""
+def _order(failure: Failure, error: RankError | None, words: Sequence[RankError]) -> tuple[int, float]:
+    """Causes before echoes, then as they were told of: clocks may be set meanwhile."""
     if error is not None:
-        return (2 if error.kind == "peer_lost" else 0), error.time
+        return (2 if error.kind == "peer_lost" else 0), words.index(error)
+    between = sum(each.time < failure.timestamp for each in words) - 0.5
     if failure.exitcode == -signal.SIGTERM:
-        return 3, failure.timestamp  # the launcher's own, to the ranks that were left
+        return 3, between  # the launcher's own, to the ranks that were left
     if failure.exitcode == -signal.SIGABRT:
-        return 1, failure.timestamp  # may be torch giving up on a lost connection
-    return 0, failure.timestamp
+        return 1, between  # may be torch giving up on a lost connection
+    return 0, between
 
 
 def _describe(rank: int, failure: Failure, error: RankError | None) -> str:

@@ -11,7 +11,10 @@ from aliquot.launch.moments import within_a_moment
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)$')
 _TOGETHER_S = 60.0
-_WAITS = re.compile(r"torch/distributed/|aliquot/collectives/|aliquot/launch/ranks\.py$")
+_WAITS = re.compile(  # for other ranks, in `file function`
+    r"torch/distributed/|aliquot/collectives/|aliquot/launch/ranks\.py "
+    r"|engines/host/late_update\.py need|engines/host/publication\.py need|engines/host/gradient_exchange\.py _left$"
+)
 
 
 def told_standing_still(own: Path) -> str:
@@ -54,7 +57,11 @@ def standing_still(own: Path) -> dict[int, str]:
     for file in files:
         rank = re.search(r"(\d+)\.txt$", file.name)
         frames = _main_thread(file.read_text(errors="replace"))
-        if rank is not None and frames and not any(_WAITS.search(frame["file"]) for frame in frames):
+        if (
+            rank is not None
+            and frames
+            and not any(_WAITS.search(f"{frame['file']} {frame['name']}") for frame in frames)
+        ):
             name = Path(frames[0]["file"]).name
             found[int(rank[1])] = f"{name}:{frames[0]['line']} in {frames[0]['name']}"
     return found if len(found) < len(files) else {}
