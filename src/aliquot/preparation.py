@@ -198,7 +198,8 @@ def check_inputs(run: Attempt, inputs: Inputs) -> None:
 
 
 def foresee(run: Attempt, inputs: Inputs, force: bool) -> dict[str, Any]:
-    run.about["ceiling_flops_per_s"] = ceiling(run.ranks, run.config.train.precision)  # and all that plans go by
+    found = ceiling(run.ranks, run.config.train.precision)  # and all that plans go by
+    run.about.update(ceiling_flops_per_s=found.flops_per_s, ceiling_is_sure=found.is_sure)
 
     def plan() -> dict[str, Any]:
         evaluated = sum(batches.epoch.packing.sequences for batches in inputs.held_out.values())

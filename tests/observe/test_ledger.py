@@ -12,8 +12,7 @@ import pytest
 from rich.console import Console
 
 from aliquot.machine.memory import reset_peak_rss
-from aliquot.observe.console import Display
-from aliquot.observe.ledger import Ledger, tables
+from aliquot.observe.ledger import _SHORT, Ledger, tables
 from aliquot.ranges.together import Alone
 
 MIB = 1 << 20
@@ -80,15 +79,21 @@ def test_file_and_table_show_the_largest_over_the_ranks(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=200)
     console.print(*tables(rows))
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "first step" in text and "7,168" in text and "2,048" in text and "grads" in text
+    assert "first step" in text and "7,168" in text and "2,048" in text and "grad." in text
     assert "model built" not in text
 
 
-def test_in_a_file_no_word_of_the_table_is_cut() -> None:
+@pytest.mark.parametrize(("mib", "number"), [(800, "800"), (9_000, "9,000"), (12_345, "12.1"), (700_000, "683.6")])
+@pytest.mark.parametrize("last", ["shared", "gathered"])  # no engine has both
+def test_on_a_terminal_of_80_columns_no_word_and_no_number_is_cut(mib: int, number: str, last: str) -> None:
     ledger = Ledger(0)
-    categories = ("weights", "gradients", "moments", "shared", "activations", "gathered")
-    ledger.mark("optimizer state", dict.fromkeys(categories, 12345 * MIB))
-    console = Console(file=io.StringIO(), width=80)
-    Display("plain", console=console).show(*tables(ledger.rows()))
+    named = ["weights", "gradients", "moments", "activations", last]
+    ledger.mark("optimizer state", dict.fromkeys(named, mib * MIB))
+    row = ledger.rows()[0]
+    row |= dict.fromkeys(("peak_bytes", "private_bytes", "planned_bytes"), mib * MIB) | {"pss_bytes": 2 * mib * MIB}
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    console.print(*tables([row]))
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert text.count("12,345") == 6 and all(word in text for word in ("private", "weights", "moments", "gath."))
+    heads = [*(_SHORT.get(name, name) for name in named), "plan", "peak", "err. %", "own", "share"]
+    assert all(head in text for head in heads) and "…" not in text
+    assert text.count(number) == 4 + len(named) and max(map(len, text.splitlines())) <= 80

@@ -81,6 +81,7 @@ def test_a_plan_measures_an_unknown_machine_once(unknown: Path, monkeypatch: pyt
     calibrate.make_known(machine, ONE)  # what is known of two ranks is enough to plan one
     rates = profiles.rates_of(machine, ONE)
     assert rates is not None and "measured on this machine" in rates.source
+    assert ", of 2 x 1 threads" in rates.source and rates.off_by > 1, "scaled, and said to be"
     calibrate.make_known(Machine.of_instance("c7i.8xlarge"), ONE)  # not this one: nothing can be measured of it
 
 
@@ -95,6 +96,16 @@ def test_rates_of_other_threads_follow_from_the_nearest(unknown: Path) -> None:
         cpu.usable_cores * two.matmul_s(1, 512, 512, 512, 2), rel=1e-6
     )
     assert one.overhead_s(1) == two.overhead_s(1)
+
+
+def test_a_network_that_nobody_told_of_is_said_to_be_assumed(unknown: Path) -> None:
+    cpu = read_cpu()
+    profiles.keep_quick(cpu, 1, 1, RATES)
+    for nodes, network, assumed in ((1, None, False), (2, None, True), (2, 1e9, False)):
+        machine = replace(Machine.this(cpu), network_bytes_per_s=network)
+        rates = profiles.rates_of(machine, RankLayout(nodes, 1, 1, "cpu"))
+        assert rates is not None
+        assert ("10 Gbit/s between hosts assumed" in rates.source) == (rates.off_by > 1) == assumed
 
 
 def test_a_thorough_profile_goes_before_a_quick_one(unknown: Path) -> None:

@@ -46,6 +46,13 @@ def test_what_is_copied_where_activations_were_counts_only_if_it_is_there_when_t
     assert copies(0.1, 100_000_000, freed=1 << 30) == 256 * MIB
 
 
+def test_a_disk_that_was_measured_is_trusted_more() -> None:
+    config, each = planned_config(LLAMA, checkpoint={"every": 5}), MicroBatchTime((0.25, 0.0), (0.5, 0.25), (0.0, 0.0))
+    given = (config, PAIR, 10, 10**8, 12 * 10**8, 1e9, each, 2, 0)
+    assumed, measured = (snapshot_bytes(*given, measured=known) for known in (False, True))
+    assert measured == 0 < assumed
+
+
 def test_moments_in_int8_are_slow_to_save_however_fast_the_disk() -> None:
     """Of 20 M parameters two ranks encode 10 M in a second; a run needed 230 MiB where none were planned."""
     each = MicroBatchTime((0.25, 0.0), (0.5, 0.25), (0.0, 0.0))

@@ -13,12 +13,11 @@ import typer
 from aliquot.cli.one_line_errors import one_line_errors
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from aliquot.catalogue.instances import InstanceType
     from aliquot.config.plan import Plan
 
 _GIB = 1 << 30
+_LEAST = ("USD/h GiB", "for a pod", "vCPU", "EFA", "AMX", "Gbit/s")  # to be left out on a narrow terminal
 
 
 def command(
@@ -74,10 +73,14 @@ def command(
         if as_json:
             print(json.dumps([asdict(each) | _training(each, plans) for each in types], indent=1))
             return
-        _show(_table(types, plans))
+        from aliquot.cli.fitting_table import show_table
+
+        show_table(_columns(types, plans), _LEAST, ("type",))
         source = "types from AWS, this region" if live else f"catalogue of {PRICES_DATE}"
         print(f"{len(types)} types; {source}; prices on demand, {PRICES_REGION}, {PRICES_DATE}")
-        if fits is not None:
+        if fits is not None and plans:
+            off_by = max(plan.off_by for plan in plans.values())
+            print(f"tokens/s are estimates: a factor of {off_by:g} either way")
             print(f"with the settings of {fits}; with the best ones: aliquot plan {fits} --tokens 1B --optimize cost")
 
 
@@ -121,10 +124,8 @@ def _fitting(types: Sequence[InstanceType], file: Path, nodes: int | None) -> di
 
     Raises UserError where no type is to blame: for what is wrong with the config, or where each of them has an error.
     """
-    from rich.console import Console
-    from rich.progress import track
-
     from aliquot.cli.plan_on_instances import planner_of
+    from aliquot.cli.progress import progress
     from aliquot.cluster.job import placed
     from aliquot.config.read_config import read_config
     from aliquot.errors import DeepspeedConfigError, DeviceError, EngineError, InstanceError
@@ -134,63 +135,52 @@ def _fitting(types: Sequence[InstanceType], file: Path, nodes: int | None) -> di
     settings = placed(config) if config.cluster is not None else config
     # Of nodes that come and go the fewest must hold the run, too.
     left = settings.launch.fewest_nodes if settings.launch.nodes_may_change and nodes is None else count
-    plan_on = planner_of(settings)
     refused, found = [], {}
-    console = Console(stderr=True)
-    for each in track(types, "planned", console=console, transient=True, disable=not console.is_terminal):
-        try:
-            plan = plan_on(each.name, count)
-            fewest = plan_on(each.name, left) if left < count else plan
-        # No GPU or only GPUs, not in the catalogue (--live), ranks that the batch of a DeepSpeed JSON is not for.
-        except (DeviceError, EngineError, InstanceError, DeepspeedConfigError) as error:
-            refused.append(error)
-            continue
-        if plan.fits and fewest.fits:
-            found[each.name] = plan
+    with progress() as doing:
+        doing("what the model needs")
+        plan_on = planner_of(settings)
+        for number, each in enumerate(types, 1):
+            doing(f"planning on {number} of {len(types)} types")
+            try:
+                plan = plan_on(each.name, count)
+                fewest = plan_on(each.name, left) if left < count else plan
+            # No GPU or only GPUs, not in the catalogue (--live), ranks that the batch of a DeepSpeed JSON is not for.
+            except (DeviceError, EngineError, InstanceError, DeepspeedConfigError) as error:
+                refused.append(error)
+                continue
+            if plan.fits and fewest.fits:
+                found[each.name] = plan
     if refused and len(refused) == len(types):
         raise refused[0]
     return found
 
 
-def _table(types: Sequence[InstanceType], plans: Mapping[str, Plan] | None) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("type", no_wrap=True)
-    for column in ("vCPU", "cores", "GiB", "for a pod", "Gbit/s", "EFA", "AMX", "GPU", "USD/h", "USD/h GiB"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for column in ("tokens/s", "USD/1B tokens") if plans is not None else ():
-        table.add_column(column, justify="right", no_wrap=True)
+def _columns(types: Sequence[InstanceType], plans: Mapping[str, Plan] | None) -> dict[str, list[str]]:
+    heads = ["type", "vCPU", "cores", "GiB", "for a pod", "Gbit/s", "EFA", "AMX", "GPU", "USD/h", "USD/h GiB"]
+    heads += ["tokens/s", "USD/1B tokens"] if plans is not None else []
+    rows = []
     for each in types:
         price = each.usd_per_hour
         network = each.network_bytes_per_s
-        table.add_row(
-            each.name,
-            str(each.vcpus),
-            str(each.physical_cores),
-            f"{each.memory_bytes / _GIB:,.0f}",
-            f"{each.allocatable_memory_bytes / _GIB:,.1f}",
-            "?" if network is None else f"{network * 8 / 1e9:,.3g}",
-            str(each.efa_interfaces or ""),
-            "yes" if each.amx else "",
-            f"{each.gpus} {each.gpu_name}" if each.gpus else "",
-            "?" if price is None else f"{price:,.3f}",
-            "?" if price is None else f"{price / (each.allocatable_memory_bytes / _GIB):.4f}",
-            *([] if plans is None else _of_training(plans[each.name])),
+        rows.append(
+            [
+                each.name,
+                str(each.vcpus),
+                str(each.physical_cores),
+                f"{each.memory_bytes / _GIB:,.0f}",
+                f"{each.allocatable_memory_bytes / _GIB:,.1f}",
+                "?" if network is None else f"{network * 8 / 1e9:,.3g}",
+                str(each.efa_interfaces or ""),
+                "yes" if each.amx else "",
+                f"{each.gpus} {each.gpu_name}" if each.gpus else "",
+                "?" if price is None else f"{price:,.3f}",
+                "?" if price is None else f"{price / (each.allocatable_memory_bytes / _GIB):.4f}",
+                *([] if plans is None else _of_training(plans[each.name])),
+            ]
         )
-    return table
+    return {head: [row[at] for row in rows] for at, head in enumerate(heads)}
 
 
 def _of_training(plan: Plan) -> list[str]:
     usd = _usd_a_billion(plan)
     return [f"{plan.tokens_per_s:,.0f}", "?" if usd is None else f"{usd:,.0f}"]
-
-
-def _show(table: Table) -> None:
-    """Into a pipe every column is written out: a cut one is no data."""
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=200)
-    console.print(table)

@@ -75,6 +75,7 @@ def command(
         from rich.console import Console
 
         from aliquot.cli.plan_offers import print_offers
+        from aliquot.cli.progress import progress
         from aliquot.config.read_config import dump_with_places, read_with_places
         from aliquot.config.workload import Workload
         from aliquot.errors import PlanError, UsageError, writing
@@ -95,7 +96,10 @@ def command(
         if calibrate:
             from aliquot.plan.calibrate import calibrate as measure
 
-            print(f"measured this machine: {measure()}", file=sys.stderr)
+            with progress() as doing:
+                doing("measuring this machine, half a minute")
+                measured = measure()
+            print(f"measured this machine: {measured}", file=sys.stderr)
             if config is None:
                 raise typer.Exit(0)
         if config is None:
@@ -118,15 +122,16 @@ def command(
             raise UsageError("--optimize cost: say for how many tokens, for example --tokens 1B")
         if instance is not None and settings.cluster is not None:
             settings = _placed(settings)
-        machine = with_disks(in_pod(chosen(instance, memory, cores, network), settings), settings)
-        workload = Workload.assumed(settings, document_tokens)
-        layout = machine.layout(settings, nodes, ranks_per_node)
-        with Console(stderr=True).status("") as status:  # seen on a terminal alone
-            status.update("what the model needs")
+        with progress() as doing:
+            doing("what this machine has")
+            machine = with_disks(in_pod(chosen(instance, memory, cores, network), settings), settings)
+            workload = Workload.assumed(settings, document_tokens)
+            layout = machine.layout(settings, nodes, ranks_per_node)
+            doing("what the model needs")
             planner = Planner(PlannedModel(settings), machine)
-            status.update("what this machine reaches")
+            doing("what this machine reaches")
             make_known(machine, layout)
-            status.update("what the run needs")
+            doing("what the run needs")
             plan = with_advice(planner.plan(settings, layout, workload), planner, settings, layout, workload)
             problems = fit.problems(plan, machine)
             least = with_fewest_nodes(planner, settings, layout, workload) if nodes is None else None
@@ -134,7 +139,7 @@ def command(
             if least is not None and not problems:
                 problems = [f"with launch.nodes {least.nodes} left, {each}" for each in fit.problems(least, machine)]
                 short = replace(layout, nodes=least.nodes)
-            status.update("what else there is")
+            doing("what else there is")
             advice = search.remedies(planner, settings, short, workload) if problems else None
             if machine.here:
                 problems += short_disks(settings, plan)

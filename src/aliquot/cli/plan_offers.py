@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from aliquot.config.schema import RunConfig
 
 _SHOWN = 12
+_LEAST = ("checkpointing", "restarts", "micro", "batch", "ranks")  # to be left out on a narrow terminal
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _MOST_BATCHES = 4  # each is planned on everything
 
@@ -33,10 +34,9 @@ def print_offers(
     """Raises UserError for options that say nothing, and where nothing fits."""
     import json
 
-    from rich.console import Console
-    from rich.table import Table
-
     from aliquot.catalogue.instances import PRICES_DATE, PRICES_REGION
+    from aliquot.cli.fitting_table import show_table
+    from aliquot.cli.progress import progress
     from aliquot.cluster.job import placed
     from aliquot.config.workload import Workload
     from aliquot.errors import writing
@@ -47,28 +47,35 @@ def print_offers(
     config = placed(config) if config.cluster is not None else config
     given = config.train.global_batch_size
     totals = _range(batches) if batches is not None else [given] if given is not None else []
-    with Console(stderr=True).status("") as status:  # seen on a terminal alone
+    with progress() as doing:
+        doing("what the model needs")
         found = offers(
             config, Workload.assumed(config, document_tokens), count, goal, Spot(spot_price, spot_losses / 100), totals,
             [nodes] if nodes else NODES,
-            [ranks_per_node] if ranks_per_node else RANKS, instance, status.update,
+            [ranks_per_node] if ranks_per_node else RANKS, instance, doing,
         )  # fmt: skip
     what = f"{count:,} tokens of {found[0].plan.model} ({found[0].plan.parameters / 1e9:.3g} B parameters)"
     if as_json:
         print(json.dumps({"tokens": count, "goal": goal, "offers": [each.as_json() for each in found]}, indent=1))
     else:
-        table = Table(title=f"{what}, least {goal} first", box=None, pad_edge=False, padding=(0, 1, 0, 0))
-        for column in ("nodes", "type", "bought", "hours", "USD", "restarts", "tokens/s", "ranks", "batch", "micro",
-                       "checkpointing"):  # fmt: skip
-            table.add_column(column, no_wrap=True, justify="left" if column == "type" else "right")
-        for each in found[:_SHOWN]:
-            table.add_row(
-                str(each.plan.nodes), str(each.plan.instance), each.capacity, f"{each.total_s / 3600:,.1f}",
-                f"{each.usd:,.0f}", f"{each.restarts:.2f}", f"{each.plan.tokens_per_s:,.0f}",
-                str(each.plan.ranks_per_node), str(each.global_batch), str(each.micro_batch), each.checkpointing,
-            )  # fmt: skip
-        console = Console(highlight=False)
-        (console if console.is_terminal else Console(width=200)).print(table)
+        shown = found[:_SHOWN]
+        columns: dict[str, list[str]] = {
+            "nodes": [str(each.plan.nodes) for each in shown],
+            "type": [str(each.plan.instance) for each in shown],
+            "bought": [str(each.capacity) for each in shown],
+            "hours": [f"{each.total_s / 3600:,.1f}" for each in shown],
+            "USD": [f"{each.usd:,.0f}" for each in shown],
+            "restarts": [f"{each.restarts:.2f}" for each in shown],
+            "tokens/s": [f"{each.plan.tokens_per_s:,.0f}" for each in shown],
+            "ranks": [str(each.plan.ranks_per_node) for each in shown],
+            "batch": [str(each.global_batch) for each in shown],
+            "micro": [str(each.micro_batch) for each in shown],
+            "checkpointing": [str(each.checkpointing) for each in shown],
+        }
+        show_table(columns, _LEAST, ("type",), f"{what}, least {goal} first")
+        off_by = max(each.plan.off_by for each in shown)
+        if off_by > 1:
+            print(f"tokens/s, hours and USD are estimates: a factor of {off_by:g} either way")
         print(f"the first: {found[0].lines}")
         print(f"{len(found)} offers, each the best of its type, nodes and way to buy; {found[0].plan.rates}")
         print(

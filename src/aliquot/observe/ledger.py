@@ -39,13 +39,16 @@ PHASES = (
 )
 
 OFFLOADED = ("weights", "gradients", "moments")
-_SHORT = {"gradients": "grads", "activations": "activ.", "gathered": "gath."}  # the table fits 80 columns
+_SHORT = {  # the table fits 80 columns
+    "weights": "weig.", "gradients": "grad.", "moments": "mom.", "activations": "activ.", "gathered": "gath.",
+}  # fmt: skip
+_LARGE_BYTES = 10_000 << 20  # from which on they are told in GiB
 
 Row = dict[str, Any]
 Columns = Mapping[str, Callable[[Row], int]]
 
 _OF_HOST: Columns = {
-    "private": lambda row: row["private_bytes"],
+    "own": lambda row: row["private_bytes"],
     "share": lambda row: row["pss_bytes"] - row["private_bytes"],
 }
 _OF_GPU: Columns = {
@@ -126,34 +129,36 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     peak, and its error is signed: positive where less was needed than planned.
     """
     of_gpus = [{"phase": row["phase"], **row["gpu"]} for row in rows if "gpu" in row]
-    title = "MiB of a rank: its own and its share of what is shared; the largest"
+    title = "of a rank: its own and its share of what is shared; the largest"
     if not of_gpus:
         return [_table(rows, title, _OF_HOST)]
-    return [_table(of_gpus, "MiB of a rank's GPU; the largest", _OF_GPU), _table(rows, title, _OF_HOST)]
+    return [_table(of_gpus, "of a rank's GPU; the largest", _OF_GPU), _table(rows, title, _OF_HOST)]
 
 
 def _table(rows: Sequence[Row], title: str, columns: Columns) -> Table:
     found = (category for row in rows for category, size in row["accounted_bytes"].items() if size)
     categories = list(dict.fromkeys(found))
+    most = max(max(row["peak_bytes"], row.get("planned_bytes") or 0) for row in rows)
+    unit, divisor, form = ("GiB", 2**30, ",.1f") if most >= _LARGE_BYTES else ("MiB", 2**20, ",.0f")
     # No frame: with one, a terminal of 80 columns cuts the words.
     result = Table(
-        title=title,
+        title=f"{unit} {title}",
         box=None,
         pad_edge=False,
         padding=(0, 1, 0, 0),
     )
     result.add_column("phase", no_wrap=True)
     for column in ("plan", "peak", "err. %", *columns, *categories):
-        result.add_column(_SHORT.get(column, column), justify="right", overflow="fold")
+        result.add_column(_SHORT.get(column, column), justify="right", no_wrap=True)
     for phase in PHASES:
         of_phase = [row for row in rows if row["phase"] == phase]
         if not of_phase:
             continue
         measured = [max(map(size_of, of_phase)) for size_of in columns.values()]
         peak, planned = max(row["peak_bytes"] for row in of_phase), of_phase[0].get("planned_bytes")
-        foreseen = ("", f"{peak / 2**20:,.0f}", "")
+        foreseen = ("", f"{peak / divisor:{form}}", "")
         if planned:
-            foreseen = (f"{planned / 2**20:,.0f}", foreseen[1], f"{100 * (planned / peak - 1):+.1f}")
+            foreseen = (f"{planned / divisor:{form}}", foreseen[1], f"{100 * (planned / peak - 1):+.1f}")
         accounted = [max(row["accounted_bytes"].get(category, 0) for row in of_phase) for category in categories]
-        result.add_row(phase, *foreseen, *(f"{size / 2**20:,.0f}" for size in (*measured, *accounted)))
+        result.add_row(phase, *foreseen, *(f"{size / divisor:{form}}" for size in (*measured, *accounted)))
     return result

@@ -30,6 +30,7 @@ from aliquot.observe.report.page import write_report
 from aliquot.observe.run_directory import RunDirectory
 from aliquot.observe.slow_ranks import SlowRanks
 
+_LATER_S = 30.0  # after which a machine that had other work may have none
 _MOST_MEASUREMENTS = 3  # of the matmul ceiling during an attempt, each of about a second
 
 
@@ -74,6 +75,8 @@ class Recorder:
         self._step_began = clock.seconds()
         self._said_full = False
         self._measure_ceiling = measure_ceiling
+        self._ceiling_is_sure = about.get("ceiling_is_sure", True)
+        self._began_at = time.monotonic()
         self._gpu = gpu
         self._measurements_left = _MOST_MEASUREMENTS
         self._remaining = Remaining(config, total_steps, about["plan"])
@@ -172,11 +175,14 @@ class Recorder:
         self._logged = (self._done, now)
         steps = self._done - step
         own = {part: (now[part] - before[part]) / steps for part in PARTS}
-        beaten = self.meter.beats_ceiling
+        # The machine had other work when it was measured, and perhaps has none any more.
+        in_doubt = not self._ceiling_is_sure and time.monotonic() - self._began_at > _LATER_S
+        beaten = self.meter.beats_ceiling or in_doubt
         of_gpu = None if self._gpu is None else self._gpu.memory().used_bytes
         told = self._ranks.gather({"parts": own, "memory": self._pss.bytes(), "gpu_memory": of_gpu, "beaten": beaten})
         if told[0]["beaten"] and self._measurements_left:
-            self._measurements_left -= 1  # the machine was busy when it was measured, and is not any more
+            self._measurements_left -= 1
+            self._ceiling_is_sure = True
             self.meter.raise_ceiling(self._measure_ceiling())
         parts: dict[str, float | None] = {
             f"{part}_s": sum(rank["parts"][part] for rank in told) / len(told) for part in PARTS
@@ -200,8 +206,13 @@ class Recorder:
         self._display.step(line, self._total)
 
     def _eta_s(self) -> float | None:
-        steps_s = self.meter.steps_s(self._total - self._done)
-        return None if steps_s is None else steps_s + self._remaining.seconds(self._done)
+        left = self._total - self._done
+        steps_s = self.meter.steps_s(left)
+        if steps_s is None:
+            return None
+        if self._done == self._before + 1 and (planned := self._about["plan"].get("step_s")):
+            steps_s = min(steps_s, left * planned)  # the first one compiles, and has its memory mapped
+        return steps_s + self._remaining.seconds(self._done)
 
     def evaluating(self, done: int, of: int) -> None:
         """So many micro-batches of an evaluation are done."""

@@ -77,8 +77,9 @@ def finish(
             f" {100 * speed.mfu:.0f} % of the {ceiling} that a plain matmul reached here"
         )
     if plan and speed.tokens_per_s > 0:
-        wrong = 100 * (plan["tokens_per_s"] / speed.tokens_per_s - 1)
-        display.line(f"planned were {plan['tokens_per_s']:,.0f} tokens/s ({wrong:+.0f} %; {plan['rates']})")
+        wrong = round(100 * (plan["tokens_per_s"] / speed.tokens_per_s - 1))
+        off = f"{abs(wrong)} % too {'many' if wrong > 0 else 'few'}" if wrong else "as many as came"
+        display.line(f"planned were {plan['speed']}: {off} ({plan['rates']})")
     display.line(f"run directory  {directory.path}")
     display.line(f"metrics        {directory.metrics}")
     display.line(f"report         {directory.report}")

@@ -47,7 +47,7 @@ class Beside:
     process_shared: int
     data: int  # of the index of the data
     loading: int
-    snapshot: int  # copies of parts that are being saved
+    snapshot: int  # of parts that are being saved: copies, and pieces on their way
 
 
 def beside_on_cpu(held: Held, index_bytes: int, snapshot: int, kernels: int = 0) -> Beside:

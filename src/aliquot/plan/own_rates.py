@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from aliquot.launch.ranks import Ranks
 from aliquot.machine.allocator import give_back
@@ -14,15 +14,20 @@ from aliquot.plan import profiles
 from aliquot.plan.measure_rates import QUICK, measure_rates, medians
 
 
-def ceiling(ranks: Ranks, precision: Literal["bf16", "fp32"], again: bool = False) -> float:
-    """FLOP/s of all ranks together in plain matrix products. Collective.
+class Ceiling(NamedTuple):
+    flops_per_s: float  # of all ranks together in plain matrix products
+    is_sure: bool  # False: the machine had other work while it was measured
+
+
+def ceiling(ranks: Ranks, precision: Literal["bf16", "fp32"], again: bool = False) -> Ceiling:
+    """What plain matrix products reach here. Collective.
 
     On CPU it is measured with all else that plans go by, about a second, and kept for runs and plans of the next hour;
     `again`: although it is known.
     """
     topology = ranks.topology
     if topology.device == "cuda":
-        return sum(ranks.gather(matmul_rate("cuda", precision, ranks.barrier)))
+        return Ceiling(sum(ranks.gather(matmul_rate("cuda", precision, ranks.barrier))), True)
     cpu = read_cpu(allowed=ranks.allowed_cores)
     layout = (topology.local_world_size, topology.threads)
     tables = None if again else profiles.quick(cpu, *layout)
@@ -37,4 +42,5 @@ def ceiling(ranks: Ranks, precision: Literal["bf16", "fp32"], again: bool = Fals
                 profiles.keep_quick(cpu, *layout, tables)
         ranks.barrier()
     assert tables is not None
-    return sum(ranks.gather(profiles.ceiling(tables, 2 if precision == "bf16" else 4)))
+    told = ranks.gather([profiles.ceiling(tables, 2 if precision == "bf16" else 4), profiles.is_busy(tables)])
+    return Ceiling(sum(rate for rate, _ in told), not any(busy for _, busy in told))

@@ -32,11 +32,12 @@ from aliquot.plan.planned_model import PlannedModel
 from aliquot.plan.profiles import rates_of
 from aliquot.plan.rates import Rates, estimated
 from aliquot.plan.saves import saves_of
-from aliquot.plan.snapshot import snapshot_bytes
+from aliquot.plan.snapshot import saves_beside, snapshot_bytes
 from aliquot.plan.spill import MARGIN, spilled
 from aliquot.plan.timing import MicroBatchTime, Owned, StepTime, evaluation_time, step_time
 from aliquot.plan.traffic import checkpoint_bytes, traffic
 from aliquot.plan.unsharding import most_unsharded
+from aliquot.ranges.piece_size import MEMORY_BYTES
 
 _MOST_MICRO_BATCHES = 4096  # of a rank, to find a step of which that is true
 DISK_BYTES_PER_S = 0.5e9  # a node, assumed: a volume or file system of the cloud; local NVMe is faster
@@ -113,12 +114,14 @@ class Planner:
         saved, disks = checkpoint_bytes(config, self.shape), self._storage_rate(config, layout.nodes)
         kernels = kernel_bytes(config, cost, size, workload, self.machine.isa)
         learned, freed = self.shape.learned_numel, 0 if on_gpu else cost.saved_bytes
-        copies = snapshot_bytes(config, layout, steps, learned, saved, disks, each, micro_batches, freed)
+        measured = disks == self.machine.written_bytes_per_s
+        copies = snapshot_bytes(config, layout, steps, learned, saved, disks, each, micro_batches, freed, measured)
+        pieces = MEMORY_BYTES if saves_beside(config, steps) else 0  # on their way to the disk
 
         def phases_with(on_disk: OnDisk, kept: Unsharded = SHARDED) -> tuple[Held, tuple[PhaseMemory, ...]]:
             held = self._held(config, engine, layout, cost, on_disk, kept)
             if not on_gpu:
-                beside = beside_on_cpu(held, workload.index_bytes, copies, kernels)
+                beside = beside_on_cpu(held, workload.index_bytes, copies + pieces, kernels)
                 return held, phases(config, held, cost, beside, told)
             # Sums of whole gradients stay where they are made until they are reduced.
             sums = held.gradients if kept.gradients else 0
@@ -194,7 +197,7 @@ class Planner:
             export_s=moved.export_bytes / disks,
             export_bytes=moved.export_bytes,
             storage_bytes_per_s=disks,
-            storage_measured=disks == self.machine.written_bytes_per_s,
+            storage_measured=measured,
             beside_bytes=beside,
             on_disk=on_disk,
             unsharded=kept,

@@ -26,13 +26,14 @@ from aliquot.optim.sizes import States
 from aliquot.plan.measure_rates import Tables
 from aliquot.plan.planned_machine import Machine
 from aliquot.plan.profile_schema import check_quick, check_thorough
-from aliquot.plan.rates import Rates, estimated, interpolated
+from aliquot.plan.rates import ASSUMED_NETWORK, OFF_BY, Rates, estimated, interpolated
 from aliquot.textfile import publish_text
 
 FORMAT = 7
 _PROFILE_BYTES = 8192  # at most, about
 _BUSY = 0.1  # a spread of products above which a quick profile is measured again by the next run
 _FRESH_S = 3600.0  # about as long as a machine stays what it is, and a second an hour is little
+_SCALED_OFF_BY = 1.5  # about: eight threads were 5 to 8 times as fast as one
 _APART = 4 / 3  # between the ceilings of two profiles: more than two measurements of one machine differ by
 
 
@@ -76,7 +77,7 @@ def check_room() -> None:
 def quick(cpu: CpuFacts, ranks: int, threads: int) -> Tables | None:
     """None: not measured within the hour, or while the machine was busy."""
     profile = _read(_path(cpu, ranks, threads), check_quick)
-    return profile["tables"] if profile is not None and _fresh(profile) and not _busy(profile) else None
+    return profile["tables"] if profile is not None and _fresh(profile) and not is_busy(profile["tables"]) else None
 
 
 def ceiling(tables: Tables, itemsize: int) -> float:
@@ -105,22 +106,24 @@ class Measured:
 
     @classmethod
     def of(cls, profile: dict[str, Any], machine: Machine, layout: RankLayout) -> Measured:
+        off_by = 1.0
         if "core" in profile:
             core, every, cores = profile["core"], profile["all_cores"], profile["cores"]
             threads = min(layout.threads_per_rank, cores / layout.ranks_per_node)  # more share cores
             share, factor, how = max(0.0, threads - 1) / max(1, cores - 1), min(1.0, threads), ""
         else:
             core = every = profile["tables"]
-            measured, wanted = (
-                min(threads, machine.cores / ranks)
-                for ranks, threads in (
-                    (profile["ranks"], profile["threads"]),
-                    (layout.ranks_per_node, layout.threads_per_rank),
-                )
-            )
+            own, other = (layout.ranks_per_node, layout.threads_per_rank), (profile["ranks"], profile["threads"])
+            measured, wanted = (min(threads, machine.cores / ranks) for ranks, threads in (other, own))
             share, factor, how = 0.0, wanted / measured, " in a second; --calibrate takes its time"
-            if _busy(profile):
+            if own != other:  # what ranks and threads leave of each other's memory and clock is not known
+                off_by = _SCALED_OFF_BY
+                how = f", of {other[0]} x {other[1]} threads; --calibrate knows others"
+            if is_busy(profile["tables"]):
                 how += "; the machine was busy"
+
+        if layout.nodes > 1 and machine.network_bytes_per_s is None:
+            how, off_by = f"{how}, {ASSUMED_NETWORK}", OFF_BY
 
         def between(one: Any, whole: Any) -> float:
             return float(factor * (one + (whole - one) * share))
@@ -142,6 +145,7 @@ class Measured:
             call_s=core["call_s"],
             socket_bytes_per_s=core["socket_bytes_per_s"],
             network=estimated(machine, layout),
+            off_by=off_by,
         )
 
     def matmul_s(self, batch: int, m: int, k: int, n: int, itemsize: int) -> float:
@@ -204,7 +208,7 @@ def _nearest_quick(cpu: CpuFacts, layout: RankLayout) -> dict[str, Any] | None:
 
     def distance(profile: dict[str, Any]) -> tuple[bool, bool, int, int]:
         threads, ranks = profile["threads"] - layout.threads_per_rank, profile["ranks"] - layout.ranks_per_node
-        return not _fresh(profile), _busy(profile), abs(threads), abs(ranks)
+        return not _fresh(profile), is_busy(profile["tables"]), abs(threads), abs(ranks)
 
     return min(found, key=distance, default=None)
 
@@ -213,7 +217,11 @@ def _overtaken(thorough: dict[str, Any], quick: dict[str, Any], machine: Machine
     """Whether the machine has changed since it was measured thoroughly. A quick profile that left cores idle cannot
     tell: alone, a core is faster."""
     ranks, threads = quick["ranks"], quick["threads"]
-    if quick.get("at", 0.0) < thorough.get("at", 0.0) or _busy(quick) or ranks * threads < thorough["cores"]:
+    if (
+        quick.get("at", 0.0) < thorough.get("at", 0.0)
+        or is_busy(quick["tables"])
+        or ranks * threads < thorough["cores"]
+    ):
         return False
     then = Measured.of(thorough, machine, RankLayout(1, ranks, threads, "cpu"))
     ratio = ceiling(quick["tables"], 4) / max(rate for _, rate in then.plain[4])
@@ -224,8 +232,9 @@ def _fresh(profile: dict[str, Any]) -> bool:
     return abs(time.time() - float(profile.get("at", 0.0))) < _FRESH_S  # a clock may have been set back
 
 
-def _busy(profile: dict[str, Any]) -> bool:
-    return bool(profile["tables"]["spread"] > _BUSY)
+def is_busy(tables: Tables) -> bool:
+    """Whether the machine had other work while they were measured."""
+    return bool(tables["spread"] > _BUSY)
 
 
 def _path(cpu: CpuFacts, ranks: int | None = None, threads: int | None = None) -> Path:

@@ -99,7 +99,8 @@ _GPU_REACHED = 0.45  # an assumption
 _HOPPER_REACHED = 0.75  # 762 TFLOP/s, by the products of a step of a Llama of 1.2 B on an H200 (torch 2.11)
 _GPU_FP32_REACHED = 0.8
 _OFF_BY_OF_ANOTHER = 10.0  # of a GPU that is not among them
-_OFF_BY = 2.5  # on machines that were measured afterwards, estimates were up to 2.4 times too slow
+ASSUMED_NETWORK, _NETWORK_BYTES_PER_S = "10 Gbit/s between hosts assumed", 1.25e9
+OFF_BY = 2.5  # on machines that were measured afterwards, estimates were up to 2.4 times too slow
 _PCIE_BYTES_PER_S = 20e9  # among the GPUs of a host without NVLink: PCIe 4
 _NVLINK_REACHED = 0.75  # by NCCL's rings, of one direction
 
@@ -115,7 +116,7 @@ class Estimated:
     network_bytes_per_s: float
     local_bytes_per_s: float
     call_s: float
-    off_by: float = _OFF_BY
+    off_by: float = OFF_BY
 
     def matmul_s(self, batch: int, m: int, k: int, n: int, itemsize: int) -> float:
         flops = self.bf16_flops if itemsize == 2 else self.fp32_flops
@@ -149,8 +150,8 @@ class Estimated:
 
 def estimated(machine: Machine, layout: RankLayout) -> Estimated:
     """Rates of a rank on a machine that has not been measured."""
-    network = (machine.network_bytes_per_s or 1.25e9) * _NETWORK_REACHED
-    assumed = "" if machine.network_bytes_per_s else ", 10 Gbit/s between hosts assumed"
+    network = (machine.network_bytes_per_s or _NETWORK_BYTES_PER_S) * _NETWORK_REACHED
+    assumed = "" if machine.network_bytes_per_s else f", {ASSUMED_NETWORK}"
     if layout.device == "cuda":
         name = known_gpu(machine.gpu_name)
         flops, fp32_flops, memory, nvlink = _GPUS[name or "l4"]
@@ -166,7 +167,7 @@ def estimated(machine: Machine, layout: RankLayout) -> Estimated:
         of += ", as one H200 reached" if reached == _HOPPER_REACHED else ""
         without = ", which has no bf16" if bf16 == fp32 else ""
         said = f"estimate: {bf16 / flops:.0%} of {flops / 1e12:.0f} TFLOP/s ({of}{without}){linked}{assumed}"
-        off_by = _OFF_BY if name else _OFF_BY_OF_ANOTHER
+        off_by = OFF_BY if name else _OFF_BY_OF_ANOTHER
         return Estimated(said, bf16, fp32, memory * 0.7, network, link, _CALL_S / 2, off_by)
     isa = next((name for name in FLOP_PER_CYCLE if name in machine.isa), "avx2")
     clock = machine.clock_hz or _CLOCK_HZ

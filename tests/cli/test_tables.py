@@ -1,0 +1,35 @@
+"""Tables of commands on a terminal of 80 columns."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from aliquot.catalogue.instances import instances
+from aliquot.cli.fitting_table import show_table
+from aliquot.cli.instances_command import _LEAST, _columns
+
+CONTENT = {"type": ["c7i.48xlarge", "p5.48xlarge"], "GPU": ["", "8 H100"], "USD": ["1,234.567", "98,765.432"]}
+
+
+def shown(width: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    show_table(CONTENT, ("GPU",), ("type",), console=console)
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+
+def test_a_column_is_left_out_before_a_number_is_cut() -> None:
+    wide, narrow = shown(80), shown(26)
+    assert "8 H100" in wide[2] and "98,765.432" in wide[2] and len(wide) == 3
+    assert "98,765.432" in narrow[2] and "8 H100" not in narrow[2]
+    assert narrow[3:] == ["left out, for a terminal of 26 columns: GPU"]
+
+
+def test_the_catalogue_fits_80_columns() -> None:
+    types = [each for each in instances() if each.name.startswith(("c7i.", "p5."))]
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    show_table(_columns(types, None), _LEAST, ("type",), console=console)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert max(map(len, lines[: len(types) + 1])) <= 80 and not any("…" in line for line in lines)
+    assert all(head in lines[0] for head in ("type", "cores", "GiB", "GPU", "USD/h"))
