@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 
 import torch
@@ -11,7 +12,8 @@ from aliquot.data.batches import EvalBatches
 from aliquot.engines.base import Engine
 from aliquot.launch.ranks import Ranks
 
-_ASKED_EVERY = 4  # micro-batches, of seconds each for a large model
+_ASKED_S = 1.0  # about how often ranks ask each other whether one was told to stop
+_MORE = 4  # times as many micro-batches from one question to the next, at most
 
 
 def evaluate(
@@ -25,9 +27,15 @@ def evaluate(
     summed = torch.zeros((), dtype=torch.float64)
     total = batches.count(ranks.world_size)
     progress(0, total)
+    asks_at, every, began = 0, 1, time.perf_counter()
     for done, micro_batch in enumerate(batches.micro_batches(ranks.rank, ranks.world_size)):
-        if done % _ASKED_EVERY == 0 and stopped():
-            return None
+        if done == asks_at:
+            if stopped():
+                return None
+            if done:
+                took_s = max(ranks.gather(time.perf_counter() - began)) / every
+                every = max(1, min(_MORE * every, int(_ASKED_S / took_s)))
+            asks_at, began = done + every, time.perf_counter()
         summed += engine.evaluate(micro_batch).cpu()
         progress(done + 1, total)
     nats = math.fsum(ranks.gather(float(summed)))

@@ -35,6 +35,7 @@ from aliquot.machine.allocator import give_back
 from aliquot.machine.cpu import read_cpu
 from aliquot.machine.kept_memory import KeptMemory
 from aliquot.machine.kernels import keeps_large_kernels
+from aliquot.machine.memory import memory_limit
 from aliquot.models import initialize, meta
 from aliquot.models.adapter import BASE
 from aliquot.models.computed import computed
@@ -141,14 +142,13 @@ class Start:
 
 
 def check_directory(run: Attempt) -> None:
-    """Whether the run directory is one for all nodes. Collective; raises NodesDifferError on every rank."""
-    topology = run.ranks.topology
-    if topology.nodes == 1:
+    """Whether the run directory is one for all ranks: those of one host may be in containers with file systems of their
+    own. Collective; raises NodesDifferError on every rank."""
+    if run.ranks.world_size == 1:
         return
-    looks = topology.node_rank > 0 and topology.local_rank == 0
     name = on_first(run.ranks, run.directory.show)
     try:
-        together(run.ranks, lambda: run.directory.find(name) if looks else None)
+        together(run.ranks, lambda: run.directory.find(name) if run.ranks.rank > 0 else None)
     finally:
         if run.ranks.rank == 0:
             run.directory.hide(name)
@@ -201,6 +201,8 @@ def foresee(run: Attempt, inputs: Inputs, force: bool) -> dict[str, Any]:
     found = ceiling(run.ranks, run.config.train.precision)  # and all that plans go by
     run.about.update(ceiling_flops_per_s=found.flops_per_s, ceiling_is_sure=found.is_sure)
 
+    least = min(run.ranks.gather(memory_limit()))
+
     def plan() -> dict[str, Any]:
         evaluated = sum(batches.epoch.packing.sequences for batches in inputs.held_out.values())
         workload = replace(inputs.batches.workload(), eval_sequences=evaluated or None)
@@ -211,7 +213,7 @@ def foresee(run: Attempt, inputs: Inputs, force: bool) -> dict[str, Any]:
         saved = newest(run.directory.checkpoints)
         done = 0 if saved is None else step_of(saved)
         warn = run.display.warning
-        return plan_before(run.config, topology, cores, workload, vocabulary, force, warn, advise, done)
+        return plan_before(run.config, topology, cores, workload, vocabulary, force, warn, advise, done, least)
 
     return on_first(run.ranks, plan)
 

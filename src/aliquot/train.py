@@ -39,7 +39,7 @@ from aliquot.training import Result, Training
 
 # Only training steps are on the watchdog's clock: reading data and weights may take long. A rank that dies ends the
 # run at once anyway, a node that is lost soon (presence.py), and a run in which nobody does anything (stillness.py).
-_PREPARATION_TIMEOUT_S = 24 * 3600.0
+_PREPARATION_TIMEOUT_S = 30 * 24 * 3600.0  # a terabyte of text takes more than a day
 
 
 def train(config: RunConfig, force: bool = False) -> Result:

@@ -30,7 +30,10 @@ def test_auto_takes_host_where_one_copy_of_the_weights_fits(monkeypatch: pytest.
     assert engine_class(config(train={"global_batch_size": 1, "precision": "fp32"}), on(), 13)[0] == "fsdp"
     assert engine_class(config(), on("cuda"), 1)[0] == "fsdp"
     uneven = Topology(0, 3, 0, 2, 0, 2, "cpu", 1, ())
-    assert engine_class(config(), uneven, 1)[0] == "fsdp"
+    assert engine_class(config(), uneven, 1)[0] == engine_class(config(), uneven, 1, "host")[0] == "fsdp"
+    # A node of less memory than the one that has planned does as that one does.
+    assert engine_class(config(), on(), 26, "host")[0] == "host"
+    assert engine_class(config(), on(), 25, "fsdp")[0] == "fsdp"
 
 
 def test_what_an_engine_cannot_do_is_refused() -> None:

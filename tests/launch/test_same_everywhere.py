@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from aliquot.config.read_config import read_config
 from aliquot.errors import UserError
-from aliquot.launch.same_everywhere import check_same, common_settings
+from aliquot.launch.same_everywhere import check_same, common_settings, differences
 from aliquot.launch.topology import Topology
 from aliquot.observe import run_directory
 from aliquot.observe.run_directory import RunDirectory
@@ -169,6 +169,17 @@ def test_a_configuration_is_compared_but_for_what_is_a_nodes_own(tmp_path: Path)
     compared = {"train.max_steps", "run.seed", "shard.engine", "checkpoint.every", "data.sequence_length"}
     assert compared | {"model.config.hidden_size", "version of torch", "train.precision"} <= told.keys()
     assert not {key for key in told if key.startswith(("launch", "cluster", "data.path", "run.directory"))}
+
+
+def test_the_size_of_a_tokenizer_and_the_code_are_compared_and_where_a_template_lies_is_not(tmp_path: Path) -> None:
+    one, other = (
+        common_settings(
+            read_config(write_config(tmp_path, data={"tokenizer_vocab_size": size, "chat_template": place}))
+        )
+        for size, place in ((300, "a.jinja"), (320, "b.jinja"))
+    )
+    assert differences(one, other) == "data.tokenizer_vocab_size is 300 there and 320 here"
+    assert len(one["files of aliquot (hash)"]) == 12
 
 
 def test_what_a_node_finds_at_a_path_of_its_own_is_not_compared_by_the_path(tmp_path: Path) -> None:

@@ -14,13 +14,14 @@ def engine_class(
 ) -> tuple[str, type[Engine]]:
     """The name and class of the engine for `shard.engine` and a model of `numel` parameters.
 
-    `planned`: what `auto` is by the run's plan, if there is one: fsdp where host does not fit. Imports only the one
-    that is used. Raises UserError for settings that the engine cannot follow.
+    `planned`: what `auto` is by the run's plan, which rank 0 has made for all: fsdp where host does not fit; None where
+    there is none. Imports only the one that is used. Raises UserError for settings that the engine cannot follow.
     """
     even = topology.world_size == topology.nodes * topology.local_world_size
-    name: str = chosen_engine(config, topology.device, numel, memory_limit(), even)
-    if config.shard.engine == "auto" and name == "host":
-        name = planned or name
+    if config.shard.engine == "auto" and planned is not None and (even or planned != "host"):
+        name = planned  # not by what this node has: on others it would be another one
+    else:
+        name = chosen_engine(config, topology.device, numel, memory_limit(), even)
     if name == "host":
         from aliquot.engines.host.host_engine import HostEngine
 

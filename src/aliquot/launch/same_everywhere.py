@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from aliquot.config.schema import RunConfig
@@ -35,7 +37,18 @@ def common_settings(config: RunConfig) -> dict[str, Any]:
     """What must be the same on all nodes, by key, and the versions of the software."""
     settings = dict(_flat(config.model_dump(mode="json", by_alias=True)))
     common = {key: _anywhere(key, value) for key, value in settings.items() if not _is_own(key)}
-    return {**common, **{f"version of {name}": version(name) for name in _PACKAGES}}
+    return {**common, **{f"version of {name}": version(name) for name in _PACKAGES}, "files of aliquot (hash)": _code()}
+
+
+@cache
+def _code() -> str:
+    """Two checkouts of one version may differ."""
+    package = Path(__file__).parents[1]
+    total = hashlib.sha256()
+    for file in sorted(package.rglob("*.py")):
+        total.update(f"{file.relative_to(package)} ".encode())
+        total.update(file.read_bytes())
+    return total.hexdigest()[:12]
 
 
 def _is_own(key: str) -> bool:

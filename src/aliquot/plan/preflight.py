@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from aliquot.config.plan import PhaseMemory, Plan
@@ -32,17 +33,18 @@ def plan_before(
     warn: Callable[[str], None],
     advise: bool,
     done: int,
+    memory_bytes: int,
 ) -> dict[str, Any]:
     """The plan as JSON, and in `peak_bytes` what a rank will hold at most in each phase; of one that computes on a GPU
     that is GPU memory, and `host_peak_bytes` is the machine's. `advise`: also what would make it faster. `done`: steps
-    behind the checkpoint that it goes on from.
+    behind the checkpoint that it goes on from; `memory_bytes`: of the node that has least.
 
     Raises UserError where they are too many even if the plan is as far off as plans have been, unless `force`; warns
     where that is not sure. A plan that cannot be made keeps no run from starting: it warns, and returns nothing.
     """
     try:
         machine = Machine.this(read_cpu(allowed=allowed_cores))  # the rank itself is pinned to a few of them
-        machine = with_disks(machine, config)
+        machine = with_disks(replace(machine, memory_bytes=memory_bytes), config)
         layout = RankLayout(
             topology.nodes, topology.local_world_size, topology.threads, topology.device, machine.numa_nodes
         )
