@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import aliquot
+from aliquot import finishing
 from aliquot.checkpoint import save
 from aliquot.errors import StorageError
 from aliquot.launch.stop_signal import Terminated
@@ -51,6 +52,21 @@ def test_what_would_only_be_exported_is_saved(tmp_path: Path, monkeypatch: pytes
     assert not (tmp_path / "run" / "export").exists()
     assert run(file).export == tmp_path / "run" / "export"
     assert list(curve(tmp_path / "run")) == [1, 2, 3]
+
+
+def test_what_could_not_be_exported_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_config(tmp_path, train={"max_steps": 3}, checkpoint={"every": 0, "last": False})
+
+    def full(*_: object) -> None:
+        raise StorageError("needs more than is free", tmp_path)
+
+    with monkeypatch.context() as disk:
+        disk.setattr(finishing, "export_run", full)
+        with pytest.raises(StorageError, match="needs more than is free"):
+            run(file)
+    assert saved(tmp_path / "run") == ["step-00000003"]
+    assert run(file).export == tmp_path / "run" / "export"
+    assert list(curve(tmp_path / "run")) == [1, 2, 3], "nothing is trained again"
 
 
 def test_what_could_not_be_saved_is_not_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import logging
 import os
@@ -19,10 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from aliquot.checkpoint import restore as restore_module
 from aliquot.checkpoint.directories import complete_directories, newest, retain, step_of
 from aliquot.checkpoint.restore import restore, restore_newest
 from aliquot.checkpoint.save import save
-from aliquot.errors import DamagedCheckpoint, StorageError, UserError, WeightsFileError
+from aliquot.errors import DamagedCheckpoint, ResumeError, StorageError, UserError, WeightsFileError
 from aliquot.ranges.checksums import BLOCK_BYTES
 from aliquot.ranges.manifest import verify
 from aliquot.ranges.parts import Part
@@ -141,6 +143,28 @@ def test_all_ranks_hear_of_damage(tmp_path: Path) -> None:
     answers = run_world(3, lambda ranks: restore_small(directory, ranks))
     assert [type(answer) for answer in answers] == [DamagedCheckpoint] * 3
     assert len({str(answer) for answer in answers}) == 1 and "exp_avg.safetensors" in str(answers[0])
+
+
+@pytest.mark.parametrize(("number", "damaged"), [(errno.EACCES, False), (errno.ESTALE, False), (errno.EIO, True)])
+def test_a_file_that_a_node_does_not_come_to_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, damaged: bool
+) -> None:
+    """Or a run would go back to an older checkpoint, and replace a good one."""
+    directory = save_small(tmp_path)
+    read = restore_module.fill
+
+    def fails(store: Any, entries: Any, checksums: Any) -> int:
+        try:
+            raise OSError(number, os.strerror(number), "exp_avg.safetensors")
+        except OSError as error:
+            raise WeightsFileError(f"cannot read: {error.strerror}") from error
+
+    monkeypatch.setattr(restore_module, "fill", fails)
+    told = "no checkpoint here is whole" if damaged else "cannot read this checkpoint, which need not be damaged"
+    with pytest.raises(ResumeError, match=told):
+        restore_newest(tmp_path, FakeStore(SMALL, zeros=True), SMALL, Alone())
+    monkeypatch.setattr(restore_module, "fill", read)
+    assert restore_small(directory) == STATE
 
 
 @pytest.mark.parametrize("name", [*FILES, "manifest.json"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import threading
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from aliquot.checkpoint import mirror
 from aliquot.checkpoint.directories import complete_directories, retain
 from aliquot.checkpoint.fetch_newer import fetch_instead, fetch_newer
 from aliquot.checkpoint.mirror import Mirror
@@ -192,6 +194,22 @@ def test_as_many_are_kept_there_as_here_and_of_those_that_wait_the_newest_is_cop
     assert complete_steps(open_store(url)) == ["step-00000003", "step-00000004"]
     assert {name.partition("/")[0] for name in open_store(url).list()} == {"step-00000003", "step-00000004"}
     assert [path.name for path in complete_directories(tmp_path / "here")] == ["step-00000003", "step-00000004"]
+
+
+def test_a_hiccup_of_the_file_system_here_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def stale(*_: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    url = f"file://{tmp_path}/there"
+    saved(tmp_path / "here", 1, keep=9)
+    instance = Mirror(url, tmp_path / "here", Alone(), CheckpointSection(), print, print)
+    monkeypatch.setattr(mirror, "retain", stale)
+    instance.start(1)
+    instance.finish()
+    assert complete_steps(open_store(url)) == ["step-00000001"]
+    assert "what earlier saves left could not be removed" in caplog.text
 
 
 def test_what_waits_is_not_removed_when_a_newer_one_is_published(tmp_path: Path) -> None:

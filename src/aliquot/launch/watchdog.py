@@ -38,6 +38,8 @@ class Watchdog:
         threading.Thread(target=self._wait, name="aliquot-watchdog", daemon=True).start()
 
     def beat(self) -> None:
+        if self._stopped.is_set():
+            return
         self._last = time.monotonic()
         faulthandler.dump_traceback_later(self.timeout_s, file=self._stacks)  # replaces the one before
 
