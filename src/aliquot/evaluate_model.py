@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, replace
 
 from aliquot import preparation
+from aliquot.attempt import Attempt
 from aliquot.config.schema import RunConfig
 from aliquot.evaluate import evaluate
 from aliquot.launch.device import choose_device
@@ -22,7 +23,6 @@ from aliquot.observe.console import Display
 from aliquot.observe.ledger import Ledger
 from aliquot.observe.prometheus import Exporter
 from aliquot.observe.run_directory import RunDirectory
-from aliquot.preparation import Attempt
 from aliquot.ranges.together import on_first
 
 _TIMEOUT_S = 24 * 3600.0  # as in train.py

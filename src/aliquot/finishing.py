@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from aliquot.attempt import Attempt, Inputs, Model, Start
 from aliquot.checkpoint.directories import complete_directories, directory_of, step_of
 from aliquot.checkpoint.evaluations import Evaluations
 from aliquot.checkpoint.fetch_newer import fetch_best
@@ -18,7 +19,6 @@ from aliquot.models.export import export, export_checkpoint
 from aliquot.models.generate import continuation
 from aliquot.models.model_files import export_dtype, exported_step, of_step
 from aliquot.observe.console import Display
-from aliquot.preparation import Attempt, Inputs, Model, Start
 from aliquot.ranges.together import on_first
 
 _WEIGHTS = re.compile(rf"(model|{STEM})(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?")

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from aliquot.attempt import Attempt, Inputs, Model, Start
 from aliquot.beginning import doubts
 from aliquot.checkpoint.continuity import changes, check_continuity, check_model
 from aliquot.checkpoint.directories import complete_directories, directory_of, newest, step_of
 from aliquot.checkpoint.evaluations import Evaluations
 from aliquot.checkpoint.fetch_newer import fetch_best, fetch_instead, fetch_newer
 from aliquot.checkpoint.resume import began_elsewhere, resume
-from aliquot.config.batch_size import BatchSize, batch_size
+from aliquot.config.batch_size import batch_size
 from aliquot.config.on_disk import OnDisk
-from aliquot.config.schema import RunConfig, TrainSection
 from aliquot.config.unsharded import Unsharded
 from aliquot.data.batches import Batches, EvalBatches, Position
 from aliquot.data.examples import examples
 from aliquot.data.header import header, warnings
-from aliquot.data.prepare import Prepared, prepare_together
+from aliquot.data.prepare import prepare_together
 from aliquot.data.tokenizer import largest_token
 from aliquot.engines.base import Engine, EngineSpec
 from aliquot.engines.connections import group_lines
@@ -29,7 +29,6 @@ from aliquot.engines.select import engine_class
 from aliquot.engines.startup_proof import prove
 from aliquot.launch.claims import goes_on
 from aliquot.launch.launcher import torchrun_advice
-from aliquot.launch.ranks import Ranks
 from aliquot.launch.same_everywhere import check_same
 from aliquot.machine.allocator import give_back
 from aliquot.machine.cpu import read_cpu
@@ -37,108 +36,23 @@ from aliquot.machine.kept_memory import KeptMemory
 from aliquot.machine.kernels import keeps_large_kernels
 from aliquot.machine.memory import memory_limit
 from aliquot.models import initialize, meta
-from aliquot.models.adapter import BASE
 from aliquot.models.computed import computed
 from aliquot.models.fingerprint import fingerprint
 from aliquot.models.load import load_adapter, load_weights
-from aliquot.models.published import Published, published_of
-from aliquot.models.source import ModelSource, import_models, resolve
+from aliquot.models.published import published_of
+from aliquot.models.source import import_models, resolve
 from aliquot.models.stored_names import StoredNames
 from aliquot.models.structure import decoder_layers
 from aliquot.models.traits import Traits, traits
 from aliquot.observe import summary
 from aliquot.observe.clock import StepClock
-from aliquot.observe.console import Display
-from aliquot.observe.ledger import Ledger
-from aliquot.observe.prometheus import Exporter
-from aliquot.observe.run_directory import RunDirectory
 from aliquot.observe.timeline import timeline_of
 from aliquot.optim.schedule import Schedule
 from aliquot.plan.own_rates import ceiling
 from aliquot.plan.preflight import plan_before
-from aliquot.ranges.chosen_parts import ChosenParts
-from aliquot.ranges.parts import PartStore
 from aliquot.ranges.together import on_first, together
 
 _SHOWN_CHARACTERS = 400  # of a stretch of an example
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """What an attempt at a run has before there is anything to train: who takes part, and where everything is told."""
-
-    config: RunConfig
-    ranks: Ranks
-    directory: RunDirectory
-    display: Display
-    exporter: Exporter
-    ledger: Ledger
-    about: dict[str, Any]  # placement, machine, model, engine: what it is made of, as JSON
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What is trained on what: a model's description, and the batches of every step."""
-
-    source: ModelSource
-    traits: Traits
-    data: Prepared
-    tokenizer: Any  # of transformers
-    size: BatchSize
-    batches: Batches
-    held_out: dict[str, EvalBatches]  # by name; one that has none is called ""
-    total_steps: int
-    schedule: Schedule  # of the learning rate
-
-    def behind(self, start: Start, train: TrainSection) -> Inputs:
-        """The batches that follow on those of the earlier stages of a run."""
-        batches = self.batches.going_on(start.step, start.position, start.ends)
-        total_steps = batches.total_steps(train.max_steps)
-        return replace(self, batches=batches, total_steps=total_steps, schedule=Schedule.of(train, total_steps))
-
-    @property
-    def evaluated(self) -> str | None:
-        """Which evaluation set decides what is best: the hash of its tokens."""
-        return next((Path(store).name for store in self.data.eval.values()), None)
-
-    def determinants(self, config: RunConfig) -> dict[str, str | int | float | None]:
-        """What a checkpoint goes on with: the order of the data, and the model beside which an adapter is learned."""
-        fixed = self.batches.determinants()
-        if config.adapter is None:
-            return fixed
-        scaling = {f"adapter.{key}": getattr(config.adapter, key) for key in ("r", "alpha", "use_rslora")}
-        return fixed | scaling | {BASE: str(self.source.fingerprint)}
-
-
-@dataclass(frozen=True)
-class Model:
-    """A model in the hands of its engine."""
-
-    built: meta.MetaModel
-    published: tuple[Published, ...] | None  # how its weights are stored, where that is not as it holds them
-    names: StoredNames
-    engine: Engine
-    engine_name: str
-    clock: StepClock
-    notes: tuple[str, ...]  # for the person, of the engine
-
-    @property
-    def saved(self) -> PartStore:
-        """What of it a checkpoint holds."""
-        whole = self.built.adapter is None
-        return self.engine if whole else ChosenParts(self.engine, {name for name, _ in self.built.saved})
-
-
-@dataclass(frozen=True)
-class Start:
-    """Where training begins: behind the steps and real tokens of the runs that this one continues."""
-
-    step: int = 0
-    tokens: int = 0
-    resumed_from: Path | None = None
-    position: Position = field(default_factory=lambda: Position(0, 0))  # in the data
-    ends: tuple[int, ...] = ()  # where they ended within a batch: data/steps.py
-    evaluations: Evaluations = field(default_factory=Evaluations)
 
 
 def check_directory(run: Attempt) -> None:

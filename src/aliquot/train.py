@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from aliquot import finishing, preparation
+from aliquot.attempt import Attempt, Start
 from aliquot.checkpoint.directories import complete_directories
 from aliquot.checkpoint.mirror import Mirror
 from aliquot.config.schema import RunConfig
@@ -31,7 +32,6 @@ from aliquot.observe.prometheus import Exporter
 from aliquot.observe.recorder import Recorder
 from aliquot.observe.run_directory import RunDirectory
 from aliquot.plan.own_rates import ceiling
-from aliquot.preparation import Attempt, Start
 from aliquot.ranges.publish import put_back
 from aliquot.ranges.together import on_first
 from aliquot.stores.open_store import open_store

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from aliquot import finishing
+from aliquot.attempt import Attempt, Inputs, Model, Start
 from aliquot.checkpoint.background_saver import Saver
 from aliquot.checkpoint.copies import copies_from
 from aliquot.checkpoint.directories import newest
@@ -35,7 +36,6 @@ from aliquot.observe import summary
 from aliquot.observe.flops import model_flops
 from aliquot.observe.ledger import STEADY_PEAK
 from aliquot.observe.recorder import Recorder
-from aliquot.preparation import Attempt, Inputs, Model, Start
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class Training:
                 self._saver.finish()  # what is compared with is the best that could be saved
             stopping = self._evaluate()
         last, best = done == self._end, self._evaluations.kept_step(config.checkpoint)
-        if stopping and not last and self._saver.under_way is not None and self._no_time_for_another():
+        if stopping and self._saver.under_way is not None and self._no_time_for_another():
             raise self._terminated(stopping, "checkpoint.grace_s was too short for another")
         at_end = last and config.checkpoint.last
         if at_end or stopping or best == done or is_due(config.checkpoint.every, done):

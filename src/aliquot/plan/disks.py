@@ -33,17 +33,20 @@ def with_disks(machine: Machine, config: RunConfig) -> Machine:
 
 def _written_bytes_per_s(directory: Path) -> float | None:
     """As checkpoints are written: through the page cache, and fsynced. None: nothing can be written there."""
-    piece = os.urandom(_PIECE_BYTES)
+    piece, fastest = os.urandom(_PIECE_BYTES), 0.0
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
-            began = time.perf_counter()
-            for _ in range(_PIECES):
-                file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
-            return _PIECES * _PIECE_BYTES / (time.perf_counter() - began)
+            for _ in range(2):  # others may have written meanwhile
+                file.seek(0)
+                began = time.perf_counter()
+                for _ in range(_PIECES):
+                    file.write(piece)
+                file.flush()
+                os.fsync(file.fileno())
+                fastest = max(fastest, _PIECES * _PIECE_BYTES / (time.perf_counter() - began))
     except OSError:  # which the run itself will tell of
         return None
+    return fastest
 
 
 def _existing(directory: Path) -> Path:

@@ -82,6 +82,9 @@ class FsdpEngine:
         self._fused = spec.fused_loss
         self._wire_bytes = 0
         self._groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        # From one step to the next: allocated anew among activations of changing sizes they leave ever more holes in
+        # the heap, 94 MiB in 90 steps of 60 M parameters. torch's allocator of a GPU's memory leaves none.
+        self._keeps_gradients = topology.device == "cpu"
         self._kept = spec.unsharded
         self._gathered = False  # all weights are, because they are kept
         self._stage = stage  # None: gloo or nccl carries the collectives
@@ -235,10 +238,13 @@ class FsdpEngine:
             gradient = cast("DTensor | None", shard.parameter.grad)
             # A shard without rows has no gradient of its own; the optimizer wants one for every weight.
             shard.local.grad = torch.zeros_like(shard.local) if gradient is None else gradient.to_local()
-            shard.parameter.grad = None
+            if not self._keeps_gradients:
+                shard.parameter.grad = None
         gradients = [cast("Tensor", shard.local.grad) for shard in self._learning]
         norm = global_norm(squared_norms(gradients), self._device)
         self._optimizer.step(learning_rate, norm, max_grad_norm)
+        if self._keeps_gradients:
+            torch._foreach_zero_(gradients)
         return StepResult(norm)
 
     def counters(self) -> Counters:
