@@ -125,7 +125,7 @@ def train(kind: str, case: cases.Case, rank: int, world_size: int, folder: Path)
     nothing = None if built.traits.packs else MicroBatch.empty(cases.DOCUMENTS)
     if case.evaluated_first:
         engine.evaluate(cases.micro_batch(cases.documents(99)[0]) if rank == 0 else nothing)
-    losses, norms = [], []
+    losses, norms, places = [], [], set()
     for step in range(case.steps):
         documents = case.documents(step, world_size)
         mine = [cases.micro_batch(s) for i, s in enumerate(documents) if i % world_size == rank]
@@ -137,6 +137,10 @@ def train(kind: str, case: cases.Case, rank: int, world_size: int, folder: Path)
         dist.all_reduce(total)
         losses.append(float(total) / cases.predicted(documents))
         norms.append(engine.step(cases.LEARNING_RATE, cases.MAX_GRAD_NORM).grad_norm)
+        if isinstance(engine, FsdpEngine):
+            kept = (shard.parameter.grad for shard in engine._learning)
+            places.add(tuple(None if gradient is None else gradient.to_local().data_ptr() for gradient in kept))
+    assert len(places) == isinstance(engine, FsdpEngine), "gradients of engine fsdp stay where they are"
     assert kind.endswith("-disk") == (engine.counters().disk_written_bytes > 0)
     write_parts(engine, folder / f"{case.name}-final-{rank}.safetensors")
     if kind in ("fsdp", "host") and case.name in ("llama", "llama-int8"):

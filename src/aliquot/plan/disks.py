@@ -14,7 +14,7 @@ from aliquot.config.plan import Plan
 from aliquot.config.schema import RunConfig
 from aliquot.plan.planned_machine import Machine
 
-_PIECE_BYTES, _PIECES = 4 << 20, 8
+_PIECE_BYTES, _PIECES = 4 << 20, 4
 
 
 def with_disks(machine: Machine, config: RunConfig) -> Machine:
