@@ -68,12 +68,13 @@ class PlannedModel:
         """Of a micro-batch of so many sequences: bytes of the heaviest, and the mean work of the slowest of `ranks`,
         which wait for each other whenever each has computed `between`. The same object whenever it is asked for.
 
-        `approximate`: more than two are extrapolated, so that many sizes take no longer than a few.
+        `approximate`: more than two are extrapolated, so that many sizes take no longer than two; that logits beyond
+        their room are made twice is not in it.
         """
         key = (step, workload, sequences, approximate, ranks, between)
         if key not in self._costs:
             if sequences > (2 if approximate else _MOST_SEQUENCES):
-                self._costs[key] = self._extrapolated(step, workload, sequences, ranks, between)
+                self._costs[key] = self._extrapolated(step, workload, sequences, ranks, between, approximate)
             else:
                 heaviest, typical = workload.heaviest(sequences), workload.typical(sequences, ranks, between)
                 made = (step, heaviest, typical)
@@ -83,10 +84,12 @@ class PlannedModel:
                 self._costs[key] = self._costs[made]
         return self._costs[key]
 
-    def _extrapolated(self, step: Step, workload: Workload, sequences: int, ranks: int, between: int) -> MicroBatchCost:
+    def _extrapolated(
+        self, step: Step, workload: Workload, sequences: int, ranks: int, between: int, approximate: bool
+    ) -> MicroBatchCost:
         even = replace(workload, fills_up=None)  # what fills up two says nothing of what fills up many
         fewest = self._with_all_logits(step, workload)
-        first = fewest if fewest < min(sequences, _MOST_SEQUENCES) else 1
+        first = fewest if not approximate and fewest < min(sequences, _MOST_SEQUENCES) else 1
         base, more = (self.cost_of(step, even, count) for count in (first, first + 1))
         found = base.plus(more, base, sequences - first)
         return found.with_work([(workload.waiting(sequences, ranks, between), found)])
