@@ -27,7 +27,7 @@ def naming_places(places: Mapping[Keys, Location]) -> Iterator[None]:
         yield
     except UserError as error:
         key = _KEY.match(str(error))
-        place = place_of_first(key[0], places) if key is not None else None
+        place = places.get(tuple(key[0].split("."))) if key is not None else None
         if place is not None:
             error.args = (f"{place}: {error}",)
         raise
