@@ -135,12 +135,12 @@ def test_what_was_measured_an_hour_ago_is_measured_again(unknown: Path, monkeypa
     assert profiles.quick(cpu, 1, 1) is None and not profiles.known(machine, ONE)
     rates = profiles.rates_of(machine, ONE)
     assert rates is not None and rates.overhead_s(1) == RATES["call_s"]  # better than an estimate
-    profiles.keep_quick(cpu, 2, 2, {**RATES, "call_s": 7.0})
+    profiles.keep_quick(cpu, 2, 1, {**RATES, "call_s": 7.0})
     rates = profiles.rates_of(machine, ONE)
     assert rates is not None and rates.overhead_s(1) == 7.0  # of other ranks, but of now
     made_older(profiles.keep_thorough(cpu, RATES, RATES), 4000)
     assert profiles.known(machine, ONE)
-    made_older(next(unknown.glob("*-2x2.json")), 4000)
+    made_older(next(unknown.glob("*-2x1.json")), 4000)
     monkeypatch.setattr(calibrate, "QUICK", LITTLE)
     calibrate.make_known(machine, ONE)
     assert profiles.known(machine, ONE)
@@ -175,6 +175,25 @@ def test_a_thorough_profile_of_a_machine_that_has_changed_is_passed_over(
         assert first() == "thorough"  # a core alone is faster anyway
 
 
+def test_ranks_that_share_cores_have_less_than_their_part_of_them(unknown: Path) -> None:
+    cpu = read_cpu()
+    machine, cores = Machine.this(cpu), cpu.usable_cores
+    alone, shared = RankLayout(1, cores, 1, "cpu"), RankLayout(1, 2 * cores, 1, "cpu")
+
+    def compared() -> tuple[float, float, float]:
+        of_alone, of_shared = (profiles.rates_of(machine, layout) for layout in (alone, shared))
+        assert of_alone is not None and of_shared is not None
+        products = of_shared.matmul_s(1, 256, 256, 256, 4) / of_alone.matmul_s(1, 256, 256, 256, 4)
+        calls = of_shared.overhead_s(1) / of_alone.overhead_s(1)
+        return products, of_shared.stage_s(1e9) / of_alone.stage_s(1e9), calls
+
+    known = pytest.approx((2 / 0.93, 2 / 0.93, 2 / 0.8))
+    profiles.keep_quick(cpu, 2 * cores, 1, RATES)
+    assert compared() == known  # measured where they are shared, planned where they are not
+    profiles.keep_thorough(cpu, RATES, RATES)
+    assert compared() == known
+
+
 def test_a_busy_machine_and_an_older_profile_are_measured_again(unknown: Path) -> None:
     cpu = read_cpu()
     path = profiles.keep_quick(cpu, 2, 1, RATES)
@@ -187,7 +206,7 @@ def test_a_busy_machine_and_an_older_profile_are_measured_again(unknown: Path) -
     rates = profiles.rates_of(Machine.this(cpu), ONE)
     assert rates is not None and rates.source.endswith("the machine was busy")  # better than an estimate
     profiles.keep_quick(cpu, 1, 2, {**RATES, "spread": 0.5, "call_s": 7.0})
-    profiles.keep_quick(cpu, 2, 2, {**RATES, "call_s": 8.0})
+    profiles.keep_quick(cpu, 2, 1, {**RATES, "call_s": 8.0})
     rates = profiles.rates_of(Machine.this(cpu), RankLayout(1, 1, 2, "cpu"))
     assert rates is not None and rates.overhead_s(1) == 8.0  # of two ranks, but undisturbed
 

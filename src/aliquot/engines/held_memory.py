@@ -23,4 +23,5 @@ class Held:
     shared_weights: int  # of a host
     buffers: int  # of a host
     own_gradients: int = 0  # of gradients, what this rank itself owns, where others' parts are among them
+    holes: int = 0  # of the heap, in the course of steps: large blocks that are made anew beside what stays
     streamed: int = 0  # more while an update is made, in mappings that the kernel has back after it

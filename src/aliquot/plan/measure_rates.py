@@ -45,25 +45,35 @@ _HEAD = 64  # elements of a head, as attention reorders them
 def measure_rates(agree: Agree, effort: Effort, of_core: float = 1.0) -> Tables:
     """Of one rank, with the threads that torch has in it. `spread`: how much longer than the fastest quarter of the
     largest products half of them took, or all of them than their thread had `of_core`, its part of a core, whichever is
-    more; more than a few per cent says that the cores did something else, too."""
+    more; more than a few per cent says that the cores did something else, too.
+
+    Where ranks share cores most calls end within their rank's turn: what one takes of a core counts, and that a core is
+    shared.
+    """
     import torch
 
     from aliquot.collectives.weight_patch import WeightPatches, most_bytes
     from aliquot.machine.kernels import copies_transposed, copy_pays
     from aliquot.plan.measure_updates import measure_updates
 
+    def of_shared_core() -> float:
+        return time.thread_time() / of_core
+
+    clock = time.perf_counter if of_core == 1 else of_shared_core
+
     def timed(work: Callable[[], Any]) -> tuple[list[float], float]:
-        """Seconds of one call, ascending, and of all on a core; all ranks begin together."""
+        """Seconds of one call, ascending, and how many times as long all took as on a core of their own; all ranks
+        begin together."""
         work()  # chooses kernels and touches pages
         agree(0)
         times: list[float] = []
-        on_core = time.thread_time()
-        until = time.perf_counter() + effort.each_s
+        began, on_core = time.perf_counter(), time.thread_time()
+        until = began + effort.each_s
         while time.perf_counter() < until or len(times) < 3:
-            start = time.perf_counter()
+            start = clock()
             work()
-            times.append(time.perf_counter() - start)
-        return sorted(times), time.thread_time() - on_core
+            times.append(clock() - start)
+        return sorted(times), (time.perf_counter() - began) / (time.thread_time() - on_core)
 
     def seconds(work: Callable[[], Any]) -> list[float]:
         return timed(work)[0]
@@ -89,20 +99,20 @@ def measure_rates(agree: Agree, effort: Effort, of_core: float = 1.0) -> Tables:
     for dtype in (torch.bfloat16, torch.float32):
         table: list[list[float]] = []
         of_layers[str(dtype.itemsize)] = []
-        times, on_core = [0.0], 0.0
+        times, stretched = [0.0], 1.0
         for side in effort.sides:
             if table and agree(_fastest(times)) * (side / table[-1][0]) ** 3 > effort.longest_s:
                 break
             matrices = room.view(dtype)[: len(room) // (3 * side * side * dtype.itemsize) * 3 * side * side]
             turn = cycle([tuple(of_one) for of_one in matrices.view(-1, 3, side, side)])
             matrices.fill_(1)  # what was multiplied before grows without end
-            times, on_core = timed(partial(multiply_next, turn))
+            times, stretched = timed(partial(multiply_next, turn))
             table.append([float(side), 2.0 * side**3 / _fastest(times)])
             copies = copies_transposed("cpu", dtype) and copy_pays(side, side, side)
             three_s = _fastest(seconds(partial(multiply_as_layers_do, turn, copies)))
             of_layers[str(dtype.itemsize)].append([float(side), 3 * 2.0 * side**3 / three_s])
         # A core that is shared evenly makes all products as slow.
-        spreads.append(max(statistics.median(times) / _fastest(times), of_core * sum(times) / on_core) - 1)
+        spreads.append(max(statistics.median(times) / _fastest(times), of_core * stretched) - 1)
         products[str(dtype.itemsize)] = table
         batch, m, k, n = _SMALL
         left, right = torch.randn(batch, m, k, dtype=dtype), torch.randn(batch, k, n, dtype=dtype)
@@ -152,7 +162,7 @@ def measure_rates(agree: Agree, effort: Effort, of_core: float = 1.0) -> Tables:
         "memory": memory,
         "stage": 10 * _STAGED / _fastest(seconds(lambda: _add(parts))),
         "patch": 2 * _PATCHED / coded_s,
-        "call_s": _call_s(parts),
+        "call_s": _call_s(parts, clock),
         "socket_bytes_per_s": _socket_rate(effort.socket_bytes),
         "spread": max(spreads),
     }
@@ -181,16 +191,16 @@ def _add(turn: Iterator[tuple[Any, Any]]) -> None:
     total.add_(gradient)
 
 
-def _call_s(parts: Iterator[tuple[Any, Any]]) -> float:
+def _call_s(parts: Iterator[tuple[Any, Any]], clock: Callable[[], float]) -> float:
     """Of an operation on a few numbers: half of them follow another such, half follow one that took the cache."""
     import torch
 
     tiny = torch.ones(8, requires_grad=True)
 
     def seconds() -> float:
-        start = time.perf_counter()
+        start = clock()
         ((tiny + tiny).view(2, 4) * 2).sum().backward()  # type: ignore[no-untyped-call]
-        return time.perf_counter() - start
+        return clock() - start
 
     warm = [seconds() for _ in range(20)]
     cold = []

@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import math
 import os
 import time
 from collections.abc import Callable
@@ -29,11 +30,14 @@ from aliquot.plan.profile_schema import check_quick, check_thorough
 from aliquot.plan.rates import ASSUMED_NETWORK, OFF_BY, Rates, estimated, interpolated
 from aliquot.textfile import publish_text
 
-FORMAT = 7
+FORMAT = 8
 _PROFILE_BYTES = 8192  # at most, about
 _BUSY = 0.1  # a spread of products above which a quick profile is measured again by the next run
 _FRESH_S = 3600.0  # about as long as a machine stays what it is, and a second an hour is little
 _SCALED_OFF_BY = 1.5  # about: eight threads were 5 to 8 times as fast as one
+# What ranks that share cores have of their parts, in kernels and in calls, whose code and data another rank has driven
+# out of the caches: of four ranks on two cores with AMX.
+_OF_SHARED, _CALLS_OF_SHARED = 0.93, 0.8
 _APART = 4 / 3  # between the ceilings of two profiles: more than two measurements of one machine differ by
 
 
@@ -106,16 +110,21 @@ class Measured:
 
     @classmethod
     def of(cls, profile: dict[str, Any], machine: Machine, layout: RankLayout) -> Measured:
-        off_by = 1.0
+        off_by, own = 1.0, (layout.ranks_per_node, layout.threads_per_rank)
         if "core" in profile:
             core, every, cores = profile["core"], profile["all_cores"], profile["cores"]
             threads = min(layout.threads_per_rank, cores / layout.ranks_per_node)  # more share cores
-            share, factor, how = max(0.0, threads - 1) / max(1, cores - 1), min(1.0, threads), ""
+            share, how = max(0.0, threads - 1) / max(1, cores - 1), ""
+            part, kernels, calls = _of_core(cores, own)
+            factor = kernels * min(1.0, threads)
         else:
             core = every = profile["tables"]
-            own, other = (layout.ranks_per_node, layout.threads_per_rank), (profile["ranks"], profile["threads"])
+            other = profile["ranks"], profile["threads"]
             measured, wanted = (min(threads, machine.cores / ranks) for ranks, threads in (other, own))
-            share, factor, how = 0.0, wanted / measured, " in a second; --calibrate takes its time"
+            share, how = 0.0, " in a second; --calibrate takes its time"
+            then = _of_core(machine.cores, other)
+            part, kernels, calls = (now / was for now, was in zip(_of_core(machine.cores, own), then, strict=True))
+            factor = kernels * wanted / measured
             if own != other:  # what ranks and threads leave of each other's memory and clock is not known
                 off_by = _SCALED_OFF_BY
                 how = f", of {other[0]} x {other[1]} threads; --calibrate knows others"
@@ -141,9 +150,9 @@ class Measured:
             sums={kept: table("sums", kept) for kept in core["sums"]},
             updates={states: between(rate, every["updates"][states]) for states, rate in core["updates"].items()},
             stage_bytes_per_s=between(core["stage"], every["stage"]),
-            patch_bytes_per_s=core["patch"],
-            call_s=core["call_s"],
-            socket_bytes_per_s=core["socket_bytes_per_s"],
+            patch_bytes_per_s=core["patch"] * part * kernels,
+            call_s=core["call_s"] / (part * calls),
+            socket_bytes_per_s=core["socket_bytes_per_s"] * part * kernels,
             network=estimated(machine, layout),
             off_by=off_by,
         )
@@ -211,6 +220,13 @@ def _nearest_quick(cpu: CpuFacts, layout: RankLayout) -> dict[str, Any] | None:
         return not _fresh(profile), is_busy(profile["tables"]), abs(threads), abs(ranks)
 
     return min(found, key=distance, default=None)
+
+
+def _of_core(cores: int, layout: tuple[int, int]) -> tuple[float, float, float]:
+    """The part of a core that a thread of so many ranks of so many threads has, and what it has of that in kernels and
+    in calls."""
+    part = min(1.0, cores / math.prod(layout))
+    return (part, 1, 1) if part == 1 else (part, _OF_SHARED, _CALLS_OF_SHARED)
 
 
 def _overtaken(thorough: dict[str, Any], quick: dict[str, Any], machine: Machine) -> bool:

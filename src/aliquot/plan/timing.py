@@ -16,12 +16,17 @@ from aliquot.plan.rates import CORE_MEMORY_BYTES_PER_S, Rates
 from aliquot.plan.traffic import Traffic
 
 _TAIL = 0.1  # of what travels between hosts: the first weights to come and the last sums to leave, which are waited for
-# What threads of gloo and the kernel do on the cores that compute, when a host sends and receives as much: 0.32 s for
-# 222 MB each way on one core of Zen 4, assumed for any.
+# What threads of gloo and the kernel do on the cores that compute, when as much is sent as received: 0.32 s for 222 MB
+# each way on one core of Zen 4, between hosts, and 0.28 s for 204 MB with AMX, on one; assumed for any.
 _CORE_WIRE_BYTES_PER_S = 0.7e9
 _SUM_PASSES = 5  # over gradients that are sent and received: their checksums, and one more sum
 _CALLS_OF_A_GROUP = 600  # about: gathered twice, gradients reduced, hooks around each
 _CALLS_OF_A_GRADIENT = 20  # about: staged, told of, summed by its owner
+_CALLS_OF_A_PARAMETER = 160  # about: gathered, put into DeepSpeed's bucket and out of it, hooks around each
+# DeepSpeed 0.19.8 adds gradients to a bucket, from there to what is reduced, and divides them. An update goes over
+# gradients as fp32, their norm and scale and the weights' cast, and torch's AdamW over weights and moments operation by
+# operation: bytes read and written of an element that the rank owns.
+_REDUCED_PASSES, _DEEPSPEED_UPDATE_BYTES = 6, 24 + 80
 _STAGED_BYTES = 4 << 20  # of a piece that is copied
 _COPIED_BYTES_PER_S = 8e9  # between a GPU and memory that is not pinned, assumed
 
@@ -110,8 +115,8 @@ def step_time(
     for of_products, of_rest in (each.forward, each.backward):
         matmul_s += micro_batches * of_products
         memory_s += micro_batches * of_rest
-    staged = moved.shared_bytes / layout.world_size
     if engine == "host":
+        staged = moved.shared_bytes / layout.world_size
         # Staged once (read and written, but for the head), then read by its owner on this host, or the counterpart of
         # an owner on another one, and added to sums.
         own = held.own_gradients
@@ -145,33 +150,63 @@ def step_time(
             max(_TAIL * sent, sent - beside) for sent, beside in zip((gradients, weights), hidden, strict=True)
         )
     else:
-        if engine == "fsdp" and layout.device == "cpu":
-            # Weights: a rank's own are cast and given; all are taken into a buffer, and from there to where they are
-            # used. Gradients: into a buffer in fp32, in pieces, given; a rank's own are read of all, and added to.
-            memory_s += rates.stage_s((4 + 5 / layout.world_size) * moved.gathered_bytes)
-            memory_s += rates.stage_s((6.5 + 4 / layout.world_size) * moved.reduced_bytes)
-            memory_s += rates.overhead_s(_CALLS_OF_A_GROUP * groups * micro_batches)
-        else:
-            # Cast and copied into flat buffers, out of them, gradients to fp32.
-            memory_s += rates.stage_s(3 * staged + 2 * held.gradients * micro_batches)
-        if offloaded is None:
-            memory_s += rates.stage_s(2 * (held.weights + held.moments + held.gradients))
-        else:
-            # Weights come for a forward and for a backward pass, gradients go: nothing is computed meanwhile.
-            own_gradients = held.own_gradients or held.gradients
-            comes = held.weights * (1 if offloaded.weights else 2 * micro_batches)
-            goes = own_gradients * (1 if offloaded.gradients else micro_batches)
-            memory_s += (comes + goes) / _COPIED_BYTES_PER_S
-            updated = 2 * (held.weights + held.moments + own_gradients)
-            memory_s += updated / (CORE_MEMORY_BYTES_PER_S * layout.threads_per_rank)
+        memory_s += _collected_s(engine, held, moved, layout, micro_batches, rates, owned, offloaded, groups)
     return StepTime(
         layout.device == "cuda",
         matmul_s,
         memory_s,
-        rates.local_s(moved.local_bytes / layout.world_size),
+        _local_s(moved.local_bytes, layout, rates),
         wire_s if engine == "host" else rates.wire_s(moved.wire_bytes / layout.nodes),
         disk_s,
     )
+
+
+def _collected_s(
+    engine: str,
+    held: Held,
+    moved: Traffic,
+    layout: RankLayout,
+    micro_batches: int,
+    rates: Rates,
+    owned: Owned,
+    offloaded: Unsharded | None,
+    groups: int,
+) -> float:
+    """What cores, or a GPU, do around collectives, and the update."""
+    if layout.device == "cuda":
+        # Cast and copied into flat buffers, out of them, gradients to fp32.
+        seconds = rates.stage_s(2 * held.gradients * micro_batches)
+        if offloaded is None:
+            return seconds + rates.stage_s(2 * (held.weights + held.moments + held.gradients))
+        # Weights come for a forward and for a backward pass, gradients go: nothing is computed meanwhile.
+        own_gradients = held.own_gradients or held.gradients
+        comes = held.weights * (1 if offloaded.weights else 2 * micro_batches)
+        goes = own_gradients * (1 if offloaded.gradients else micro_batches)
+        updated = 2 * (held.weights + held.moments + own_gradients)
+        seconds += (comes + goes) / _COPIED_BYTES_PER_S
+        return seconds + updated / (CORE_MEMORY_BYTES_PER_S * layout.threads_per_rank)
+    seconds = moved.wire_bytes / layout.world_size / (_CORE_WIRE_BYTES_PER_S * layout.threads_per_rank)
+    if engine == "fsdp":
+        # Weights: a rank's own are cast and given; all are taken into a buffer, and from there to where they are
+        # used. Gradients: into a buffer in fp32, in pieces, given; a rank's own are read of all, and added to.
+        # One rank alone casts and copies as many, and has no others' to read.
+        gathered, reduced = (4, 5 / layout.world_size), (6.5, 4 / layout.world_size)
+        if layout.world_size == 1:
+            gathered, reduced = (5, 0), (6.5, 0)
+        seconds += rates.stage_s(sum(gathered) * moved.gathered_bytes + sum(reduced) * moved.reduced_bytes)
+        seconds += rates.overhead_s(_CALLS_OF_A_GROUP * groups * micro_batches)
+        return seconds + rates.stage_s(2 * (held.weights + held.moments + held.gradients))
+    seconds += rates.stage_s(2 * moved.gathered_bytes + _REDUCED_PASSES * moved.reduced_bytes)
+    seconds += rates.overhead_s(_CALLS_OF_A_PARAMETER * owned.weights * micro_batches)
+    return seconds + rates.stage_s(_DEEPSPEED_UPDATE_BYTES * owned.numel)
+
+
+def _local_s(moved_bytes: float, layout: RankLayout, rates: Rates) -> float:
+    """Seconds of so many bytes that all ranks together send through sockets of their hosts."""
+    seconds = rates.local_s(moved_bytes / layout.world_size)
+    if layout.device == "cpu":
+        seconds += moved_bytes / layout.world_size / (_CORE_WIRE_BYTES_PER_S * layout.threads_per_rank)
+    return seconds
 
 
 def evaluation_time(
@@ -182,7 +217,7 @@ def evaluation_time(
     batches = math.ceil(micro_batches)
     passes = min(1, batches) if moved.forward_once else batches
     wire, local, shared = (passes * size for size in moved.forward)
-    sending = rates.local_s(local / layout.world_size) + rates.wire_s(wire / layout.nodes)
+    sending = _local_s(local, layout, rates) + rates.wire_s(wire / layout.nodes)
     computing = micro_batches * sum(each.evaluation)
     if layout.device == "cuda":
         return max(computing, sending) + batches * copied_bytes / _COPIED_BYTES_PER_S

@@ -32,7 +32,7 @@ class Traffic:
     export_bytes: int
     forward: tuple[int, int, int] = (0, 0, 0)  # of an evaluated micro-batch: between hosts, local, shared
     forward_once: bool = False  # weights stay gathered from the first on
-    gathered_bytes: int = 0  # per optimizer step, of weights whole on each rank of engine fsdp
+    gathered_bytes: int = 0  # per optimizer step, of weights whole on each rank of engines fsdp and deepspeed
     reduced_bytes: int = 0  # the same of gradients
 
 
@@ -58,7 +58,7 @@ def traffic(
         shared = micro_batches * layout.world_size * _staged(config, shape, layout, compute)
     elif engine == "fsdp":
         gathers, reduced = _collected(shape, layout, micro_batches, compute, kept)
-        wire, local, shared = _fsdp(config, layout, gathers, reduced)
+        wire, local, shared = _fsdp(config, layout, gathers, reduced) if layout.world_size > 1 else (0, 0, 0)
         gathered = compute * sum(shape.padded_groups(layout.world_size)) if layout.world_size > 1 else 0
         forward = (0, 0, gathered) if shared else (*_ring(layout, gathered), 0)
     elif engine == "deepspeed":
@@ -66,9 +66,9 @@ def traffic(
         # gradients are reduced in the compute dtype.
         small = persistent_numel(config, shape, layout)
         twice = shape.numel - min(shape.numel, KEPT_NUMEL)
-        each = compute * max(0, shape.numel + twice - small)
-        each += compute * shape.numel * (2 if layout.device == "cpu" else 1)
-        wire, local = _ring(layout, micro_batches * each + compute * small)
+        gathers = compute * (micro_batches * max(0, shape.numel + twice - small) + small)
+        reduced = micro_batches * compute * shape.numel
+        wire, local = _ring(layout, gathers + reduced * (2 if layout.device == "cpu" else 1))
         forward = (*_ring(layout, compute * max(0, shape.numel - small)), 0)
     once = engine == "fsdp" and kept.weights
     return Traffic(wire, weights, local, shared, read, export, forward, once, gathers, reduced)
@@ -159,8 +159,6 @@ def _collected(
 ) -> tuple[int, int]:
     """Bytes of weights that are gathered in the forward and the backward pass, the root's once, and of gradients that
     are reduced in fp32. What is `kept` is once a step."""
-    if layout.world_size == 1:
-        return 0, 0
     root, *others = shape.padded_groups(layout.world_size)
     gathers = compute * (root + sum(others) if kept.weights else micro_batches * (root + 2 * sum(others)))
     learned = sum(shape.learned_padded_groups(layout.world_size))

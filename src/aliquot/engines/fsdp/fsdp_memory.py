@@ -46,6 +46,8 @@ def fsdp_memory(
         shared_weights=0,
         buffers=2 * HALF_BYTES * ranks if shared else 0,
         own_gradients=4 * own,
+        # Gradients stay where they are from step to step; the root's of a micro-batch are made beside them.
+        holes=4 * learned[0] // ranks if layout.device == "cpu" else 0,
     )
 
 
