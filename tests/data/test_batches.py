@@ -213,6 +213,18 @@ def test_evaluation_sees_every_token_once_in_a_fixed_order(world_size: int) -> N
     assert sorted(labels[labels != IGNORE].tolist()) == sorted(set(range(1, sum(SIZES) + 1)) - set(firsts))
 
 
+@pytest.mark.parametrize(("micro", "world_size"), [(2, 1), (2, 2), (3, 2), (2, 4), (100, 2)])
+def test_the_first_and_the_last_micro_batch_are_those_of_an_evaluation(micro: int, world_size: int) -> None:
+    made = EvalBatches(numbered(SIZES), sequence_length=16, packing=True, micro_batch_size=micro, pad_id=0)
+    for rank in range(world_size):
+        whole = list(made.micro_batches(rank, world_size))
+        found = list(made.first_and_last(rank, world_size))
+        assert len(found) == min(2, len(whole))
+        for one, other in zip((found[0], found[-1]), (whole[0], whole[-1]), strict=True):
+            assert (one is None) == (other is None)
+            assert one is None or other is None or facts(one) == facts(other)
+
+
 def test_a_rank_reads_only_its_own_sequences() -> None:
     store = numbered(SIZES)
     read: list[int] = []

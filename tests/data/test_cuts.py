@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import random
+import re
 import unicodedata
 from functools import cache, partial
 from pathlib import Path
@@ -142,6 +143,31 @@ def test_what_is_not_known_to_be_exact_is_not_cut() -> None:
     without = [{name: at for name, at in spec["model"]["vocab"].items() if name != gone} for gone in ("▁", "<0xE2>")]
     for change in ({"ignore_merges": True}, *({"vocab": vocabulary} for vocabulary in without)):
         assert cut_of(json.dumps({**spec, "model": {**spec["model"], **change}})) is None
+
+
+def test_what_has_no_such_place_is_cut_once_it_is_too_long() -> None:
+    def cut(text: str, cut: Cut | None) -> tuple[list[str], int]:
+        forced: list[None] = []
+        parts = list(pieces(text, cut, 10, longest=200, forced=lambda: forced.append(None)))
+        return parts, len(forced)
+
+    letters = "acgt" * 120
+    parts, forced = cut(letters, None)
+    assert [len(part) for part in parts] == [200, 200, 80] and "".join(parts) == letters and forced == 2
+    assert cut(letters[:205], None) == ([letters[:205]], 0)
+    parts, forced = cut(TEXT * 20, None)
+    assert "".join(parts) == TEXT * 20 and len(parts) == forced + 1 > 3
+    assert all(len(part) <= 200 and part[0] in " \n" for part in parts[1:-1])
+    mixed = letters + " the lazy dog. " * 30 + letters  # a place, but not everywhere
+    for name in ("byte level", "gemma"):
+        parts, forced = cut(mixed, cut_by(tokenizer(name)))
+        assert "".join(parts) == mixed and max(map(len, parts)) <= 210 and 3 <= forced < len(parts) - 1
+    begun = tokenizer("sentencepiece")
+    nowhere = Cut(re.compile("(?!)"), cut_by(begun).drop_before)
+    parts, forced = cut("the lazy dog " * 60, nowhere)
+    assert forced == len(parts) - 1 > 2 and not any(part.startswith(" ") for part in parts)
+    found = [token for part in parts for token in begun.encode(part, add_special_tokens=False)]
+    assert found == begun.encode("the lazy dog " * 60, add_special_tokens=False)
 
 
 def test_letters_that_normalization_takes_apart_are_not_cut_from_what_follows() -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +23,8 @@ from aliquot.config.cache_root import cache_root
 from aliquot.config.schema import DataSection
 from aliquot.data import tokenize
 from aliquot.data.cache import publishing
-from aliquot.data.encoder import EncoderProcess, EncoderSpec, Texts
+from aliquot.data.cuts import pieces
+from aliquot.data.encoder import Encoded, Encoder, EncoderProcess, EncoderSpec, Texts
 from aliquot.data.prepare import Prepared, prepare
 from aliquot.data.token_store import TokenStore, token_dtype
 from aliquot.data.tokenizer import convention_of
@@ -108,7 +113,7 @@ def test_two_processes_and_cut_documents_give_what_one_gives(
     alone = prepare(section(corpus), model, 300).open_train()[""]
     calls: list[int] = []
     monkeypatch.setattr(tokenize, "CHUNK_CHARACTERS", 300)
-    monkeypatch.setattr("aliquot.data.cuts.pieces.__defaults__", (200, 0))
+    monkeypatch.setattr(tokenize, "pieces", partial(pieces, characters=200))
     monkeypatch.setattr("aliquot.data.documents.PART_BYTES", 150)  # a file comes in parts, too
     parallel = prepare(
         section(corpus, num_proc=2, cache_directory=corpus.parent / "other"),
@@ -162,6 +167,32 @@ def test_evaluation_from_a_part_or_a_path(corpus: Path, model: Path) -> None:
     given = prepare(section(corpus, eval_fraction=0.4, eval_path=str(corpus / "1.txt")), model, 300).open_eval()[""]
     assert given is not None
     assert given.documents == 1
+
+
+def test_a_line_that_can_be_cut_nowhere_takes_no_memory_without_bound(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    genome = "".join(random.Random(0).choices("acgt", k=2500))
+    (tmp_path / "genome.txt").write_text(genome)
+    longest: list[int] = []
+    encode = Encoder.encode
+
+    def watched(self: Encoder, batch: Texts) -> Encoded:
+        longest.append(max(map(len, batch.texts)))
+        return encode(self, batch)
+
+    monkeypatch.setattr(Encoder, "encode", watched)
+    monkeypatch.setattr(tokenize, "pieces", partial(pieces, characters=100, longest=1000))
+    monkeypatch.setattr(tokenize, "_encode", partial(_here, tokenize._encode))
+    store = prepare(section(tmp_path / "genome.txt"), model, 300).open_train()[""]
+    assert store.documents == 1 and max(longest) == 1000
+    assert store.left_out == {tokenize.CUT_ANYWHERE: 2}
+    assert byte_level().decode(rows(store)[0], skip_special_tokens=True) == genome
+
+
+def _here(encode: Any, chunks: Any, spec: EncoderSpec, _: int, stack: ExitStack) -> Any:
+    """Encoded in this process, which can be watched."""
+    return encode(chunks, spec, 0, stack)
 
 
 def test_a_tokenizer_without_a_fast_backend_works(corpus: Path) -> None:

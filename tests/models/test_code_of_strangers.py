@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import warm
+from tests.cluster.cases import cluster_section
 from tests.runs import write_config
 
 MODULE = """
@@ -40,6 +41,17 @@ def strange(folder: Path, ran: Path, model_type: str) -> Path:
         ("train", "CONFIG", "data.tokenizer_vocab_size=null", "model.config=null", "model.path=STRANGE"),
         ("plan", "CONFIG", "model.config=null", "model.path=STRANGE"),
         ("generate", "STRANGE", "--prompt", "hello"),
+        ("evaluate", "STRANGE", "TEXT", "--sequence-length", "32", "--ranks", "1"),
+        *(
+            pytest.param(command, marks=pytest.mark.long)
+            for command in (
+                ("chat", "STRANGE"),
+                ("data", "show", "CONFIG", "data.tokenizer_vocab_size=null", "data.tokenizer=STRANGE"),
+                ("data", "show", "CONFIG", "data.tokenizer_vocab_size=null", "model.config=null", "model.path=STRANGE"),
+                ("instances", "--fits", "ITS"),
+                ("cluster", "render", "ITS", "-o", "MANIFESTS"),
+            )
+        ),
     ],
     ids=lambda command: f"{command[0]} {command[-1]}",
 )
@@ -49,14 +61,19 @@ def test_it_is_not_run(tmp_path: Path, command: tuple[str, ...], model_type: str
     directory, config = strange(tmp_path / "strange", ran, model_type), write_config(tmp_path)
     if "data.tokenizer=STRANGE" in command:
         (directory / "config.json").unlink()
-    words = [word.replace("STRANGE", str(directory)).replace("CONFIG", str(config)) for word in command]
+    its = write_config(tmp_path / "its", model={"path": str(directory), "config": None}, cluster=cluster_section())
+    places = {"STRANGE": directory, "CONFIG": config, "ITS": its, "TEXT": tmp_path / "text.txt"}
+    places["MANIFESTS"] = tmp_path / "manifests"
+    halves = (word.rpartition("=") for word in command)
+    words = [before + equals + str(places.get(last, last)) for before, equals, last in halves]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     environ = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")}
     process = warm.popen("-m", "aliquot", *words, env=environ, **pipes)
     out, errors = process.communicate("yes\n" * 50, timeout=100)
     assert not ran.exists(), "it was run"
     assert "Do you wish to run" not in out + errors
-    if command[0] == "plan" and model_type == "llama":  # whose own code and default sizes are planned
+    plans = command[0] in ("plan", "instances", "cluster")
+    if plans and model_type == "llama":  # whose own code and default sizes are planned
         assert process.returncode in (0, 1), errors
     else:
         last = errors.splitlines()[-1]  # transformers may have warned before

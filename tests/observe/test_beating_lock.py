@@ -9,12 +9,14 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from aliquot.errors import RunDirectoryError
-from aliquot.observe import beating_lock
+from aliquot.machine.mounts import Mount, mount_of
+from aliquot.observe import beating_lock, run_directory
 from aliquot.observe.run_directory import BEATING_LOCK, RunDirectory
 
 
@@ -36,6 +38,27 @@ def test_a_second_run_is_refused_and_the_first_leaves_nothing(tmp_path: Path) ->
     assert not (tmp_path / "run" / BEATING_LOCK).exists()
     with RunDirectory(tmp_path / "run").locked():
         pass
+
+
+def test_so_it_is_where_locks_are_of_one_machine_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Lustre's and NFS's may be: on another machine each run gets one."""
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+    for local in (False, True):
+        mount = Mount("lustre", frozenset({"rw", "localflock"} if local else {"rw", "flock"}))
+        monkeypatch.setattr(run_directory, "mount_of", lambda _, mount=mount: mount)
+        refusal = pytest.raises(RunDirectoryError, match="another process") if local else nullcontext()
+        with RunDirectory(tmp_path / "run").locked(), refusal, RunDirectory(tmp_path / "run").locked():
+            pass
+
+
+def test_how_the_nearest_directory_above_is_mounted(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    lines = ["/dev/a / ext4 rw,relatime 0 0", "fsx:/x /fsx lustre rw,localflock 0 0", "srv:/h /my\\040home nfs4 rw 0 0"]
+    (tmp_path / "proc" / "mounts").write_text("\n".join([*lines, "srv:/i /fsx/nfs nfs rw,local_lock=all 0 0", ""]))
+    found = {place: mount_of(Path(place), tmp_path) for place in ("/home/x", "/fsx/runs", "/fsx/nfs/a", "/my home/b")}
+    assert [mount.kind for mount in found.values()] == ["ext4", "lustre", "nfs", "nfs4"]
+    assert [mount.locks_are_local for mount in found.values()] == [False, True, True, False]
+    assert mount_of(Path("/x"), tmp_path / "none").kind == "unknown file system"
 
 
 def test_of_a_killed_run_on_this_machine_it_is_taken_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

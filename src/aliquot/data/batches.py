@@ -296,8 +296,16 @@ class EvalBatches:
 
     def micro_batches(self, rank: int, world_size: int) -> Iterator[MicroBatch | None]:
         """This rank's share; equally many on every rank, None where it has nothing left."""
+        return self._of_turns(range(self.count(world_size)), rank, world_size)
+
+    def first_and_last(self, rank: int, world_size: int) -> Iterator[MicroBatch | None]:
+        """Of this rank's share: what differs in length from the first, where sequences are packed, is the last."""
+        return self._of_turns(sorted({0, self.count(world_size) - 1}), rank, world_size)
+
+    def _of_turns(self, turns: Iterable[int], rank: int, world_size: int) -> Iterator[MicroBatch | None]:
         layout = Layout([self.store], self.sequence_length, self.pad_id, self.packed, self.packs, self.fills_up)
         size, stop = self.micro_batch_size, self.epoch.packing.sequences
-        groups = (Group(0, start, range(start, min(start + size, stop))) for start in range(0, stop, size))
+        starts = (start for turn in turns for start in range(turn * world_size * size, stop, size)[:world_size])
+        groups = (Group(0, start, range(start, min(start + size, stop))) for start in starts)
         for _, found in layout.micro_batches(groups, rank, world_size, lambda _, at: self.epoch.sequence(at)):
             yield found

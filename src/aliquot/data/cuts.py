@@ -1,7 +1,9 @@
 """Where a long text may be cut so that its pieces, encoded one by one, give exactly the tokens of the whole.
 
 Encoding takes hundreds of bytes of memory a character, so a document of many megabytes must be cut. That is
-exact for two families of tokenizers; any other text is left whole.
+exact for two families of tokenizers. Any other text stays whole up to a million characters, and so does a stretch of
+letters alone, the bases of a genome for example; what is longer is cut all the same, before a space if one is near, and
+a token or two there may be others than those of the whole: nobody has the memory for a gigabyte in one line.
 
 - byte-level BPE whose pre-tokenizer splits by one of the patterns below. No word of theirs looks further than one
   character ahead. Where a letter follows a newline that follows no space, a word begins with it. In `x y`, with any
@@ -23,6 +25,9 @@ from dataclasses import dataclass
 from typing import Any
 
 PIECE_CHARACTERS = 1 << 16
+LONGEST_CHARACTERS = 1 << 20  # without a place where a cut is exact
+_BEYOND = 8  # characters behind a place that a pattern looks at, and more
+_NEAR = 1 << 12
 _LETTER = r"[^\W\d_]"
 _STABLE = "[A-Za-z\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fff\uac00-\ud7a3]"  # letters that no normalization changes
 _MARKS = '\n0123456789.,;:!?()"/+=<>。，、；：！？（）「」《》'  # noqa: RUF001
@@ -116,16 +121,36 @@ def _behind_letters(tokens: Iterable[str]) -> set[str]:
     return {mark for token in tokens for mark in behind.findall(token)}
 
 
-def pieces(text: str, cut: Cut | None, characters: int = PIECE_CHARACTERS, searched: int = 0) -> Iterator[str]:
-    """`text` in pieces of a little over so many `characters`, or whole where no cut is exact. `searched`: characters at
-    its beginning of which is known that there is none."""
+def pieces(
+    text: str,
+    cut: Cut | None,
+    characters: int = PIECE_CHARACTERS,
+    searched: int = 0,
+    longest: int = LONGEST_CHARACTERS,
+    forced: Callable[[], None] = lambda: None,
+) -> Iterator[str]:
+    """`text` in pieces of a little over so many `characters`, of up to `longest` where no cut is exact. `searched`:
+    characters at its beginning of which is known that there is none; `forced` is called for each other cut."""
     start = 0
-    while cut is not None and len(text) - start > characters:
-        match = cut.pattern.search(text, max(start + max(1, characters), searched))
-        if match is None:
+    while len(text) - start > characters:
+        match, most = None, start + longest
+        if cut is not None:
+            match = cut.pattern.search(text, max(start + max(1, characters), searched), most + _BEYOND)
+        if match is not None:
+            stop, then = match.span()
+        elif len(text) > most + _BEYOND:
+            forced()
+            stop = max(
+                text.rfind(" ", max(start + 1, most - _NEAR), most),
+                text.rfind("\n", max(start + 1, most - _NEAR), most),
+            )
+            stop = stop if stop > 0 else most
+            # As where a cut is exact: the "▁" that is put in front of a piece stands for the space.
+            then = stop + (cut is not None and cut.drop_before is not None and text[stop] == " ")
+        else:
             break
-        yield text[start : match.start()]
-        start = match.end()
+        yield text[start:stop]
+        start = then
     yield text[start:] if start else text
 
 

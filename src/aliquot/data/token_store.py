@@ -31,7 +31,7 @@ class TokenStore:
     # is a bos. None for records with answers.
     text_bytes: int | None = None
     formats: Mapping[str, int] = field(default_factory=dict)  # documents by what they were
-    left_out: Mapping[str, int] = field(default_factory=dict)  # records by why they are not here
+    left_out: Mapping[str, int] = field(default_factory=dict)  # records by why they are not here, or not as they were
 
     @classmethod
     def open(cls, path: Path) -> TokenStore:

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from aliquot.data.cuts import PIECE_CHARACTERS, Cut, pieces
+from aliquot.data.cuts import LONGEST_CHARACTERS, PIECE_CHARACTERS, Cut, pieces
 from aliquot.data.documents import Document
 from aliquot.data.encoder import Encoded, Encoder, EncoderProcess, EncoderSpec, Texts
 from aliquot.errors import DataError, TokenizerError, UserError
@@ -27,6 +27,10 @@ Progress = Callable[[int, int], None]  # (bytes of the source done, of how many)
 CHUNK_CHARACTERS = 1 << 20
 CHUNK_TEXTS = 8192
 BLANK = "a blank record, left out"
+CUT_ANYWHERE = (
+    f"a stretch of {LONGEST_CHARACTERS:,} characters without a place where a cut is exact, cut all the same: a token or"
+    " two there may be others than those of the whole"
+)
 _ENCODER_BYTES = 256 << 20  # that one may take, with what waits for it
 AHEAD = 4  # chunks a process that may wait for an earlier one to be written
 
@@ -121,9 +125,11 @@ def _chunks(documents: Iterator[Document], answers: bool, cut: Cut | None, write
                 "some documents are text and some have answers: give them sources of their own, data.sources"
             )
         held.append(document.text)
-        if not document.ended and cut is None:
+        if not document.ended and cut is None and sum(map(len, held)) < 2 * LONGEST_CHARACTERS:
             continue
-        parts = [document.text] if answers else list(pieces("".join(held), cut, searched=searched))
+        parts = [document.text]
+        if not answers:
+            parts = list(pieces("".join(held), cut, searched=searched, forced=writer.cut_anywhere))
         held = [] if document.ended else [parts.pop()]
         # What is held has been searched but for what its last characters begin.
         searched = len(held[0]) - 1 if held and len(held[0]) > PIECE_CHARACTERS else 0
@@ -191,6 +197,9 @@ class StoreWriter:
     def __exit__(self, *_: object) -> None:
         for file in self.files.values():
             file.close()
+
+    def cut_anywhere(self) -> None:
+        self.left_out[CUT_ANYWHERE] += 1
 
     def write(self, encoded: Encoded, last: npt.NDArray[np.bool_]) -> None:
         """Append the tokens of texts, of which those in `last` [texts] end a document. One without tokens is none."""

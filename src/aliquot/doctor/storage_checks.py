@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from aliquot.doctor.finding import Finding, Subject
+from aliquot.machine.mounts import mount_of
 
 _WRITE_BYTES = 8 << 20
 _SLOW_FSYNC_S = 1.0
@@ -19,14 +20,15 @@ _LEAST_BYTES, _GOOD_BYTES = 1 << 30, 20 << 30
 def check_storage(subject: Subject) -> Finding:
     """Writes, forces and renames a file as a checkpoint does; leaves nothing behind."""
     place = _existing(subject.run_directory)
-    kind = file_system(place, subject.root)
+    mount = mount_of(place.resolve(), subject.root)
+    kind = mount.kind
     try:
         with tempfile.TemporaryDirectory(prefix=".aliquot-doctor-", dir=place) as folder:
             fsync_s = _write(Path(folder) / "a")
             began = time.perf_counter()
             (Path(folder) / "a").rename(Path(folder) / "b")
             rename_s = time.perf_counter() - began
-            locks = _locks(Path(folder) / "b")
+            lacks = "no locks" if not _locks(Path(folder) / "b") else ""
     except OSError as error:
         meaning, fix = "no run can be written here", "choose another run.directory, or mount it writable"
         return Finding("storage", "run directory", "problem", f"{place} ({kind}): {error.strerror}", meaning, fix)
@@ -46,9 +48,10 @@ def check_storage(subject: Subject) -> Finding:
     if fsync_s > _SLOW_FSYNC_S:
         meaning, fix = "checkpoints take long to become durable", "a faster volume; checkpoint.async hides part of it"
         return Finding("storage", "run directory", "warning", found, meaning, fix)
-    if not locks:
-        meaning, fix = "two runs could write into one directory at once", "mount with locks (Lustre: -o flock)"
-        return Finding("storage", "run directory", "warning", f"{found}, no locks", meaning, fix)
+    if lacks := lacks or ("locks of this machine alone" if mount.locks_are_local else ""):
+        meaning = "a file that is touched for as long as a run lives keeps a second one out, which is slower to see"
+        fix = "mount with locks (Lustre: -o flock; NFS without nolock or local_lock)"
+        return Finding("storage", "run directory", "warning", f"{found}, {lacks}", meaning, fix)
     meaning = "checkpoints are forced to the disk, then renamed into place"
     return Finding("storage", "run directory", "ok", found, meaning)
 
@@ -72,18 +75,6 @@ def check_storage_clock(subject: Subject) -> Finding:
         return Finding("storage-clock", "clock of the run directory", "warning", found, meaning, fix)
     meaning = "times of files agree with those of logs"
     return Finding("storage-clock", "clock of the run directory", "ok", found, meaning)
-
-
-def file_system(place: Path, root: Path = Path("/")) -> str:
-    """Type of the file system that holds `place`, from /proc/mounts."""
-    best, kind = "", "unknown file system"
-    mounts = root / "proc/mounts"
-    for line in mounts.read_text().splitlines() if mounts.exists() else ():
-        words = line.split()
-        point = words[1].replace("\\040", " ")
-        if place.is_relative_to(point) and len(point) >= len(best):
-            best, kind = point, words[2]
-    return kind
 
 
 def _existing(directory: Path) -> Path:

@@ -14,6 +14,7 @@ from aliquot.config.read_config import dump_config
 from aliquot.config.schema import RunConfig
 from aliquot.errors import NodesDifferError, RunDirectoryError, storage_error
 from aliquot.launch.claims import ROUND, ROUNDS
+from aliquot.machine.mounts import mount_of
 from aliquot.observe.beating_lock import beating_lock
 from aliquot.textfile import publish_text
 
@@ -111,9 +112,10 @@ class RunDirectory:
     def locked(self) -> Iterator[None]:
         """Raises UserError while another process trains into this directory; the kernel unlocks when a process dies.
 
-        Where the file system has no locks, a file that is touched for as long as a run lives stands for one. A round of
-        a run whose nodes come and go (launch/claims.py) need not wait until a file server gives up the lock of a node
-        of an earlier one, which is cut off or gone: that node publishes nothing any more."""
+        Where the file system has no locks, or such that only this machine sees, a file that is touched for as long as a
+        run lives stands for one. A round of a run whose nodes come and go (launch/claims.py) need not wait until a file
+        server gives up the lock of a node of an earlier one, which is cut off or gone: that node publishes nothing any
+        more."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = (self.path / LOCK).open("a")
@@ -123,12 +125,15 @@ class RunDirectory:
         with lock, ExitStack() as held:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                locks = not mount_of(self.path.resolve()).locks_are_local
             except BlockingIOError:
                 if not (self._of_a_round and (self.path / LOCK).read_text().startswith(_OF_A_ROUND)):
                     raise RunDirectoryError("another process is training into this run directory", self.path) from None
+                locks = True
             except OSError:  # a file system without locks: Lustre may be mounted so
-                if not self._of_a_round:
-                    held.enter_context(beating_lock(self.path / BEATING_LOCK))
+                locks = False
+            if not (locks or self._of_a_round):
+                held.enter_context(beating_lock(self.path / BEATING_LOCK))
             try:
                 with suppress(OSError):  # a full disk is met by what needs it
                     lock.truncate(0)
