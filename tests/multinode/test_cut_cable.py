@@ -55,7 +55,12 @@ def cut_while(
 
 
 @pytest.mark.parametrize(
-    ("where", "doing"), [("cache", "reading and tokenising the data"), ("export", "exporting the model")]
+    ("where", "doing"),
+    [
+        ("cache", "reading and tokenising the data"),
+        ("checkpoints", "finishing a checkpoint"),
+        ("export", "exporting the model"),
+    ],
 )
 def test_before_and_after_all_steps(tmp_path: Path, where: str, doing: str) -> None:
     sections = {"data": {"cache_directory": str(tmp_path / "cache")}}

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,7 +24,7 @@ def publishing(directory: Path) -> Iterator[Path]:
     try:
         beside = begin_alone(directory)
         beside.chmod(0o700)  # what a person trains on may be for nobody else's eyes
-        _sweep(directory.parent)
+        _sweep(directory.parent, beside.stat().st_mtime)
     except OSError as error:
         told = f"cannot write the data cache: {error.strerror}; set data.cache_directory"
         raise storage_error(told, error, directory.parent) from error
@@ -58,10 +57,11 @@ def digest_of_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sweep(parent: Path) -> None:
-    """Remove what killed processes left here more than a day ago."""
+def _sweep(parent: Path, now: float) -> None:
+    """Remove what killed processes left here more than a day ago. `now`: by the clock of the file system, which is not
+    this machine's where others use it, too."""
     for path in parent.glob(".*"):
         with suppress(OSError):
             # A long tokenisation makes its files at the beginning, and writes to them to the end.
-            if time.time() - max(each.stat().st_mtime for each in (path, *path.iterdir())) > 86400:
+            if now - max(each.stat().st_mtime for each in (path, *path.iterdir())) > 86400:
                 shutil.rmtree(path)
