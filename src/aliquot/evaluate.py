@@ -16,6 +16,12 @@ _ASKED_S = 1.0  # about how often ranks ask each other whether one was told to s
 _MORE = 4  # times as many micro-batches from one question to the next, at most
 
 
+def compile_evaluation(engine: Engine, batches: EvalBatches, ranks: Ranks) -> None:
+    """Have compiled what evaluates: of a micro-batch of each length that packed sequences have. Collective."""
+    for micro_batch in batches.first_and_last(ranks.rank, ranks.world_size):
+        engine.evaluate(micro_batch)
+
+
 def evaluate(
     engine: Engine, batches: EvalBatches, ranks: Ranks, progress: Callable[[int, int], None], stopped: Callable[[], int]
 ) -> tuple[float, float, float | None] | None:

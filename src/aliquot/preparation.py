@@ -295,16 +295,6 @@ def check_beginning(run: Attempt, inputs: Inputs, model: Model) -> None:
         run.display.warning(told)
 
 
-def compile_evaluation(run: Attempt, inputs: Inputs, model: Model) -> None:
-    """Where layers are compiled, that is done once more for evaluations, and not within the first of them: a signal
-    that came meanwhile would find steps that are not saved, and a process that cannot save them yet."""
-    if run.config.train.compile == "none":
-        return
-    for held_out in inputs.held_out.values():
-        for micro_batch in held_out.first_and_last(run.ranks.rank, run.ranks.world_size):
-            model.engine.evaluate(micro_batch)
-
-
 def _a_call_each(built: meta.MetaModel) -> list[str]:
     if built.traits.packs:
         return []

@@ -111,9 +111,6 @@ def _train(run: Attempt, presence: Presence, stop: StopSignal, force: bool) -> R
         if evaluated and (not run.config.checkpoint.export or finishing.is_exported(run, start)):
             return Result(run.directory.path, start.step, None, None, run.directory.export)
         inputs = replace(inputs, total_steps=start.step)  # what is left to do is the export
-    else:
-        presence.doing = "compiling what evaluates"
-        preparation.compile_evaluation(run, inputs, model)
     stacks = run.directory.logs / f"stacks-rank-{run.ranks.rank}.txt"
     with (
         Recorder(

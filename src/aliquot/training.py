@@ -21,7 +21,7 @@ from aliquot.data.batches import StepBatch
 from aliquot.data.batches_ahead import BatchesAhead
 from aliquot.data.batches_to_gpu import ToGpu
 from aliquot.errors import DivergedError, UserError
-from aliquot.evaluate import evaluate
+from aliquot.evaluate import compile_evaluation, evaluate
 from aliquot.experts.load import counted, mean_balance, noted_balance, spread
 from aliquot.experts.modules import has_experts
 from aliquot.launch.claims import check_round
@@ -169,6 +169,8 @@ class Training:
             self._run.ledger.publish(self._run.directory.ledger, self._run.ranks, self._run.about)
         if self._record.due(done):
             self._record.log({**metrics, **self._experts(), **self._engine.counters().traffic()})
+        if not stopping and done == self._start.step + 1 < self._end:
+            self._compile_evaluation()
         if not stopping and self._evaluation_is_due():
             if self._saver.under_way == self._evaluations.kept_step(config.checkpoint):
                 self._presence.doing = f"saving step {self._saver.under_way}"
@@ -208,6 +210,17 @@ class Training:
     def _evaluation_is_due(self) -> bool:
         settings, done = self._run.config.train, self._done
         return settings.eval_on_start if done == 0 else done == self._end or is_due(settings.eval_steps, done)
+
+    def _compile_evaluation(self) -> None:
+        """With train.compile, and not within the first evaluation: a signal that came meanwhile would find many steps
+        that are not saved, and a process that cannot save them yet. Not before the first step, either: what trains is
+        compiled for any length then, which is slower."""
+        if self._run.config.train.compile == "none":
+            return
+        self._presence.doing = "compiling what evaluates"
+        for batches in self._inputs.held_out.values():
+            compile_evaluation(self._engine, batches, self._run.ranks)
+            self._watchdog.beat()
 
     def _evaluate(self) -> int:
         """The signal for which it was given up, or 0."""

@@ -203,6 +203,17 @@ def test_storage_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_storage_whose_locks_no_other_machine_sees(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    for option, level in (("flock", "ok"), ("localflock", "warning")):
+        (tmp_path / "proc" / "mounts").write_text(f"srv:/x {tmp_path} lustre rw,{option} 0 0\n")
+        finding = storage_checks.check_storage(
+            replace(subject(tmp_path), root=tmp_path, run_directory=tmp_path / "runs")
+        )
+        assert "(lustre)" in finding.found and ("locks of this machine alone" in finding.found) == (level == "warning")
+        assert level == "ok" or (finding.level == "warning" and "Lustre: -o flock" in str(finding.fix))
+
+
 def test_storage_that_cannot_be_written(tmp_path: Path) -> None:
     if os.geteuid() == 0:
         finding = storage_checks.check_storage(Subject(run_directory=Path("/proc/sys")))

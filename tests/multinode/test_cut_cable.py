@@ -58,7 +58,7 @@ def cut_while(
     ("where", "doing"),
     [
         ("cache", "reading and tokenising the data"),
-        ("checkpoints", "finishing a checkpoint"),
+        ("checkpoints", "saving step 1"),
         ("export", "exporting the model"),
     ],
 )

@@ -54,7 +54,13 @@ def test_so_it_is_where_locks_are_of_one_machine_alone(tmp_path: Path, monkeypat
 def test_how_the_nearest_directory_above_is_mounted(tmp_path: Path) -> None:
     (tmp_path / "proc").mkdir()
     lines = ["/dev/a / ext4 rw,relatime 0 0", "fsx:/x /fsx lustre rw,localflock 0 0", "srv:/h /my\\040home nfs4 rw 0 0"]
-    (tmp_path / "proc" / "mounts").write_text("\n".join([*lines, "srv:/i /fsx/nfs nfs rw,local_lock=all 0 0", ""]))
+    lines += [
+        "srv:/i /fsx/nfs nfs rw,local_lock=all 0 0",
+        "/dev/b /media/M\udcfc\x0cll vfat rw 0 0",
+        "x /a\\134b nfs nolock 0 0",
+    ]
+    (tmp_path / "proc" / "mounts").write_bytes(os.fsencode("\n".join([*lines, ""])))
+    assert mount_of(Path("/a\\b/c"), tmp_path).locks_are_local and not mount_of(Path("/a/c"), tmp_path).locks_are_local
     found = {place: mount_of(Path(place), tmp_path) for place in ("/home/x", "/fsx/runs", "/fsx/nfs/a", "/my home/b")}
     assert [mount.kind for mount in found.values()] == ["ext4", "lustre", "nfs", "nfs4"]
     assert [mount.locks_are_local for mount in found.values()] == [False, True, True, False]

@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
+import aliquot
 from aliquot.launch.rank_layout import RankLayout
 from aliquot.machine.cpu import read_cpu
-from aliquot.plan import calibrate, profiles
+from aliquot.observe import recorder
+from aliquot.plan import calibrate, own_rates, profiles
 from aliquot.plan.measure_rates import Effort, measure_rates, medians
 from aliquot.plan.planned_machine import Machine
 from tests.conftest import RATES
@@ -135,12 +137,12 @@ def test_what_was_measured_an_hour_ago_is_measured_again(unknown: Path, monkeypa
     assert profiles.quick(cpu, 1, 1) is None and not profiles.known(machine, ONE)
     rates = profiles.rates_of(machine, ONE)
     assert rates is not None and rates.overhead_s(1) == RATES["call_s"]  # better than an estimate
-    profiles.keep_quick(cpu, 2, 1, {**RATES, "call_s": 7.0})
+    profiles.keep_quick(cpu, 1, 2, {**RATES, "call_s": 7.0})
     rates = profiles.rates_of(machine, ONE)
-    assert rates is not None and rates.overhead_s(1) == 7.0  # of other ranks, but of now
+    assert rates is not None and rates.overhead_s(1) == 7.0  # of other threads, but of now
     made_older(profiles.keep_thorough(cpu, RATES, RATES), 4000)
     assert profiles.known(machine, ONE)
-    made_older(next(unknown.glob("*-2x1.json")), 4000)
+    made_older(next(unknown.glob("*-1x2.json")), 4000)
     monkeypatch.setattr(calibrate, "QUICK", LITTLE)
     calibrate.make_known(machine, ONE)
     assert profiles.known(machine, ONE)
@@ -192,6 +194,8 @@ def test_ranks_that_share_cores_have_less_than_their_part_of_them(unknown: Path)
     assert compared() == known  # measured where they are shared, planned where they are not
     profiles.keep_thorough(cpu, RATES, RATES)
     assert compared() == known
+    shared = RankLayout(1, 1, 2 * cores, "cpu")
+    assert compared()[2] == 1, "the one thread that makes calls has a core"
 
 
 def test_a_busy_machine_and_an_older_profile_are_measured_again(unknown: Path) -> None:
@@ -206,9 +210,9 @@ def test_a_busy_machine_and_an_older_profile_are_measured_again(unknown: Path) -
     rates = profiles.rates_of(Machine.this(cpu), ONE)
     assert rates is not None and rates.source.endswith("the machine was busy")  # better than an estimate
     profiles.keep_quick(cpu, 1, 2, {**RATES, "spread": 0.5, "call_s": 7.0})
-    profiles.keep_quick(cpu, 2, 1, {**RATES, "call_s": 8.0})
+    profiles.keep_quick(cpu, 1, 4, {**RATES, "call_s": 8.0})
     rates = profiles.rates_of(Machine.this(cpu), RankLayout(1, 1, 2, "cpu"))
-    assert rates is not None and rates.overhead_s(1) == 8.0  # of two ranks, but undisturbed
+    assert rates is not None and rates.overhead_s(1) == 8.0  # of more threads, but undisturbed
 
 
 @pytest.mark.parametrize(
@@ -268,6 +272,21 @@ def test_a_ceiling_that_steps_beat_is_measured_again(unknown: Path, tmp_path: Pa
     assert 0 < lines[0]["mfu"] < 1 and 0 < lines[1]["mfu"] < 1
     tables = profiles.quick(cpu, 1, cpu.usable_cores) or json.loads(next(unknown.iterdir()).read_text())["tables"]
     assert profiles.ceiling(tables, 4) > 1e6  # and later runs know it
+
+
+def test_the_ceiling_of_a_machine_that_was_busy_is_measured_again(
+    unknown: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, some time later."""
+    high = {size: [[128.0, 1e18]] for size in ("2", "4")}
+    found = [{**RATES, "products": high, "spread": 0.0}, {**RATES, "spread": 0.5}]
+    monkeypatch.setattr(calibrate, "measure_rates", lambda *_: found[-1])
+    monkeypatch.setattr(own_rates, "measure_rates", lambda *_: found.pop())
+    monkeypatch.setattr(recorder, "_LATER_S", 0.0)
+    aliquot.train(aliquot.read_config(write_config(tmp_path, train={"max_steps": 3})))
+    assert not found
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [row["mfu"] < 1e-6 for row in map(json.loads, lines) if "mfu" in row][-1]
 
 
 def test_sums_take_longer_the_more_ranks_there_are(unknown: Path) -> None:

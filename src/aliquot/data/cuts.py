@@ -1,9 +1,10 @@
 """Where a long text may be cut so that its pieces, encoded one by one, give exactly the tokens of the whole.
 
 Encoding takes hundreds of bytes of memory a character, so a document of many megabytes must be cut. That is
-exact for two families of tokenizers. Any other text stays whole up to a million characters, and so does a stretch of
-letters alone, the bases of a genome for example; what is longer is cut all the same, before a space if one is near, and
-a token or two there may be others than those of the whole: nobody has the memory for a gigabyte in one line.
+exact for two families of tokenizers. Any other text stays whole up to 262,144 characters, and so does a stretch of
+letters alone, the bases of a genome for example; what is longer is cut all the same, before a space or a newline if one
+is near. A token or two there may be others than those of the whole, with a space too many where "▁" is put in front of
+letters: nobody has the memory for a gigabyte in one line.
 
 - byte-level BPE whose pre-tokenizer splits by one of the patterns below. No word of theirs looks further than one
   character ahead. Where a letter follows a newline that follows no space, a word begins with it. In `x y`, with any
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 PIECE_CHARACTERS = 1 << 16
-LONGEST_CHARACTERS = 1 << 20  # without a place where a cut is exact
+LONGEST_CHARACTERS = 1 << 18  # without a place where a cut is exact
 _BEYOND = 8  # characters behind a place that a pattern looks at, and more
 _NEAR = 1 << 12
 _LETTER = r"[^\W\d_]"
@@ -129,8 +130,9 @@ def pieces(
     longest: int = LONGEST_CHARACTERS,
     forced: Callable[[], None] = lambda: None,
 ) -> Iterator[str]:
-    """`text` in pieces of a little over so many `characters`, of up to `longest` where no cut is exact. `searched`:
-    characters at its beginning of which is known that there is none; `forced` is called for each other cut."""
+    """`text` in pieces of a little over so many `characters`, of a little over `longest` where no cut is exact.
+    `searched`: characters at its beginning of which is known that there is none; `forced` is called for each other
+    cut."""
     start = 0
     while len(text) - start > characters:
         match, most = None, start + longest
@@ -140,18 +142,25 @@ def pieces(
             stop, then = match.span()
         elif len(text) > most + _BEYOND:
             forced()
-            stop = max(
-                text.rfind(" ", max(start + 1, most - _NEAR), most),
-                text.rfind("\n", max(start + 1, most - _NEAR), most),
-            )
-            stop = stop if stop > 0 else most
-            # As where a cut is exact: the "▁" that is put in front of a piece stands for the space.
-            then = stop + (cut is not None and cut.drop_before is not None and text[stop] == " ")
+            stop, then = _near(text, max(start + 1, most - _NEAR), most, None if cut is None else cut.drop_before)
         else:
             break
         yield text[start:stop]
         start = then
     yield text[start:] if start else text
+
+
+def _near(text: str, first: int, last: int, drop_before: str | None) -> tuple[int, int]:
+    """Where to cut, and where the next piece begins: as `last` as can be without cutting a word, else there."""
+    for at in range(last, first - 1, -1):
+        if drop_before is None:
+            if text[at] in " \n":
+                return at, at
+        elif text[at] in drop_before:  # the "▁" that is put in front is dropped
+            return at, at
+        elif text[at] == " " and text[at + 1] not in drop_before:  # it stands for the space
+            return at, at + 1
+    return last, last
 
 
 def _is_byte_level(splitter: dict[str, Any] | None) -> bool:

@@ -102,7 +102,7 @@ class Encoder:
                     row = row[1:]
                 else:  # cut at a space: what was put in front is the space
                     text_bytes += 1
-            if row:
+            if row or not first:  # a last piece may be nothing but space
                 rows[index] = (prefix if first else []) + row + (suffix if last else [])
         return _encoded(rows, [], text_bytes if self.spec.fast or prefix else None)
 

@@ -77,6 +77,11 @@ def _described(store: TokenStore, packing: Packing, sequence_length: int, share:
     yield f"{what}{learned:,} of {tokens:,} tokens are learned ({learned / tokens:.1%}){seen}"
     if store.left_out:
         yield "; ".join(f"{count:,} x {reason}" for reason, count in store.left_out.items())
+    if store.inexact_cuts:
+        yield (
+            f"{store.inexact_cuts:,} x a stretch without a place where a cut is exact, too long to be encoded whole:"
+            " cut all the same, and a token or two there may be others"
+        )
     cut, into, pieces = _pieces(store, sequence_length)
     if cut:
         empty = pieces - len(packing.pieces.start)

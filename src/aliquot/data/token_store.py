@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from aliquot.errors import DataCacheError
 
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class TokenStore:
     # is a bos. None for records with answers.
     text_bytes: int | None = None
     formats: Mapping[str, int] = field(default_factory=dict)  # documents by what they were
-    left_out: Mapping[str, int] = field(default_factory=dict)  # records by why they are not here, or not as they were
+    left_out: Mapping[str, int] = field(default_factory=dict)  # records by why they are not here
+    inexact_cuts: int = 0  # of documents too long to be encoded whole: a token there may be another
 
     @classmethod
     def open(cls, path: Path) -> TokenStore:
@@ -46,7 +47,9 @@ class TokenStore:
         sound = len(offsets) == facts["documents"] + 1 and len(tokens) == facts["tokens"] == offsets[-1]
         if not sound or (mask is not None and len(mask) != len(tokens)):
             raise DataCacheError("a damaged token cache; remove this directory and start again", path)
-        return cls(path, tokens, offsets, mask, facts["text_bytes"], facts["formats"], facts["left_out"])
+        return cls(
+            path, tokens, offsets, mask, facts["text_bytes"], facts["formats"], facts["left_out"], facts["inexact_cuts"]
+        )
 
     @property
     def documents(self) -> int:

@@ -27,10 +27,6 @@ Progress = Callable[[int, int], None]  # (bytes of the source done, of how many)
 CHUNK_CHARACTERS = 1 << 20
 CHUNK_TEXTS = 8192
 BLANK = "a blank record, left out"
-CUT_ANYWHERE = (
-    f"a stretch of {LONGEST_CHARACTERS:,} characters without a place where a cut is exact, cut all the same: a token or"
-    " two there may be others than those of the whole"
-)
 _ENCODER_BYTES = 256 << 20  # that one may take, with what waits for it
 AHEAD = 4  # chunks a process that may wait for an earlier one to be written
 
@@ -109,7 +105,8 @@ def _encode(
 
 
 def _chunks(documents: Iterator[Document], answers: bool, cut: Cut | None, writer: StoreWriter) -> Iterator[Chunk]:
-    """Texts of about CHUNK_CHARACTERS together; a long document is cut where that is exact. `writer` is told what the
+    """Texts of about CHUNK_CHARACTERS together; a long document is cut where that is exact, or if it grows too
+    long. `writer` is told what the
     documents were."""
     texts: list[tuple[str, bool, bool, str]] = []  # (text, first, last, where)
     characters = done_bytes = 0
@@ -183,6 +180,7 @@ class StoreWriter:
         self.formats: Counter[str] = Counter()
         self.left_out: Counter[str] = Counter()
         self.tokens = self.documents = 0
+        self.inexact_cuts = 0
         self.useful = 0  # documents in which there is a token to predict
         self.end = 0  # of the last complete document
         self.text_bytes: int | None = 0
@@ -199,7 +197,7 @@ class StoreWriter:
             file.close()
 
     def cut_anywhere(self) -> None:
-        self.left_out[CUT_ANYWHERE] += 1
+        self.inexact_cuts += 1
 
     def write(self, encoded: Encoded, last: npt.NDArray[np.bool_]) -> None:
         """Append the tokens of texts, of which those in `last` [texts] end a document. One without tokens is none."""
@@ -221,7 +219,7 @@ class StoreWriter:
     def finish(self) -> None:
         """Write what the other files hold; called when they are closed."""
         counts = {"documents": self.documents, "tokens": self.tokens, "text_bytes": self.text_bytes}
-        seen = {"formats": self.formats, "left_out": self.left_out}
+        seen = {"formats": self.formats, "left_out": self.left_out, "inexact_cuts": self.inexact_cuts}
         facts = {"dtype": self.dtype.name, **counts, "answers": self.answers, **seen}
         (self.directory / "store.json").write_text(json.dumps(facts))
 

@@ -26,6 +26,7 @@ LAUNCHER_BYTES = 182 * MIB
 # A process that sends to a dashboard, with what its client starts (wandb 0.31 offline, mlflow 3.17 over a database).
 DASHBOARD_BYTES = {"wandb": 86 * MIB, "mlflow": 188 * MIB}
 PROCESS_PRIVATE_BYTES, PROCESS_SHARED_BYTES = 308 * MIB, 116 * MIB
+COMPILER_BYTES = 64 * MIB  # torch.compile, once it has compiled the layers of a Llama (two cores with AMX)
 # Estimates, none measured on a GPU yet: what a process takes of one before its first tensor, NCCL beside it where
 # there are other ranks, and what CUDA's libraries take of the host's memory.
 CONTEXT_BYTES, NCCL_BYTES, CUDA_HOST_BYTES = 600 * MIB, 512 * MIB, 1024 * MIB
@@ -50,9 +51,10 @@ class Beside:
     snapshot: int  # of parts that are being saved: copies, and pieces on their way
 
 
-def beside_on_cpu(held: Held, index_bytes: int, snapshot: int, kernels: int = 0) -> Beside:
+def beside_on_cpu(held: Held, index_bytes: int, snapshot: int, kernels: int, compiles: bool) -> Beside:
     """`kernels`: bytes of those that are beyond what a process is measured with."""
-    process = START_PRIVATE_BYTES, START_SHARED_BYTES, PROCESS_PRIVATE_BYTES + kernels, PROCESS_SHARED_BYTES
+    private = PROCESS_PRIVATE_BYTES + kernels + (COMPILER_BYTES if compiles else 0)
+    process = START_PRIVATE_BYTES, START_SHARED_BYTES, private, PROCESS_SHARED_BYTES
     return Beside(*process, index_bytes, MEMORY_BYTES, 0 if held.streamed else snapshot)
 
 

@@ -121,7 +121,7 @@ class Planner:
         def phases_with(on_disk: OnDisk, kept: Unsharded = SHARDED) -> tuple[Held, tuple[PhaseMemory, ...]]:
             held = self._held(config, engine, layout, cost, on_disk, kept)
             if not on_gpu:
-                beside = beside_on_cpu(held, workload.index_bytes, copies + pieces, kernels)
+                beside = beside_on_cpu(held, workload.index_bytes, copies + pieces, kernels, step.compiled)
                 return held, phases(config, held, cost, beside, told)
             # Sums of whole gradients stay where they are made until they are reduced.
             sums = held.gradients if kept.gradients else 0
@@ -189,7 +189,7 @@ class Planner:
             bottleneck=took.bottleneck,
             evaluations=evaluations if of_evaluation else 0,
             uncounted_evaluations=evaluations if evaluates(config) and not of_evaluation else 0,
-            evaluation_s=evaluation_time(whole_one, moved, layout, of_evaluation, rates, copied),
+            evaluation_s=evaluation_time(engine, whole_one, moved, layout, of_evaluation, rates, copied, owned, groups),
             saves=saves.waited,
             saves_beside=saves.beside,
             stall_s=saves.stall_s,

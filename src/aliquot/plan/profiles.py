@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from aliquot.config.cache_root import cache_root
 from aliquot.launch.rank_layout import RankLayout
@@ -27,7 +27,7 @@ from aliquot.optim.sizes import States
 from aliquot.plan.measure_rates import Tables
 from aliquot.plan.planned_machine import Machine
 from aliquot.plan.profile_schema import check_quick, check_thorough
-from aliquot.plan.rates import ASSUMED_NETWORK, OFF_BY, Rates, estimated, interpolated
+from aliquot.plan.rates import ASSUMED_NETWORK, GLOO_BYTES_PER_S, OFF_BY, Rates, estimated, interpolated
 from aliquot.textfile import publish_text
 
 FORMAT = 8
@@ -105,6 +105,7 @@ class Measured:
     patch_bytes_per_s: float
     call_s: float
     socket_bytes_per_s: float
+    of_core: float  # that a thread has where ranks share cores
     network: Rates  # what cannot be measured on one machine
     off_by: float = 1.0
 
@@ -115,16 +116,16 @@ class Measured:
             core, every, cores = profile["core"], profile["all_cores"], profile["cores"]
             threads = min(layout.threads_per_rank, cores / layout.ranks_per_node)  # more share cores
             share, how = max(0.0, threads - 1) / max(1, cores - 1), ""
-            part, kernels, calls = _of_core(cores, own)
-            factor = kernels * min(1.0, threads)
+            of_core = now = _of_core(cores, own)
+            factor = now.lost * min(1.0, threads)
         else:
             core = every = profile["tables"]
             other = profile["ranks"], profile["threads"]
             measured, wanted = (min(threads, machine.cores / ranks) for ranks, threads in (other, own))
             share, how = 0.0, " in a second; --calibrate takes its time"
-            then = _of_core(machine.cores, other)
-            part, kernels, calls = (now / was for now, was in zip(_of_core(machine.cores, own), then, strict=True))
-            factor = kernels * wanted / measured
+            now, then = _of_core(machine.cores, own), _of_core(machine.cores, other)
+            of_core = OfCore(*(mine / its for mine, its in zip(now, then, strict=True)))
+            factor = of_core.lost * wanted / measured
             if own != other:  # what ranks and threads leave of each other's memory and clock is not known
                 off_by = _SCALED_OFF_BY
                 how = f", of {other[0]} x {other[1]} threads; --calibrate knows others"
@@ -150,9 +151,10 @@ class Measured:
             sums={kept: table("sums", kept) for kept in core["sums"]},
             updates={states: between(rate, every["updates"][states]) for states, rate in core["updates"].items()},
             stage_bytes_per_s=between(core["stage"], every["stage"]),
-            patch_bytes_per_s=core["patch"] * part * kernels,
-            call_s=core["call_s"] / (part * calls),
-            socket_bytes_per_s=core["socket_bytes_per_s"] * part * kernels,
+            patch_bytes_per_s=core["patch"] * of_core.kernels,
+            call_s=core["call_s"] / of_core.calls,
+            socket_bytes_per_s=core["socket_bytes_per_s"] * of_core.kernels,
+            of_core=now.kernels,
             network=estimated(machine, layout),
             off_by=off_by,
         )
@@ -180,6 +182,9 @@ class Measured:
 
     def stage_s(self, moved_bytes: float) -> float:
         return moved_bytes / self.stage_bytes_per_s
+
+    def gloo_s(self, sent_bytes: float) -> float:
+        return sent_bytes / (GLOO_BYTES_PER_S * self.of_core)
 
     def patch_s(self, weights_bytes: float) -> float:
         return weights_bytes / self.patch_bytes_per_s
@@ -222,11 +227,19 @@ def _nearest_quick(cpu: CpuFacts, layout: RankLayout) -> dict[str, Any] | None:
     return min(found, key=distance, default=None)
 
 
-def _of_core(cores: int, layout: tuple[int, int]) -> tuple[float, float, float]:
-    """The part of a core that a thread of so many ranks of so many threads has, and what it has of that in kernels and
-    in calls."""
-    part = min(1.0, cores / math.prod(layout))
-    return (part, 1, 1) if part == 1 else (part, _OF_SHARED, _CALLS_OF_SHARED)
+class OfCore(NamedTuple):
+    """What a thread has of a core."""
+
+    kernels: float
+    calls: float  # of the one thread of a rank that makes them
+    lost: float  # factor of all rates, beside the part that it has
+
+
+def _of_core(cores: int, layout: tuple[int, int]) -> OfCore:
+    """Of `layout`, so many ranks of so many threads."""
+    lost = _OF_SHARED if math.prod(layout) > cores else 1.0
+    calls = _CALLS_OF_SHARED * cores / layout[0] if layout[0] > cores else 1.0
+    return OfCore(lost * min(1.0, cores / math.prod(layout)), calls, lost)
 
 
 def _overtaken(thorough: dict[str, Any], quick: dict[str, Any], machine: Machine) -> bool:

@@ -53,6 +53,10 @@ class Rates(Protocol):
         """Seconds to read and write so many bytes in memory for gradients, their sums and the update."""
         ...
 
+    def gloo_s(self, sent_bytes: float) -> float:
+        """Seconds in which gloo and the kernel have a core, when a rank sends and receives as much."""
+        ...
+
     def patch_s(self, weights_bytes: float) -> float:
         """Seconds of a core to encode, or to decode, what a step has changed in so many bytes of weights in bf16."""
         ...
@@ -76,6 +80,9 @@ _CACHED_FACTOR = 4.0  # tensors that stay in a core's cache move so much faster
 _CACHE_BYTES = 2 << 20
 _CALL_S = 6e-6  # an operation with autograd around it, whatever its size
 _PATCH_BYTES_PER_S = 1.5e9  # 1.6 and 1.9 on Zen 4, 0.8 and 1.2 on Zen 3 (benchmarks/patches.py)
+# 0.32 s for 222 MB each way on one core of Zen 4, between hosts; 0.28 s beside what its socket takes for 204 MB with
+# AMX, on one host; assumed for any.
+GLOO_BYTES_PER_S = 0.7e9
 _SOCKET_BYTES_PER_S = 1.5e9  # loopback TCP through gloo, a rank
 _NETWORK_REACHED = 0.8  # of the nominal rate, by gloo
 
@@ -137,6 +144,9 @@ class Estimated:
 
     def stage_s(self, moved_bytes: float) -> float:
         return moved_bytes / self.memory_bytes_per_s
+
+    def gloo_s(self, sent_bytes: float) -> float:
+        return sent_bytes / GLOO_BYTES_PER_S
 
     def patch_s(self, weights_bytes: float) -> float:
         return weights_bytes / _PATCH_BYTES_PER_S

@@ -16,9 +16,6 @@ from aliquot.plan.rates import CORE_MEMORY_BYTES_PER_S, Rates
 from aliquot.plan.traffic import Traffic
 
 _TAIL = 0.1  # of what travels between hosts: the first weights to come and the last sums to leave, which are waited for
-# What threads of gloo and the kernel do on the cores that compute, when as much is sent as received: 0.32 s for 222 MB
-# each way on one core of Zen 4, between hosts, and 0.28 s for 204 MB with AMX, on one; assumed for any.
-_CORE_WIRE_BYTES_PER_S = 0.7e9
 _SUM_PASSES = 5  # over gradients that are sent and received: their checksums, and one more sum
 _CALLS_OF_A_GROUP = 600  # about: gathered twice, gradients reduced, hooks around each
 _CALLS_OF_A_GRADIENT = 20  # about: staged, told of, summed by its owner
@@ -84,7 +81,7 @@ class MicroBatchTime:
 
 @dataclass(frozen=True)
 class Owned:
-    """What a rank of engine host sums gradients of and updates."""
+    """What a rank updates, and engine host sums gradients of."""
 
     numel: int
     weights: int  # parts of so many
@@ -139,7 +136,7 @@ def step_time(
         sent_weights = moved.wire_weights_bytes / layout.nodes
         sent_gradients = moved.wire_bytes / layout.nodes - sent_weights
         cores = layout.ranks_per_node * layout.threads_per_rank
-        memory_s += (sent_weights + sent_gradients) / (_CORE_WIRE_BYTES_PER_S * cores)
+        memory_s += rates.gloo_s((sent_weights + sent_gradients) / cores)
         memory_s += rates.stage_s(_SUM_PASSES * sent_gradients / layout.ranks_per_node)
         memory_s += rates.patch_s(patched_bytes / layout.ranks_per_node)  # encoded by owners, decoded by all others
         gradients, weights = rates.wire_s(sent_gradients), rates.wire_s(sent_weights)
@@ -156,7 +153,7 @@ def step_time(
         matmul_s,
         memory_s,
         _local_s(moved.local_bytes, layout, rates),
-        wire_s if engine == "host" else rates.wire_s(moved.wire_bytes / layout.nodes),
+        wire_s if engine == "host" else _wire_s(moved.wire_bytes, layout, rates),
         disk_s,
     )
 
@@ -185,43 +182,63 @@ def _collected_s(
         updated = 2 * (held.weights + held.moments + own_gradients)
         seconds += (comes + goes) / _COPIED_BYTES_PER_S
         return seconds + updated / (CORE_MEMORY_BYTES_PER_S * layout.threads_per_rank)
-    seconds = moved.wire_bytes / layout.world_size / (_CORE_WIRE_BYTES_PER_S * layout.threads_per_rank)
+    seconds = rates.stage_s(_passes_of_gathered(engine, layout) * moved.gathered_bytes)
     if engine == "fsdp":
-        # Weights: a rank's own are cast and given; all are taken into a buffer, and from there to where they are
-        # used. Gradients: into a buffer in fp32, in pieces, given; a rank's own are read of all, and added to.
-        # One rank alone casts and copies as many, and has no others' to read.
-        gathered, reduced = (4, 5 / layout.world_size), (6.5, 4 / layout.world_size)
-        if layout.world_size == 1:
-            gathered, reduced = (5, 0), (6.5, 0)
-        seconds += rates.stage_s(sum(gathered) * moved.gathered_bytes + sum(reduced) * moved.reduced_bytes)
-        seconds += rates.overhead_s(_CALLS_OF_A_GROUP * groups * micro_batches)
-        return seconds + rates.stage_s(2 * (held.weights + held.moments + held.gradients))
-    seconds += rates.stage_s(2 * moved.gathered_bytes + _REDUCED_PASSES * moved.reduced_bytes)
-    seconds += rates.overhead_s(_CALLS_OF_A_PARAMETER * owned.weights * micro_batches)
-    return seconds + rates.stage_s(_DEEPSPEED_UPDATE_BYTES * owned.numel)
+        # Into a buffer in fp32, in pieces, given; a rank's own are read of all, and added to. Of one rank copied alone.
+        passes = 6.5 + (4 / layout.world_size if layout.world_size > 1 else 0)
+        seconds += rates.stage_s(passes * moved.reduced_bytes + 2 * (held.weights + held.moments + held.gradients))
+        return seconds + rates.overhead_s(_CALLS_OF_A_GROUP * groups * micro_batches)
+    seconds += rates.stage_s(_REDUCED_PASSES * moved.reduced_bytes + _DEEPSPEED_UPDATE_BYTES * owned.numel)
+    return seconds + rates.overhead_s(_CALLS_OF_A_PARAMETER * owned.weights * micro_batches)
+
+
+def _passes_of_gathered(engine: str, layout: RankLayout) -> float:
+    """Bytes read and written on CPU for each of weights that are whole on a rank."""
+    if engine == "deepspeed":
+        return 2
+    # A rank's own are cast and given; all are taken into a buffer, and from there to where they are used. One rank
+    # alone casts and copies.
+    return 4 + 5 / layout.world_size if layout.world_size > 1 else 5
 
 
 def _local_s(moved_bytes: float, layout: RankLayout, rates: Rates) -> float:
     """Seconds of so many bytes that all ranks together send through sockets of their hosts."""
-    seconds = rates.local_s(moved_bytes / layout.world_size)
-    if layout.device == "cpu":
-        seconds += moved_bytes / layout.world_size / (_CORE_WIRE_BYTES_PER_S * layout.threads_per_rank)
-    return seconds
+    each = moved_bytes / layout.world_size
+    return rates.local_s(each) + (rates.gloo_s(each) if layout.device == "cpu" else 0)
+
+
+def _wire_s(moved_bytes: float, layout: RankLayout, rates: Rates) -> float:
+    """Seconds of so many bytes that all ranks together send between hosts, while nothing is computed on CPU."""
+    on_wire = rates.wire_s(moved_bytes / layout.nodes)
+    return max(on_wire, rates.gloo_s(moved_bytes / layout.world_size)) if layout.device == "cpu" else on_wire
 
 
 def evaluation_time(
-    each: MicroBatchTime, moved: Traffic, layout: RankLayout, micro_batches: float, rates: Rates, copied_bytes: int
+    engine: str,
+    each: MicroBatchTime,
+    moved: Traffic,
+    layout: RankLayout,
+    micro_batches: float,
+    rates: Rates,
+    copied_bytes: int,
+    owned: Owned,
+    groups: int,
 ) -> float:
     """Seconds of an evaluation of so many micro-batches a rank. `copied_bytes`: of weights that come to a GPU for each
     from the machine's memory."""
     batches = math.ceil(micro_batches)
     passes = min(1, batches) if moved.forward_once else batches
-    wire, local, shared = (passes * size for size in moved.forward)
-    sending = _local_s(local, layout, rates) + rates.wire_s(wire / layout.nodes)
+    wire, local = (passes * size for size in moved.forward)
+    sending = _local_s(local, layout, rates) + _wire_s(wire, layout, rates)
     computing = micro_batches * sum(each.evaluation)
     if layout.device == "cuda":
         return max(computing, sending) + batches * copied_bytes / _COPIED_BYTES_PER_S
-    return computing + rates.stage_s(3 * shared / layout.world_size) + sending
+    if engine == "host":
+        return computing
+    # Of three gatherings and reductions of a step this is one.
+    calls = (_CALLS_OF_A_GROUP * groups if engine == "fsdp" else _CALLS_OF_A_PARAMETER * owned.weights) / 3
+    gathering = rates.stage_s(_passes_of_gathered(engine, layout) * moved.forward_gathered) + rates.overhead_s(calls)
+    return computing + passes * gathering + sending
 
 
 def work_s(work: Work, rates: Rates) -> tuple[float, float]:

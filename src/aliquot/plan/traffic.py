@@ -30,7 +30,8 @@ class Traffic:
     shared_bytes: int  # per optimizer step, staged in shared memory
     disk_read_bytes: int  # at start
     export_bytes: int
-    forward: tuple[int, int, int] = (0, 0, 0)  # of an evaluated micro-batch: between hosts, local, shared
+    forward: tuple[int, int] = (0, 0)  # of an evaluated micro-batch: between hosts, local
+    forward_gathered: int = 0  # then: of weights whole on each rank
     forward_once: bool = False  # weights stay gathered from the first on
     gathered_bytes: int = 0  # per optimizer step, of weights whole on each rank of engines fsdp and deepspeed
     reduced_bytes: int = 0  # the same of gradients
@@ -49,8 +50,8 @@ def traffic(
     added = 0 if config.adapter is None else shape.learned_numel  # beside the model that is read
     read = (shape.numel - added) * shape.dtype_bytes if config.model.path is not None else 0
     export = (added or shape.numel) * _exported_itemsize(config, shape) if config.checkpoint.export else 0
-    wire = weights = local = shared = gathers = reduced = 0
-    forward = (0, 0, 0)
+    wire = weights = local = shared = gathers = reduced = gathered = 0
+    forward = (0, 0)
     if engine == "host":
         # Every host sends each other one that one's gradient sums, and gets its weights back.
         weights = int((layout.nodes - 1) * _published(config, shape, layout, micro_batches))
@@ -59,8 +60,8 @@ def traffic(
     elif engine == "fsdp":
         gathers, reduced = _collected(shape, layout, micro_batches, compute, kept)
         wire, local, shared = _fsdp(config, layout, gathers, reduced) if layout.world_size > 1 else (0, 0, 0)
-        gathered = compute * sum(shape.padded_groups(layout.world_size)) if layout.world_size > 1 else 0
-        forward = (0, 0, gathered) if shared else (*_ring(layout, gathered), 0)
+        gathered = compute * sum(shape.padded_groups(layout.world_size))
+        forward = (0, 0) if shared else _ring(layout, gathered)
     elif engine == "deepspeed":
         # What is wanted again soon stays gathered (deepspeed_memory.py), small weights until they are updated;
         # gradients are reduced in the compute dtype.
@@ -69,9 +70,10 @@ def traffic(
         gathers = compute * (micro_batches * max(0, shape.numel + twice - small) + small)
         reduced = micro_batches * compute * shape.numel
         wire, local = _ring(layout, gathers + reduced * (2 if layout.device == "cpu" else 1))
-        forward = (*_ring(layout, compute * max(0, shape.numel - small)), 0)
+        gathered = compute * max(0, shape.numel - small)
+        forward = _ring(layout, gathered)
     once = engine == "fsdp" and kept.weights
-    return Traffic(wire, weights, local, shared, read, export, forward, once, gathers, reduced)
+    return Traffic(wire, weights, local, shared, read, export, forward, gathered, once, gathers, reduced)
 
 
 def _exported_itemsize(config: RunConfig, shape: ModelShape) -> int:
