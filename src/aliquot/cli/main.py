@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import io
 import os
 import sys
@@ -68,6 +70,9 @@ def run() -> None:
         # A terminal may have no sign for what a model says. What a test or a notebook has put there may refuse.
         with suppress(OSError, AttributeError):
             cast(io.TextIOWrapper, stream).reconfigure(errors="replace")
+    # The interpreter looks for cycles before it ends, among a million objects that torch and transformers have made:
+    # half a second for what the kernel frees anyway.
+    atexit.register(gc.freeze)
     app()
 
 

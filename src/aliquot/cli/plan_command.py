@@ -70,8 +70,10 @@ def command(
     import sys
     from dataclasses import replace
 
+    from aliquot.plan.planned_model import collecting_no_garbage
+
     places: dict[Keys, Location] = {}
-    with one_line_errors(debug), naming_places(places):
+    with one_line_errors(debug), naming_places(places), collecting_no_garbage():
         from rich.console import Console
 
         from aliquot.cli.plan_offers import print_offers

@@ -115,7 +115,7 @@ class PlannedModel:
 
     @cached_property
     def _shaped(self) -> ShapedModel:
-        with _collecting_no_garbage():
+        with collecting_no_garbage():
             from aliquot.models.shaped_model import shaped_model
 
             return shaped_model(self._config, self._vocabulary)
@@ -136,8 +136,9 @@ class PlannedModel:
 
 
 @contextmanager
-def _collecting_no_garbage() -> Iterator[None]:
-    """What imports make stays: to look through it again and again, as there comes more, takes a sixth of their time."""
+def collecting_no_garbage() -> Iterator[None]:
+    """What imports make stays: to look through it again and again, as there comes more, takes a sixth of their time,
+    and as much of the passes over a model."""
     enabled = gc.isenabled()
     gc.disable()
     try:
