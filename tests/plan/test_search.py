@@ -106,7 +106,7 @@ def test_the_fastest_fit_on_the_fewest_nodes_that_may_be_left() -> None:
     found = {}
     for nodes in ("1:2", 2):
         config = planned_config(shape, train={"global_batch_size": 4}, launch={"nodes": nodes})
-        planner = Planner(PlannedModel(config), Machine.of_numbers(1.1, 4, 10))
+        planner = Planner(PlannedModel(config), Machine.of_numbers(1.15, 4, 10))
         found[nodes] = {each.lines for each in fastest(planner, config, layout, Workload.assumed(config), 1000)}
     alone = candidates(planner, config, RankLayout(1, 2, 2, "cpu"), Workload.assumed(config), [1])
     too_large = {each.lines for each in alone if not each.plan.fits}
