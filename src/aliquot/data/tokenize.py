@@ -105,9 +105,8 @@ def _encode(
 
 
 def _chunks(documents: Iterator[Document], answers: bool, cut: Cut | None, writer: StoreWriter) -> Iterator[Chunk]:
-    """Texts of about CHUNK_CHARACTERS together; a long document is cut where that is exact, or if it grows too
-    long. `writer` is told what the
-    documents were."""
+    """Texts of about CHUNK_CHARACTERS together; a long document is cut where that is exact, or if it grows too long.
+    `writer` is told what the documents were."""
     texts: list[tuple[str, bool, bool, str]] = []  # (text, first, last, where)
     characters = done_bytes = 0
     held: list[str] = []  # of a document whose end has not been read
