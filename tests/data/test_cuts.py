@@ -168,6 +168,11 @@ def test_what_has_no_such_place_is_cut_once_it_is_too_long() -> None:
     assert forced == len(parts) - 1 > 2 and not any(part.startswith(" ") for part in parts)
     found = [token for part in parts for token in begun.encode(part, add_special_tokens=False)]
     assert found == begun.encode("the lazy dog " * 60, add_special_tokens=False)
+    # A space before what the "▁" in front is dropped for stays in the piece before.
+    numbers = "12 345 6 " * 60
+    parts, forced = cut(numbers, nowhere)
+    assert "".join(parts) == numbers and forced == len(parts) - 1 > 1
+    assert all(part[0] in (nowhere.drop_before or "") for part in parts[1:])
 
 
 def test_letters_that_normalization_takes_apart_are_not_cut_from_what_follows() -> None:

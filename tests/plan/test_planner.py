@@ -23,6 +23,7 @@ from aliquot.models.shaped_model import shaped_model
 from aliquot.observe.ledger import PHASES
 from aliquot.plan import fit
 from aliquot.plan.advice import _compiled, _planned, with_advice
+from aliquot.plan.engine_memory import COMPILER_BYTES
 from aliquot.plan.memory_picture import svg
 from aliquot.plan.planned_machine import Machine
 from aliquot.plan.planned_model import PlannedModel
@@ -278,6 +279,29 @@ def test_evaluations_saves_and_export_are_in_the_time() -> None:
     assert made.total_s == pytest.approx(25 * made.step_s + beside_s)
     unknown = plan(config, SERVER, 1, 2)  # nothing is known of the held-out data
     assert (unknown.evaluations, unknown.uncounted_evaluations) == (0, 3)
+
+
+def test_an_evaluation_takes_what_gathering_takes() -> None:
+    """Weights that are on each host anyway take nothing."""
+    took = {}
+    for engine in ("host", "fsdp", "deepspeed"):
+        sections: dict[str, Any] = {"train": {"max_steps": 4, "eval_steps": 2}, "data": {"eval_fraction": 0.1}}
+        config = planned_config(LLAMA, shard={"engine": engine}, **sections)
+        workload = replace(Workload.assumed(config), eval_sequences=64)
+        took[engine] = plan(config, SERVER, 1, 2, workload).evaluation_s
+    assert took["host"] < min(took["fsdp"], took["deepspeed"])
+
+
+def test_large_blocks_that_are_made_anew_leave_holes_and_a_compiler_stays() -> None:
+    def steady(engine: str, **train: Any) -> dict[str, int]:
+        made = plan(planned_config(LLAMA, shard={"engine": engine}, train=train), SERVER, 1, 2)
+        return made.phases[-1].private_bytes
+
+    shape = PlannedModel(planned_config(LLAMA)).shape
+    root = shape.learned_padded_groups(2)[0]
+    held = {engine: steady(engine)["allocator"] for engine in ("fsdp", "deepspeed")}
+    assert held["fsdp"] >= 4 * root // 2 and held["deepspeed"] >= 2 * 2 * shape.numel
+    assert steady("host", compile="layers")["process"] - steady("host")["process"] == COMPILER_BYTES
 
 
 def test_an_evaluation_gathers_all_weights_whatever_learns() -> None:

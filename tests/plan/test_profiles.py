@@ -198,6 +198,16 @@ def test_ranks_that_share_cores_have_less_than_their_part_of_them(unknown: Path)
     assert compared()[2] == 1, "the one thread that makes calls has a core"
 
 
+def test_gloo_has_a_shared_core_no_faster_than_who_computes_on_it(unknown: Path) -> None:
+    cpu = read_cpu()
+    profiles.keep_quick(cpu, cpu.usable_cores, 1, RATES)
+    own, shared = (
+        profiles.rates_of(Machine.this(cpu), RankLayout(1, count * cpu.usable_cores, 1, "cpu")) for count in (1, 2)
+    )
+    assert own is not None and shared is not None
+    assert own.gloo_s(1.4e9) == pytest.approx(2) and shared.gloo_s(1.4e9) == pytest.approx(4 / 0.93)
+
+
 def test_a_busy_machine_and_an_older_profile_are_measured_again(unknown: Path) -> None:
     cpu = read_cpu()
     path = profiles.keep_quick(cpu, 2, 1, RATES)
