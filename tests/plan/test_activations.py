@@ -16,9 +16,9 @@ from aliquot.engines.saved_bytes import SavedBytes
 from aliquot.models import calls, meta
 from aliquot.models.materialise import materialise
 from aliquot.models.recompute import enable
-from aliquot.models.shaped_model import shaped_model
-from aliquot.plan.activations import micro_batch_cost
-from aliquot.plan.micro_batch_cost import Step
+from aliquot.models.shaped_model import ShapedModel, shaped_model
+from aliquot.plan.activations import micro_batch_costs
+from aliquot.plan.micro_batch_cost import MicroBatchCost, Step
 from tests.plan.shapes import GEMMA2, LLAMA, MISTRAL, QWEN3, planned_config
 
 EDGES = (0, 300, 340, 400, 512)
@@ -29,11 +29,15 @@ def step(mode: str, precision: str = "bf16") -> Step:
     return Step(precision, mode, "cpu", looks_up=True, head_gradient=False)  # type: ignore[arg-type]
 
 
+def cost_of(model: ShapedModel, how: Step, edges: tuple[int, ...], predicted: int) -> MicroBatchCost:
+    return micro_batch_costs(model, how, edges, predicted)[0]
+
+
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", ["llama", pytest.param("qwen3", marks=pytest.mark.long), "mistral"])
 def test_saved_bytes_are_those_of_a_real_forward_pass(name: str, mode: str) -> None:
     config = planned_config(MODELS[name])
-    foreseen = micro_batch_cost(shaped_model(config), step(mode), EDGES, 500).saved_bytes
+    foreseen = cost_of(shaped_model(config), step(mode), EDGES, 500).saved_bytes
 
     saved_bytes = measured(meta.build(shaped_model(config).config).model, mode)
     # Alive, but not saved by autograd: the masks of the tiles and a few tensors [tokens, width], in and out.
@@ -65,8 +69,8 @@ def lora_config(folder: Path) -> RunConfig:
 def test_saved_bytes_beside_a_frozen_model(tmp_path: Path) -> None:
     """Without gradients of their own its matrices keep no inputs."""
     config = lora_config(tmp_path)
-    foreseen = micro_batch_cost(shaped_model(config), step("none"), EDGES, 500).saved_bytes
-    of_whole = micro_batch_cost(shaped_model(planned_config(LLAMA)), step("none"), EDGES, 500).saved_bytes
+    foreseen = cost_of(shaped_model(config), step("none"), EDGES, 500).saved_bytes
+    of_whole = cost_of(shaped_model(planned_config(LLAMA)), step("none"), EDGES, 500).saved_bytes
     saved_bytes = measured(meta.build(shaped_model(config).config, adapter=config.adapter).model, "none")
     assert 0.99 * saved_bytes <= foreseen <= 1.02 * saved_bytes + 180_000 + 3 * 512 * 128 * 2
     assert foreseen != of_whole
@@ -79,16 +83,16 @@ def test_saved_bytes_beside_a_frozen_model(tmp_path: Path) -> None:
 )
 def test_layers_add_up(model: dict[str, object]) -> None:
     """Few layers are run; twice as many must cost what running them all would."""
-    few = micro_batch_cost(shaped_model(planned_config(model)), step("none"), EDGES, 500)
-    more = micro_batch_cost(shaped_model(planned_config({**model, "num_hidden_layers": 8})), step("none"), EDGES, 500)
-    whole = micro_batch_cost(shaped_model(planned_config({**model, "num_hidden_layers": 2})), step("none"), EDGES, 500)
+    few = cost_of(shaped_model(planned_config(model)), step("none"), EDGES, 500)
+    more = cost_of(shaped_model(planned_config({**model, "num_hidden_layers": 8})), step("none"), EDGES, 500)
+    whole = cost_of(shaped_model(planned_config({**model, "num_hidden_layers": 2})), step("none"), EDGES, 500)
     assert more.saved_bytes - few.saved_bytes == 2 * (few.saved_bytes - whole.saved_bytes)
     assert more.saved_bytes > few.saved_bytes > whole.saved_bytes
 
 
 def test_checkpointing_saves_memory_and_costs_products() -> None:
     model = shaped_model(planned_config(LLAMA))
-    costs = [micro_batch_cost(model, step(mode), EDGES, 500) for mode in ("none", "selective", "full")]
+    costs = [cost_of(model, step(mode), EDGES, 500) for mode in ("none", "selective", "full")]
     saved = [cost.saved_bytes for cost in costs]
     assert saved[0] > saved[1] > saved[2]
     products = [sum(v * k[1] * k[2] * k[3] * k[4] for k, v in c.backward.items() if k[0] == "matmul") for c in costs]
@@ -104,7 +108,7 @@ def test_products_are_those_of_the_formula(frozen: list[str] | None, part: float
     adapter."""
     config = lora_config(tmp_path) if frozen is None else planned_config(LLAMA, train={"freeze": frozen})
     model = shaped_model(config)
-    cost = micro_batch_cost(model, step("none"), (0, 512), 512)
+    cost = cost_of(model, step("none"), (0, 512), 512)
     flops = sum(
         2 * v * k[1] * k[2] * k[3] * k[4]
         for work in (cost.forward, cost.backward)
@@ -121,6 +125,6 @@ def test_products_are_those_of_the_formula(frozen: list[str] | None, part: float
 def test_logits_exist_once_and_in_the_compute_dtype() -> None:
     """As what the plan's forward pass holds beyond what is saved."""
     model = shaped_model(planned_config(LLAMA))
-    cost = micro_batch_cost(model, step("none"), (0, 512), 512)
+    cost = cost_of(model, step("none"), (0, 512), 512)
     logits = 512 * model.shape.vocabulary * 2
     assert logits <= cost.forward_bytes - cost.saved_bytes <= logits + (8 << 20)

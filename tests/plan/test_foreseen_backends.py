@@ -25,7 +25,7 @@ def followed(device: str, weights: list[Tensor], work: object) -> Followed:
         loss = work(live)  # type: ignore[operator]
         kept, forward_bytes, live.peak_bytes = live.live_bytes, live.peak_bytes, live.live_bytes
         loss.backward()
-        return kept, forward_bytes, live.peak_bytes, live.take_work()
+        return kept, forward_bytes, live.peak_bytes, live.take_work()[0]
 
 
 def products(work: Work) -> dict[tuple[object, ...], float]:

@@ -49,6 +49,9 @@ def test_what_is_kept_is_what_was_found(model: dict[str, object], monkeypatch: p
     again = PlannedModel(config)
     assert again.shape == first.shape
     assert cost(config, again) == found
+    # One pass over the model tells what it costs compiled, too.
+    compiled = again.cost(replace(STEP, compiled=True), EDGES, 500)
+    assert compiled.saved_bytes == found.saved_bytes and compiled.forward["calls",] < found.forward["calls",]
 
 
 def test_another_model_or_another_aliquot_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,6 +66,7 @@ def command(
 
     Exit code 0: it fits; 1: it does not.
     """
+    import gc
     import json
     import sys
     from dataclasses import replace
@@ -164,6 +165,7 @@ def command(
             with writing(picture):
                 picture.write_text(svg(plan))
             print(f"picture         {picture}", file=sys.stderr)
+        gc.freeze()  # nothing more comes: else the first collection looks through all that was imported, 0.2 s
     raise typer.Exit(1 if problems else 0)
 
 

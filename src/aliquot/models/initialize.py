@@ -87,11 +87,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.written: list[tuple[Tensor, Fill | str]] = []  # a str: why it cannot be replayed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
         schema = func._schema
+        operation = schema.name.removeprefix("aten::")
         writes = schema.arguments and schema.arguments[0].alias_info and schema.arguments[0].alias_info.is_write
-        if writes and args[0].is_meta:
-            target, operation = args[0], schema.name.removeprefix("aten::")
+        recorded = writes and args[0].is_meta
+        # What only puts other values into a tensor changes nothing of one that has none: torch takes long to find that.
+        result = args[0] if recorded and operation in OVERWRITING else func(*args, **(kwargs or {}))
+        if recorded:
+            target = args[0]
             arguments = tuple(args[1:])
             if not target.is_contiguous():
                 self.written.append((target, f"{operation} on a strided view"))

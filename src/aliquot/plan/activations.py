@@ -32,37 +32,43 @@ from aliquot.models.recompute import enable
 from aliquot.models.shaped_model import ShapedModel
 from aliquot.models.structure import decoder_layers
 from aliquot.plan.live_storages import Live, Product
-from aliquot.plan.micro_batch_cost import MicroBatchCost, Step
+from aliquot.plan.micro_batch_cost import Costs, MicroBatchCost, Step
 
 
-def micro_batch_cost(shaped: ShapedModel, step: Step, edges: tuple[int, ...], predicted: int) -> MicroBatchCost:
-    """Of one row with documents at `edges`, `predicted` of whose tokens have a label.
+def micro_batch_costs(shaped: ShapedModel, step: Step, edges: tuple[int, ...], predicted: int) -> Costs:
+    """Of one row with documents at `edges`, `predicted` of whose tokens have a label, compiled or not.
 
     Raises what the model's code raises on tensors that hold nothing.
     """
     with _prepared(shaped, step) as run_layers:
         first = [kind.positions[0] for kind in shaped.shape.kinds]
 
-        def measure(positions: list[int]) -> MicroBatchCost:
+        def measure(positions: list[int]) -> Costs:
             with run_layers(positions):
                 return _run(shaped, step, edges, predicted, tuple(positions))
 
         base = measure(first)
-        total = base
-        layer_bytes = 0
-        for kind in shaped.shape.kinds:
-            more = len(kind.positions) - 1
-            if more == 0:
-                continue
-            other = measure(sorted([*first, kind.positions[1]]))
-            layer_bytes = max(layer_bytes, other.saved_bytes - base.saved_bytes)
-            total = total.plus(other, base, more)
-        return replace(total, layer_bytes=layer_bytes or total.saved_bytes // shaped.shape.layers)
+        others = [
+            (measure(sorted([*first, kind.positions[1]])), len(kind.positions) - 1)
+            for kind in shaped.shape.kinds
+            if len(kind.positions) > 1
+        ]
+    plain, compiled = (
+        _of_all_layers(base[way], [(other[way], more) for other, more in others], shaped.shape.layers) for way in (0, 1)
+    )
+    return plain, compiled
 
 
-def _run(
-    shaped: ShapedModel, step: Step, edges: tuple[int, ...], predicted: int, layers: tuple[int, ...]
-) -> MicroBatchCost:
+def _of_all_layers(base: MicroBatchCost, others: list[tuple[MicroBatchCost, int]], layers: int) -> MicroBatchCost:
+    """`others`: with one more layer of a kind than `base`, and how many more there are of that kind."""
+    total, layer_bytes = base, 0
+    for other, more in others:
+        layer_bytes = max(layer_bytes, other.saved_bytes - base.saved_bytes)
+        total = total.plus(other, base, more)
+    return replace(total, layer_bytes=layer_bytes or total.saved_bytes // layers)
+
+
+def _run(shaped: ShapedModel, step: Step, edges: tuple[int, ...], predicted: int, layers: tuple[int, ...]) -> Costs:
     shape, model, traits = shaped.shape, shaped.built.model, shaped.built.traits
     own = attention_on(step.device, traits.packs, step.checkpointing == "selective")
     meta_attention = None if own is None else own.on_meta()
@@ -70,7 +76,7 @@ def _run(
     ids = torch.empty(tokens, dtype=torch.int64, device="meta")
     labels = torch.zeros(tokens, dtype=torch.int64)  # real ones: how many rows the loss works on depends on them
     labels[predicted:] = IGNORE
-    with Live(model.parameters()) as live, _compiled_layers(model, live, step):
+    with Live(model.parameters()) as live, _fusing_in_layers(model, live):
         attention = meta_attention and _NotCompiled(meta_attention, live)
         for module in model.modules():
             if weights_of(module) is not None:
@@ -106,7 +112,7 @@ def _run(
         forward_bytes, forward = live.peak_bytes, live.take_work()
         live.peak_bytes = live.live_bytes
         if loss.requires_grad:
-            live.fusing = _compiles(model, step)  # attention's few elementwise operations with it
+            live.fusing = _compiles(model)  # attention's few elementwise operations with it
             loss.backward()  # type: ignore[no-untyped-call]
             live.fusing = False
         backward_bytes, backward = live.peak_bytes, live.take_work()
@@ -114,7 +120,7 @@ def _run(
         others = len(live.products - of_head)
         del inputs, loss
         # The same however training recomputes or passes on its gradients.
-        evaluation = (step.precision, step.device, step.compiled, step.logits_bytes, edges, predicted, layers)
+        evaluation = (step.precision, step.device, step.logits_bytes, edges, predicted, layers)
         if evaluation not in shaped.evaluations:
             live.peak_bytes = live.live_bytes
             model.eval()
@@ -123,10 +129,14 @@ def _run(
             model.train()
             shaped.evaluations[evaluation] = live.peak_bytes, live.take_work()
         most, evaluating = shaped.evaluations[evaluation]
-        return MicroBatchCost(
-            saved_bytes, 0, forward_bytes, backward_bytes, most, largest_bytes, *_products_of_kinds(shaped, step),
-            others, len(of_head), forward, backward, evaluating,
+        plain, compiled = (
+            MicroBatchCost(
+                saved_bytes, 0, forward_bytes, backward_bytes, most, largest_bytes, *_products_of_kinds(shaped, step),
+                others, len(of_head), *works,
+            )
+            for works in zip(forward, backward, evaluating, strict=True)
         )  # fmt: skip
+        return plain, compiled
 
 
 def _products_of_kinds(shaped: ShapedModel, step: Step) -> tuple[int, int]:
@@ -146,13 +156,13 @@ def _rows_in_a_ring(shape: ModelShape, step: Step, live: Live) -> GradientRows:
     return _TwoForAll(live, edges, lambda a, b: room[: b - a], lambda: None)
 
 
-def _compiles(model: nn.Module, step: Step) -> bool:
+def _compiles(model: nn.Module) -> bool:
     """Of a mixture's layers most is experts, which are left as they are: planned as not compiled."""
-    return step.compiled and not experts_weights(model)
+    return not experts_weights(model)
 
 
 @contextmanager
-def _compiled_layers(model: nn.Module, live: Live, step: Step) -> Iterator[None]:
+def _fusing_in_layers(model: nn.Module, live: Live) -> Iterator[None]:
     def begin(*_: Any) -> None:
         live.fusing = True
 
@@ -160,7 +170,7 @@ def _compiled_layers(model: nn.Module, live: Live, step: Step) -> Iterator[None]
         live.fusing = False
 
     hooks = []
-    for layer in decoder_layers(model) if _compiles(model, step) else ():
+    for layer in decoder_layers(model) if _compiles(model) else ():
         hooks += [layer.register_forward_pre_hook(begin), layer.register_forward_hook(end)]
     try:
         yield

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from aliquot.attention.tiled_attention import attended_alone
 from aliquot.plan.fusion import FusedRun, fuses
-from aliquot.plan.micro_batch_cost import Work
+from aliquot.plan.micro_batch_cost import Work, Works
 
 _PRODUCTS = {
     torch.ops.aten.mm.default: (0, 1),
@@ -26,7 +26,7 @@ Product = tuple[int, int, int, bool, bool]  # [m, k] x [k, n], and whether their
 
 
 class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Bytes of storages on `device` alive now and at most, but for `weights`. `take_work` empties the tally."""
+    """Bytes of storages on `device` alive now and at most, but for `weights`. `take_work` empties the tallies."""
 
     def __init__(self, weights: Iterable[Tensor], device: str = "meta") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -37,8 +37,9 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.largest_bytes = 0
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._ignored = {_storage(weight): weight for weight in weights}
-        self._work: Work = defaultdict(float)
-        self.fusing = False  # whether torch.compile has what comes
+        self._work: Work = defaultdict(float)  # of operations as they are
+        self._compiled: Work = defaultdict(float)  # where torch.compile has those that came while `fusing`
+        self.fusing = False
         self._run = FusedRun()
         self.products: set[Product] = set()  # but those of attention, which are batched
 
@@ -47,10 +48,11 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._free(_storage(weight), weight.untyped_storage().nbytes())
         self._ignored[_storage(weight)] = weight
 
-    def take_work(self) -> Work:
+    def take_work(self) -> Works:
         self._end_run()
-        work, self._work = self._work, defaultdict(float)
-        return work
+        works = self._work, self._compiled
+        self._work, self._compiled = defaultdict(float), defaultdict(float)
+        return works
 
     def two_for_all(self, starts: range) -> Iterator[int]:
         """Of the passes of a loop over rows only two, the first of which counts as all but one: thousands are alike.
@@ -89,36 +91,40 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.live_bytes -= size
 
     def _count(self, func: Any, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
-        fused = self.fusing and fuses(func)
         inputs = self._tensors((args, kwargs))
         aliases = not func._schema.is_mutable and all(_storage(t) in map(_storage, inputs) for t in outputs)
-        if self.fusing and outputs and aliases:
-            return  # a view costs compiled code nothing
-        if not fused:
+        tallies = [self._work]
+        a_view = aliases and outputs != []
+        if not self.fusing or not (a_view or fuses(func)):
             self._end_run()
-            self._work["calls",] += self._times
+            tallies.append(self._compiled)
+        elif not a_view:  # which costs compiled code nothing
+            self._run.add(*({_storage(t): t.numel() * t.element_size() for t in each} for each in (inputs, outputs)))
+        for key, amount in self._costs(func, args, inputs, outputs, aliases):
+            for tally in tallies:
+                tally[key] += self._times * amount
+
+    def _costs(
+        self, func: Any, args: Any, inputs: list[Tensor], outputs: list[Tensor], aliases: bool
+    ) -> Iterator[tuple[tuple[Any, ...], float]]:
+        yield ("calls",), 1
         if func in _PRODUCTS:
             left, right = (args[at] for at in _PRODUCTS[func])
             batch = left.shape[0] if left.ndim == 3 else 1
             m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
-            self._work["matmul", batch, m, k, n, left.element_size()] += self._times
+            yield ("matmul", batch, m, k, n, left.element_size()), 1
             if left.ndim == 2:
                 self.products.add((m, k, n, left.stride(1) == 1, right.stride(1) == 1))
-            return
-        if not outputs or aliases or func._schema.name.startswith(("aten::empty", "aten::new_empty")):
-            return
-        moved = [*{id(t): t for t in (*inputs, *outputs)}.values()]
-        if fused:
-            self._run.add(*({_storage(t): t.numel() * t.element_size() for t in each} for each in (inputs, outputs)))
-            return
-        sizes = [tensor.numel() * tensor.element_size() for tensor in moved]
-        self._work["memory", _operation(func, moved), max(sizes)] += self._times * sum(sizes)
+        elif outputs and not aliases and not func._schema.name.startswith(("aten::empty", "aten::new_empty")):
+            moved = [*{id(t): t for t in (*inputs, *outputs)}.values()]
+            sizes = [tensor.numel() * tensor.element_size() for tensor in moved]
+            yield ("memory", _operation(func, moved), max(sizes)), sum(sizes)
 
     def _end_run(self) -> None:
         largest, moved = self._run.moved({*self._alive, *self._ignored})
         if moved:
-            self._work["memory", "fused", largest] += self._times * moved
-            self._work["calls",] += self._times
+            self._compiled["memory", "fused", largest] += self._times * moved
+            self._compiled["calls",] += self._times
             self._run = FusedRun()
 
     def _tensors(self, tree: Any) -> list[Tensor]:

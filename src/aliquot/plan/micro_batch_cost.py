@@ -12,6 +12,7 @@ from aliquot.loss.logits_room import HOST_BYTES
 # ("matmul", batch, m, k, n, itemsize) -> how often; ("memory", operation, bytes of its largest tensor) -> bytes moved;
 # ("calls",) -> operations of any kind.
 Work = defaultdict[tuple[Any, ...], float]
+Works = tuple[Work, Work]  # of layers as they are; of compiled ones
 
 Checkpointing = Literal["none", "selective", "full"]
 
@@ -79,3 +80,6 @@ class MicroBatchCost:
         of_most = ("largest_bytes", "other_products", "head_products")
         most = {name: max(getattr(self, name), getattr(other, name)) for name in of_most}
         return replace(MicroBatchCost(**values), **most)
+
+
+Costs = tuple[MicroBatchCost, MicroBatchCost]  # of layers as they are; of compiled ones, which differ in work alone

@@ -104,14 +104,14 @@ class PlannedModel:
 
         A model whose code does not run without values is taken for a Llama of its sizes.
         """
-        key = [*self._key, asdict(step), edges, predicted]
+        key = [*self._key, asdict(replace(step, compiled=False)), edges, predicted]
         kept = _read(key)
         if kept is None:
             kept = self._found(step, edges, predicted)
             _keep(key, kept)
         if (why := kept["as_llama"]) is not None:
             _log.warning("%s is planned as a Llama of its sizes: %s", self.shape.name, why)
-        return _cost(kept["cost"])
+        return _cost(kept["compiled" if step.compiled else "cost"])
 
     @cached_property
     def _shaped(self) -> ShapedModel:
@@ -121,18 +121,20 @@ class PlannedModel:
             return shaped_model(self._config, self._vocabulary)
 
     def _found(self, step: Step, edges: tuple[int, ...], predicted: int) -> dict[str, Any]:
-        from aliquot.plan.activations import micro_batch_cost
+        from aliquot.plan.activations import micro_batch_costs
 
-        why = None
+        why, otherwise = None, {}
         try:
-            cost = micro_batch_cost(self._shaped, step, edges, predicted)
+            costs = micro_batch_costs(self._shaped, step, edges, predicted)
         except UserError:
             raise
         except Exception as error:  # each model's code fails in its own way on tensors that hold nothing
-            cost = replace(micro_batch_cost(self._shaped.as_llama(), step, edges, predicted), tile_products=0)
-            why = f"without values it does not run ({error})"
-        works = {name: list(getattr(cost, name).items()) for name in WORKS}
-        return {"as_llama": why, "cost": vars(cost) | works}
+            costs = micro_batch_costs(self._shaped.as_llama(), step, edges, predicted)
+            why, otherwise = f"without values it does not run ({error})", {"tile_products": 0}
+        plain, compiled = (
+            {**vars(cost), **otherwise, **{name: [*getattr(cost, name).items()] for name in WORKS}} for cost in costs
+        )
+        return {"as_llama": why, "cost": plain, "compiled": compiled}
 
 
 @contextmanager
