@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from aliquot.ranges.manifest import checksum, manifest_bytes, read_manifest
 from tests import warm
 from tests.cluster.cases import cluster_section
-from tests.runs import write_config
+from tests.runs import trained, write_config
 
 MODULE = """
 from pathlib import Path
@@ -32,6 +33,16 @@ def strange(folder: Path, ran: Path, model_type: str) -> Path:
     told = {"tokenizer_class": "Tokenizer", "auto_map": {"AutoTokenizer": ["strange.Tokenizer", None]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(told))
     return folder
+
+
+def said_yes(folder: Path, *words: str) -> tuple[int, str]:
+    """How `aliquot` ends when every question is answered with yes, and its errors."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    environ = {**os.environ, "HF_MODULES_CACHE": str(folder / "modules")}
+    process = warm.popen("-m", "aliquot", *words, env=environ, **pipes)
+    out, errors = process.communicate("yes\n" * 50, timeout=100)
+    assert "Do you wish to run" not in out + errors
+    return process.returncode, errors
 
 
 @pytest.mark.parametrize(
@@ -66,15 +77,31 @@ def test_it_is_not_run(tmp_path: Path, command: tuple[str, ...], model_type: str
     places["MANIFESTS"] = tmp_path / "manifests"
     halves = (word.rpartition("=") for word in command)
     words = [before + equals + str(places.get(last, last)) for before, equals, last in halves]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    environ = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")}
-    process = warm.popen("-m", "aliquot", *words, env=environ, **pipes)
-    out, errors = process.communicate("yes\n" * 50, timeout=100)
+    status, errors = said_yes(tmp_path, *words)
     assert not ran.exists(), "it was run"
-    assert "Do you wish to run" not in out + errors
     plans = command[0] in ("plan", "instances", "cluster")
     if plans and model_type == "llama":  # whose own code and default sizes are planned
-        assert process.returncode in (0, 1), errors
+        assert status in (0, 1), errors
     else:
         last = errors.splitlines()[-1]  # transformers may have warned before
-        assert process.returncode == 2 and last.startswith("aliquot: ") and "Traceback" not in errors, errors
+        assert status == 2 and last.startswith("aliquot: ") and "Traceback" not in errors, errors
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model_type", ["strange", "llama"])
+def test_a_checkpoint_that_names_code_is_exported_without_it(tmp_path: Path, model_type: str) -> None:
+    trained(write_config(tmp_path, train={"max_steps": 2}, checkpoint={"export": False}))
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    saved, ran = read_manifest(checkpoint), tmp_path / "ran"
+    files = {}
+    for file in strange(tmp_path / "strange", ran, model_type).iterdir():
+        content = file.read_bytes()
+        if file.suffix == ".json":
+            content = json.dumps(json.loads((checkpoint / file.name).read_text()) | json.loads(content)).encode()
+        (checkpoint / file.name).write_bytes(content)
+        files[file.name] = checksum(content)
+    manifest = manifest_bytes({**saved.files, **files}, sorted({*saved.config_files, *files}))
+    (checkpoint / "manifest.json").write_bytes(manifest)
+    status, errors = said_yes(tmp_path, "export", str(checkpoint), str(tmp_path / "out"))
+    assert not ran.exists(), "it was run"
+    assert status == (0 if model_type == "llama" else 2), errors
