@@ -67,6 +67,15 @@ def test_sequences_are_no_longer_than_the_model_can_read(run: Path) -> None:
     assert told.sequence_length == 64 and math.isfinite(told.loss)
 
 
+@pytest.mark.long
+def test_cuts_that_may_not_be_exact_are_told(run: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("ab" * 150_000 + "\n")
+    result = command("evaluate", run.parent / "run" / "export", text, "--sequence-length", "64", "--ranks", "1")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "1 x a stretch without a place where a cut is exact" in result.stdout
+
+
 def test_the_config_of_a_run_on_nodes_that_come_and_go(run: Path) -> None:
     launch = ["launch.nodes='1:4'", "train.global_batch_size=4"]
     read = read_evaluation(str(run.parent / "run" / "export"), str(run), launch)

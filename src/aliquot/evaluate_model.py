@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from aliquot import preparation
 from aliquot.attempt import Attempt
 from aliquot.config.schema import RunConfig
+from aliquot.data.header import irregularities
 from aliquot.evaluate import evaluate
 from aliquot.launch.device import choose_device
 from aliquot.launch.local_ranks import told_local_ranks
@@ -80,6 +81,9 @@ def _evaluate(run: Attempt) -> dict[str, Evaluation]:
     about = (f"{model.built.numel:,} parameters", run.config.train.precision, f"engine {model.engine_name}")
     display.line(", ".join((model.built.name, *about)))
     display.line(str(run.about["placement"]))
+    for name, held_out in inputs.held_out.items():
+        for told in irregularities(held_out.store):
+            display.line(f"{name}: {told}" if name else told)
     began = time.perf_counter()
 
     def progress(done: int, total: int) -> None:

@@ -75,13 +75,7 @@ def _described(store: TokenStore, packing: Packing, sequence_length: int, share:
     what = f"{kinds}; " if kinds else ""
     seen = "" if share is None else f"; {share.tokens:.2%} of the tokens of this run, {share.epochs:.3g} epochs"
     yield f"{what}{learned:,} of {tokens:,} tokens are learned ({learned / tokens:.1%}){seen}"
-    if store.left_out:
-        yield "; ".join(f"{count:,} x {reason}" for reason, count in store.left_out.items())
-    if store.inexact_cuts:
-        yield (
-            f"{store.inexact_cuts:,} x a stretch without a place where a cut is exact, too long to be encoded whole:"
-            " cut all the same, and a token or two there may be others"
-        )
+    yield from irregularities(store)
     cut, into, pieces = _pieces(store, sequence_length)
     if cut:
         empty = pieces - len(packing.pieces.start)
@@ -89,6 +83,17 @@ def _described(store: TokenStore, packing: Packing, sequence_length: int, share:
         unlearned = f"; {empty:,} of all pieces are left out: nothing is learned in them" if empty else ""
         are = "document is" if cut == 1 else "documents are"
         yield f"{cut:,} {are} longer than data.sequence_length: cut into {into:,} pieces{unlearned}{told}"
+
+
+def irregularities(store: TokenStore) -> Iterator[str]:
+    """Of the text what is not in the tokens, or may be in them as others."""
+    if store.left_out:
+        yield "; ".join(f"{count:,} x {reason}" for reason, count in store.left_out.items())
+    if store.inexact_cuts:
+        yield (
+            f"{store.inexact_cuts:,} x a stretch without a place where a cut is exact, too long to be encoded whole:"
+            " cut all the same, and a token or two there may be others"
+        )
 
 
 def _pieces(store: TokenStore, sequence_length: int) -> tuple[int, int, int]:
