@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from aliquot.cli.one_line_errors import one_line_errors
+from aliquot.cli.one_line_errors import one_line_errors, one_line_interrupt
 
 
 def command(
@@ -64,11 +64,12 @@ def command(
     from aliquot.evaluate_model import evaluate_model
     from aliquot.launch.rank_errors import report_error
 
-    try:
-        found = evaluate_model(settings)
-    # The boundary of a rank: whatever ended it is reported once, in the way that suits who started it.
-    except Exception as error:
-        raise typer.Exit(report_error(error, debug=debug)) from None
+    with one_line_interrupt():
+        try:
+            found = evaluate_model(settings)
+        # The boundary of a rank: whatever ended it is reported once, in the way that suits who started it.
+        except Exception as error:
+            raise typer.Exit(report_error(error, debug=debug)) from None
     if os.environ.get("RANK", "0") != "0":
         return
     if as_json:

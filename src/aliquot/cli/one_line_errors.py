@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import typer
 
 from aliquot.errors import StorageError, UserError, storage_error
+from aliquot.launch.rank_errors import LAST_WORDS
 
 # What only a file system says; the error of a write that fails so names no file.
 _STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.ESTALE}
@@ -21,18 +22,25 @@ _STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.ESTALE}
 def one_line_errors(debug: bool) -> Iterator[None]:
     """Turns a UserError, what a file system refuses, and Ctrl-C into one line and its exit code."""
     try:
-        yield
-    except KeyboardInterrupt:
-        if debug:
-            raise
-        _say("stopped by SIGINT")
-        raise typer.Exit(128 + signal.SIGINT) from None
+        with one_line_interrupt():
+            yield
     except (UserError, OSError) as error:
         told = error if isinstance(error, UserError) else _of_storage(error)
         if debug or told is None:
             raise
         _say(told.line)
         raise typer.Exit(told.exit_code) from None
+
+
+@contextmanager
+def one_line_interrupt() -> Iterator[None]:
+    """Of Ctrl-C typer would make an empty line."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if LAST_WORDS not in os.environ:  # else the launcher that has started this rank says so
+            _say("stopped by SIGINT")
+        raise typer.Exit(128 + signal.SIGINT) from None
 
 
 def _say(line: str) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from aliquot.cli.one_line_errors import one_line_errors
+from aliquot.cli.one_line_errors import one_line_errors, one_line_interrupt
 
 if TYPE_CHECKING:
     from aliquot.config.places import Keys, Location
@@ -55,12 +55,13 @@ def command(
     from aliquot.launch.rank_errors import report_error
     from aliquot.train import train
 
-    try:
-        with naming_places(places):
-            train(settings, force)
-    # The boundary of a rank: whatever ended it is reported once, in the way that suits who started it.
-    except Exception as error:
-        raise typer.Exit(report_error(error, debug=debug)) from None
+    with one_line_interrupt():
+        try:
+            with naming_places(places):
+                train(settings, force)
+        # The boundary of a rank: whatever ended it is reported once, in the way that suits who started it.
+        except Exception as error:
+            raise typer.Exit(report_error(error, debug=debug)) from None
 
 
 def _rounds(launch: LaunchSection, settings: RunConfig, arguments: list[str], automatic: bool) -> int:
