@@ -41,6 +41,31 @@ def test_a_signal_in_the_export_loses_nothing(tmp_path: Path, ranks: int) -> Non
     assert errors.count("\n") == 1 and "stopped by SIGTERM after step 6, the last, which is saved" in errors
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_signal_in_the_export_of_what_is_not_saved_saves_it(tmp_path: Path, ranks: int) -> None:
+    """Each file of the export takes the disk a second, and the signal finds the first."""
+    checkpoint = {"last": False, "grace_s": 30}
+    process = started(tmp_path, "/.export.", 1.0, launch={"ranks": ranks}, checkpoint=checkpoint)
+    process.send_signal(signal.SIGTERM)
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode == 143, errors
+    assert "stopped by SIGTERM after step 6, which is saved: start again to continue" in errors
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000006"]
+    assert not [path.name for path in (tmp_path / "run").iterdir() if "export" in path.name]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_signal_when_the_export_is_almost_done_lets_it_be_done(tmp_path: Path, ranks: int) -> None:
+    process = started(tmp_path, "model.safetensors", 2.0, launch={"ranks": ranks}, checkpoint={"last": False})
+    (tmp_path / "now").unlink()  # its header
+    wait_for(tmp_path / "now")
+    process.send_signal(signal.SIGTERM)
+    errors = process.communicate(timeout=30)[1]
+    assert process.returncode == 143, errors
+    assert "stopped by SIGTERM after step 6, the last, which is exported" in errors
+    assert (tmp_path / "run" / "export" / "model.safetensors").exists()
+
+
 def test_no_second_save_is_begun_when_the_grace_is_short(tmp_path: Path) -> None:
     sections: dict[str, dict[str, Any]] = {
         "train": {"max_steps": 100_000, "lr_scheduler_type": "constant"},

@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Mapping
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,6 +21,7 @@ from aliquot.models.generate import continuation
 from aliquot.models.model_files import export_dtype, exported_step, of_step
 from aliquot.observe.console import Display
 from aliquot.ranges.together import on_first
+from aliquot.ranges.transfer import Watch
 
 _WEIGHTS = re.compile(rf"(model|{STEM})(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?")
 
@@ -35,9 +37,16 @@ def is_exported(run: Attempt, start: Start) -> bool:
 
 
 def export_run(
-    run: Attempt, inputs: Inputs, model: Model, files: Mapping[str, bytes], evaluations: Evaluations, done: int
+    run: Attempt,
+    inputs: Inputs,
+    model: Model,
+    files: Mapping[str, bytes],
+    evaluations: Evaluations,
+    done: int,
+    watch: Watch,
 ) -> Path:
-    """Where it lies. `files`: what is beside the weights; `done`: steps. Collective."""
+    """Where it lies. `files`: what is beside the weights; `done`: steps; `watch`: what it raises ends the export, as
+    a UserError on all ranks. Collective."""
     target, root, built = run.directory.export, run.directory.checkpoints, model.built
     on_first(run.ranks, lambda: _keep_foreign(target.resolve(), files, run.display) if target.exists() else None)
     wanted, precision, adapter = run.config.model.dtype, run.config.train.precision, built.adapter
@@ -48,28 +57,29 @@ def export_run(
     if kept is not None and on_first(run.ranks, lambda: kept not in complete_directories(root)):
         run.display.warning(f"step {best} evaluated best, but could not be saved: the last weights are exported")
         kept = None
-    if kept is not None and best != done and _export_kept(run, kept, target, dtype, of_step(files, step_of(kept))):
+    how: dict[str, Any] = {"replace": True, "watch": watch}
+    if kept is not None and best != done and _export_kept(run, kept, target, dtype, of_step(files, step_of(kept)), how):
         run.display.line(f"exported is what evaluated best: {evaluations.told()}")
         return target
     files = of_step(files, done)
     if adapter is None:
         export(
-            model.engine, built.tensors, target, dtype, files, run.ranks, published=model.published, replace=True,
-            exact=built.exact,
+            model.engine, built.tensors, target, dtype, files, run.ranks, published=model.published, exact=built.exact,
+            **how,
         )  # fmt: skip
     else:
-        export(
-            model.saved, built.saved, target, dtype, files, run.ranks, published=adapter.saves, stem=STEM, replace=True
-        )
+        export(model.saved, built.saved, target, dtype, files, run.ranks, published=adapter.saves, stem=STEM, **how)
     return target
 
 
-def _export_kept(run: Attempt, kept: Path, target: Path, dtype: torch.dtype, files: Mapping[str, bytes]) -> bool:
+def _export_kept(
+    run: Attempt, kept: Path, target: Path, dtype: torch.dtype, files: Mapping[str, bytes], how: dict[str, Any]
+) -> bool:
     """Whether the checkpoint `kept`, or the mirror's copy of it, is whole and exported. Collective."""
 
     def damage() -> DamagedCheckpoint | None:
         try:
-            export_checkpoint(kept, target, dtype, ranks=run.ranks, files=files, replace=True)
+            export_checkpoint(kept, target, dtype, ranks=run.ranks, files=files, **how)
         except DamagedCheckpoint as found:
             return found
         return None

@@ -20,7 +20,7 @@ from aliquot.config.due import is_due
 from aliquot.data.batches import StepBatch
 from aliquot.data.batches_ahead import BatchesAhead
 from aliquot.data.batches_to_gpu import ToGpu
-from aliquot.errors import DivergedError, UserError
+from aliquot.errors import DivergedError, TrainingError, UserError
 from aliquot.evaluate import compile_evaluation, evaluate
 from aliquot.experts.load import counted, mean_balance, noted_balance, spread
 from aliquot.experts.modules import has_experts
@@ -36,6 +36,7 @@ from aliquot.observe import summary
 from aliquot.observe.flops import model_flops
 from aliquot.observe.ledger import STEADY_PEAK
 from aliquot.observe.recorder import Recorder
+from aliquot.ranges.transfer import Progress
 
 
 @dataclass(frozen=True)
@@ -285,6 +286,11 @@ class Training:
         if self._run.config.checkpoint.best and step != self._end:
             self._evaluations = self._evaluations.without_saved(step)
 
+    def _give_up(self, _: Progress) -> None:
+        """An export, of which all would be lost: a checkpoint can be saved in the time that is left."""
+        if self._stop.requested:
+            raise TrainingError("told to stop before the export was done")
+
     def _stopped(self) -> int:
         """The signal by which any rank was told to stop, or 0. Collective."""
         return int(max(self._run.ranks.gather(self._stop.requested)))
@@ -353,13 +359,18 @@ class Training:
                 check_round(run.directory.path)  # of a node that was cut off the living run's is not replaced
             self._presence.doing = "exporting the model"
             try:
-                exported = finishing.export_run(*trained, self._files, self._evaluations, self._done)
+                exported = finishing.export_run(*trained, self._files, self._evaluations, self._done, self._give_up)
             except UserError:  # the same on every rank
                 if self._saved_step != self._done:  # checkpoint.last is false: what was trained is nowhere else
                     self._saver.start(self._done, self._state(), self._evaluations.kept_step(run.config.checkpoint))
                     self._finish_saving()
+                if stopping := self._stopped():
+                    raise self._terminated(stopping, "it could not be saved") from None
                 raise
             self._stop.nothing_to_save = f"after step {self._done}, the last, which is exported"
+            if stopping := self._stopped():  # when it was almost done
+                self._stop.obeyed()
+                raise Terminated(stopping, self._stop.nothing_to_save)
         self._presence.doing = "generating the sample"
         said = finishing.sample(*trained)
         # Of an attempt that had nothing left but this, memory says nothing about the run.

@@ -71,7 +71,7 @@ def test_the_first_asks_and_the_second_ends(number: signal.Signals) -> None:
     assert process.returncode == 128 + signal.SIGINT
     assert errors.splitlines() == [
         f"aliquot: {number.name}: the step is finished and saved; once more ends the run at once, losing 3 steps",
-        "aliquot: SIGINT again: ended, losing 3 steps",
+        "aliquot: SIGINT, told to stop again: ended, losing 3 steps",
     ]
 
 
@@ -83,6 +83,18 @@ def test_who_only_copies_what_is_saved_when_the_time_is_over_has_saved_it() -> N
         _, errors = process.communicate(timeout=20)
     assert process.returncode == 143
     assert "stopped by SIGTERM after step 5, which is saved" in errors and "not saved" not in errors
+
+
+def test_who_only_copies_what_is_saved_loses_nothing_when_told_again() -> None:
+    saved = '    stop.saved = "after step 5, which is saved"\n'
+    with started(60, "hangs", RANK.replace("    print(stop.requested", f"{saved}    print(stop.requested")) as process:
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout is not None and process.stdout.readline() == f"{int(signal.SIGTERM)}\n"
+        time.sleep(0.6)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert errors.splitlines()[1] == "aliquot: SIGINT, told to stop again: ended after step 5, which is saved"
 
 
 def test_a_run_directory_that_does_not_answer_keeps_no_signal_from_being_obeyed() -> None:

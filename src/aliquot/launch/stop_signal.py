@@ -88,7 +88,8 @@ class StopSignal:
             if not self.requested:
                 self._ask(number)
             elif ROUND not in os.environ and time.monotonic() > self._asked_at + _SAME_S:
-                self._tell(f"{signal.Signals(number).name} again: ended, {self._lost}")
+                ended = f"ended, {self._lost}" if self.saved is None else f"ended {self.saved}"
+                self._tell(f"{signal.Signals(number).name}, told to stop again: {ended}")
                 os._exit(128 + number)
         os.close(pipe)
 

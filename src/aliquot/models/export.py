@@ -28,7 +28,7 @@ from aliquot.ranges.parts import PartSource
 from aliquot.ranges.publish import check_names, check_space, clean_leftovers, publish_together, write_file
 from aliquot.ranges.reader import RangeReader
 from aliquot.ranges.together import Alone, RankGroup, on_first
-from aliquot.ranges.transfer import drain
+from aliquot.ranges.transfer import Watch, drain
 
 STATE = "state.json"  # of a checkpoint
 MAX_SHARD_BYTES = 50_000_000_000  # transformers' default
@@ -48,6 +48,7 @@ def export(
     stem: str = "model",
     replace: bool = False,
     exact: Collection[str] = (),
+    watch: Watch | None = None,
 ) -> None:
     """Write the weight parts of `store` to `out_dir` as safetensors of `dtype`, rounded to nearest even. Collective.
 
@@ -57,8 +58,9 @@ def export(
     config.json, tokenizer files and so on by plain name; rank 0's are written, and config.json is made to tell `dtype`.
     The files do not depend on the world size.
     Raises the same UserError on every rank: `out_dir` is there and not empty, a rank cannot write, or `check`, which
-    rank 0 calls last with what every rank has to `tell` once it has written, raises; then no `out_dir` appears. With
-    `replace` what is there goes when the new one is whole, or before, where there is no room for both.
+    rank 0 calls last with what every rank has to `tell` once it has written, or `watch`, which hears of every piece,
+    raises; then no `out_dir` appears. With `replace` what is there goes when the new one is whole, or before, where
+    there is no room for both.
     """
     if published is not None:
         store, tensors = PublishedParts(store, published), tensors_of(published)
@@ -80,7 +82,7 @@ def export(
             write_file(partial / name, _with_dtype(data, dtype) if name == "config.json" else data)
 
     def write(partial: Path) -> Any:
-        drain(store, {"weight": layout.byte_map(partial).entries})
+        drain(store, {"weight": layout.byte_map(partial).entries}, watch=watch)
         return tell()
 
     on_first(ranks, make_way)
@@ -98,6 +100,7 @@ def export_checkpoint(
     base: str | None = None,
     files: Mapping[str, bytes] | None = None,
     replace: bool = False,
+    watch: Watch | None = None,
 ) -> None:
     """Export the weights of a checkpoint, with the config files that it was saved with, or with `files`; each rank its
     part. Collective.
@@ -125,7 +128,7 @@ def export_checkpoint(
     stored = getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
     def write(store: PartSource, tensors: Sequence[tuple[str, Shape]], files: Mapping[str, bytes], **how: Any) -> None:
-        tell, every = checksums.pieces, {"replace": replace, **how}
+        tell, every = checksums.pieces, {"replace": replace, "watch": watch, **how}
         export(store, tensors, out_dir, stored, files, ranks, max_shard_bytes, tell, check, **every)
 
     adapter = config_files.get(CONFIG_FILE)
