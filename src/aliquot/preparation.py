@@ -17,6 +17,7 @@ from aliquot.checkpoint.fetch_newer import fetch_best, fetch_instead, fetch_newe
 from aliquot.checkpoint.resume import began_elsewhere, resume
 from aliquot.config.batch_size import batch_size
 from aliquot.config.on_disk import OnDisk
+from aliquot.config.schema import RunConfig
 from aliquot.config.unsharded import Unsharded
 from aliquot.data.batches import Batches, EvalBatches, Position
 from aliquot.data.examples import examples
@@ -40,7 +41,7 @@ from aliquot.models.computed import computed
 from aliquot.models.fingerprint import fingerprint
 from aliquot.models.load import load_adapter, load_weights
 from aliquot.models.published import published_of
-from aliquot.models.source import import_models, resolve
+from aliquot.models.source import ModelSource, import_models, resolve
 from aliquot.models.stored_names import StoredNames
 from aliquot.models.structure import decoder_layers
 from aliquot.models.traits import Traits, traits
@@ -50,7 +51,7 @@ from aliquot.observe.timeline import timeline_of
 from aliquot.optim.schedule import Schedule
 from aliquot.plan.own_rates import ceiling
 from aliquot.plan.preflight import plan_before
-from aliquot.ranges.together import on_first, together
+from aliquot.ranges.together import on_each, on_first, together
 
 _SHOWN_CHARACTERS = 400  # of a stretch of an example
 
@@ -72,25 +73,39 @@ def read_inputs(run: Attempt) -> Inputs:
     config, ranks = run.config, run.ranks
     import_models()
     on_first(ranks, lambda: bool(resolve(config.model)))  # from the hub only rank 0 downloads
-    source = resolve(config.model)
-    source.check_length(config.data.sequence_length)  # before a corpus is tokenised for nothing
+    source = on_each(ranks, lambda: _source(config))
     beside, largest = source.config.to_dict(), source.largest_vocabulary
     added = config.model.add_tokens, config.model.add_special_tokens
     learned = None if config.adapter is None else config.adapter.directory
     told = run.display.progress
     data = prepare_together(config.data, source.directory, largest, ranks, told, beside, *added, learned)
-    tokenizer = data.load_tokenizer()
-    source.adopt_tokenizer(tokenizer, largest_token(tokenizer), any(added))
-    source.check_length(config.data.sequence_length)  # its padding token may have become another
+
+    def adopted() -> Any:
+        tokenizer = data.load_tokenizer()
+        source.adopt_tokenizer(tokenizer, largest_token(tokenizer), any(added))
+        source.check_length(config.data.sequence_length)  # its padding token may have become another
+        return tokenizer
+
+    tokenizer = on_each(ranks, adopted)
     size = batch_size(config.train, ranks.world_size)
     epochs = None if config.train.max_steps else config.train.num_train_epochs
     found = Traits(**on_first(ranks, lambda: vars(traits(source.config, config.data.sequence_length))))
     fills_up = keeps_large_kernels(ranks.topology.device, config.train.precision)
-    batches = Batches.of(data, config.data, config.run.seed, size, epochs, found.packs, fills_up)
-    total_steps = batches.total_steps(config.train.max_steps)
-    held_out = EvalBatches.of(data, config.data, size, found.packs, fills_up)
+
+    def packed() -> tuple[Batches, int, dict[str, EvalBatches]]:
+        batches = Batches.of(data, config.data, config.run.seed, size, epochs, found.packs, fills_up)
+        held_out = EvalBatches.of(data, config.data, size, found.packs, fills_up)
+        return batches, batches.total_steps(config.train.max_steps), held_out
+
+    batches, total_steps, held_out = on_each(ranks, packed)
     schedule = Schedule.of(config.train, total_steps)
     return Inputs(source, found, data, tokenizer, size, batches, held_out, total_steps, schedule)
+
+
+def _source(config: RunConfig) -> ModelSource:
+    found = resolve(config.model)
+    found.check_length(config.data.sequence_length)  # before a corpus is tokenised for nothing
+    return found
 
 
 def check_inputs(run: Attempt, inputs: Inputs) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -102,6 +103,22 @@ def test_other_weights_of_the_same_sizes_are_noticed(tmp_path: Path) -> None:
     config.write_text(text[:start] + f"model:\n  path: {trained}\n" + text[stop:])
     ended = two_nodes(config, f"model.path={other}")
     assert all(code == 2 and "weights (hash of samples) is" in line for code, line in ended), ended
+
+
+@pytest.mark.long
+def test_what_is_wrong_on_one_node_alone_is_said_by_all(tmp_path: Path) -> None:
+    """Its model, by a file of the same name elsewhere, knows fewer positions."""
+    config = write_config(tmp_path)
+    model = yaml.safe_load(config.read_text())["model"]["config"]
+    files = [tmp_path / f"{name}.json" for name in ("model", "shorter")]
+    for file, positions in zip(files, (64, 16), strict=True):
+        file.write_text(json.dumps({**model, "max_position_embeddings": positions}))
+    text = config.read_text()
+    start, stop = text.index("model:\n"), text.index("observe:\n")
+    config.write_text(text[:start] + f"model:\n  config: {files[0]}\n" + text[stop:])
+    ended = two_nodes(config, f"model.config={files[1]}")
+    for code, line in ended:
+        assert code == 2 and "rank 1: data.sequence_length is 32, but the model has 16 positions" in line, ended
 
 
 def test_a_rank_that_somebody_started_otherwise_is_named(tmp_path: Path) -> None:

@@ -43,6 +43,13 @@ def together(ranks: RankGroup, work: Callable[[], T]) -> list[T]:
     return _together(ranks, work, name_rank=True)
 
 
+def on_each(ranks: RankGroup, work: Callable[[], T]) -> T:
+    """What `work` returned on this rank, whatever it is. Collective; raises as `together` does."""
+    found: list[T] = []
+    together(ranks, lambda: found.append(work()))
+    return found[0]
+
+
 def on_first(ranks: RankGroup, work: Callable[[], T]) -> T:
     """Run `work` on rank 0 only and return what it returned, a JSON value, on every rank. Collective."""
     return _together(ranks, lambda: work() if ranks.rank == 0 else None, name_rank=False)[0]  # type: ignore[return-value]
