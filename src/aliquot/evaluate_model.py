@@ -49,8 +49,8 @@ def evaluate_model(config: RunConfig) -> dict[str, Evaluation]:
     Every rank calls it with the same config (config/read_evaluation.py makes one) and gets the same. An engine takes
     as much address space as for training, but memory for weights and activations alone. Raises UserError.
     """
-    with told_local_ranks(os.environ, config.launch.join_timeout_s):
-        topology, placement = place(config.launch, os.environ, read_cpu(), choose_device(config.launch.device))
+    with told_local_ranks(os.environ, config.launch.join_timeout_s) as bound:
+        topology, placement = place(config.launch, os.environ, read_cpu(), choose_device(config.launch.device), bound)
         ranks = Ranks.join(topology, _TIMEOUT_S, config.launch.join_timeout_s)
     display = Display(config.observe.console, enabled=topology.is_first)
     exporter = Exporter(config.observe, config.run.name)

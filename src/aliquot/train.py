@@ -48,8 +48,8 @@ def train(config: RunConfig, force: bool = False) -> Result:
     Every rank calls it with the same config. `force`: even if the plan says that it does not fit. Raises UserError for
     bad input, TrainingError for a run that must stop.
     """
-    with told_local_ranks(os.environ, config.launch.join_timeout_s):
-        topology, placement = place(config.launch, os.environ, read_cpu(), choose_device(config.launch.device))
+    with told_local_ranks(os.environ, config.launch.join_timeout_s) as bound:
+        topology, placement = place(config.launch, os.environ, read_cpu(), choose_device(config.launch.device), bound)
         machine = machine_facts() if topology.is_first else None
         ranks = Ranks.join(topology, _PREPARATION_TIMEOUT_S, config.launch.join_timeout_s)
     display = Display(config.observe.console, enabled=topology.is_first)

@@ -41,6 +41,13 @@ CORES, QUOTA = "physical cores / ranks", "cgroup CPU quota / ranks"
 SETTING, VARIABLE = "launch.threads_per_rank", "OMP_NUM_THREADS"
 
 
+def test_a_rank_that_was_bound_uses_all_it_may() -> None:
+    """As srun does with ranks of one host: each sees other cores."""
+    four = CpuFacts("model", tuple((core, core + 8) for core in range(4, 8)), None, 1, ())
+    topology, told = place(LaunchSection(), rank(1, 2), four, "cpu", bound=True)
+    assert (topology.threads, topology.cores) == (4, (4, 5, 6, 7)) and "2 ranks x 4 threads, cores 4-7" in told
+
+
 @pytest.mark.parametrize(
     ("setting", "environ", "facts", "threads", "cores", "source"),
     [

@@ -43,11 +43,14 @@ from aliquot.launch.local_ranks import told_local_ranks
 from aliquot.launch.placement import place
 from aliquot.launch.ranks import Ranks
 print("joins", flush=True)
+if len(sys.argv) > 2:
+    os.sched_setaffinity(0, {int(sys.argv[2])})
 try:
-    with told_local_ranks(os.environ, float(sys.argv[1])):
-        topology = place(LaunchSection(), os.environ, read_cpu(), "cpu")[0]
+    with told_local_ranks(os.environ, float(sys.argv[1])) as bound:
+        topology = place(LaunchSection(), os.environ, read_cpu(), "cpu", bound)[0]
         ranks = Ranks.join(topology, 60, float(sys.argv[1]))
     own = [topology.local_rank, topology.local_world_size, topology.node_rank, topology.nodes]
+    own += [bound, topology.cores] if len(sys.argv) > 2 else []
     print(ranks.gather(own), os.environ["GLOO_SOCKET_IFNAME"])
     ranks.close()
 except UserError as error:
@@ -209,6 +212,24 @@ def test_ranks_of_a_loop_find_out_that_they_share_a_host() -> None:
     with started(commands) as processes:
         outputs = [process.communicate(timeout=240) for process in processes]
     assert [out.splitlines()[-1] for out, _ in outputs] == ["[[0, 2, 0, 1], [1, 2, 0, 1]] lo"] * 2, outputs
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("apart", [True, False])
+def test_ranks_that_srun_has_bound_keep_all_their_cores(apart: bool) -> None:
+    """And what is exported of SLURM_LOCALID and SLURM_NTASKS_PER_NODE says nothing of where a rank is."""
+    cpus = sorted(os.sched_getaffinity(0))[:2]
+    if len(cpus) < 2:
+        pytest.skip("there is one CPU")
+    port, wrong = free_port(), {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    commands = []
+    for rank in range(2):
+        command, environ = by_number_only(rank, 2, port, "127.0.0.1", **wrong)
+        commands.append(([*command, str(cpus[rank if apart else 0])], environ))
+    with started(commands) as processes:
+        outputs = [process.communicate(timeout=240) for process in processes]
+    each = [[rank, 2, 0, 1, apart, [cpus[rank]] if apart else []] for rank in range(2)]
+    assert [out.splitlines()[-1] for out, _ in outputs] == [f"{each} lo"] * 2, outputs
 
 
 @pytest.mark.parametrize(

@@ -21,11 +21,16 @@ _LARGEST_PORT = 65535
 
 
 def place(
-    launch: LaunchSection, environ: Mapping[str, str], cpu: CpuFacts, device: Literal["cpu", "cuda"]
+    launch: LaunchSection,
+    environ: Mapping[str, str],
+    cpu: CpuFacts,
+    device: Literal["cpu", "cuda"],
+    bound: bool = False,
 ) -> tuple[Topology, str]:
     """The topology of this process, and one line that says what was chosen for all ranks of this machine.
 
-    `cpu` must be read before any pinning. Without RANK in `environ` the process is alone: rank 0 of 1.
+    `cpu` must be read before any pinning of ours; `bound`: its cores are this rank's alone. Without RANK in `environ`
+    the process is alone: rank 0 of 1.
     """
     # WORLD_SIZE without RANK is what a person exports for torchrun: it says how many ranks to start (launcher.py).
     alone = "RANK" not in environ
@@ -36,8 +41,9 @@ def place(
         raise LaunchError(
             f"the environment says rank {rank} of {world_size}, local rank {local_rank} of {local_ranks}: not possible"
         )
-    threads, reason = threads_per_rank(launch, environ, cpu, local_ranks)
-    cores = core_sets(cpu, local_ranks, threads)
+    sharing = 1 if bound else local_ranks  # the cores that this process may use
+    threads, reason = threads_per_rank(launch, environ, cpu, sharing)
+    cores = [_first_cpus(cpu, threads)] if bound else core_sets(cpu, local_ranks, threads)
     topology = Topology(
         rank=rank,
         world_size=world_size,
@@ -47,7 +53,7 @@ def place(
         nodes=number(environ, "GROUP_WORLD_SIZE", world_size // local_ranks),
         device=device,
         threads=threads,
-        cores=cores[local_rank],
+        cores=cores[0 if bound else local_rank],
     )
     where = f", cores {' | '.join(format_cpu_list(own) for own in cores)}" if cores[0] else ", not pinned"
     machines = f" on each of {topology.nodes} nodes" if topology.nodes > 1 else ""
@@ -95,6 +101,12 @@ def core_sets(cpu: CpuFacts, local_ranks: int, threads: int) -> list[tuple[int, 
         return [()] * local_ranks
     whole = [tuple(sorted(number for core in cores for number in core)) for cores in cpu.cores_by_node]
     return [cpus for cpus, share in zip(whole, shares, strict=True) for _ in range(share)]
+
+
+def _first_cpus(cpu: CpuFacts, threads: int) -> tuple[int, ...]:
+    """One CPU of every physical core, for a rank that has cores of its own; empty: do not pin."""
+    (own,) = _divided(cpu, 1)
+    return own if threads <= len(own) and not cpu.throttled else ()
 
 
 def _divided(cpu: CpuFacts, local_ranks: int) -> list[tuple[int, ...]]:

@@ -110,8 +110,11 @@ def meet_ranks(topology: Topology, environ: Mapping[str, str], timeout_s: float)
     return PrefixStore("group", own)
 
 
-def meet_hosts(rank: int, world_size: int, environ: Mapping[str, str], timeout_s: float) -> tuple[Store, list[str]]:
-    """As a rank that was told nothing of its host: the store, to be kept until `meet_ranks`, and each rank's host.
+def meet_hosts(
+    rank: int, world_size: int, environ: Mapping[str, str], timeout_s: float
+) -> tuple[Store, list[dict[str, Any]]]:
+    """As a rank that was not told all of its host: the store, to be kept until `meet_ranks`, and each rank's host and
+    the CPUs that it may use.
 
     Raises UserError, which names who is missing.
     """
@@ -121,9 +124,10 @@ def meet_hosts(rank: int, world_size: int, environ: Mapping[str, str], timeout_s
     deadline = _Deadline(timeout_s)
     store = _open(address, port, rank == 0, deadline, "rank 0")
     own = PrefixStore("aliquot/hosts", store)
-    told = _arrive(own, "rank", rank, world_size, {"identity": host_identity()}, deadline)
+    facts = {"identity": host_identity(), "cpus": sorted(os.sched_getaffinity(0))}
+    told = _arrive(own, "rank", rank, world_size, facts, deadline)
     _leave(own, rank, world_size)
-    return store, [entry["identity"] for entry in told]
+    return store, told
 
 
 def _master(environ: Mapping[str, str]) -> tuple[str, int]:
