@@ -36,7 +36,6 @@ from aliquot.observe import summary
 from aliquot.observe.flops import model_flops
 from aliquot.observe.ledger import STEADY_PEAK
 from aliquot.observe.recorder import Recorder
-from aliquot.ranges.transfer import Progress
 
 
 @dataclass(frozen=True)
@@ -286,7 +285,7 @@ class Training:
         if self._run.config.checkpoint.best and step != self._end:
             self._evaluations = self._evaluations.without_saved(step)
 
-    def _give_up(self, _: Progress) -> None:
+    def _give_up(self, _: object) -> None:
         """An export, of which all would be lost: a checkpoint can be saved in the time that is left."""
         if self._stop.requested:
             raise TrainingError("told to stop before the export was done")
