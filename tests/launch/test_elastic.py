@@ -273,6 +273,27 @@ def test_bad_input_ends_the_run_at_once(nodes: Nodes) -> None:
     assert [nodes.next(each)["code"] for each in (a, b)] == [2, 2]
 
 
+def test_a_node_with_bad_input_is_sent_away_from_those_that_train(nodes: Nodes) -> None:
+    a, b = nodes.come("a"), nodes.come("b")
+    assert nodes.whats(a, b) == ["start"] * 2
+    c = nodes.come("c")
+    assert nodes.whats(a, b) == ["stop"] * 2
+    end(a, 1, 143, "training")
+    end(b, 1, 143, "training")
+    assert nodes.whats(a, b, c) == ["start"] * 3
+    differs = (
+        "aliquot: node 2 (rank 2) does not train what node 0 does: data (hash of the tokens) is x there and y here"
+    )
+    for each in (a, b, c):
+        end(each, 2, 2, "user", differs)
+    assert nodes.next(c) == {"what": "end", "code": 2, "lines": [differs]}
+    assert [nodes.next(each)["nodes"] for each in (a, b)] == [2, 2]
+    assert "because c (127.0.0.1) cannot take part: node 2 (rank 2) does not train what node 0 does" in nodes.told[-1]
+    end(a, 3, 2, "user", "aliquot: data.txt: no such file [data]")  # of what has trained nobody is to blame
+    end(b, 3, 1, "peer_lost")
+    assert [nodes.next(each)["code"] for each in (a, b)] == [2, 2]
+
+
 def test_too_few_nodes_are_waited_for_and_named(tmp_path: Path, quick: None) -> None:
     few = Nodes(tmp_path, "2:3", join_timeout_s=1)
     told = few.next(few.come("a"))

@@ -94,6 +94,7 @@ class Leader:
         self._claim_used = False  # by a round
         self._changed = self._said = self._waiting_since = time.monotonic()
         self._failed_at: int | None = None  # steps saved at the last failure
+        self._proven = set(expected or ())  # ids of those that have trained
         self._over = threading.Event()
         self._superseded = self._enough = False
         self._claiming = threading.Lock()  # an own claim is not another node's
@@ -302,6 +303,9 @@ class Leader:
         if ended and not any(each["code"] for each in ended):
             self._claims.finish(self._run.finish_mark())
             self._end(0)
+        elif worst is not None and worst["code"] == 2 and (new := self._new_beside_proven()):
+            self._send_away(new, worst["lines"])
+            self._next_round()
         elif worst is not None:
             self._end(worst["code"], *worst["lines"])
         elif not self._round.reasons and causes[0]["code"] > 2:  # a signal to ranks, not to a launcher
@@ -312,8 +316,27 @@ class Leader:
             if not self._round.reasons:
                 self._failed_at = self._run.progress()[0]
                 self._round.reasons.append(causes[0]["lines"][0].removeprefix("aliquot: "))
-            self._round.running, self._round.ending = False, None
-            self._changed = self._waiting_since = time.monotonic()
+            else:  # it would have gone on
+                self._proven |= {member.id for member in self._round.members}
+            self._next_round()
+
+    def _next_round(self) -> None:
+        self._round.running, self._round.ending = False, None
+        self._changed = self._waiting_since = time.monotonic()
+
+    def _new_beside_proven(self) -> list[Member]:
+        """Of the members of a round, at whose input it must lie that those who have trained together do so no more."""
+        new = [member for member in self._round.members if member.id not in self._proven]
+        return new if len(new) < len(self._round.members) else []
+
+    def _send_away(self, members: list[Member], lines: list[str]) -> None:
+        """Nodes with other data, or without some: the others go on without them."""
+        names = ", ".join(member.name for member in members)
+        self._round.reasons = [f"{names} cannot take part: {lines[0].removeprefix('aliquot: ')}"]
+        self._round.size -= len(members)
+        for member in members:
+            member.peer.send("end", code=2, lines=lines)
+            self._remove(member)
 
     def _end(self, code: int, *lines: str) -> None:
         for member in self._members:
