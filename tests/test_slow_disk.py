@@ -86,6 +86,19 @@ def test_a_save_that_hangs_ends_with_the_grace(tmp_path: Path) -> None:
     assert process.returncode == 1 and "not saved within checkpoint.grace_s = 3 s of SIGTERM" in errors
 
 
+def test_a_second_ctrl_c_ends_a_node_that_may_come_and_go(tmp_path: Path) -> None:
+    """Its ranks are in groups of their own, and told to stop once by it, and once more by the leader."""
+    launch = {"ranks": 1, "nodes": "1:2"}
+    process = started(tmp_path, "checkpoints", FOR_EVER_S, checkpoint={"every": 2, "grace_s": 300}, launch=launch)
+    process.send_signal(signal.SIGINT)
+    time.sleep(3)
+    process.send_signal(signal.SIGINT)
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode == 130, errors
+    assert "SIGINT: once more ends this node's ranks at once" in errors
+    assert "SIGINT, told to stop again: this node's ranks are ended, saved or not" in errors
+
+
 def test_a_rank_that_is_killed_while_its_save_hangs_is_named(tmp_path: Path) -> None:
     process = started(tmp_path, "checkpoints", FOR_EVER_S, checkpoint={"every": 2}, launch={"ranks": 2})
     ranks = [each for each in psutil.Process(process.pid).children(recursive=True) if each.environ().get("RANK") == "1"]

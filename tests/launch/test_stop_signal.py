@@ -20,7 +20,7 @@ RANK = """
 import os, signal, sys, time
 from aliquot.launch import stop_signal
 from aliquot.launch.stop_signal import StopSignal
-stop_signal._SAME_S = 0.5
+stop_signal.SAME_S = 0.5
 signal.signal(signal.SIGINT, signal.SIG_IGN if sys.argv[2] == "background" else signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup, which ignores it
 with StopSignal(grace_s=float(sys.argv[1]), tells=True, kept=lambda: "losing 3 steps") as stop:

@@ -30,6 +30,7 @@ from aliquot.launch.gloo_interface import address_of, gloo_interface
 from aliquot.launch.json_lines import Message, Peer
 from aliquot.launch.local_group import Ended, run_local_ranks
 from aliquot.launch.membership import BEAT_S, ENDING_S, SILENT_S, Leader, Run
+from aliquot.launch.second_signal import obeying_second_signal
 from aliquot.launch.stop_signal import STOP_SIGNALS
 
 _POLL_S = 0.1
@@ -49,10 +50,18 @@ def start_elastic_ranks(
     what the ranks import. Returns as `start_ranks` does.
     """
     start_server(logs, modules)
-    from torch.distributed.elastic.multiprocessing import SignalException
-
     claims = Claims(run_directory)
     node = _Node(launch, claims, automatic, run)
+    with obeying_second_signal(node.told_to_stop, node.told_again):
+        return _all_rounds(node, claims, launch, argv, logs, grace_s, run, modules)
+
+
+def _all_rounds(
+    node: _Node, claims: Claims, launch: LaunchSection, argv: list[str], logs: Path, grace_s: float, run: Run,
+    modules: Sequence[str],
+) -> int:  # fmt: skip
+    from torch.distributed.elastic.multiprocessing import SignalException
+
     try:
         _obey_signals()
         if not _is_finished(claims, run):
@@ -146,6 +155,9 @@ class _Link(threading.Thread):
             time.sleep(_POLL_S)
         self.peer.close()
 
+    def kill(self) -> None:
+        self._pending = signal.SIGKILL
+
     def _obey(self, message: Message) -> None:
         what = message["what"]
         if what in ("start", "end"):
@@ -202,6 +214,15 @@ class _Node:
     def report(self, round: int, ended: Ended) -> None:
         assert self.link is not None
         self.link.peer.send("ended", round=round, code=ended.code, lines=ended.lines, kind=ended.kind)
+
+    def told_to_stop(self, signal_name: str) -> None:
+        if self.link is not None and self.link.in_round.is_set():
+            _print([f"aliquot: {signal_name}: once more ends this node's ranks at once, saved or not"])
+
+    def told_again(self, signal_name: str) -> None:
+        if self.link is not None and self.link.in_round.is_set():
+            _print([f"aliquot: {signal_name}, told to stop again: this node's ranks are ended, saved or not"])
+            self.link.kill()
 
     def leave(self) -> None:
         if self._leader is not None:

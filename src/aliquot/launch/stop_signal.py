@@ -21,7 +21,7 @@ from aliquot.launch.rank_errors import report_error
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # Whoever stops a whole control group (systemd, scancel) tells each rank and the launcher, which tells the ranks again.
-_SAME_S = 2.0
+SAME_S = 2.0
 _HEARD_S = 30.0
 
 
@@ -87,7 +87,7 @@ class StopSignal:
                 os._exit(error.exit_code)
             if not self.requested:
                 self._ask(number)
-            elif ROUND not in os.environ and time.monotonic() > self._asked_at + _SAME_S:
+            elif ROUND not in os.environ and time.monotonic() > self._asked_at + SAME_S:
                 ended = f"ended, {self._lost}" if self.saved is None else f"ended {self.saved}"
                 self._tell(f"{signal.Signals(number).name}, told to stop again: {ended}")
                 os._exit(128 + number)
@@ -146,7 +146,7 @@ class StopSignal:
 
     def _told_again(self, number: int, _frame: FrameType | None) -> None:
         """The handler after this context: the same signal, told once more, is no reason not to say what was saved."""
-        if time.monotonic() > self._asked_at + _SAME_S:
+        if time.monotonic() > self._asked_at + SAME_S:
             for each, former in self._former.items():
                 signal.signal(each, former)
             signal.raise_signal(number)
