@@ -195,6 +195,7 @@ def test_a_node_comes_another_is_lost_and_the_run_ends(nodes: Nodes) -> None:
     assert [(each["what"], each["round"], each["node"], each["nodes"]) for each in first] == [
         ("start", 1, 0, 2), ("start", 1, 1, 2),
     ]  # fmt: skip
+    assert nodes.told[-1] == f"1 more node may come: one with the same run directory, {nodes.folder}"
     c = nodes.come("c")
     assert nodes.whats(a, b) == ["stop", "stop"]
     end(a, 1, 143, "training")
@@ -299,7 +300,7 @@ def test_too_few_nodes_are_waited_for_and_named(tmp_path: Path, quick: None) -> 
     told = few.next(few.come("a"))
     assert told["code"] == 1  # no bad input: a pod is replaced
     assert told["lines"][0].startswith("aliquot: 1 of at least 2 nodes (launch.nodes 2:3) came within 1 s")
-    assert "a (127.0.0.1)" in told["lines"][0]
+    assert "a (127.0.0.1)" in told["lines"][0] and f"by the run directory {tmp_path}, which all" in told["lines"][0]
     few.leave()
 
 

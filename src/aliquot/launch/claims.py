@@ -51,6 +51,10 @@ class Claims:
             told = f"cannot write the run directory, which all nodes share: {error.strerror}"
             raise storage_error(told, error, directory) from None
 
+    @property
+    def directory(self) -> Path:
+        return self._rounds.parent
+
     def newest_number(self) -> int | None:
         return newest_round(self._rounds.parent)
 
