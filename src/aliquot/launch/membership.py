@@ -245,8 +245,8 @@ class Leader:
             told = "; ".join(self._round.reasons)
             error = RendezvousError(
                 f"{len(here)} of at least {fewest} nodes (launch.nodes {self._launch.nodes}) came within"
-                f" {self._launch.join_timeout_s:g} s (launch.join_timeout_s): {names}{'; ' * bool(told)}{told}; they find"
-                f" each other by the run directory {self._claims.directory}, which all must share"
+                f" {self._launch.join_timeout_s:g} s (launch.join_timeout_s): {names}{'; ' * bool(told)}{told}; they"
+                f" find each other by the run directory {self._claims.directory}, which all must share"
             )
             self._end(1, f"aliquot: {error.line}")  # not 2, as for bad input: where pods are replaced, others may come
 
@@ -265,12 +265,8 @@ class Leader:
         self._run.tell(f"round {number}: {_nodes(len(members))} ({names}) from step {saved}{again}{why}")
         if number == 1 and (more := self._launch.most_nodes - len(members)):
             # Without a common directory each would be the first of a run of its own.
-            may = (
-                "1 more node may come: one that shares"
-                if more == 1
-                else f"{more} more nodes may come: those that share"
-            )
-            self._run.tell(f"{may} the run directory {self._claims.directory}")
+            may = "1 more node may come: one" if more == 1 else f"{more} more nodes may come: those"
+            self._run.tell(f"{may} with the same run directory, {self._claims.directory}")
         ranks = min(member.ranks for member in members) if all(member.automatic for member in members) else None
         with socket.create_server(("", 0)) as probe:
             port = probe.getsockname()[1]
