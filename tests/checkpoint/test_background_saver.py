@@ -122,6 +122,18 @@ def test_many_saves_amid_updates(tmp_path: Path) -> None:
         assert_saved(tmp_path, step, values)
 
 
+def test_a_save_takes_as_long_as_was_worked_on_it(tmp_path: Path) -> None:
+    """It is noticed when ranks meet next, after an evaluation perhaps."""
+    told: list[tuple[int, float, float]] = []
+    section, store = CheckpointSection(), Store()
+    saver = Saver(tmp_path, store, TENSORS, {}, Alone(), section, [].append, saved=lambda *each: told.append(each))
+    saver.start(1, {"step": 1})
+    time.sleep(0.05)
+    saver.finish()
+    ((step, seconds, stall_s),) = told
+    assert step == 1 and seconds == max(saver.worked_s, stall_s)
+
+
 def test_synchronous(tmp_path: Path) -> None:
     store = Store()
     saver = saver_of(tmp_path, store, **{"async": False})

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from aliquot.observe.console import Display
+from aliquot.observe.live_view import LiveView
 
 METRICS = {
     "step": 3,
@@ -70,6 +71,27 @@ def test_a_long_evaluation_says_how_far_it_is_and_a_short_one_nothing() -> None:
     told = out.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert told == ["evaluating: 2 of 4 micro-batches, ETA 30 s", "evaluating: 3 of 4 micro-batches, ETA 15 s",
                     "evaluating: 4 of 4 micro-batches, ETA 0 s"]  # fmt: skip
+
+
+def test_while_a_run_is_evaluated_no_estimate_stands_still() -> None:
+    out = Console(file=io.StringIO(), force_terminal=True, width=200, _environ={"TERM": "xterm"})
+    display = Display("live", console=out)
+    display.step(METRICS, 10)
+    display.evaluating(0, 4, seconds=0)
+    display.evaluating(2, 4, seconds=30)
+    shown = [task.fields["eta"] for task in display._bars.tasks]
+    display.finish()
+    assert shown == ["", "ETA 30 s"]
+
+
+def test_lines_of_memory_break_between_ranks() -> None:
+    view = LiveView()
+    view.limit_bytes, view.saved = 2**33, "step 3 saved"
+    view.update({"memory_bytes": [2**29] * 3})
+    out = Console(file=io.StringIO(), force_terminal=True, width=80, _environ={"TERM": "xterm"}, color_system=None)
+    out.print(view)
+    lines = [line.strip() for line in out.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    assert lines[0].endswith("1: █░░░░░░░░░ 0.50 GiB") and lines[1] == "2: █░░░░░░░░░ 0.50 GiB  of 8.00 GiB each"
 
 
 @pytest.mark.parametrize("kind", ["auto", "live"])

@@ -73,7 +73,7 @@ class Saver:
         self._written_bytes = 0
         self._step = 0
         self._best: int | None = None
-        self._begun_at = self._worked_s = 0.0
+        self._worked_s = 0.0
         self._stall_s = 0.0
         self._draft: Draft | None = None
         self._live: LiveParts | None = None  # None: drained, rank 0 publishes
@@ -86,7 +86,7 @@ class Saver:
         """
         self.finish()
         self._best = best
-        self._step, self._begun_at, self._stall_s, self._worked_s = step, time.perf_counter(), 0.0, 0.0
+        self._step, self._stall_s, self._worked_s = step, 0.0, 0.0
         with self._standing_still():
             try:
                 self._draft = Draft.begin(
@@ -161,7 +161,8 @@ class Saver:
         self._worked_s += work.seconds
         if self._live is None:
             self._draft = self._work = None
-            self._saved(self._step, time.perf_counter() - self._begun_at, self._stall_s)
+            # Not until now, when ranks meet: an evaluation may lie between.
+            self._saved(self._step, max(self._worked_s, self._stall_s), self._stall_s)
             return
         self._live = None
         pieces: list[list[Piece]] = self._ranks.gather(work.result)

@@ -111,6 +111,8 @@ class Display:
         """So many micro-batches of an evaluation, for so long; plain output says so of long ones, once in a while."""
         left_s = seconds / done * (total - done) if done else None
         if self._is_live:
+            if "training" in self._tasks:
+                self._bars.update(self._tasks["training"], eta="")  # it would stand still
             self._bar("evaluating", done, total, left_s)
             if done >= total:
                 self._bars.remove_task(self._tasks.pop("evaluating"))

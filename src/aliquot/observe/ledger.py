@@ -125,14 +125,13 @@ class Ledger:
 def tables(rows: Sequence[Row]) -> list[Table]:
     """Of GPU memory, where ranks compute on GPUs, and of the machine's.
 
-    A line a phase, each number the largest over the ranks; `share` is a rank's of what is shared. The plan is of the
+    A line a phase, each number the largest over the ranks, so that they need not add up. The plan is of the
     peak, and its error is signed: positive where less was needed than planned.
     """
     of_gpus = [{"phase": row["phase"], **row["gpu"]} for row in rows if "gpu" in row]
-    title = "of a rank: its own and its share of what is shared; the largest"
-    if not of_gpus:
-        return [_table(rows, title, _OF_HOST)]
-    return [_table(of_gpus, "of a rank's GPU; the largest", _OF_GPU), _table(rows, title, _OF_HOST)]
+    how = "the largest of all; peak within a phase, the rest at its end"
+    of_host = _table(rows, f"of a rank, {how}\nown: what it has alone; share: its part of what is shared", _OF_HOST)
+    return [_table(of_gpus, f"of a rank's GPU, {how}", _OF_GPU), of_host] if of_gpus else [of_host]
 
 
 def _table(rows: Sequence[Row], title: str, columns: Columns) -> Table:

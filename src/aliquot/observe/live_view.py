@@ -17,6 +17,7 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARKS = 40
 _BAR = 10
 _SHOWN_RANKS = 8
+_LABEL = len("GPU memory") + 2  # of the first column at most, and what parts it from the next
 
 
 class LiveView:
@@ -41,11 +42,11 @@ class LiveView:
         grid = Table.grid(padding=(0, 2, 0, 0))
         grid.add_column(style="dim", no_wrap=True)
         grid.add_column(overflow="fold")
-        for label, row in self._rows(plain=options.ascii_only):
+        for label, row in self._rows(options.ascii_only, options.max_width - _LABEL):
             grid.add_row(label, row)
         yield grid
 
-    def _rows(self, plain: bool) -> list[tuple[str, Text]]:
+    def _rows(self, plain: bool, width: int) -> list[tuple[str, Text]]:
         told, rows = self.metrics, []
         if self.losses:
             line = Text(f"{self.losses[-1]:.4f}", style="bold")
@@ -63,9 +64,9 @@ class LiveView:
         if told.get("learning_rate") is not None and told.get("grad_norm") is not None:
             rows.append(("step", Text(f"lr {told['learning_rate']:.2e}  grad norm {told['grad_norm']:.3f}")))
         if told.get("memory_bytes"):
-            rows.append(("memory", _memory(told["memory_bytes"], self.limit_bytes, plain)))
+            rows.append(("memory", _memory(told["memory_bytes"], self.limit_bytes, plain, width)))
         if told.get("gpu_memory_bytes"):
-            rows.append(("GPU memory", _memory(told["gpu_memory_bytes"], self.gpu_bytes, plain)))
+            rows.append(("GPU memory", _memory(told["gpu_memory_bytes"], self.gpu_bytes, plain, width)))
         if self.saving is not None:
             rows.append(("checkpoint", Text(f"saving step {self.saving} ...", style="cyan")))
         elif self.saved is not None:
@@ -86,23 +87,29 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(_BLOCKS[round((mean - low) * scale)] for mean in means)
 
 
-def _memory(sizes: Sequence[int], limit_bytes: int | None, plain: bool) -> Text:
-    """A bar a rank against what it may have."""
-    text = Text()
+def _memory(sizes: Sequence[int], limit_bytes: int | None, plain: bool, width: int) -> Text:
+    """A bar a rank against what it may have; lines break between ranks."""
+    pieces = []
     for rank, size in enumerate(sizes[:_SHOWN_RANKS]):
-        text.append(f"{rank}: ", style="dim")
+        piece = Text().append(f"{rank}: ", style="dim")
         if limit_bytes:
             share = size / limit_bytes
             filled = min(_BAR, round(_BAR * share))
             style = "green" if share < 0.8 else "yellow" if share < 0.95 else "bold red"
             full, empty = ("#", ".") if plain else ("█", "░")
-            text.append(full * filled + empty * (_BAR - filled), style=style).append(" ")
-        text.append(f"{gib(size)}  ")
+            piece.append(full * filled + empty * (_BAR - filled), style=style).append(" ")
+        pieces.append(piece.append(gib(size)))
     if len(sizes) > _SHOWN_RANKS:
-        text.append(f"... the largest of {len(sizes)} ranks {gib(max(sizes))}  ")
+        pieces.append(Text(f"... the largest of {len(sizes)} ranks {gib(max(sizes))}"))
     if limit_bytes:
-        text.append(f"of {gib(limit_bytes)} each", style="dim")
-    return text
+        pieces.append(Text(f"of {gib(limit_bytes)} each", style="dim"))
+    lines = [pieces[0]]
+    for piece in pieces[1:]:
+        if len(lines[-1]) + 2 + len(piece) <= width:
+            lines[-1].append("  ").append_text(piece)
+        else:
+            lines.append(piece)
+    return Text("\n").join(lines)
 
 
 def _shares(metrics: Mapping[str, Any]) -> str:
