@@ -215,8 +215,9 @@ class Training:
         """With train.compile, and not within the first evaluation: a signal that came meanwhile would find many steps
         that are not saved, and a process that cannot save them yet. Not before the first step, either: what trains is
         compiled for any length then, which is slower."""
-        if self._run.config.train.compile == "none":
+        if self._run.config.train.compile == "none" or not self._inputs.held_out:
             return
+        self._run.display.line("compiling what evaluates, before the second step")
         self._presence.doing = "compiling what evaluates"
         for batches in self._inputs.held_out.values():
             compile_evaluation(self._engine, batches, self._run.ranks)
