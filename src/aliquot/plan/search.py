@@ -18,6 +18,7 @@ from aliquot.config.workload import Workload
 from aliquot.errors import UserError
 from aliquot.launch.rank_layout import RankLayout
 from aliquot.plan import fit
+from aliquot.plan.disks import has_room
 from aliquot.plan.fewest_nodes import with_fewest_nodes
 from aliquot.plan.planner import Planner
 
@@ -62,22 +63,31 @@ def candidates(
                         continue
 
 
-def remedies(planner: Planner, config: RunConfig, layout: RankLayout, workload: Workload) -> str:
-    """The nearest settings that fit, each with its price in time, in one sentence."""
+def remedies(planner: Planner, config: RunConfig, layout: RankLayout, workload: Workload, done: int = 0) -> str:
+    """The nearest settings that fit, each with its price in time, in one sentence. `done`: steps behind the checkpoint
+    that the run goes on from."""
     now = planner.plan(config, layout, workload)
     fitting = [each for each in candidates(planner, config, layout, workload) if _fits(each, planner)]
     if not fitting and layout.device == "cpu" and config.shard.offload != "disk":  # else it has been tried
         fitting = [each for each in _with_a_disk(planner, config, layout, workload) if _fits(each, planner)]
-    if not fitting:
-        more = "more memory" if not now.fits else "a larger /dev/shm"
-        return f"Nothing that was tried fits: {more}, or a smaller model"
     # Few changes first, then those that cost least time; one remedy of each kind.
     fitting.sort(key=lambda each: (_distance(each.changes), each.plan.step_s * each.plan.nodes))
     kinds: dict[tuple[str, ...], Candidate] = {}
+    too_large: list[int] = []  # for the disk
     for each in fitting:
-        kinds.setdefault(tuple(each.changes), each)
-    told = [f"{each.lines} ({_price(each.plan, now)})" for each in list(kinds.values())[:_REMEDIES]]
-    return "What fits: " + "; ".join(told)
+        if tuple(each.changes) in kinds:
+            continue
+        if planner.machine.here and each.plan.on_disk and not has_room(config, each.plan, done):
+            too_large.append(each.plan.scratch_bytes_per_node)
+        else:
+            kinds[tuple(each.changes)] = each
+    if kinds:
+        told = [f"{each.lines} ({_price(each.plan, now)})" for each in list(kinds.values())[:_REMEDIES]]
+        return "What fits: " + "; ".join(told)
+    more = "more memory" if not now.fits else "a larger /dev/shm"
+    if too_large:
+        more += f", {min(too_large) / 1e9:,.1f} GB of a disk for shard.offload=disk (shard.offload_directory)"
+    return f"Nothing that was tried fits: {more}, or a smaller model"
 
 
 def fastest(
