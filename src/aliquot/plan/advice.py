@@ -13,7 +13,7 @@ from aliquot.config.workload import Workload
 from aliquot.errors import UserError
 from aliquot.launch.rank_layout import RankLayout
 from aliquot.plan.planner import Planner
-from aliquot.plan.search import with_settings
+from aliquot.plan.search import NO_NAMES, Names, in_a_line, with_settings
 
 Precision = Literal["bf16", "fp32"]
 
@@ -31,9 +31,9 @@ class Change:
     what: str | None = None  # in words, where the one setting is clear from them
     layout: RankLayout | None = None  # None: the present one
 
-    def words(self, more: Mapping[str, object]) -> str:
+    def words(self, more: Mapping[str, object], names: Names) -> str:
         """`more`: settings to be made beside."""
-        lines = " ".join(f"{key}={value}" for key, value in {**self.settings, **more}.items())
+        lines = in_a_line({**self.settings, **more}, names)
         if self.what is None:
             return lines
         return self.what if len(self.settings) + len(more) == 1 else f"{self.what} ({lines})"
@@ -42,10 +42,17 @@ class Change:
 Changes = Iterator[Change]
 
 
-def with_advice(plan: Plan, planner: Planner, config: RunConfig, layout: RankLayout, workload: Workload) -> Plan:
+def with_advice(
+    plan: Plan,
+    planner: Planner,
+    config: RunConfig,
+    layout: RankLayout,
+    workload: Workload,
+    names: Names = NO_NAMES,
+) -> Plan:
     """`plan` of that run, and beside its bottleneck what would help most. It makes a dozen plans more: for a reader."""
     kinds = _kinds(planner, config, layout, plan)
-    if not plan.fits or not kinds or (words := _helps(planner, config, layout, workload, kinds)) is None:
+    if not plan.fits or not kinds or (words := _helps(planner, config, layout, workload, kinds, names)) is None:
         return plan
     return replace(plan, bottleneck=f"{plan.bottleneck}: {words}")
 
@@ -73,7 +80,7 @@ def _product_s(planner: Planner, layout: RankLayout, precision: Precision) -> fl
 
 
 def _helps(
-    planner: Planner, config: RunConfig, layout: RankLayout, workload: Workload, kinds: list[Changes]
+    planner: Planner, config: RunConfig, layout: RankLayout, workload: Workload, kinds: list[Changes], names: Names
 ) -> str | None:
     """`a global batch of 64 sequences would be 1.4x`: the change that gains most of those that fit; None: nothing does.
 
@@ -82,7 +89,7 @@ def _helps(
     now = planner.plan(config, layout, workload, approximate=True).tokens_per_s
     gains: list[tuple[float, str]] = []
     for kind in kinds:
-        series = [(made.tokens_per_s / now, words) for words, made in _planned(kind, planner, layout, workload)]
+        series = [(made.tokens_per_s / now, words) for words, made in _planned(kind, planner, layout, workload, names)]
         if series:
             most = max(gain for gain, _ in series)
             gains.append(next(each for each in series if each[0] >= _NEARLY_BEST * most))
@@ -90,7 +97,9 @@ def _helps(
     return f"{words} would be {gain:.1f}x" if gain >= _WORTH else None
 
 
-def _planned(kind: Changes, planner: Planner, layout: RankLayout, workload: Workload) -> Iterator[tuple[str, Plan]]:
+def _planned(
+    kind: Changes, planner: Planner, layout: RankLayout, workload: Workload, names: Names = NO_NAMES
+) -> Iterator[tuple[str, Plan]]:
     for change in kind:
         spread = change.layout or layout
         try:
@@ -100,8 +109,9 @@ def _planned(kind: Changes, planner: Planner, layout: RankLayout, workload: Work
         except UserError:  # settings that exclude each other
             continue
         if made.fits:
-            kept = automatic.ranks_per_node == spread.ranks_per_node or change.config.launch.ranks != "auto"
-            yield change.words({} if kept else {"launch.ranks": spread.ranks_per_node}), made
+            given = change.config.launch.ranks != "auto" or names.get("launch.ranks") == "--ranks-per-node"
+            kept = given or automatic.ranks_per_node == spread.ranks_per_node
+            yield change.words({} if kept else {"launch.ranks": spread.ranks_per_node}, names), made
 
 
 def _in_precision(config: RunConfig, precision: Precision) -> Changes:
