@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -185,3 +186,13 @@ def test_nodes_are_proposed_by_the_name_that_counts(
     planner, layout = Planner(PlannedModel(config), SERVER), RankLayout(2, 2, 2, "cpu")
     lines = [each.lines for each in candidates(planner, config, layout, Workload.assumed(config), [4], told[0])]
     assert lines and all(f"{name}{' ' if name == '--nodes' else '='}4" in each for each in lines)
+
+
+@pytest.mark.parametrize("more", [[], ["launch.ranks=2"], ["--ranks-per-node", "2"]], ids=str)
+def test_idle_gpus_are_told_of_with_what_takes_them(more: list[str]) -> None:
+    machine = ["--instance", "p5.48xlarge", "model.config.num_hidden_layers=1"]
+    told = CliRunner().invoke(app, ["plan", str(GPU_RUN), *machine, *more]).stdout
+    found = re.search(rf"^idle            uses {2 if more else 1} of 8 GPUs of each node: (.+) for all$", told, re.M)
+    assert found, told
+    pasted = CliRunner().invoke(app, ["plan", str(GPU_RUN), *machine, *more, *found[1].split()]).stdout
+    assert "4 x 8 ranks x" in pasted and "idle  " not in pasted

@@ -158,6 +158,8 @@ def command(
             console.print(report.summary(plan, problems, machine.name, workload.source))
             if least is not None:
                 print(report.fewest(least))
+            if (idle := report.idle_gpus(plan, machine.gpus, names)) is not None:
+                print(idle)
             if advice is not None:
                 console.print(advice, markup=False)
             if better:

@@ -11,7 +11,7 @@ from rich.text import Text
 from aliquot.catalogue.instances import PRICES_DATE, PRICES_REGION, instance
 from aliquot.config.plan import PhaseMemory, Plan
 from aliquot.plan.planner import DISK_BYTES_PER_S
-from aliquot.plan.search import Candidate
+from aliquot.plan.search import Candidate, Names, in_a_line
 
 # EC2's spot price changes by the hour; over the last years it has been 30 to 50 % of on demand for these families.
 SPOT_FACTOR = 0.4
@@ -68,6 +68,16 @@ def fewest(plan: Plan) -> str:
     return (
         f"{f'with {plan.nodes} left':16}{_gib(plan.peak_bytes_per_rank)} of {_gib(plan.limit_bytes)} a rank,"
         f" {_seconds(plan.step_s)} a step"
+    )
+
+
+def idle_gpus(plan: Plan, gpus: int, names: Names) -> str | None:
+    """A line where a node of so many `gpus` has some that nobody uses."""
+    if plan.device != "cuda" or plan.ranks_per_node >= gpus:
+        return None
+    return (
+        f"{'idle':16}uses {plan.ranks_per_node} of {gpus} GPUs of each node:"
+        f" {in_a_line({'launch.ranks': gpus}, names)} for all"
     )
 
 
