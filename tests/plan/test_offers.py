@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -190,3 +191,16 @@ def test_instances_that_fit_come_by_what_tokens_cost() -> None:
     assert len(costs) == 4 and costs == sorted(costs) and hourly == sorted(hourly)
     assert {each["nodes"] for each in told[0]} == {4}  # cluster.nodes
     assert [each["name"] for each in told[0]] != [each["name"] for each in told[1]]
+
+
+def test_hours_that_are_saves_are_told() -> None:
+    for every, many in ((1, True), (0, False)):
+        more = [f"checkpoint.every={every}", "--tokens", "100M", "--instance", "c7i.24xlarge", "--nodes", "1"]
+        told = CliRunner().invoke(app, ["plan", str(CONFIG), *more, "--ranks-per-node", "2"]).stdout
+        found = re.search(
+            r"^of the first ([\d.,]+) of ([\d.,]+) hours are saves: a larger checkpoint.every", told, re.M
+        )
+        assert bool(found) == many, told
+        if found:
+            saves, hours = (float(number.replace(",", "")) for number in found.groups())
+            assert 0.1 * hours < saves < hours

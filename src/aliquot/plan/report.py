@@ -117,17 +117,20 @@ def alternatives(candidates: Sequence[Candidate], now: Plan) -> Table:
 def _whole(plan: Plan) -> list[str]:
     if not plan.steps:
         return ["whole run       not known before the data are read: set train.max_steps"]
+    uncounted = plan.uncounted_evaluations
     beside = [
-        f"{plan.evaluations} evaluations of {_seconds(plan.evaluation_s)}" if plan.evaluations else "",
-        f"{plan.uncounted_evaluations} evaluations that are not counted" if plan.uncounted_evaluations else "",
-        f"{plan.saves_beside} saves beside them, waiting {_seconds(plan.stall_s)}" if plan.stall_s else "",
-        f"{plan.saves} {'save' if plan.saves == 1 else 'saves'} of {_seconds(plan.save_s)}",
+        f"{_counted(plan.evaluations, 'evaluation')} of {_seconds(plan.evaluation_s)}" if plan.evaluations else "",
+        f"{_counted(uncounted, 'evaluation')} that {'is' if uncounted == 1 else 'are'} not counted"
+        if uncounted
+        else "",
+        f"{_counted(plan.saves_beside, 'save')} beside them, waiting {_seconds(plan.stall_s)}" if plan.stall_s else "",
+        f"{_counted(plan.saves, 'save')} of {_seconds(plan.save_s)}",
         f"the export {_seconds(plan.export_s)}" if plan.export_s else "",
     ]
     rate = plan.storage_bytes_per_s
     if plan.storage_measured:
         storage = f"a disk of {rate / 1e9:.2g} GB/s, measured"
-    elif rate < DISK_BYTES_PER_S * plan.nodes:
+    elif _on_storage(plan):
         storage = f"a file system of {rate / 1e9:.3g} GB/s, cluster.storage"
     else:
         storage = f"a disk of {DISK_BYTES_PER_S / 1e9:g} GB/s a node, assumed"
@@ -135,12 +138,28 @@ def _whole(plan: Plan) -> list[str]:
         f"whole run       {plan.steps:,} steps, {_seconds(plan.total_s)}",
         f"beside steps    {', '.join(filter(None, beside))} ({storage})",
     ]
+    if plan.saving_s > plan.steps * plan.step_s:
+        lines.append(f"saves           take {_seconds(plan.saving_s)}, longer than all steps: {saves_less(plan)}")
     if plan.cost_usd is not None:
         spot = f", about {plan.cost_usd * SPOT_FACTOR:,.2f} on spot (factor {SPOT_FACTOR}, assumed)"
         sold = plan.instance is not None and instance(plan.instance).on_spot
         cost = f"{plan.cost_usd:,.2f} USD on demand ({PRICES_REGION}, {PRICES_DATE})"
         lines.append(f"cost            {cost}{spot if sold else ''}")
     return lines
+
+
+def saves_less(plan: Plan) -> str:
+    """What would make saves take less of the run."""
+    fewer = "a larger checkpoint.every, or " if plan.saves + plan.saves_beside > 1 else ""
+    return f"{fewer}a faster {'file system (cluster.storage)' if _on_storage(plan) else 'disk'}, takes less"
+
+
+def _on_storage(plan: Plan) -> bool:
+    return not plan.storage_measured and plan.storage_bytes_per_s < DISK_BYTES_PER_S * plan.nodes
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _gib(size_bytes: float) -> str:
