@@ -12,8 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from aliquot.catalogue.instances import instance, instances
+from aliquot.cli.instances_command import _gbit
 from aliquot.cli.main import app
 from aliquot.config.batch_size import BatchSize, batch_size
+from aliquot.config.money import dollars
 from aliquot.config.read_config import read_config
 from aliquot.config.workload import Workload
 from aliquot.plan.offers import Offer, Spot, _restart_s, offers, undominated
@@ -122,6 +124,25 @@ def test_the_lines_replace_a_batch_in_tokens() -> None:
     found = offers(config, Workload.assumed(config), TOKENS, "cost", SPOT, [32], [1], [2], "c7i.24xlarge")
     pasted = read_config(CONFIG, [*own, *found[0].lines.split()])
     assert batch_size(pasted.train, 2) == BatchSize(32, found[0].micro_batch)
+
+
+def test_types_that_share_their_cpus_do_not_fit_and_are_named() -> None:
+    arguments = ["instances", "t3.2xlarge,m7i-flex.8xlarge,c7i.48xlarge", "--fits", str(CONFIG)]
+    of_four = "USD/h is of one node, tokens/s and USD/1B tokens are of 4 nodes (--nodes)"
+    of_one = "USD/h, tokens/s and USD/1B tokens are of one node (--nodes)"
+    for more, told in (([], of_four), (["--nodes", "1"], of_one)):
+        lines = CliRunner().invoke(app, [*arguments, *more]).stdout.splitlines()
+        assert [line.split()[0] for line in lines if "large" in line] == ["c7i.48xlarge"], lines
+        assert any(line.startswith("left out: 2 types, which share their CPUs (t3, -flex)") for line in lines)
+        assert told in lines
+    none = CliRunner().invoke(app, ["instances", "t3.2xlarge", "--fits", str(CONFIG)])
+    assert none.exit_code == 2 and "share their CPUs" in none.stderr
+
+
+def test_amounts_say_something_however_small() -> None:
+    amounts = {7728.4: "7,728", 999.994: "999.99", 18.316: "18.32", 0.4: "0.40", 0.0342: "0.034", 0.0: "0.00"}
+    assert [dollars(amount) for amount in amounts] == list(amounts.values())
+    assert [_gbit(gbit * 1e9 / 8) for gbit in (0.064, 12.5, 3200)] == ["0.064", "12.5", "3,200"]
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ def print_offers(
     from aliquot.cli.fitting_table import show_table
     from aliquot.cli.progress import progress
     from aliquot.cluster.job import placed
+    from aliquot.config.money import dollars
     from aliquot.config.workload import Workload
     from aliquot.errors import writing
     from aliquot.plan.offers import NODES, RANKS, Spot, offers
@@ -66,7 +67,7 @@ def print_offers(
             "type": [str(each.plan.instance) for each in shown],
             "bought": [str(each.capacity) for each in shown],
             "hours": [f"{each.total_s / 3600:,.1f}" for each in shown],
-            "USD": [f"{each.usd:,.0f}" for each in shown],
+            "USD": [dollars(each.usd) for each in shown],
             "restarts": [f"{each.restarts:.2f}" for each in shown],
             "tokens/s": [f"{each.plan.tokens_per_s:,.0f}" for each in shown],
             "ranks": [str(each.plan.ranks_per_node) for each in shown],

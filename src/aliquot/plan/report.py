@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from aliquot.catalogue.instances import PRICES_DATE, PRICES_REGION, instance
+from aliquot.config.money import dollars
 from aliquot.config.plan import PhaseMemory, Plan
 from aliquot.plan.planner import DISK_BYTES_PER_S
 from aliquot.plan.search import Candidate, Names, in_a_line
@@ -108,7 +109,7 @@ def alternatives(candidates: Sequence[Candidate], now: Plan) -> Table:
         table.add_column(column, no_wrap=column != "set")
     for each in candidates:
         plan = each.plan
-        cost = "" if plan.cost_usd is None else f"{plan.cost_usd:,.2f}"
+        cost = "" if plan.cost_usd is None else dollars(plan.cost_usd)
         change = f"{100 * (plan.step_s / now.step_s - 1):+.0f} %"
         table.add_row(_seconds(plan.step_s), change, _gib(plan.peak_bytes_per_rank), cost, each.lines)
     return table
@@ -141,9 +142,9 @@ def _whole(plan: Plan) -> list[str]:
     if plan.saving_s > plan.steps * plan.step_s:
         lines.append(f"saves           take {_seconds(plan.saving_s)}, longer than all steps: {saves_less(plan)}")
     if plan.cost_usd is not None:
-        spot = f", about {plan.cost_usd * SPOT_FACTOR:,.2f} on spot (factor {SPOT_FACTOR}, assumed)"
+        spot = f", about {dollars(plan.cost_usd * SPOT_FACTOR)} on spot (factor {SPOT_FACTOR}, assumed)"
         sold = plan.instance is not None and instance(plan.instance).on_spot
-        cost = f"{plan.cost_usd:,.2f} USD on demand ({PRICES_REGION}, {PRICES_DATE})"
+        cost = f"{dollars(plan.cost_usd)} USD on demand ({PRICES_REGION}, {PRICES_DATE})"
         lines.append(f"cost            {cost}{spot if sold else ''}")
     return lines
 
