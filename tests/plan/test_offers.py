@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from aliquot.catalogue.instances import instance, instances
@@ -225,3 +226,16 @@ def test_hours_that_are_saves_are_told() -> None:
         if found:
             saves, hours = (float(number.replace(",", "")) for number in found.groups())
             assert 0.1 * hours < saves < hours
+
+
+def test_without_a_cluster_the_line_says_the_type(tmp_path: Path) -> None:
+    values = yaml.safe_load(CONFIG.read_text())
+    del values["cluster"]
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    more = ["--tokens", "100M", "--instance", "c7i.24xlarge", "--nodes", "2", "--ranks-per-node", "2"]
+    told = CliRunner().invoke(app, ["plan", str(tmp_path / "run.yaml"), *more]).stdout
+    found = re.search(r"^the first: (.+)$", told, re.M)
+    assert found, told
+    pasted = CliRunner().invoke(app, ["plan", str(tmp_path / "run.yaml"), "--json", *found[1].split()])
+    again = json.loads(pasted.stdout)
+    assert (again["instance"], again["nodes"], again["ranks_per_node"]) == ("c7i.24xlarge", 2, 2)

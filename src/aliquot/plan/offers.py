@@ -56,13 +56,13 @@ class Offer:
 
     @property
     def lines(self) -> str:
-        """To paste after the config on the command line."""
+        """To paste after the config of `aliquot plan`."""
         nodes, ranks = self.plan.nodes, self.plan.ranks_per_node
         where = (
             f"cluster.instance_types=[{self.plan.instance}] cluster.capacity=[{self.capacity}] cluster.nodes={nodes}"
             f" cluster.ranks_per_node={ranks}"
             if self.on_cluster
-            else f"launch.nodes={nodes} launch.ranks={ranks}"
+            else f"--instance {self.plan.instance} launch.nodes={nodes} launch.ranks={ranks}"
         )
         in_sequences = " train.global_batch_tokens=null" if self.in_tokens else ""
         return (
