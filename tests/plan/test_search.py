@@ -68,6 +68,24 @@ def test_proposed_lines_give_the_planned_batch(tmp_path: Path, batch: dict[str, 
         assert again.peak_bytes_per_rank == pytest.approx(each.plan.peak_bytes_per_rank, rel=0.1), each.lines
 
 
+def test_proposed_lines_bring_the_planned_ranks_where_those_go_by_the_batch(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    sections = {
+        "model": {"config": SMALL},
+        "data": {"path": "stdlib", "sequence_length": 64},
+        "train": {"max_steps": 1, "global_batch_size": 16},
+        "launch": {"device": "cpu"},
+    }
+    file.write_text(yaml.safe_dump(sections))
+    config, machine = read_config(file), Machine.of_numbers(64, 16, 10)
+    planner, layout = Planner(PlannedModel(config), machine), machine.layout(config, 2)
+    found = list(candidates(planner, config, layout, Workload.assumed(config), [2]))
+    assert "(as it is)" in {each.lines for each in found} and len({each.plan.ranks_per_node for each in found}) > 3
+    for each in found:
+        pasted = read_config(file, [f"{key}={value}" for key, value in each.changes.items()])
+        assert machine.layout(pasted, 2) == each.layout, each.lines
+
+
 def test_the_fastest_come_first_on_the_nodes_asked_for() -> None:
     config = planned_config(SMALL)
     planner, layout = Planner(PlannedModel(config), SERVER), RankLayout(2, 2, 2, "cpu")

@@ -62,6 +62,19 @@ def candidates(
     """All that can run, whether it fits or not, the given settings first. `counts`: of nodes; None: those near by."""
     total = batch_size(config.train, layout.world_size).total
     seen = set()
+    by_batch = (
+        config.launch.ranks == "auto" and layout.device == "cpu" and names.get("launch.ranks") != "--ranks-per-node"
+    )
+    counted: dict[tuple[object, ...], int] = {}
+
+    def automatic(changes: Mapping[str, object], nodes: int) -> int:
+        pasted = with_settings(config, {key: None if value == "null" else value for key, value in changes.items()})
+        sizes = pasted.train.global_batch_size, pasted.train.per_device_train_batch_size
+        key = (nodes, pasted.shard.engine, *sizes, pasted.train.gradient_accumulation_steps)
+        if key not in counted:
+            counted[key] = planner.machine.layout(pasted, nodes).ranks_per_node
+        return counted[key]
+
     for nodes in counts or dict.fromkeys((layout.nodes, 2 * layout.nodes, max(1, layout.nodes // 2), 1)):
         for ranks in _ranks(planner, layout):
             threads = max(1, planner.machine.cores // ranks) if layout.device == "cpu" else layout.threads_per_rank
@@ -70,6 +83,8 @@ def candidates(
             spread = replace(layout, nodes=nodes, ranks_per_node=ranks, threads_per_rank=threads)
             for changed, changes in _settings(planner, config, spread, total):
                 told = changes | _told(layout, spread, config.launch, names)
+                if by_batch and automatic(changes, nodes) != ranks:  # else these settings would bring other ranks
+                    told["launch.ranks"] = ranks
                 if (key := tuple(told.items())) not in seen:
                     seen.add(key)
                     try:
