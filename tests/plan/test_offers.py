@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from aliquot.catalogue.instances import instance, instances
+from aliquot.cli.instances_command import _gbit
 from aliquot.cli.main import app
 from aliquot.config.batch_size import BatchSize, batch_size
+from aliquot.config.money import dollars
 from aliquot.config.read_config import read_config
 from aliquot.config.workload import Workload
 from aliquot.plan.offers import Offer, Spot, _restart_s, offers, undominated
@@ -123,6 +127,25 @@ def test_the_lines_replace_a_batch_in_tokens() -> None:
     assert batch_size(pasted.train, 2) == BatchSize(32, found[0].micro_batch)
 
 
+def test_types_that_share_their_cpus_do_not_fit_and_are_named() -> None:
+    arguments = ["instances", "t3.2xlarge,m7i-flex.8xlarge,c7i.48xlarge", "--fits", str(CONFIG)]
+    of_four = "USD/h is of one node, tokens/s and USD/1B tokens are of 4 nodes (--nodes)"
+    of_one = "USD/h, tokens/s and USD/1B tokens are of one node (--nodes)"
+    for more, told in (([], of_four), (["--nodes", "1"], of_one)):
+        lines = CliRunner().invoke(app, [*arguments, *more]).stdout.splitlines()
+        assert [line.split()[0] for line in lines if "large" in line] == ["c7i.48xlarge"], lines
+        assert any(line.startswith("left out: 2 types, which share their CPUs (t3, -flex)") for line in lines)
+        assert told in lines
+    none = CliRunner().invoke(app, ["instances", "t3.2xlarge", "--fits", str(CONFIG)])
+    assert none.exit_code == 2 and "share their CPUs" in none.stderr
+
+
+def test_amounts_say_something_however_small() -> None:
+    amounts = {7728.4: "7,728", 999.994: "999.99", 18.316: "18.32", 0.4: "0.40", 0.0342: "0.034", 0.0: "0.00"}
+    assert [dollars(amount) for amount in amounts] == list(amounts.values())
+    assert [_gbit(gbit * 1e9 / 8) for gbit in (0.064, 12.5, 3200)] == ["0.064", "12.5", "3,200"]
+
+
 @pytest.mark.parametrize(
     ("type_", "device", "told"),
     [
@@ -190,3 +213,29 @@ def test_instances_that_fit_come_by_what_tokens_cost() -> None:
     assert len(costs) == 4 and costs == sorted(costs) and hourly == sorted(hourly)
     assert {each["nodes"] for each in told[0]} == {4}  # cluster.nodes
     assert [each["name"] for each in told[0]] != [each["name"] for each in told[1]]
+
+
+def test_hours_that_are_saves_are_told() -> None:
+    for every, many in ((1, True), (0, False)):
+        more = [f"checkpoint.every={every}", "--tokens", "100M", "--instance", "c7i.24xlarge", "--nodes", "1"]
+        told = CliRunner().invoke(app, ["plan", str(CONFIG), *more, "--ranks-per-node", "2"]).stdout
+        found = re.search(
+            r"^of the first ([\d.,]+) of ([\d.,]+) hours are saves: a larger checkpoint.every", told, re.M
+        )
+        assert bool(found) == many, told
+        if found:
+            saves, hours = (float(number.replace(",", "")) for number in found.groups())
+            assert 0.1 * hours < saves < hours
+
+
+def test_without_a_cluster_the_line_says_the_type(tmp_path: Path) -> None:
+    values = yaml.safe_load(CONFIG.read_text())
+    del values["cluster"]
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    more = ["--tokens", "100M", "--instance", "c7i.24xlarge", "--nodes", "2", "--ranks-per-node", "2"]
+    told = CliRunner().invoke(app, ["plan", str(tmp_path / "run.yaml"), *more]).stdout
+    found = re.search(r"^the first: (.+)$", told, re.M)
+    assert found, told
+    pasted = CliRunner().invoke(app, ["plan", str(tmp_path / "run.yaml"), "--json", *found[1].split()])
+    again = json.loads(pasted.stdout)
+    assert (again["instance"], again["nodes"], again["ranks_per_node"]) == ("c7i.24xlarge", 2, 2)

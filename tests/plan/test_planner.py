@@ -428,3 +428,33 @@ def test_a_pinned_rank_plans_for_the_whole_machine() -> None:
         assert Machine.this().cores == 1
     finally:
         os.sched_setaffinity(0, allowed)
+
+
+def lines_of(made: Plan) -> dict[str, str]:
+    """By their first words."""
+    console = Console(width=300)
+    with console.capture() as told:
+        console.print(summary(made, [], "here", "assumed"))
+    return {line[:16].strip(): line[16:] for line in told.get().splitlines()}
+
+
+def test_what_there_is_one_of_is_told_as_one() -> None:
+    made = replace(planned(), evaluations=1, uncounted_evaluations=1, saves=1, saves_beside=1, stall_s=1.0)
+    beside = lines_of(made)["beside steps"]
+    assert beside.startswith("1 evaluation of ") and ", 1 evaluation that is not counted, 1 save beside them" in beside
+    beside = lines_of(replace(made, evaluations=2791, uncounted_evaluations=2, saves_beside=1000))["beside steps"]
+    assert beside.startswith("2,791 evaluations of ") and "1,000 saves beside them" in beside
+    assert ", 2 evaluations that are not counted, " in beside
+    sizes = {1_090_000: "1.09 M", 999_600_000: "1 B", 8_030_261_248: "8.03 B", 9_999: "9,999"}
+    assert [replace(made, parameters=number).size for number in sizes] == [
+        f"{size} parameters" for size in sizes.values()
+    ]
+
+
+def test_saves_that_take_longer_than_all_steps_are_told_of_with_what_helps() -> None:
+    made = replace(planned(), steps=10, step_s=1.0, saves=1, saves_beside=9, save_s=1.0, stall_s=8.0)
+    assert "saves" not in lines_of(made)
+    told = lines_of(replace(made, stall_s=10.0))["saves"]
+    assert told == "take 11.00 s, longer than all steps: a larger checkpoint.every, or a faster disk, takes less"
+    slow = replace(made, save_s=20.0, saves_beside=0, stall_s=0.0, storage_bytes_per_s=1e8)
+    assert lines_of(slow)["saves"].endswith(": a faster file system (cluster.storage), takes less")

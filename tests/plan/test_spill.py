@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -17,6 +20,7 @@ from aliquot.config.workload import Workload
 from aliquot.engines.host.host_memory import disk_use
 from aliquot.errors import EngineError
 from aliquot.launch.rank_layout import RankLayout
+from aliquot.machine.cpu import read_cpu
 from aliquot.models.model_shape import numel
 from aliquot.models.shaped_model import shaped_model
 from aliquot.plan import search
@@ -137,6 +141,24 @@ def test_a_disk_is_offered_where_nothing_else_fits() -> None:
     assert remedies(planner, config, machine.layout(config), workload).startswith("What fits: shard.offload=disk ")
 
 
+def test_a_disk_that_is_too_small_is_not_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, machine = planned_config(WIDE), replace(Machine.of_numbers(0.8, 2, None), cpu=read_cpu())
+    config = config.model_copy(update={"run": config.run.model_copy(update={"directory": tmp_path})})
+    planner, workload, free = Planner(PlannedModel(config), machine), Workload.assumed(config), os.statvfs(tmp_path)
+    layout = RankLayout(1, 2, 1, "cpu")
+    monkeypatch.setattr(
+        os, "statvfs", lambda path: SimpleNamespace(f_blocks=1, f_bavail=1 << 40, f_frsize=free.f_frsize)
+    )
+    assert remedies(planner, config, layout, workload).startswith("What fits: shard.offload=disk ")
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_blocks=1, f_bavail=1, f_frsize=free.f_frsize))
+    told = remedies(planner, config, layout, workload)
+    assert re.fullmatch(
+        r"Nothing that was tried fits: more memory, [\d.]+ GB of a disk for shard\.offload=disk"
+        r" \(shard\.offload_directory\), or a smaller model",
+        told,
+    ), told
+
+
 def test_what_is_on_a_disk_already_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     config, machine = limited(0.1), Machine.of_numbers(0.8, 2, None)
     planner, workload, searches = Planner(PlannedModel(config), machine), Workload.assumed(config), []
@@ -174,4 +196,17 @@ def test_disks_that_are_too_small_are_named_before_the_start(tmp_path: Path) -> 
     assert line.startswith(f"{tmp_path}/runs/name has ") and "3 checkpoints take 3458764513.82 GB" in line
     before_the_last = config.model_copy(update={"checkpoint": type(config.checkpoint)(every=5, last=False)})
     assert "1 checkpoint take" in short_disks(before_the_last, type(made)(**huge))[0]
+    assert line.endswith(" GB: set another run.directory") and "GB and the export takes " in line
     assert short_disks(before_the_last, type(made)(**huge), done=5) == []
+
+
+def test_fewer_checkpoints_are_named_where_they_leave_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = planned_config(LLAMA, checkpoint={"every": 1, "export": False}, train={"max_steps": 9})
+    config = config.model_copy(update={"run": config.run.model_copy(update={"directory": tmp_path})})
+    made = replace(plan(config, MACHINE), checkpoint_bytes=10**9, export_bytes=0)
+    for free, helps in ((25, "set checkpoint.keep=1, or another run.directory"), (15, "set another run.directory")):
+        found = SimpleNamespace(f_blocks=1, f_bavail=free, f_frsize=10**8)
+        monkeypatch.setattr(os, "statvfs", lambda path, found=found: found)
+        assert short_disks(config, made) == [
+            f"{tmp_path} has {free / 10:.2f} GB free, and 3 checkpoints take 3.00 GB: {helps}"
+        ]

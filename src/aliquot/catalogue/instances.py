@@ -27,6 +27,7 @@ _MIB = 1 << 20
 _AMX_GENERATION = 7
 _AMX_ACCELERATED = frozenset({"p5en", "p6-b200", "p6-b300", "trn2"})
 
+_SHARES_CPUS = re.compile(r"^t\d|^\w+-flex\.")
 _NOT_ON_SPOT = re.compile(r"^hpc")  # on demand alone is among their SupportedUsageClasses (describe-instance-types)
 # Trainium, Inferentia, Gaudi, Qualcomm, video, FPGAs, AMD's GPUs, parts of a GPU.
 _OTHER_ACCELERATORS = re.compile(r"^(trn|inf|dl|vt|f\d|g4ad|gr?6f)")
@@ -67,6 +68,11 @@ class InstanceType:
     @property
     def on_spot(self) -> bool:
         return not _NOT_ON_SPOT.match(self.name)
+
+    @property
+    def shares_cpus(self) -> bool:
+        """It has them for hours, not for days."""
+        return bool(_SHARES_CPUS.match(self.name))
 
     @property
     def other_accelerators(self) -> bool:

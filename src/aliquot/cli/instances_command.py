@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from aliquot.cli.one_line_errors import one_line_errors
+from aliquot.config.money import dollars
 
 if TYPE_CHECKING:
     from aliquot.catalogue.instances import InstanceType
     from aliquot.config.plan import Plan
 
 _GIB = 1 << 30
+_SHARING = "share their CPUs (t3, -flex), and for days have a part of the planned speed alone"
 _LEAST = ("USD/h GiB", "for a pod", "vCPU", "EFA", "AMX", "Gbit/s")  # to be left out on a narrow terminal
 
 
@@ -63,6 +65,10 @@ def command(
             and (max_price is None or (each.usd_per_hour is not None and each.usd_per_hour <= max_price))
         ]  # fmt: skip
         types.sort(key=lambda each: _order(each, sort or "price"))
+        sharing = [each for each in types if each.shares_cpus] if fits is not None else []
+        types = [each for each in types if each not in sharing]
+        if sharing and not types:
+            raise InstanceError(f"all EC2 types that meet the rest {_SHARING}; without --fits they are listed")
         plans = _fitting(types, fits, nodes) if fits is not None else None
         if plans is not None:
             types = [each for each in types if each.name in plans]
@@ -80,7 +86,14 @@ def command(
         print(f"{len(types)} types; {source}; prices on demand, {PRICES_REGION}, {PRICES_DATE}")
         if fits is not None and plans:
             off_by = max(plan.off_by for plan in plans.values())
+            count = max(plan.nodes for plan in plans.values())
+            hourly = (
+                "USD/h is of one node, tokens/s and USD/1B tokens" if count > 1 else "USD/h, tokens/s and USD/1B tokens"
+            )
+            print(f"{hourly} are of {f'{count:,} nodes' if count > 1 else 'one node'} (--nodes)")
             print(f"tokens/s are estimates: a factor of {off_by:g} either way")
+            if sharing:
+                print(f"left out: {len(sharing)} types, which {_SHARING}")
             print(f"with the settings of {fits}; with the best ones: aliquot plan {fits} --tokens 1B --optimize cost")
 
 
@@ -169,7 +182,7 @@ def _columns(types: Sequence[InstanceType], plans: Mapping[str, Plan] | None) ->
                 str(each.physical_cores),
                 f"{each.memory_bytes / _GIB:,.0f}",
                 f"{each.allocatable_memory_bytes / _GIB:,.1f}",
-                "?" if network is None else f"{network * 8 / 1e9:,.3g}",
+                "?" if network is None else _gbit(network),
                 str(each.efa_interfaces or ""),
                 "yes" if each.amx else "",
                 f"{each.gpus} {each.gpu_name}" if each.gpus else "",
@@ -181,6 +194,11 @@ def _columns(types: Sequence[InstanceType], plans: Mapping[str, Plan] | None) ->
     return {head: [row[at] for row in rows] for at, head in enumerate(heads)}
 
 
+def _gbit(bytes_per_s: float) -> str:
+    gbit = bytes_per_s * 8 / 1e9
+    return f"{gbit:.3g}" if gbit < 999.5 else f"{gbit:,.0f}"
+
+
 def _of_training(plan: Plan) -> list[str]:
     usd = _usd_a_billion(plan)
-    return [f"{plan.tokens_per_s:,.0f}", "?" if usd is None else f"{usd:,.0f}"]
+    return [f"{plan.tokens_per_s:,.0f}", "?" if usd is None else dollars(usd)]

@@ -123,6 +123,7 @@ def command(
             return
         if optimize == "cost":
             raise UsageError("--optimize cost: say for how many tokens, for example --tokens 1B")
+        names = _names(settings, instance is not None, nodes, ranks_per_node)
         if instance is not None and settings.cluster is not None:
             settings = _placed(settings)
         with progress() as doing:
@@ -135,7 +136,7 @@ def command(
             doing("what this machine reaches")
             make_known(machine, layout)
             doing("what the run needs")
-            plan = with_advice(planner.plan(settings, layout, workload), planner, settings, layout, workload)
+            plan = with_advice(planner.plan(settings, layout, workload), planner, settings, layout, workload, names)
             problems = fit.problems(plan, machine)
             least = with_fewest_nodes(planner, settings, layout, workload) if nodes is None else None
             short = layout
@@ -143,10 +144,10 @@ def command(
                 problems = [f"with launch.nodes {least.nodes} left, {each}" for each in fit.problems(least, machine)]
                 short = replace(layout, nodes=least.nodes)
             doing("what else there is")
-            advice = search.remedies(planner, settings, short, workload) if problems else None
+            advice = search.remedies(planner, settings, short, workload, names=names) if problems else None
             if machine.here:
                 problems += short_disks(settings, plan)
-            better = search.fastest(planner, settings, layout, workload) if optimize is not None else []
+            better = search.fastest(planner, settings, layout, workload, names=names) if optimize is not None else []
         if as_json:
             alternatives = [{"set": each.lines, **each.plan.as_json()} for each in better]
             # The plan's own `fits` is about memory alone.
@@ -157,6 +158,8 @@ def command(
             console.print(report.summary(plan, problems, machine.name, workload.source))
             if least is not None:
                 print(report.fewest(least))
+            if (idle := report.idle_gpus(plan, machine.gpus, names)) is not None:
+                print(idle)
             if advice is not None:
                 console.print(advice, markup=False)
             if better:
@@ -174,6 +177,24 @@ def _placed(config: RunConfig) -> RunConfig:
     from aliquot.cluster.job import placed
 
     found = placed(config).launch
-    said = {name: getattr(config.launch, name) for name in {"nodes", "ranks"} & config.launch.model_fields_set}
-    update = {name: value for name, value in said.items() if value != "auto"}
+    update = {name: getattr(config.launch, name) for name in _said(config)}
     return config.model_copy(update={"launch": found.model_copy(update=update)})
+
+
+def _said(config: RunConfig) -> set[str]:
+    """Of nodes and ranks, what the section `launch` says."""
+    given = {"nodes", "ranks"} & config.launch.model_fields_set
+    return {name for name in given if getattr(config.launch, name) != "auto"}
+
+
+def _names(config: RunConfig, of_instances: bool, nodes: int | None, ranks_per_node: int | None) -> dict[str, str]:
+    """What counts in place of launch.nodes and launch.ranks: options, or what `_placed` takes from the cluster."""
+    names = {}
+    if of_instances and config.cluster is not None:
+        of_cluster = {"nodes": "cluster.nodes", "ranks": "cluster.ranks_per_node"}
+        names = {f"launch.{name}": of_cluster[name] for name in of_cluster.keys() - _said(config)}
+    if nodes is not None:
+        names["launch.nodes"] = "--nodes"
+    if ranks_per_node is not None:
+        names["launch.ranks"] = "--ranks-per-node"
+    return names

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 _SHOWN = 12
 _LEAST = ("checkpointing", "restarts", "micro", "batch", "ranks")  # to be left out on a narrow terminal
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_MANY_SAVES = 0.1  # of a run
 _MOST_BATCHES = 4  # each is planned on everything
 
 
@@ -38,10 +39,12 @@ def print_offers(
     from aliquot.cli.fitting_table import show_table
     from aliquot.cli.progress import progress
     from aliquot.cluster.job import placed
+    from aliquot.config.money import dollars
     from aliquot.config.workload import Workload
     from aliquot.errors import writing
     from aliquot.plan.offers import NODES, RANKS, Spot, offers
     from aliquot.plan.offers_picture import svg
+    from aliquot.plan.report import saves_less
 
     count = _number(tokens)
     config = placed(config) if config.cluster is not None else config
@@ -54,7 +57,7 @@ def print_offers(
             [nodes] if nodes else NODES,
             [ranks_per_node] if ranks_per_node else RANKS, instance, doing,
         )  # fmt: skip
-    what = f"{count:,} tokens of {found[0].plan.model} ({found[0].plan.parameters / 1e9:.3g} B parameters)"
+    what = f"{count:,} tokens of {found[0].plan.model} ({found[0].plan.size})"
     if as_json:
         print(json.dumps({"tokens": count, "goal": goal, "offers": [each.as_json() for each in found]}, indent=1))
     else:
@@ -64,7 +67,7 @@ def print_offers(
             "type": [str(each.plan.instance) for each in shown],
             "bought": [str(each.capacity) for each in shown],
             "hours": [f"{each.total_s / 3600:,.1f}" for each in shown],
-            "USD": [f"{each.usd:,.0f}" for each in shown],
+            "USD": [dollars(each.usd) for each in shown],
             "restarts": [f"{each.restarts:.2f}" for each in shown],
             "tokens/s": [f"{each.plan.tokens_per_s:,.0f}" for each in shown],
             "ranks": [str(each.plan.ranks_per_node) for each in shown],
@@ -76,7 +79,11 @@ def print_offers(
         off_by = max(each.plan.off_by for each in shown)
         if off_by > 1:
             print(f"tokens/s, hours and USD are estimates: a factor of {off_by:g} either way")
-        print(f"the first: {found[0].lines}")
+        first = found[0]
+        if first.plan.saving_s > _MANY_SAVES * first.plan.total_s:
+            hours = f"{first.plan.saving_s / 3600:,.1f} of {first.plan.total_s / 3600:,.1f} hours"
+            print(f"of the first {hours} are saves: {saves_less(first.plan)}")
+        print(f"the first: {first.lines}")
         print(f"{len(found)} offers, each the best of its type, nodes and way to buy; {found[0].plan.rates}")
         print(
             f"prices {PRICES_REGION}, {PRICES_DATE}; spot: {spot_price:g} of them, {spot_losses:g} % of nodes lost a"

@@ -13,6 +13,7 @@ from aliquot.cluster.pod_config import config_map
 from aliquot.cluster.quantity import GIB
 from aliquot.cluster.storage import storage
 from aliquot.cluster.trainjob import NODE, cluster_training_runtime, train_job, training_runtime
+from aliquot.config.money import dollars
 from aliquot.errors import StorageError
 
 KUSTOMIZATION = "kustomization.yaml"
@@ -72,7 +73,7 @@ def plan_line(job: Job) -> str:
     ranks = f"{plan.ranks_per_node} rank{'s' if plan.ranks_per_node > 1 else ''}"
     threads = f"{plan.threads_per_rank} thread{'s' if plan.threads_per_rank > 1 else ''}"
     length = f"{plan.steps:,} steps of {plan.step_s:.3g} s" if plan.steps else f"a step takes {plan.step_s:.3g} s"
-    cost = "" if plan.cost_usd is None or not plan.steps else f", {plan.cost_usd:,.2f} USD on demand"
+    cost = "" if plan.cost_usd is None or not plan.steps else f", {dollars(plan.cost_usd)} USD on demand"
     return (
         f"Plan: {plan.model}, engine {plan.engine}, {plan.nodes} x {job.types[0].name} x {ranks} x"
         f" {threads}; peak {plan.peak_bytes_per_rank / GIB:.1f} GiB of {plan.limit_bytes / GIB:.1f} GiB a rank"

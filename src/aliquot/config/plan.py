@@ -123,7 +123,20 @@ class Plan:
     def beside_steps_s(self) -> float:
         if not self.steps:
             return 0.0
-        return self.evaluations * self.evaluation_s + self.saves * self.save_s + self.stall_s + self.export_s
+        return self.evaluations * self.evaluation_s + self.saving_s + self.export_s
+
+    @property
+    def saving_s(self) -> float:
+        """Of a whole run, for which training waits for saves."""
+        return self.saves * self.save_s + self.stall_s
+
+    @property
+    def size(self) -> str:
+        """For people: `8.03 B parameters`."""
+        for unit, factor in (("B", 10**9), ("M", 10**6)):
+            if self.parameters >= 0.9995 * factor:  # what three digits round up to it
+                return f"{_short(self.parameters / factor)} {unit} parameters"
+        return f"{self.parameters:,} parameters"
 
     @property
     def disk_words(self) -> str | None:
@@ -165,6 +178,7 @@ class Plan:
             "speed",
             "total_s",
             "beside_steps_s",
+            "saving_s",
             "disk_words",
             "cost_usd",
         )

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from aliquot.config.money import dollars
 from aliquot.config.schema import RunConfig
 from aliquot.observe import ledger
 from aliquot.observe.console import Display
@@ -35,7 +36,7 @@ def _parameters(about: Mapping[str, Any]) -> str:
 def foreseen(plan: Mapping[str, Any]) -> tuple[str, ...]:
     """The plan, as `aliquot plan --json` prints it: memory, time, what is passed on and written, what lies on disk."""
     on_them = "between the GPUs of each" if plan["device"] == "cuda" else "through sockets on them"
-    cost = f", {plan['cost_usd']:,.2f} USD" if plan["cost_usd"] is not None else ""
+    cost = f", {dollars(plan['cost_usd'])} USD" if plan["cost_usd"] is not None else ""
     return (
         f"plan: {gib(plan['peak_bytes_per_rank'])} of {gib(plan['limit_bytes'])} a rank at most ({plan['peak_phase']})"
         + _of_host(plan),

@@ -6,7 +6,7 @@ import os
 import tempfile
 import time
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from aliquot.config.due import times_due
@@ -53,10 +53,41 @@ def _existing(directory: Path) -> Path:
     return next(each for each in (directory.absolute(), *directory.absolute().parents) if each.is_dir())
 
 
-def short_disks(config: RunConfig, plan: Plan, done: int = 0) -> list[str]:
-    """A line for each file system that is too small: checkpoints that exist at once, the export, states on disk.
+@dataclass(frozen=True)
+class _Use:
+    """Of a file system: `key` of the config says that it is this one."""
 
-    `done`: steps behind the checkpoint that a run goes on from."""
+    directory: Path
+    key: str
+    words: str
+    size: int
+
+
+def short_disks(config: RunConfig, plan: Plan, done: int = 0) -> list[str]:
+    """A line for each file system that is too small: checkpoints that exist at once, the export, states on disk; and
+    what helps. `done`: steps behind the checkpoint that a run goes on from."""
+    found = []
+    for device, uses in _uses(config, plan, done).items():
+        directory = uses[-1].directory
+        if (free := _free_bytes(directory)) is None or sum(use.size for use in uses) <= free:
+            continue
+        fewest = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"keep": 1})})
+        enough = sum(use.size for use in _uses(fewest, plan, done).get(device, [])) <= free
+        keys = " and another ".join(dict.fromkeys(use.key for use in uses))
+        told = " and ".join(f"{use.words} {use.size / 1e9:.2f} GB" for use in uses)
+        helps = f"{'checkpoint.keep=1, or ' if enough else ''}another {keys}"
+        found.append(f"{directory} has {free / 1e9:.2f} GB free, and {told}: set {helps}")
+    return found
+
+
+def has_room(config: RunConfig, plan: Plan, done: int = 0) -> bool:
+    """Whether the disk that states go to is large enough for all that lies on it."""
+    device, free = _existing(config.offload_directory).stat().st_dev, _free_bytes(config.offload_directory)
+    return free is None or sum(use.size for use in _uses(config, plan, done)[device]) <= free
+
+
+def _uses(config: RunConfig, plan: Plan, done: int) -> dict[int, list[_Use]]:
+    """By device."""
     run = config.run.directory
     checkpoints = run / "checkpoints"
     every = config.checkpoint.every
@@ -67,22 +98,22 @@ def short_disks(config: RunConfig, plan: Plan, done: int = 0) -> list[str]:
         saves += times_due(config.train.eval_steps, plan.steps)  # at most
     to_come = max(0, saves - times_due(every, done, last=False))
     at_once = min(to_come + bool(there), kept + 1)  # a new one is complete before an old one goes
-    wanted: dict[int, list[tuple[str, int]]] = defaultdict(list)
-    free: dict[int, tuple[Path, int]] = {}
-    for directory, what, size in (
-        (run, f"{at_once} checkpoint{'s' if at_once > 1 else ''}", max(0, at_once * plan.checkpoint_bytes - there)),
-        (run, "the export", plan.export_bytes),
-        (config.offload_directory, "what lies on disk while it trains", plan.scratch_bytes_per_node),
-    ):
-        place = _existing(directory)
-        found = os.statvfs(place)
-        if found.f_blocks and size:  # some network file systems say nothing
-            device = place.stat().st_dev
-            free[device] = (directory, found.f_bavail * found.f_frsize)
-            wanted[device].append((what, size))
-    return [
-        f"{free[device][0]} has {free[device][1] / 1e9:.2f} GB free, and"
-        f" {' and '.join(f'{what} take {size / 1e9:.2f} GB' for what, size in sizes)}"
-        for device, sizes in wanted.items()
-        if sum(size for _, size in sizes) > free[device][1]
-    ]
+    counted = f"{at_once:,} checkpoints take" if at_once > 1 else f"{at_once} checkpoint takes"
+    found: dict[int, list[_Use]] = defaultdict(list)
+    for use in (
+        _Use(run, "run.directory", counted, max(0, at_once * plan.checkpoint_bytes - there)),
+        _Use(run, "run.directory", "the export takes", plan.export_bytes),
+        _Use(
+            config.offload_directory, "shard.offload_directory", "what lies on disk while it trains takes",
+            plan.scratch_bytes_per_node,
+        ),
+    ):  # fmt: skip
+        if use.size:
+            found[_existing(use.directory).stat().st_dev].append(use)
+    return found
+
+
+def _free_bytes(directory: Path) -> int | None:
+    """None: some network file systems say nothing."""
+    found = os.statvfs(_existing(directory))
+    return found.f_bavail * found.f_frsize if found.f_blocks else None

@@ -84,7 +84,7 @@ def svg(plan: Plan) -> str:
 def _title(plan: Plan) -> str:
     where = plan.instance or "this kind of machine"
     return (
-        f"{plan.model}, {plan.parameters / 1e9:.2f} B parameters, engine {plan.engine}:"
+        f"{plan.model}, {plan.size}, engine {plan.engine}:"
         f" a rank of {plan.nodes} x {plan.ranks_per_node} on {where} (hatched: its share of shared memory)"
     )
 

@@ -7,7 +7,6 @@ is bought on demand or as spot, where nodes are lost on the way and their succes
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import ge
@@ -31,7 +30,6 @@ _MICROS = (1, 4, 16)
 _TYPES_SEARCHED = 12  # with all settings; the others are out of reach with the given ones
 _NEW_NODE_S = 300.0  # until a successor of a lost node runs pods: EC2, the image of the node, that of the pod; assumed
 _NOTICE_S = 120.0  # from the notice that a spot node goes until it is gone
-_SHARES_CPUS = re.compile(r"^t\d|^\w+-flex\.")  # types that have their CPUs for hours, not for days
 _MONTH_S = 30 * 86400.0
 
 
@@ -58,13 +56,13 @@ class Offer:
 
     @property
     def lines(self) -> str:
-        """To paste after the config on the command line."""
+        """To paste after the config of `aliquot plan`."""
         nodes, ranks = self.plan.nodes, self.plan.ranks_per_node
         where = (
             f"cluster.instance_types=[{self.plan.instance}] cluster.capacity=[{self.capacity}] cluster.nodes={nodes}"
             f" cluster.ranks_per_node={ranks}"
             if self.on_cluster
-            else f"launch.nodes={nodes} launch.ranks={ranks}"
+            else f"--instance {self.plan.instance} launch.nodes={nodes} launch.ranks={ranks}"
         )
         in_sequences = " train.global_batch_tokens=null" if self.in_tokens else ""
         return (
@@ -122,7 +120,7 @@ def offers(
 
 def _all_types(gpus: bool) -> list[InstanceType]:
     priced = [each for each in instances() if each.usd_per_hour is not None and bool(each.gpus) == gpus]
-    return undominated([each for each in priced if not _SHARES_CPUS.match(each.name)])
+    return undominated([each for each in priced if not each.shares_cpus])
 
 
 def _type_of(name: str, device: str) -> InstanceType:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from html import escape
 
+from aliquot.config.money import dollars
 from aliquot.plan.offers import Offer
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM, _RIGHT = 900, 520, 70, 40, 50, 40
@@ -35,7 +36,7 @@ def svg(offers: Sequence[Offer], title: str) -> str:
     for each in offers:
         at = f'cx="{across(each.total_s / 3600):.1f}" cy="{up(each.usd):.1f}" r="4"'
         name = f"{each.plan.nodes} x {each.plan.instance}, {each.capacity}"
-        told = f"{name}: {each.total_s / 3600:,.1f} h, {each.usd:,.0f} USD"
+        told = f"{name}: {each.total_s / 3600:,.1f} h, {dollars(each.usd)} USD"
         parts.append(f'<circle {at} fill="{_COLOURS[each.capacity]}"><title>{escape(told)}</title></circle>')
     for each in unbeaten(offers):
         name = f"{each.plan.nodes} x {each.plan.instance}"

@@ -52,7 +52,9 @@ def plan_before(
         plan = planner.plan(config, layout, workload)
         plan = with_advice(plan, planner, config, layout, workload) if advise else plan
         found = "; ".join(fit.problems(plan, machine))
-        advice = remedies(planner, config, layout, workload) if found and fit.hopeless(plan) and not force else None
+        advice = (
+            remedies(planner, config, layout, workload, done) if found and fit.hopeless(plan) and not force else None
+        )
         least = with_fewest_nodes(planner, config, layout, workload)
         full = "; ".join(short_disks(config, plan, done) or ([] if least is None else short_disks(config, least, done)))
     except UserError:

@@ -9,9 +9,10 @@ from rich.table import Table
 from rich.text import Text
 
 from aliquot.catalogue.instances import PRICES_DATE, PRICES_REGION, instance
+from aliquot.config.money import dollars
 from aliquot.config.plan import PhaseMemory, Plan
 from aliquot.plan.planner import DISK_BYTES_PER_S
-from aliquot.plan.search import Candidate
+from aliquot.plan.search import Candidate, Names, in_a_line
 
 # EC2's spot price changes by the hour; over the last years it has been 30 to 50 % of on demand for these families.
 SPOT_FACTOR = 0.4
@@ -71,6 +72,16 @@ def fewest(plan: Plan) -> str:
     )
 
 
+def idle_gpus(plan: Plan, gpus: int, names: Names) -> str | None:
+    """A line where a node of so many `gpus` has some that nobody uses."""
+    if plan.device != "cuda" or plan.ranks_per_node >= gpus:
+        return None
+    return (
+        f"{'idle':16}uses {plan.ranks_per_node} of {gpus} GPUs of each node:"
+        f" {in_a_line({'launch.ranks': gpus}, names)} for all"
+    )
+
+
 def phases(plan: Plan, shown: Sequence[PhaseMemory], memory: str) -> Table:
     """Bytes of one `memory` by category, a line a phase; what is shared as this rank's share."""
     sizes_of = {phase.name: phase.per_rank(plan.ranks_per_node) for phase in shown}
@@ -98,7 +109,7 @@ def alternatives(candidates: Sequence[Candidate], now: Plan) -> Table:
         table.add_column(column, no_wrap=column != "set")
     for each in candidates:
         plan = each.plan
-        cost = "" if plan.cost_usd is None else f"{plan.cost_usd:,.2f}"
+        cost = "" if plan.cost_usd is None else dollars(plan.cost_usd)
         change = f"{100 * (plan.step_s / now.step_s - 1):+.0f} %"
         table.add_row(_seconds(plan.step_s), change, _gib(plan.peak_bytes_per_rank), cost, each.lines)
     return table
@@ -107,17 +118,20 @@ def alternatives(candidates: Sequence[Candidate], now: Plan) -> Table:
 def _whole(plan: Plan) -> list[str]:
     if not plan.steps:
         return ["whole run       not known before the data are read: set train.max_steps"]
+    uncounted = plan.uncounted_evaluations
     beside = [
-        f"{plan.evaluations} evaluations of {_seconds(plan.evaluation_s)}" if plan.evaluations else "",
-        f"{plan.uncounted_evaluations} evaluations that are not counted" if plan.uncounted_evaluations else "",
-        f"{plan.saves_beside} saves beside them, waiting {_seconds(plan.stall_s)}" if plan.stall_s else "",
-        f"{plan.saves} {'save' if plan.saves == 1 else 'saves'} of {_seconds(plan.save_s)}",
+        f"{_counted(plan.evaluations, 'evaluation')} of {_seconds(plan.evaluation_s)}" if plan.evaluations else "",
+        f"{_counted(uncounted, 'evaluation')} that {'is' if uncounted == 1 else 'are'} not counted"
+        if uncounted
+        else "",
+        f"{_counted(plan.saves_beside, 'save')} beside them, waiting {_seconds(plan.stall_s)}" if plan.stall_s else "",
+        f"{_counted(plan.saves, 'save')} of {_seconds(plan.save_s)}",
         f"the export {_seconds(plan.export_s)}" if plan.export_s else "",
     ]
     rate = plan.storage_bytes_per_s
     if plan.storage_measured:
         storage = f"a disk of {rate / 1e9:.2g} GB/s, measured"
-    elif rate < DISK_BYTES_PER_S * plan.nodes:
+    elif _on_storage(plan):
         storage = f"a file system of {rate / 1e9:.3g} GB/s, cluster.storage"
     else:
         storage = f"a disk of {DISK_BYTES_PER_S / 1e9:g} GB/s a node, assumed"
@@ -125,12 +139,28 @@ def _whole(plan: Plan) -> list[str]:
         f"whole run       {plan.steps:,} steps, {_seconds(plan.total_s)}",
         f"beside steps    {', '.join(filter(None, beside))} ({storage})",
     ]
+    if plan.saving_s > plan.steps * plan.step_s:
+        lines.append(f"saves           take {_seconds(plan.saving_s)}, longer than all steps: {saves_less(plan)}")
     if plan.cost_usd is not None:
-        spot = f", about {plan.cost_usd * SPOT_FACTOR:,.2f} on spot (factor {SPOT_FACTOR}, assumed)"
+        spot = f", about {dollars(plan.cost_usd * SPOT_FACTOR)} on spot (factor {SPOT_FACTOR}, assumed)"
         sold = plan.instance is not None and instance(plan.instance).on_spot
-        cost = f"{plan.cost_usd:,.2f} USD on demand ({PRICES_REGION}, {PRICES_DATE})"
+        cost = f"{dollars(plan.cost_usd)} USD on demand ({PRICES_REGION}, {PRICES_DATE})"
         lines.append(f"cost            {cost}{spot if sold else ''}")
     return lines
+
+
+def saves_less(plan: Plan) -> str:
+    """What would make saves take less of the run."""
+    fewer = "a larger checkpoint.every, or " if plan.saves + plan.saves_beside > 1 else ""
+    return f"{fewer}a faster {'file system (cluster.storage)' if _on_storage(plan) else 'disk'}, takes less"
+
+
+def _on_storage(plan: Plan) -> bool:
+    return not plan.storage_measured and plan.storage_bytes_per_s < DISK_BYTES_PER_S * plan.nodes
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _gib(size_bytes: float) -> str:
