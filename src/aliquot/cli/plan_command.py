@@ -154,12 +154,13 @@ def command(
             told = {"fits": not problems, "problems": problems, "advice": advice, "alternatives": alternatives}
             print(json.dumps({**plan.as_json(), **told}, indent=1))
         else:
-            console = Console(soft_wrap=True, highlight=False)
+            console = Console(highlight=False)
+            console.soft_wrap = not console.is_terminal  # where lines are read by others than people
             console.print(report.summary(plan, problems, machine.name, workload.source))
             if least is not None:
-                print(report.fewest(least))
+                console.print(report.Lines([report.fewest(least)]))
             if (idle := report.idle_gpus(plan, machine.gpus, names)) is not None:
-                print(idle)
+                console.print(report.Lines([idle]))
             if advice is not None:
                 console.print(advice, markup=False)
             if better:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -16,6 +17,7 @@ from aliquot.plan.search import Candidate, Names, in_a_line
 
 # EC2's spot price changes by the hour; over the last years it has been 30 to 50 % of on demand for these families.
 SPOT_FACTOR = 0.4
+_LABEL = 16  # columns
 
 # Columns of the table, which fits 80 of a terminal, and what they add up; --json tells each.
 COLUMNS = {
@@ -27,6 +29,24 @@ COLUMNS = {
     "activ.": ("activations", "loss"),
     "rest": ("data", "buffers", "streamed", "snapshot", "allocator"),
 }
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Each a word of up to 15 letters and what is to be said of it; on a terminal too narrow for it in a column."""
+
+    lines: Sequence[str]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if not options.is_terminal:
+            yield Text("\n".join(self.lines))
+            return
+        grid = Table.grid()
+        grid.add_column(width=_LABEL, no_wrap=True)
+        grid.add_column()
+        for line in self.lines:
+            grid.add_row(Text(line[:_LABEL]), Text(line[_LABEL:]))
+        yield grid
 
 
 def summary(plan: Plan, problems: Sequence[str], machine: str, assumed: str) -> RenderableType:
@@ -46,6 +66,11 @@ def summary(plan: Plan, problems: Sequence[str], machine: str, assumed: str) -> 
         f"step            {_seconds(plan.step_s)}, {plan.bottleneck}",
         f"speed           {plan.speed} ({assumed})",
         *_whole(plan),
+        *(
+            [f"estimates       of time and money may be off by a factor of {plan.off_by:g} either way"]
+            if plan.off_by > 1
+            else []
+        ),
         f"rates           {plan.rates}",
         *([f"kernels         of at most {plan.kernel_shapes} products a rank"] if plan.kernel_shapes else []),
     ]
@@ -59,9 +84,7 @@ def summary(plan: Plan, problems: Sequence[str], machine: str, assumed: str) -> 
         verdict = Text(told, style="green")
     tables = [phases(plan, plan.phases, "GPU memory" if plan.host_phases else "")]
     tables += [phases(plan, plan.host_phases, "the machine's memory")] if plan.host_phases else []
-    return Group(
-        Text(head), verdict, *(part for each in tables for part in (Text(), each)), Text(), Text("\n".join(lines))
-    )
+    return Group(Text(head), verdict, *(part for each in tables for part in (Text(), each)), Text(), Lines(lines))
 
 
 def fewest(plan: Plan) -> str:
