@@ -83,6 +83,18 @@ def test_parquet_rows(tmp_path: Path) -> None:
         texts(tmp_path / "p.parquet")
 
 
+def test_long_rows_of_parquet_are_read_a_few_at_once(tmp_path: Path) -> None:
+    rows = [f"{n:02}" * (1 << 19) for n in range(48)]
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": rows}), tmp_path / "p.parquet", use_dictionary=False, write_batch_size=1
+    )
+    before, most = pyarrow.total_allocated_bytes(), 0
+    for row, document in zip(rows, source(tmp_path / "p.parquet").documents(), strict=True):
+        assert document.text == row
+        most = max(most, pyarrow.total_allocated_bytes() - before)
+    assert most < 36 << 20
+
+
 def test_a_text_in_parquet_that_is_no_utf_8_is_named(tmp_path: Path) -> None:
     column = pyarrow.array([b"fine", b"caf\xe9"], pyarrow.binary()).view(pyarrow.string())
     pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "p.parquet")
