@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import io
+from functools import partial
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from aliquot.finishing import _is_own
+from aliquot.finishing import _is_own, _keep_foreign
+from aliquot.observe.console import Display
+from aliquot.ranges.publish import publish_together
+from aliquot.ranges.together import Alone
 
 BESIDE = {"config.json", "tokenizer.json", "aliquot.json"}
 
@@ -33,3 +39,26 @@ def test_own_files_of_an_export(tmp_path: Path, name: str, own: bool) -> None:
 def test_a_directory_is_a_persons(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").mkdir()
     assert not _is_own(tmp_path / "model.safetensors", BESIDE)
+
+
+def test_a_file_that_comes_while_an_export_is_made_is_kept_with_what_was_there(tmp_path: Path) -> None:
+    target = tmp_path / "export"
+    errors = io.StringIO()
+    display = Display("plain", errors=Console(file=errors))
+    spare = partial(_keep_foreign, target, BESIDE, display)
+
+    def exported(comes: str) -> None:
+        def write(directory: Path) -> None:
+            (target / comes).write_text(comes)
+            (directory / "config.json").write_text("new")
+
+        publish_together(target, Alone(), lambda _: None, write, lambda *_: None, replace=True, spare=spare)
+        assert [path.name for path in target.iterdir()] == ["config.json"]
+
+    target.mkdir()
+    exported("model.safetensors")
+    assert not errors.getvalue() and [path.name for path in tmp_path.iterdir()] == ["export"]
+    exported("notes.txt")
+    assert f"{target} held notes.txt, which is not of an export: it is {tmp_path / 'export-1'} now" in errors.getvalue()
+    assert (tmp_path / "export-1/notes.txt").read_text() == "notes.txt"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["export", "export-1"]

@@ -32,7 +32,7 @@ RESTARTS = "ALIQUOT_ALLOCATOR"  # a process that is not restarted for another al
 IMPORTED = (
     "datasets", "peft.tuners.lora", "safetensors.torch", "tensorboard.compat.proto.summary_pb2",
     "torch.distributed.fsdp", "torch.distributed.launcher.api", "torch.profiler", "torch.testing",
-    "torch.utils.tensorboard", "transformers", "transformers.models.auto.modeling_auto",
+    "transformers", "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto", "transformers.models.llama.modeling_llama",
 )  # fmt: skip
 

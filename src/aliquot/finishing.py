@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,6 @@ def export_run(
     """Where it lies. `files`: what is beside the weights; `done`: steps; `watch`: what it raises ends the export, as
     a UserError on all ranks. Collective."""
     target, root, built = run.directory.export, run.directory.checkpoints, model.built
-    on_first(run.ranks, lambda: _keep_foreign(target.resolve(), files, run.display) if target.exists() else None)
     wanted, precision, adapter = run.config.model.dtype, run.config.train.precision, built.adapter
     # An adapter is small, and added to what is much larger.
     dtype = export_dtype(wanted, inputs.source.dtype if adapter is None else torch.float32, precision)
@@ -57,7 +57,8 @@ def export_run(
     if kept is not None and on_first(run.ranks, lambda: kept not in complete_directories(root)):
         run.display.warning(f"step {best} evaluated best, but could not be saved: the last weights are exported")
         kept = None
-    how: dict[str, Any] = {"replace": True, "watch": watch}
+    spare = partial(_keep_foreign, target.resolve(), files, run.display)
+    how: dict[str, Any] = {"replace": True, "watch": watch, "spare": spare}
     if kept is not None and best != done and _export_kept(run, kept, target, dtype, of_step(files, step_of(kept)), how):
         run.display.line(f"exported is what evaluated best: {evaluations.told()}")
         return target
@@ -110,12 +111,15 @@ def sample(run: Attempt, inputs: Inputs, model: Model) -> str | None:
         return None
 
 
-def _keep_foreign(target: Path, files: Collection[str], display: Display) -> None:
-    """An export of an earlier stage of this run is to be replaced; one in which a person has put files is kept."""
-    if foreign := sorted(path.name for path in target.iterdir() if not _is_own(path, files)):
+def _keep_foreign(target: Path, files: Collection[str], display: Display, replaced: Path) -> bool:
+    """An export of an earlier stage of this run is to be replaced; one in which a person has put files is kept, also
+    where that was while the new one was written, and `replaced` has another name than `target` by now."""
+    foreign = sorted(path.name for path in replaced.iterdir() if not _is_own(path, files))
+    if foreign:
         kept = next(at for n in count(1) if not (at := target.with_name(f"{target.name}-{n}")).exists())
-        target.rename(kept)
+        replaced.rename(kept)
         display.warning(f"{target} held {foreign[0]}, which is not of an export: it is {kept} now")
+    return bool(foreign)
 
 
 def _is_own(path: Path, files: Collection[str]) -> bool:

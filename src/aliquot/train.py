@@ -118,7 +118,9 @@ def _train(run: Attempt, presence: Presence, stop: StopSignal, force: bool) -> R
             lambda: ceiling(run.ranks, run.config.train.precision, again=True).flops_per_s, run.ledger.gpu,
             steps_before=start.step, total_steps=inputs.total_steps,
         ) as record,
-        Watchdog(run.config.launch.step_timeout_s, stacks, run.ranks.rank, lambda: presence.doing) as watchdog,
+        Watchdog(
+            run.config.launch.step_timeout_s, stacks, run.ranks.rank, run.ranks.world_size, lambda: presence.doing
+        ) as watchdog,
     ):  # fmt: skip
         mirror = _mirror(run, start, record.warn, watchdog.beat)
         training = Training(run, inputs, model, start, record, stop, watchdog, mirror, presence)

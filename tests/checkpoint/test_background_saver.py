@@ -190,7 +190,7 @@ class Slow(Store):
 
 background_saver._ASKED_S = 0.05
 folder = Path(sys.argv[1])
-store, watchdog = Slow(), Watchdog(1.2, folder / "stacks.txt", 0, lambda: "saving step 5", grace_s=0.1)
+store, watchdog = Slow(), Watchdog(1.2, folder / "stacks.txt", 0, 1, lambda: "saving step 5", grace_s=0.1)
 saver = saver_of(folder, store, beat=watchdog.beat, buffer_bytes=0)
 saver.start(1, {"step": 1})
 saver.before_update()

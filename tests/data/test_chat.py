@@ -8,7 +8,15 @@ from itertools import groupby
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from aliquot.data.chat import NO_ANSWER, NOTHING_LEARNED, TEMPLATE_LEAVES_OUT, encode_chat, encode_record
+from aliquot.data.chat import (
+    LONGEST_BYTES,
+    NO_ANSWER,
+    NOTHING_LEARNED,
+    TEMPLATE_LEAVES_OUT,
+    TOO_LONG,
+    encode_chat,
+    encode_record,
+)
 from aliquot.data.encoder import EncoderSpec
 from aliquot.errors import UserError
 from tests.data.stores import byte_level
@@ -139,6 +147,8 @@ def test_what_nothing_is_learned_from_has_a_reason() -> None:
     assert learned({"prompt": "fox?", "completion": " "}) == learned({"prompt": "fox?", "completion": ""}, CHATML)
     assert learned({"prompt": "fox?", "completion": ""}) == ("", [], NO_ANSWER)
     assert learned({"prompt": "", "completion": "s"}) == ("", [], NOTHING_LEARNED), "nothing comes before it"
+    endless = {"prompt": "fox?", "completion": "é" * (LONGEST_BYTES // 2)}
+    assert learned(endless) == ("", [], TOO_LONG), "before memory is taken for it"
     tools = [*TALK[:1], {"role": "tool", "content": "12345"}, *TALK[1:2]]
     deaf = CHATML.replace("<|{{ m.role }}|>{{ m.content }}", "<|{{ m.role }}|>{{ m.content if m.role != 'tool' }}")
     assert learned({"messages": tools, "context": 0}, deaf)[1:] == (

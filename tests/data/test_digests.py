@@ -8,6 +8,8 @@ import os
 import time
 from pathlib import Path
 
+import pytest
+
 from aliquot.data.digests import digests
 
 
@@ -38,6 +40,22 @@ def test_kept_until_a_file_changes(tmp_path: Path) -> None:
     file.write_text("new")  # as long as before, and as old, as a careful copy would leave it
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert digests([file, other], cache) == [sha("new"), sha("other")]
+
+
+def test_kept_whatever_mtime_a_file_came_with_and_this_machines_clock_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of an archive of another machine may lie years ahead; a server's clock may be ahead of this one's."""
+    file = tmp_path / "a.txt"
+    file.write_text("one")
+    os.utime(file, (2**32, 2**32))
+    changed_ns = file.stat().st_ctime_ns
+    time.sleep(0.2)
+    monkeypatch.setattr("aliquot.data.digests._COARSEST_CLOCK_S", 0.1)
+    monkeypatch.setattr(time, "time_ns", lambda: changed_ns - 3600 * 10**9)
+    digests([file], tmp_path / "cache")
+    (kept_in,) = (tmp_path / "cache" / "digests").iterdir()
+    assert list(json.loads(kept_in.read_text())) == [str(file)]
 
 
 def test_not_kept_of_a_file_that_was_just_written(tmp_path: Path) -> None:

@@ -184,3 +184,13 @@ def test_a_record_of_another_format_is_not_taken_for_a_blank_one() -> None:
     assert format_of(DataSection(path="x"), names, "x").columns(names) == names[1:]
     named = format_of(DataSection(path="x", text_field="text"), {"text": "", "messages": [ASKED]}, "x:1")
     assert named.read({"text": None, "messages": [ASKED]}, "x:1")[0] == "", "somebody has chosen"
+
+
+@pytest.mark.parametrize("said", [{"messages": [ASKED, ANSWERED]}, {"prompt": "hi", "completion": "yes"}])
+def test_endless_nesting_is_one_line(said: dict[str, Any]) -> None:
+    """Python reads a few levels more than it writes."""
+    tool: dict[str, Any] = {}
+    for _ in range(5000):
+        tool = {"parameters": tool}
+    with pytest.raises(UserError, match=r"^x:1: lists and objects are nested too deeply in this record$"):
+        read({**said, "tools": [tool]})

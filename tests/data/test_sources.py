@@ -83,6 +83,18 @@ def test_parquet_rows(tmp_path: Path) -> None:
         texts(tmp_path / "p.parquet")
 
 
+def test_long_rows_of_parquet_are_read_a_few_at_once(tmp_path: Path) -> None:
+    rows = [f"{n:02}" * (1 << 19) for n in range(48)]
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": rows}), tmp_path / "p.parquet", use_dictionary=False, write_batch_size=1
+    )
+    before, most = pyarrow.total_allocated_bytes(), 0
+    for row, document in zip(rows, source(tmp_path / "p.parquet").documents(), strict=True):
+        assert document.text == row
+        most = max(most, pyarrow.total_allocated_bytes() - before)
+    assert most < 36 << 20
+
+
 def test_a_text_in_parquet_that_is_no_utf_8_is_named(tmp_path: Path) -> None:
     column = pyarrow.array([b"fine", b"caf\xe9"], pyarrow.binary()).view(pyarrow.string())
     pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "p.parquet")
@@ -173,6 +185,14 @@ def test_a_dataset_by_name_is_the_same_documents(tmp_path: Path) -> None:
         ("latin.txt", {"document": "line"}, r"latin.txt:1: not UTF-8 text"),
         ("packed.txt", {}, "packed.txt: a gzip archive, not text: let its name end with .gz, or"),
         ("packed.txt", {"document": "line"}, "packed.txt:1: a gzip archive, not text: let its name end with .gz, or"),
+        ("windows.txt", {}, "windows.txt: UTF-16 text, not UTF-8: convert it first .iconv -f UTF-16 -t UTF-8"),
+        ("windows.csv.gz", {}, "windows.csv.gz: UTF-16 text, not UTF-8: convert it first"),
+        (
+            "little.txt",
+            {"document": "line"},
+            "little.txt: UTF-16LE text, not UTF-8: convert it first .iconv -f UTF-16LE",
+        ),
+        ("big.jsonl", {}, "big.jsonl: UTF-16BE text, not UTF-8: convert it first"),
         ("packed.jsonl", {}, "packed.jsonl:1: a gzip archive, not text: let its name end with .gz, or"),
         ("plain.txt", {"document": "field"}, r"plain.txt: data.document: field is for records \(.jsonl,"),
         ("bad.jsonl", {"document": "line"}, "bad.jsonl: data.document: line is for plain text"),
@@ -205,6 +225,10 @@ def test_bad_input_gets_one_line(
     for name, content in {
         "latin.txt": "caf\u00e9s".encode("latin-1"),
         "packed.txt": gzip.compress(b"some text"),
+        "windows.txt": "some text".encode("utf-16"),
+        "windows.csv.gz": gzip.compress("text\nsome".encode("utf-16")),
+        "little.txt": "some text\nand caf\u00e9".encode("utf-16-le"),
+        "big.jsonl": '{"text": "some"}'.encode("utf-16-be"),
         "packed.jsonl": gzip.compress(b'{"text": "some"}'),
         "plain.txt": b"plain",
         "bad.jsonl": b'{"text": "good"}\n{"text": \n',

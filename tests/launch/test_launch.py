@@ -159,7 +159,7 @@ left.write_text('Thread 1:\\n  File "old.py", line 1 in <module>\\n')
 os.utime(left, (1e9, 1e9))
 ranks.barrier()
 stacks = Path(sys.argv[1]) / f"stacks-rank-{ranks.rank}.txt"
-watchdog = Watchdog(1.0, stacks, ranks.rank, lambda: "in step 3", grace_s=1.0)
+watchdog = Watchdog(1.0, stacks, ranks.rank, ranks.world_size, lambda: "in step 3", grace_s=1.0)
 if ranks.rank == 1:
     stuck_in_this_function()
 ranks.barrier()
@@ -178,19 +178,20 @@ ranks.barrier()
 def test_a_rank_that_does_not_even_say_where_it_is(tmp_path: Path) -> None:
     """Its process is stopped: of the others all wait for it."""
     waits = 'Thread 1:\n  File "/torch/distributed/distributed_c10d.py", line 1 in all_gather\n'
+    # The last is of an earlier attempt of more ranks.
     own, stopped, left = (tmp_path / f"stacks-rank-{rank}.txt" for rank in (1, 0, 7))
     own.write_text(waits)
     for file in (stopped, left):
         file.touch()
-    os.utime(left, (1e9, 1e9))  # by an earlier attempt of more ranks
-    assert told_standing_still(own).startswith("; nothing is heard of rank 0: stopped, or on a host that")
+    os.utime(stopped, (1e9, 1e9))  # clocks are set, and those of file servers are others
+    assert told_standing_still(own, 2).startswith("; nothing is heard of rank 0: stopped, or on a host that")
     stopped.write_text(waits)
-    assert told_standing_still(own) == ""
+    assert told_standing_still(own, 2) == ""
     polls = '  File "/aliquot/engines/host/late_update.py", line 9 in need\n'
     stopped.write_text(f"Thread 1:\n{polls}")  # for the counters of other ranks
-    assert told_standing_still(own) == ""
+    assert told_standing_still(own, 2) == ""
     stopped.write_text(f"Thread 1:\n{polls.replace(' need', ' _update')}")
-    assert "; rank 0 stands still at late_update.py:9 in _update" in told_standing_still(own)
+    assert "; rank 0 stands still at late_update.py:9 in _update" in told_standing_still(own, 2)
 
 
 def test_watchdog_that_is_beaten_lets_the_run_go_on(tmp_path: Path) -> None:
@@ -198,7 +199,7 @@ def test_watchdog_that_is_beaten_lets_the_run_go_on(tmp_path: Path) -> None:
 import sys, time
 from pathlib import Path
 from aliquot.launch.watchdog import Watchdog
-watchdog = Watchdog(1.0, Path(sys.argv[1]), 0, lambda: "in step 3", grace_s=0.2)
+watchdog = Watchdog(1.0, Path(sys.argv[1]), 0, 1, lambda: "in step 3", grace_s=0.2)
 for _ in range(30):
     time.sleep(0.05)
     watchdog.beat()

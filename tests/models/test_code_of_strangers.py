@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from aliquot.data.tokenizer import load_tokenizer
+from aliquot.errors import TokenizerError
 from aliquot.ranges.manifest import checksum, manifest_bytes, read_manifest
 from tests import warm
 from tests.cluster.cases import cluster_section
+from tests.data.stores import byte_level
 from tests.runs import trained, write_config
 
 MODULE = """
@@ -85,6 +89,21 @@ def test_it_is_not_run(tmp_path: Path, command: tuple[str, ...], model_type: str
     else:
         last = errors.splitlines()[-1]  # transformers may have warned before
         assert status == 2 and last.startswith("aliquot: ") and "Traceback" not in errors, errors
+
+
+def test_a_tokenizer_that_comes_with_code_is_taken_without_it_from_a_directory_of_its_own(tmp_path: Path) -> None:
+    directory, alone = strange(tmp_path / "strange", tmp_path / "ran", "llama"), tmp_path / "alone"
+    (directory / "config.json").unlink()
+    byte_level().backend_tokenizer.save(str(directory / "tokenizer.json"))
+    for given in (directory, directory / "tokenizer.json"):
+        with pytest.raises(TokenizerError, match=r"its tokenizer\.json, copied into a directory of its own$") as caught:
+            load_tokenizer(given)
+        assert str(caught.value).count(str(directory)) == 1
+    alone.mkdir()
+    shutil.copy(directory / "tokenizer.json", alone)
+    for given in (alone, alone / "tokenizer.json"):
+        assert load_tokenizer(given).encode("fox")
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.long

@@ -104,6 +104,19 @@ def test_what_does_not_look_like_a_hub_id_is_a_directory(path: str) -> None:
         ({**SMALL, "model_type": "qwen3", "num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000: no model has"),
         ({**SMALL, "model_type": "qwen3", "vocab_size": 10**13}, "vocab_size is 10000000000000: no model has"),
         ({**SMALL, "model_type": "mixtral", "num_local_experts": 10**9}, "num_local_experts is 1000000000: no model"),
+        (
+            {"model_type": "gemma3", "text_config": {"num_hidden_layers": 10**9}},
+            "text_config.num_hidden_layers is 1000000000: no model has more than 10000 layers",
+        ),
+        (
+            {"model_type": "bart", "is_decoder": True, "is_encoder_decoder": False, "decoder_layers": 10**9},
+            "decoder_layers is 1000000000: no model",
+        ),
+        (
+            {"model_type": "gpt_neo", "num_layers": 2, "attention_types": [[["global"], 10**9]]},
+            "attention_types is 1000000000: no model",
+        ),
+        ({**SMALL, "model_type": "qwen3", "num_labels": 10**9}, "num_labels is 1000000000: no model"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(config: dict[str, object], expected: str) -> None:

@@ -108,3 +108,34 @@ def test_of_another_machine_it_is_watched(tmp_path: Path, beats: bool) -> None:
         over.set()
         beating.join()
     assert file.exists()  # it is the other one's
+
+
+def test_the_lock_of_who_was_faster_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both have found the holder dead; the other one takes its lock between a last look at it and its removal."""
+    file = tmp_path / BEATING_LOCK
+    file.write_text(json.dumps({"machine": beating_lock.machine(), "pid": 0, "mark": "dead"}))
+    faster = {"machine": beating_lock.machine(), "pid": os.getpid(), "mark": "faster"}
+    read, looks = beating_lock._read, iter([None, json.dumps(faster)])
+
+    def looked(at: Path) -> object:
+        found = read(at)
+        if taken := next(looks, None):
+            file.write_text(taken)
+        return found
+
+    monkeypatch.setattr(beating_lock, "_read", looked)
+    with pytest.raises(RunDirectoryError, match="another process"), RunDirectory(tmp_path).locked():
+        pass
+    assert json.loads(file.read_text()) == faster
+    assert {path.name for path in tmp_path.iterdir()} == {file.name, run_directory.LOCK}
+
+
+def test_a_beat_is_seen_whatever_a_client_of_a_file_server_remembers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / BEATING_LOCK
+    file.write_text("")
+    remembered, stat = file.stat(), Path.stat
+    monkeypatch.setattr(Path, "stat", lambda path, **how: remembered if path == file else stat(path, **how))
+    monkeypatch.setattr(beating_lock.time, "sleep", lambda _: os.utime(file))
+    assert beating_lock._lives(file, {"machine": "another"})

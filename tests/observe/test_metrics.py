@@ -6,7 +6,6 @@ import json
 import math
 import resource
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +17,9 @@ from hypothesis import strategies as st
 
 from aliquot.config.schema import ObserveSection
 from aliquot.errors import StorageError
-from aliquot.observe.metrics import Curve, MetricsFile, TensorBoard
+from aliquot.observe.metrics import Curve, MetricsFile
 from aliquot.observe.prometheus import Exporter
+from aliquot.observe.tensorboard_file import TensorBoard
 
 
 def steps(path: Path) -> list[int]:
@@ -71,32 +71,27 @@ def test_tensorboard_curve_is_clean_after_resume(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1), (2, 2), (3, 3), (4, 40)]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # that is how it fails
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")  # a traceback on the console
 def test_tensorboard_goes_on_where_a_full_disk_has_room_again(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = TensorBoard(tmp_path)
     board.write({"step": 1, "loss": 1.0})
-    with full_disk():
-        failed = 0
-        for step in range(2, 200):  # they wait in a queue until its thread fails
-            try:
-                board.write({"step": step, "loss": 2.0})
-            except StorageError:
-                failed += 1
-            time.sleep(0.01 if not failed else 0)
-    assert failed
+    for bytes_left in (0, 7):  # none, and less than a record
+        with full_disk(next(tmp_path.iterdir()).stat().st_size + bytes_left):
+            for step in range(2, 200):
+                with pytest.raises(StorageError, match="cannot write"):
+                    board.write({"step": step, "loss": 2.0})
     board.write({"step": 300, "loss": 3.0})
     board.close()
-    found = [event.step for event in EventAccumulator(str(tmp_path)).Reload().Scalars("loss")]
-    assert found[-1] == 300
+    assert [event.step for event in EventAccumulator(str(tmp_path)).Reload().Scalars("loss")] == [1, 300]
 
 
 @contextmanager
-def full_disk() -> Iterator[None]:
-    """No file of this process can grow, and no right to mount a small disk is needed."""
+def full_disk(most_bytes: int = 0) -> Iterator[None]:
+    """No file of this process can grow beyond that, and no right to mount a small disk is needed."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, before[1]))
     try:
         yield
     finally:

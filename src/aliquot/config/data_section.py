@@ -112,7 +112,11 @@ class DataSection(RecordsSection):
         [],
         description="Several sets to evaluate on, each with its own loss: a list of `name` and the keys of a source.",
     )
-    num_proc: PositiveInt | None = Field(None, description="Processes that tokenise. Default: the physical cores.")
+    num_proc: PositiveInt | None = Field(
+        None,
+        description="Processes that tokenise. Default: the physical cores. Records with answers of megabytes take 1 GiB"
+        " of memory in each, and those of more than 4 MiB are left out.",
+    )
     cache_directory: Annotated[Path | None, PLACE] = Field(
         None, description="Default: $ALIQUOT_CACHE, else ~/.cache/aliquot."
     )

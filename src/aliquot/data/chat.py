@@ -16,8 +16,12 @@ from aliquot.errors import TokenizerError, UserError
 if TYPE_CHECKING:
     from aliquot.data.encoder import EncoderSpec
 
-ENCODING = 2  # changes whenever other tokens or another mask come of a record
+ENCODING = 3  # changes whenever other tokens or another mask come of a record
 
+# An answer is found in the whole text, so that a record is not cut, and a tokenizer takes some 170 bytes of memory a
+# letter, 400 where each is a token: 0.7 GiB for one that is so long, or 1.6.
+LONGEST_BYTES = 4 << 20
+TOO_LONG = f"a record with answers of more than {LONGEST_BYTES >> 20} MiB, left out"
 NO_ANSWER = "a record without an answer, left out"
 NOTHING_LEARNED = "a record in which nothing is learned, left out"
 TEMPLATE_LEAVES_OUT = "a record with words that the chat template leaves out"
@@ -37,6 +41,8 @@ def encode_record(tokenizer: Any, text: str, spec: EncoderSpec) -> tuple[list[in
     them; None where all is. Raises UserError where the template fails, where an earlier turn is rendered differently
     once later ones are there, and for a chat without a template.
     """
+    if len(text.encode()) > LONGEST_BYTES:
+        return [], [], TOO_LONG
     record: dict[str, Any] = json.loads(text)
     everything = spec.train_on == "all"
     if spec.templated:

@@ -19,6 +19,7 @@ Unit = Literal["file", "line", "block", "field"]
 
 PART_BYTES = 16 << 20  # of a file that is one document
 _BLOCK_CHARACTERS = 1 << 20
+_ROWS, _BATCH_BYTES = 512, 16 << 20  # of a table, at once
 _NEAR_THE_END = 16  # characters: what a JSON value can be cut within, strings apart
 
 
@@ -200,16 +201,29 @@ def _parquet(path: Path, section: RecordsSection) -> Iterator[Document]:
             form = format_of(section, file.schema_arrow.names, path)
             rows = max(file.metadata.num_rows, 1)
             row = 0
-            for batch in file.iter_batches(batch_size=512, columns=form.columns(file.schema_arrow.names)):
-                for record in batch.to_pylist():
-                    row += 1
-                    where = f"{path}, row {row}"
-                    text, kind = form.read(as_written(record), where)
-                    yield Document(encodable(text, where), kind, size_bytes * row // rows, where=where)
+            for record in _rows(file, form.columns(file.schema_arrow.names)):
+                row += 1
+                where = f"{path}, row {row}"
+                text, kind = form.read(as_written(record), where)
+                yield Document(encodable(text, where), kind, size_bytes * row // rows, where=where)
     except pyarrow.ArrowException as error:
         raise DataError(f"not a readable parquet file ({error})", path) from error
     except UnicodeDecodeError as error:
         raise DataError(f"not UTF-8 text ({error.reason})", f"{path}, after row {row}") from error
+
+
+def _rows(file: Any, columns: list[str]) -> Iterator[dict[str, Any]]:
+    """Of a parquet file, as many at once as their group's size, unpacked, says that memory is for."""
+    for index in range(file.num_row_groups):
+        group = file.metadata.row_group(index)
+        at_once = rows_at_once(group.total_byte_size, group.num_rows)
+        for batch in file.iter_batches(batch_size=at_once, row_groups=[index], columns=columns):
+            yield from batch.to_pylist()
+
+
+def rows_at_once(size_bytes: int, rows: int) -> int:
+    """Of a table of that size: while they are read they are held twice, as the table's and as Python's."""
+    return max(1, min(_ROWS, _BATCH_BYTES * rows // max(size_bytes, 1)))
 
 
 RECORDS: dict[str, Callable[[Path, RecordsSection], Iterator[Document]]] = {

@@ -58,9 +58,15 @@ class Format:
     def read(self, record: Mapping[str, Any], where: str) -> tuple[str, Kind]:
         """(the document, its kind); an empty document where there is nothing in the record.
 
-        Raises UserError at values of other types, at a role that no template knows, and at a record without its own
-        fields that has those of another format.
+        Raises UserError at values of other types, at a role that no template knows, at a record without its own
+        fields that has those of another format, and at endless nesting.
         """
+        try:
+            return self._read(record, where)
+        except RecursionError as error:
+            raise DataError("lists and objects are nested too deeply in this record", where) from error
+
+    def _read(self, record: Mapping[str, Any], where: str) -> tuple[str, Kind]:
         if self.elsewhere and all(record.get(name) in (None, "") for name in self.fields):
             other = next((fields for fields in self.elsewhere if all(record.get(name) for name in fields)), None)
             if other is not None:

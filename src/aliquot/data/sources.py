@@ -19,7 +19,16 @@ from typing import Any, Literal, Protocol
 from aliquot.config.data_section import DataSection, RecordsSection
 from aliquot.config.home import with_home
 from aliquot.data.digests import digests
-from aliquot.data.documents import RECORDS, Document, Unit, as_written, encodable, record_documents, text_documents
+from aliquot.data.documents import (
+    RECORDS,
+    Document,
+    Unit,
+    as_written,
+    encodable,
+    record_documents,
+    rows_at_once,
+    text_documents,
+)
 from aliquot.data.formats import Format, format_of
 from aliquot.data.opened import suffix_of
 from aliquot.errors import ConfigError, DataError
@@ -277,9 +286,10 @@ class HubSource:
         return hashlib.sha256("\0".join([*content, repr(self.form)]).encode()).hexdigest()
 
     def documents(self) -> Iterator[Document]:
-        row = 0
+        row, at_once = 0, rows_at_once(self.total_bytes, len(self.dataset))
+        wanted = self.dataset.select_columns(self.form.columns(self.dataset.column_names))
         try:
-            for batch in self.dataset.select_columns(self.form.columns(self.dataset.column_names)).iter(batch_size=512):
+            for batch in wanted.iter(batch_size=at_once):
                 for values in zip(*batch.values(), strict=True):
                     row += 1
                     record = as_written(dict(zip(batch, values, strict=True)))

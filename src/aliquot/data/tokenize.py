@@ -27,7 +27,7 @@ Progress = Callable[[int, int], None]  # (bytes of the source done, of how many)
 CHUNK_CHARACTERS = 1 << 20
 CHUNK_TEXTS = 8192
 BLANK = "a blank record, left out"
-_ENCODER_BYTES = 256 << 20  # that one may take, with what waits for it
+_ENCODER_BYTES = 256 << 20  # that one may take, with what waits for it; records of megabytes with answers: 1 GiB more
 AHEAD = 4  # chunks a process that may wait for an earlier one to be written
 
 

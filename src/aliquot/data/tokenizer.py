@@ -17,7 +17,7 @@ from aliquot.data.cuts import Cut, cut_of, pieces
 from aliquot.data.formats import words
 from aliquot.data.sources import Source
 from aliquot.data.token_store import TokenStore
-from aliquot.errors import TokenizerError
+from aliquot.errors import TokenizerError, UnsupportedModelError
 from aliquot.models.code_of_strangers import without_code
 from aliquot.models.model_files import save_tokenizer
 
@@ -44,6 +44,8 @@ def load_tokenizer(name: str | Path) -> Any:
                 return without_code(AutoTokenizer.from_pretrained)(path.parent)  # the config names bos and eos
             return PreTrainedTokenizerFast(tokenizer_file=str(path))
         return without_code(AutoTokenizer.from_pretrained)(path if path.is_dir() else str(name))
+    except UnsupportedModelError as error:  # which names the directory
+        raise TokenizerError(str(error)) from error
     except Exception as error:  # tokenizers raises plain Exception
         if path.is_dir() and not any(path.glob("tokenizer*")):
             raise TokenizerError(

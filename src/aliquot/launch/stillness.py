@@ -103,7 +103,7 @@ class Stillness:
     def _end(self) -> None:
         told, where = "", "above"
         if self._stack_file is not None:
-            told = told_standing_still(self._stack_file)
+            told = told_standing_still(self._stack_file, self._topology.world_size)
             where = str(self._stack_file.with_name(of_all_ranks(self._stack_file)))
         message = (
             f"no rank has computed, read or written anything for {self._timeout_s:g} s (launch.step_timeout_s) while"

@@ -23,13 +23,19 @@ class Watchdog:
     """
 
     def __init__(
-        self, timeout_s: float, stack_file: Path, rank: int, doing: Callable[[], str], grace_s: float = 3.0
+        self,
+        timeout_s: float,
+        stack_file: Path,
+        rank: int,
+        world_size: int,
+        doing: Callable[[], str],
+        grace_s: float = 3.0,
     ) -> None:
         """`doing`: in words, what goes on."""
         self.timeout_s = timeout_s
         self.grace_s = grace_s
         self.stack_file = stack_file
-        self.rank = rank
+        self.rank, self.world_size = rank, world_size
         self._doing = doing
         stack_file.parent.mkdir(parents=True, exist_ok=True)
         self._stacks = stack_file.open("w", encoding="utf-8")
@@ -67,6 +73,6 @@ class Watchdog:
         stacks = self.stack_file.with_name(of_all_ranks(self.stack_file))
         message = (
             f"no progress for {self.timeout_s:g} s (launch.step_timeout_s) while {self._doing()}"
-            f"{told_standing_still(self.stack_file)}; where every rank was: {stacks} [hung]"
+            f"{told_standing_still(self.stack_file, self.world_size)}; where every rank was: {stacks} [hung]"
         )
         end_rank(RankError(self.rank, "training", message, f"{message}\n", time.time()))

@@ -26,7 +26,8 @@ def without_code(load: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             raise UnsupportedModelError(
                 "it comes with Python code of its own (`auto_map` in its JSON), which aliquot does not run: give one"
-                " whose code is part of transformers, or a tokenizer.json",
+                " whose code is part of transformers, or of a tokenizer its tokenizer.json, copied into a directory of"
+                " its own",
                 arguments[0] if isinstance(arguments[0], str | Path) else None,
             ) from error
 

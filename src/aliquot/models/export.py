@@ -49,6 +49,7 @@ def export(
     replace: bool = False,
     exact: Collection[str] = (),
     watch: Watch | None = None,
+    spare: Callable[[Path], bool] = lambda former: False,
 ) -> None:
     """Write the weight parts of `store` to `out_dir` as safetensors of `dtype`, rounded to nearest even. Collective.
 
@@ -60,7 +61,7 @@ def export(
     Raises the same UserError on every rank: `out_dir` is there and not empty, a rank cannot write, or `check`, which
     rank 0 calls last with what every rank has to `tell` once it has written, or `watch`, which hears of every piece,
     raises; then no `out_dir` appears. With `replace` what is there goes when the new one is whole, or before, where
-    there is no room for both.
+    there is no room for both, unless `spare`, which is asked before and on rank 0 alone, gives it another name.
     """
     if published is not None:
         store, tensors = PublishedParts(store, published), tensors_of(published)
@@ -76,7 +77,8 @@ def export(
 
     def prepare(partial: Path) -> None:
         check_names(config_files, taken=())
-        check_space(partial, layout.total_bytes, out_dir if replace and out_dir.exists() else None)
+        replaced = replace and out_dir.exists() and not spare(out_dir)
+        check_space(partial, layout.total_bytes, out_dir if replaced else None)
         layout.create_files(partial)
         for name, data in config_files.items():
             write_file(partial / name, _with_dtype(data, dtype) if name == "config.json" else data)
@@ -86,7 +88,7 @@ def export(
         return tell()
 
     on_first(ranks, make_way)
-    publish_together(out_dir, ranks, prepare, write, finish=lambda partial, told: check(told), replace=replace)
+    publish_together(out_dir, ranks, prepare, write, lambda partial, told: check(told), replace, spare)
 
 
 def export_checkpoint(
@@ -101,6 +103,7 @@ def export_checkpoint(
     files: Mapping[str, bytes] | None = None,
     replace: bool = False,
     watch: Watch | None = None,
+    spare: Callable[[Path], bool] = lambda former: False,
 ) -> None:
     """Export the weights of a checkpoint, with the config files that it was saved with, or with `files`; each rank its
     part. Collective.
@@ -128,7 +131,7 @@ def export_checkpoint(
     stored = getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
     def write(store: PartSource, tensors: Sequence[tuple[str, Shape]], files: Mapping[str, bytes], **how: Any) -> None:
-        tell, every = checksums.pieces, {"replace": replace, "watch": watch, **how}
+        tell, every = checksums.pieces, {"replace": replace, "watch": watch, "spare": spare, **how}
         export(store, tensors, out_dir, stored, files, ranks, max_shard_bytes, tell, check, **every)
 
     adapter = config_files.get(CONFIG_FILE)

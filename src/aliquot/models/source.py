@@ -15,6 +15,7 @@ from aliquot.config.peft_settings import CONFIG_FILE
 from aliquot.config.schema import ModelSection
 from aliquot.errors import ConfigError, ModelFilesError, UnsupportedModelError
 from aliquot.models.code_of_strangers import without_code
+from aliquot.models.counts import refuse_absurd_counts
 
 if TYPE_CHECKING:
     import torch
@@ -25,12 +26,6 @@ DESCRIPTION_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # config and toke
 HUB_FILES = [*DESCRIPTION_FILES, "*.safetensors"]
 _OTHER_FORMS = ["consolidated*.safetensors", "*/*.safetensors"]  # the same weights again, for other programs
 CONFIG_FILES = ["config.json"]
-# Of the keys that lists are made by, or that what is planned is counted through: far more than any model has.
-_MOST = {
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), (10_000, "layers")),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), (65_536, "experts")),
-    "vocab_size": (100_000_000, "tokens in its vocabulary"),
-}
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 # RoBERTa and its kin number positions from the one behind the padding token's id.
 _FROM_PADDING = {
@@ -235,9 +230,7 @@ def _parse_config(values: dict[str, Any], where: str) -> PretrainedConfig:
         raise ModelFilesError("model_type is missing; for example model_type: llama", where)
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ModelFilesError(f"model_type {model_type!r} is not a causal language model of transformers", where)
-    for key, (most, of) in _MOST.items():
-        if isinstance(count := values.get(key), int) and count > most:
-            raise ModelFilesError(f"{key} is {count}: no model has more than {most} {of}", where)
+    refuse_absurd_counts(values, where)
     try:
         config = AutoConfig.for_model(model_type, **values)
     except Exception as error:  # each configuration checks itself in its own way

@@ -27,8 +27,7 @@ def beating_lock(file: Path) -> Iterator[None]:
         holder = _read(file)
         if _lives(file, holder):
             raise RunDirectoryError("another process is training into this run directory", file.parent)
-        if _read(file) == holder:
-            file.unlink(missing_ok=True)
+        _remove(file, holder)
     over = threading.Event()
 
     def beat() -> None:
@@ -41,8 +40,7 @@ def beating_lock(file: Path) -> Iterator[None]:
         yield
     finally:
         over.set()
-        if _read(file) == own:
-            file.unlink(missing_ok=True)
+        _remove(file, own)
 
 
 def _taken(file: Path, own: dict[str, Any]) -> bool:
@@ -53,6 +51,19 @@ def _taken(file: Path, own: dict[str, Any]) -> bool:
     with os.fdopen(descriptor, "w") as written:
         json.dump(own, written)
     return True
+
+
+def _remove(file: Path, holder: Any) -> None:
+    """The lock of `holder`, not that of another who has taken it meanwhile: what has a name of its own nobody takes."""
+    if _read(file) != holder:
+        return
+    aside = file.with_name(f"{file.name}-{secrets.token_hex(4)}")
+    with suppress(FileNotFoundError):
+        file.rename(aside)
+        if _read(aside) == holder:
+            aside.unlink()
+        else:
+            aside.rename(file)
 
 
 def _lives(file: Path, holder: Any) -> bool:
@@ -78,8 +89,8 @@ def _started(pid: object) -> int | None:
 
 
 def _beat_of(file: Path) -> int | None:
-    with suppress(OSError):
-        return file.stat().st_mtime_ns
+    with suppress(OSError), file.open() as opened:  # an NFS client then asks its server, else it may not
+        return os.fstat(opened.fileno()).st_mtime_ns
     return None
 
 

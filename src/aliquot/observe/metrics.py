@@ -9,17 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aliquot.config.schema import ObserveSection
 from aliquot.errors import StorageError, writing
 from aliquot.observe.dashboards import Dashboard
 from aliquot.observe.kubeflow import KubeflowStatus
 from aliquot.observe.prometheus import Exporter
+from aliquot.observe.tensorboard_file import TensorBoard
 from aliquot.textfile import publish_text
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 
 class MetricsFile:
@@ -47,37 +45,6 @@ class MetricsFile:
         with writing(self._path), self._file:
             self._file.flush()
             os.fsync(self._file.fileno())
-
-
-class TensorBoard:
-    """The numbers among the metrics as scalars."""
-
-    def __init__(self, directory: Path, resumed_step: int = 0) -> None:
-        self._directory = directory
-        self._writer: SummaryWriter | None = self._open(resumed_step and resumed_step + 1)
-
-    def write(self, metrics: Mapping[str, Any]) -> None:
-        if self._writer is None:
-            self._writer = self._open(None)
-        try:
-            with writing(self._directory):
-                for name, value in metrics.items():
-                    if name != "step" and isinstance(value, int | float):
-                        self._writer.add_scalar(name, value, metrics["step"])
-        except StorageError:
-            self._writer = None  # its thread has ended: it would fail for good, however much room there is
-            raise
-
-    def close(self) -> None:
-        if self._writer is not None:
-            with writing(self._directory):
-                self._writer.close()
-
-    def _open(self, purge_step: int | None) -> SummaryWriter:
-        from torch.utils.tensorboard import SummaryWriter
-
-        with writing(self._directory):
-            return SummaryWriter(str(self._directory), purge_step=purge_step)
 
 
 class Curve:

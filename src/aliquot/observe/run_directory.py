@@ -45,7 +45,7 @@ class RunDirectory:
         """Raises UserError when something else lives here or when `checkpoint.resume: never` meets an earlier run."""
         # logs/ alone is no run: the launcher makes it before any rank starts.
         names = {entry.name for entry in self.path.iterdir()} if self.path.is_dir() else set()
-        held = {name for name in names - {"logs", ROUNDS, LOCK, BEATING_LOCK} if not name.startswith(_SHOWN)}
+        held = {name for name in names - {"logs", ROUNDS, LOCK} if not name.startswith((_SHOWN, BEATING_LOCK))}
         if held and not self._is_a_run():
             raise RunDirectoryError(
                 "exists and is not a run of aliquot; choose another run.name or run.directory", self.path

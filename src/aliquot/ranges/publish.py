@@ -29,16 +29,17 @@ def publish_together(
     write: Callable[[Path], T],
     finish: Callable[[Path, list[T]], None],
     replace: bool = False,
+    spare: Callable[[Path], bool] = lambda former: False,
 ) -> None:
     """Make the directory `target`: rank 0 prepares it, every rank writes, rank 0 finishes and renames it. Collective.
 
     `write` returns a JSON value; `finish` gets those of all ranks. An error anywhere is raised on every rank and leaves
-    nothing behind, as does a `target` that exists and is not empty, unless it is to be replaced.
+    nothing behind, as does a `target` that exists and is not empty, unless it is to be replaced: see `commit`.
     """
 
     def publish(written: list[T]) -> None:
         finish(partial, written)
-        commit(partial, target, replace)
+        commit(partial, target, replace, spare)
 
     partial = begin(target, ranks, prepare)
     try:
@@ -63,10 +64,13 @@ def begin_alone(target: Path) -> Path:
     return partial
 
 
-def commit(partial: Path, target: Path, replace: bool = False) -> None:
+def commit(
+    partial: Path, target: Path, replace: bool = False, spare: Callable[[Path], bool] = lambda former: False
+) -> None:
     """Give `partial`, whose files the disk has, the name `target`: from then on it is complete.
 
-    Raises OSError, and then nothing has that name, or what is to be replaced has it still.
+    `spare`: of what was replaced, which has another name by then, whether it has been kept. Raises OSError, and then
+    nothing has the name, or what is to be replaced has it still.
     """
     sync(partial)
     former = set_aside(target, "former") if replace and target.exists() else None
@@ -84,7 +88,9 @@ def commit(partial: Path, target: Path, replace: bool = False) -> None:
             former.rename(target)
         raise
     if former is not None:
-        shutil.rmtree(former, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            if not spare(former):
+                shutil.rmtree(former, ignore_errors=True)
 
 
 def sync(path: Path) -> None:
