@@ -6,6 +6,7 @@ import json
 import os
 import random
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,11 @@ def write_text(folder: Path, documents: int = 60) -> Path:
     return path
 
 
+# Before a command: tests that run in the background ignore SIGINT, and so would what they start.
+HEARS_CTRL_C = (
+    sys.executable, "-c",
+    "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execvp(sys.argv[1], sys.argv[1:])",
+)  # fmt: skip
 # On other_text() the loss soon rises.
 OVERFITTING = {"learning_rate": 3e-2, "lr_scheduler_type": "constant"}
 

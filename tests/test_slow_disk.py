@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.runs import write_config
+from tests.runs import HEARS_CTRL_C, write_config
 from tests.slow_disk import slow_disk, wait_for
 
 pytestmark = pytest.mark.long
@@ -25,7 +25,7 @@ def started(folder: Path, below: str, seconds: float, **sections: dict[str, Any]
     """A run that is about to wait for the disk."""
     config = write_config(folder, **sections)
     process = subprocess.Popen(
-        [sys.executable, "-m", "aliquot", "train", str(config)],
+        [*HEARS_CTRL_C, sys.executable, "-m", "aliquot", "train", str(config)],
         env=slow_disk(folder, below, seconds), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     wait_for(folder / "now")

@@ -36,7 +36,8 @@ def _interrupted(number: int, frame: FrameType | None) -> None:
 
 def _ended(number: int, _frame: FrameType | None) -> NoReturn:
     # Of several ranks one a node speaks; where a launcher of ours has started them, it does.
-    if os.environ.get("LOCAL_RANK", "0") == "0" and "ALIQUOT_LAST_WORDS" not in os.environ:
+    told = {"RANK", "ALIQUOT_LAST_WORDS"} <= os.environ.keys()
+    if os.environ.get("LOCAL_RANK", "0") == "0" and not told:
         os.write(2, f"aliquot: stopped by {signal.Signals(number).name}\n".encode())
     os._exit(128 + number)
 

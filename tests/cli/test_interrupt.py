@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.runs import write_config
+from tests.runs import HEARS_CTRL_C, write_config
 from tests.slow_disk import wait_for
 
 STOPPED = "aliquot: stopped by SIGINT\n"
@@ -32,10 +32,9 @@ except BaseException:
 @pytest.mark.parametrize("module", ["raise KeyboardInterrupt\n", SWALLOWS], ids=["as it is", "swallowed"])
 def test_while_it_is_imported_is_one_line(tmp_path: Path, module: str) -> None:
     (tmp_path / "typer.py").write_text(module)
-    command = [sys.executable, "-m", "aliquot", "--version"]
-    ended = subprocess.run(
-        command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(tmp_path)}
-    )
+    command = [*HEARS_CTRL_C, sys.executable, "-m", "aliquot", "--version"]
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", STOPPED)
 
 
@@ -59,7 +58,7 @@ def waiting_rank(folder: Path, *before: str) -> subprocess.Popen[str]:
     }  # fmt: skip
     now = folder / "now"
     (folder / "sitecustomize.py").write_text(TELLS.format(file=str(now)))
-    command = [*before, sys.executable, "-m", "aliquot", "train", str(write_config(folder))]
+    command = [*HEARS_CTRL_C, *before, sys.executable, "-m", "aliquot", "train", str(write_config(folder))]
     process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_for(now)
     time.sleep(0.5)
@@ -94,7 +93,7 @@ def test_it_is_one_line_whatever_a_launcher_is_doing(tmp_path: Path, after_s: fl
     """Ctrl-C, which all processes of a terminal's group get."""
     config = write_config(tmp_path, train={"max_steps": 100_000}, launch={"ranks": 2})
     process = subprocess.Popen(
-        [sys.executable, "-m", "aliquot", "train", str(config), "--quiet"],
+        [*HEARS_CTRL_C, sys.executable, "-m", "aliquot", "train", str(config), "--quiet"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     time.sleep(after_s)

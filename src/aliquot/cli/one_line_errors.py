@@ -38,7 +38,7 @@ def one_line_interrupt() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        if LAST_WORDS not in os.environ:  # else the launcher that has started this rank says so
+        if not {"RANK", LAST_WORDS} <= os.environ.keys():  # else the launcher that has started this rank says so
             _say("stopped by SIGINT")
         raise typer.Exit(128 + signal.SIGINT) from None
 
