@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -34,8 +36,8 @@ def test_while_it_is_imported_is_one_line(tmp_path: Path, module: str) -> None:
     (tmp_path / "typer.py").write_text(module)
     command = [*HEARS_CTRL_C, sys.executable, "-m", "aliquot", "--version"]
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", STOPPED)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", STOPPED)
 
 
 TELLS = """
@@ -65,10 +67,20 @@ def waiting_rank(folder: Path, *before: str) -> subprocess.Popen[str]:
     return process
 
 
+@contextmanager
+def ended(process: subprocess.Popen[str]) -> Iterator[None]:
+    """Whatever it has heard; its ranks end with it."""
+    try:
+        yield
+    finally:
+        process.kill()
+
+
 def test_a_rank_that_waits_for_others_is_one_line(tmp_path: Path) -> None:
     process = waiting_rank(tmp_path)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=20)
+    with ended(process):
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
     assert (process.returncode, errors) == (130, STOPPED)
 
 
@@ -81,9 +93,10 @@ def test_the_first_process_of_a_container_obeys_sigterm(tmp_path: Path) -> None:
     if shutil.which(UNSHARED[0]) is None or subprocess.run([*UNSHARED, "true"], check=False).returncode:
         pytest.skip("nobody gets the process number 1 here: for a namespace one must be root")
     process = waiting_rank(tmp_path, *UNSHARED)
-    (child,) = psutil.Process(process.pid).children()
-    child.terminate()
-    _, errors = process.communicate(timeout=20)
+    with ended(process):
+        (child,) = psutil.Process(process.pid).children()
+        child.terminate()
+        _, errors = process.communicate(timeout=20)
     assert (process.returncode, errors) == (143, STOPPED.replace("SIGINT", "SIGTERM"))
 
 
@@ -96,8 +109,9 @@ def test_it_is_one_line_whatever_a_launcher_is_doing(tmp_path: Path, after_s: fl
         [*HEARS_CTRL_C, sys.executable, "-m", "aliquot", "train", str(config), "--quiet"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
-    time.sleep(after_s)
-    os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
+    with ended(process):
+        time.sleep(after_s)
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
     assert process.returncode == 130, errors
     assert errors.count("\n") == 1 and errors.startswith("aliquot: stopped by SIGINT"), errors
