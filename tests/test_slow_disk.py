@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,15 @@ from tests.slow_disk import slow_disk, wait_for
 pytestmark = pytest.mark.long
 
 FOR_EVER_S = 600.0
+STARTED: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """Of a test that fails."""
+    yield
+    while STARTED:
+        STARTED.pop().kill()
 
 
 def started(folder: Path, below: str, seconds: float, **sections: dict[str, Any]) -> subprocess.Popen[str]:
@@ -28,6 +38,7 @@ def started(folder: Path, below: str, seconds: float, **sections: dict[str, Any]
         [*HEARS_CTRL_C, sys.executable, "-m", "aliquot", "train", str(config)],
         env=slow_disk(folder, below, seconds), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
+    STARTED.append(process)
     wait_for(folder / "now")
     return process
 
