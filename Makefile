@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DEVELOPED := $(VENV)/.developed
 
-.PHONY: install demo seed test test-one test-long test-apiserver crash bench docs lint clean
+.PHONY: install demo seed test test-one test-long test-gpu test-apiserver crash bench docs lint clean
 
 install: $(INSTALLED)
 
@@ -36,6 +36,10 @@ test-one: $(DEVELOPED)
 # All that `make test` leaves out, and more examples of what is random; says at its end how long it took.
 test-long: $(DEVELOPED)
 	$(BIN)/python -m pytest -m "(long or hypothesis) and not apiserver" --hypothesis-profile=full --durations=20
+
+# On a machine with a GPU: the curves of the CPU lie in tests/gpu/cpu_curves.json, so that the GPU waits for none.
+test-gpu: $(DEVELOPED)
+	$(BIN)/python -m pytest tests/gpu -m "not long" -vv -n 8 --dist loadgroup
 
 # Everything rendered, against a real Kubernetes API server on loopback; skipped where no tool starts one.
 test-apiserver: $(DEVELOPED)

@@ -1,5 +1,6 @@
-"""Where the tests of GPUs run: on one, or, to know that the tests themselves work, on the CPU.
+"""Runs for the tests of GPUs: on a GPU, or on the CPU to check the tests themselves.
 
+make test-gpu                                             on a machine with a GPU
 ALIQUOT_GPU_TESTS=cpu .venv/bin/python -m pytest tests/gpu
 """
 
@@ -7,14 +8,18 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+import random
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+
+from tests import warm
+
+# Asked of the driver's library instead of a CUDA context, which would not survive the fork of tests/warm.py.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -45,31 +50,36 @@ def run(
     shard: dict[str, object] | None = None,
     **train: object,
 ) -> list[float]:
-    """The losses of a run, by step, resumed runs included. Engine host is the CPU's, whatever `device`."""
+    """Train and return the loss of each step, of resumed runs too. Engine host always runs on the CPU."""
     config = {
         "run": {"name": name, "directory": str(folder / name)},
         "model": {"config": model},
-        "data": {
-            "path": str(Path(__file__).parents[2] / "docs" / "*.md"),
-            "tokenizer_vocab_size": 512,
-            "sequence_length": 128,
-        },
+        "data": {"path": str(_text(folder)), "tokenizer_vocab_size": 512, "sequence_length": 128},
         "train": {
             "max_steps": steps, "global_batch_size": 4, "learning_rate": 1e-3, "lr_scheduler_type": "constant", **train
         },
         "shard": {"engine": engine, **(shard or {})},
         "checkpoint": {"every": 4},
         "observe": {"report_to": [], "console": "plain"},
-        "launch": {"device": "cpu" if engine == "host" else device, "ranks": 1},
+        "launch": {"device": "cpu" if engine == "host" else device, "ranks": 1, "threads_per_rank": 2},
     }  # fmt: skip
     file = folder / f"{name}.yaml"
     file.write_text(yaml.safe_dump(config))
-    done = subprocess.run(
-        [sys.executable, "-m", "aliquot", "train", str(file)], capture_output=True, text=True, check=False
-    )
+    done = warm.run("-m", "aliquot", "train", file)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
     lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if "loss" in line]
+
+
+def _text(folder: Path) -> Path:
+    """Write the documents of every run: the curves of cpu_curves.json are of this text."""
+    file = folder / "text.txt"
+    if not file.exists():
+        draw = random.Random(0)
+        words = ["".join(draw.choices("aeinorst", k=draw.randint(1, 7))) for _ in range(400)]
+        lines = [" ".join(draw.choices(words, k=draw.randint(2, 120))) for _ in range(600)]
+        file.write_text("\n".join(lines) + "\n")
+    return file
 
 
 def exported(folder: Path, name: str) -> dict[str, torch.Tensor]:
