@@ -39,7 +39,8 @@ test-long: $(DEVELOPED)
 
 # On a machine with a GPU: the curves of the CPU lie in tests/gpu/cpu_curves.json, so that the GPU waits for none.
 test-gpu: $(DEVELOPED)
-	$(BIN)/python -m pytest tests/gpu -m "not long" -vv -n 8 --dist loadgroup
+	$(BIN)/python -m pytest tests/gpu -m "not long and not alone" -vv -n 12 --dist loadgroup
+	$(BIN)/python -m pytest tests/gpu -m alone -vv
 
 # Everything rendered, against a real Kubernetes API server on loopback; skipped where no tool starts one.
 test-apiserver: $(DEVELOPED)

@@ -110,6 +110,7 @@ def test_an_export_is_what_transformers_reads_and_continues(resident: tuple[Path
     assert said.returncode == 0 and len(said.stdout) > len("The\n"), said.stderr
 
 
+@pytest.mark.alone  # memory of the GPU counts whoever uses it
 @pytest.mark.skipif(not HAS_GPU, reason="no GPU: its memory is not there to be measured")
 def test_the_ledger_tells_both_memories_and_the_plan_is_near(tmp_path: Path) -> None:
     model = {**LLAMA, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12}
