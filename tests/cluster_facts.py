@@ -29,8 +29,8 @@ _SOURCES: dict[str, tuple[str, frozenset[str]]] = {
     "jobset-v0.10.1": ("JobSet 0.10.1", frozenset({"JobSet"})),
     "kueue-v0.19.2": ("Kueue 0.19.2", frozenset({"LocalQueue", "ClusterQueue", "ResourceFlavor", "Topology"})),
 }
-_CORE = ("configmap-v1", "namespace-v1", "persistentvolume-v1", "persistentvolumeclaim-v1", "secret-v1",
-         "serviceaccount-v1", "storageclass-storage-v1")  # fmt: skip
+_CORE = ("configmap-v1", "job-batch-v1", "namespace-v1", "networkpolicy-networking-v1", "persistentvolume-v1",
+         "persistentvolumeclaim-v1", "secret-v1", "serviceaccount-v1", "storageclass-storage-v1")  # fmt: skip
 _QUANTITY = {
     "anyOf": [{"type": "string"}, {"type": "number"}],
     "pattern": r"^(\+|-)?(([0-9]+(\.[0-9]*)?)|(\.[0-9]+))(([KMGTPE]i)|[numkMGTPE]|([eE](\+|-)?(([0-9]+(\.[0-9]*)?)|"

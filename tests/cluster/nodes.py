@@ -99,6 +99,7 @@ class Cluster:
         found = documents(self.job)
         self.train_job, self.runtime = found["train-job.yaml"]["spec"], found["training-runtime.yaml"]["spec"]
         (self.files / "config").mkdir(parents=True)
+        (self.maker,) = found["directories-job.yaml"]["spec"]["template"]["spec"]["containers"]
         for name, text in found["config-map.yaml"]["data"].items():
             (self.files / "config" / name).write_text(text)
         names = [f"{host.address} {self.job.name}-{NODE}-0-{n}.{self.job.name}" for n, host in enumerate(self.hosts)]
@@ -108,7 +109,8 @@ class Cluster:
         assert CONFIG_DIRECTORY == "/etc/aliquot"
 
     def start(self) -> list[Pod]:
-        """All pods: each its init containers, then its node container in a process group of its own."""
+        """The Job that makes the directories, then all pods: init containers, then a container in its own group."""
+        subprocess.run(self._inside(self.hosts[0], self.maker["command"]), env=self._outer({}), check=True)
         self.pods = [self._pod(number, host) for number, host in enumerate(self.hosts)]
         return self.pods
 

@@ -351,6 +351,8 @@ MISTAKES: dict[str, tuple[str, Callable[[Documents], Any]]] = {
         "requests"].update(storage="3600Gi")),
     "no restarts": ("restarts", lambda d: job_set(d).pop("failurePolicy")),
     "a CUDA image": ("image-kind", lambda d: trainer(d).update(image="pytorch/pytorch:2.13.0-cuda13.0-runtime")),
+    "a pod that may become root": ("pod-security", lambda d: runtime_pod(d)["containers"][0]["securityContext"].pop(
+        "allowPrivilegeEscalation")),
     "a token": ("secret-value", lambda d: trainer(d)["env"].append({"name": "X", "value": "hf_" + 24 * "a"})),
     "no mountname": ("storage-address", lambda d: d["persistent-volume.yaml"]["spec"]["csi"]["volumeAttributes"].pop(
         "mountname")),

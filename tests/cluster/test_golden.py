@@ -62,5 +62,8 @@ def test_the_runtimes_of_deploy_are_those_of_the_examples(device: str) -> None:
         shm_bytes_per_node=0 if device == "cpu" else 64 << 20,
     )  # fmt: skip
     files = render(describe(settings, foreseen), __version__, runtime=True)
-    assert {file.name: file.read_text() for file in (REPOSITORY / "deploy" / f"aliquot-{device}").iterdir()} == files
+    directory = REPOSITORY / "deploy" / f"aliquot-{device}"
+    if os.environ.get("ALIQUOT_UPDATE_GOLDEN"):
+        write(files, directory)
+    assert {file.name: file.read_text() for file in directory.iterdir()} == files
     assert check_manifests([one for name, text in files.items() for one in parse_manifests(text, name)]) == []

@@ -92,7 +92,10 @@ def test_values_stay_values(text: str, name: str, word: str) -> None:
         assert all(line.startswith("#") for line in body.splitlines()), "the header ends nowhere but at its end"
     init = made["training-runtime.yaml"]["spec"]["template"]["spec"]["replicatedJobs"][0]
     command = init["template"]["spec"]["template"]["spec"]["initContainers"][0]["command"]
-    assert [expanded(each, {"HF_TOKEN": "secret"}) for each in command[7:]] == [f"/{name}/{name}", f"/{name}/{name}"]
+    paths = [f"/{name}/{name}", f"/{name}/{name}"]
+    assert [expanded(each, {"HF_TOKEN": "secret"}) for each in command[6:]] == paths
+    (maker,) = made["directories-job.yaml"]["spec"]["template"]["spec"]["containers"]
+    assert [expanded(each, {"HF_TOKEN": "secret"}) for each in maker["command"][6:]] == [f"/{name}", *paths]
     assert made["node-class.yaml"]["spec"]["userData"] == text
 
 

@@ -70,6 +70,7 @@ TAINT = "0/3 nodes are available: 3 node(s) had untolerated taint {intel.com/amx
         (waiting("CreateContainerConfigError", 'secret "hf-token" not found'), 'is missing (secret "hf-token"'),
         (waiting("ContainerCreating"), "volumes are being mounted, the image pulled (MountVolume failed)"),
         (waiting("CrashLoopBackOff", "x", "initContainerStatuses"), "ends again and again"),
+        ({"initContainerStatuses": [{"state": {"running": {}}}]}, "it waits for the Job that makes the directories"),
         ({}, "MountVolume failed"),
     ],
 )

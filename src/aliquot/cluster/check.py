@@ -19,6 +19,7 @@ from aliquot.cluster.rules_nodes import check_node_class, check_pool, check_refe
 from aliquot.cluster.rules_references import check_pods_references
 from aliquot.cluster.rules_scheduling import check_together
 from aliquot.cluster.rules_schemas import check_schemas
+from aliquot.cluster.rules_security import check_security
 from aliquot.cluster.rules_storage import check_storage
 
 
@@ -41,6 +42,7 @@ def check_manifests(
     )
     views = job_views(list(manifests))
     found.extend(check_pods_references(views, manifests))
+    found.extend(check_security(views, manifests))
     for view in views:
         found.extend(check_job(view, trainer, plan, _grace_s(view, manifests) if grace_s is None else grace_s))
         found.extend(check_elastic(view, manifests))

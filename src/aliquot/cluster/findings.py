@@ -72,6 +72,10 @@ RULES: dict[str, Rule] = {
     "restarts": Rule("warning", "a lost node ends the job, although it could go on from its checkpoint"),
     "nodes-that-go": Rule("error", "the run goes on without a lost node, but Kubernetes ends or restarts its job"),
     "image-kind": Rule("error", "a CUDA image on CPU nodes is gigabytes for nothing; a CPU image leaves GPUs idle"),
+    "pod-security": Rule(
+        "warning",
+        "it may do more to its node than training needs, and a namespace that enforces `restricted` refuses it",
+    ),
     "secret-value": Rule("error", "whoever may read the manifest has the token"),
     # config
     "resume": Rule("error", "a restarted job refuses a run directory that exists"),

@@ -136,6 +136,27 @@ def runtime_pod(runtime: ManifestObject | None) -> dict[str, Any]:
     return mapping(dig(jobs, 0, "template", "spec", "template"))
 
 
+def pod_spec(job: JobView) -> dict[str, Any]:
+    """The runtime's pod with the job's patches laid over it."""
+    spec: dict[str, Any] = mapping(runtime_pod(job.runtime).get("spec"))
+    for patch in job.patches:
+        spec = _patched(spec, patch)
+    return spec
+
+
+def _patched(base: Any, patch: Any) -> Any:
+    """A strategic merge: mappings key by key, lists of named things by name, anything else is replaced."""
+    if isinstance(base, dict) and isinstance(patch, dict):
+        return {**base, **{key: _patched(base.get(key), value) for key, value in patch.items()}}
+    items = [*base, *patch] if isinstance(base, list) and isinstance(patch, list) else []
+    if items and all(isinstance(item, dict) and "name" in item for item in items):
+        named: dict[str, Any] = {}
+        for item in items:
+            named[str(item["name"])] = _patched(named.get(str(item["name"])), item)
+        return list(named.values())
+    return patch
+
+
 def _runtime_processes(runtime: ManifestObject | None) -> object:
     return None if runtime is None else runtime.get("spec", "mlPolicy", "torch", "numProcPerNode")
 

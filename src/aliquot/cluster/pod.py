@@ -10,7 +10,6 @@ from aliquot.cluster.pod_config import (
     CONFIG_FILE,
     OFFLOAD_DIRECTORY,
     config_map_name,
-    directories,
     hub_cache,
     uses_hub,
 )
@@ -22,7 +21,8 @@ ANCESTOR = "trainer.kubeflow.org/trainjob-ancestor-step"
 
 _ZONE = "topology.kubernetes.io/zone"
 _SHARED, _CONFIG, _TEMPORARY, _SHM, _OFFLOAD = "shared", "config", "tmp", "shm", "offload"
-_JOB_SET = "jobset.sigs.k8s.io/jobset-name"
+_JOB_SET = "jobset.sigs.k8s.io/jobset-name"  # which JobSet gives to each pod; the JobSet has the TrainJob's name
+_RUNTIME = "aliquot.io/runtime"
 
 
 def command() -> list[str]:
@@ -92,13 +92,26 @@ def affinity(job: Job, any_job: bool = False) -> Document | None:
     """
     if job.section.zone is not None or job.plan.nodes == 1:
         return None
-    labels, keys = ({ANCESTOR: "trainer"}, [_JOB_SET]) if any_job else ({_JOB_SET: job.name}, None)
-    own = compact(labelSelector={"matchLabels": labels}, matchLabelKeys=keys, topologyKey=_ZONE)
+    own = compact(
+        labelSelector={"matchLabels": pod_labels(job, any_job)},
+        matchLabelKeys=[_JOB_SET] if any_job else None,
+        topologyKey=_ZONE,
+    )
     return {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [own]}}
+
+
+def pod_labels(job: Job, any_job: bool = False) -> dict[str, str]:
+    """Labels that the pods of the job have and no others; `any_job`: those of all jobs of the runtime."""
+    return runtime_labels(job) if any_job else {_JOB_SET: job.name}
+
+
+def runtime_labels(job: Job) -> dict[str, str]:
+    return {ANCESTOR: "trainer", _RUNTIME: job.name}
 
 
 def pod_security() -> Document:
     return {
+        "runAsNonRoot": True,
         "runAsUser": USER,
         "runAsGroup": USER,
         "seccompProfile": {"type": "RuntimeDefault"},
@@ -107,28 +120,7 @@ def pod_security() -> Document:
 
 def container_security() -> Document:
     return {
-        "runAsNonRoot": True,
         "readOnlyRootFilesystem": True,
         "allowPrivilegeEscalation": False,
         "capabilities": {"drop": ["ALL"]},
-    }
-
-
-def directory_maker(job: Job, any_run: bool = False) -> Document:
-    """A container that runs first, as root: a new Lustre file system belongs to root, and the trainer is not root."""
-    wanted = [literal(path) for path in directories(job, any_run)]
-    return {
-        "name": "directories",
-        "image": job.section.image,
-        "imagePullPolicy": job.section.image_pull_policy,
-        "command": ["install", "--directory", "--owner", str(USER), "--group", str(USER), "--", *wanted],
-        "resources": {name: {"cpu": "1", "memory": "256Mi"} for name in ("requests", "limits")},
-        "securityContext": {
-            "runAsUser": 0,
-            "runAsNonRoot": False,
-            "readOnlyRootFilesystem": True,
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"], "add": ["CHOWN", "DAC_OVERRIDE", "FOWNER"]},
-        },
-        "volumeMounts": [shared_mount(job)],
     }

@@ -5,9 +5,11 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+from aliquot.cluster.directory_job import directory_job
 from aliquot.cluster.job import Job
 from aliquot.cluster.manifest_yaml import Document, to_yaml
 from aliquot.cluster.manifests import ManifestObject, parse_manifests
+from aliquot.cluster.network_policy import network_policy
 from aliquot.cluster.nodes import node_class, node_pool
 from aliquot.cluster.pod_config import config_map
 from aliquot.cluster.quantity import GIB
@@ -32,6 +34,9 @@ def documents(job: Job, runtime: bool = False) -> dict[str, Document]:
             "metadata": {"name": job.section.namespace},
         }
     found |= {"node-class.yaml": node_class(job), "node-pool.yaml": node_pool(job), **storage(job)}
+    if (maker := directory_job(job, any_run=runtime)) is not None:
+        found["directories-job.yaml"] = maker
+    found["network-policy.yaml"] = network_policy(job, any_job=runtime)
     if runtime:
         return {**found, "cluster-training-runtime.yaml": cluster_training_runtime(job)}
     return {

@@ -34,7 +34,6 @@ _WAITING = {
     "CreateContainerConfigError": "a Secret or ConfigMap that it names is missing",
     "CrashLoopBackOff": "its container ends again and again",
     "ContainerCreating": "volumes are being mounted, the image pulled",
-    "PodInitializing": "the directories of the run are being made",
 }
 _ENDED = {2: "bad input: see the log", 137: "killed, most often for memory", 143: "stopped, and saved before"}
 
@@ -94,6 +93,8 @@ def why_waiting(pod: Object, events: Sequence[Object]) -> str | None:
             if reason is not None and reason != "PodInitializing":
                 says = dig(container, "state", "waiting", "message") or (warnings or [""])[-1]
                 return f"{_WAITING.get(reason, reason)}{f' ({says})' if says else ''}"
+    if any(dig(each, "state", "running") is not None for each in listed(dig(pod, "status", "initContainerStatuses"))):
+        return "it waits for the Job that makes the directories of the run: kubectl get jobs"
     return warnings[-1] if warnings else "it has a node, and starts" if dig(pod, "spec", "nodeName") else "no node yet"
 
 

@@ -1,12 +1,13 @@
 """The job: Kubeflow Trainer's TrainJob, and the TrainingRuntime that it refers to.
 
-What a TrainJob cannot say in either dialect is in the runtime: restarts, exit codes, the container that makes the
+What a TrainJob cannot say in either dialect is in the runtime: restarts, exit codes, the container that waits for the
 directories. The runtime is the job's own and lies in its namespace.
 """
 
 from __future__ import annotations
 
 from aliquot.cluster import pod
+from aliquot.cluster.directory_job import wait_containers
 from aliquot.cluster.job import EFA, GPU, LOGS_BYTES, Job
 from aliquot.cluster.manifest_yaml import Document, compact
 from aliquot.cluster.nodes import labels
@@ -51,7 +52,8 @@ def training_runtime(job: Job) -> Document:
         restartPolicy="Never",  # JobSet starts all nodes anew: a rank alone cannot join its peers again
         terminationGracePeriodSeconds=job.grace_s if old_dialect(job) else None,
         securityContext=pod.pod_security() if old_dialect(job) else None,
-        initContainers=_init_containers(job),
+        automountServiceAccountToken=False,  # an IAM role and Trainer's status bring tokens of their own
+        initContainers=wait_containers(job),
         containers=[
             {
                 "name": NODE,
@@ -60,7 +62,7 @@ def training_runtime(job: Job) -> Document:
                 "securityContext": pod.container_security(),
             }
         ],
-        volumes=[pod.shared_volume(job)] if _init_containers(job) else None,
+        volumes=[pod.shared_volume(job)] if wait_containers(job) else None,
     )
     return {
         "apiVersion": _API,
@@ -68,7 +70,7 @@ def training_runtime(job: Job) -> Document:
         "metadata": {"name": job.name, "namespace": job.section.namespace, "labels": {**labels(job), **_FRAMEWORK}},
         "spec": {
             "mlPolicy": {"numNodes": job.plan.nodes, "torch": {}},
-            "template": {"spec": _job_set(job, pod_spec, elastic=job.section.nodes_may_change)},
+            "template": {"spec": _job_set(job, pod_spec, _ANCESTOR, elastic=job.section.nodes_may_change)},
         },
     }
 
@@ -90,7 +92,8 @@ def cluster_training_runtime(job: Job) -> Document:
         tolerations=pod.tolerations(job),
         affinity=pod.affinity(job, any_job=True),
         serviceAccountName=job.section.service_account,
-        initContainers=_init_containers(job, any_run=True),
+        automountServiceAccountToken=False,
+        initContainers=wait_containers(job, any_run=True),
         containers=[
             {
                 "name": NODE,
@@ -114,12 +117,12 @@ def cluster_training_runtime(job: Job) -> Document:
         "metadata": {"name": f"aliquot-{'gpu' if job.gpu_nodes else 'cpu'}", "labels": {**labels(job), **_FRAMEWORK}},
         "spec": {
             "mlPolicy": {"numNodes": job.plan.nodes, "torch": processes},
-            "template": {"spec": _job_set(job, pod_spec, elastic=False)},
+            "template": {"spec": _job_set(job, pod_spec, pod.runtime_labels(job), elastic=False)},
         },
     }
 
 
-def _job_set(job: Job, pod_spec: Document, elastic: bool) -> Document:
+def _job_set(job: Job, pod_spec: Document, pod_labels: dict[str, str], elastic: bool) -> Document:
     return {
         "failurePolicy": _failure_policy_one_by_one() if elastic else _failure_policy(job),
         "replicatedJobs": [
@@ -129,7 +132,7 @@ def _job_set(job: Job, pod_spec: Document, elastic: bool) -> Document:
                     "metadata": {"labels": _ANCESTOR},
                     "spec": {
                         **(_one_by_one(job) if elastic else _all_together()),
-                        "template": {"metadata": {"labels": _ANCESTOR}, "spec": pod_spec},
+                        "template": {"metadata": {"labels": pod_labels}, "spec": pod_spec},
                     },
                 },
             }
@@ -183,11 +186,6 @@ def _pod(job: Job, **beside: object) -> Document:
         volumes=pod.volumes(job),
         containers=[{"name": NODE, "volumeMounts": pod.volume_mounts(job)}],
     )
-
-
-def _init_containers(job: Job, any_run: bool = False) -> list[Document]:
-    """None for a claim that the person made: its directories are theirs."""
-    return [] if job.section.storage.kind == "claim" else [pod.directory_maker(job, any_run)]
 
 
 def _all_together() -> Document:

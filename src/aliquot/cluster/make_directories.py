@@ -1,0 +1,83 @@
+"""Run in a pod: make the directories of a run on a shared volume as root, or wait until the trainer may write to them.
+
+    python -m aliquot.cluster.make_directories own UID VOLUME DIRECTORY...
+    python -m aliquot.cluster.make_directories await SECONDS DIRECTORY...
+
+A new file system belongs to root and the trainer does not run as root. Other pods write to the volume, too, so `own`
+follows no link on it: a link planted there would give its target away.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from aliquot.errors import StorageError
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_POLL_S = 1.0
+
+
+def own_directory(directory: Path, volume: Path, user: int) -> None:
+    """Make `directory` below `volume` and give it to `user` if it belongs to root.
+
+    Raises StorageError if a part of the path is a link or a file, or if the directory belongs to somebody else.
+    """
+    if not directory.is_relative_to(volume) or ".." in directory.parts:
+        raise StorageError(f"not a directory of the volume {volume}: give a path below it without `..`", directory)
+    parent = os.open(volume, _DIRECTORY)
+    for name in directory.relative_to(volume).parts:
+        try:
+            with suppress(FileExistsError):
+                os.mkdir(name, 0o755, dir_fd=parent)
+            child = os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
+        except NotADirectoryError:
+            raise StorageError(f"{name!r} is a link or a file: remove it, or choose another path", directory) from None
+        finally:
+            os.close(parent)
+        parent = child
+    try:
+        owner = os.fstat(parent).st_uid
+        if owner == 0:
+            os.fchown(parent, user, user)
+        elif owner != user:
+            raise StorageError(
+                f"belongs to user {owner}, and the trainer is user {user}: change its owner, or choose another path",
+                directory,
+            )
+    finally:
+        os.close(parent)
+
+
+def await_directories(directories: Sequence[Path], timeout_s: float) -> None:
+    """Return when this user may write to all `directories`. Raises StorageError after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while missing := [each for each in directories if not os.access(each, os.W_OK | os.X_OK)]:
+        if time.monotonic() >= deadline:
+            raise StorageError(
+                f"user {os.getuid()} cannot write here after {timeout_s:g} s: the Job that makes the directory has not"
+                " finished. See `kubectl get jobs`, or make it by hand",
+                missing[0],
+            )
+        time.sleep(_POLL_S)
+
+
+def main(mode: str, number: str, *paths: str) -> None:
+    directories = [Path(each) for each in paths]
+    if mode == "await":
+        await_directories(directories, float(number))
+        return
+    volume, *wanted = directories
+    for each in wanted:
+        own_directory(each, volume, int(number))
+
+
+if __name__ == "__main__":
+    try:
+        main(*sys.argv[1:])
+    except StorageError as error:
+        sys.exit(f"aliquot: {error.line}")

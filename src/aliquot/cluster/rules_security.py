@@ -1,0 +1,107 @@
+"""Whether pods pass Pod Security `restricted`, the strictest profile that Kubernetes publishes.
+
+Source: kubernetes.io/docs/concepts/security/pod-security-standards, for Kubernetes 1.34 and Linux.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from aliquot.cluster.findings import RuleFinding, finding
+from aliquot.cluster.job_view import JobView, containers, pod_spec
+from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, of_kind
+
+_ENFORCE = "pod-security.kubernetes.io/enforce"
+_CONTAINERS = ("initContainers", "containers", "ephemeralContainers")
+_VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"}
+_SYSCTLS = {
+    "kernel.shm_rmid_forced", "net.ipv4.ip_local_port_range", "net.ipv4.ip_local_reserved_ports",
+    "net.ipv4.ip_unprivileged_port_start", "net.ipv4.ping_group_range", "net.ipv4.tcp_fin_timeout",
+    "net.ipv4.tcp_keepalive_intvl", "net.ipv4.tcp_keepalive_probes", "net.ipv4.tcp_keepalive_time",
+    "net.ipv4.tcp_rmem", "net.ipv4.tcp_syncookies", "net.ipv4.tcp_wmem",
+}  # fmt: skip
+_SELINUX_TYPES = ("", "container_t", "container_init_t", "container_kvm_t", "container_engine_t")
+_PROBES = ("livenessProbe", "readinessProbe", "startupProbe")
+
+
+def check_security(jobs: Sequence[JobView], manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
+    """An error where a Namespace among the manifests enforces `restricted`: its pods are never made."""
+    enforcing = {
+        each.name
+        for each in of_kind(manifests, "Namespace")
+        if each.get("metadata", "labels", _ENFORCE) == "restricted"
+    }
+    pods = [(job.manifest, pod_spec(job)) for job in jobs if job.runtime is not None]
+    # What else runs in the namespace is refused there, and nobody's business elsewhere.
+    pods += [
+        (each, mapping(each.get("spec", "template", "spec")))
+        for each in of_kind(manifests, "Job")
+        if each.namespace in enforcing
+    ]
+    for manifest, pod in pods:
+        if violations := list(restricted_violations(pod)):
+            yield finding(
+                "pod-security", manifest, f"its pods are not `restricted`: {'; '.join(violations)}",
+                "as `render` writes it; for what needs root, another namespace or a hand-made directory",
+                "error" if manifest.namespace in enforcing else None,
+            )  # fmt: skip
+
+
+def restricted_violations(pod: dict[str, Any]) -> Iterator[str]:
+    """What the profile does not allow in a pod's spec, each by its field."""
+    for field in ("hostNetwork", "hostPID", "hostIPC"):
+        if pod.get(field):
+            yield field
+    for volume in map(mapping, listed(pod.get("volumes"))):
+        if kinds := sorted(set(volume) - {"name"} - _VOLUMES):
+            yield f"volume {volume.get('name')} is {', '.join(kinds)}"
+    of_pod = mapping(pod.get("securityContext"))
+    for sysctl in map(mapping, listed(of_pod.get("sysctls"))):
+        if sysctl.get("name") not in _SYSCTLS:
+            yield f"sysctl {sysctl.get('name')}"
+    yield from _options(of_pod)
+    for container in (each for key in _CONTAINERS for each in containers(pod, key)):
+        for violation in _of_container(container, of_pod):
+            yield f"container {container.get('name')}: {violation}"
+
+
+def _of_container(container: dict[str, Any], of_pod: dict[str, Any]) -> Iterator[str]:
+    own = mapping(container.get("securityContext"))
+    merged = {**of_pod, **own}  # a container's word counts, where it says one
+    if own.get("allowPrivilegeEscalation") is not False:
+        yield "allowPrivilegeEscalation is not false"
+    if own.get("privileged"):
+        yield "privileged"
+    if merged.get("runAsNonRoot") is not True:
+        yield "runAsNonRoot is not true"
+    if merged.get("runAsUser") == 0:
+        yield "runAsUser is 0"
+    if dig(merged, "seccompProfile", "type") not in ("RuntimeDefault", "Localhost"):
+        yield "seccompProfile is not RuntimeDefault"
+    if "ALL" not in listed(dig(own, "capabilities", "drop")):
+        yield "capabilities do not drop ALL"
+    if added := [each for each in listed(dig(own, "capabilities", "add")) if each != "NET_BIND_SERVICE"]:
+        yield f"capabilities add {', '.join(map(str, added))}"
+    if own.get("procMount") not in (None, "Default"):
+        yield f"procMount is {own['procMount']}"
+    if any(mapping(port).get("hostPort") for port in listed(container.get("ports"))):
+        yield "a hostPort"
+    handlers = [container.get(probe) for probe in _PROBES]
+    handlers += [dig(container, "lifecycle", hook) for hook in ("postStart", "preStop")]
+    if any(dig(handler, kind, "host") for handler in handlers for kind in ("httpGet", "tcpSocket")):
+        yield "a probe or hook names a host"
+    yield from _options(own)
+
+
+def _options(context: dict[str, Any]) -> Iterator[str]:
+    """What a pod and a container may each say."""
+    selinux = mapping(context.get("seLinuxOptions"))
+    if (selinux.get("type") or "") not in _SELINUX_TYPES or selinux.get("user") or selinux.get("role"):
+        yield "seLinuxOptions"
+    if dig(context, "seccompProfile", "type") == "Unconfined":
+        yield "seccompProfile is Unconfined"
+    if dig(context, "appArmorProfile", "type") == "Unconfined":
+        yield "appArmorProfile is Unconfined"
+    if dig(context, "windowsOptions", "hostProcess"):
+        yield "windowsOptions.hostProcess"
