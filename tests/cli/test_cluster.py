@@ -59,7 +59,7 @@ def test_render(run_file: Path, tmp_path: Path) -> None:
 
 def test_check_a_config(run_file: Path) -> None:
     result = aliquot("cluster", "check", run_file)
-    assert (result.exit_code, result.output.strip()) == (0, "7 objects, nothing found")
+    assert (result.exit_code, result.output.strip()) == (0, "9 objects, nothing found")
     result = aliquot("cluster", "check", run_file, "checkpoint.resume=never")
     assert result.exit_code == 1
     assert "error: checkpoint.resume" in result.output and "fix: checkpoint.resume: auto" in result.output
@@ -150,6 +150,6 @@ def test_a_pod_is_planned_with_the_cpus_that_it_gets(tmp_path: Path, name: str) 
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(values))
     result = aliquot("cluster", "check", file)
-    assert (result.exit_code, result.output.strip()) == (0, "7 objects, nothing found")
+    assert (result.exit_code, result.output.strip()) == (0, "9 objects, nothing found")
     result = aliquot("cluster", "check", file, "launch.threads_per_rank=33")  # its own number still counts
     assert "[threads]" in result.output
