@@ -80,6 +80,13 @@ def test_only_directories_of_the_volume(path: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_volume_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    volume = tmp_path / "volume"
+    command = ["python3", "-P", "-m", "aliquot.cluster.make_directories", "own", "1000", str(volume)]
+    code, output = ended([*command, str(volume / "runs")])
+    assert code == 1 and "cannot write: No such file or directory" in output and len(output.splitlines()) == 1, output
+
+
 def test_training_pods_wait_for_the_directories(tmp_path: Path) -> None:
     runtime = documents(job_on(tmp_path))["training-runtime.yaml"]["spec"]["template"]["spec"]["replicatedJobs"][0]
     (container,) = runtime["template"]["spec"]["template"]["spec"]["initContainers"]

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from aliquot.errors import StorageError
+from aliquot.errors import StorageError, writing
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _POLL_S = 1.0
@@ -67,13 +67,15 @@ def await_directories(directories: Sequence[Path], timeout_s: float) -> None:
 
 
 def main(mode: str, number: str, *paths: str) -> None:
+    """Raises StorageError; `number` is a user id or seconds, as above."""
     directories = [Path(each) for each in paths]
     if mode == "await":
         await_directories(directories, float(number))
         return
     volume, *wanted = directories
     for each in wanted:
-        own_directory(each, volume, int(number))
+        with writing(each):
+            own_directory(each, volume, int(number))
 
 
 if __name__ == "__main__":

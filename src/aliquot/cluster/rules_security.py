@@ -43,7 +43,7 @@ def check_security(jobs: Sequence[JobView], manifests: Sequence[ManifestObject])
         if violations := list(restricted_violations(pod)):
             yield finding(
                 "pod-security", manifest, f"its pods are not `restricted`: {'; '.join(violations)}",
-                "as `render` writes it; for what needs root, another namespace or a hand-made directory",
+                "the securityContext that `render` writes; run what needs root before the profile is enforced",
                 "error" if manifest.namespace in enforcing else None,
             )  # fmt: skip
 
@@ -54,7 +54,7 @@ def restricted_violations(pod: dict[str, Any]) -> Iterator[str]:
         if pod.get(field):
             yield field
     for volume in map(mapping, listed(pod.get("volumes"))):
-        if kinds := sorted(set(volume) - {"name"} - _VOLUMES):
+        if kinds := sorted(str(key) for key in volume if key != "name" and key not in _VOLUMES):
             yield f"volume {volume.get('name')} is {', '.join(kinds)}"
     of_pod = mapping(pod.get("securityContext"))
     for sysctl in map(mapping, listed(of_pod.get("sysctls"))):
