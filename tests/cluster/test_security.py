@@ -49,6 +49,16 @@ def test_training_pods_are_restricted(case: str, trainer: str) -> None:
         assert pod["automountServiceAccountToken"] is False
 
 
+@pytest.mark.parametrize("name", ["kubeflow-trainer-token", "aws-iam-token", "eks-pod-identity-token"])
+def test_tokens_that_controllers_mount_stay_restricted(name: str) -> None:
+    """As Trainer's status plugin and the webhooks of EKS add them, with or without the service account's own token."""
+    token = {"serviceAccountToken": {"audience": "x", "path": "token"}}
+    for pod in training_pods(cpu_job(service_account="trainer")):
+        pod["volumes"].append({"name": name, "projected": {"sources": [token]}})
+        pod["containers"][0]["volumeMounts"].append({"name": name, "mountPath": "/var/run/secrets/x", "readOnly": True})
+        assert list(restricted_violations(pod)) == []
+
+
 def container(pod: dict[str, Any]) -> dict[str, Any]:
     context: dict[str, Any] = pod["containers"][0]["securityContext"]
     return context
