@@ -90,6 +90,7 @@ _HAND_WRITTEN: dict[str, dict[str, dict[str, Any]]] = {
     "Secret": {"data": _KEYS, "stringData": _KEYS},
 }
 _ANYTHING = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}  # a status is the controllers' own
+_KEPT = ("required", "format", "x-kubernetes-list-type", "x-kubernetes-list-map-keys")
 _WORDS = ("description", "title", "example", "externalDocs")
 _MAPS, _SCHEMAS, _LISTS = ("properties",), ("items", "additionalProperties", "not"), ("anyOf", "allOf", "oneOf")
 _SMALLEST = 60  # characters of what is worth a reference
@@ -146,7 +147,7 @@ def _structural(given: dict[str, Any], definitions: dict[str, Any]) -> dict[str,
         return _structural(definitions[name], definitions)
     if "oneOf" in given:
         return {"x-kubernetes-int-or-string": True}
-    found: dict[str, Any] = {key: given[key] for key in ("required", "format") if key in given}
+    found: dict[str, Any] = {key: given[key] for key in _KEPT if key in given}
     if "type" in given:
         found["type"] = given["type"] if isinstance(given["type"], str) else given["type"][0]  # beside "null"
     if "properties" in given:

@@ -353,6 +353,8 @@ MISTAKES: dict[str, tuple[str, Callable[[Documents], Any]]] = {
     "a CUDA image": ("image-kind", lambda d: trainer(d).update(image="pytorch/pytorch:2.13.0-cuda13.0-runtime")),
     "a pod that may become root": ("pod-security", lambda d: runtime_pod(d)["containers"][0]["securityContext"].pop(
         "allowPrivilegeEscalation")),
+    "two volumes of one name": ("field-value", lambda d: d["directories-job.yaml"]["spec"]["template"]["spec"][
+        "volumes"].append({"name": "shared", "emptyDir": {}})),
     "a token": ("secret-value", lambda d: trainer(d)["env"].append({"name": "X", "value": "hf_" + 24 * "a"})),
     "no mountname": ("storage-address", lambda d: d["persistent-volume.yaml"]["spec"]["csi"]["volumeAttributes"].pop(
         "mountname")),
