@@ -188,9 +188,8 @@ def test_a_record_of_another_format_is_not_taken_for_a_blank_one() -> None:
 
 @pytest.mark.parametrize("said", [{"messages": [ASKED, ANSWERED]}, {"prompt": "hi", "completion": "yes"}])
 def test_endless_nesting_is_one_line(said: dict[str, Any]) -> None:
-    """Python reads a few levels more than it writes."""
     tool: dict[str, Any] = {}
     for _ in range(5000):
         tool = {"parameters": tool}
-    with pytest.raises(UserError, match=r"^x:1: lists and objects are nested too deeply in this record$"):
+    with pytest.raises(UserError, match=r"^x:1: lists and mappings nest more than 100 levels deep in this record$"):
         read({**said, "tools": [tool]})

@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from aliquot.errors import ManifestError
+from aliquot.nesting import check_yaml_depth
 
 _SUFFIXES = (".yaml", ".yml", ".json")
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # a CRD can have a megabyte
@@ -78,8 +79,9 @@ def _documents(file: Path) -> list[Any]:
         text = file.read_text(encoding="utf-8")
         if "CustomResourceDefinition" not in text:
             return []
+        check_yaml_depth(text)
         found = list(yaml.load_all(text, Loader=_LOADER))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ManifestError(f"cannot read this CRD: {' '.join(str(error).split())}", file) from None
     lists = [each["items"] for each in found if isinstance(each, dict) and isinstance(each.get("items"), list)]
     return [*found, *(item for each in lists for item in each)]

@@ -11,6 +11,7 @@ import yaml
 
 from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, of_kind
 from aliquot.cluster.quantity import parse_bytes, parse_millicores
+from aliquot.nesting import TooDeepError, check_depth, check_yaml_depth
 
 NODE = "node"
 DEFAULT_GRACE_S = 30  # of Kubernetes
@@ -124,8 +125,11 @@ def configs_of(job: JobView, manifests: Sequence[ManifestObject]) -> Iterator[ob
     mounted = {mapping(volume.get("configMap")).get("name") for volume in job.volumes}
     for each in of_kind(list(manifests), "ConfigMap"):
         for text in mapping(each.get("data")).values() if each.name in mounted else ():
-            with suppress(yaml.YAMLError, RecursionError):
-                yield yaml.load(str(text), Loader=yaml.BaseLoader)
+            with suppress(yaml.YAMLError, TooDeepError):
+                check_yaml_depth(str(text))
+                value = yaml.load(str(text), Loader=yaml.BaseLoader)
+                check_depth(value)
+                yield value
 
 
 def runtime_pod(runtime: ManifestObject | None) -> dict[str, Any]:

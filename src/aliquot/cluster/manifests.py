@@ -12,9 +12,9 @@ import yaml
 
 from aliquot.cluster.fields import Complaint, sound
 from aliquot.errors import ManifestError
+from aliquot.nesting import TooDeepError, check_depth, check_yaml_depth
 
 _SUFFIXES = (".yaml", ".yml", ".json")
-_DEEPEST = 100  # levels of a document; Kubernetes' own have about 30
 
 
 @dataclass(frozen=True)
@@ -110,13 +110,14 @@ def is_manifest(path: Path) -> bool:
 
 def parse_manifests(text: str, name: str) -> Iterator[ManifestObject]:
     try:
+        check_yaml_depth(text)
         for node in yaml.compose_all(text, Loader=yaml.SafeLoader):
             place = f"{name}:{node.start_mark.line + 1}"
             try:
                 value = yaml.SafeLoader("").construct_document(node)
             except (ValueError, KeyError, AttributeError) as error:  # 2026-99-99, or what does not fit its !!tag
                 raise ManifestError(f"not valid YAML: {' '.join(str(error).split())}", place) from None
-            _check_depth(value, place)
+            check_depth(value)
             if value is not None:  # nothing but comments between two `---`
                 yield from _objects(value, place)
     except yaml.MarkedYAMLError as error:
@@ -124,8 +125,8 @@ def parse_manifests(text: str, name: str) -> Iterator[ManifestObject]:
         raise ManifestError(f"not valid YAML: {error.problem or error.context}", f"{name}:{line}") from None
     except yaml.YAMLError as error:
         raise ManifestError(f"not valid YAML: {' '.join(str(error).split())}", name) from None
-    except RecursionError:
-        raise ManifestError(f"more than {_DEEPEST} levels deep", name) from None
+    except TooDeepError as error:
+        raise ManifestError(str(error), name) from None
 
 
 def _objects(value: Any, place: str) -> Iterator[ManifestObject]:
@@ -139,14 +140,6 @@ def _objects(value: Any, place: str) -> Iterator[ManifestObject]:
             yield from _objects(item, place)
     elif value["kind"] != "Kustomization":
         yield ManifestObject(value, place)
-
-
-def _check_depth(value: Any, place: str, depth: int = 0) -> None:
-    if depth > _DEEPEST:
-        raise ManifestError(f"more than {_DEEPEST} levels deep, or an alias within its own anchor", place)
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    for item in inner:
-        _check_depth(item, place, depth + 1)
 
 
 def _read(file: Path) -> Iterator[ManifestObject]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -10,6 +9,7 @@ from aliquot.cluster.job import Job
 from aliquot.cluster.manifest_yaml import Document, to_yaml
 from aliquot.cluster.nodes import labels
 from aliquot.errors import ClusterError
+from aliquot.nesting import decode_json
 
 CONFIG_DIRECTORY = "/etc/aliquot"
 CONFIG_FILE = "config.yaml"
@@ -80,6 +80,6 @@ def _below(mount: str, path: Path) -> str:
 
 def _shape(file: Path) -> Any:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        return decode_json(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise ClusterError(f"model.config cannot be read: {error}", file) from None

@@ -14,6 +14,7 @@ import yaml
 
 from aliquot.config.deepspeed_keys import RULES, Fate, rule_of
 from aliquot.errors import DeepspeedConfigError
+from aliquot.nesting import TooDeepError, decode_json
 
 if TYPE_CHECKING:
     from aliquot.config.schema import RunConfig
@@ -170,11 +171,11 @@ def _read(path: Path, locations: Locations) -> dict[str, Any]:
     where = locations.get(_HERE, "shard.deepspeed_config")
     try:
         text = path.read_text(encoding="utf-8")
-        found = json.loads(text)
+        found = decode_json(text)
     except json.JSONDecodeError as error:
         raise DeepspeedConfigError(f"not valid JSON: {error.msg}", f"{path}:{error.lineno}") from None
-    except RecursionError:
-        raise DeepspeedConfigError("nested too deeply", str(path)) from None
+    except TooDeepError as error:
+        raise DeepspeedConfigError(str(error), str(path)) from None
     except (OSError, ValueError) as error:  # ValueError: no text, NUL in its name, a number of thousands of digits
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
         raise DeepspeedConfigError(f"{where}: cannot read {path}: {reason}") from None

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from aliquot.errors import ConfigError
+from aliquot.nesting import decode_json
 
 CONFIG_FILE = "adapter_config.json"
 _NAMES = {
@@ -52,12 +52,12 @@ def model_beside(directory: Path) -> str:
 def _fields(directory: Path) -> dict[str, Any]:
     file = directory / CONFIG_FILE
     try:
-        fields = json.loads(file.read_text())
+        fields = decode_json(file.read_text())
     except FileNotFoundError:
         raise ConfigError(
             f"no {CONFIG_FILE} here: give a directory that peft or a run with an adapter has saved", directory
         ) from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"not readable as JSON: {error}", file) from None
     if not isinstance(fields, dict):
         raise ConfigError("expected a JSON object", file)

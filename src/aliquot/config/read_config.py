@@ -16,6 +16,7 @@ from aliquot.config.places import Keys, Location, place_of_first
 from aliquot.config.schema import RunConfig
 from aliquot.config.section import OF_KEY
 from aliquot.errors import ConfigError, one_line
+from aliquot.nesting import TooDeepError, check_depth, check_yaml_depth
 
 _SHORT = 80
 _NEAR = 0.8  # how alike what was written must be to what was meant; absurd neighbours are below
@@ -83,7 +84,9 @@ def dump_with_places(config: RunConfig, places: Mapping[Keys, Location]) -> str:
 
 def _load(text: str, name: str, locations: dict[Keys, Location]) -> dict[str, Any]:
     try:
+        check_yaml_depth(text)
         root = yaml.compose(text, Loader=_Loader)
+        check_depth(root)
         values = yaml.load(text, Loader=_Loader) if root is not None else {}
         if root is not None and isinstance(values, dict):
             _locate(root, (), name, locations)
@@ -91,7 +94,7 @@ def _load(text: str, name: str, locations: dict[Keys, Location]) -> dict[str, An
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         wrong = "" if isinstance(error, _OfTwoMeanings) else "not valid YAML: "
         raise ConfigError(f"{wrong}{error.problem or error.context}", f"{name}:{line}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date like 2026-99-99
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date like 2026-99-99
         raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}", name) from None
     if not isinstance(values, dict):
         raise ConfigError("a config is a mapping of sections (run, model, data, train, ...)", name)
@@ -122,10 +125,14 @@ def apply_override(values: dict[str, Any], override: str, locations: dict[Keys, 
         hint = _suggestion(keys, None) if equals and len(keys) == 1 and keys[0] else ""
         raise ConfigError(f"override {override!r}: expected section.key=value, for example train.max_steps=10{hint}")
     try:
+        check_yaml_depth(text)
         value = yaml.load(text, Loader=_Loader)
+        check_depth(value)
     except _OfTwoMeanings as error:
         raise ConfigError(f"override {override!r}: {error.problem}") from None
-    except (yaml.YAMLError, ValueError, RecursionError):
+    except TooDeepError as error:
+        raise ConfigError(f"override {override[:200]!r}: {error}") from None
+    except (yaml.YAMLError, ValueError):
         raise ConfigError(f"override {override[:200]!r}: the value is not valid YAML") from None
     section = values
     for depth, key in enumerate(keys[:-1], 1):

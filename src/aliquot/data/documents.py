@@ -14,6 +14,7 @@ from aliquot.config.data_section import RecordsSection
 from aliquot.data.formats import Format, Kind, format_of
 from aliquot.data.opened import not_text, opened, suffix_of
 from aliquot.errors import DataError
+from aliquot.nesting import TooDeepError, check_json_depth, decode_json
 
 Unit = Literal["file", "line", "block", "field"]
 
@@ -118,10 +119,10 @@ def _json_lines(file: BinaryIO, position: Callable[[], int], path: Path, section
             continue
         where = f"{path}:{number}"
         try:
-            record = json.loads(line.removeprefix(codecs.BOM_UTF8).decode())  # of bytes it would let surrogates pass
+            record = decode_json(line.removeprefix(codecs.BOM_UTF8).decode())  # of bytes it would let surrogates pass
         except UnicodeDecodeError as error:
             raise not_text(line, error, where) from error
-        except (ValueError, RecursionError) as error:  # the second: endless nesting
+        except ValueError as error:
             raise DataError(f"not a JSON record ({error}); write one record a line", where) from error
         text, kind, form = _read(record, form, section, where)
         yield Document(encodable(text, where) if b"\\u" in line else text, kind, position(), where=where)
@@ -136,6 +137,8 @@ def _json_array(file: BinaryIO, position: Callable[[], int], path: Path, section
             yield Document(encodable(text, where), kind, position(), where=where)
     except UnicodeDecodeError as error:
         raise DataError(f"not UTF-8 text ({error.reason})", path) from error
+    except TooDeepError as error:
+        raise DataError(f"not a JSON array of records ({error})", path) from None
 
 
 def _elements(file: BinaryIO, path: Path) -> Iterator[object]:
@@ -159,9 +162,10 @@ def _elements(file: BinaryIO, path: Path) -> Iterator[object]:
                 raise DataError(f"not a JSON array of records ({error.msg} in record {number})", path) from error
             block = file.read(max(_BLOCK_CHARACTERS, len(text) - at))  # twice as much at least: each is scanned again
             text, at, ended = text[at:] + decode(block, final=not block), 0, not block
+            check_json_depth(f"[{text}" if number else text)  # the array's own bracket is in the first text alone
         except UnicodeDecodeError:
             raise
-        except (ValueError, RecursionError) as error:  # the first: an integer of thousands of digits
+        except ValueError as error:  # an integer of thousands of digits
             raise DataError(f"not a JSON array of records ({error})", path) from error
         else:
             number += 1

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from aliquot.config.data_section import RecordsSection
 from aliquot.errors import DataError
+from aliquot.nesting import TooDeepError, check_depth, decode_json
 
 Kind = Literal["text", "messages", "conversations", "prompt", "instruction"]
 
@@ -62,9 +63,10 @@ class Format:
         fields that has those of another format, and at endless nesting.
         """
         try:
-            return self._read(record, where)
-        except RecursionError as error:
-            raise DataError("lists and objects are nested too deeply in this record", where) from error
+            check_depth(record)
+        except TooDeepError as error:
+            raise DataError(f"{error} in this record", where) from None
+        return self._read(record, where)
 
     def _read(self, record: Mapping[str, Any], where: str) -> tuple[str, Kind]:
         if self.elsewhere and all(record.get(name) in (None, "") for name in self.fields):
@@ -222,8 +224,8 @@ def _listed(value: object, field: str, where: str) -> list[Any]:
     """A list, or JSON that holds one; empty where there is none."""
     if isinstance(value, str) and value.strip():
         try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
+            value = decode_json(value)
+        except ValueError as error:
             raise DataError(
                 f"field {field!r} holds text that is not JSON ({error}): name it otherwise if it is for no template",
                 where,
@@ -294,8 +296,8 @@ def _with_arguments(call: Any) -> Any:
 def _json_objects(text: str) -> list[dict[str, Any]]:
     """The object, or the objects of a list, that `text` holds; none where it holds something else."""
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+        value = decode_json(text)
+    except ValueError:
         return []
     listed = value if isinstance(value, list) else [value]
     return listed if all(isinstance(each, dict) for each in listed) else []

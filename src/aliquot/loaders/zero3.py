@@ -7,7 +7,6 @@ with versions it was tested with and after it has proved itself on two small par
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import warnings
@@ -26,6 +25,7 @@ from aliquot.models.load import load_weights
 from aliquot.models.materialise import compute_buffers, replace_tensors, saved_buffers, tied_weights
 from aliquot.models.published import published_of
 from aliquot.models.stored_names import StoredNames
+from aliquot.nesting import decode_json
 from aliquot.ranges.parts import Part
 from aliquot.ranges.transfer import Watch
 
@@ -254,8 +254,8 @@ def _settings(config: dict[str, Any] | Path | str | None) -> dict[str, Any] | No
     whole: dict[str, Any] | None = config if isinstance(config, dict) else deepspeed_config()
     if isinstance(config, str | Path):
         try:
-            whole = json.loads(Path(config).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
+            whole = decode_json(Path(config).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
             raise DeepspeedConfigError(f"cannot read this DeepSpeed config: {error}", Path(config)) from None
     if whole is None:
         return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +15,7 @@ from aliquot.config.schema import ModelSection
 from aliquot.errors import ConfigError, ModelFilesError, UnsupportedModelError
 from aliquot.models.code_of_strangers import without_code
 from aliquot.models.counts import refuse_absurd_counts
+from aliquot.nesting import decode_json
 
 if TYPE_CHECKING:
     import torch
@@ -188,25 +188,18 @@ def local_directory(path: str, hub_files: Sequence[str] = HUB_FILES) -> Path:
 
 def _read_json(file: Path, key: str) -> dict[str, Any]:
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = decode_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         if (file.parent / CONFIG_FILE).is_file():
             raise ModelFilesError(
                 f"{key}: an adapter, not a model: aliquot export CHECKPOINT OUT --merge makes one of it", file.parent
             ) from None
         raise ModelFilesError(f"{key}: no config.json here; is this a Hugging Face model directory?", file) from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ModelFilesError(f"{key}: not readable as JSON: {error}", file) from None
     if not isinstance(values, dict):
         raise ModelFilesError(f"{key}: expected a JSON object", file)
     return values
-
-
-def _special_floats(values: dict[str, Any], where: str) -> dict[str, Any]:
-    try:
-        return {key: _with_special_floats(each) for key, each in values.items()}
-    except RecursionError:
-        raise ModelFilesError("nested too deeply for a model's configuration", where) from None
 
 
 def _with_special_floats(value: Any) -> Any:
@@ -224,7 +217,7 @@ def _parse_config(values: dict[str, Any], where: str) -> PretrainedConfig:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    values = _special_floats(values, where)
+    values = {key: _with_special_floats(value) for key, value in values.items()}
     model_type = values.pop("model_type", None)
     if model_type is None:
         raise ModelFilesError("model_type is missing; for example model_type: llama", where)

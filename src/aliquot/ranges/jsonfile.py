@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from aliquot.errors import WeightsFileError, reading
+from aliquot.nesting import decode_json
 
 LIMIT_BYTES = 100_000_000  # safetensors' own limit for a header
 
@@ -32,8 +32,8 @@ def read_small(path: Path) -> bytes:
 def parse_json(data: bytes, where: str | Path) -> dict[str, Any]:
     """A JSON object from UTF-8 `data`; a name that occurs twice in an object is an error. Raises UserError."""
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON, endless digits, endless nesting
+        value = decode_json(data, object_pairs_hook=_unique)
+    except ValueError as error:  # bad UTF-8, bad JSON, endless digits, endless nesting
         raise WeightsFileError(f"not valid JSON: {ascii(str(error))[1:200]}", where) from error
     if not isinstance(value, dict):
         raise WeightsFileError("not a JSON object", where)

@@ -6,7 +6,6 @@ Nothing in the files is trusted: lines that were cut short are left out, and num
 from __future__ import annotations
 
 import fcntl
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import yaml
 
 from aliquot.errors import RunDirectoryError
+from aliquot.nesting import TooDeepError, check_depth, check_yaml_depth, decode_json
 from aliquot.observe.events import ENDS
 from aliquot.observe.ledger import PHASES
 from aliquot.observe.run_directory import HEADER, LOCK, RunDirectory
@@ -207,15 +207,17 @@ def _json(path: Path) -> Any:
 
 def _parsed(text: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return decode_json(text)
+    except ValueError:
         return None
 
 
 def _yaml(text: str) -> Object:
     try:
+        check_yaml_depth(text)
         value = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError):
+        check_depth(value)
+    except (yaml.YAMLError, TooDeepError):
         return {}
     return value if isinstance(value, dict) else {}
 
