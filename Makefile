@@ -1,24 +1,38 @@
 # Everything starts from a bare Python: the targets make .venv and install what they need themselves.
 PYTHON ?= python3
-VENV := .venv
+# Another supported version of torch has a virtual environment of its own: make test TORCH=2.14.1
+PINNED := $(patsubst torch==%,%,$(filter torch==%,$(file < constraints.txt)))
+TORCH ?= $(PINNED)
+VENV := .venv$(if $(filter-out $(PINNED),$(TORCH)),-torch-$(TORCH))
+# PyPI's torch for x86-64 brings gigabytes of CUDA. Without an NVIDIA driver, PyTorch's CPU build is taken instead, from
+# this index. TORCH_INDEX=URL names a mirror of it, and an empty TORCH_INDEX= takes torch from where pip takes the rest.
+NVIDIA_DRIVER := $(wildcard /proc/driver/nvidia/version /dev/nvidiactl /dev/nvidia0 /dev/dxg)
+TORCH_INDEX ?= $(if $(NVIDIA_DRIVER),,https://download.pytorch.org/whl/cpu)
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DEVELOPED := $(VENV)/.developed
+CONSTRAINTS := $(VENV)/constraints.txt
 
 .PHONY: install demo seed test test-one test-long test-gpu test-apiserver crash bench docs lint clean
 
 install: $(INSTALLED)
 
-# torch goes first and pinned: a looser range can pull gigabytes of CUDA packages.
+# torch goes first and pinned: a looser range can pull gigabytes of CUDA packages. --no-deps: its index has few others.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt torch==2.13.0
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(CONSTRAINTS)
+	@if [ -z "$(TORCH_INDEX)" ] || ! $(BIN)/pip install --quiet --retries 1 --timeout 20 --no-deps \
+	  --index-url "$(TORCH_INDEX)" torch==$(TORCH) 2> $(VENV)/torch-index.log; then \
+	  [ -z "$(TORCH_INDEX)" ] || echo "make: $(TORCH_INDEX) did not serve torch $(TORCH) (see $(VENV)/torch-index.log):" \
+	    "taking it from pip's default index, which may bring gigabytes of CUDA. Set TORCH_INDEX=URL to a mirror." >&2; \
+	  $(BIN)/pip install --quiet --constraint $(CONSTRAINTS) torch==$(TORCH); \
+	fi
+	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable .
 	@touch $@
 
 # What tests, linters and benchmarks need beside.
 $(DEVELOPED): $(INSTALLED)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev,deepspeed]"
+	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable ".[dev,deepspeed]"
 	@touch $@
 
 demo: $(INSTALLED)
@@ -83,7 +97,7 @@ endif
 
 # build/site/index.html: every page, every link checked.
 docs: $(INSTALLED)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir build/site
 
 lint: $(DEVELOPED)
@@ -93,4 +107,4 @@ lint: $(DEVELOPED)
 	$(BIN)/python -m tests.docs_translations
 
 clean:
-	rm -rf $(VENV) runs build src/*.egg-info
+	rm -rf .venv .venv-torch-* runs build src/*.egg-info

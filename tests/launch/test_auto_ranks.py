@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +11,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from aliquot.config.schema import LaunchSection, RunConfig
-from aliquot.launch.auto_ranks import cpu_ranks, most_cpu_ranks, with_automatic_ranks
+from aliquot.launch.auto_ranks import cpu_ranks, crowding_warning, most_cpu_ranks, with_automatic_ranks
 from aliquot.launch.placement import core_sets, threads_per_rank
 from aliquot.machine.cpu import CpuFacts
+from tests.runs import command, write_config
 
 GIB = 1 << 30
 
@@ -88,3 +91,27 @@ def test_a_persons_number_stands() -> None:
     assert with_automatic_ranks(LaunchSection(ranks=7), config()) == (LaunchSection(ranks=7), None)
     launch, reason = with_automatic_ranks(LaunchSection(device="cpu"), config())
     assert isinstance(launch.ranks, int) and reason
+
+
+def test_more_ranks_than_cores_can_serve_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that a person asks for are started all the same."""
+    monkeypatch.setattr("aliquot.launch.auto_ranks.read_cpu", lambda: machine(2))
+    monkeypatch.setattr("aliquot.launch.auto_ranks.memory_limit", lambda: 24 * GIB)
+    settings = config(global_batch_size=64)
+    for launch in (LaunchSection(), LaunchSection(ranks=4, device="cpu")):
+        assert crowding_warning(launch, settings) is None
+    assert crowding_warning(LaunchSection(ranks=64, device="cpu"), settings) == (
+        "launch.ranks is 64, but this machine has 2 cores and 24 GiB of memory: ranks that share a core take turns, and"
+        " so many ranks take about 128 GiB. launch.ranks: auto would be 2 here"
+    )
+
+
+def test_the_warning_comes_before_any_rank_starts(tmp_path: Path) -> None:
+    """No rank starts here, because the other node never comes."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    nodes = ["launch.nodes=2", "launch.node_rank=0", "launch.join_timeout_s=0.1", f"launch.master_port={port}"]
+    result = command("train", write_config(tmp_path), *nodes, "launch.ranks=4096")
+    first, *_, last = result.stderr.splitlines()
+    assert first.startswith("aliquot: launch.ranks is 4096, but this machine has "), result.stderr
+    assert last.endswith("[rendezvous]")

@@ -45,7 +45,7 @@ def command(
     """
     from aliquot.config.read_evaluation import read_evaluation
     from aliquot.launch import launcher
-    from aliquot.launch.auto_ranks import with_automatic_ranks
+    from aliquot.launch.auto_ranks import crowding_warning, with_automatic_ranks
     from aliquot.launch.preload import restart_with_allocator
 
     with one_line_errors(debug):
@@ -55,6 +55,8 @@ def command(
         settings = read_evaluation(model, data, [*(overrides or []), *given, *quiet])
         placed, reason = with_automatic_ranks(launcher.with_environment(settings.launch, os.environ), settings)
         if launcher.mode(placed, os.environ) == "launcher":
+            if reason is None and (warning := crowding_warning(placed, settings)) is not None:
+                print(f"aliquot: {warning}", file=sys.stderr, flush=True)
             arguments, grace_s = ["-m", "aliquot", *sys.argv[1:]], settings.checkpoint.grace_s
             with tempfile.TemporaryDirectory(prefix="aliquot-evaluate-") as logs:
                 code = launcher.start_ranks(placed, arguments, Path(logs), grace_s, reason is not None)

@@ -26,6 +26,10 @@ from aliquot.cli import (
     report_command,
     train_command,
 )
+from aliquot.cli.one_line_errors import one_line_errors
+
+# Commands that need no torch run everywhere; `doctor` reports an unsupported version as a finding.
+_WITHOUT_TORCH = {"cluster", "doctor", "instances", "report"}
 
 app = typer.Typer(
     name="aliquot",
@@ -55,11 +59,17 @@ def _version(show: bool) -> None:
 
 @app.callback()
 def main(
+    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = (
         False
     ),
 ) -> None:
     """Train Hugging Face causal language models with all state sharded 1/N over N ranks."""
+    if context.invoked_subcommand not in _WITHOUT_TORCH:
+        from aliquot.machine.requirements import check_requirements
+
+        with one_line_errors(debug=False):
+            check_requirements()
 
 
 def run() -> None:

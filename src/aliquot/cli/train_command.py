@@ -29,7 +29,7 @@ def command(
     from aliquot.config.places import naming_places
     from aliquot.config.read_config import read_with_places
     from aliquot.launch import launcher
-    from aliquot.launch.auto_ranks import with_automatic_ranks
+    from aliquot.launch.auto_ranks import crowding_warning, with_automatic_ranks
     from aliquot.launch.preload import restart_with_allocator
     from aliquot.observe.run_directory import RunDirectory
 
@@ -45,6 +45,8 @@ def command(
                 directory.check(settings)  # before anything is made in it
             if reason is not None:
                 print(f"aliquot: launch.ranks: auto is {placed.ranks} here, by {reason}", file=sys.stderr)
+            elif (warning := crowding_warning(placed, settings)) is not None:
+                print(f"aliquot: {warning}", file=sys.stderr, flush=True)
             arguments, automatic = ["-m", "aliquot", *sys.argv[1:]], reason is not None
             grace_s = settings.checkpoint.grace_s
             if placed.nodes_may_change:

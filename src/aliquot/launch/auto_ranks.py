@@ -28,6 +28,7 @@ from aliquot.machine.memory import memory_limit
 _MOST_RANKS_OF_ONE_CORE = 4  # a NUMA node
 _CORES_PER_RANK = 4
 _ON_ONE_CORE = 0.2
+_CROWDED = 2  # ranks a core; up to here ranks hide each other's waits
 _RANK_BYTES = 2 << 30  # Python, torch and transformers, the gradients' ring, a small micro-batch
 
 
@@ -42,9 +43,27 @@ def with_automatic_ranks(launch: LaunchSection, config: RunConfig) -> tuple[Laun
     return launch.model_copy(update={"ranks": ranks}), reason
 
 
+def crowding_warning(launch: LaunchSection, config: RunConfig) -> str | None:
+    """The line to print before many more local ranks start than this machine has cores; None for a usual number."""
+    cpu, memory_bytes = read_cpu(), memory_limit()
+    if launch.ranks == "auto" or launch.ranks <= _CROWDED * cpu.usable_cores or _has_gpus(launch):
+        return None
+    fitting, _ = cpu_ranks(config, launch.most_nodes, cpu, memory_bytes)
+    cores = f"{cpu.usable_cores} core{'s' if cpu.usable_cores > 1 else ''}"
+    return (
+        f"launch.ranks is {launch.ranks}, but this machine has {cores} and {memory_bytes >> 30} GiB of memory: ranks"
+        f" that share a core take turns, and so many ranks take about {launch.ranks * _RANK_BYTES >> 30} GiB."
+        f" launch.ranks: auto would be {fitting} here"
+    )
+
+
+def _has_gpus(launch: LaunchSection) -> bool:
+    return launch.device != "cpu" and any(Path("/dev").glob("nvidia[0-9]*"))
+
+
 def visible_gpus(launch: LaunchSection) -> int:
     """GPUs that ranks are to have. torch is slow to import: it is asked only where there is a GPU to ask about."""
-    if launch.device == "cpu" or not any(Path("/dev").glob("nvidia[0-9]*")):
+    if not _has_gpus(launch):
         return 0
     import torch
 

@@ -1,0 +1,58 @@
+"""A package, Python or system outside what pyproject.toml declares is one line, before anything is imported."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from aliquot.errors import MissingToolError
+from aliquot.machine.requirements import check_requirements
+from tests.docs_pages import ROOT
+from tests.runs import command
+
+
+def install(folder: Path, name: str, version: str) -> None:
+    """As far as importlib.metadata can see."""
+    info = folder / f"{name}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+def test_this_machine_is_supported() -> None:
+    check_requirements()
+
+
+@pytest.mark.parametrize("version", ["2.12.1", "9.0.0+cpu"])
+def test_a_version_that_is_not_supported_is_one_line(tmp_path: Path, version: str) -> None:
+    install(tmp_path, "torch", version)
+    environment = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    refused = command("train", "run.yaml", environment=environment, cold=True)
+    line = f"aliquot: torch {version} is installed, but aliquot supports torch "
+    assert refused.returncode == 2 and refused.stderr.startswith(line) and refused.stderr.count("\n") == 1
+    assert command("instances", "c7i.large", environment=environment, cold=True).returncode == 0, "needs no torch"
+
+
+def test_another_python_and_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "python_version", lambda: "3.10.4")
+    with pytest.raises(MissingToolError, match=r"^this is Python 3\.10\.4, but aliquot supports "):
+        check_requirements()
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(MissingToolError, match="but aliquot runs on Linux"):
+        check_requirements()
+
+
+def test_the_documented_versions_are_those_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    torch = next(each for each in map(Requirement, project["dependencies"]) if each.name == "torch")
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    for minor in range(8, 20):
+        python, release = f"3.{minor}", f"2.{minor}"
+        assert (f"| {python} |" in page) == SpecifierSet(project["requires-python"]).contains(f"{python}.1"), python
+        assert (f"| {release} |" in page) == torch.specifier.contains(f"{release}.0"), release
