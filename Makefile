@@ -39,8 +39,9 @@ demo: $(INSTALLED)
 	$(BIN)/aliquot train examples/quickstart.yaml
 
 # A file of tests stays with one of the two workers, and so do the runs that its tests share.
+# SEED=random or SEED=NUMBER: files in random order, to find a test that depends on another file.
 test: $(DEVELOPED)
-	$(BIN)/python -m pytest -m "not long" -n 2 --dist loadfile --no-loadscope-reorder
+	FILE_ORDER=$(SEED) $(BIN)/python -m pytest -m "not long" -n 2 --dist loadfile --no-loadscope-reorder
 
 # A file, a folder or a test, its long ones left out: make test-one FILE=tests/optim
 FILE ?= tests

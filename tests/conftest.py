@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import random
 from pathlib import Path
 
 import pytest
@@ -59,9 +60,24 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_configure() -> None:
+    if os.environ.get("FILE_ORDER") == "random":  # drawn before xdist starts its workers, which must agree
+        os.environ["FILE_ORDER"] = str(random.SystemRandom().randrange(10_000))
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if (seed := os.environ.get("FILE_ORDER")) and "PYTEST_XDIST_WORKER" not in os.environ:
+        session.config.get_terminal_writer().line(f"order of files: make test SEED={seed}")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
+    if seed := os.environ.get("FILE_ORDER"):
+        files = sorted({item.path for item in items})
+        random.Random(seed).shuffle(files)
+        shuffled = {path: place for place, path in enumerate(files)}
+        items.sort(key=lambda item: shuffled[item.path])  # tests within a file share fixtures and keep their order
 
 
 @pytest.fixture(scope="session", autouse=True)
