@@ -140,7 +140,7 @@ class Nodes:
         Claims(folder).make(self.claim)
         run = Run(MARK, lambda: (self.saved, 9), self.told.append, lambda: True)
         section = LaunchSection(nodes=nodes, **launch)
-        self.leader = Leader(Claims(folder), self.claim, listener, "a", section, run, None, [])
+        self.leader = Leader(Claims(folder), self.claim, [listener], "a", section, run, None, [])
 
     def come(self, name: str, mark: str = MARK) -> Peer:
         peer = Peer(socket.create_connection(("127.0.0.1", self.claim.port)))

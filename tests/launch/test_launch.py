@@ -249,7 +249,7 @@ ranks.close()
     for node in range(2):
         (tmp_path / str(node)).mkdir()
         job = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": str(node)}
-        job |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
+        job |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port, "ALIQUOT_SECRET": "a word of the job"}
         nodes.append(start(tmp_path / str(node), body, **job))
     try:
         outputs = [node.communicate(timeout=120) for node in nodes]

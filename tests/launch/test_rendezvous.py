@@ -30,7 +30,8 @@ launch = LaunchSection(device="cpu", ranks=int(ranks), nodes=int(nodes), node_ra
                        master_port=int(port), join_timeout_s=float(limit))
 try:
     logs = Path(script).parent / f"logs-{own}"
-    sys.exit(start_ranks(launch, [script], logs, grace_s=5, automatic="automatic" in sys.argv))
+    shared = Path(script).parent
+    sys.exit(start_ranks(launch, [script], logs, 5, automatic="automatic" in sys.argv, run_directory=shared))
 except UserError as error:
     sys.exit(str(error))
 """
@@ -161,7 +162,7 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
         port = str(taken.getsockname()[1])
         (line,) = last_lines([node(0, 2, port, 200, tmp_path)])
     name = Path("/proc/self/comm").read_text().strip()
-    assert line.startswith(f"port {port} cannot be opened here: it is taken by {name} ")
+    assert line.startswith(f"port {port} cannot be opened at 127.0.0.1: it is taken by {name} ")
     assert f"(process {os.getpid()})" in line and "launch.master_port" in line
 
 

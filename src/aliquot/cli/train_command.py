@@ -51,7 +51,9 @@ def command(
             grace_s = settings.checkpoint.grace_s
             if placed.nodes_may_change:
                 raise typer.Exit(_rounds(placed, settings, arguments, automatic))
-            raise typer.Exit(launcher.start_ranks(placed, arguments, directory.logs, grace_s, automatic))
+            raise typer.Exit(
+                launcher.start_ranks(placed, arguments, directory.logs, grace_s, automatic, directory.path)
+            )
 
     restart_with_allocator()
     from aliquot.launch.rank_errors import report_error

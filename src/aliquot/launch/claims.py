@@ -71,7 +71,9 @@ class Claims:
     def make(self, claim: Claim) -> bool:
         """False: another node was first."""
         try:
-            with self._own.open("w") as file:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            # It holds the nonce: nobody else may read it.
+            with os.fdopen(os.open(self._own, flags, 0o600), "w", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(claim)))
                 file.flush()
                 os.fsync(file.fileno())

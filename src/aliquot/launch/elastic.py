@@ -6,6 +6,7 @@ are there: who leads and decides that is in membership.py, who may lead in claim
 
 from __future__ import annotations
 
+import os
 import platform
 import queue
 import secrets
@@ -26,10 +27,12 @@ from aliquot.config.schema import LaunchSection
 from aliquot.errors import RendezvousError, TrainingError
 from aliquot.launch.claims import DEAD_S, Claim, Claims
 from aliquot.launch.forked_rank import forked_ranks, start_server, wait_for_server
-from aliquot.launch.gloo_interface import address_of, gloo_interface
+from aliquot.launch.gloo_interface import group_address
 from aliquot.launch.json_lines import Message, Peer
 from aliquot.launch.local_group import Ended, run_local_ranks
 from aliquot.launch.membership import BEAT_S, ENDING_S, SILENT_S, Leader, Run
+from aliquot.launch.rendezvous import meet_round
+from aliquot.launch.run_secret import common_secret
 from aliquot.launch.second_signal import obeying_second_signal
 from aliquot.launch.stop_signal import STOP_SIGNALS
 
@@ -38,6 +41,7 @@ _CONNECT_S = 2.0
 _SEEN_S = 2.0  # a leader's file must stand still for so long here, too: clocks of machines may differ
 _MEET_S = 60.0  # all members of a round live, and begin at once
 _SAY_EVERY_S = 30.0
+_PORTS = 20  # that are tried for a leader
 
 
 def start_elastic_ranks(
@@ -63,6 +67,7 @@ def _all_rounds(
     from torch.distributed.elastic.multiprocessing import SignalException
 
     try:
+        secret = common_secret(os.environ, claims.directory)
         _obey_signals()
         if not _is_finished(claims, run):
             wait_for_server()  # before the others end their round for this node
@@ -73,7 +78,7 @@ def _all_rounds(
                 _print(order["lines"])
                 return int(order["code"])
             start_server(logs, modules)  # anew where it has ended since
-            ended = _run_round(node, order, launch, argv, logs, grace_s)
+            ended = _run_round(node, order, launch, argv, logs, grace_s, secret)
             if ended.told:
                 _print(ended.lines)
                 return ended.code
@@ -94,7 +99,7 @@ def _all_rounds(
 
 
 def _run_round(
-    node: _Node, order: Message, launch: LaunchSection, argv: list[str], logs: Path, grace_s: float
+    node: _Node, order: Message, launch: LaunchSection, argv: list[str], logs: Path, grace_s: float, secret: str
 ) -> Ended:
     assert node.link is not None
     own = launch.model_copy(
@@ -111,7 +116,9 @@ def _run_round(
     try:
         wait_for_server()
         node.link.in_round.set()
-        return run_local_ranks(own, order["nodes"], argv, logs, grace_s, _MEET_S, order["round"])
+        run_id = f"{node.link.claim.nonce}-{order['round']}"
+        group = meet_round(own, order["nodes"], run_id, secret, _MEET_S)
+        return run_local_ranks(order["ranks"], group, argv, logs, grace_s, order["round"])
     except (RendezvousError, TrainingError) as error:
         return Ended(1, (f"aliquot: {error.line}",), "crash")
     finally:
@@ -282,20 +289,17 @@ class _Node:
 
     def _lead(self, newest: Claim | None) -> _Link | None:
         """None: another node was first."""
-        if socket.has_dualstack_ipv6():
-            listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-        else:
-            listener = socket.create_server(("", 0))
-        claim = Claim(
-            1 if newest is None else newest.number + 1, platform.node(), tuple(_own_addresses()),
-            listener.getsockname()[1], secrets.token_hex(16),
-        )  # fmt: skip
+        listeners = _listen(group_address())
+        address, port = listeners[0].getsockname()[:2]
+        number = 1 if newest is None else newest.number + 1
+        claim = Claim(number, platform.node(), (address,), port, secrets.token_hex(16))
         if not self._claims.make(claim):
-            listener.close()
+            for listener in listeners:
+                listener.close()
             return None
         # Of a run that is only started again nobody has gone.
         reasons = [] if newest is None or self._last is None else [f"{newest.name}, which led, has gone"]
-        self._leader = Leader(self._claims, claim, listener, self._id, self._launch, self._run, self._last, reasons)
+        self._leader = Leader(self._claims, claim, listeners, self._id, self._launch, self._run, self._last, reasons)
         return self._reach(claim)
 
 
@@ -303,16 +307,23 @@ def _is_finished(claims: Claims, run: Run) -> bool:
     return run.whole() and claims.finished(run.finish_mark())
 
 
-def _own_addresses() -> list[str]:
-    """At which others may reach this node, the likeliest first. Whoever else has one does not know the nonce."""
-    if gloo_interface() is not None:
-        return [address_of(gloo_interface())]
-    found = [address_of(None)] if address_of(None)[0].isdigit() else []
-    for name, addresses in psutil.net_if_addrs().items():
-        found += [each.address for each in addresses if name != "lo" and each.family == socket.AF_INET]
-    for addresses in psutil.net_if_addrs().values():
-        found += [each.address for each in addresses if each.family == socket.AF_INET6 and "%" not in each.address]
-    return [*(each for each in dict.fromkeys(found) if not each.startswith("127.")), "127.0.0.1"]
+def _listen(address: str) -> list[socket.socket]:
+    """Listen on `address`, and on loopback at the same port, by which this node reaches its own leader.
+
+    Raises RendezvousError.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    for _ in range(_PORTS):
+        try:
+            first = socket.create_server((address, 0), family=family)
+        except OSError as error:
+            raise RendezvousError(f"cannot listen on {address}, where other nodes reach this one: {error}") from None
+        if address == "127.0.0.1":
+            return [first]
+        with suppress(OSError):  # that port is taken there
+            return [first, socket.create_server(("127.0.0.1", first.getsockname()[1]))]
+        first.close()
+    raise RendezvousError(f"no port is free both on {address} and on 127.0.0.1")
 
 
 def _refuses(address: str, port: int) -> bool:

@@ -1,7 +1,8 @@
-"""Which network interface gloo listens on, and which one leads to another machine."""
+"""Which network interface and address a run listens on, and which one leads to another machine."""
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 
@@ -9,6 +10,8 @@ import psutil
 
 from aliquot.errors import RendezvousError
 from aliquot.launch.topology import Topology
+
+_ANYWHERE = "192.0.2.1"  # an address for documentation: packets to it would take the default route
 
 
 def interface_towards(address: str) -> str | None:
@@ -24,10 +27,40 @@ def interface_towards(address: str) -> str | None:
             own = probe.getsockname()[0]
     except OSError:
         return None
+    return _interface_of(own)
+
+
+def _interface_of(address: str) -> str | None:
+    """The interface of this machine that has `address`."""
     for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.address.partition("%")[0] == own for entry in addresses):
+        if any(entry.address.partition("%")[0] == address for entry in addresses):
             return name
     return None
+
+
+def listening_address(master: str) -> str:
+    """Return the one address on which the first process of a group listens, if the others know it as `master`.
+
+    That is `master` itself if this machine has that address. The machine's own name often resolves to loopback, and
+    behind a translated address the machine has another one: then it is the address of the group's interface. Raises
+    OSError if `master` does not resolve.
+    """
+    address = str(socket.getaddrinfo(master, 1, type=socket.SOCK_STREAM)[0][4][0])
+    chosen = gloo_interface()
+    if _is_loopback(address):
+        return address if chosen is None else address_of(chosen)
+    return address if _interface_of(address) is not None else address_of(chosen or interface_towards(master))
+
+
+def group_address() -> str:
+    """Return the address at which nodes reach this one before they know each other: of gloo's interface, else of the
+    interface with the default route."""
+    interface = gloo_interface() or interface_towards(_ANYWHERE)
+    return "127.0.0.1" if interface is None else address_of(interface)
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def gloo_interface() -> str | None:
@@ -36,12 +69,12 @@ def gloo_interface() -> str | None:
 
 
 def choose_interface(topology: Topology) -> None:
-    """Tell gloo where to listen, unless GLOO_SOCKET_IFNAME does; on one node that needs no resolvable host name."""
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        return
+    """Have gloo and NCCL, which authenticate nobody, listen on the group's interface only, unless the person says
+    otherwise; on one node that is loopback, which needs no resolvable host name."""
     interface = "lo" if topology.nodes == 1 else interface_towards(os.environ["MASTER_ADDR"])
     if interface is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = interface
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
 
 def check_interface() -> None:

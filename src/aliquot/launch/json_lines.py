@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import select
+import selectors
 import socket
 import threading
 import time
@@ -14,6 +14,7 @@ Message = dict[str, Any]
 
 _SEND_S = 2.0  # a message is far smaller than what a socket takes without anybody reading
 _LONGEST = 1 << 20
+_LONGEST_FIRST = 1 << 16  # of who has not said yet that it belongs to the run
 
 
 class Peer:
@@ -23,6 +24,7 @@ class Peer:
         connection.settimeout(_SEND_S)
         self.socket = connection
         self.closed = False
+        self.is_known = False  # has said the nonce
         self._beginning = b""
         self._writing = threading.Lock()
         self.address = _plain(connection.getpeername()[0])
@@ -40,17 +42,20 @@ class Peer:
     def receive(self, wait_s: float = 0.0) -> list[Message]:
         """What has come by then. `closed` is true afterwards where nothing more will."""
         try:
-            if not select.select([self.socket], [], [], wait_s)[0]:
-                return []
+            with selectors.PollSelector() as selector:
+                selector.register(self.socket, selectors.EVENT_READ)
+                if not selector.select(wait_s):
+                    return []
             read = self.socket.recv(1 << 16)
         except (OSError, ValueError):  # ValueError: closed by ourselves
             read = b""
         *lines, self._beginning = (self._beginning + read).split(b"\n")
         try:
             found = [json.loads(line) for line in lines]
-        except ValueError:  # none of ours
+        except (ValueError, RecursionError):  # none of ours
             found, read = [], b""
-        self.closed = self.closed or not read or len(self._beginning) > _LONGEST
+        longest = _LONGEST if self.is_known else _LONGEST_FIRST
+        self.closed = self.closed or not read or len(self._beginning) > longest
         return [message for message in found if isinstance(message, dict)]
 
     def see_off(self, until: float) -> None:

@@ -22,6 +22,7 @@ from aliquot.errors import LaunchError
 from aliquot.launch.local_group import prepare, run_local_ranks
 from aliquot.launch.placement import check_port
 from aliquot.launch.rank_errors import LOG_DIRECTORY
+from aliquot.launch.run_secret import common_secret
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR")  # the rest is found out: local_ranks.py
 _SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torchrun's, in seconds, where its command line says none
@@ -100,25 +101,26 @@ def _with_exported(launch: LaunchSection, environ: Mapping[str, str]) -> LaunchS
 
 
 def start_ranks(
-    launch: LaunchSection, argv: list[str], log_directory: Path, grace_s: float, automatic: bool = False
-) -> int:
+    launch: LaunchSection, argv: list[str], log_directory: Path, grace_s: float, automatic: bool = False,
+    run_directory: Path | None = None,
+) -> int:  # fmt: skip
     """Run `python ARGV` as every local rank and wait for them; the exit code of this process.
 
     Rank 0 talks on this console, rank N into rank-N.log of `log_directory`. When a rank dies, all end and the one
     that failed first is named in a line or two. `automatic`: launch.ranks was auto, so several nodes agree on the
-    smallest number that one of them chose. Returns 2 for bad input, 128 + signal if this process was told to stop.
+    smallest number that one of them chose. `run_directory`: where they share a secret.
+    Returns 2 for bad input, 128 + signal if this process was told to stop.
     """
     log_directory = prepare(log_directory)
     launch = with_environment(launch, os.environ)
-    nodes, store = launch.most_nodes, None
-    if nodes > 1:
-        from aliquot.launch.rendezvous import meet_nodes
+    from aliquot.launch.rendezvous import meet_nodes, single_node
 
+    if launch.most_nodes > 1:
         with _ended_by_sigterm():
-            store, ranks = meet_nodes(launch, automatic)
-        launch = launch.model_copy(update={"ranks": ranks})
-    ended = run_local_ranks(launch, nodes, argv, log_directory, grace_s, launch.join_timeout_s)
-    del store  # kept until here: on node 0 the ranks meet in it
+            group, ranks = meet_nodes(launch, automatic, common_secret(os.environ, run_directory))
+    else:
+        group, ranks = single_node(), int(launch.ranks)
+    ended = run_local_ranks(ranks, group, argv, log_directory, grace_s)
     if ended.lines:
         print("\n".join(ended.lines), file=sys.stderr)
     return ended.code

@@ -9,14 +9,18 @@ import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from aliquot.config.schema import LaunchSection
 from aliquot.errors import RendezvousError, StorageError
 from aliquot.launch.claims import ROUND
 from aliquot.launch.forked_rank import end_forked_ranks, forked_rank, forking
 from aliquot.launch.rank_errors import LAST_WORDS, LastWords
 from aliquot.launch.rank_failures import explain, explain_stop
+from aliquot.launch.run_secret import SECRET
 from aliquot.launch.stop_signal import STOP_SIGNALS
+
+if TYPE_CHECKING:  # it imports torch
+    from aliquot.launch.rendezvous import NodeGroup
 
 
 @dataclass(frozen=True)
@@ -40,21 +44,21 @@ def prepare(directory: Path) -> Path:
 
 
 def run_local_ranks(
-    launch: LaunchSection, nodes: int, argv: list[str], log_directory: Path, grace_s: float, timeout_s: float,
-    round: int | None = None,
-) -> Ended:  # fmt: skip
-    """Run `python ARGV` as every local rank of node `launch.node_rank` and wait for them. Those of a `round` are forked
+    ranks: int, group: NodeGroup, argv: list[str], log_directory: Path, grace_s: float, round: int | None = None
+) -> Ended:
+    """Run `python ARGV` as the local `ranks` of a node of `group` and wait for them. Those of a `round` are forked
     from the server that forked_rank.py has started.
 
-    Rank 0 talks on this console, rank N into rank-N.log of `log_directory`. When a rank dies, all end. Several `nodes`
-    come together at the master within `timeout_s`. Raises RendezvousError where they do not, and
-    TrainingError where that server has ended.
+    Rank 0 talks on this console, rank N into rank-N.log of `log_directory`. When a rank dies, all end. Raises
+    RendezvousError where the nodes do not come together, and TrainingError where that server has ended.
     """
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError as ElasticRendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from aliquot.launch.agent_rendezvous import BACKEND, configuration
 
     for name in (
         "torch.distributed.elastic",
@@ -64,21 +68,14 @@ def run_local_ranks(
         logging.getLogger(name).addHandler(logging.NullHandler())
         logging.getLogger(name).propagate = False
 
-    if nodes == 1:
-        # Port 0: the store chooses a free one. The address is given so that no name of this host must resolve.
-        backend, endpoint, address = "c10d", "127.0.0.1:0", "127.0.0.1"
-    else:
-        backend, endpoint, address = "static", f"{launch.master_address}:{launch.master_port}", None
     config = LaunchConfig(
-        min_nodes=nodes,
-        max_nodes=nodes,
-        nproc_per_node=int(launch.ranks),
+        min_nodes=group.nodes,
+        max_nodes=group.nodes,
+        nproc_per_node=ranks,
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # rank_start redirects; the elastic launcher writes nothing
-        run_id="aliquot",
-        rdzv_backend=backend,
-        rdzv_endpoint=endpoint,
-        rdzv_configs={"rank": launch.node_rank, "timeout": math.ceil(timeout_s)},
-        local_addr=address,
+        run_id=group.run_id,
+        rdzv_backend=BACKEND,
+        rdzv_configs=configuration(group),
         max_restarts=0,
         monitor_interval=0.05,
         start_method="forkserver",
@@ -93,13 +90,14 @@ def run_local_ranks(
     # The elastic launcher substitutes ${...} in arguments that are strings; $$ is its escape for a plain $.
     command = ["-m", "aliquot.launch.rank_start", str(os.getpid()), str(log_directory), *argv]
     words = LastWords()
-    os.environ[LAST_WORDS] = words.place
+    environ = {LAST_WORDS: words.place, SECRET: group.secret}
+    os.environ.update(environ)
     try:
         if round is None:
             elastic_launch(config, sys.executable)(*(argument.replace("$", "$$") for argument in command))
         else:
             with forking():
-                elastic_launch(config, forked_rank)({ROUND: str(round), LAST_WORDS: words.place}, log_directory, argv)
+                elastic_launch(config, forked_rank)({ROUND: str(round), **environ}, log_directory, argv)
     except ChildFailedError as failed:
         lines, code, kind = explain(failed.failures, words.read(), log_directory)
         return Ended(code, tuple(lines), kind)
@@ -108,7 +106,8 @@ def run_local_ranks(
         return Ended(code, tuple(lines), "stopped", told=True)
     except (DistError, ElasticRendezvousError) as error:
         raise RendezvousError(
-            f"the {nodes} nodes could not be brought together at {endpoint}, as node {launch.node_rank}: {error}"
+            f"the {group.nodes} nodes could not be brought together at {group.address}:{group.port}, as node"
+            f" {group.node}: {error}"
         ) from error
     finally:
         if round is not None:

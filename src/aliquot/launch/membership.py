@@ -7,12 +7,13 @@ step, save), `kill`, `wait`, `end` (of the run), and `leave` when its own node w
 
 from __future__ import annotations
 
+import hmac
 import json
-import select
+import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -29,6 +30,7 @@ _SETTLE_S = 3.0  # nodes that come within it begin together
 _MINORITY_S = 15.0  # longer than claims.DEAD_S: the larger part of nodes that lost each other claims first
 _POLL_S = 0.1
 _FAREWELL_S = 2.0
+_MOST_STRANGERS = 64  # connections that have not said the nonce
 _FATAL = ("[diverged]", "[engine-check]")  # with all of the same input and state they would come again
 _AGAIN = ("[rendezvous]", "[cut-off]")
 
@@ -81,13 +83,13 @@ class Leader:
     """Leads from round `claim.number` on, in a thread, until the run ends or another node leads a newer round."""
 
     def __init__(
-        self, claims: Claims, claim: Claim, listener: socket.socket, own: str, launch: LaunchSection, run: Run,
-        expected: frozenset[str] | None, reasons: list[str],
+        self, claims: Claims, claim: Claim, listeners: Sequence[socket.socket], own: str, launch: LaunchSection,
+        run: Run, expected: frozenset[str] | None, reasons: list[str],
     ) -> None:  # fmt: skip
         """`own`: the id of this node; `expected`: those of the last round that live as far as is known, None: none;
         `reasons`: why it leads.
         """
-        self._claims, self._claim, self._listener, self._own = claims, claim, listener, own
+        self._claims, self._claim, self._listeners, self._own = claims, claim, listeners, own
         self._launch, self._run = launch, run
         self._members: list[Member] = []
         self._round = _Round([], False, len(expected or ()), expected, reasons)
@@ -127,7 +129,8 @@ class Leader:
             self._run.tell(f"{self._claim.name} leads no longer: {error}")
         finally:
             self._over.set()
-            self._listener.close()
+            for listener in self._listeners:
+                listener.close()
             until = time.monotonic() + _FAREWELL_S
             for member in self._members:
                 member.peer.send("leave")
@@ -155,17 +158,25 @@ class Leader:
     # Who is here
 
     def _listen(self) -> None:
-        sockets = [self._listener, *(member.peer.socket for member in self._members)]
-        ready = select.select(sockets, [], [], _POLL_S)[0]
-        if self._listener in ready:
+        with selectors.PollSelector() as selector:
+            for connection in (*self._listeners, *(member.peer.socket for member in self._members)):
+                selector.register(connection, selectors.EVENT_READ)
+            ready = {key.fileobj for key, _ in selector.select(_POLL_S)}
+        for listener in [each for each in self._listeners if each in ready]:
             with suppress(OSError):
-                self._members.append(Member(Peer(self._listener.accept()[0]), time.monotonic()))
+                self._members.append(Member(Peer(listener.accept()[0]), time.monotonic()))
         for member in [each for each in self._members if each.peer.socket in ready]:
-            for message in member.peer.receive():
-                member.heard = time.monotonic()
-                self._heard(member, message)
+            try:
+                for message in member.peer.receive():
+                    member.heard = time.monotonic()
+                    self._heard(member, message)
+            except (KeyError, TypeError, ValueError, RecursionError) as error:  # of a message that none of ours sends
+                self._lost(member, f"sent a message that cannot be read ({type(error).__name__}: {error})")
             if member.peer.closed and member in self._members:
                 self._lost(member, "was lost")
+        strangers = [member for member in self._members if not member.id]
+        for member in strangers[:-_MOST_STRANGERS]:  # the oldest: a node says at once who it is
+            self._remove(member)
 
     def _heard(self, member: Member, message: Message) -> None:
         what = message.get("what")
@@ -185,13 +196,13 @@ class Leader:
             self._remove(member)
 
     def _welcome(self, member: Member, message: Message) -> None:
-        if message.get("nonce") != self._claim.nonce:
+        if not hmac.compare_digest(str(message.get("nonce")).encode(), self._claim.nonce.encode()):
             self._remove(member)
             return
-        member.id = message["id"]
-        address = self._claim.addresses[0] if member.id == self._own else member.peer.address
+        address = self._claim.addresses[0] if message["id"] == self._own else member.peer.address
         member.name = f"{message['host']} ({address})"
         member.ranks, member.automatic = message["ranks"], message["automatic"]
+        member.id, member.peer.is_known = message["id"], True
         member.peer.send("hello", nonce=self._claim.nonce)
         if message["mark"] != self._run.mark:
             words = differences(json.loads(self._run.mark), json.loads(message["mark"]))
@@ -268,7 +279,8 @@ class Leader:
             may = "1 more node may come: one" if more == 1 else f"{more} more nodes may come: those"
             self._run.tell(f"{may} with the same run directory, {self._claims.directory}")
         ranks = min(member.ranks for member in members) if all(member.automatic for member in members) else None
-        with socket.create_server(("", 0)) as probe:
+        with socket.socket(self._listeners[0].family) as probe:
+            probe.bind((self._listeners[0].getsockname()[0], 0))  # it does not listen
             port = probe.getsockname()[1]
         address = members[1].peer.own_address if len(members) > 1 else "127.0.0.1"
         for node, member in enumerate(members):

@@ -25,6 +25,7 @@ from aliquot.launch.gloo_interface import check_interface, choose_interface
 from aliquot.launch.numa_memory import bind_memory, prefer_node
 from aliquot.launch.preload import tune
 from aliquot.launch.rendezvous import meet_ranks
+from aliquot.launch.signed_store import SignedStore
 from aliquot.launch.topology import Topology
 
 
@@ -39,7 +40,7 @@ class Ranks:
         store: Store | None = None,
     ) -> None:
         self.topology = topology
-        self.store = store  # in which several have met
+        self.store = store  # in which several have met; kept here for the process groups, too
         self.rank = topology.rank
         self.world_size = topology.world_size
         self.memory_bound = memory_bound  # to the NUMA node of this rank's cores
@@ -72,8 +73,10 @@ class Ranks:
             choose_interface(topology)
             check_interface()
             store = meet_ranks(topology, os.environ, join_timeout_s)
+            # nccl's own threads read its store until after the interpreter has ended: Python cannot answer them.
+            bare = store.unsigned() if isinstance(store, SignedStore) and topology.device == "cuda" else store
             dist.init_process_group(
-                backend, store=store, rank=topology.rank, world_size=topology.world_size, timeout=timeout
+                backend, store=bare, rank=topology.rank, world_size=topology.world_size, timeout=timeout
             )
         return cls(topology, allowed_cores, memory_bound, store)
 

@@ -1,7 +1,8 @@
 """How nodes and ranks find each other, and who is named when one does not come.
 
 Everybody writes down in a store of the first one that it has come, and waits until all have. Whoever waits in vain for
-`launch.join_timeout_s` says in one line who is missing; so do all others that have come.
+`launch.join_timeout_s` says in one line who is missing; so do all others that have come. The store listens on one
+address, and what nobody of this run has signed is not read (signed_store.py).
 """
 
 from __future__ import annotations
@@ -17,19 +18,23 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
+from weakref import WeakValueDictionary
 
 import psutil
 
 # Public, but not re-exported for type checkers.
-from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-defined]
 
 from aliquot.collectives.peers import host_identity
 from aliquot.config.schema import LaunchSection
-from aliquot.errors import LaunchError, RendezvousError
-from aliquot.launch.gloo_interface import address_of, gloo_interface
+from aliquot.errors import LaunchError, NodesDifferError, RendezvousError
+from aliquot.launch.gloo_interface import address_of, gloo_interface, listening_address
 from aliquot.launch.placement import check_port, number
+from aliquot.launch.run_secret import SECRET, SECRET_FILE, new_secret
+from aliquot.launch.signed_store import SignedStore, signed
 from aliquot.launch.topology import Topology
 
 _NAME = re.compile(r"[\w.-]+|[0-9a-fA-F:]+(%\w+)?")  # of a host, IPv6 addresses included
@@ -38,6 +43,20 @@ _CONNECT_S = 5.0
 _SAY_EVERY_S = 30.0
 _STORE_TIMEOUT_S = 30.0
 _GRACE_S = 2.0  # the first one stays so long, so that the others can read what it has found
+_SERVERS: WeakValueDictionary[int, TCPStore] = WeakValueDictionary()  # that this process has opened, by port
+
+
+@dataclass(frozen=True)
+class NodeGroup:
+    """The nodes whose launchers have met, and what their ranks need to meet, too."""
+
+    store: SignedStore  # of the launchers; on node 0 its server, in which the ranks meet as well
+    address: str
+    port: int
+    node: int
+    nodes: int
+    run_id: str
+    secret: str
 
 
 class _Deadline:
@@ -60,10 +79,16 @@ class _Deadline:
             print(text, file=sys.stderr, flush=True)
 
 
-def meet_nodes(launch: LaunchSection, automatic: bool) -> tuple[Store, int]:
+def single_node() -> NodeGroup:
+    """As the launcher of the only node: a store on loopback, with a secret that this launcher alone knows."""
+    server, secret, run_id = _serve("127.0.0.1", 0), new_secret(), new_secret()
+    return NodeGroup(SignedStore(server, secret, run_id), "127.0.0.1", server.port, 0, 1, run_id, secret)
+
+
+def meet_nodes(launch: LaunchSection, automatic: bool, secret: str) -> tuple[NodeGroup, int]:
     """As the launcher of one of several nodes: wait for those of the others.
 
-    Returns the store, to be kept for as long as the ranks run, and the local ranks: where `automatic` the smallest
+    Returns the group, to be kept for as long as the ranks run, and the local ranks: where `automatic` the smallest
     number that any node has chosen for itself. Raises UserError, which names who is missing.
     """
     where = f"{launch.master_address}:{launch.master_port}"
@@ -71,22 +96,43 @@ def meet_nodes(launch: LaunchSection, automatic: bool) -> tuple[Store, int]:
     deadline = _Deadline(launch.join_timeout_s)
     store = _open(launch.master_address, launch.master_port, launch.node_rank == 0, deadline, "node 0")
     if launch.node_rank == 0:
-        _check_own_address(launch, deadline)
-    own, facts = PrefixStore("aliquot/nodes", store), {"ranks": launch.ranks}
+        _check_own_address(launch)
+    own = SignedStore(store, secret, "", "aliquot/nodes/")
+    facts = {"ranks": launch.ranks, "run": new_secret()}
     told = _arrive(own, "node", launch.node_rank, launch.most_nodes, facts, deadline)
     _leave(own, launch.node_rank, launch.most_nodes)
-    return store, min(entry["ranks"] for entry in told) if automatic else int(launch.ranks)
+    group = _node_group(store, launch, launch.most_nodes, told[0]["run"], secret)
+    return group, min(entry["ranks"] for entry in told) if automatic else int(launch.ranks)
 
 
-def _check_own_address(launch: LaunchSection, deadline: _Deadline) -> None:
-    """Check that node 0 reaches its own store by the name that the others use, which may take time to resolve."""
-    while trouble := _reach(launch.master_address, launch.master_port):
-        if "resolve" not in trouble or deadline.passed:
-            raise RendezvousError(
-                f"launch.master_address {launch.master_address} does not lead to {platform.node()}, which is node 0:"
-                f" {trouble}"
-            )
-        time.sleep(_POLL_S)
+def meet_round(launch: LaunchSection, nodes: int, run_id: str, secret: str, timeout_s: float) -> NodeGroup:
+    """As the launcher of one of the nodes of a round, which the leader has named to each other. Raises UserError."""
+    if nodes == 1:
+        return single_node()
+    store = _open(
+        launch.master_address, launch.master_port, launch.node_rank == 0, _Deadline(timeout_s), "node 0 of the round"
+    )
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return _node_group(store, launch, nodes, run_id, secret)
+
+
+def _node_group(store: TCPStore, launch: LaunchSection, nodes: int, run_id: str, secret: str) -> NodeGroup:
+    # On node 0 its ranks use the address that it listens on, which they reach whatever a name leads to.
+    address = store.host if launch.node_rank == 0 else launch.master_address
+    own = SignedStore(store, secret, run_id)
+    return NodeGroup(own, address, launch.master_port, launch.node_rank, nodes, run_id, secret)
+
+
+def _check_own_address(launch: LaunchSection) -> None:
+    """Check that node 0 reaches its own store by the name that the others use."""
+    if trouble := _reach(launch.master_address, launch.master_port):
+        raise _not_node_0(launch.master_address, trouble)
+
+
+def _not_node_0(address: str, trouble: str) -> RendezvousError:
+    return RendezvousError(
+        f"launch.master_address {address} does not lead to {platform.node()}, which is node 0: {trouble}"
+    )
 
 
 def meet_ranks(topology: Topology, environ: Mapping[str, str], timeout_s: float) -> Store:
@@ -100,14 +146,14 @@ def meet_ranks(topology: Topology, environ: Mapping[str, str], timeout_s: float)
     # Under an elastic launcher the store is the launcher's; else rank 0 opens it.
     opens = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = _open(address, port, opens, deadline, "rank 0")
-    own = PrefixStore(f"aliquot/ranks/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    own = signed(store, environ, f"aliquot/ranks/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}")
     listener = _listen() if topology.nodes > 1 and topology.local_rank == 0 else None
     with listener or nullcontext():
         facts: dict[str, Any] = {} if listener is None else {"at": listener.getsockname()[:2]}
         told = _arrive(own, "rank", rank, world_size, facts, deadline)
         _check_paths(own, rank, told)
     _leave(own, rank, world_size)
-    return PrefixStore("group", own)
+    return own
 
 
 def meet_hosts(
@@ -123,7 +169,7 @@ def meet_hosts(
         raise LaunchError(f"the environment says rank {rank} of {world_size}: not possible")
     deadline = _Deadline(timeout_s)
     store = _open(address, port, rank == 0, deadline, "rank 0")
-    own = PrefixStore("aliquot/hosts", store)
+    own = signed(store, environ, "aliquot/hosts")
     facts = {"identity": host_identity(), "cpus": sorted(os.sched_getaffinity(0))}
     told = _arrive(own, "rank", rank, world_size, facts, deadline)
     _leave(own, rank, world_size)
@@ -187,14 +233,10 @@ def _check_paths(store: Store, rank: int, told: Sequence[Mapping[str, Any]]) -> 
         raise RendezvousError("rank 0 has ended before all hosts had reached each other") from None
 
 
-def _open(address: str, port: int, first: bool, deadline: _Deadline, who: str) -> Store:
+def _open(address: str, port: int, first: bool, deadline: _Deadline, who: str) -> TCPStore:
     """The store at `address`, opened here if this is the `first` of all."""
     if first:
-        try:
-            # Shared with whoever opens the same port in this process later: the elastic launcher.
-            return TCPStore("127.0.0.1", port, None, True, timedelta(seconds=_STORE_TIMEOUT_S), False, True)
-        except DistError as error:
-            raise RendezvousError(f"port {port} cannot be opened here: {_port_trouble(port, error)}") from None
+        return _serve(_own_address(address, deadline), port)
     while trouble := _reach(address, port):
         if deadline.passed:
             raise RendezvousError(
@@ -204,7 +246,7 @@ def _open(address: str, port: int, first: bool, deadline: _Deadline, who: str) -
         if os.environ.get("LOCAL_RANK", "0") == "0":
             deadline.say(f"{who} at {address}:{port}", f": {trouble}")
         time.sleep(_POLL_S)
-    found: list[Store] = []
+    found: list[TCPStore] = []
 
     def connect() -> None:
         with suppress(DistError):
@@ -235,16 +277,42 @@ def _reach(address: str, port: int) -> str | None:
     return None
 
 
-def _port_trouble(port: int, error: DistError) -> str:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def _own_address(master: str, deadline: _Deadline) -> str:
+    """Where the first one listens. A name may take time to resolve. Raises UserError."""
+    _check_name(master)
+    while True:
         try:
-            probe.bind(("", port))
-        except OSError as refused:
-            if refused.errno == errno.EADDRINUSE:
-                return f"it is taken{_holder(port)}; choose another launch.master_port (MASTER_PORT) on all nodes"
-            return str(refused.strerror)
-    return str(error).partition("\n")[0]
+            return listening_address(master)
+        except OSError:
+            if deadline.passed:
+                raise _not_node_0(master, f"the name {master} does not resolve") from None
+            time.sleep(_POLL_S)
+
+
+def _serve(address: str, port: int) -> TCPStore:
+    """Open a store that listens on `address` alone, or return the one that this process has opened at that port.
+
+    Port 0 takes a free one. Raises RendezvousError.
+    """
+    if (server := _SERVERS.get(port)) is not None:
+        return server
+    try:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server((address, port), family=family)
+        port = listener.getsockname()[1]
+        server = TCPStore(
+            address, port, None, True, timedelta(seconds=_STORE_TIMEOUT_S), False, master_listen_fd=listener.detach()
+        )
+    except (OSError, DistError) as error:
+        raise RendezvousError(f"port {port} cannot be opened at {address}: {_port_trouble(port, error)}") from None
+    _SERVERS[port] = server
+    return server
+
+
+def _port_trouble(port: int, error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+        return f"it is taken{_holder(port)}; choose another launch.master_port (MASTER_PORT) on all nodes"
+    return (isinstance(error, OSError) and error.strerror) or str(error).partition("\n")[0]
 
 
 def _holder(port: int) -> str:
@@ -297,14 +365,29 @@ def _wait(store: Store, kind: str, own: int, count: int, deadline: _Deadline) ->
         if deadline.passed:
             here = [other for other in range(count) if other not in missing]
             hosts = {other: json.loads(store.get(str(other)))["host"] for other in here}
+            if forged := _signed_otherwise(store, missing):
+                raise _other_secret(kind, forged)
             text = _in_vain(kind, missing, hosts, deadline.limit_s)
             store.set("missing", text)
             if own == 0:
                 time.sleep(_GRACE_S)
             raise RendezvousError(text)
         if own == 0:
-            deadline.say(_numbers(kind, missing))
+            forged = _signed_otherwise(store, missing)
+            deadline.say(_numbers(kind, missing), f"; {_other_secret(kind, forged)}" if forged else "")
         time.sleep(_POLL_S)
+
+
+def _signed_otherwise(store: Store, numbers: Sequence[int]) -> list[int]:
+    """Those in whose name something has come that this run's secret did not sign."""
+    return [other for other in numbers if isinstance(store, SignedStore) and store.is_forged(str(other))]
+
+
+def _other_secret(kind: str, numbers: Sequence[int]) -> NodesDifferError:
+    return NodesDifferError(
+        f"what has come from {_numbers(kind, numbers)} is not signed with the secret of this run ({SECRET}, or"
+        f" {SECRET_FILE} in the run directory): set run.directory to a directory that all nodes share"
+    )
 
 
 def _in_vain(kind: str, missing: Sequence[int], hosts: Mapping[int, str], limit_s: float) -> str:

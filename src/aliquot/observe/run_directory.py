@@ -14,6 +14,7 @@ from aliquot.config.read_config import dump_config
 from aliquot.config.schema import RunConfig
 from aliquot.errors import NodesDifferError, RunDirectoryError, storage_error
 from aliquot.launch.claims import ROUND, ROUNDS
+from aliquot.launch.run_secret import SECRET_FILE
 from aliquot.machine.mounts import mount_of
 from aliquot.observe.beating_lock import beating_lock
 from aliquot.textfile import publish_text
@@ -45,7 +46,9 @@ class RunDirectory:
         """Raises UserError when something else lives here or when `checkpoint.resume: never` meets an earlier run."""
         # logs/ alone is no run: the launcher makes it before any rank starts.
         names = {entry.name for entry in self.path.iterdir()} if self.path.is_dir() else set()
-        held = {name for name in names - {"logs", ROUNDS, LOCK} if not name.startswith((_SHOWN, BEATING_LOCK))}
+        held = {
+            name for name in names - {"logs", ROUNDS, LOCK, SECRET_FILE} if not name.startswith((_SHOWN, BEATING_LOCK))
+        }
         if held and not self._is_a_run():
             raise RunDirectoryError(
                 "exists and is not a run of aliquot; choose another run.name or run.directory", self.path
