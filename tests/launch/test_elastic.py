@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -215,6 +218,72 @@ def test_a_node_comes_another_is_lost_and_the_run_ends(nodes: Nodes) -> None:
         end(each, 3)
     assert [nodes.next(each)["code"] for each in (a, c, d)] == [0, 0, 0]
     assert Claims(nodes.folder).finished(f"{MARK} 0")
+
+
+@pytest.mark.parametrize(
+    "packet",
+    [
+        b"[" * 60_000 + b"\n",
+        b"{" * 100_000,
+        b'{"what": "hello", "nonce": ["word"]}\n',
+        b'{"what": "hello", "nonce": "\\ud800"}\n',
+        b'{"what": "ended", "round": 1, "code": 2, "lines": ["evil"], "kind": "user"}\n',
+        b'{"what": ' + b"9" * 5000 + b"}\n",
+        os.urandom(5000) + b"\n",
+    ],
+)
+def test_a_packet_of_a_stranger_ends_no_round(nodes: Nodes, packet: bytes) -> None:
+    a, b = nodes.come("a"), nodes.come("b")
+    assert nodes.whats(a, b) == ["start"] * 2
+    with socket.create_connection(("127.0.0.1", nodes.claim.port)) as stranger:
+        stranger.settimeout(10)
+        with suppress(ConnectionError):
+            stranger.sendall(packet)
+            while stranger.recv(1 << 10):  # until the leader has closed the connection
+                pass
+    for each in (a, b):
+        end(each, 1)
+    assert [nodes.next(each)["code"] for each in (a, b)] == [0, 0]
+
+
+def test_a_node_that_says_nonsense_is_lost_alone(nodes: Nodes) -> None:
+    a, b, c = nodes.come("a"), nodes.come("b"), nodes.come("c")
+    assert nodes.whats(a, b, c) == ["start"] * 3
+    c.send("ended", code=0)  # of which round?
+    assert nodes.whats(a, b) == ["kill"] * 2
+    end(a, 1, 1, "killed")
+    end(b, 1, 1, "killed")
+    assert [nodes.next(each)["nodes"] for each in (a, b)] == [2, 2]
+    assert "c (127.0.0.1) sent a message that cannot be read (KeyError" in nodes.told[-1]
+
+
+def test_idle_connections_keep_no_node_out(nodes: Nodes) -> None:
+    """More than the leader takes at once, and more descriptors than select() can wait for."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4096)), hard))
+    with ExitStack() as open_files:
+        open_files.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1024):
+            open_files.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        idle = [socket.create_connection(("127.0.0.1", nodes.claim.port)) for _ in range(100)]
+        for each in idle:
+            open_files.enter_context(each)
+            each.settimeout(10)
+        for each in idle[:30]:  # the oldest are closed
+            with suppress(ConnectionError):
+                while each.recv(1 << 10):
+                    pass
+        a, b = nodes.come("a"), nodes.come("b")
+        assert nodes.whats(a, b) == ["start"] * 2
+        a.close()
+        b.close()
+        nodes.leave()
+
+
+def test_the_word_of_a_run_is_its_owners(tmp_path: Path) -> None:
+    Claims(tmp_path).make(CLAIM)
+    (file,) = (tmp_path / claims.ROUNDS).glob("*.json")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
 def test_of_nodes_that_lose_most_of_the_others_the_larger_part_is_first(nodes: Nodes) -> None:

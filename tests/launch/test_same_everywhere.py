@@ -42,7 +42,7 @@ def two_nodes(config: Path, *others: str) -> list[tuple[int, str]]:
     nodes = [
         warm.popen(
             "-m", "aliquot", "train", config, *own, f"launch.node_rank={node}", *(others if node else ()),
-            env=dict(os.environ), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            env={**os.environ, "ALIQUOT_SECRET": "word of the job"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )
         for node in range(2)
     ]  # fmt: skip

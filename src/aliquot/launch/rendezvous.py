@@ -366,6 +366,7 @@ def _wait(store: Store, kind: str, own: int, count: int, deadline: _Deadline) ->
             here = [other for other in range(count) if other not in missing]
             hosts = {other: json.loads(store.get(str(other)))["host"] for other in here}
             if forged := _signed_otherwise(store, missing):
+                time.sleep(_GRACE_S)
                 raise _other_secret(kind, forged)
             text = _in_vain(kind, missing, hosts, deadline.limit_s)
             store.set("missing", text)
