@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+from collections.abc import Iterator
 
 import psutil
 
@@ -54,9 +55,20 @@ def listening_address(master: str) -> str:
 
 def group_address() -> str:
     """Return the address at which nodes reach this one before they know each other: of gloo's interface, else of the
-    interface with the default route."""
-    interface = gloo_interface() or interface_towards(_ANYWHERE)
+    interface with the default route, else of the first one that is up.
+
+    Raises UserError.
+    """
+    check_interface()
+    interface = gloo_interface() or interface_towards(_ANYWHERE) or next(_others_that_are_up(), None)
     return "127.0.0.1" if interface is None else address_of(interface)
+
+
+def _others_that_are_up() -> Iterator[str]:
+    addresses = psutil.net_if_addrs()
+    for name, state in psutil.net_if_stats().items():
+        if state.isup and name != "lo" and any(entry.family == socket.AF_INET for entry in addresses.get(name, [])):
+            yield name
 
 
 def _is_loopback(address: str) -> bool:
