@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 from aliquot.doctor.finding import Finding, Subject
+from aliquot.launch.run_secret import SECRET, new_secret
 from aliquot.machine.cgroup import read
 from aliquot.machine.cpu import FLOP_PER_CYCLE
 
@@ -23,7 +24,8 @@ def run_two_ranks(subject: Subject) -> dict[str, Any]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    processes = [_start(rank, port, subject) for rank in range(2)]
+    secret = new_secret()
+    processes = [_start(rank, port, secret, subject) for rank in range(2)]
     try:
         outputs = [process.communicate(timeout=_TIMEOUT_S) for process in processes]
     except subprocess.TimeoutExpired:
@@ -40,9 +42,10 @@ def run_two_ranks(subject: Subject) -> dict[str, Any]:
     return told
 
 
-def _start(rank: int, port: str, subject: Subject) -> subprocess.Popen[str]:
+def _start(rank: int, port: str, secret: str, subject: Subject) -> subprocess.Popen[str]:
     variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+    variables[SECRET] = secret
     kept = {name: value for name, value in subject.environ.items() if not name.startswith("TORCHELASTIC")}
     return subprocess.Popen(
         [sys.executable, "-m", "aliquot.doctor.two_ranks"],

@@ -53,6 +53,16 @@ def listening_address(master: str) -> str:
     return address if _interface_of(address) is not None else address_of(chosen or interface_towards(master))
 
 
+def address_here(master: str) -> str:
+    """Return the address by which this machine reaches `master`: its own name may resolve to loopback, where the first
+    process of a group does not listen if others reach it elsewhere."""
+    try:
+        own = _is_loopback(str(socket.getaddrinfo(master, 1, type=socket.SOCK_STREAM)[0][4][0]))
+    except OSError:
+        return master
+    return listening_address(master) if own else master
+
+
 def group_address() -> str:
     """Return the address at which nodes reach this one before they know each other: of gloo's interface, else of the
     interface with the default route, else of the first one that is up.

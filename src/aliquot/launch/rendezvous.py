@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 from weakref import WeakValueDictionary
@@ -31,7 +31,7 @@ from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-de
 from aliquot.collectives.peers import host_identity
 from aliquot.config.schema import LaunchSection
 from aliquot.errors import LaunchError, NodesDifferError, RendezvousError
-from aliquot.launch.gloo_interface import address_of, gloo_interface, listening_address
+from aliquot.launch.gloo_interface import address_here, address_of, gloo_interface, listening_address
 from aliquot.launch.placement import check_port, number
 from aliquot.launch.run_secret import SECRET, SECRET_FILE, new_secret
 from aliquot.launch.signed_store import SignedStore, signed
@@ -56,7 +56,7 @@ class NodeGroup:
     node: int
     nodes: int
     run_id: str
-    secret: str
+    secret: str = field(repr=False)
 
 
 class _Deadline:
@@ -250,7 +250,7 @@ def _open(address: str, port: int, first: bool, deadline: _Deadline, who: str) -
 
     def connect() -> None:
         with suppress(DistError):
-            found.append(TCPStore(address, port, None, False, timedelta(seconds=_STORE_TIMEOUT_S), False))
+            found.append(TCPStore(address_here(address), port, None, False, timedelta(seconds=_STORE_TIMEOUT_S), False))
 
     # In a thread, because TCPStore waits without limit for a server that accepts the connection and never answers.
     aside = threading.Thread(target=connect, daemon=True)
@@ -265,7 +265,7 @@ def _reach(address: str, port: int) -> str | None:
     """What keeps a connection from `address`:`port`, in words; None: nothing. Raises UserError for what is no name."""
     _check_name(address)  # unlike one that does not resolve yet, `a..b` never will: nothing to wait for
     try:
-        socket.create_connection((address, port), timeout=_CONNECT_S).close()
+        socket.create_connection((address_here(address), port), timeout=_CONNECT_S).close()
     except socket.gaierror:
         return f"the name {address} does not resolve"
     except ConnectionRefusedError:
