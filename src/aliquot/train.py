@@ -137,7 +137,9 @@ def _check_mirror(config: RunConfig) -> None:
 def _mirror(run: Attempt, start: Start, warn: Callable[[str], None], beat: Callable[[], None] = lambda: None) -> Mirror:
     """With the checkpoints of this run on their way there of which one that was killed may have left a part."""
     config, root = run.config, run.directory.checkpoints
-    mirror = Mirror(config.mirror, root, run.ranks, config.checkpoint, run.display.line, warn, beat)
+    mirror = Mirror(
+        config.mirror, root, run.ranks, config.checkpoint, run.display.line, warn, beat, run.directory.check_publish
+    )
     if start.resumed_from is not None and start.resumed_from.parent.resolve() == root.resolve():
         best = start.evaluations.kept_step(config.checkpoint)
         for step in sorted({start.step, *([] if best is None else [best])}):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,10 @@ from aliquot.config.due import is_due
 from aliquot.data.batches import StepBatch
 from aliquot.data.batches_ahead import BatchesAhead
 from aliquot.data.batches_to_gpu import ToGpu
-from aliquot.errors import DivergedError, TrainingError, UserError
+from aliquot.errors import DivergedError, RunDirectoryError, TrainingError, UserError
 from aliquot.evaluate import compile_evaluation, evaluate
 from aliquot.experts.load import counted, mean_balance, noted_balance, spread
 from aliquot.experts.modules import has_experts
-from aliquot.launch.claims import check_round
 from aliquot.launch.presence import Presence
 from aliquot.launch.stop_signal import StopSignal, Terminated
 from aliquot.launch.watchdog import Watchdog
@@ -36,6 +34,7 @@ from aliquot.observe import summary
 from aliquot.observe.flops import model_flops
 from aliquot.observe.ledger import STEADY_PEAK
 from aliquot.observe.recorder import Recorder
+from aliquot.ranges.together import on_first
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ class Training:
             run.directory.checkpoints, model.saved, model.built.saved, self._files, run.ranks, saving,
             warn=record.warn, saved=self._saved, failed=self._not_saved, beat=watchdog.beat,
             states=run.config.train.optimizer_states, learned=model.built.learned, spare=lambda: mirror.needed,
-            may_publish=partial(check_round, run.directory.path), copies=copies_from(run.ranks.topology.device),
+            may_publish=run.directory.check_publish, copies=copies_from(run.ranks.topology.device),
         )  # fmt: skip
         self._attention_widths = attention_widths(inputs.source.config)
         self._start = start
@@ -137,8 +136,11 @@ class Training:
             "save": saver.report(),
             "mirror": self._mirror.report(),
             "freed": self._freed.is_due(step),
+            "lost": self._run.directory.why_lost(),
         }
         reports = record.gather(own, batch.own_tokens)
+        if (lost := reports[0]["lost"]) is not None:
+            raise RunDirectoryError(lost)
         record.enter("checkpoint")
         self._loss = self._mean_loss(step, [math.fsum(report["loss"]) for report in reports], batch.predicted)
         saver.poll([report["save"] for report in reports])
@@ -290,6 +292,8 @@ class Training:
         """An export, of which all would be lost: a checkpoint can be saved in the time that is left."""
         if self._stop.requested:
             raise TrainingError("told to stop before the export was done")
+        if (lost := self._run.directory.why_lost()) is not None:
+            raise RunDirectoryError(lost)
 
     def _stopped(self) -> int:
         """The signal by which any rank was told to stop, or 0. Collective."""
@@ -354,9 +358,8 @@ class Training:
         run.ledger.mark(STEADY_PEAK, self._engine.counters().memory())
         self._record.finish()
         trained, exported = (run, self._inputs, self._model), None
+        on_first(run.ranks, run.directory.check_publish)
         if exports:
-            if run.ranks.rank == 0:
-                check_round(run.directory.path)  # of a node that was cut off the living run's is not replaced
             self._presence.doing = "exporting the model"
             try:
                 exported = finishing.export_run(*trained, self._files, self._evaluations, self._done, self._give_up)

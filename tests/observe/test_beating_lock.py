@@ -40,6 +40,18 @@ def test_a_second_run_is_refused_and_the_first_leaves_nothing(tmp_path: Path) ->
         pass
 
 
+def test_a_run_whose_lock_another_one_has_taken_publishes_nothing(tmp_path: Path) -> None:
+    """A machine that stood still for long was taken for dead."""
+    first, second = RunDirectory(tmp_path / "run"), RunDirectory(tmp_path / "run")
+    with first.locked():
+        first.check_publish()
+        (tmp_path / "run" / BEATING_LOCK).unlink()
+        with second.locked():
+            second.check_publish()
+            with pytest.raises(RunDirectoryError, match="no longer holds its lock"):
+                first.check_publish()
+
+
 def test_so_it_is_where_locks_are_of_one_machine_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As Lustre's and NFS's may be: on another machine each run gets one."""
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from aliquot.errors import CutOffError, StorageError, StorageFailureError, UserError
+from aliquot.errors import CutOffError, RunDirectoryError, StorageError, StorageFailureError, UserError
 from aliquot.machine.memory import unwritten_bytes
 from aliquot.ranges.together import RankGroup
 
@@ -48,11 +48,15 @@ class Background:
         return not self._thread.is_alive()
 
 
-def failure(reports: Sequence[Report]) -> StorageError | CutOffError | None:
-    """What the first rank that has failed tells all of them; None: none has."""
+def failure(reports: Sequence[Report]) -> UserError | None:
+    """The error of the first rank that has failed, the same on every rank; None if no rank has.
+
+    Other kinds than StorageError end the run whatever `checkpoint.on_error` is.
+    """
+    final = {kind.id: kind for kind in (CutOffError, RunDirectoryError)}
     for rank, report in enumerate(reports):
-        if report["error"] and report["kind"] == CutOffError.id:  # no trouble of storage: others go on with this run
-            return CutOffError(report["error"])
+        if report["error"] and report["kind"] in final:
+            return final[report["kind"]](report["error"])
         if report["error"]:
             kind = StorageFailureError if report["kind"] == StorageFailureError.id else StorageError
             return kind(f"rank {rank}: {report['error']}")

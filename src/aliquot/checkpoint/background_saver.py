@@ -19,12 +19,12 @@ from aliquot.checkpoint.copies import Copies, FromHost
 from aliquot.checkpoint.live_parts import LiveParts
 from aliquot.checkpoint.save import Draft
 from aliquot.config.schema import CheckpointSection
-from aliquot.errors import CutOffError, UserError
+from aliquot.errors import StorageError, UserError
 from aliquot.optim.sizes import States
 from aliquot.ranges.bytemap import Shape
 from aliquot.ranges.checksums import Piece
 from aliquot.ranges.parts import PartSource
-from aliquot.ranges.together import RankGroup
+from aliquot.ranges.together import RankGroup, on_first
 from aliquot.ranges.transfer import Progress
 
 
@@ -34,7 +34,8 @@ class Saver:
     `saved` is told of each one that is published, on every rank: its step, the seconds that it took to come about, and
     those that training stood still for it here; `failed` of the step of one of which `warn` is told. `spare` tells of
     which steps checkpoints are still needed, although newer ones take their place. `may_publish` raises UserError on
-    rank 0 where a complete one must not appear. `copies` makes what copies from where the store computes.
+    rank 0 where none must appear; it is asked before a checkpoint is begun, before it is published, and for the cause
+    of one that failed. `copies` makes what copies from where the store computes.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Saver:
         self._step, self._stall_s, self._worked_s = step, 0.0, 0.0
         with self._standing_still():
             try:
+                on_first(self._ranks, self._may_publish)
                 self._draft = Draft.begin(
                     self._root, step, self._tensors, state, self._config_files, self._ranks, self._states, self._learned
                 )
@@ -131,8 +133,6 @@ class Saver:
             return
         if (failed := failure(states)) is not None:
             self._abandon()
-            if isinstance(failed, CutOffError):
-                raise failed
             self._give_up(failed)
         elif all(state["done"] for state in states):
             self._advance(self._draft, self._work)
@@ -195,7 +195,9 @@ class Saver:
             self._stall_s += time.perf_counter() - begun
 
     def _give_up(self, error: UserError) -> None:
-        if self._settings.on_error == "stop":
+        """Collective."""
+        on_first(self._ranks, self._may_publish)  # in a directory that is gone every write fails
+        if self._settings.on_error == "stop" or not isinstance(error, StorageError):
             raise error
         self._failed(self._step)
         self._warn(f"a checkpoint could not be saved, training goes on: {error}")

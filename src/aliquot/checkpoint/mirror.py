@@ -19,8 +19,8 @@ from aliquot.checkpoint.background import Background, Report, failure, wait_toge
 from aliquot.checkpoint.directories import directory_of, newest, retain
 from aliquot.checkpoint.mirrored import Copy
 from aliquot.config.schema import CheckpointSection
-from aliquot.errors import CutOffError, StorageError
-from aliquot.ranges.together import RankGroup
+from aliquot.errors import StorageError, UserError
+from aliquot.ranges.together import RankGroup, on_first
 from aliquot.stores.open_store import open_store
 
 _log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 class Mirror:
     """Without a `url` nothing is copied. `told` is told of each copy that is complete, `warn` of one that failed where
-    `checkpoint.on_error` is warn."""
+    `checkpoint.on_error` is warn. `may_publish` raises UserError on rank 0 where `root` is not this run's any more."""
 
     def __init__(
         self,
@@ -39,7 +39,9 @@ class Mirror:
         told: Callable[[str], None],
         warn: Callable[[str], None],
         beat: Callable[[], None] = lambda: None,
+        may_publish: Callable[[], None] = lambda: None,
     ) -> None:
+        self._may_publish = may_publish
         self._url = url
         self._root = root
         self._ranks = ranks
@@ -104,6 +106,8 @@ class Mirror:
 
     def _prepare(self, step: int) -> Any:
         assert self._url is not None
+        if self._ranks.rank == 0:
+            self._may_publish()
         store = open_store(self._url)
         copy = Copy(directory_of(self._root, step), store, self._ranks.rank, self._ranks.world_size)
         return copy, copy.prepare(anew=step in self._new) if self._ranks.rank == 0 else None
@@ -123,8 +127,13 @@ class Mirror:
         sent = [tuple(each) for of_rank in self._ranks.gather(self._done()) for each in of_rank]
         keep, best = self._settings.keep, self._best
         self._go_on = self._published
-        publishes = self._ranks.rank == 0
-        self._work = Background("aliquot-mirror", lambda: copy.publish(tokens, sent, keep, best) if publishes else None)
+
+        def publish() -> None:
+            if self._ranks.rank == 0:
+                self._may_publish()
+                copy.publish(tokens, sent, keep, best)
+
+        self._work = Background("aliquot-mirror", publish)
         return True
 
     def _published(self) -> bool:
@@ -148,12 +157,13 @@ class Mirror:
         if self._waiting:
             self.start(self._waiting.pop(0), self._best)
 
-    def _give_up(self, error: StorageError | CutOffError) -> None:
-        """What has been sent looks incomplete, and the next copy removes it."""
+    def _give_up(self, error: UserError) -> None:
+        """What has been sent looks incomplete, and the next copy removes it. Collective."""
         if self._copy is not None:
             self._copy.stop()
+        on_first(self._ranks, self._may_publish)  # in a directory that is gone every read fails
         text = f"checkpoint.mirror: step {self._step} could not be copied, the checkpoint here is good: {error}"
-        if self._settings.on_error == "stop":
+        if self._settings.on_error == "stop" or not isinstance(error, StorageError):
             self._waiting = []  # no other copy is begun by a run that ends
             self._over()
             raise type(error)(text)

@@ -71,7 +71,7 @@ def command(
 def _rounds(launch: LaunchSection, settings: RunConfig, arguments: list[str], automatic: bool) -> int:
     """Train with the nodes that come and go; the exit code."""
     import json
-    from contextlib import suppress
+    from contextlib import closing, suppress
 
     from aliquot.checkpoint.directories import newest, step_of
     from aliquot.errors import LaunchError, StorageError
@@ -98,7 +98,8 @@ def _rounds(launch: LaunchSection, settings: RunConfig, arguments: list[str], au
         print(f"aliquot: {text}", file=sys.stderr, flush=True)
         with suppress(StorageError):
             if (directory.path / "config.yaml").exists():  # else it is no run yet, and holds nothing of one
-                Events(directory.events, True).write("round", progress()[0], text=text)
+                with closing(Events(directory.events, True)) as events:
+                    events.write("round", progress()[0], text=text)
 
     def whole() -> bool:
         return directory.export.exists() if settings.checkpoint.export else progress()[0] > 0

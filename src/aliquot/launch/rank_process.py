@@ -30,9 +30,14 @@ def open_log(directory: Path, rank: int) -> None:
 
 
 def rank_environment(environ: Mapping[str, str], directory: Path) -> dict[str, str]:
-    """`environ` as an interpreter that is, or forks, a rank must find it when it starts."""
+    """`environ` as an interpreter that is, or forks, a rank must find it when it starts.
+
+    Its logs are reached through a descriptor of this process: the path may lead to another run's by then.
+    """
     found = with_allocator(environ)
-    found[LOG_DIRECTORY] = str(directory)
+    descriptor = os.open(directory, os.O_PATH | os.O_DIRECTORY)
+    os.set_inheritable(descriptor, True)  # a rank replaces the process that calls this
+    found[LOG_DIRECTORY] = f"/proc/{os.getpid()}/fd/{descriptor}"
     found.setdefault("PYTHONUNBUFFERED", "1")  # what a killed rank wrote is in its log
     found.setdefault("PYTHONFAULTHANDLER", "1")
     return found

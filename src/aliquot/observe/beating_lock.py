@@ -20,10 +20,11 @@ WATCHED_S = 4 * BEAT_S  # without a beat in it, its holder on another machine is
 
 
 @contextmanager
-def beating_lock(file: Path) -> Iterator[None]:
-    """Raises UserError while another process holds it, which is seen at once on its own machine."""
+def beating_lock(file: Path) -> Iterator[int]:
+    """The descriptor of the file, open while the lock is held. Raises UserError while another process holds the lock,
+    which is seen at once on its own machine."""
     own = {"machine": machine(), "pid": os.getpid(), "started": _started(os.getpid()), "mark": secrets.token_hex(8)}
-    while not _taken(file, own):
+    while (descriptor := _take(file, own)) is None:
         holder = _read(file)
         if _lives(file, holder):
             raise RunDirectoryError("another process is training into this run directory", file.parent)
@@ -33,24 +34,25 @@ def beating_lock(file: Path) -> Iterator[None]:
     def beat() -> None:
         while not over.wait(BEAT_S):
             with suppress(OSError):
-                os.utime(file)
+                os.utime(descriptor)  # never the file of a process that has taken the lock meanwhile
 
     threading.Thread(target=beat, name="aliquot-lock", daemon=True).start()
     try:
-        yield
+        yield descriptor
     finally:
         over.set()
         _remove(file, own)
+        os.close(descriptor)
 
 
-def _taken(file: Path, own: dict[str, Any]) -> bool:
+def _take(file: Path, own: dict[str, Any]) -> int | None:
+    """The descriptor of the lock file that this process has made; None if the file exists already."""
     try:
         descriptor = os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
     except FileExistsError:
-        return False
-    with os.fdopen(descriptor, "w") as written:
-        json.dump(own, written)
-    return True
+        return None
+    os.write(descriptor, json.dumps(own).encode())
+    return descriptor
 
 
 def _remove(file: Path, holder: Any) -> None:

@@ -9,9 +9,11 @@ the speed over all steps of the attempt but its first. A run that was killed has
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 import time
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +23,35 @@ ENDS = ("end", "stopped", "failed")
 
 
 class Events:
-    """Appends to events.jsonl on the rank that writes; elsewhere nothing. The file begins with the first event."""
+    """Appends to events.jsonl on the rank that writes; elsewhere nothing. The file begins with the first event.
+
+    The file stays open until `close`: the last event belongs to this run, whatever its path leads to by then.
+    """
 
     def __init__(self, path: Path, enabled: bool) -> None:
         self._path = path
         self._enabled = enabled
+        self._file: FileIO | None = None
 
     def write(self, event: str, step: int, **fields: Any) -> None:
         """Raises UserError where the disk is full."""
         if not self._enabled:
             return
         line = json.dumps({"event": event, "step": step, "time": time.time(), **fields})
-        # An attempt that was killed may have left half a line: the next one starts on a line of its own.
         with writing(self._path):
-            torn = self._path.exists() and self._path.stat().st_size > 0 and not _ends_a_line(self._path)
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write("\n" * torn + line + "\n")
+            if self._file is None:
+                self._file = FileIO(self._path, "a+")
+            # A killed attempt or a full disk may have left half a line: the next event starts on a line of its own.
+            descriptor = self._file.fileno()
+            size = os.fstat(descriptor).st_size
+            is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+            rest = ("\n" * is_torn + line + "\n").encode()
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
 
 
 def command_line(argv: list[str] | None = None) -> str:
@@ -45,9 +60,3 @@ def command_line(argv: list[str] | None = None) -> str:
     if Path(program).name in ("aliquot", "__main__.py"):
         return shlex.join(["aliquot", *arguments])
     return shlex.join(["python", program, *arguments])
-
-
-def _ends_a_line(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(-1, 2)
-        return file.read(1) == b"\n"

@@ -110,7 +110,8 @@ class Recorder:
                 last()
             except StorageError as trouble:
                 troubles.append(trouble)
-        if self._ranks.rank == 0:
+        self._events.close()
+        if self._ranks.rank == 0 and self._directory.why_lost() is None:
             self._write_report()
         if troubles and error is None:
             self._storage_failed(troubles[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
@@ -12,8 +13,8 @@ from pathlib import Path
 
 from aliquot.config.read_config import dump_config
 from aliquot.config.schema import RunConfig
-from aliquot.errors import NodesDifferError, RunDirectoryError, storage_error
-from aliquot.launch.claims import ROUND, ROUNDS
+from aliquot.errors import NodesDifferError, RunDirectoryError, one_line, storage_error
+from aliquot.launch.claims import ROUND, ROUNDS, check_round
 from aliquot.launch.run_secret import SECRET_FILE
 from aliquot.machine.mounts import mount_of
 from aliquot.observe.beating_lock import beating_lock
@@ -23,6 +24,7 @@ HEADER = "# The configuration of an aliquot run, complete, as it was run."
 LOCK, BEATING_LOCK = ".lock", ".lock.held"
 _OF_A_ROUND = "round"
 _SHOWN = ".shown-"
+_GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 _SEEN_S = 15.0  # within which a network file system shows to a node what another one has written
 
 
@@ -32,6 +34,7 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._of_a_round = ROUND in os.environ
+        self._held_locks: list[tuple[Path, int]] = []  # and their open descriptors
         self.metrics = path / "metrics.jsonl"
         self.events = path / "events.jsonl"
         self.ledger = path / "ledger.json"
@@ -136,7 +139,9 @@ class RunDirectory:
             except OSError:  # a file system without locks: Lustre may be mounted so
                 locks = False
             if not (locks or self._of_a_round):
-                held.enter_context(beating_lock(self.path / BEATING_LOCK))
+                descriptor = held.enter_context(beating_lock(self.path / BEATING_LOCK))
+                self._held_locks.append((self.path / BEATING_LOCK, descriptor))
+            self._held_locks.append((self.path / LOCK, lock.fileno()))
             try:
                 with suppress(OSError):  # a full disk is met by what needs it
                     lock.truncate(0)
@@ -145,11 +150,43 @@ class RunDirectory:
                     os.fsync(lock.fileno())  # it stays open, so that a network file system need not write it yet
                 yield
             finally:
+                is_lost = self.why_lost() is not None
+                self._held_locks.clear()
                 with suppress(OSError):  # what the body raised must be what is told
                     held.close()
-                    if [entry.name for entry in self.path.iterdir()] == [LOCK]:  # refused before it began
+                    if not is_lost and [entry.name for entry in self.path.iterdir()] == [LOCK]:  # refused at its start
                         (self.path / LOCK).unlink()
                         self.path.rmdir()
+
+    def why_lost(self) -> str | None:
+        """Compare each lock that this process holds with the file under its path.
+
+        Returns:
+            None while they are the same file, and on ranks that hold no lock; otherwise the line for the person. The
+            directory was removed, renamed or replaced, and whatever lies under the path belongs to somebody else.
+        """
+        for path, descriptor in self._held_locks:
+            try:
+                is_same = os.path.samestat(os.fstat(descriptor), path.stat())
+            except OSError as error:  # a file server in trouble says nothing about the directory
+                is_same = error.errno not in _GONE
+            if not is_same:
+                return (
+                    f"{one_line(self.path)}: the run directory was removed, renamed or replaced while the run went on:"
+                    " the run no longer holds its lock and writes nothing more. To continue, start again with"
+                    " run.directory set to where the checkpoints are now"
+                )
+        return None
+
+    def check_publish(self) -> None:
+        """Call on rank 0 before a checkpoint or an export is begun, and before it is published.
+
+        Raises RunDirectoryError where the directory is not the one that this process has locked, CutOffError where a
+        newer round of the run has begun without this node.
+        """
+        if (lost := self.why_lost()) is not None:
+            raise RunDirectoryError(lost)
+        check_round(self.path)
 
     def begin(self, config: RunConfig) -> None:
         """Write config.yaml, complete, as run: only once all else is known to be in order."""

@@ -1,0 +1,103 @@
+"""A run whose directory is removed, renamed or replaced ends, and touches nothing of what lies there then."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import aliquot
+from aliquot.checkpoint.mirrored import complete_steps
+from aliquot.errors import RunDirectoryError
+from aliquot.observe.recorder import Recorder
+from aliquot.observe.run_directory import RunDirectory
+from aliquot.ranges.manifest import verify
+from aliquot.stores.open_store import open_store
+from tests import warm
+from tests.runs import curve, write_config
+
+ENDLESS = "launch.ranks=2", "train.max_steps=100000"
+
+
+def contents(directory: Path) -> dict[str, str]:
+    """File name -> hash of its bytes; of directories an empty string."""
+    return {
+        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+        for path in directory.rglob("*")
+    }
+
+
+def after_step(monkeypatch: pytest.MonkeyPatch, step: int, act: Callable[[], object]) -> None:
+    end = Recorder.end
+
+    def ended(self: Recorder, *arguments: Any) -> None:
+        end(self, *arguments)
+        if self._done == step:
+            act()
+
+    monkeypatch.setattr(Recorder, "end", ended)
+
+
+@pytest.mark.parametrize("step", [2, pytest.param(6, marks=pytest.mark.long)])  # of six
+@pytest.mark.parametrize("what", ["removed", "renamed"])
+def test_a_run_ends_with_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, step: int) -> None:
+    """Not at its last step with success, nor by a new directory in which a part of it lies."""
+    mirror = {"mirror": f"file://{tmp_path}/mirror", "every": 2, "on_error": "warn"}
+    config, directory, moved = write_config(tmp_path, checkpoint=mirror), tmp_path / "run", tmp_path / "moved"
+    with monkeypatch.context() as patched:
+        after_step(patched, step, lambda: directory.rename(moved))
+        with pytest.raises(RunDirectoryError, match=r"removed, renamed or replaced .* run\.directory set to") as caught:
+            aliquot.train(aliquot.read_config(config))
+    assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
+    assert not directory.exists()
+    kept = complete_steps(open_store(f"file://{tmp_path}/mirror/run")) if (tmp_path / "mirror").exists() else []
+    assert len(kept) <= step // 2
+    if what == "removed":
+        shutil.rmtree(moved)
+        return
+    assert sorted(curve(moved)) == list(range(1, step + 1))  # what was logged before it was noticed
+    aliquot.train(aliquot.read_config(config, [f"run.directory={moved}"]))
+    assert sorted(curve(moved)) == list(range(1, 7))
+    assert not directory.exists()
+
+
+def test_a_run_that_has_taken_its_place_is_left_alone(tmp_path: Path) -> None:
+    """Its checkpoints, its logs, its curve and its events: here of the same steps, and with a lock of its own."""
+    settings = {"checkpoint": {"every": 1, "export": False}, "train": {"logging_steps": 1}}
+    aliquot.train(aliquot.read_config(write_config(tmp_path, "other", **settings), ["train.max_steps=3"]))
+    (tmp_path / "other" / "logs").mkdir(exist_ok=True)
+    other = contents(tmp_path / "other")
+    config = write_config(tmp_path, **settings)
+    directory, moved = tmp_path / "run", tmp_path / "moved"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with warm.popen("-m", "aliquot", "train", config, *ENDLESS, **pipes) as process:
+        while not (directory / "checkpoints" / "step-00000002").exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        directory.rename(moved)
+        (tmp_path / "other").rename(directory)
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == 2, errors
+    assert errors.strip().splitlines()[-1].endswith("[run-directory]"), errors
+    assert contents(directory) == other
+    newest = max((moved / "checkpoints").glob("step-*"))
+    verify(newest)
+    assert max(curve(moved)) >= int(newest.name.removeprefix("step-"))
+
+
+def test_a_lock_that_another_process_has_made_anew_is_not_ones_own(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    with directory.locked():
+        (tmp_path / "run" / "config.yaml").write_text("")
+        assert directory.why_lost() is None
+        (tmp_path / "run" / ".lock").unlink()
+        (tmp_path / "run" / ".lock").touch()
+        with pytest.raises(RunDirectoryError, match="no longer holds its lock"):
+            directory.check_publish()
+    directory.check_publish()  # a process that holds no lock has nothing to compare
