@@ -14,3 +14,12 @@ def test_kills_at_random_moments_lose_nothing() -> None:
     result = warm.run("-m", "tests.crash", "--kills", "5", "--seed", "1", env=quiet, cwd=warm.REPOSITORY, timeout_s=300)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "nothing was lost" in result.stdout
+
+
+@pytest.mark.long
+def test_flipped_bits_of_a_checkpoint_change_nothing() -> None:
+    """A few of what `python -m tests.flips` does."""
+    quiet = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    result = warm.run("-m", "tests.flips", "--flips", "2", env=quiet, cwd=warm.REPOSITORY, timeout_s=600)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "undisturbed losses" in result.stdout

@@ -23,7 +23,7 @@ from aliquot.errors import DamagedCheckpoint, ResumeError, UserError, WeightsFil
 from aliquot.ranges.bytemap import ByteMap, Shape, check_tensors
 from aliquot.ranges.checksums import BlockChecksums, Piece
 from aliquot.ranges.jsonfile import read_json
-from aliquot.ranges.manifest import MANIFEST, check_read, read_manifest
+from aliquot.ranges.manifest import MANIFEST, check_read, read_manifest, verify_descriptions
 from aliquot.ranges.parts import Kind, PartStore
 from aliquot.ranges.together import RankGroup, on_first, together
 from aliquot.ranges.transfer import fill
@@ -105,7 +105,9 @@ def restore(
 
 def _manifest_of_whole(directory: Path) -> str:
     with _damage():
-        read_manifest(directory)
+        manifest = read_manifest(directory)
+        manifest.record(STATE)
+        verify_descriptions(directory, manifest, manifest.files)
         return _digest(directory)
 
 
@@ -129,12 +131,11 @@ def _check_seen(directory: Path, manifest: str) -> None:
 
 
 def _verified(directory: Path, pieces: list[Piece]) -> dict[str, Any]:
-    """Check all that the ranks read and the rest of the files; the state."""
+    """Check all that the ranks read; the state, which was verified before."""
     with _damage():
         manifest = read_manifest(directory)
         head_bytes = {path: count for found in _maps(directory).values() for path, count in found.header_bytes.items()}
-        manifest.record(STATE)
-        check_read(directory, manifest, head_bytes, pieces, set(manifest.files) - {path.name for path in head_bytes})
+        check_read(directory, manifest, head_bytes, pieces)
         return read_json(directory / STATE)
 
 

@@ -23,7 +23,7 @@ from aliquot.ranges.bytemap import ByteMap, Shape
 from aliquot.ranges.checksums import BlockChecksums, Piece
 from aliquot.ranges.file_layout import FilesLayout, Laid
 from aliquot.ranges.jsonfile import parse_json, read_json, read_small
-from aliquot.ranges.manifest import check_read, read_manifest
+from aliquot.ranges.manifest import check_read, read_manifest, verify_descriptions
 from aliquot.ranges.parts import PartSource
 from aliquot.ranges.publish import check_names, check_space, clean_leftovers, publish_together, write_file
 from aliquot.ranges.reader import RangeReader
@@ -116,6 +116,9 @@ def export_checkpoint(
     DamagedCheckpoint where the checkpoint is not whole.
     """
     manifest = read_manifest(checkpoint_dir)
+    if verify:
+        exported = [name for name in manifest.files if not name.startswith("exp_avg")]
+        on_first(ranks, lambda: verify_descriptions(checkpoint_dir, manifest, exported))
     source = ByteMap.of_directory(checkpoint_dir)
     config_files = files
     if config_files is None:
@@ -125,8 +128,7 @@ def export_checkpoint(
 
     def check(pieces: list[list[Piece]]) -> None:
         if verify:
-            read = chain(*pieces)
-            check_read(checkpoint_dir, manifest, source.header_bytes, read, manifest.config_files)
+            check_read(checkpoint_dir, manifest, source.header_bytes, chain(*pieces))
 
     stored = getattr(torch, dtype) if isinstance(dtype, str) else dtype
 

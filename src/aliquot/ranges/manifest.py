@@ -106,23 +106,37 @@ def verify(directory: Path) -> Manifest:
     return manifest
 
 
-def verify_file(directory: Path, manifest: Manifest, name: str) -> None:
-    """Read one file of a checkpoint block by block. Raises DamagedCheckpoint."""
+def verify_descriptions(directory: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Verify what describes the tensors in the files `names`, before any of it is parsed: the headers of safetensors
+    files, and the whole of the other files.
+
+    A damaged header is often valid still, and then looks like that of another model. Raises DamagedCheckpoint.
+    """
+    for name in names:
+        verify_file(directory, manifest, name, only_header=name.endswith(".safetensors"))
+
+
+def verify_file(directory: Path, manifest: Manifest, name: str, only_header: bool = False) -> None:
+    """Read one file of a checkpoint block by block, or only the blocks that hold the header of a safetensors file.
+    Raises DamagedCheckpoint."""
     block = bytearray(BLOCK_BYTES)
-    blocks = []
+    blocks: list[int] = []
+    header_end = 0
     try:
         with (directory / name).open("rb", buffering=0) as file:
             while count := _fill(file, block):
                 blocks.append(zlib.crc32(memoryview(block)[:count]))
+                header_end = header_end or 8 + int.from_bytes(block[:8], "little")
+                if only_header and len(blocks) * BLOCK_BYTES >= header_end:
+                    blocks += manifest.files[name].crc32[len(blocks) :]
+                    break
     except OSError as error:
         raise DamagedCheckpoint(f"cannot read: {error.strerror}", directory / name) from error
     check_blocks(directory, manifest, {name: blocks})
 
 
-def check_read(
-    directory: Path, manifest: Manifest, header_bytes: Mapping[Path, int], pieces: Iterable[Piece], rest: Iterable[str]
-) -> None:
-    """Compare with the manifest the files of tensors, of which `pieces` were read, and all bytes of `rest`.
+def check_read(directory: Path, manifest: Manifest, header_bytes: Mapping[Path, int], pieces: Iterable[Piece]) -> None:
+    """Compare with the manifest the files of tensors, of which `pieces` were read.
 
     `header_bytes`: of each file of tensors, those before the first one, which nobody has read into a tensor.
     Raises DamagedCheckpoint.
@@ -131,8 +145,6 @@ def check_read(
     heads.add_heads(header_bytes)
     sizes = {path.name: manifest.record(path.name).bytes for path in header_bytes}
     check_blocks(directory, manifest, combine_pieces(chain(heads.pieces(), pieces), sizes))
-    for name in rest:
-        verify_file(directory, manifest, name)
 
 
 def check_blocks(directory: Path, manifest: Manifest, blocks: Mapping[str, list[int]]) -> None:
