@@ -68,6 +68,9 @@ def test_a_rank_that_was_bound_uses_all_it_may() -> None:
         (None, rank(0, 2, OMP_NUM_THREADS="1", **OURS), cpu(4), 1, (0, 1), VARIABLE),
         (None, rank(0, 2, MKL_NUM_THREADS="1"), cpu(4), 1, (0, 1), "MKL_NUM_THREADS"),
         (None, rank(0, 2, OMP_NUM_THREADS="2", MKL_NUM_THREADS="1"), cpu(4), 2, (0, 1), VARIABLE),
+        # The kernel does not make as many threads.
+        (None, {"OMP_NUM_THREADS": "100000"}, cpu(4), 8, (), f"{VARIABLE} (100000, more than the CPUs here)"),
+        (100_000, rank(0, 2), cpu(4), 8, (), f"{SETTING} (100000, more than the CPUs here)"),
     ],
 )
 def test_threads_and_cores(

@@ -65,7 +65,7 @@ def threads_per_rank(
 ) -> tuple[int, str]:
     """Intra-op threads of each local rank, and where the number comes from."""
     if launch.threads_per_rank is not None:
-        return launch.threads_per_rank, "launch.threads_per_rank"
+        return _at_most_cpus(cpu, launch.threads_per_rank, "launch.threads_per_rank")
     # The same order as OpenMP and MKL have among themselves: MKL looks at OMP_NUM_THREADS where it has none of its own.
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         if name not in environ or (name == "OMP_NUM_THREADS" and _set_by_torchrun(environ, local_ranks)):
@@ -74,13 +74,19 @@ def threads_per_rank(
         text = environ[name].split(",")[0].strip()
         if not text.isdecimal() or int(text) == 0:
             raise LaunchError(f"the environment variable {name} is {text!r}, a positive number is needed")
-        return int(text), name
+        return _at_most_cpus(cpu, int(text), name)
     if len(cpu.cores) < local_ranks:
         return 1, f"{_CORES} / ranks"
     threads = min(map(len, _divided(cpu, local_ranks)))  # on the smallest NUMA node, to which its ranks are kept
     if cpu.throttled and cpu.usable_cores // local_ranks < threads:
         return max(1, cpu.usable_cores // local_ranks), "cgroup CPU quota / ranks"
     return threads, f"{_CORES} / ranks"
+
+
+def _at_most_cpus(cpu: CpuFacts, threads: int, name: str) -> tuple[int, str]:
+    """More threads than CPUs only wait for each other, and the kernel refuses to make very many."""
+    cpus = sum(map(len, cpu.cores))
+    return (threads, name) if threads <= cpus else (cpus, f"{name} ({threads}, more than the CPUs here)")
 
 
 def core_sets(cpu: CpuFacts, local_ranks: int, threads: int) -> list[tuple[int, ...]]:
