@@ -1,8 +1,9 @@
-"""Terminals that are not UTF-8, and none at all."""
+"""Terminals that are not UTF-8, none at all, and an interpreter that transformers cannot run in."""
 
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import sys
 
@@ -37,3 +38,13 @@ finally:
     shell = ["sh", "-c", '"$0" -c "$1" <&- >&-', sys.executable, code]
     result = subprocess.run(shell, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_an_interpreter_without_docstrings_is_refused() -> None:
+    command = [sys.executable, "-m", "aliquot", "--version"]
+    environ = {**os.environ, "PYTHONOPTIMIZE": "2"}
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
+    assert result.returncode == 2 and result.stderr.startswith("aliquot: PYTHONOPTIMIZE=2 or python -OO removes")
+    assert result.stderr.count("\n") == 1 and not result.stdout
+    environ["PYTHONOPTIMIZE"] = "1"
+    assert subprocess.run(command, capture_output=True, check=False, env=environ).returncode == 0

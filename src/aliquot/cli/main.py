@@ -27,6 +27,7 @@ from aliquot.cli import (
     train_command,
 )
 from aliquot.cli.one_line_errors import one_line_errors
+from aliquot.errors import UsageError
 
 # Commands that need no torch run everywhere; `doctor` reports an unsupported version as a finding.
 _WITHOUT_TORCH = {"cluster", "doctor", "instances", "report"}
@@ -74,6 +75,10 @@ def main(
 
 def run() -> None:
     _open_what_is_closed()
+    if sys.flags.optimize > 1:
+        told = "PYTHONOPTIMIZE=2 or python -OO removes docstrings, which transformers reads: unset it, or set it to 1"
+        print(f"aliquot: {UsageError(told).line}", file=sys.stderr)
+        sys.exit(UsageError.exit_code)
     # Read by torch at its import, here and in ranks: it would tell of lost peers, which our own lines do.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     for stream in (sys.stdout, sys.stderr):
