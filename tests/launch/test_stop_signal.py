@@ -70,7 +70,8 @@ def test_the_first_asks_and_the_second_ends(number: signal.Signals) -> None:
         _, errors = process.communicate(timeout=20)
     assert process.returncode == 128 + signal.SIGINT
     assert errors.splitlines() == [
-        f"aliquot: {number.name}: the step is finished and saved; once more ends the run at once, losing 3 steps",
+        f"aliquot: {number.name}: it saves and stops once all ranks have finished the step; once more ends the run at"
+        " once, losing 3 steps",
         "aliquot: SIGINT, told to stop again: ended, losing 3 steps",
     ]
 
@@ -103,7 +104,10 @@ def test_a_run_directory_that_does_not_answer_keeps_no_signal_from_being_obeyed(
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=20)
     assert process.returncode == 1 and "not saved within checkpoint.grace_s = 4 s" in errors
-    assert "the step is finished and saved; once more ends the run at once, and what is lost" in errors
+    assert (
+        "it saves and stops once all ranks have finished the step; once more ends the run at once, and what is lost"
+        in errors
+    )
 
 
 def test_a_node_and_the_leader_may_both_tell_a_rank_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,9 @@ class StopSignal:
         if self._tells:
             within_a_moment(self._look_what_is_lost)
         once_more = "" if ROUND in os.environ else f"; once more ends the run at once, {self._lost}"
-        self._tell(f"{signal.Signals(number).name}: the step is finished and saved{once_more}")
+        self._tell(
+            f"{signal.Signals(number).name}: it saves and stops once all ranks have finished the step{once_more}"
+        )
 
     def _look_what_is_lost(self) -> None:
         self._lost = self._kept()
