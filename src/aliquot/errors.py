@@ -6,6 +6,7 @@ Each kind has an id, which is printed behind its line and explained in docs/trou
 from __future__ import annotations
 
 import errno
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,9 @@ _FAILING = {
     errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ECONNREFUSED, errno.ECONNRESET,
     errno.ECONNABORTED, errno.EREMOTEIO, errno.ENOLCK, errno.EAGAIN, errno.EBUSY,
 }  # fmt: skip
+
+# Only a file system says these; an error of a write that fails so names no file.
+_OF_FILES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE}
 
 
 def one_line(path: str | Path) -> str:
@@ -178,6 +182,27 @@ def kinds(of: type[UserError] = UserError) -> Iterator[type[UserError]]:
 def storage_error(told: str, error: OSError, where: str | Path | None = None) -> StorageError:
     """`told` as what it is: a StorageFailureError where a disk or a file server is in trouble."""
     return (StorageFailureError if error.errno in _FAILING else StorageError)(told, where)
+
+
+def refusal(error: BaseException) -> UserError | None:
+    """The line for the person where the operating system has refused memory, or more of a file; None for any other
+    error. Torch's allocator says ENOMEM in the words of a RuntimeError."""
+    if isinstance(error, UserError):
+        return None
+    number = error.errno if isinstance(error, OSError) else None
+    told = str(error).strip().partition("\n")[0]
+    if isinstance(error, MemoryError) or number == errno.ENOMEM or "Cannot allocate memory" in told:
+        return DoesNotFitError(
+            f"out of memory: {told or 'Cannot allocate memory'}. Raise the limit (ulimit -v, the container's), or look"
+            " at what `aliquot plan` says is needed"
+        )
+    if isinstance(error, OSError) and number == errno.EFBIG:
+        largest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        limit = "the file system's limit" if largest == resource.RLIM_INFINITY else f"{largest} bytes (ulimit -f)"
+        return StorageError(f"a file or shared memory would be larger than {limit}. Raise it", error.filename)
+    if isinstance(error, OSError) and number in _OF_FILES:
+        return storage_error(error.strerror or told, error, error.filename)
+    return None
 
 
 @contextmanager

@@ -139,6 +139,25 @@ def test_a_file_server_in_trouble_is_no_bad_input(number: int, code: int) -> Non
     assert report_error(caught.value) == code
 
 
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (MemoryError(), "out of memory: Cannot allocate memory. Raise the limit"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of memory: [Errno 12] Cannot allocate memory. Raise"),
+        (RuntimeError("[enforce] can't allocate: Error code 12 (Cannot allocate memory)\nmore"), "out of memory: [enf"),
+        (OSError(errno.EFBIG, "File too large"), "a file or shared memory would be larger than"),
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device [disk]"),
+    ],
+)
+def test_what_the_system_refuses_is_one_line_with_the_cause(
+    error: Exception, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert report_error(error) == 2
+    assert capsys.readouterr().err.startswith(f"aliquot: {told}")
+    assert report_error(RuntimeError("of our own")) == 1
+    assert "RuntimeError: of our own [crash]" in capsys.readouterr().err
+
+
 def test_what_is_recorded_is_read_by_the_launcher_and_lies_beside_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import sys
@@ -11,11 +10,8 @@ from contextlib import contextmanager
 
 import typer
 
-from aliquot.errors import StorageError, UserError, storage_error
+from aliquot.errors import StorageError, UserError, refusal, storage_error
 from aliquot.launch.rank_errors import LAST_WORDS
-
-# What only a file system says; the error of a write that fails so names no file.
-_STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.ESTALE}
 
 
 @contextmanager
@@ -24,8 +20,8 @@ def one_line_errors(debug: bool) -> Iterator[None]:
     try:
         with one_line_interrupt():
             yield
-    except (UserError, OSError) as error:
-        told = error if isinstance(error, UserError) else _of_storage(error)
+    except Exception as error:
+        told = error if isinstance(error, UserError) else refusal(error) or _of_storage(error)
         if debug or told is None:
             raise
         _say(told.line)
@@ -48,8 +44,8 @@ def _say(line: str) -> None:
         print(f"aliquot: {line}", file=sys.stderr)
 
 
-def _of_storage(error: OSError) -> StorageError | None:
+def _of_storage(error: Exception) -> StorageError | None:
     """None for what is about no file: a closed pipe, which typer knows to end, a connection, a library's own error."""
-    if error.errno is None or (error.filename is None and error.errno not in _STORAGE):
+    if not isinstance(error, OSError) or error.errno is None or error.filename is None:
         return None
     return storage_error(error.strerror or str(error), error, error.filename)

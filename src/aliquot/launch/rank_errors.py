@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from aliquot.errors import TrainingError, UserError
+from aliquot.errors import TrainingError, UserError, refusal
 from aliquot.launch.moments import within_a_moment
 from aliquot.textfile import publish_text
 
@@ -94,8 +94,9 @@ def report_error(error: Exception, debug: bool = False) -> int:
     ranks share. Otherwise one line goes to stderr, followed by the traceback if `debug`.
     """
     rank = int(os.environ.get("RANK", "0"))
-    kind = classify(error)
     text = "".join(traceback.format_exception(error))
+    error = refusal(error) or error
+    kind = classify(error)
     message = error.line if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     code = error.exit_code if isinstance(error, UserError) else 1
     own = RankError(rank, kind, message, text, time.time(), code)
