@@ -16,7 +16,7 @@ import aliquot
 from aliquot.checkpoint.mirrored import complete_steps
 from aliquot.errors import RunDirectoryError
 from aliquot.observe.recorder import Recorder
-from aliquot.observe.run_directory import RunDirectory
+from aliquot.observe.run_directory import HEADER, RunDirectory
 from aliquot.ranges.manifest import verify
 from aliquot.stores.open_store import open_store
 from tests import warm
@@ -101,3 +101,28 @@ def test_a_lock_that_another_process_has_made_anew_is_not_ones_own(tmp_path: Pat
         with pytest.raises(RunDirectoryError, match="no longer holds its lock"):
             directory.check_publish()
     directory.check_publish()  # a process that holds no lock has nothing to compare
+
+
+@pytest.mark.parametrize("left", [None, ""])
+def test_a_run_whose_configuration_is_lost_is_known_by_its_checkpoints(tmp_path: Path, left: str | None) -> None:
+    config, directory = write_config(tmp_path, checkpoint={"every": 2, "export": False}), tmp_path / "run"
+    aliquot.train(aliquot.read_config(config, ["train.max_steps=2"]))
+    (directory / "config.yaml").unlink()
+    if left is not None:
+        (directory / "config.yaml").write_text(left)
+    aliquot.train(aliquot.read_config(config, ["train.max_steps=3"]))
+    assert sorted(curve(directory)) == [1, 2, 3]
+    assert (directory / "config.yaml").read_text().startswith(HEADER)
+    (directory / "config.yaml").unlink()
+    for manifest in directory.glob("checkpoints/*/manifest.json"):
+        manifest.unlink()
+    with pytest.raises(RunDirectoryError, match="is not a run of aliquot"):
+        aliquot.train(aliquot.read_config(config))
+
+
+def test_another_engine_than_the_checkpoints_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write_config(tmp_path, checkpoint={"every": 1, "export": False}, observe={"console": "quiet"})
+    for engine, steps in (("host", 1), ("host", 2), ("fsdp", 3)):
+        aliquot.train(aliquot.read_config(config, [f"shard.engine={engine}", f"train.max_steps={steps}"]))
+        told = "the engine is fsdp, but this checkpoint was saved by host" in capsys.readouterr().err
+        assert told == (engine == "fsdp")

@@ -226,6 +226,11 @@ def fill_model(run: Attempt, inputs: Inputs, model: Model) -> Start:
         position, ends = Position(**state["position"]), tuple(state.get("ends", ()))
         start = Start(state["step"], state["tokens"], where, position, ends, _evaluations(run, inputs, where, state))
         run.display.line(f"resuming from {where}")
+        if (before := state.get("engine")) not in (None, model.engine_name):
+            told(
+                f"the engine is {model.engine_name}, but this checkpoint was saved by {before}: losses agree up to"
+                f" rounding, not bit for bit. Set shard.engine={before} to continue exactly"
+            )
         for change in changes(state, settings):
             run.display.line(f"changed since: {change}")
     elif config.adapter is not None and (learned := config.adapter.directory) is not None:

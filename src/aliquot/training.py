@@ -335,6 +335,7 @@ class Training:
             "rng": {"seed": config.run.seed},
             "determinants": self._inputs.determinants(config),
             "model": computed(self._inputs.source.config),
+            "engine": self._model.engine_name,
             "config": config.model_dump(mode="json", by_alias=True),
         }
 

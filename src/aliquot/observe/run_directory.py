@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from aliquot.checkpoint.directories import complete_directories
 from aliquot.config.read_config import dump_config
 from aliquot.config.schema import RunConfig
 from aliquot.errors import NodesDifferError, RunDirectoryError, one_line, storage_error
@@ -108,11 +109,13 @@ class RunDirectory:
         return [self.path, *([self.checkpoints] if os.path.lexists(self.checkpoints) else ())]
 
     def _is_a_run(self) -> bool:
-        """A config.yaml alone may be the person's own."""
-        try:
-            return (self.path / "config.yaml").read_text(encoding="utf-8").startswith(HEADER)
-        except (OSError, UnicodeDecodeError):
-            return False
+        """Whether config.yaml is aliquot's, not the person's own, or was lost beside a checkpoint that is whole."""
+        with suppress(OSError, UnicodeDecodeError):
+            if (self.path / "config.yaml").read_text(encoding="utf-8").startswith(HEADER):
+                return True
+        with suppress(OSError):
+            return bool(complete_directories(self.checkpoints))
+        return False
 
     @contextmanager
     def locked(self) -> Iterator[None]:
