@@ -31,7 +31,9 @@ def command(
     from aliquot.launch import launcher
     from aliquot.launch.auto_ranks import crowding_warning, with_automatic_ranks
     from aliquot.launch.preload import restart_with_allocator
+    from aliquot.machine.memory import memory_limit
     from aliquot.observe.run_directory import RunDirectory
+    from aliquot.plan.fit import check_start
 
     places: dict[Keys, Location] = {}
     with one_line_errors(debug), naming_places(places):
@@ -39,7 +41,10 @@ def command(
         settings, written = read_with_places(config, given)
         places.update(written)
         placed, reason = with_automatic_ranks(launcher.with_environment(settings.launch, os.environ), settings)
-        if launcher.mode(placed, os.environ) == "launcher":
+        mode = launcher.mode(placed, os.environ)
+        if mode != "rank" and not force:
+            check_start(settings, int(placed.ranks), memory_limit())
+        if mode == "launcher":
             directory = RunDirectory(settings.run.directory)
             if not placed.nodes_may_change:
                 directory.check(settings)  # before anything is made in it

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from aliquot.config.plan import Plan
+from aliquot.config.schema import RunConfig
+from aliquot.errors import DoesNotFitError
+from aliquot.plan.engine_memory import START_PRIVATE_BYTES, START_SHARED_BYTES, beside_bytes
 from aliquot.plan.planned_machine import Machine
 
 # Plans of peak memory have been off by up to this much: benchmarks/foresight.py.
@@ -13,6 +16,20 @@ def hopeless(plan: Plan) -> bool:
     """It does not fit even if the plan is as much too high as plans have been."""
     of_host = plan.host_peak_bytes_per_rank * (1 - UNCERTAINTY) > plan.host_limit_bytes
     return of_host or plan.peak_bytes_per_rank * (1 - UNCERTAINTY) > plan.limit_bytes
+
+
+def check_start(config: RunConfig, ranks: int, memory_bytes: int) -> None:
+    """Before any rank of a node starts: later ones make a plan, but only if all of them live until then.
+
+    Raises DoesNotFitError where `memory_bytes`, those of the node, do not hold `ranks` processes without a model.
+    """
+    needed = ranks * START_PRIVATE_BYTES + START_SHARED_BYTES + beside_bytes(config, ranks)
+    if needed * (1 - UNCERTAINTY) > memory_bytes:
+        raise DoesNotFitError(
+            f"this run would not fit: the processes of {ranks} ranks need {_gib(needed)} of memory before they have a"
+            f" model, and this machine or container has {_gib(memory_bytes)}. Lower launch.ranks (--force starts it all"
+            " the same)"
+        )
 
 
 def problems(plan: Plan, machine: Machine) -> list[str]:
