@@ -16,6 +16,7 @@ from aliquot.checkpoint.copies import copies_from
 from aliquot.checkpoint.directories import newest
 from aliquot.checkpoint.mirror import Mirror
 from aliquot.config.due import is_due
+from aliquot.data.answer_ends import answer_ends
 from aliquot.data.batches import StepBatch
 from aliquot.data.batches_ahead import BatchesAhead
 from aliquot.data.batches_to_gpu import ToGpu
@@ -72,9 +73,11 @@ class Training:
         self._watchdog = watchdog
         self._mirror = mirror
         self._engine = model.engine
+        learns_all = run.config.data.train_on == "all"
         self._files = model_files(
-            inputs.source.config, inputs.tokenizer, inputs.source.directory, inputs.data.prefix, inputs.data.chat_prefix
-        )
+            inputs.source.config, inputs.tokenizer, inputs.source.directory, inputs.data.prefix,
+            inputs.data.chat_prefix, answer_ends(inputs.data.open_train().values(), inputs.tokenizer, learns_all),
+        )  # fmt: skip
         if model.built.adapter is not None:
             self._files = model.built.adapter.files(self._files, str(run.config.model.path))
         saving = run.config.checkpoint

@@ -13,7 +13,7 @@ from aliquot.config.peft_settings import CONFIG_FILE
 from aliquot.errors import ModelFilesError, TokenizerError, UsageError
 from aliquot.models.code_of_strangers import without_code
 from aliquot.models.export import STATE, export_checkpoint
-from aliquot.models.model_files import trained_prefix
+from aliquot.models.model_files import joined_ends, trained_ends, trained_prefix
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,6 +79,8 @@ def load(directory: Path) -> Loaded:
             f"transformers cannot load this model: {' '.join(str(error).split())}", directory
         ) from error
     model.generation_config = _one_by_one(model.generation_config)
+    if (ids := joined_ends(model.generation_config.eos_token_id, trained_ends(directory))) is not None:
+        model.generation_config.eos_token_id = ids  # beside an adapter lies no generation config
     return Loaded(model, tokenizer, trained_prefix(directory), trained_prefix(directory, "chat_prefix"))
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from aliquot.config.peft_settings import CONFIG_FILE
 from aliquot.errors import ModelFilesError, WeightsFileError
 from aliquot.models.fingerprint import fingerprint
+from aliquot.models.model_files import with_ends
 from aliquot.models.source import HUB_FILES, local_directory, model_on_meta
 from aliquot.models.stored_names import StoredNames
 from aliquot.models.stored_weights import StoredWeights, in_order
@@ -61,7 +62,7 @@ class MergedWeights:
         """What lies beside them: the model's configurations, and what the adapter was learned with about text."""
         own = [name for name in ("config.json", "generation_config.json") if (self._directory / name).is_file()]
         about_text = {name: data for name, data in of_adapter.items() if name != CONFIG_FILE}
-        return about_text | {name: read_small(self._directory / name) for name in own}
+        return with_ends(about_text | {name: read_small(self._directory / name) for name in own})
 
     def parts(self) -> Sequence[Part]:
         return self._base.parts()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,9 +29,11 @@ def model_files(
     source: Path | None,
     prefix: Sequence[int],
     chat_prefix: Sequence[int],
+    ends: Sequence[int] = (),
 ) -> dict[str, bytes]:
     """File name -> content, for fp32 weights. The generation config is the one of `source`, if it has one; from
-    scratch, special tokens are the tokenizer's. `prefix`: the ids before each document; `chat_prefix`: each chat.
+    scratch, special tokens are the tokenizer's. `prefix`: the ids before each document; `chat_prefix`: each chat;
+    `ends`: the tokens that end learned answers.
     """
     saved = type(config).from_dict(config.to_dict())
     saved.dtype = torch.float32
@@ -48,8 +51,37 @@ def model_files(
         files["generation_config.json"] = (source / "generation_config.json").read_bytes()
     files["config.json"] = _json(_with_old_names(fields))
     files["tokenizer_config.json"] = _json(_known_class(parse_json(files["tokenizer_config.json"], "tokenizer_config")))
-    files[CONVENTION_FILE] = _json({"prefix": list(prefix), "chat_prefix": list(chat_prefix)})
-    return files
+    files[CONVENTION_FILE] = _json({"prefix": list(prefix), "chat_prefix": list(chat_prefix), "ends": list(ends)})
+    return with_ends(files)
+
+
+def with_ends(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """`files` with the tokens that end learned answers, which aliquot.json lists, in every `eos_token_id`.
+
+    Programs that generate stop at those tokens; without them a base model that learned chats never stops.
+    """
+    from transformers import AutoConfig
+
+    ends = parse_json(files.get(CONVENTION_FILE, b"{}"), CONVENTION_FILE).get("ends") or []
+    config = parse_json(files["config.json"], "config.json")
+    generation = {key: config[key] for key in SPECIAL if config.get(key) is not None}
+    if "generation_config.json" in files:
+        generation = parse_json(files["generation_config.json"], "generation_config.json")
+    changed = dict(files)
+    if (ids := joined_ends(generation.get("eos_token_id"), ends)) is not None:
+        changed["generation_config.json"] = _json(generation | {"eos_token_id": ids})
+    if (ids := joined_ends(config.get("eos_token_id"), ends)) is not None:
+        with suppress(Exception):  # a few configuration classes take one number alone
+            AutoConfig.for_model(config["model_type"], eos_token_id=ids)
+            changed["config.json"] = _json(config | {"eos_token_id": ids})
+    return changed
+
+
+def joined_ends(eos: Any, ends: Sequence[int]) -> int | list[int] | None:
+    """`eos`, a token, a list of tokens or None, with `ends`; None: `eos` has them all."""
+    before = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    ids = list(dict.fromkeys([*before, *ends]))
+    return None if ids == before else ids[0] if len(ids) == 1 else ids
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
@@ -64,11 +96,20 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
 
 def trained_prefix(directory: Path, key: Literal["prefix", "chat_prefix"] = "prefix") -> list[int] | None:
     """What the training of an exported model put before each document, or each chat; None: nothing says so."""
+    return _trained_tokens(directory, key)
+
+
+def trained_ends(directory: Path) -> list[int]:
+    """The tokens that end learned answers of an exported model or adapter."""
+    return _trained_tokens(directory, "ends") or []
+
+
+def _trained_tokens(directory: Path, key: str) -> list[int] | None:
     file = directory / CONVENTION_FILE
     if not file.is_file():
         return None
-    prefix = parse_json(file.read_bytes(), CONVENTION_FILE).get(key)
-    return prefix if isinstance(prefix, list) and all(isinstance(token, int) for token in prefix) else None
+    tokens = parse_json(file.read_bytes(), CONVENTION_FILE).get(key)
+    return tokens if isinstance(tokens, list) and all(isinstance(token, int) for token in tokens) else None
 
 
 def of_step(files: Mapping[str, bytes], step: int) -> dict[str, bytes]:
