@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from pydantic import BaseModel
 from typer.testing import CliRunner
 
 from aliquot.cli.main import app
 from aliquot.config.places import naming_places
 from aliquot.config.read_config import read_config
+from aliquot.config.schema import RunConfig
+from aliquot.config.section import PLACE
 from aliquot.errors import ConfigError, DataError, UserError
 
 PLACES = {("train", "freeze"): "run.yaml:9", ("data", "path"): "run.yaml:4"}
@@ -46,3 +51,43 @@ def test_commands_say_it(tmp_path: Path) -> None:
     ended = CliRunner().invoke(app, ["plan", str(file), "--instance", "c7i.8xlarge"])
     assert ended.exit_code == 2
     assert f"{file}:6: launch.device is cuda, but c7i.8xlarge has no GPU" in ended.output
+
+
+def sections(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    """`model` and all sections in it, also those of lists."""
+    yield model
+    for field in model.model_fields.values():
+        kinds = [field.annotation, *get_args(field.annotation)]
+        kinds += [inner for kind in kinds for inner in get_args(kind)]
+        for kind in kinds:
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from sections(kind)
+
+
+def test_every_key_that_is_a_path_is_declared_as_a_place() -> None:
+    fields = [(each, name, field) for each in sections(RunConfig) for name, field in each.model_fields.items()]
+    paths = [
+        (each, name, field) for each, name, field in fields if Path in {field.annotation, *get_args(field.annotation)}
+    ]
+    assert {name for _, name, _ in paths} >= {"directory", "config", "offload_directory", "cache_directory"}
+    assert [(each.__name__, name) for each, name, field in paths if PLACE not in field.metadata] == []
+
+
+def test_a_place_may_be_in_a_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 3}}')
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "run: {directory: ~/runs/x}\nmodel: {config: ~/c.json}\nshard: {offload_directory: ~/fast, "
+        "deepspeed_config: ~/ds.json}\n"
+        "data: {path: [~/a.txt, ~nobody-has-this-name/b.txt, c/~.txt], chat_template: '~{{ messages }}', "
+        "tokenizer: ~/t, cache_directory: ~/cache}\ncheckpoint: {resume: ~/old}\n"
+    )
+    config = read_config(file)
+    assert config.run.directory == tmp_path / "runs" / "x"
+    assert config.model.config == tmp_path / "c.json"
+    assert config.shard.offload_directory == tmp_path / "fast"
+    assert config.data.path == [f"{tmp_path}/a.txt", "~nobody-has-this-name/b.txt", "c/~.txt"]
+    assert config.data.chat_template == "~{{ messages }}"
+    assert (config.data.tokenizer, config.data.cache_directory) == (f"{tmp_path}/t", tmp_path / "cache")
+    assert config.checkpoint.resume == f"{tmp_path}/old"

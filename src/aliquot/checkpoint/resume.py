@@ -10,7 +10,6 @@ from aliquot.checkpoint.directories import STATE, newest, tidy
 from aliquot.checkpoint.evaluations import Evaluations
 from aliquot.checkpoint.mirrored import split_url
 from aliquot.checkpoint.restore import restore, restore_newest
-from aliquot.config.home import with_home
 from aliquot.config.schema import CheckpointSection
 from aliquot.errors import DamagedCheckpoint, ResumeError
 from aliquot.ranges.bytemap import Shape
@@ -40,7 +39,7 @@ def resume(
     wanted = settings.resume
     if wanted == "never":
         return None
-    given = with_home(wanted)
+    given = Path(wanted)
     if wanted != "auto" and not is_url(wanted) and not on_first(ranks, lambda: _has_begun(given, root)):
         try:
             return given, restore(given, store, tensors, ranks, learned, config)

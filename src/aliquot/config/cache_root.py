@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from aliquot.config.home import with_home
+
 
 def cache_root(configured: Path | None = None) -> Path:
     """`configured`, else $ALIQUOT_CACHE, else ~/.cache/aliquot."""
-    return Path(configured or os.environ.get("ALIQUOT_CACHE") or "~/.cache/aliquot").expanduser().absolute()
+    return with_home(configured or os.environ.get("ALIQUOT_CACHE") or "~/.cache/aliquot").absolute()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from aliquot.config.deepspeed_keys import RULES, Fate, rule_of
+from aliquot.config.home import with_home
 from aliquot.errors import DeepspeedConfigError
 from aliquot.nesting import TooDeepError, decode_json
 
@@ -77,7 +78,7 @@ def fill(values: dict[str, Any], locations: Locations) -> None:
     if given is None:
         return
     if isinstance(given, str):
-        found = _read(Path(given), locations)
+        found = _read(with_home(given), locations)
         values["shard"]["deepspeed_config"] = found
     elif isinstance(given, dict):
         found = given

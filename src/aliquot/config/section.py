@@ -9,21 +9,31 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel, BeforeValidator, ConfigDict, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from aliquot.config.home import with_home
+
 # What fp32 and 64 bits hold: beyond, what computes with it fails in its own way.
 _SMALLEST, _LARGEST, _LARGEST_INTEGER = 1e-37, 1e37, 2**63 - 1
 OF_KEY = "of_key"  # the kind of an error whose message goes on where the key has been named
 
 
-def _names_something(value: Any) -> Any:
-    """Python takes an empty path for the working directory."""
+def _place(value: Any) -> Any:
+    """Refuse an empty path, which Python takes for the working directory, and replace ~ and ~NAME."""
     if value in ("", []):
         raise PydanticCustomError(OF_KEY, "is empty")
     if isinstance(value, list) and "" in value:
         raise PydanticCustomError(OF_KEY, "has an empty path")
-    return value
+    return [_expanded(path) for path in value] if isinstance(value, list) else _expanded(value)
 
 
-PLACE = BeforeValidator(_names_something)  # of a key that names a file, a directory, a hub id, or several
+def _expanded(value: Any) -> Any:
+    """As it is written where nobody has that home: it may be a template, and is told as missing otherwise."""
+    if not isinstance(value, str | Path) or not str(value).startswith("~"):
+        return value
+    path = with_home(value)
+    return value if str(path).startswith("~") else str(path)
+
+
+PLACE = BeforeValidator(_place)  # of a key that names a file, a directory, a hub id, or several
 
 
 class Section(BaseModel):

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from aliquot.config.cache_root import cache_root
-from aliquot.config.home import with_home
 from aliquot.config.schema import DataSection
 from aliquot.data.cache import publishing
 from aliquot.data.chat import ENCODING
@@ -112,7 +111,7 @@ def prepare(
     all_have_rows = check_vocabulary(tokenizer, rows, own and not has_more)
     directory = publish_tokenizer(tokenizer, root)
     # Beside the tokenizer: of another one the numbers that an export names are other tokens.
-    beside = [adapter_dir, model_dir] if own else [with_home(section.tokenizer)] if section.tokenizer else []
+    beside = [adapter_dir, model_dir] if own else [Path(section.tokenizer)] if section.tokenizer else []
     known = (trained_prefix(each) for each in beside if each is not None)
     trained = next((prefix for prefix in known if prefix is not None), None)
     builder = _Builder(section, tokenizer, directory, root, trained)

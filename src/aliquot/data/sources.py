@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from aliquot.config.data_section import DataSection, RecordsSection
-from aliquot.config.home import with_home
 from aliquot.data.digests import digests
 from aliquot.data.documents import (
     RECORDS,
@@ -171,7 +170,7 @@ def _find(entry: str, key: str) -> tuple[list[Path], int]:
         root = Path(sysconfig.get_paths()["stdlib"])
         modules = (file for file in _walk(root, {".py"}) if not NOT_OF_STDLIB & set(file.relative_to(root).parts))
         return [file for file in modules if _is_utf8(file)], 0
-    path = with_home(entry)
+    path = Path(entry)
     if path.is_file():
         return [path], 0
     if path.is_dir():
