@@ -174,6 +174,27 @@ def test_an_adapter_is_evaluated_and_continues_texts_beside_its_model(folder: Pa
     assert said[0] == said[1]
 
 
+def test_an_adapter_whose_model_has_moved_says_so_and_takes_its_new_place(
+    folder: Path, base: Path, lora: Path, tmp_path: Path
+) -> None:
+    own, config = shutil.copytree(lora / "export", tmp_path / "own"), str(folder / "lora.yaml")
+    settings = json.loads((own / "adapter_config.json").read_text())
+    settings["base_model_name_or_path"] = str(tmp_path / "gone")
+    (own / "adapter_config.json").write_text(json.dumps(settings))
+    expected = r"adapter_config.json: base_model_name_or_path names the model .*gone, which is not there: .* --base$"
+    with pytest.raises(UserError, match=expected):
+        read_evaluation(str(own), config, [])
+    with pytest.raises(UserError, match=expected):
+        next(generate(own, ["the rank"], 4, 0.0, 1))
+    assert read_evaluation(str(own), config, [], str(base)).model.path == str(base)
+    said = command(
+        "generate", own, "--prompt", "the rank", "--max-new-tokens", "4", "--temperature", "0", "--base", base
+    )
+    assert said.stdout.strip("\n") == next(generate(lora / "export", ["the rank"], 4, 0.0, 1)).strip("\n"), said.stderr
+    with pytest.raises(UserError, match=r"--base: .* is no adapter"):
+        read_evaluation(str(base), config, [], str(base))
+
+
 def test_an_adapter_says_how_its_documents_begin(folder: Path, base: Path, lora: Path, tmp_path: Path) -> None:
     """Its tokenizer and its aliquot.json go before those of the model beside it."""
     own = shutil.copytree(lora / "export", tmp_path / "own")

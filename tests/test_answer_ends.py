@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,8 @@ def test_so_does_an_adapter_and_what_it_is_merged_into(base: Path, tmp_path: Pat
 
 
 def store_of(documents: list[list[int]], learned: list[list[int]] | None) -> TokenStore:
-    tokens, offsets = np.array(sum(documents, []), np.uint16), np.cumsum([0, *map(len, documents)])
-    mask = None if learned is None else np.array(sum(learned, []), np.uint8)
+    tokens, offsets = np.array(list(chain(*documents)), np.uint16), np.cumsum([0, *map(len, documents)])
+    mask = None if learned is None else np.array(list(chain(*learned)), np.uint8)
     return TokenStore(Path(), tokens, offsets, mask)
 
 

@@ -36,7 +36,7 @@ def decode_json(text: str | bytes, **options: Any) -> Any:
     Raises:
         ValueError: the text is not UTF-8, not JSON, has a number of thousands of digits, or nests too deeply.
     """
-    text = text if isinstance(text, str) else text.decode("utf-8")
+    text = text if isinstance(text, str) else text.decode("utf-8-sig")
     check_json_depth(text)
     return json.loads(text, **options)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from aliquot.config.schema import DataSection
 from aliquot.data.prepare import prepare
 from aliquot.data.sources import source_of
 from aliquot.data.tokenizer import check_vocabulary, convention_of, load_tokenizer, publish_tokenizer, trained_tokenizer
-from aliquot.errors import UserError
+from aliquot.errors import MissingToolError, UserError
 from tests.data.stores import TEXT, byte_level
 
 
@@ -70,6 +72,16 @@ def test_loading_from_a_directory_its_file_and_a_bare_file(tmp_path: Path) -> No
     for path in (str(tmp_path / "absent"), "./absent", "a/b/c"):
         with pytest.raises(UserError, match="no such tokenizer file or directory"):
             load_tokenizer(path)
+
+
+def test_a_sentencepiece_model_alone_names_its_package(tmp_path: Path, shared: Path) -> None:
+    if importlib.util.find_spec("sentencepiece") is not None:
+        pytest.skip("sentencepiece is installed: it reads the file")
+    shutil.copy(shared / "models" / "stories260K" / "config.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
+    with pytest.raises(MissingToolError, match=r"is a sentencepiece model .*: pip install sentencepiece$"):
+        load_tokenizer(tmp_path)
 
 
 def test_a_vocabulary_must_fit_the_embedding() -> None:

@@ -78,7 +78,12 @@ def test_the_tokenizer_gives_trainings_own_ids(tmp_path: Path, name: str) -> Non
 
 def test_what_training_prepends_is_remembered(tmp_path: Path) -> None:
     directory = exported(tmp_path, "llama", add_bos=False)
-    assert json.loads((directory / "aliquot.json").read_text()) == {"prefix": [], "chat_prefix": [], "ends": [1], "step": 1}
+    assert json.loads((directory / "aliquot.json").read_text()) == {
+        "prefix": [],
+        "chat_prefix": [],
+        "ends": [1],
+        "step": 1,
+    }
     said = command("generate", directory, "--prompt", "the rank", "--max-new-tokens", "1", "--temperature", "0")
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -112,3 +113,26 @@ def test_an_error_of_one_rank_reaches_all(tmp_path: Path) -> None:
     answers = run_world(2, work)
     assert [type(answer) for answer in answers] == [WeightsFileError] * 2
     assert {str(a) for a in answers} == {f"rank 1: {tmp_path / 'not mounted here'}: no such directory"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_weight_that_is_not_finite_is_named(tmp_path: Path, dtype: torch.dtype, value: float) -> None:
+    stored = values(dtype)
+    stored["model.layers.0.q_proj.weight"][2, 3] = value
+    save_file(stored, tmp_path / "model.safetensors")
+    expected = rf"model.safetensors: the weight model.layers.0.q_proj.weight is {value} at \[2, 3\]: no setting can"
+    assert run_world(2, lambda ranks: _message(tmp_path, ranks, expected)) == [True, True]
+
+
+def _message(directory: Path, ranks: Any, expected: str) -> bool:
+    with pytest.raises(WeightsFileError, match=expected):
+        load(directory, ranks)
+    return True
+
+
+def test_weights_whose_sum_is_infinite_are_finite(tmp_path: Path) -> None:
+    stored = values()
+    stored["model.embed_tokens.weight"].fill_(3e38)
+    save_file(stored, tmp_path / "model.safetensors")
+    load_weights(FakeStore(MODEL, kinds=["weight"], zeros=True), tmp_path, MODEL, TIED, Alone())

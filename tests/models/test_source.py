@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,10 +21,12 @@ from tokenizers.models import BPE
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from aliquot.config.schema import ModelSection
+from aliquot.data.tokenizer import load_tokenizer
 from aliquot.errors import UserError
 from aliquot.models import meta
 from aliquot.models.fingerprint import fingerprint
 from aliquot.models.source import model_on_meta, resolve
+from aliquot.ranges.bytemap import ByteMap
 from tests.engines.cases import SMALL
 from tests.models.hub_server import hub_with
 
@@ -154,6 +158,33 @@ def test_files_that_are_no_config(tmp_path: Path) -> None:
     file.write_text(json.dumps({**SMALL, "model_type": "llama", "torch_dtype": "float16"}))
     assert str(resolve(ModelSection(path=str(tmp_path))).dtype) == "torch.float16"
     assert resolve(ModelSection(config=file)).from_scratch
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path, shared: Path) -> None:
+    for file in (shared / "models" / "stories260K").glob("*.json"):
+        (tmp_path / file.name).write_bytes(codecs.BOM_UTF8 + file.read_bytes())
+    assert resolve(ModelSection(path=str(tmp_path))).config.model_type == "llama"
+    assert len(load_tokenizer(tmp_path)) == 512
+
+
+def test_an_empty_window_is_named_and_one_that_nobody_slides_is_not() -> None:
+    assert "sliding_window is 0: in such a window" in refused(config={"model_type": "mistral", "sliding_window": 0})
+    resolve(ModelSection(config={"model_type": "qwen2", "sliding_window": 0, "use_sliding_window": False}))
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1024\n"
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"])
+def test_a_pointer_of_git_lfs_is_told_as_one(tmp_path: Path, shared: Path, name: str) -> None:
+    shutil.copytree(shared / "models" / "stories260K", tmp_path / "model")
+    (tmp_path / "model" / name).unlink()
+    (tmp_path / "model" / name).write_text(POINTER)
+    expected = rf"{name}: (model.path: )?a git-lfs pointer, not the file itself: fetch it first \(git lfs pull\)$"
+    with pytest.raises(UserError, match=expected):
+        resolve(ModelSection(path=str(tmp_path / "model")))
+        load_tokenizer(tmp_path / "model")
+        ByteMap.of_directory(tmp_path / "model")
 
 
 def test_the_vocabulary_has_room_for_the_largest_number_and_grows_for_tokens_that_were_added_alone() -> None:

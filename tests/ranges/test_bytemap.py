@@ -26,6 +26,22 @@ def test_shards(tmp_path: Path) -> None:
     assert {path.name for path in found.header_bytes} == set(names.values())
 
 
+def test_a_file_beside_shards_holds_the_same_weights_or_is_refused(tmp_path: Path) -> None:
+    names = {"a": "model-00001-of-00002.safetensors", "c": "model-00002-of-00002.safetensors"}
+    single = sharded(tmp_path, names) / "model.safetensors"
+    index = tmp_path / "model.safetensors.index.json"
+    save_file({"a": torch.zeros(2), "c": torch.zeros(4)}, single)
+    assert {entry.file for entry in ByteMap.of_directory(tmp_path).entries.values()} == {single}
+    for other in ({"a": torch.zeros(2), "c": torch.ones(4)}, {"a": torch.zeros(2)}, {"a": torch.zeros(2).half()}):
+        save_file(other, single)
+        with pytest.raises(UserError, match=r"model.safetensors and the shards of .*index.json are both here, and"):
+            ByteMap.of_directory(tmp_path)
+    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))  # an index of this very file
+    assert set(ByteMap.of_directory(tmp_path).entries) == {"a"}
+    index.write_text(json.dumps({"weight_map": {"b": "gone-00001-of-00001.safetensors"}}))
+    assert set(ByteMap.of_directory(tmp_path).entries) == {"a"}
+
+
 def test_stem(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(2)}, tmp_path / "exp_avg.safetensors")
     assert set(ByteMap.of_directory(tmp_path, "exp_avg").entries) == {"a"}

@@ -30,6 +30,7 @@ def command(
         ),
     ] = 0.8,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 42,
+    base: Annotated[str | None, typer.Option(help="Of an adapter: where its model lies now, if it has moved.")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """Talk to a model in its chat template. A line is what you say; /reset begins anew, end of input ends.
@@ -40,7 +41,7 @@ def command(
         from aliquot.models.chat import Chat
         from aliquot.models.generate import load
 
-        chat = Chat(load(model_dir), max_new_tokens, temperature, seed)
+        chat = Chat(load(model_dir, base), max_new_tokens, temperature, seed)
         for line in _lines():
             if line == "/reset":
                 chat.reset()

@@ -37,6 +37,7 @@ def command(
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object, of several sets one in it for each, and nothing else.")
     ] = False,
+    base: Annotated[str | None, typer.Option(help="Of an adapter: where its model lies now, if it has moved.")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """Loss, perplexity and bits per byte of a model on a text, by all ranks; nothing is written.
@@ -52,7 +53,7 @@ def command(
         options = {"data.sequence_length": sequence_length, "launch.ranks": ranks}
         given = [f"{key}={value}" for key, value in options.items() if value is not None]
         quiet = ["observe.console=quiet"] if as_json else []
-        settings = read_evaluation(model, data, [*(overrides or []), *given, *quiet])
+        settings = read_evaluation(model, data, [*(overrides or []), *given, *quiet], base)
         placed, reason = with_automatic_ranks(launcher.with_environment(settings.launch, os.environ), settings)
         if launcher.mode(placed, os.environ) == "launcher":
             if reason is None and (warning := crowding_warning(placed, settings)) is not None:

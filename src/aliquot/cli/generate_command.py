@@ -25,6 +25,7 @@ def command(
         ),
     ] = 0.8,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 42,
+    base: Annotated[str | None, typer.Option(help="Of an adapter: where its model lies now, if it has moved.")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """Continue prompts with a trained model, which is loaded once; of several, an empty line is between them."""
@@ -34,7 +35,7 @@ def command(
             raise UsageError("nothing to continue: give --prompt TEXT or --prompts FILE")
         from aliquot.models.generate import generate
 
-        for number, text in enumerate(generate(model_dir, asked, max_new_tokens, temperature, seed)):
+        for number, text in enumerate(generate(model_dir, asked, max_new_tokens, temperature, seed, base)):
             print("\n" * (number > 0) + text, flush=True)
 
 

@@ -5,6 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 
+def looks_local(name: str) -> bool:
+    """Whether `name`, of a model, can only be a path: a hub id is `owner/name`."""
+    return with_home(name).exists() or name.startswith((".", "/", "~")) or name.count("/") != 1
+
+
 def with_home(path: str | Path) -> Path:
     """`path` with ~ and ~NAME replaced; as it stands, so that it is told as missing, where nobody has that name."""
     try:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from aliquot.errors import ConfigError
+from aliquot.config.home import looks_local, with_home
+from aliquot.errors import ConfigError, ModelFilesError
 from aliquot.nesting import decode_json
 
 CONFIG_FILE = "adapter_config.json"
@@ -41,18 +42,28 @@ def adapter_settings(directory: Path) -> dict[str, Any]:
     return {ours: fields[theirs] for theirs, ours in _NAMES.items() if theirs in fields}
 
 
-def model_beside(directory: Path) -> str:
-    """The model that the adapter in `directory` is for. Raises UserError where it is not said."""
+def model_beside(directory: Path, base: str | None = None) -> str:
+    """The model that the adapter in `directory` is for: `base`, else the one that its configuration names.
+
+    Raises UserError where neither says it, and where that model has moved.
+    """
+    if base is not None:
+        return base
     name = _fields(directory).get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         raise ConfigError("base_model_name_or_path does not say which model it is for", directory / CONFIG_FILE)
+    if looks_local(name) and not with_home(name).is_dir():
+        raise ModelFilesError(
+            f"base_model_name_or_path names the model {name}, which is not there: say where it is now by --base",
+            directory / CONFIG_FILE,
+        )
     return name
 
 
 def _fields(directory: Path) -> dict[str, Any]:
     file = directory / CONFIG_FILE
     try:
-        fields = decode_json(file.read_text())
+        fields = decode_json(file.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(
             f"no {CONFIG_FILE} here: give a directory that peft or a run with an adapter has saved", directory

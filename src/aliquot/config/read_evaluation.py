@@ -23,16 +23,17 @@ from aliquot.config.schema import (
     TrainSection,
 )
 from aliquot.config.section import OF_KEY
-from aliquot.errors import ConfigError
+from aliquot.errors import ConfigError, UsageError
 
 _Section = TypeVar("_Section", ModelSection, AdapterSection)
 
 _TOGETHER = 64  # sequences that the automatic number of ranks shares out; the result does not depend on it
 
 
-def read_evaluation(model: str, data: str, overrides: Sequence[str]) -> RunConfig:
+def read_evaluation(model: str, data: str, overrides: Sequence[str], base: str | None = None) -> RunConfig:
     """`model`, or an adapter beside its own, on the text at `data`, or on what a run's YAML configuration evaluates on.
 
+    `base`: where the model of an adapter lies, if it has moved.
     Of that configuration, or of `overrides`, counts how text becomes sequences, how it is computed and by which ranks;
     the tokenizer is the model's. Raises UserError as `read_config` does, for one that evaluates on nothing, and for
     overrides of what the two arguments say.
@@ -51,12 +52,14 @@ def read_evaluation(model: str, data: str, overrides: Sequence[str]) -> RunConfi
             _check_not_said(override)
     train, shard, of_model = read.train, read.shard, _at(ModelSection, model)
     adapter = model if (with_home(model) / CONFIG_FILE).is_file() else None
+    if base is not None and adapter is None:
+        raise UsageError(f"--base: {model} is no adapter, and only an adapter has a base model: leave it out")
     own = None if adapter is None else with_home(adapter)
     beside = own is not None and (own / "tokenizer_config.json").is_file()  # as it was trained, with its chat template
     tokenizer = {"tokenizer": str(own) if beside else None, "tokenizer_vocab_size": None}
     return RunConfig(
         run=read.run,
-        model=of_model if adapter is None else _at(ModelSection, model_beside(Path(adapter))),
+        model=of_model if adapter is None else _at(ModelSection, model_beside(with_home(adapter), base)),
         adapter=None if adapter is None else _at(AdapterSection, adapter),
         data=read.data.model_copy(update=tokenizer | _without_training(read.data)),
         train=TrainSection(
@@ -79,7 +82,10 @@ def _check_not_said(override: str) -> None:
     """Of what the arguments say already, an override would be without effect."""
     key = override.partition("=")[0].strip()
     if key.partition(".")[0] in ("model", "adapter"):
-        raise ConfigError(f"override {override!r}: the argument MODEL says which model it is: leave it out")
+        raise ConfigError(
+            f"override {override!r}: the argument MODEL says which model it is: leave it out; --base"
+            " names the model of an adapter"
+        )
     if key in ("data.path", "data.eval_path"):
         raise ConfigError(f"override {override!r}: the argument DATA says which text it is: leave it out")
 

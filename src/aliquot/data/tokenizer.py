@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
+import importlib.util
 import json
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +21,11 @@ from aliquot.data.cuts import Cut, cut_of, pieces
 from aliquot.data.formats import words
 from aliquot.data.sources import Source
 from aliquot.data.token_store import TokenStore
-from aliquot.errors import TokenizerError, UnsupportedModelError
+from aliquot.errors import MissingToolError, TokenizerError, UnsupportedModelError
 from aliquot.models.code_of_strangers import without_code
 from aliquot.models.model_files import save_tokenizer
+from aliquot.models.source import DESCRIPTION_FILES
+from aliquot.textfile import LFS_POINTER, is_lfs_pointer
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 # Where tokenizers split words differently, they do it in one of these.
@@ -43,16 +49,59 @@ def load_tokenizer(name: str | Path) -> Any:
             if path.name == "tokenizer.json" and path.with_name("tokenizer_config.json").exists():
                 return without_code(AutoTokenizer.from_pretrained)(path.parent)  # the config names bos and eos
             return PreTrainedTokenizerFast(tokenizer_file=str(path))
-        return without_code(AutoTokenizer.from_pretrained)(path if path.is_dir() else str(name))
+        if not path.is_dir():
+            return without_code(AutoTokenizer.from_pretrained)(str(name))
+        with _without_marks(path) as directory:
+            return without_code(AutoTokenizer.from_pretrained)(directory)
     except UnsupportedModelError as error:  # which names the directory
         raise TokenizerError(str(error)) from error
     except Exception as error:  # tokenizers raises plain Exception
+        pointer = next((file for file, start in _starts(path) if is_lfs_pointer(start)), None)
+        if pointer is not None:
+            raise TokenizerError(LFS_POINTER, pointer) from error
         if path.is_dir() and not any(path.glob("tokenizer*")):
             raise TokenizerError(
                 "no tokenizer here: set data.tokenizer to a directory, a tokenizer.json or a hub id", name
             ) from error
+        if path.is_dir() and _needs_sentencepiece(path):
+            raise MissingToolError(
+                f"{name}: the tokenizer is a sentencepiece model without a tokenizer.json beside it, and the package"
+                " sentencepiece is not installed: pip install sentencepiece"
+            ) from error
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise TokenizerError(f"cannot load a tokenizer: {reason}", name) from error
+
+
+def _starts(path: Path) -> list[tuple[Path, bytes]]:
+    """The small files of a tokenizer at `path`, a directory or a file, and how each begins."""
+    files = [file for pattern in DESCRIPTION_FILES for file in path.glob(pattern)] if path.is_dir() else [path]
+    starts = []
+    for file in files:
+        if file.is_file():
+            with file.open("rb") as opened:
+                starts.append((file, opened.read(1 << 10)))
+    return starts
+
+
+def _needs_sentencepiece(directory: Path) -> bool:
+    """A tokenizer.model may also be tiktoken's: lines of base64 and a rank."""
+    if (directory / "tokenizer.json").exists() or importlib.util.find_spec("sentencepiece") is not None:
+        return False
+    models = [start for file, start in _starts(directory) if file.suffix == ".model"]
+    return any(re.match(rb"[A-Za-z0-9+/=]+ \d+\s", start) is None for start in models)
+
+
+@contextmanager
+def _without_marks(directory: Path) -> Iterator[Path]:
+    """`directory`, or a copy of its small files: transformers takes no JSON that begins with a byte order mark."""
+    starts = _starts(directory)
+    if not any(start.startswith(codecs.BOM_UTF8) for _, start in starts):
+        yield directory
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        for file, _ in starts:
+            (Path(folder) / file.name).write_bytes(file.read_bytes().removeprefix(codecs.BOM_UTF8))
+        yield Path(folder)
 
 
 def trained_tokenizer(
@@ -124,7 +173,7 @@ def give_template(tokenizer: Any, template: str | None) -> None:
         return
     if "{" not in template:
         try:
-            template = with_home(template).read_text(encoding="utf-8")
+            template = Path(template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not a text file"
             raise TokenizerError(f"data.chat_template cannot be read: {reason}", template) from error

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aliquot.config.peft_settings import CONFIG_FILE
+from aliquot.config.peft_settings import CONFIG_FILE, model_beside
 from aliquot.errors import ModelFilesError, TokenizerError, UsageError
 from aliquot.models.code_of_strangers import without_code
 from aliquot.models.export import STATE, export_checkpoint
 from aliquot.models.model_files import joined_ends, trained_ends, trained_prefix
+from aliquot.models.source import local_directory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,8 +53,9 @@ class Loaded:
         return found if found is not None and found > 0 else None
 
 
-def load(directory: Path) -> Loaded:
-    """A model, or an adapter and its model. Raises UserError where `directory` holds none with a tokenizer."""
+def load(directory: Path, base: str | None = None) -> Loaded:
+    """A model, or an adapter and its model, which lies at `base` if it has moved. Raises UserError
+    where `directory` holds none with a tokenizer."""
     if not directory.is_dir():
         raise ModelFilesError("no such directory", directory)
     if not any((directory / name).is_file() for name in ("config.json", CONFIG_FILE)):
@@ -63,15 +65,21 @@ def load(directory: Path) -> Loaded:
     if (directory / CONFIG_FILE).is_file() and (directory / STATE).is_file():
         with tempfile.TemporaryDirectory() as folder:  # transformers knows adapters by the names of their exports
             export_checkpoint(directory, Path(folder) / "export", "float32")
-            return load(Path(folder) / "export")
+            return load(Path(folder) / "export", base)
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
+    adapts = (directory / CONFIG_FILE).is_file()
+    if base is not None and not adapts:
+        raise UsageError("--base: this is no adapter, and only an adapter has a base model: leave it out", directory)
+    whole = local_directory(model_beside(directory, base)) if adapts else directory
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
     try:
         tokenizer = without_code(AutoTokenizer.from_pretrained)(directory)
-        model = without_code(AutoModelForCausalLM.from_pretrained)(directory, dtype="auto")
+        model = without_code(AutoModelForCausalLM.from_pretrained)(whole, dtype="auto")
+        if whole != directory:
+            model.load_adapter(str(directory))
     except Exception as error:  # safetensors, tokenizers and transformers each have their own
         if not any(directory.glob("*token*")):
             raise ModelFilesError("no tokenizer here: it belongs beside the model", directory) from error
@@ -96,10 +104,10 @@ def _one_by_one(of_model: GenerationConfig) -> GenerationConfig:
 
 
 def generate(
-    directory: Path, prompts: Sequence[str], max_new_tokens: int, temperature: float, seed: int
+    directory: Path, prompts: Sequence[str], max_new_tokens: int, temperature: float, seed: int, base: str | None = None
 ) -> Iterator[str]:
     """Each prompt and its continuation, which does not depend on the other prompts. Raises UserError as `load` does."""
-    found = load(directory)
+    found = load(directory, base)
     for prompt in prompts:
         yield continuation(
             found.model.generate, found.tokenizer, prompt, found.prefix, max_new_tokens, found.room, temperature, seed

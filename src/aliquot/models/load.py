@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from aliquot.errors import WeightsFileError
 from aliquot.models.adapter import BASE, STEM
 from aliquot.models.added_rows import OldRows, add_rows
@@ -41,7 +45,8 @@ def load_weights(
     `published` layout. Of the tensors that `may_grow` the directory may have fewer rows: the others are made of those
     (added_rows.py), from `seed`. What is stored beside them and `names` passes over is left alone, and rank 0 says so
     to `tell`. `watch` is told of this rank's progress. Returns the bytes that this rank read. Raises UserError on every
-    rank: no safetensors, malformed files, tensors missing, extra or of another shape (names listed).
+    rank: no safetensors, malformed files, tensors missing, extra or of another shape (names listed), values that are
+    not finite.
     """
 
     def read() -> int:
@@ -64,7 +69,8 @@ def load_weights(
         check_tensors(
             [(name, short[name].shape if name in short else shape) for name, shape in wanted], found, directory, extra
         )
-        return fill(OldRows(filled, found) if short else filled, {"weight": found}, watch=watch)
+        target = OldRows(filled, found) if short else filled
+        return fill(target, {"weight": found}, watch=watch, check=_check_finite)
 
     grown: dict[str, TensorEntry] = {}
     read_bytes = together(ranks, read)[ranks.rank]
@@ -92,9 +98,24 @@ def load_adapter(
         check_tensors(
             wanted, {name: stored[name] for name in names & stored.keys()}, directory, sorted(stored.keys() - names)
         )
-        fill(store if of_checkpoint else PublishedStore(store, saves), {"weight": stored})
+        target = store if of_checkpoint else PublishedStore(store, saves)
+        fill(target, {"weight": stored}, check=_check_finite)
 
     together(ranks, read)
+
+
+def _check_finite(entry: TensorEntry, start: int, values: Tensor) -> None:
+    """Raises UserError for an infinity or a NaN: every loss of such a model is one, whatever the settings."""
+    if bool(values.sum(dtype=torch.float32).isfinite()):  # one pass; a sum may overflow where no value has
+        return
+    if (odd := values.isfinite().logical_not()).any():
+        at = int(odd.nonzero()[0])
+        place = [int(index) for index in np.unravel_index(start + at, entry.shape)] if entry.shape else []
+        raise WeightsFileError(
+            f"the weight {entry.name} is {float(values[at])} at {place}: no setting can train such a model. Take other"
+            " weights; a merge, or a conversion to a smaller dtype, may have damaged these",
+            entry.file,
+        )
 
 
 def _check_tied(stored: Mapping[str, TensorEntry], tied: Mapping[str, str], directory: Path, ranks: RankGroup) -> None:

@@ -64,11 +64,13 @@ def with_ends(files: Mapping[str, bytes]) -> dict[str, bytes]:
 
     ends = parse_json(files.get(CONVENTION_FILE, b"{}"), CONVENTION_FILE).get("ends") or []
     config = parse_json(files["config.json"], "config.json")
-    generation = {key: config[key] for key in SPECIAL if config.get(key) is not None}
+    generation: dict[str, Any] | None = {key: config[key] for key in SPECIAL if config.get(key) is not None}
     if "generation_config.json" in files:
-        generation = parse_json(files["generation_config.json"], "generation_config.json")
+        generation = None
+        with suppress(UserError):  # of somebody else: nothing here depends on it
+            generation = parse_json(files["generation_config.json"], "generation_config.json")
     changed = dict(files)
-    if (ids := joined_ends(generation.get("eos_token_id"), ends)) is not None:
+    if generation is not None and (ids := joined_ends(generation.get("eos_token_id"), ends)) is not None:
         changed["generation_config.json"] = _json(generation | {"eos_token_id": ids})
     if (ids := joined_ends(config.get("eos_token_id"), ends)) is not None:
         with suppress(Exception):  # a few configuration classes take one number alone

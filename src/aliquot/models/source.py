@@ -9,13 +9,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aliquot.config.home import with_home
+from aliquot.config.home import looks_local, with_home
 from aliquot.config.peft_settings import CONFIG_FILE
 from aliquot.config.schema import ModelSection
 from aliquot.errors import ConfigError, ModelFilesError, UnsupportedModelError
 from aliquot.models.code_of_strangers import without_code
 from aliquot.models.counts import refuse_absurd_counts
 from aliquot.nesting import decode_json
+from aliquot.textfile import LFS_POINTER, is_lfs_pointer
 
 if TYPE_CHECKING:
     import torch
@@ -171,8 +172,7 @@ def local_directory(path: str, hub_files: Sequence[str] = HUB_FILES) -> Path:
     directory = with_home(path)
     if directory.is_dir():
         return directory
-    looks_local = directory.exists() or path.startswith((".", "/", "~")) or path.count("/") != 1
-    if looks_local:
+    if looks_local(path):
         raise ModelFilesError(f"model.path {path}: no such directory (nor does it look like a hub id, owner/name)")
     from huggingface_hub import snapshot_download
 
@@ -188,7 +188,7 @@ def local_directory(path: str, hub_files: Sequence[str] = HUB_FILES) -> Path:
 
 def _read_json(file: Path, key: str) -> dict[str, Any]:
     try:
-        values = decode_json(file.read_text(encoding="utf-8"))
+        values = decode_json(file.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         if (file.parent / CONFIG_FILE).is_file():
             raise ModelFilesError(
@@ -196,6 +196,8 @@ def _read_json(file: Path, key: str) -> dict[str, Any]:
             ) from None
         raise ModelFilesError(f"{key}: no config.json here; is this a Hugging Face model directory?", file) from None
     except (OSError, ValueError) as error:
+        if isinstance(error, ValueError) and is_lfs_pointer(file.read_bytes()[:64]):
+            raise ModelFilesError(f"{key}: {LFS_POINTER}", file) from None
         raise ModelFilesError(f"{key}: not readable as JSON: {error}", file) from None
     if not isinstance(values, dict):
         raise ModelFilesError(f"{key}: expected a JSON object", file)
@@ -229,7 +231,21 @@ def _parse_config(values: dict[str, Any], where: str) -> PretrainedConfig:
     except Exception as error:  # each configuration checks itself in its own way
         raise ModelFilesError(f"not a valid {model_type} configuration: {_one_line(error)}", where) from error
     _refuse_out_of_scope(config, where)
+    _refuse_empty_window(config, where)
     return config
+
+
+def _refuse_empty_window(config: PretrainedConfig, where: str) -> None:
+    """An empty window masks every token, and transformers then attends to all of them, later ones too."""
+    text = config.get_text_config(decoder=True)
+    window, kinds = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
+    slides = kinds is None or any("sliding" in str(kind) for kind in kinds)
+    if isinstance(window, int) and window < 1 and slides:
+        raise ModelFilesError(
+            f"sliding_window is {window}: in such a window a token does not even see itself. Write null for attention"
+            " without a window",
+            where,
+        )
 
 
 def _refuse_out_of_scope(config: PretrainedConfig, where: str) -> None:

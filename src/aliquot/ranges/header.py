@@ -16,6 +16,7 @@ import torch
 
 from aliquot.errors import WeightsFileError, reading
 from aliquot.ranges.jsonfile import LIMIT_BYTES, parse_json
+from aliquot.textfile import LFS_POINTER, is_lfs_pointer
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -72,6 +73,9 @@ def read_header(path: Path) -> Header:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
             raise WeightsFileError("not a regular file", path)
+        if is_lfs_pointer(file.read(64)):
+            raise WeightsFileError(LFS_POINTER, path)
+        file.seek(0)
         length = int.from_bytes(file.read(8), "little")
         if found.st_size < 8 or length > found.st_size - 8:
             raise WeightsFileError("truncated, or not a safetensors file: the header is longer than the file", path)

@@ -8,6 +8,7 @@ from typing import Any
 
 from aliquot.errors import WeightsFileError, reading
 from aliquot.nesting import decode_json
+from aliquot.textfile import LFS_POINTER, is_lfs_pointer
 
 LIMIT_BYTES = 100_000_000  # safetensors' own limit for a header
 
@@ -34,6 +35,8 @@ def parse_json(data: bytes, where: str | Path) -> dict[str, Any]:
     try:
         value = decode_json(data, object_pairs_hook=_unique)
     except ValueError as error:  # bad UTF-8, bad JSON, endless digits, endless nesting
+        if is_lfs_pointer(data):
+            raise WeightsFileError(LFS_POINTER, where) from error
         raise WeightsFileError(f"not valid JSON: {ascii(str(error))[1:200]}", where) from error
     if not isinstance(value, dict):
         raise WeightsFileError("not a JSON object", where)

@@ -49,10 +49,17 @@ class Progress:
 Watch = Callable[[Progress], None]  # called after every piece; what it raises ends the transfer
 
 
-def fill(store: PartStore, maps: Maps, checksums: BlockChecksums | None = None, watch: Watch | None = None) -> int:
+def fill(
+    store: PartStore,
+    maps: Maps,
+    checksums: BlockChecksums | None = None,
+    watch: Watch | None = None,
+    check: Callable[[TensorEntry, int, Tensor], None] = lambda entry, start, values: None,
+) -> int:
     """Read all parts of `store` whose kind is in `maps`; the bytes read. Raises UserError.
 
-    `store` is used from the calling thread only, each part in order.
+    `store` is used from the calling thread only, each part in order. `check` sees the values of each piece as the store
+    holds them, flat, from element `start` of its tensor; an error that it raises ends the transfer.
     """
     work = _Transfer(store, maps, watch)
     values = mapped_tensor(PIECE_BYTES, torch.float32)  # a piece as fp32; as stored its values may take one byte each
@@ -60,9 +67,12 @@ def fill(store: PartStore, maps: Maps, checksums: BlockChecksums | None = None, 
     def land(piece: _Piece, stored: Tensor) -> None:
         if piece.view is None:
             as_fp32 = stored if stored.dtype == torch.float32 else values[: piece.numel].copy_(stored)
+            check(piece.entry, piece.start, as_fp32)
             store.write(piece.part, piece.start, as_fp32)
-        elif piece.direct is None:
-            piece.view.copy_(stored)
+        else:
+            if piece.direct is None:
+                piece.view.copy_(stored)
+            check(piece.entry, piece.start, piece.view)
         work.count(piece)
 
     drop = too_large_to_keep(entry for of_kind in maps.values() for entry in of_kind.values())
