@@ -7,15 +7,18 @@ import json
 import os
 import shutil
 import sysconfig
+from collections import Counter
 from pathlib import Path
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
 
 from aliquot.config.cache_root import cache_root
 from aliquot.config.schema import DataSection
-from aliquot.data.sources import CARD, FileSource, HeldOut, source_of, sources_of
+from aliquot.data.files import CARD, HIDDEN, NO_FILE
+from aliquot.data.sources import FileSource, HeldOut, source_of, sources_of
 from aliquot.errors import UserError
 
 
@@ -184,7 +187,7 @@ def test_a_dataset_by_name_is_the_same_documents(tmp_path: Path) -> None:
         ("latin.txt", {}, r"latin.txt: not UTF-8 text \(invalid continuation byte at byte 3\)"),
         ("latin.txt", {"document": "line"}, r"latin.txt:1: not UTF-8 text"),
         ("packed.txt", {}, "packed.txt: a gzip archive, not text: let its name end with .gz, or"),
-        ("packed.txt", {"document": "line"}, "packed.txt:1: a gzip archive, not text: let its name end with .gz, or"),
+        ("packed.txt", {"document": "line"}, "packed.txt: a gzip archive, not text: let its name end with .gz, or"),
         ("windows.txt", {}, "windows.txt: UTF-16 text, not UTF-8: convert it first .iconv -f UTF-16 -t UTF-8"),
         ("windows.csv.gz", {}, "windows.csv.gz: UTF-16 text, not UTF-8: convert it first"),
         (
@@ -193,7 +196,7 @@ def test_a_dataset_by_name_is_the_same_documents(tmp_path: Path) -> None:
             "little.txt: UTF-16LE text, not UTF-8: convert it first .iconv -f UTF-16LE",
         ),
         ("big.jsonl", {}, "big.jsonl: UTF-16BE text, not UTF-8: convert it first"),
-        ("packed.jsonl", {}, "packed.jsonl:1: a gzip archive, not text: let its name end with .gz, or"),
+        ("packed.jsonl", {}, "packed.jsonl: a gzip archive, not text: let its name end with .gz, or"),
         ("plain.txt", {"document": "field"}, r"plain.txt: data.document: field is for records \(.jsonl,"),
         ("bad.jsonl", {"document": "line"}, "bad.jsonl: data.document: line is for plain text"),
         ("bad.jsonl", {}, r"bad.jsonl:2: not a JSON record \(.*\); write one record a line"),
@@ -327,6 +330,80 @@ def test_cards_beside_records_are_left_out_and_counted(tmp_path: Path) -> None:
     assert [document.text for document in found if not document.blank] == ["first", "a card", "a card"]
     assert [document.reason for document in found if document.blank] == [CARD] * 3
     assert texts(tmp_path / "docs") == texts(tmp_path / "README.md") == ["a card"], "nothing that it describes"
+
+
+def test_what_is_not_read_is_counted_by_reason(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.tsv", "c.jsonl.bz2", "data", ".hidden/x.jsonl", ".git", "sub/d.tsv"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"text": "first"}')
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    found = Counter(document.reason for document in source(tmp_path).documents())
+    kinds = {".tsv": 2, ".bz2": 1, "no suffix": 1}
+    others = {f"a file of a kind that is not read ({kind}), left out": count for kind, count in kinds.items()}
+    assert found == {None: 1, HIDDEN: 2, NO_FILE: 1, **others}
+    (tmp_path / "sub.jsonl").mkdir()
+    found = Counter(document.reason for document in source(f"{tmp_path}/*.jsonl").documents())
+    assert found == {None: 1, NO_FILE: 1, "a directory that a pattern matches, left out": 1}
+
+
+def test_a_link_to_what_is_not_there_is_missing_data(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "first"}')
+    (tmp_path / "b.jsonl").symlink_to("../gone/b")
+    for path in (tmp_path, f"{tmp_path}/*.jsonl", tmp_path / "b.jsonl"):
+        with pytest.raises(UserError, match=r"b.jsonl: a link to \.\./gone/b, which is not there: data are missing"):
+            source(path)
+
+
+def test_a_dataset_that_was_saved_to_disk_is_read_by_its_name(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_dict({"text": ["one", "two", "three"]})
+    rows.save_to_disk(tmp_path / "saved", num_shards=2)
+    with pytest.raises(UserError, match=r"saved: a dataset that save_to_disk has written: .* data.dataset$"):
+        source(tmp_path)
+    section = DataSection(dataset=str(tmp_path / "saved"), split="train")
+    assert [document.text for document in source_of(section, tmp_path).documents()] == ["one", "two", "three"]
+
+
+TWICE = pyarrow.table([["good"], ["other"]], names=["text", "text"])
+TAR = b"a.txt".ljust(257, b"\0") + b"ustar" + b"\0" * 250 + b"text"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "a git-lfs pointer, not the"),
+        ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "a git-lfs pointer"),
+        ("a.jsonl", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "a git-lfs pointer"),
+        ("a.txt", TAR, "a tar archive, not text: unpack it first"),
+        ("a.txt", b"PAR1\x15\x04\x00", "a file of the format parquet, not text"),
+        ("a.md", b"%PDF-1.7\n", "a file of the format PDF, not text"),
+        ("a.txt", b"good " * 2000 + b"\0", r"a NUL byte at byte 10000: no text has any"),
+        ("a.csv", b"text\ngood\nb\0d\n", "a.csv:3: a NUL byte: no text has any"),
+        ("a.csv", b"text,id,text\ngood,1,other\n", "a.csv: the column 'text' stands 2 times: which one is meant"),
+        ("a.jsonl", b'{"text": "good"}\n{"text": "a", "text": "b"}\n', "a.jsonl:2: the key 'text' stands 2 times"),
+        ("a.json", b'[{"text": "good"}, {"text": "a", "text": "b"}]', "a.json, record 2: the key 'text' stands 2"),
+        ("a.json", b'{\n"text": "a",\n"text": "b"\n}', "a.json: the key 'text' stands 2 times"),
+        ("a.json", b'{\n"data": [{"text": "a"}, {"text": "b"}]\n}', "one JSON object with the keys data, of which"),
+        ("a.jsonl", b'{"data": [{"text": "a"}, {"text": "b"}]}', "a.jsonl:1: one JSON object with the keys data, of"),
+        ("a.json", b'{\n"text": "a"\n}\n{\n"text": "b"\n}', "a.json: JSON objects over several lines: write one"),
+    ],
+)
+def test_what_is_no_text_or_stands_twice_is_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message) as caught:
+        texts(tmp_path / name)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_column_of_parquet_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(TWICE, tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"a.parquet: the column 'text' stands 2 times"):
+        texts(tmp_path / "a.parquet")
+
+
+def test_what_merely_looks_like_another_format_is_read(tmp_path: Path) -> None:
+    for name, content in {"a.txt": "PAR1 is a region", "b.json": '{\n"text": "one\\u0000record"\n}'}.items():
+        (tmp_path / name).write_text(content)
+    assert texts(tmp_path) == ["PAR1 is a region", "one\0record"]
 
 
 def test_linked_directories_are_read_once(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 
 from aliquot.config.data_section import RecordsSection
 from aliquot.data.formats import Format, Kind, format_of
-from aliquot.data.opened import not_text, opened, suffix_of
+from aliquot.data.json_objects import TwiceError, stands_twice, unique, whole_object
+from aliquot.data.opened import not_text, opened, refuse_pointer, suffix_of
 from aliquot.errors import DataError
 from aliquot.nesting import TooDeepError, check_json_depth, decode_json
 
@@ -21,6 +22,7 @@ Unit = Literal["file", "line", "block", "field"]
 PART_BYTES = 16 << 20  # of a file that is one document
 _BLOCK_CHARACTERS = 1 << 20
 _ROWS, _BATCH_BYTES = 512, 16 << 20  # of a table, at once
+_NO_TEXT = "no text has any. Leave this file out, or remove them (tr -d '\\0')"
 _NEAR_THE_END = 16  # characters: what a JSON value can be cut within, strings apart
 
 
@@ -59,7 +61,9 @@ def _parts(file: BinaryIO, position: Callable[[], int], path: Path) -> Iterator[
         try:
             more = with_newlines.decode(block, final=not block)
         except UnicodeDecodeError as error:
-            raise not_text(waiting + block, error, str(path), read_bytes - len(waiting)) from error
+            raise not_text(error, str(path), read_bytes - len(waiting)) from error
+        if (at := block.find(b"\0")) >= 0:
+            raise DataError(f"a NUL byte at byte {read_bytes + at}: {_NO_TEXT}", path)
         if not block:
             yield Document(text + more, "text", position())
             return
@@ -74,7 +78,9 @@ def _lines(file: BinaryIO, position: Callable[[], int], path: Path, unit: Unit) 
         try:
             line = data.decode("utf-8").rstrip("\r\n")
         except UnicodeDecodeError as error:
-            raise not_text(data, error, f"{path}:{number}") from error
+            raise not_text(error, f"{path}:{number}") from error
+        if "\0" in line:
+            raise DataError(f"a NUL byte: {_NO_TEXT}", f"{path}:{number}")
         if number == 1:
             line = line.removeprefix("\ufeff")
         blank = not line or line.isspace()
@@ -104,9 +110,13 @@ def _jsonl(path: Path, section: RecordsSection) -> Iterator[Document]:
 
 
 def _json(path: Path, section: RecordsSection) -> Iterator[Document]:
-    """An array of records, or a record a line."""
+    """An array of records, a record a line, or one record over several lines."""
     with opened(path) as (file, _):
         start = file.read(1 << 16).removeprefix(codecs.BOM_UTF8).lstrip()
+    if start.startswith(b"{") and (record := whole_object(path, start)) is not None:
+        text, kind, _ = _read(record, None, section, str(path))
+        yield Document(encodable(text, str(path)), kind, path.stat().st_size, where=str(path))
+        return
     with opened(path) as (file, position):
         read = _json_array if start.startswith(b"[") else _json_lines
         yield from read(file, position, path, section)
@@ -119,9 +129,12 @@ def _json_lines(file: BinaryIO, position: Callable[[], int], path: Path, section
             continue
         where = f"{path}:{number}"
         try:
-            record = decode_json(line.removeprefix(codecs.BOM_UTF8).decode())  # of bytes it would let surrogates pass
+            # Of bytes it would let surrogates pass.
+            record = decode_json(line.removeprefix(codecs.BOM_UTF8).decode(), object_pairs_hook=unique)
         except UnicodeDecodeError as error:
-            raise not_text(line, error, where) from error
+            raise not_text(error, where) from error
+        except TwiceError as error:
+            raise DataError(str(error), where) from error
         except ValueError as error:
             raise DataError(f"not a JSON record ({error}); write one record a line", where) from error
         text, kind, form = _read(record, form, section, where)
@@ -130,6 +143,7 @@ def _json_lines(file: BinaryIO, position: Callable[[], int], path: Path, section
 
 def _json_array(file: BinaryIO, position: Callable[[], int], path: Path, section: RecordsSection) -> Iterator[Document]:
     form: Format | None = None
+    number = 0
     try:
         for number, record in enumerate(_elements(file, path), 1):
             where = f"{path}, record {number}"
@@ -139,12 +153,14 @@ def _json_array(file: BinaryIO, position: Callable[[], int], path: Path, section
         raise DataError(f"not UTF-8 text ({error.reason})", path) from error
     except TooDeepError as error:
         raise DataError(f"not a JSON array of records ({error})", path) from None
+    except TwiceError as error:
+        raise DataError(str(error), f"{path}, record {number + 1}") from error
 
 
 def _elements(file: BinaryIO, path: Path) -> Iterator[object]:
     """The elements of one JSON array, one at a time."""
     decode = codecs.getincrementaldecoder("utf-8-sig")().decode
-    scan = json.JSONDecoder().raw_decode
+    scan = json.JSONDecoder(object_pairs_hook=unique).raw_decode
     text, at, ended, number = "", 0, False, 0
     while True:
         while at < len(text) and (text[at].isspace() or text[at] == ("," if number else "[")):
@@ -178,6 +194,8 @@ def _csv(path: Path, section: RecordsSection) -> Iterator[Document]:
         rows = csv.reader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), strict=True)
         try:
             names = next(rows, [])
+            if twice := stands_twice([name for name in names if name], "column"):
+                raise DataError(twice, path)
             form = format_of(section, names, path)
             for row in rows:
                 if not row:
@@ -185,12 +203,14 @@ def _csv(path: Path, section: RecordsSection) -> Iterator[Document]:
                 where = f"{path}:{rows.line_num}"
                 if len(row) != len(names):
                     raise DataError(f"{len(row)} values, but the first line names {len(names)}", where)
+                if any("\0" in value for value in row):
+                    raise DataError(f"a NUL byte: {_NO_TEXT}", where)
                 text, kind = form.read(dict(zip(names, row, strict=True)), where)
                 yield Document(encodable(text, where), kind, position(), where=where)
         except csv.Error as error:
             raise DataError(f"not CSV ({error})", f"{path}:{rows.line_num}") from error
         except UnicodeDecodeError as error:
-            raise not_text(error.object, error, f"{path}, after line {rows.line_num}") from error
+            raise not_text(error, f"{path}, after line {rows.line_num}") from error
 
 
 def _parquet(path: Path, section: RecordsSection) -> Iterator[Document]:
@@ -200,8 +220,11 @@ def _parquet(path: Path, section: RecordsSection) -> Iterator[Document]:
     if path.suffix.lower() != ".parquet":
         raise DataError("parquet is read in any order, which an archive is not: unpack it first", path)
     size_bytes = path.stat().st_size
+    refuse_pointer(path)
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
+            if twice := stands_twice(file.schema_arrow.names, "column"):
+                raise DataError(twice, path)
             form = format_of(section, file.schema_arrow.names, path)
             rows = max(file.metadata.num_rows, 1)
             row = 0
@@ -252,9 +275,25 @@ def _read(record: Any, form: Format | None, section: RecordsSection, where: str)
     """The document in `record`, and its format: that of the records before it, or found by its fields."""
     if not isinstance(record, dict):
         raise DataError(f"a record must be a JSON object, not {type(record).__name__}", where)
-    form = form or format_of(section, record, where)
+    form = form or _format_of(section, record, where)
     form.check(record, where)
     return *form.read(record, where), form
+
+
+def _format_of(section: RecordsSection, record: dict[str, Any], where: str) -> Format:
+    """As `format_of`; an object that is no record may hold a list of them."""
+    try:
+        return format_of(section, record, where)
+    except DataError as error:
+        lists = {key: value for key, value in record.items() if isinstance(value, list) and value}
+        key = next((key for key, value in lists.items() if all(isinstance(each, dict) for each in value)), None)
+        if key is None:
+            raise
+        raise DataError(
+            f"one JSON object with the keys {', '.join(record)}, of which {key!r} holds a list of {len(record[key])}:"
+            f" if those are the records, write that list alone (jq .{key} FILE > RECORDS.json)",
+            where,
+        ) from error
 
 
 def encodable(text: str, where: str) -> str:

@@ -4,14 +4,11 @@ each whole, or the part of it that is held out for evaluation, or the rest.
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import json
-import os
-import sysconfig
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -28,20 +25,12 @@ from aliquot.data.documents import (
     rows_at_once,
     text_documents,
 )
+from aliquot.data.files import find_files
 from aliquot.data.formats import Format, format_of
 from aliquot.data.opened import suffix_of
 from aliquot.errors import ConfigError, DataError
 
-IN_DIRECTORIES = {".txt", ".md", ".py", ".jsonl", ".json", ".csv", ".parquet"}  # and compressed ones
-# In a directory, at or above files of records: what describes them.
-_CARDS = {"readme", "license", "licence", "notice", "citation", "contributing", "changelog", "dataset_info",
-          "dataset_infos", "dataset_dict"}  # fmt: skip
-CARD = "a README, a license or the like beside records, left out"
 _NOT_READ = {".tsv", ".arrow", ".feather", ".orc", ".avro", ".xls", ".xlsx"}
-# Nobody reads tests and tables (of characters, of help texts) to learn how Python is written.
-NOT_OF_STDLIB = {
-    "site-packages", "dist-packages", "test", "tests", "idlelib", "idle_test", "encodings", "pydoc_data",
-}  # fmt: skip
 
 
 class Source(Protocol):
@@ -112,13 +101,13 @@ class FileSource:
     label: str
     total_bytes: int
     cache: Path  # where digests are kept
-    cards: int = 0  # files that describe records, left out
+    left_out: Mapping[str, int] = field(default_factory=dict)  # what else is at the paths, by reason
 
     @classmethod
     def find(cls, section: RecordsSection, cache: Path, key: str) -> FileSource:
         """The files at the paths of the section, which `key` names. A file that is named twice is refused."""
-        found = [_find(entry, key) for entry in section.paths]
-        files = [file for entry, _ in found for file in entry]
+        left_out: Counter[str] = Counter()
+        files = [file for entry in section.paths for file in find_files(entry, key, left_out)]
         times = Counter(file.absolute() for file in files)
         twice = next((file for file in files if times[file.absolute()] > 1), None)
         if twice is not None:
@@ -133,7 +122,7 @@ class FileSource:
             label=f"{key} {', '.join(section.paths)}",
             total_bytes=sum(file.stat().st_size for file in files),
             cache=cache,
-            cards=sum(cards for _, cards in found),
+            left_out=left_out,
         )
 
     @cached_property
@@ -152,7 +141,8 @@ class FileSource:
 
     def documents(self) -> Iterator[Document]:
         before_bytes = 0
-        yield from [Document("", "text", 0, reason=CARD)] * self.cards
+        for reason, count in self.left_out.items():
+            yield from [Document("", "text", 0, reason=reason)] * count
         for file, unit in zip(self.files, self.units, strict=True):
             try:
                 documents = record_documents(file, self.section) if unit == "field" else text_documents(file, unit)
@@ -161,70 +151,6 @@ class FileSource:
             except OSError as error:
                 raise DataError(f"cannot be read ({error.strerror or error})", file) from error
             before_bytes += file.stat().st_size
-
-
-def _find(entry: str, key: str) -> tuple[list[Path], int]:
-    """The files of one entry of a path: a file, a directory, a glob or `stdlib`; sorted within the entry. Of a
-    directory with records those that describe them are left out: how many."""
-    if entry == "stdlib":
-        root = Path(sysconfig.get_paths()["stdlib"])
-        modules = (file for file in _walk(root, {".py"}) if not NOT_OF_STDLIB & set(file.relative_to(root).parts))
-        return [file for file in modules if _is_utf8(file)], 0
-    path = Path(entry)
-    if path.is_file():
-        return [path], 0
-    if path.is_dir():
-        walked = _walk(path, IN_DIRECTORIES)
-        files = _without_cards(walked)
-        if not files:
-            raise DataError(f"{key}: no {', '.join(sorted(IN_DIRECTORIES))} file in this directory", entry)
-        return files, len(walked) - len(files)
-    if not glob.has_magic(entry):
-        raise DataError(f"{key}: no such file or directory", entry)
-    # Path.glob takes no absolute pattern.
-    files = sorted(match for match in map(Path, glob.glob(str(path), recursive=True)) if match.is_file())  # noqa: PTH207
-    if not files:
-        raise DataError(f"{key}: no file matches", entry)
-    return files, 0
-
-
-def _without_cards(files: list[Path]) -> list[Path]:
-    cards = {file for file in files if file.name.split(".")[0].lower() in _CARDS}
-    described = {
-        parent for file in files if file not in cards and suffix_of(file) in RECORDS for parent in file.parents
-    }
-    return [file for file in files if file not in cards or file.parent not in described]
-
-
-def _walk(root: Path, suffixes: set[str]) -> list[Path]:
-    """Files below `root`, hidden ones left out, sorted by their relative names; links are followed, each place once.
-
-    Raises DataError for a directory that cannot be read."""
-
-    def unreadable(error: OSError) -> None:
-        raise DataError(f"cannot be read: {error.strerror}", error.filename) from error
-
-    found: list[Path] = []
-    walked = {root.resolve()}
-    for parent, directories, names in os.walk(root, followlinks=True, onerror=unreadable):
-        candidates = sorted(name for name in directories if not name.startswith("."))
-        directories.clear()
-        for name in candidates:
-            if (place := Path(parent, name).resolve()) not in walked:
-                walked.add(place)
-                directories.append(name)
-        found += [
-            Path(parent, name) for name in names if suffix_of(Path(name)) in suffixes and not name.startswith(".")
-        ]
-    return sorted((file for file in found if file.is_file()), key=lambda file: file.relative_to(root).as_posix())
-
-
-def _is_utf8(file: Path) -> bool:
-    try:
-        file.read_bytes().decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _unit(file: Path, unit: Unit | None) -> Unit:
@@ -261,7 +187,10 @@ class HubSource:
         if section.document not in (None, "field"):
             raise DataError(f"data.document: {section.document} is for plain text; a record's document is its `field`")
         try:
-            dataset = datasets.load_dataset(section.dataset, section.dataset_config, split=section.split)
+            if saved := _saved_tables(Path(section.dataset)):
+                dataset = datasets.load_dataset("arrow", data_files=saved, split=section.split)
+            else:
+                dataset = datasets.load_dataset(section.dataset, section.dataset_config, split=section.split)
         except Exception as error:  # datasets raises nearly every kind of exception
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise DataError(f"cannot load the dataset: {reason}", label) from error
@@ -297,6 +226,15 @@ class HubSource:
                     yield Document(encodable(text, where), kind, done_bytes, where=where)
         except UnicodeDecodeError as error:
             raise DataError(f"not UTF-8 text ({error.reason})", f"{self.label}, after row {row}") from error
+
+
+def _saved_tables(directory: Path) -> list[str]:
+    """The tables of a dataset that `Dataset.save_to_disk` has written, in its order; none of any other directory."""
+    try:
+        state = json.loads((directory / "state.json").read_text(encoding="utf-8"))
+        return [str(directory / each["filename"]) for each in state["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
 
 
 @dataclass(frozen=True)

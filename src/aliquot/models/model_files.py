@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from aliquot.errors import UserError
+from aliquot.models.older_transformers import with_old_names
 from aliquot.models.source import SPECIAL
 from aliquot.ranges.jsonfile import parse_json, read_json
 
@@ -49,7 +50,7 @@ def model_files(
         files["generation_config.json"] = _json(special)
     elif (source / "generation_config.json").is_file():
         files["generation_config.json"] = (source / "generation_config.json").read_bytes()
-    files["config.json"] = _json(_with_old_names(fields))
+    files["config.json"] = _json(with_old_names(fields))
     files["tokenizer_config.json"] = _json(_known_class(parse_json(files["tokenizer_config.json"], "tokenizer_config")))
     files[CONVENTION_FILE] = _json({"prefix": list(prefix), "chat_prefix": list(chat_prefix), "ends": list(ends)})
     return with_ends(files)
@@ -139,26 +140,6 @@ def export_dtype(wanted: str, stored: torch.dtype | None, precision: str) -> tor
     if stored in (torch.float32, torch.bfloat16, torch.float16):
         return stored
     return torch.bfloat16 if precision == "bf16" else torch.float32
-
-
-def _with_old_names(fields: dict[str, Any]) -> dict[str, Any]:
-    """With what transformers 4 calls the rotary embedding's numbers: it would silently take its defaults instead."""
-    rope = fields.get("rope_parameters")
-    if not isinstance(rope, dict):
-        return fields
-    local = rope.get("sliding_attention")
-    whole = rope.get("full_attention") if isinstance(rope.get("full_attention"), dict) else rope
-    if not isinstance(whole, dict) or "rope_theta" not in whole:
-        return fields
-    old: dict[str, Any] = {"rope_theta": whole["rope_theta"]}
-    if isinstance(local, dict) and "rope_theta" in local:
-        old["rope_local_base_freq"] = local["rope_theta"]
-    if "partial_rotary_factor" in whole:
-        old["partial_rotary_factor"] = whole["partial_rotary_factor"]
-    scaling = {key: value for key, value in whole.items() if key not in ("rope_theta", "partial_rotary_factor")}
-    if scaling.get("rope_type", "default") != "default" and whole is rope:
-        old["rope_scaling"] = {**scaling, "rope_theta": whole["rope_theta"]}
-    return old | fields
 
 
 def _known_class(fields: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,85 @@
+"""A config.json that transformers 4.57 reads as version 5 does: keys that have new names are there under both.
+
+Version 4 takes the default of a key that it does not find, so that a model loads without a word and computes something
+else. `pytest -m long tests/models/test_older_transformers.py` compares the logits of all types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# Of each type: what version 4 calls a key of this config, or of its rope_parameters.
+_KEYS: Mapping[str, Mapping[str, str]] = {
+    "gpt_neox": {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
+    "gpt_neox_japanese": {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
+    "modernbert-decoder": {"global_rope_theta": "rope_theta", "local_rope_theta": "rope_local_base_freq"},
+    "qwen3_moe": {"num_experts": "num_local_experts"},
+}
+# Kinds of layers by the names that version 4 knows; version 5 reads them, too.
+_KINDS: Mapping[str, Mapping[str, str]] = {
+    "granitemoehybrid": {"linear_attention": "mamba", "full_attention": "attention"},
+    "zamba2": {"linear_attention": "mamba"},
+}
+_UNLIKE = "its code computes other numbers than that of version 5"
+# Types of which version 4.57 does not give the same, whatever the files say.
+_CANNOT: Mapping[str, str] = {
+    "apertus": _UNLIKE,
+    "moshi": _UNLIKE,
+    "recurrent_gemma": _UNLIKE,
+    "xlstm": "its code fails there",
+}
+
+
+def older_transformers(model_type: str) -> str | None:
+    """What to say of an export of a type that transformers 4.57 knows and does not read as version 5 does; None: it
+    does, or does not know that type."""
+    why = _CANNOT.get(model_type)
+    return None if why is None else f"transformers 4 does not read this {model_type} export as version 5 does: {why}"
+
+
+def with_old_names(fields: dict[str, Any]) -> dict[str, Any]:
+    """The `fields` of a config.json, with what transformers 4.57 calls those that it knows by other names."""
+    fields = {key: _plain_floats(value) for key, value in _with_old_rope(fields).items()}
+    model_type = str(fields.get("model_type"))
+    for old, new in _KEYS.get(model_type, {}).items():
+        if old not in fields and new in fields:
+            fields[old] = fields[new]
+    kinds = _KINDS.get(model_type, {})
+    for key in ("layer_types", "layers_block_type"):
+        if kinds and isinstance(fields.get(key), list):
+            fields[key] = [kinds.get(kind, kind) for kind in fields[key]]
+    return fields
+
+
+def _plain_floats(value: Any) -> Any:
+    """Version 5 writes an infinity as {"__float__": "Infinity"}, and reads `Infinity`, as version 4 does."""
+    if isinstance(value, list):
+        return [_plain_floats(each) for each in value]
+    if isinstance(value, dict):
+        return (
+            float(value["__float__"])
+            if value.keys() == {"__float__"}
+            else {k: _plain_floats(v) for k, v in value.items()}
+        )
+    return value
+
+
+def _with_old_rope(fields: dict[str, Any]) -> dict[str, Any]:
+    """With what transformers 4 calls the rotary embedding's numbers."""
+    rope = fields.get("rope_parameters")
+    if not isinstance(rope, dict):
+        return fields
+    local = rope.get("sliding_attention")
+    whole = rope.get("full_attention") if isinstance(rope.get("full_attention"), dict) else rope
+    if not isinstance(whole, dict) or "rope_theta" not in whole:
+        return fields
+    old: dict[str, Any] = {"rope_theta": whole["rope_theta"]}
+    if isinstance(local, dict) and "rope_theta" in local:
+        old["rope_local_base_freq"] = local["rope_theta"]
+    if "partial_rotary_factor" in whole:
+        old["partial_rotary_factor"] = whole["partial_rotary_factor"]
+    scaling = {key: value for key, value in whole.items() if key not in ("rope_theta", "partial_rotary_factor")}
+    if scaling.get("rope_type", "default") != "default" and whole is rope:
+        old["rope_scaling"] = {**scaling, "rope_theta": whole["rope_theta"]}
+    return old | fields
