@@ -20,6 +20,7 @@ from aliquot.models.adapter import STEM
 from aliquot.models.export import export, export_checkpoint
 from aliquot.models.generate import continuation
 from aliquot.models.model_files import export_dtype, exported_step, of_step
+from aliquot.models.older_transformers import older_transformers
 from aliquot.observe.console import Display
 from aliquot.ranges.together import on_first
 from aliquot.ranges.transfer import Watch
@@ -57,6 +58,8 @@ def export_run(
     if kept is not None and on_first(run.ranks, lambda: kept not in complete_directories(root)):
         run.display.warning(f"step {best} evaluated best, but could not be saved: the last weights are exported")
         kept = None
+    if adapter is None and (told := older_transformers(inputs.source.config.model_type)) is not None:
+        run.display.warning(told)
     spare = partial(_keep_foreign, target.resolve(), files, run.display)
     how: dict[str, Any] = {"replace": True, "watch": watch, "spare": spare}
     if kept is not None and best != done and _export_kept(run, kept, target, dtype, of_step(files, step_of(kept)), how):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Literal
@@ -30,6 +31,8 @@ def command(
     with one_line_errors(debug), ExitStack() as held:
         from aliquot.checkpoint.mirrored import fetched_weights
         from aliquot.models.export import export_checkpoint
+        from aliquot.models.older_transformers import older_transformers
+        from aliquot.ranges.jsonfile import read_json
         from aliquot.ranges.manifest import verify as verify_all
         from aliquot.stores.open_store import is_url
 
@@ -42,4 +45,8 @@ def command(
         if verify:
             verify_all(directory)
         export_checkpoint(directory, out_dir, dtype, merge=merge, base=base)
+        config = out_dir / "config.json"  # which an adapter has not
+        model_type = str(read_json(config).get("model_type")) if config.is_file() else ""
+        if (told := older_transformers(model_type)) is not None:
+            print(f"aliquot: {told}", file=sys.stderr)
     print(f"exported {checkpoint} to {out_dir} ({dtype})")

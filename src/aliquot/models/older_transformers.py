@@ -13,21 +13,27 @@ from typing import Any
 _KEYS: Mapping[str, Mapping[str, str]] = {
     "gpt_neox": {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
     "gpt_neox_japanese": {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
-    "modernbert-decoder": {"global_rope_theta": "rope_theta", "local_rope_theta": "rope_local_base_freq"},
     "qwen3_moe": {"num_experts": "num_local_experts"},
 }
 # Kinds of layers by the names that version 4 knows; version 5 reads them, too.
 _KINDS: Mapping[str, Mapping[str, str]] = {
     "granitemoehybrid": {"linear_attention": "mamba", "full_attention": "attention"},
+    "zamba": {"linear_attention": "mamba"},
     "zamba2": {"linear_attention": "mamba"},
 }
+# Of these a rope_scaling is that of layers with full attention alone, in both versions.
+_SCALES_WHOLE = ("gemma3_text", "olmo3")
 _UNLIKE = "its code computes other numbers than that of version 5"
+_WITHOUT_KERNELS = "without CUDA kernels its code computes other numbers than that of version 5"
 # Types of which version 4.57 does not give the same, whatever the files say.
 _CANNOT: Mapping[str, str] = {
     "apertus": _UNLIKE,
+    "mamba2": _WITHOUT_KERNELS,
+    "modernbert-decoder": _UNLIKE,
     "moshi": _UNLIKE,
     "recurrent_gemma": _UNLIKE,
     "xlstm": "its code fails there",
+    "zamba2": _WITHOUT_KERNELS,
 }
 
 
@@ -80,6 +86,8 @@ def _with_old_rope(fields: dict[str, Any]) -> dict[str, Any]:
     if "partial_rotary_factor" in whole:
         old["partial_rotary_factor"] = whole["partial_rotary_factor"]
     scaling = {key: value for key, value in whole.items() if key not in ("rope_theta", "partial_rotary_factor")}
-    if scaling.get("rope_type", "default") != "default" and whole is rope:
+    if scaling.get("rope_type", "default") != "default" and (
+        whole is rope or fields.get("model_type") in _SCALES_WHOLE
+    ):
         old["rope_scaling"] = {**scaling, "rope_theta": whole["rope_theta"]}
     return old | fields
