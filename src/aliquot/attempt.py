@@ -70,6 +70,8 @@ class Inputs:
     def determinants(self, config: RunConfig) -> dict[str, str | int | float | None]:
         """What a checkpoint goes on with: the order of the data, and the model beside which an adapter is learned."""
         fixed = self.batches.determinants()
+        if self.data.day is not None:
+            fixed["data.chat_template_date"] = self.data.day
         if config.adapter is None:
             return fixed
         scaling = {f"adapter.{key}": getattr(config.adapter, key) for key in ("r", "alpha", "use_rslora")}

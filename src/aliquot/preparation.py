@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from aliquot.config.schema import RunConfig
 from aliquot.config.unsharded import Unsharded
 from aliquot.data.batches import Batches, EvalBatches, Position
 from aliquot.data.examples import examples
-from aliquot.data.header import header, warnings
+from aliquot.data.header import day_line, header, warnings
 from aliquot.data.prepare import prepare_together
 from aliquot.data.tokenizer import largest_token
 from aliquot.engines.base import Engine, EngineSpec
@@ -78,7 +79,9 @@ def read_inputs(run: Attempt) -> Inputs:
     added = config.model.add_tokens, config.model.add_special_tokens
     learned = None if config.adapter is None else config.adapter.directory
     told = run.display.progress
-    data = prepare_together(config.data, source.directory, largest, ranks, told, beside, *added, learned)
+    day = config.data.chat_template_date or date.fromisoformat(on_first(ranks, lambda: str(run.directory.day())))
+    section = config.data.model_copy(update={"chat_template_date": day})
+    data = prepare_together(section, source.directory, largest, ranks, told, beside, *added, learned)
 
     def adopted() -> Any:
         tokenizer = data.load_tokenizer()
@@ -291,6 +294,7 @@ def introduce(run: Attempt, inputs: Inputs, model: Model, start: Start) -> None:
     connections = group_lines(ranks, model.engine.transport)
     notes = (*model.notes, *_a_call_each(model.built), *torchrun_advice(os.environ, config.checkpoint.grace_s))
     data = header(inputs.batches, inputs.total_steps, inputs.held_out) if ranks.rank == 0 else []
+    data += [day_line(inputs.data.day)] if inputs.data.day else []
     summary.begin(run.display, config, run.about, *data, *connections, *notes)
     if start.step == 0:
         on_first(ranks, lambda: _show_data(run, inputs))

@@ -95,6 +95,7 @@ def _train(run: Attempt, presence: Presence, stop: StopSignal, force: bool) -> R
     start = preparation.fill_model(run, inputs, model)
     inputs = inputs.behind(start, run.config.train)
     on_first(run.ranks, lambda: run.directory.begin(run.config))
+    on_first(run.ranks, lambda: run.directory.keep_day(inputs.data.day))
     presence.doing = "making the engine ready"
     model.engine.ready()
     run.ledger.mark("optimizer state", model.engine.counters().memory())

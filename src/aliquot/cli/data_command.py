@@ -34,11 +34,12 @@ def show(
         from aliquot.config.read_config import read_config
         from aliquot.data.batches import Batches, EvalBatches
         from aliquot.data.examples import examples
-        from aliquot.data.header import header, warnings
+        from aliquot.data.header import day_line, header, warnings
         from aliquot.data.prepare import prepare
         from aliquot.data.streams import TrainStore
         from aliquot.models.source import DESCRIPTION_FILES, resolve
         from aliquot.observe.console import Display
+        from aliquot.observe.run_directory import RunDirectory
 
         settings = read_config(config, overrides or [])
         display = Display("auto", enabled=True)
@@ -47,7 +48,9 @@ def show(
         added = (settings.model.add_tokens, settings.model.add_special_tokens)
         rows = source.largest_vocabulary
         learned = None if settings.adapter is None else settings.adapter.directory
-        prepared = prepare(settings.data, source.directory, rows, display.progress, beside, *added, learned)
+        day = settings.data.chat_template_date or RunDirectory(settings.run.directory).day()
+        section = settings.data.model_copy(update={"chat_template_date": day})
+        prepared = prepare(section, source.directory, rows, display.progress, beside, *added, learned)
         display.finish()
         train, tokenizer = settings.train, prepared.load_tokenizer()
         epochs = None if train.max_steps else train.num_train_epochs
@@ -60,5 +63,6 @@ def show(
         for each in [*batches.sources, *evaluated]:
             for line in examples(each, tokenizer, text=True):
                 print(line)
-        for line in [*header(batches, steps, held_out), *warnings(batches, steps, train.max_steps is not None)]:
+        lines = [day_line(prepared.day)] if prepared.day else []
+        for line in [*lines, *header(batches, steps, held_out), *warnings(batches, steps, train.max_steps is not None)]:
             print(line)

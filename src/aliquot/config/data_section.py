@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -83,6 +84,17 @@ class DataSection(RecordsSection):
         None,
         description="A Jinja template, or the path of one, in place of the tokenizer's; `none`: prompts and completions"
         " as they are.",
+    )
+    chat_template_date: date | None = Field(
+        None,
+        description="The day that a chat template takes for today. Default: that on which the run began, which its"
+        " directory keeps.",
+    )
+    special_tokens_in_text: Literal["encode", "text"] | None = Field(
+        None,
+        description="Letters of special tokens in texts, as `<|eot_id|>` in what a user says: encode: they become these"
+        " tokens; text: they are encoded as other letters. Default: text for records that go through a chat template,"
+        " encode for all others.",
     )
     add_bos: bool | None = Field(None, description="Begin each document with bos. Default: the model's convention.")
     add_eos: bool | None = Field(None, description="End each document with eos. Default: true if there is one.")

@@ -1,45 +1,16 @@
 """Where in a rendered chat the assistant's answers stand, in characters: by the template's own marks, or by rendering
-beginnings of the chat."""
+beginnings and other wordings of the chat."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
-from aliquot.errors import TokenizerError
+from aliquot.data.chat_template import ChatTemplate, LeftOut, Messages, Span
+from aliquot.data.rendered_words import in_other_words
 
-Messages = list[dict[str, Any]]
-Span = tuple[int, int]
-
-_GENERATION_MARKER = re.compile(r"{%-?\s*generation\s*-?%}")
-_PROBE = {"role": "user", "content": "x"}
-
-
-def render(tokenizer: Any, messages: Messages, **options: Any) -> str:
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
-
-
-def is_marked(tokenizer: Any) -> bool:
-    """Whether the template says what the assistant generates."""
-    return _GENERATION_MARKER.search(tokenizer.get_chat_template()) is not None
-
-
-def render_marked(tokenizer: Any, messages: Messages, tools: list[Any] | None) -> tuple[str, list[Span]]:
-    """The whole text, and the stretches of it that the template marks.
-
-    Not transformers' own mask of tokens: it goes wrong where a tokenizer's offsets leave out the space before a word.
-    """
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    rendered, marks = render_jinja_template(
-        conversations=[messages],
-        tools=tools,
-        chat_template=tokenizer.get_chat_template(),
-        return_assistant_tokens_mask=True,
-        **tokenizer.special_tokens_map,
-    )
-    return rendered[0], marks[0]
+_QUESTION: dict[str, Any] = {"role": "user", "content": "x"}
+_ANSWER: dict[str, Any] = {"role": "assistant", "content": "x"}
 
 
 def of_turns(marks: list[Span], turns: int) -> list[Span] | None:
@@ -55,93 +26,101 @@ def of_turns(marks: list[Span], turns: int) -> list[Span] | None:
     return joined if len(joined) == turns else None
 
 
-def rendered_spans(
-    tokenizer: Any, messages: Messages, whole: str, turns: list[int], options: dict[str, Any], name: str
-) -> list[Span]:
-    """Where each of the assistant's `turns` stands in the whole text: what rendering one message more adds to it after
-    the prompt for it. Raises TokenizerError, naming the chat `name`, where that cannot be told."""
-    spans = (_span(tokenizer, messages, whole, index, options) for index in turns)
-    found = [span for span in spans if span is not None]
-    if len(found) < len(turns):
-        raise TokenizerError(
-            "the chat template renders earlier turns differently once later ones are there, so that where answers end"
-            " is not known: give one that marks them with {% generation %}, data.chat_template",
-            name,
-        )
-    return found
+def rendered_spans(template: ChatTemplate, messages: Messages, whole: str, turns: list[int]) -> list[Span]:
+    """Where each of the assistant's `turns` stands in the whole text: from behind the prompt for it to where the next
+    message begins. Raises LeftOut where that cannot be told."""
+    return [_span(template, messages, whole, index) for index in turns]
 
 
-def _span(tokenizer: Any, messages: Messages, whole: str, index: int, options: dict[str, Any]) -> Span | None:
-    after = render(tokenizer, messages[: index + 1], **options)
-    if index == 0:  # there is no conversation to render before it
-        start = _first_start(tokenizer, messages, whole, options)
-        if start is None or whole.startswith(after):
-            return None if start is None else (start, len(after))
-    else:
-        asked = render(tokenizer, messages[:index], add_generation_prompt=True, **options)
-        before = render(tokenizer, messages[:index], **options)
-        if whole.startswith(after) and after.startswith(asked):
-            return len(asked), len(after)
-        header = _header(tokenizer, messages, whole, index, asked, options)
-        if whole.startswith(after) and after.startswith(before):
-            return max(len(before), header), len(after)
-        opened = whole.startswith(before) and header > len(before)
-        if not whole.startswith(asked) and not opened:
-            return None
-        start = len(asked) if whole.startswith(asked) else header
-    ends = (len(text) for text in _ended(tokenizer, messages[: index + 1], after, options) if whole.startswith(text))
-    return next(((start, end) for end in ends if end > start), None)
+def _span(template: ChatTemplate, messages: Messages, whole: str, index: int) -> Span:
+    start = _start(template, messages, whole, index)
+    if start is not None:
+        end = next((end for end in _ends(template, messages, whole, index + 1) if end > start), None)
+        if end is not None:
+            return start, end
+    raise LeftOut(
+        "a record in which it is not known where answers begin or end, because the chat template renders earlier turns"
+        " differently once later ones are there, left out: give one that marks answers with {% generation %},"
+        " data.chat_template"
+    )
 
 
-def _header(tokenizer: Any, messages: Messages, whole: str, index: int, asked: str, options: dict[str, Any]) -> int:
-    """Where the prompt for an answer and the whole text part: a prompt may open a thought that the answer has not
-    (DeepSeek-R1's, Qwen3's that always think). At most to where other words of the answer would change the text."""
-    others = [*messages[:index], _in_other_words(messages[index]), *messages[index + 1 :]]
-    texts = (asked, whole, render(tokenizer, others, **options))
-    parted = (at for at, letters in enumerate(zip(*texts, strict=False)) if len(set(letters)) > 1)
-    return next(parted, min(map(len, texts)))
+def _start(template: ChatTemplate, messages: Messages, whole: str, index: int) -> int | None:
+    """Where the answer begins: behind the prompt for it. A prompt may open a thought that the answer has not
+    (DeepSeek-R1's, Qwen3's that always think): then where its words do."""
+    asked = template.attempt(messages[:index], prompt=True) if index else None
+    if asked is not None and whole.startswith(asked):
+        return len(asked)
+    words = _words(template, messages, whole, index)
+    if words is None:
+        return None
+    before = (_words(template, messages, whole, earlier) for earlier in range(index - 1, -1, -1))
+    low = next((found[1] for found in before if found is not None), 0)
+    header, prompt = whole[low : words[0]], _prompt(template)
+    return low + header.rindex(prompt) + len(prompt) if prompt and prompt in header else words[0]
 
 
-def _in_other_words(message: dict[str, Any]) -> dict[str, Any]:
-    return {**message, "content": "y" if str(message.get("content") or "").lstrip().startswith("x") else "x"}
+def _words(template: ChatTemplate, messages: Messages, whole: str, index: int) -> Span | None:
+    """From where to where the text changes if the message is in other words; None where it does not."""
+    other = template.attempt([*messages[:index], in_other_words(messages[index]), *messages[index + 1 :]])
+    if other is None or other == whole:
+        return None
+    start = _common(whole, other)
+    return start, len(whole) - min(_common(whole[::-1], other[::-1]), len(whole) - start, len(other) - start)
 
 
-def _ended(tokenizer: Any, messages: Messages, after: str, options: dict[str, Any]) -> Iterator[str]:
-    """What `messages` may be rendered as at the begin of a longer chat, `after` being what they are alone.
+def _common(one: str, other: str) -> int:
+    """How many letters two texts begin with alike."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+    return low
+
+
+def _ends(template: ChatTemplate, messages: Messages, whole: str, count: int) -> Iterator[int]:
+    """Where the first `count` messages, the last of which is an answer, may end in the whole text."""
+    if count == len(messages):
+        yield len(whole)
+        return
+    yield from (len(text) for text in _beginnings(template, messages[:count]) if whole.startswith(text))
+    # Some leave out the thoughts of a call once there is an answer (gpt-oss's), but not what the next message adds.
+    alone, more = template.attempt(messages[:count]), template.attempt(messages[: count + 1])
+    other = template.attempt([*messages[:count], in_other_words(messages[count])])
+    words = _words(template, messages, whole, count)
+    if alone is not None and more is not None and other is not None and words is not None and more.startswith(alone):
+        header = more[len(alone) : _common(more, other)]
+        if whole[: words[0]].endswith(header):
+            yield words[0] - len(header)
+
+
+def _beginnings(template: ChatTemplate, messages: Messages) -> Iterator[str]:
+    """What `messages`, of which the last is an answer, may be rendered as at the begin of a longer chat.
 
     Some templates end the whole with a token of its own unless they ask for an answer (Phi-3's); some render the last
     answer otherwise than those before a later question (Qwen3's).
     """
-    yield after
-    asked, prompt = render(tokenizer, messages, add_generation_prompt=True, **options), _prompt(tokenizer, options)
-    if prompt and asked.endswith(prompt):
+    alone, asked = template.attempt(messages), template.attempt(messages, prompt=True)
+    yield from filter(None, [alone])
+    prompt = _prompt(template)
+    if asked is not None and prompt and asked.endswith(prompt):
         yield asked.removesuffix(prompt)
-    from jinja2 import TemplateError
-
-    try:
-        once = render(tokenizer, [*messages, _PROBE], **options)
-        twice = render(tokenizer, [*messages, _PROBE, _PROBE], **options)
-    except TemplateError:  # it insists on an order of roles
-        return
-    question = twice.removeprefix(once)
-    if question != twice and once.endswith(question):
-        yield once.removesuffix(question)
-
-
-def _first_start(tokenizer: Any, messages: Messages, whole: str, options: dict[str, Any]) -> int | None:
-    """Where the answer that begins the chat does: other words there would change the text from there on."""
-    changed = render(tokenizer, [_in_other_words(messages[0]), *messages[1:]], **options)
-    same = next((at for at, pair in enumerate(zip(whole, changed, strict=False)) if pair[0] != pair[1]), None)
-    header, prompt = whole[:same], _prompt(tokenizer, options)
-    if not prompt:
-        return len(header)
-    return header.rindex(prompt) + len(prompt) if prompt in header else None
+    once = template.attempt([*messages, _QUESTION])
+    # A question behind a question, or, where roles alternate, behind an answer to it.
+    for between in ([_QUESTION], [_QUESTION, _ANSWER]):
+        before, behind = (template.attempt([*messages, *between, *more]) for more in ([], [_QUESTION]))
+        if once is None or before is None or behind is None or not behind.startswith(before):
+            continue
+        question = behind.removeprefix(before)
+        if question and once.endswith(question):
+            yield once.removesuffix(question)
 
 
-def _prompt(tokenizer: Any, options: dict[str, Any]) -> str:
+def _prompt(template: ChatTemplate) -> str:
     """What asks for an answer; empty where nothing does, or where it cannot be told apart."""
-    bare = render(tokenizer, [_PROBE], **options)
-    asked = render(tokenizer, [_PROBE], add_generation_prompt=True, **options)
+    bare, asked = template.attempt([_QUESTION]), template.attempt([_QUESTION], prompt=True)
+    if bare is None or asked is None:
+        return ""
     if not asked.startswith(bare):
-        bare = bare.removesuffix(tokenizer.eos_token or "")
+        bare = bare.removesuffix(template.tokenizer.eos_token or "")
     return asked[len(bare) :] if asked.startswith(bare) else ""

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-import math
-from bisect import bisect_right
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from aliquot.data.answer_spans import Messages, Span, is_marked, of_turns, render, render_marked, rendered_spans
-from aliquot.data.rendered_words import calls, has_words, is_silent, leaves_out
-from aliquot.errors import TokenizerError, UserError
+from aliquot.data.answer_spans import of_turns, rendered_spans
+from aliquot.data.chat_template import ChatTemplate, LeftOut, Messages, taken
+from aliquot.data.encode_spans import TextEncoder
+from aliquot.data.formats import is_learned
+from aliquot.data.rendered_words import has_words, is_silent, leaves_out
+from aliquot.errors import TokenizerError
 
 if TYPE_CHECKING:
     from aliquot.data.encoder import EncoderSpec
 
-ENCODING = 3  # changes whenever other tokens or another mask come of a record
+ENCODING = 4  # changes whenever other tokens or another mask come of a record
 
 # An answer is found in the whole text, so that a record is not cut, and a tokenizer takes some 170 bytes of memory a
 # letter, 400 where each is a token: 0.7 GiB for one that is so long, or 1.6.
@@ -25,6 +24,7 @@ TOO_LONG = f"a record with answers of more than {LONGEST_BYTES >> 20} MiB, left 
 NO_ANSWER = "a record without an answer, left out"
 NOTHING_LEARNED = "a record in which nothing is learned, left out"
 TEMPLATE_LEAVES_OUT = "a record with words that the chat template leaves out"
+NO_END = "a record in which no answer ends with a special token: nothing in it teaches a model to stop"
 EMPTY_ANSWER = "a record with an empty answer, which is not learned"
 
 # Of Stanford Alpaca, for tokenizers without a chat template: what models that learned from such data were taught with.
@@ -34,26 +34,39 @@ _ALPACA = (
 )
 
 
-def encode_record(tokenizer: Any, text: str, spec: EncoderSpec) -> tuple[list[int], list[int], str | None]:
-    """(token ids, mask, reason) of a record that formats.py has written as `text`.
+Notes = dict[str, str]  # what is to be said of a record: the same words for all of its kind, and its details
 
-    The mask is 1 at tokens that are learned. `reason`: why there are no tokens, or what of the record is not among
-    them; None where all is. Raises UserError where the template fails, where an earlier turn is rendered differently
-    once later ones are there, and for a chat without a template.
+
+def encode_record(tokenizer: Any, text: str, spec: EncoderSpec) -> tuple[list[int], list[int], Notes]:
+    """(token ids, mask, notes) of a record that formats.py has written as `text`.
+
+    The mask is 1 at tokens that are learned. `notes`: why there are no tokens, what of the record is not among them,
+    and what was changed. Raises TokenizerError for a chat without a template and for a tokenizer without offsets.
     """
+    try:
+        return _encode_record(tokenizer, text, spec)
+    except LeftOut as error:
+        return [], [], {error.reason: error.detail}
+
+
+def _encode_record(tokenizer: Any, text: str, spec: EncoderSpec) -> tuple[list[int], list[int], Notes]:
     if len(text.encode()) > LONGEST_BYTES:
-        return [], [], TOO_LONG
+        raise LeftOut(TOO_LONG)
     record: dict[str, Any] = json.loads(text)
-    everything = spec.train_on == "all"
+    if "left_out" in record:
+        raise LeftOut(record["left_out"])
+    everything, notes = spec.train_on == "all", Notes()
+    encoder = TextEncoder(tokenizer, text, spec.special_tokens_as_text)
     if spec.templated:
         (messages, context), tools = _messages(record), record.get("tools")
         if not everything and not any(_answers(message) for message in messages[context:]):
-            return [], [], NO_ANSWER
-        rendered, ids, mask = encode_chat(tokenizer, messages, context, everything, tools)
+            raise LeftOut(NO_ANSWER)
+        template = ChatTemplate.of(tokenizer, tools, spec.day)
+        rendered, ids, mask, changed = encode_chat(template, messages, context, everything, encoder)
         empty = any(message["role"] == "assistant" and not has_words(message) for message in messages[context:])
-        reason = EMPTY_ANSWER if empty and not everything else None
-        if leaves_out(messages, tools or [], rendered):
-            reason = TEMPLATE_LEAVES_OUT
+        notes |= {changed: ""} if changed else {}
+        notes |= {EMPTY_ANSWER: ""} if empty and not everything else {}
+        notes |= {TEMPLATE_LEAVES_OUT: ""} if leaves_out(messages, tools or [], rendered) else {}
         if spec.prefix and tuple(ids[: len(spec.prefix)]) != spec.prefix:
             ids, mask = [*spec.prefix, *ids], [0] * len(spec.prefix) + mask
         if spec.suffix and tuple(ids[-len(spec.suffix) :]) != spec.suffix:
@@ -62,118 +75,54 @@ def encode_record(tokenizer: Any, text: str, spec: EncoderSpec) -> tuple[list[in
     else:
         prompt, completion = _prompt_and_completion(record)
         if not everything and not completion.strip():
-            return [], [], NO_ANSWER
-        bare, learned = _encode(tokenizer, prompt + completion, [(len(prompt), len(prompt + completion))])
-        ids, mask, reason = [*spec.prefix, *bare, *spec.suffix], [0] * len(spec.prefix), None
+            raise LeftOut(NO_ANSWER)
+        bare, learned = encoder.encode(prompt + completion, [(len(prompt), len(prompt + completion))])
+        ids, mask = [*spec.prefix, *bare, *spec.suffix], [0] * len(spec.prefix)
         mask += learned + [1] * len(spec.suffix)
+    notes |= encoder.notes
     if everything:
         mask = [1] * len(ids)
-    return (ids, mask, reason) if any(mask[1:]) else ([], [], NOTHING_LEARNED)
+    elif not encoder.ends(ids, mask):
+        notes[NO_END] = ""
+    if not any(mask[1:]):
+        raise LeftOut(NOTHING_LEARNED)
+    return ids, mask, notes
 
 
 def encode_chat(
-    tokenizer: Any,
-    messages: Messages,
-    context: int = 0,
-    everything: bool = False,
-    tools: list[Any] | None = None,
-) -> tuple[str, list[int], list[int]]:
-    """(text, token ids, mask) of `messages`, rendered with the tokenizer's own chat template.
+    template: ChatTemplate, messages: Messages, context: int, everything: bool, encoder: TextEncoder
+) -> tuple[str, list[int], list[int], str | None]:
+    """(text, token ids, mask, what was changed) of `messages` as the chat template writes them.
 
     The mask is 1 at tokens of assistant turns behind the first `context` messages. Where the template marks what it
-    generates, by those marks; else an assistant turn is what rendering one message more adds after the prompt for it.
-    A turn without words is not learned, nor is one of calls that the template does not know. `everything`: no mask is
-    asked for. `tools`: what the assistant may call, for the template. Raises as `encode_record` does.
+    generates, by those marks; else an assistant turn is what stands between the prompt for it and the next message.
+    A turn without words is not learned, nor is one of which the template writes nothing. `everything`: no mask is
+    asked for. Raises LeftOut where the template fails or it is not known where an answer stands.
     """
-    said = [{key: part for key, part in message.items() if key != "weight"} for message in messages]
-    learned = [index >= context and _answers(message) for index, message in enumerate(messages)]
-    try:
-        try:
-            whole, spans = _rendered(tokenizer, said, learned, everything, tools)
-        except TypeError:
-            if not any(calls(message) for message in said):
-                raise
-            whole, spans = _rendered(tokenizer, _with_text_arguments(said), learned, everything, tools)
-        return whole, *_encode(tokenizer, whole, spans)
-    except UserError:
-        raise
-    except Exception as error:  # a template is a program of the model's author
-        raise TokenizerError(f"the chat template fails ({error})", _name(messages)) from error
-
-
-def _rendered(
-    tokenizer: Any, messages: Messages, learned: list[bool], everything: bool, tools: list[Any] | None
-) -> tuple[str, list[Span] | None]:
-    """The whole text, and where in it the messages stand that are learned; None: all of it."""
-    options: dict[str, Any] = {} if tools is None else {"tools": tools}
+    given, changed = taken(template, messages)
     if everything:
-        return render(tokenizer, messages, **options), None
-    turns = [index for index, own in enumerate(learned) if own]
-    if is_marked(tokenizer):
+        whole = template.render(given)
+        return whole, *encoder.encode_chat(whole, None, template, given), changed
+    turns = [index for index, message in enumerate(messages) if index >= context and _answers(message)]
+    if template.is_marked:
         assistants = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        whole, marks = render_marked(tokenizer, messages, tools)
-        each = of_turns(marks, len(assistants))
-        if each is None:
-            if any(has_words(messages[index]) and not learned[index] for index in assistants):
-                raise TokenizerError(
-                    "the chat template does not mark each of the assistant's turns as one, so that some cannot be left"
-                    " out",
-                    _name(messages),
-                )
-            return whole, marks
-        spans = [span for index, span in zip(assistants, each, strict=True) if learned[index]]
+        whole, marks = template.render_marked(given)
+        spans = of_turns(marks, len(assistants))
+        if spans is not None:
+            spans = [span for index, span in zip(assistants, spans, strict=True) if index in turns]
+        elif all(index in turns or not has_words(messages[index]) for index in assistants):
+            return whole, *encoder.encode_chat(whole, marks, template, given), changed
+        else:
+            raise LeftOut(
+                "a record of which some answers are not to be learned, and the chat template does not mark each of the"
+                " assistant's turns as one, left out"
+            )
     else:
-        whole = render(tokenizer, messages, **options)
-        spans = rendered_spans(tokenizer, messages, whole, turns, options, _name(messages))
+        whole = template.render(given)
+        spans = rendered_spans(template, given, whole, turns)
     heard = zip(turns, spans, strict=True)
-    return whole, [span for index, span in heard if not is_silent(messages[index], whole[slice(*span)])]
-
-
-def _with_text_arguments(messages: Messages) -> Messages:
-    """For templates (DeepSeek's) that take the arguments of a call as JSON alone."""
-
-    def as_text(call: Any) -> Any:
-        if not isinstance(call, dict):
-            return call
-        if "function" in call:
-            return {**call, "function": as_text(call["function"])}
-        given = call.get("arguments")
-        return {**call, "arguments": json.dumps(given, ensure_ascii=False)} if isinstance(given, dict) else call
-
-    return [
-        {**message, "tool_calls": [as_text(call) for call in message["tool_calls"]]}
-        if isinstance(message.get("tool_calls"), list)
-        else message
-        for message in messages
-    ]
-
-
-def _encode(tokenizer: Any, text: str, spans: list[Span] | None) -> tuple[list[int], list[int]]:
-    """Tokens of `text`, and a mask of those that reach into one of `spans`; without spans, of all."""
-    if spans is None:
-        ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-        return ids, [1] * len(ids)
-    if not tokenizer.is_fast:
-        raise TokenizerError("answers need a fast tokenizer, one with a tokenizer.json")
-    with _whole_offsets(tokenizer):
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    starts, stops = zip(*sorted(span for span in spans if span[0] < span[1]), (math.inf, math.inf), strict=True)
-    # Spans lie one after the other: a token reaches into the first one that ends behind its beginning, or into none.
-    reaches = [starts[bisect_right(stops, begin)] < end for begin, end in encoded["offset_mapping"]]
-    return list(encoded["input_ids"]), [int(each) for each in reaches]
-
-
-@contextmanager
-def _whole_offsets(tokenizer: Any) -> Iterator[None]:
-    """Without what adds special tokens, and takes spaces off the offsets of others (trim_offsets): a token that is
-    nothing but spaces would lie nowhere."""
-    backend = tokenizer.backend_tokenizer
-    dresses = backend.post_processor
-    backend.post_processor = None
-    try:
-        yield
-    finally:
-        backend.post_processor = dresses
+    spans = [span for index, span in heard if not is_silent(messages[index], encoder.without_special(whole, span))]
+    return whole, *encoder.encode_chat(whole, spans, template, given), changed
 
 
 def _messages(record: dict[str, Any]) -> tuple[Messages, int]:
@@ -206,9 +155,4 @@ def _prompt_and_completion(record: dict[str, Any]) -> tuple[str, str]:
 
 
 def _answers(message: dict[str, Any]) -> bool:
-    """Whether it is an answer to learn; `weight` is OpenAI's key, 0 for a turn that is not."""
-    return message["role"] == "assistant" and message.get("weight") != 0 and has_words(message)
-
-
-def _name(messages: Messages) -> str:
-    return f"conversation that begins {str(messages[0].get('content'))[:40]!r}"
+    return is_learned(message) and has_words(message)

@@ -11,11 +11,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,6 +27,7 @@ from aliquot.errors import TrainingError, UserError, kinds
 from aliquot.models.code_of_strangers import without_code
 
 AT_ONCE_CHARACTERS = 1 << 16
+HOLDS_SPECIAL = "a text, or a piece of one, that holds special tokens, encoded as those"
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ class EncoderSpec:
     answers: bool = False  # texts are records with answers, as formats.py writes them
     templated: bool = False  # and go through the tokenizer's chat template
     train_on: Literal["completions", "all"] = "completions"
+    special_tokens_as_text: bool = False  # those in texts, not those that a template writes
+    day: str | None = None  # ISO 8601, what a chat template takes for today
 
 
 @dataclass(frozen=True)
@@ -51,13 +53,16 @@ class Texts:
     last: npt.NDArray[np.bool_]  # [texts]
 
 
+Note = tuple[int, int, str]  # (how many texts, index of the first of them, what there is to say of that one)
+
+
 @dataclass(frozen=True)
 class Encoded:
     counts: npt.NDArray[np.int64]  # [texts], tokens of each text; 0 for a document of no use
     ids: npt.NDArray[np.uint32]  # [sum of counts]
     mask: npt.NDArray[np.uint8]  # [sum of counts] for records with answers, else empty
     text_bytes: int | None  # UTF-8 bytes of text that all tokens but the first of each document stand for, if known
-    left_out: dict[str, int] = field(default_factory=dict)  # texts without tokens, or with what was left out, by reason
+    notes: dict[str, Note] = field(default_factory=dict)  # what is to be said of texts, by reason
 
 
 class Encoder:
@@ -69,10 +74,15 @@ class Encoder:
             self.tokenizer: Any = Tokenizer.from_file(str(Path(spec.tokenizer, "tokenizer.json")))
             self.tokenizer.no_truncation()  # both may come with a tokenizer.json
             self.tokenizer.no_padding()
+            self.tokenizer.encode_special_tokens = spec.special_tokens_as_text
+            added = self.tokenizer.get_added_tokens_decoder()
         else:
             from transformers import AutoTokenizer
 
             self.tokenizer = without_code(AutoTokenizer.from_pretrained)(spec.tokenizer, model_max_length=sys.maxsize)
+            self.tokenizer.split_special_tokens = spec.special_tokens_as_text and not spec.answers
+            added = self.tokenizer.added_tokens_decoder
+        self.special = frozenset(number for number, token in added.items() if token.special)
 
     def encode(self, batch: Texts) -> Encoded:
         """Raises UserError where a conversation cannot be rendered."""
@@ -95,6 +105,7 @@ class Encoder:
                 for text, first, row in zip(batch.texts, batch.first.tolist(), encodings, strict=True)
                 if first and len(row)
             )
+        held = [index for index, row in enumerate(rows) if not self.special.isdisjoint(row)]
         for index, (first, last) in enumerate(zip(batch.first.tolist(), batch.last.tolist(), strict=True)):
             row = rows[index]
             if not first and self.spec.drop_before is not None:
@@ -104,20 +115,23 @@ class Encoder:
                     text_bytes += 1
             if row or not first:  # a last piece may be nothing but space
                 rows[index] = (prefix if first else []) + row + (suffix if last else [])
-        return _encoded(rows, [], text_bytes if self.spec.fast or prefix else None)
+        encoded = _encoded(rows, [], text_bytes if self.spec.fast or prefix else None)
+        return replace(encoded, notes={HOLDS_SPECIAL: (len(held), held[0], "")}) if held else encoded
 
     def _encode_answers(self, texts: list[str]) -> Encoded:
         from aliquot.data.chat import encode_record
 
         rows: list[list[int]] = []
         masks: list[list[int]] = []
-        left_out: Counter[str] = Counter()
-        for text in texts:
-            ids, mask, reason = encode_record(self.tokenizer, text, self.spec)
-            left_out.update([reason] if reason is not None else [])
+        notes: dict[str, Note] = {}
+        for index, text in enumerate(texts):
+            ids, mask, more = encode_record(self.tokenizer, text, self.spec)
+            for reason, detail in more.items():
+                count, first, said = notes.get(reason, (0, index, detail))
+                notes[reason] = (count + 1, first, said)
             rows.append(ids)
             masks.append(mask)
-        return replace(_encoded(rows, masks, None), left_out=dict(left_out))
+        return replace(_encoded(rows, masks, None), notes=notes)
 
 
 def _groups(batch: Texts) -> Iterator[Texts]:
@@ -136,7 +150,13 @@ def _joined(parts: list[Encoded]) -> Encoded:
     counts, ids = ([getattr(part, name) for part in parts] for name in ("counts", "ids"))
     sizes = [part.text_bytes for part in parts if part.text_bytes is not None]
     known = len(sizes) == len(parts)
-    return Encoded(np.concatenate(counts), np.concatenate(ids), np.empty(0, np.uint8), sum(sizes) if known else None)
+    notes: dict[str, Note] = {}
+    for part, before in zip(parts, accumulate(map(len, counts), initial=0), strict=False):
+        for reason, (count, index, detail) in part.notes.items():
+            earlier, first, said = notes.get(reason, (0, before + index, detail))
+            notes[reason] = (earlier + count, first, said)
+    mask, text_bytes = np.empty(0, np.uint8), sum(sizes) if known else None
+    return Encoded(np.concatenate(counts), np.concatenate(ids), mask, text_bytes, notes)
 
 
 def _encoded(rows: list[list[int]], masks: list[list[int]], text_bytes: int | None) -> Encoded:
@@ -222,7 +242,7 @@ def serve(connection: Connection) -> None:
         connection.send_bytes(b"")
         for array in (encoded.counts, encoded.ids, encoded.mask):
             connection.send_bytes(array.tobytes())
-        more = {"text_bytes": encoded.text_bytes, "left_out": encoded.left_out}
+        more = {"text_bytes": encoded.text_bytes, "notes": encoded.notes}
         connection.send_bytes(json.dumps(more).encode())
 
 

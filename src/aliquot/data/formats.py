@@ -3,12 +3,14 @@
 Whatever has an answer becomes one JSON object, of which chat.py knows what is learned:
 `{"messages": [...], "context": n}` (the first n are not learned), `{"prompt": ..., "completion": ...}`, or
 `{"instruction": ..., "input": ..., "output": ...}`; with `"system": ...` and `"tools": [...]` where there are any.
+Messages stay as they are written, so that the chat template decides what becomes of them. A chat that cannot be learned
+as it is meant has `"left_out": reason`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +34,14 @@ _ROLES = {"system", "developer", "user", "assistant", "tool", "function", "ipyth
 _ALIASES = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
     "observation": "tool", "function_response": "tool", "function_call": "assistant",
+    "tool_response": "tool", "tool_call": "assistant",
 }  # fmt: skip
+_CALLING_ROLES = ("function_call", "tool_call")  # ShareGPT's, ms-swift's: the content is a call, as JSON
+# Whether a message is learned: OpenAI's key, axolotl's, ms-swift's, and those of verl and others.
+_FLAGS = (
+    "weight", "train", "training", "train_detail", "loss", "loss_scale", "trainable", "loss_mask",
+)  # fmt: skip
+UNREADABLE_CALL = "a call of a function that cannot be read as one, left out"
 
 
 @dataclass(frozen=True)
@@ -100,8 +109,19 @@ def words(text: str, kind: Kind) -> list[str]:
         return [text]
     record = json.loads(text)
     if "messages" in record:
-        return [message["content"] for message in record["messages"]]
+        return [part for message in record["messages"] for part in text_parts(message)]
     return [part for part in record.values() if isinstance(part, str)]
+
+
+def text_parts(message: Mapping[str, Any]) -> list[str]:
+    """The texts of a message's content, which may be a list of parts, null or absent."""
+    content = message.get("content") or ""
+    return [content] if isinstance(content, str) else [part["text"] for part in content]
+
+
+def is_learned(message: Mapping[str, Any]) -> bool:
+    """Whether the assistant says it and no flag of the message says not to learn it."""
+    return message["role"] == "assistant" and all(message.get(flag) is None or message[flag] for flag in _FLAGS)
 
 
 def format_of(section: RecordsSection, names: Iterable[str], where: str | Path) -> Format:
@@ -161,7 +181,7 @@ def _prompted(prompt: str, completion: str, record: Mapping[str, Any], where: st
     if isinstance(record[prompt], list) or isinstance(record[completion], list):
         asked = _messages(record[prompt] or [], prompt, where, plain="user")
         answered = _messages(record[completion] or [], completion, where, plain="assistant")
-        whole = _with_system(asked + answered, record)
+        whole = _with_system(asked + answered, record, where)
         return _conversation(whole, len(whole) - len(answered), _tools(record.get("tools"), where))
     parts = {"prompt": _text(record[prompt], prompt, where), "completion": _text(record[completion], completion, where)}
     return _parts(parts, record, where)
@@ -185,7 +205,7 @@ def _instructed(output: str, record: Mapping[str, Any], where: str) -> str:
             messages.append({"role": role, "content": _text(said, "history", where)})
     asked = "\n\n".join(filter(None, (parts["instruction"], parts["input"])))
     messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": parts["output"]}]
-    return _conversation(_with_system(messages, record), 0, _tools(record.get("tools"), where))
+    return _conversation(_with_system(messages, record, where), 0, _tools(record.get("tools"), where))
 
 
 def _parts(parts: dict[str, str], record: Mapping[str, Any], where: str) -> str:
@@ -193,26 +213,41 @@ def _parts(parts: dict[str, str], record: Mapping[str, Any], where: str) -> str:
         return ""
     beside: dict[str, Any] = {"system": _text(record.get("system"), "system", where)}
     beside["tools"] = _tools(record.get("tools"), where)
-    return json.dumps(parts | {key: part for key, part in beside.items() if part}, ensure_ascii=False)
+    return _json(parts | {key: part for key, part in beside.items() if part})
 
 
 def _chat(value: object, record: Mapping[str, object], field: str, where: str) -> str:
-    messages = _with_system(_messages(value or [], field, where), record)
+    messages = _with_system(_messages(value or [], field, where), record, where)
     return _conversation(messages, 0, _tools(record.get("tools"), where))
 
 
-def _with_system(messages: list[dict[str, Any]], record: Mapping[str, object]) -> list[dict[str, Any]]:
-    system = record.get("system")
-    if messages and isinstance(system, str) and system and messages[0]["role"] != "system":
-        return [{"role": "system", "content": system}, *messages]
-    return messages
+def _with_system(messages: list[dict[str, Any]], record: Mapping[str, object], where: str) -> list[dict[str, Any]]:
+    """The messages behind the record's own `system`, unless they begin with just that."""
+    content = record.get("system")
+    if not messages or not content:
+        return messages
+    system = _message({"role": "system", "content": content}, "system", where)
+    return messages if text_parts(messages[0]) == text_parts(system) else [system, *messages]
 
 
 def _conversation(messages: list[dict[str, Any]], context: int, tools: list[Any]) -> str:
     if not messages:
         return ""
-    beside = {"tools": tools} if tools else {}
-    return json.dumps({"messages": messages, "context": context, **beside}, ensure_ascii=False)
+    beside: dict[str, Any] = {"tools": tools} if tools else {}
+    if not all(_is_call(call) for message in messages for call in _calls(message)):
+        beside["left_out"] = UNREADABLE_CALL
+    return _json({"messages": messages, "context": context, **beside})
+
+
+def _json(record: dict[str, Any]) -> str:
+    return json.dumps(record, ensure_ascii=False, default=_as_text)
+
+
+def _as_text(value: Any) -> str:
+    """What tables hold and JSON does not: times and dates, decimals, bytes."""
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    return str(value.isoformat()) if hasattr(value, "isoformat") else str(value)
 
 
 def _tools(value: object, where: str) -> list[Any]:
@@ -251,11 +286,10 @@ def _messages(value: object, field: str, where: str, plain: str | None = None) -
 
 
 def _message(message: object, field: str, where: str) -> dict[str, Any]:
-    """With `role` and `content`, also where they are called `from` and `value`; keys that are null are left out."""
+    """The message as it is, with `role` and `content` where they are called `from` and `value`."""
     if not isinstance(message, dict):
         raise DataError(f"field {field!r} is a list, but not one of messages with `role` and `content`", where)
-    parts = {key: part for key, part in message.items() if part is not None}
-    role = parts.pop("role", None) or parts.pop("from", None)
+    role = message.get("role") or message.get("from")
     if not isinstance(role, str):
         raise DataError(f"field {field!r} is a list, but not one of messages with `role` and `content`", where)
     known = _ALIASES.get(role.lower(), role.lower())
@@ -263,44 +297,62 @@ def _message(message: object, field: str, where: str) -> dict[str, Any]:
         raise DataError(
             f"a message's role is {role!r}; known are {', '.join(sorted(_ROLES | _ALIASES.keys()))}: rename it", where
         )
-    parts, content = _calls(parts, role, parts.pop("content", parts.pop("value", "")))
-    if isinstance(content, list) and all(_is_text(part) for part in content):
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        raise DataError("a message's `content` must be text", where)
-    return {"role": known, "content": content, **parts}
+    others = {key: part for key, part in message.items() if key not in ("role", "from", "content", "value")}
+    content = [{"content": message[key]} for key in ("content", "value") if key in message][:1]
+    parts: dict[str, Any] = {"role": known, **(content[0] if content else {}), **others}
+    _check_content(parts.get("content"), where)
+    _check_flags(parts, where)
+    if role.lower() in _CALLING_ROLES:
+        return {**parts, "content": "", "tool_calls": _calls_in("".join(text_parts(parts)))}
+    if isinstance(called := parts.get("tool_calls"), str):  # tables often hold it as JSON
+        parts["tool_calls"] = _calls_in(called) if called.strip() else None
+    return parts
 
 
-def _calls(parts: dict[str, Any], role: str, content: Any) -> tuple[dict[str, Any], Any]:
-    """(keys of a message, its content), calls of functions as templates want them: arguments as an object, not as the
-    JSON that OpenAI's are, which a template would write as JSON once more; ShareGPT's `function_call` as a call."""
-    called = _json_objects(content) if role == "function_call" and isinstance(content, str) else []
-    if called and all(isinstance(call.get("name"), str) for call in called):
-        parts, content = {**parts, "tool_calls": [{"type": "function", "function": call} for call in called]}, ""
-    listed = parts.pop("tool_calls", None)
-    if listed:  # some templates take an empty list for a call
-        parts["tool_calls"] = [_with_arguments(call) for call in listed] if isinstance(listed, list) else listed
-    return parts, content
+def _check_content(content: object, where: str) -> None:
+    texts = content if isinstance(content, list) else []
+    if not (content is None or (isinstance(content, (str, list)) and all(map(_is_text, texts)))):
+        raise DataError("a message's `content` must be text, or a list of parts of type `text`", where)
 
 
-def _with_arguments(call: Any) -> Any:
-    if not isinstance(call, dict):
-        return call
-    if isinstance(call.get("function"), dict):
-        return {**call, "function": _with_arguments(call["function"])}
-    given = call.get("arguments")
-    held = _json_objects(given) if isinstance(given, str) and given.lstrip().startswith("{") else []
-    return {**call, "arguments": held[0]} if held else call
+def _check_flags(message: Mapping[str, Any], where: str) -> None:
+    for flag in _FLAGS:
+        value = message.get(flag)
+        if value is not None and (not isinstance(value, (bool, int, float)) or value not in (0, 1)):
+            raise DataError(
+                f"a message's `{flag}` is {value!r}: an answer is learned or not. Write 1 or 0, or true or false", where
+            )
+        if value and flag != "weight" and message["role"] != "assistant":
+            raise DataError(
+                f"a message of role {message['role']!r} has `{flag}`: {value!r}, but answers of the assistant alone are"
+                " learned. Take the key away",
+                where,
+            )
 
 
-def _json_objects(text: str) -> list[dict[str, Any]]:
-    """The object, or the objects of a list, that `text` holds; none where it holds something else."""
+def _calls_in(text: str) -> list[Any]:
+    """The calls that `text` holds as JSON; what is none stays, to be left out."""
     try:
         value = decode_json(text)
     except ValueError:
-        return []
+        value = text
     listed = value if isinstance(value, list) else [value]
-    return listed if all(isinstance(each, dict) for each in listed) else []
+    return [call if not _is_named(call) else {"type": "function", "function": call} for call in listed]
+
+
+def _calls(message: Mapping[str, Any]) -> Iterator[Any]:
+    called = message.get("tool_calls") or []
+    yield from called if isinstance(called, list) else [called]
+    if message.get("function_call"):
+        yield message["function_call"]
+
+
+def _is_call(call: object) -> bool:
+    return _is_named(call) or (isinstance(call, dict) and _is_named(call.get("function")))
+
+
+def _is_named(function: object) -> bool:
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 def _is_text(part: object) -> bool:

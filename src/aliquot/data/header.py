@@ -10,7 +10,7 @@ import numpy as np
 from aliquot.data.batches import Batches, EvalBatches
 from aliquot.data.formats import TITLES
 from aliquot.data.packing import Packing
-from aliquot.data.token_store import TokenStore
+from aliquot.data.token_store import TokenStore, counted
 
 FEW_STEPS = 20
 _DOCUMENTS_AT_ONCE = 1 << 20
@@ -35,6 +35,14 @@ def header(batches: Batches, total_steps: int, held_out: Mapping[str, EvalBatche
     every = total_steps / steps
     told.append(f"an epoch: {batches.epoch_sequences:,} sequences, {steps:,.4g} steps; this run: {every:.3g} epochs")
     return told
+
+
+def day_line(day: str) -> str:
+    """The day that a chat template writes."""
+    return (
+        f"the chat template writes a date: today is {day} for all of this run, the day on which it began;"
+        " data.chat_template_date sets another"
+    )
 
 
 def warnings(batches: Batches, total_steps: int, chosen: bool) -> Iterator[str]:
@@ -88,7 +96,7 @@ def _described(store: TokenStore, packing: Packing, sequence_length: int, share:
 def irregularities(store: TokenStore) -> Iterator[str]:
     """Of the text what is not in the tokens, or may be in them as others."""
     if store.left_out:
-        yield "; ".join(f"{count:,} x {reason}" for reason, count in store.left_out.items())
+        yield "; ".join(counted(store.left_out, store.firsts))
     if store.inexact_cuts:
         yield (
             f"{store.inexact_cuts:,} x a stretch without a place where a cut is exact, too long to be encoded whole:"

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from aliquot.config.cache_root import cache_root
 from aliquot.config.schema import DataSection
 from aliquot.data.cache import publishing
 from aliquot.data.chat import ENCODING
+from aliquot.data.chat_template import asks_for_the_day
 from aliquot.data.cuts import cut_of
 from aliquot.data.encoder import EncoderSpec
 from aliquot.data.sources import Source, joined, sources_of
-from aliquot.data.token_store import FORMAT, TokenStore, token_dtype
+from aliquot.data.token_store import FORMAT, TokenStore, counted, token_dtype
 from aliquot.data.tokenize import Progress, tokenize
 from aliquot.data.tokenizer import (
     Convention,
@@ -49,6 +51,7 @@ class Prepared:
     pad_id: int
     prefix: tuple[int, ...]  # before each document
     chat_prefix: tuple[int, ...]  # before each with answers, which a template may begin itself
+    day: str | None  # ISO 8601, what the chat template of records with answers takes for today; None: it does not ask
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -126,8 +129,9 @@ def prepare(
     # The smaller first: where it comes to nothing, that is said before all else is tokenised.
     held_out = stores(evaluated, "tokenising what is held out")
     learned = stores(train, "tokenising")
+    made = [*learned.values(), *held_out.values()]
     if not all_have_rows:
-        check_ids([*learned.values(), *held_out.values()], tokenizer, rows)
+        check_ids(made, tokenizer, rows)
     return Prepared(
         train=learned,
         eval=held_out,
@@ -135,6 +139,7 @@ def prepare(
         pad_id=convention.pad_id if convention.pad_id < rows else 0,
         prefix=convention.prefix,
         chat_prefix=builder.convention(answers=True).prefix,
+        day=builder.day if any(TokenStore.open(Path(each)).mask is not None for each in made) else None,
     )
 
 
@@ -179,7 +184,10 @@ class _Builder:
         section = self.section
         conventions = [section.add_bos, section.add_eos, section.train_on, section.chat_template == "none"]
         made_of = [FORMAT, source.digest, self.tokenizer_directory.name, conventions, self.trained]
-        of_text, of_answers = (self._path([*made_of, *more]) for more in ([], ["answers", ENCODING]))
+        as_text = section.special_tokens_in_text
+        more_of_text = [] if as_text in (None, "encode") else [as_text]
+        more_of_answers = ["answers", ENCODING, as_text, self.day]
+        of_text, of_answers = (self._path([*made_of, *more]) for more in (more_of_text, more_of_answers))
         if of_answers.is_dir():
             return of_answers
         if of_text.is_dir() and TokenStore.open(of_text).mask is None:  # older ones hold answers there, too
@@ -203,7 +211,7 @@ class _Builder:
         path = of_answers if answers else of_text
         templated = answers and self._has_template
         cut = cut_of(tokenizer_json.read_text()) if fast and not answers else None
-        convention = self.convention(answers)
+        convention, as_text = self.convention(answers), self.section.special_tokens_in_text
         spec = EncoderSpec(
             tokenizer=str(self.tokenizer_directory),
             fast=fast,
@@ -213,6 +221,8 @@ class _Builder:
             answers=answers,
             templated=templated,
             train_on=self.section.train_on,
+            special_tokens_as_text=(as_text or "text" if templated else as_text) == "text",
+            day=self.day,
         )
 
         def written(done_bytes: int) -> None:
@@ -220,15 +230,24 @@ class _Builder:
 
         dtype = token_dtype(largest_token(self.tokenizer) + 1)
         with publishing(path) as beside:
-            useful, left_out = tokenize(source.documents(), spec, cut, dtype, beside, self.section.num_proc, written)
+            useful, left_out, firsts = tokenize(
+                source.documents(), spec, cut, dtype, beside, self.section.num_proc, written
+            )
             if useful == 0:
-                reasons = ", ".join(f"{count:,} x {reason}" for reason, count in left_out.items())
+                reasons = "; ".join(counted(left_out, firsts))
                 raise DataError(
                     f"no usable document: none has a token to learn from{f' ({reasons})' if reasons else ''}",
                     source.label,
                 )
         written(source.total_bytes)
         return path
+
+    @property
+    def day(self) -> str | None:
+        """Today, where the chat template writes it."""
+        if not self._has_template or not asks_for_the_day(self.tokenizer.chat_template):
+            return None
+        return (self.section.chat_template_date or date.today()).isoformat()
 
     @property
     def _has_template(self) -> bool:

@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from aliquot.data.formats import text_parts
+
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # as transformers knows them
 
 
@@ -20,7 +22,7 @@ def leaves_out(messages: list[dict[str, Any]], tools: list[Any], rendered: str) 
         anywhere = message["role"] in ("system", "developer")
         ends = [
             _end(said, rendered, 0 if anywhere else at)
-            for said in ([message["content"]], [_reasoning(message)], calls(message))
+            for said in (text_parts(message), [_reasoning(message)], calls(message))
         ]
         if -1 in ends:
             return True
@@ -29,9 +31,9 @@ def leaves_out(messages: list[dict[str, Any]], tools: list[Any], rendered: str) 
 
 
 def is_silent(message: dict[str, Any], rendered: str) -> bool:
-    """Whether `message` calls functions of which, as of all that it says, nothing is in `rendered`, its own text."""
-    said = [message["content"], _reasoning(message), *calls(message)]
-    return bool(calls(message)) and not any(text.strip() and _end([text], rendered, 0) >= 0 for text in said)
+    """Whether no word of all that `message` says is in `rendered`, its own text without special tokens."""
+    said = [*text_parts(message), _reasoning(message), *calls(message)]
+    return not any(form in rendered for text in said for word in text.split() for form in _forms(word))
 
 
 def calls(message: dict[str, Any]) -> list[str]:
@@ -42,7 +44,27 @@ def calls(message: dict[str, Any]) -> list[str]:
 
 
 def has_words(message: dict[str, Any]) -> bool:
-    return bool(message["content"].strip() or _reasoning(message).strip() or calls(message))
+    return bool("".join(text_parts(message)).strip() or _reasoning(message).strip() or calls(message))
+
+
+def in_other_words(message: dict[str, Any]) -> dict[str, Any]:
+    """`message` with another beginning of whatever it says, and nothing said that it does not say."""
+
+    def other(text: Any) -> Any:
+        return ("y" if text.lstrip().startswith("x") else "x") if isinstance(text, str) and text.strip() else text
+
+    def other_call(call: Any) -> Any:
+        if not isinstance(call, dict):
+            return call
+        changed = {"function": other_call(call["function"])} if "function" in call else {"name": other(call["name"])}
+        return {**call, **changed}
+
+    changed = {key: other(message[key]) for key in ("content", *_REASONING) if key in message}
+    if isinstance(message.get("content"), list):
+        changed["content"] = [{**part, "text": other(part["text"])} for part in message["content"]]
+    if isinstance(message.get("tool_calls"), list):
+        changed["tool_calls"] = [other_call(call) for call in message["tool_calls"]]
+    return {**message, **changed}
 
 
 def _end(said: list[str], rendered: str, start: int) -> int:

@@ -8,7 +8,7 @@ others hold, of which formats the documents were, and what of them is not here, 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ class TokenStore:
     formats: Mapping[str, int] = field(default_factory=dict)  # documents by what they were
     left_out: Mapping[str, int] = field(default_factory=dict)  # records by why they are not here
     inexact_cuts: int = 0  # of documents too long to be encoded whole: a token there may be another
+    firsts: Mapping[str, str] = field(default_factory=dict)  # where the first record of each reason is
 
     @classmethod
     def open(cls, path: Path) -> TokenStore:
@@ -48,8 +49,9 @@ class TokenStore:
         if not sound or (mask is not None and len(mask) != len(tokens)):
             raise DataCacheError("a damaged token cache; remove this directory and start again", path)
         return cls(
-            path, tokens, offsets, mask, facts["text_bytes"], facts["formats"], facts["left_out"], facts["inexact_cuts"]
-        )
+            path, tokens, offsets, mask, facts["text_bytes"], facts["formats"], facts["left_out"],
+            facts["inexact_cuts"], facts.get("firsts", {}),
+        )  # fmt: skip
 
     @property
     def documents(self) -> int:
@@ -58,3 +60,9 @@ class TokenStore:
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype(np.uint16 if vocab_size < 65536 else np.uint32)
+
+
+def counted(reasons: Mapping[str, int], firsts: Mapping[str, str]) -> Iterator[str]:
+    """How many records there are of each reason, and where the first is."""
+    for reason, count in reasons.items():
+        yield f"{count:,} x {reason}{f' (the first: {firsts[reason]})' if firsts.get(reason) else ''}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain, islice
 from multiprocessing.connection import wait
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from aliquot.data.cuts import LONGEST_CHARACTERS, PIECE_CHARACTERS, Cut, pieces
 from aliquot.data.documents import Document
 from aliquot.data.encoder import Encoded, Encoder, EncoderProcess, EncoderSpec, Texts
-from aliquot.errors import DataError, TokenizerError, UserError
+from aliquot.errors import DataError
 from aliquot.machine.cpu import read_cpu
 from aliquot.machine.memory import memory_limit
 
@@ -46,13 +46,13 @@ def tokenize(
     directory: Path,
     num_proc: int | None,
     progress: Callable[[int], None],
-) -> tuple[int, Counter[str]]:
-    """Encode `documents` into the files of a token store in `directory`; returns how many have a token to predict, and
-    how many have none, by reason.
+) -> tuple[int, Counter[str], dict[str, str]]:
+    """Encode `documents` into the files of a token store in `directory`; returns how many have a token to predict, how
+    many have none, by reason, and where the first of each reason is.
 
     `num_proc` processes (default: the physical cores that this process may use) take chunks of about a million
     characters; what fits one chunk is encoded right here. `progress` gets the bytes of the source that are written.
-    Raises UserError for a conversation that cannot be rendered or a source that mixes text and answers,
+    Raises UserError for a chat without a template or a source that mixes text and answers,
     TrainingError where a process dies.
     """
     with ExitStack() as stack:
@@ -60,10 +60,10 @@ def tokenize(
         chunks = _chunks(documents, spec.answers, cut, writer)
         first = list(islice(chunks, 2))
         for chunk, encoded in _encode(chain(first, chunks), spec, 0 if len(first) < 2 else num_proc or _cores(), stack):
-            writer.write(encoded, chunk.texts.last)
+            writer.write(encoded, chunk.texts.last, chunk.places)
             progress(chunk.done_bytes)
     writer.finish()
-    return writer.useful, writer.left_out
+    return writer.useful, writer.left_out, writer.firsts
 
 
 def _encode(
@@ -73,9 +73,7 @@ def _encode(
     if num_proc == 0:
         encoder = Encoder(spec)
         for chunk in chunks:
-            with _naming_records(chunk, spec):
-                encoded = encoder.encode(chunk.texts)
-            yield chunk, encoded
+            yield chunk, encoder.encode(chunk.texts)
         return
     idle: list[EncoderProcess] = []
     for _ in range(num_proc):
@@ -96,8 +94,7 @@ def _encode(
             busy[worker.connection] = (upcoming[0], worker, upcoming[1])
         for connection in wait(list(busy)) if busy else ():
             number, worker, chunk = busy.pop(connection)
-            with _naming_records(chunk, spec):
-                done[number] = (chunk, worker.receive())
+            done[number] = (chunk, worker.receive())
             idle.append(worker)
         while turn in done:
             yield done.pop(turn)
@@ -151,26 +148,6 @@ def _chunk(texts: list[tuple[str, bool, bool, str]], done_bytes: int) -> Chunk:
     return Chunk(Texts(list(text), np.array(first, bool), np.array(last, bool)), list(places), done_bytes)
 
 
-@contextmanager
-def _naming_records(chunk: Chunk, spec: EncoderSpec) -> Iterator[None]:
-    """What is wrong with a record of `chunk` is said with its place."""
-    try:
-        yield
-    except TokenizerError as error:
-        raise TokenizerError(str(error), _place(chunk, spec)) from error
-
-
-def _place(chunk: Chunk, spec: EncoderSpec) -> str | None:
-    """Where the first record of a chunk is from that cannot be encoded; encoders are told texts alone."""
-    encoder = Encoder(spec)
-    for text, place in zip(chunk.texts.texts, chunk.places, strict=True):
-        try:
-            encoder.encode(Texts([text], np.ones(1, bool), np.ones(1, bool)))
-        except UserError:
-            return place or None
-    return None
-
-
 class StoreWriter:
     """The files of a token store, appended to in order."""
 
@@ -178,6 +155,7 @@ class StoreWriter:
         self.directory, self.dtype, self.answers = directory, dtype, answers
         self.formats: Counter[str] = Counter()
         self.left_out: Counter[str] = Counter()
+        self.firsts: dict[str, str] = {}  # where the first of each reason is, and what there is to say of it
         self.tokens = self.documents = 0
         self.inexact_cuts = 0
         self.useful = 0  # documents in which there is a token to predict
@@ -198,15 +176,18 @@ class StoreWriter:
     def cut_anywhere(self) -> None:
         self.inexact_cuts += 1
 
-    def write(self, encoded: Encoded, last: npt.NDArray[np.bool_]) -> None:
-        """Append the tokens of texts, of which those in `last` [texts] end a document. One without tokens is none."""
+    def write(self, encoded: Encoded, last: npt.NDArray[np.bool_], places: list[str]) -> None:
+        """Append the tokens of texts from `places`, of which those in `last` [texts] end a document. One without tokens
+        is none."""
         ends = self.tokens + np.cumsum(encoded.counts)[last]
         lengths = np.diff(ends, prepend=self.end)
         ends = ends[lengths > 0]
         self.useful += int((lengths > 1).sum())
         self.files["tokens"].write(encoded.ids.astype(self.dtype).tobytes())
         self.files["offsets"].write(ends.astype(np.int64).tobytes())
-        self.left_out.update(encoded.left_out)
+        for reason, (count, index, detail) in encoded.notes.items():
+            self.left_out[reason] += count
+            self.firsts.setdefault(reason, ": ".join(filter(None, (places[index], detail))))
         if self.answers:
             self.files["mask"].write(encoded.mask.tobytes())
         self.tokens += len(encoded.ids)
@@ -219,6 +200,7 @@ class StoreWriter:
         """Write what the other files hold; called when they are closed."""
         counts = {"documents": self.documents, "tokens": self.tokens, "text_bytes": self.text_bytes}
         seen = {"formats": self.formats, "left_out": self.left_out, "inexact_cuts": self.inexact_cuts}
+        seen["firsts"] = self.firsts
         facts = {"dtype": self.dtype.name, **counts, "answers": self.answers, **seen}
         (self.directory / "store.json").write_text(json.dumps(facts))
 

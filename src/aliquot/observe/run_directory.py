@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from datetime import date
 from pathlib import Path
 
 from aliquot.checkpoint.directories import complete_directories
@@ -39,6 +40,7 @@ class RunDirectory:
         self.metrics = path / "metrics.jsonl"
         self.events = path / "events.jsonl"
         self.ledger = path / "ledger.json"
+        self.chat_template_date = path / "chat-template-date.txt"
         self.report = path / "report.html"
         self.checkpoints = path / "checkpoints"
         self.profile = path / "profile"
@@ -107,6 +109,22 @@ class RunDirectory:
     def _shown_in(self) -> list[Path]:
         """Checkpoints may be a link to elsewhere."""
         return [self.path, *([self.checkpoints] if os.path.lexists(self.checkpoints) else ())]
+
+    def day(self) -> date:
+        """The day on which the run began, if its chat template writes one; else today."""
+        try:
+            return date.fromisoformat(self.chat_template_date.read_text(encoding="utf-8").strip())
+        except FileNotFoundError:
+            return date.today()
+        except (OSError, ValueError) as error:
+            raise RunDirectoryError(
+                f"holds no date ({error}): write one as 2026-01-31", self.chat_template_date
+            ) from None
+
+    def keep_day(self, day: str | None) -> None:
+        """Keep the day that the chat template of this run takes for today; None: it writes none."""
+        if day is not None:
+            publish_text(self.chat_template_date, f"{day}\n")
 
     def _is_a_run(self) -> bool:
         """Whether config.yaml is aliquot's, not the person's own, or was lost beside a checkpoint that is whole."""

@@ -1,0 +1,141 @@
+"""The text of a record becomes tokens, and a mask of those in some of its stretches. Letters of special tokens which
+the record's author has written are told from the special tokens that a chat template writes."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from aliquot.data.chat_template import ChatTemplate, LeftOut, Messages, Span
+from aliquot.errors import TokenizerError
+
+AS_TEXT = "a record whose texts hold special tokens, encoded as text"
+AS_TOKENS = "a record whose texts hold special tokens, encoded as those"
+_MARKS = "\ue000\ue001"  # around what the author has written
+
+
+class TextEncoder:
+    """Encodes the text of one record, which formats.py has written as `record`.
+
+    Args:
+        tokenizer: A tokenizer of transformers.
+        as_text: Whether special tokens in the record's texts are encoded letter by letter.
+    """
+
+    def __init__(self, tokenizer: Any, record: str, as_text: bool) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder
+        self._ids = {number for number, token in added.items() if token.special}
+        contents = sorted((token.content for token in added.values() if token.special), key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, contents)) or "(?!)")
+        written = self._special.search(record)
+        self._as_text = as_text and written is not None and tokenizer.is_fast
+        self.notes = {} if written is None else {AS_TEXT if self._as_text else AS_TOKENS: repr(written[0])}
+
+    def without_special(self, text: str, span: Span) -> str:
+        """A stretch of a text without its special tokens."""
+        return self._special.sub("", text[slice(*span)])
+
+    def ends(self, ids: list[int], mask: list[int]) -> bool:
+        """Whether a learned stretch ends with a special token, but for blanks behind it."""
+        behind_is_learned = False
+        for number, bit in zip(reversed(ids), reversed(mask), strict=True):
+            if bit and not behind_is_learned and number in self._ids:
+                return True
+            is_blank = number not in self._ids and not self._tokenizer.decode([number]).strip()
+            behind_is_learned = bool(bit) and (behind_is_learned or not is_blank)
+        return False
+
+    def encode(self, text: str, spans: list[Span] | None) -> tuple[list[int], list[int]]:
+        """(token ids, mask) of a text that the record's author has written."""
+        return self._encode(text, spans, [(0, len(text))] if self._as_text else [])
+
+    def encode_chat(
+        self, text: str, spans: list[Span] | None, template: ChatTemplate, messages: Messages
+    ) -> tuple[list[int], list[int]]:
+        """(token ids, mask) of what `template` has made of `messages`. Raises LeftOut where it is not known which
+        special tokens the author has written."""
+        return self._encode(text, spans, self._stretches(text, template, messages) if self._as_text else [])
+
+    def _stretches(self, text: str, template: ChatTemplate, messages: Messages) -> list[Span]:
+        """The stretches of `text` between the template's special tokens that hold special tokens of the author."""
+
+        def marked(value: Any) -> Any:
+            said = json.dumps(value, ensure_ascii=False)
+            return json.loads(self._special.sub(f"{_MARKS[0]}\\g<0>{_MARKS[1]}", said))
+
+        there = replace(template, tools=marked(template.tools)).attempt(marked(messages)) or ""
+        if re.sub(f"[{_MARKS}]", "", there) != text:
+            raise LeftOut(
+                "a record of which the chat template changes the special tokens in its texts, left out: see"
+                " data.special_tokens_in_text"
+            )
+        authors, at, inside = [], 0, False
+        for letter in there:
+            if letter in _MARKS:
+                inside = letter == _MARKS[0]
+                authors += [at] if inside else []
+            else:
+                at += 1
+        bounds = [0, len(text)]
+        for found in self._special.finditer(text):
+            bounds[-1:-1] = [] if found.start() in authors else found.span()
+        edges = zip(bounds[::2], bounds[1::2], strict=True)
+        return [(start, stop) for start, stop in edges if any(start <= author < stop for author in authors)]
+
+    def _encode(self, text: str, spans: list[Span] | None, stretches: list[Span]) -> tuple[list[int], list[int]]:
+        """Tokens of `text`, in `stretches` without special ones, and a mask of those that reach into one of `spans`;
+        without spans, of all."""
+        if spans is None and not self._tokenizer.is_fast:
+            ids = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+            return ids, [1] * len(ids)
+        if not self._tokenizer.is_fast:
+            raise TokenizerError("answers need a fast tokenizer, one with a tokenizer.json")
+        ids, places, at = [], [], 0
+        with _whole_offsets(self._tokenizer):
+            for start, stop in [*stretches, (len(text), len(text))]:
+                for begin, end, as_text in ((at, start, False), (start, stop, True)):
+                    encoded = self._piece(text[begin:end], as_text, begin > 0) if begin < end else []
+                    ids += [number for number, _ in encoded]
+                    places += [(begin + low, begin + high) for _, (low, high) in encoded]
+                at = stop
+        if spans is None:
+            return ids, [1] * len(ids)
+        starts, stops = zip(*sorted(span for span in spans if span[0] < span[1]), (math.inf, math.inf), strict=True)
+        # Spans lie one after the other: a token reaches into the first that ends behind its beginning, or into none.
+        reaches = [starts[bisect_right(stops, begin)] < end for begin, end in places]
+        return ids, [int(bit) for bit in reaches]
+
+    def _piece(self, text: str, as_text: bool, inside: bool) -> list[tuple[int, Span]]:
+        """Tokens with their places. `inside`: it follows other text, so that no space belongs in front of it, which
+        some tokenizers put before a text (SentencePiece): it is encoded behind a newline, if that is a token."""
+        for before in ["\n", ""] if inside and as_text else [""]:
+            encoded = self._tokenizer(
+                before + text, add_special_tokens=False, return_offsets_mapping=True, split_special_tokens=as_text
+            )
+            pairs = list(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True))
+            if not before:
+                break
+            own = [(number, (low - 1, high - 1)) for number, (low, high) in pairs if high > 1]
+            if all(low >= 0 for _, (low, _) in own):
+                return own
+        return pairs
+
+
+@contextmanager
+def _whole_offsets(tokenizer: Any) -> Iterator[None]:
+    """Without what adds special tokens, and takes spaces off the offsets of others (trim_offsets): a token that is
+    nothing but spaces would lie nowhere."""
+    backend = tokenizer.backend_tokenizer
+    dresses = backend.post_processor
+    backend.post_processor = None
+    try:
+        yield
+    finally:
+        backend.post_processor = dresses

@@ -1,0 +1,166 @@
+"""Chat templates of the package `trl` times shapes of chats: `python -m tests.chat_shapes` prints what becomes of each.
+
+`=`: the text is what `apply_chat_template` writes, and where TRL marks answers the mask is its marks; `c`: the template
+fails on the record as it is, and takes a changed one; `-`: the record is left out. The reasons stand below.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from importlib.resources import files
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerFast
+
+from aliquot.config.data_section import DataSection
+from aliquot.data.chat import encode_record
+from aliquot.data.chat_template import CHANGED
+from aliquot.data.encoder import EncoderSpec
+from aliquot.data.formats import format_of
+from tests.data.stores import byte_level
+
+Message = dict[str, Any]
+DAY = "2026-01-31"
+TEMPLATES = {
+    file.name.removesuffix(".jinja"): file.read_text(encoding="utf-8")
+    for file in sorted(files("trl").joinpath("chat_templates").iterdir(), key=lambda file: file.name)
+    if file.name.endswith(".jinja")
+}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Weather of a city",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "description": "A city"}},
+                "required": ["city"],
+            },
+        },
+    }
+]
+
+
+def user(content: Any = "quick?") -> Message:
+    return {"role": "user", "content": content}
+
+
+def said(content: Any = "brown fox", **more: Any) -> Message:
+    return {"role": "assistant", "content": content, **more}
+
+
+def calls(content: Any = "", city: str = "lazy", as_text: bool = False, **more: Any) -> Message:
+    arguments: Any = {"city": city}
+    function = {"name": "weather", "arguments": json.dumps(arguments) if as_text else arguments}
+    return said(content, tool_calls=[{"id": "call12345", "type": "function", "function": function}], **more)
+
+
+def tool(content: str = "it is wet") -> Message:
+    return {"role": "tool", "tool_call_id": "call12345", "name": "weather", "content": content}
+
+
+def parts(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+SYSTEM: Message = {"role": "system", "content": "be kind"}
+SHAPES: dict[str, list[Message]] = {
+    "one answer": [user(), said()],
+    "two answers": [user(), said(), user("dog?"), said("jumps")],
+    "system": [SYSTEM, user(), said()],
+    "system in the middle": [user(), said(), SYSTEM, user("dog?"), said("jumps")],
+    "greeting": [said("hello"), user(), said()],
+    "answers in a row": [user(), said(), said("jumps")],
+    "questions in a row": [user(), user("dog?"), said()],
+    "last is a question": [user(), said(), user("dog?")],
+    "parts": [user(parts("quick?", "dog?")), said(parts("brown fox"))],
+    "parts of the user": [user(parts("quick?")), said()],
+    "null": [user(), said(None), user("dog?"), said("jumps")],
+    "blanks around": [user(" quick? "), said("\n brown fox \n"), user("dog?"), said(" jumps\n")],
+    "thought": [user(), said(reasoning_content="lazy")],
+    "thoughts": [user(), said(reasoning_content="lazy"), user("dog?"), said("jumps", reasoning_content="over")],
+    "thought in the text": [user(), said("<think>\nlazy\n</think>\n\nbrown fox"), user("dog?"), said("jumps")],
+    "call": [user(), calls()],
+    "call, answer": [user(), calls(), tool(), said()],
+    "call of null": [user(), calls(None), tool(), said()],
+    "arguments as text": [user(), calls(as_text=True), tool(), said()],
+    "call with a thought": [user(), calls(reasoning_content="over"), tool(), said()],
+    "call with words": [user(), calls("jumps"), tool(), said()],
+    "call, answer, question": [user(), calls(), tool(), said(), user("dog?"), said("stop")],
+    "called again": [user(), calls(), tool(), calls(city="now"), tool("it is dry"), said()],
+}
+WITH_TOOLS = {name for name in SHAPES if name.startswith(("call", "arguments"))}
+
+
+class Outcome(NamedTuple):
+    kind: str  # "=", "c", "-", or "?" for what must not be
+    why: str
+
+
+def outcome(tokenizer: PreTrainedTokenizerFast, shape: str) -> Outcome:
+    """What becomes of a chat of `shape` with the tokenizer's chat template, beside what transformers makes of it."""
+    record: dict[str, Any] = {"messages": SHAPES[shape]}
+    record |= {"tools": TOOLS} if shape in WITH_TOOLS else {}
+    text, _ = format_of(DataSection(path="x"), record, "x:1").read(record, "x:1")
+    spec = EncoderSpec("unused", fast=True, prefix=(), suffix=(), answers=True, templated=True, day=DAY)
+    ids, mask, notes = encode_record(tokenizer, text, spec)
+    marked = "{%- generation" in tokenizer.chat_template or "{% generation" in tokenizer.chat_template
+    try:
+        expected = tokenizer.apply_chat_template(
+            record["messages"], tools=record.get("tools"), return_dict=True, return_assistant_tokens_mask=marked
+        )
+    except Exception as error:  # a template is a program of the model's author
+        expected, refusal = None, str(error)
+    changed = next((reason for reason in notes if reason.startswith(CHANGED)), "")
+    if not ids:
+        reason, detail = next(iter(notes.items()))
+        return Outcome("-" if expected is None or "not known" in reason else "?", f"{reason}: {detail}".rstrip(": "))
+    if changed:
+        return Outcome("c" if expected is None else "?", changed)
+    if expected is None:
+        return Outcome("?", f"transformers fails: {refusal}")
+    if ids != expected["input_ids"]:
+        return Outcome("?", "another text")
+    if marked and mask != expected["assistant_masks"]:
+        return Outcome("?", f"another mask: {stretches(tokenizer, ids, mask)} for {stretches(tokenizer, ids, expected['assistant_masks'])}; {list(notes)}")
+    return Outcome("=", "")
+
+
+def stretches(tokenizer: PreTrainedTokenizerFast, ids: list[int], mask: list[int]) -> list[str]:
+    """The text of each stretch of tokens that is learned."""
+    edges = [n for n, (one, other) in enumerate(pairwise([0, *mask, 0])) if one != other]
+    return [tokenizer.decode(ids[start:stop]) for start, stop in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def made(name: str) -> PreTrainedTokenizerFast:
+    tokenizer = byte_level()
+    tokenizer.chat_template = TEMPLATES[name]
+    return tokenizer
+
+
+def table() -> Iterator[tuple[str, dict[str, Outcome]]]:
+    for name in TEMPLATES:
+        tokenizer = made(name)
+        yield name, {shape: outcome(tokenizer, shape) for shape in SHAPES}
+
+
+def main() -> None:
+    for number, shape in enumerate(SHAPES):
+        print(f"{chr(ord('a') + number)}  {shape}")
+    kinds: Counter[str] = Counter()
+    reasons: Counter[str] = Counter()
+    for name, outcomes in table():
+        print(f"{name:36} {''.join(found.kind for found in outcomes.values())}")
+        kinds.update(found.kind for found in outcomes.values())
+        reasons.update(f"{found.kind} {found.why}" for found in outcomes.values() if found.why)
+    print(", ".join(f"{count} {kind}" for kind, count in kinds.most_common()))
+    for reason, count in reasons.most_common():
+        print(f"{count:4} {reason}")
+
+
+if __name__ == "__main__":
+    main()
