@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from aliquot.config.data_section import DataSection
 from aliquot.data.documents import record_documents
-from aliquot.data.formats import format_of, words
+from aliquot.data.formats import UNREADABLE_CALL, format_of, is_learned, words
 from aliquot.errors import UserError
 
 ASKED, ANSWERED = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
@@ -28,7 +29,13 @@ def read(record: dict[str, Any], **keys: str) -> tuple[Any, str]:
     [
         ({"text": "hi", "id": 1}, "hi", "text"),
         ({"messages": [ASKED, ANSWERED], "text": "rendered"}, CHAT, "messages"),
-        ({"messages": [{**ASKED, "name": None}, {"role": "gpt", "content": "yes"}]}, CHAT, "messages"),
+        ({"messages": [ASKED, {"role": "gpt", "content": "yes"}]}, CHAT, "messages"),
+        (
+            {"messages": [{**ASKED, "at": datetime(2024, 5, 1)}, {**ANSWERED, "name": None, "tool_calls": []}]},
+            {"messages": [{**ASKED, "at": "2024-05-01T00:00:00"}, {**ANSWERED, "name": None, "tool_calls": []}],
+             "context": 0},
+            "messages",
+        ),
         ({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]}, CHAT, "conversations"),
         (
             {"system": "be kind", "conversations": [{"from": "human", "value": "hi"}]},
@@ -52,7 +59,14 @@ def read(record: dict[str, Any], **keys: str) -> tuple[Any, str]:
         ({"instruction": "", "input": " ", "output": ""}, "", "instruction"),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}]},
-            {"messages": [ASKED], "context": 0},
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}],
+             "context": 0},
+            "messages",
+        ),
+        (
+            {"messages": [{"role": "system", "content": "short"}, ASKED], "system": [{"type": "text", "text": "kind"}]},
+            {"messages": [{"role": "system", "content": [{"type": "text", "text": "kind"}]},
+                          {"role": "system", "content": "short"}, ASKED], "context": 0},
             "messages",
         ),
     ],
@@ -79,6 +93,10 @@ def test_keys_name_other_fields() -> None:
         ({"messages": ["hello"]}, {}, "x:1: field 'messages' is a list, but not one of messages"),
         ({"messages": "hello"}, {}, "x:1: field 'messages' holds str, not a list of messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, {}, "a message's `content` must be text"),
+        ({"messages": [ASKED, {**ANSWERED, "weight": 0.5}]}, {}, "x:1: a message's `weight` is 0.5: an answer is "),
+        ({"messages": [ASKED, {**ANSWERED, "weight": "0"}]}, {}, "x:1: a message's `weight` is '0': an answer is "),
+        ({"messages": [ASKED, {**ANSWERED, "train_detail": [{}]}]}, {}, "x:1: a message's `train_detail` is "),
+        ({"messages": [{**ASKED, "train": True}, ANSWERED]}, {}, "x:1: a message of role 'user' has `train`: True"),
         ({"prompt": 1, "completion": "x"}, {}, "x:1: field 'prompt' holds int, not text"),
     ],
 )
@@ -129,22 +147,34 @@ def test_an_input_that_the_first_record_has_not_and_a_system_text_that_is_none()
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": [1, 2]}'}}
 
 
-def test_arguments_of_calls_become_objects() -> None:
-    called = read({"messages": [ASKED, {"role": "assistant", "content": None, "tool_calls": [CALL]}]})[0]["messages"][1]
-    assert called["tool_calls"] == [{**CALL, "function": {"name": "add", "arguments": {"a": [1, 2]}}}]
-    for given in ('"text"', "not JSON", "[1]", {"a": 1}):
-        flat = {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": given}], "k": 1}
-        assert read({"messages": [flat]})[0]["messages"] == [flat]
-    assert "tool_calls" not in read({"messages": [{**ANSWERED, "tool_calls": []}]})[0]["messages"][0]
+def test_calls_stay_as_they_are_and_those_that_are_none_are_left_out() -> None:
+    for given in ('{"a": 1}', "not JSON", "[1]", {"a": 1}):
+        flat = {"role": "assistant", "content": None, "tool_calls": [{"name": "add", "arguments": given}], "k": 1}
+        assert read({"messages": [flat]})[0] == {"messages": [flat], "context": 0}
+    called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    as_json = {"role": "assistant", "content": "", "tool_calls": json.dumps([CALL])}
+    assert read({"messages": [ASKED, as_json]})[0]["messages"][1] == called
+    for broken in ("add(1, 2)", [{"arguments": {}}], [{"function": "add"}], {"name": 1}):
+        assert read({"messages": [ASKED, {**called, "tool_calls": broken}]})[0]["left_out"] == UNREADABLE_CALL
+    assert read({"messages": [ASKED, {**called, "function_call": "add"}]})[0]["left_out"] == UNREADABLE_CALL
+
+
+@pytest.mark.parametrize(
+    "flag", ["weight", "train", "training", "train_detail", "loss", "loss_scale", "trainable", "loss_mask"]
+)
+def test_flags_of_other_frameworks_say_what_is_learned(flag: str) -> None:
+    assert [is_learned({**ANSWERED, flag: value}) for value in (0, False, 1, True, None)] == [False] * 2 + [True] * 3
+    assert read({"messages": [ASKED, {**ANSWERED, flag: 0}]})[0]["messages"][1] == {**ANSWERED, flag: 0}
 
 
 def test_a_call_of_sharegpt_is_the_assistants() -> None:
     said = [{"from": "human", "value": "hi"}, {"from": "function_call", "value": '{"name": "add", "arguments": "{}"}'}]
     asked, called = read({"conversations": said})[0]["messages"]
     assert (asked, called["role"], called["content"]) == (ASKED, "assistant", "")
-    assert called["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": {}}}]
-    said[1]["value"] = "add 1 and 2"
-    assert read({"conversations": said})[0]["messages"][1] == {"role": "assistant", "content": "add 1 and 2"}
+    assert called["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": "{}"}}]
+    for role, value in (("function_call", "add 1 and 2"), ("tool_call", "{'name': 'add'}")):
+        said[1] = {"from": role, "value": value}
+        assert read({"conversations": said})[0]["left_out"] == UNREADABLE_CALL
 
 
 def test_messages_may_be_json() -> None:

@@ -340,11 +340,17 @@ def test_chats_are_encoded_again_where_how_has_changed_and_texts_are_not(
 
 
 @pytest.mark.parametrize("records", [3, pytest.param(9000, marks=pytest.mark.long)])
-def test_a_chat_that_cannot_be_rendered_is_named_by_its_line(tmp_path: Path, model: Path, records: int) -> None:
+def test_a_chat_that_cannot_be_rendered_is_counted_and_named(tmp_path: Path, model: Path, records: int) -> None:
     lines = [json.dumps({"messages": TALK[:2]})] * (records - 1) + [json.dumps({"messages": TALK[1:]})]
     (tmp_path / "c.jsonl").write_text("\n".join(lines))
-    with pytest.raises(UserError, match=rf"c\.jsonl:{records}: conversation that begins 'dog .*the user begins"):
-        prepare(section(tmp_path / "c.jsonl", chat_template=STRICT, num_proc=1), model, 300)
+    chats = section(tmp_path / "c.jsonl", chat_template=STRICT, num_proc=1)
+    store = prepare(chats, model, 300).open_train()[""]
+    (reason,) = store.left_out
+    assert (store.documents, store.left_out[reason]) == (records - 1, 1)
+    assert store.firsts[reason] == f"{tmp_path / 'c.jsonl'}:{records}: the user begins"
+    (tmp_path / "c.jsonl").write_text(lines[-1])
+    with pytest.raises(UserError, match=r"no usable document: .*1 x .*fails on.*c\.jsonl:1: the user begins"):
+        prepare(chats, model, 300)
 
 
 def test_tokens_of_a_vocabulary_with_holes_are_kept_whole(tmp_path: Path, corpus: Path) -> None:

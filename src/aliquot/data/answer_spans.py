@@ -38,6 +38,8 @@ def _span(template: ChatTemplate, messages: Messages, whole: str, index: int) ->
         end = next((end for end in _ends(template, messages, whole, index + 1) if end > start), None)
         if end is not None:
             return start, end
+    if _otherwise(template, messages, index) == whole:  # the template writes none of its words
+        return 0, 0
     raise LeftOut(
         "a record in which it is not known where answers begin or end, because the chat template renders earlier turns"
         " differently once later ones are there, left out: give one that marks answers with {% generation %},"
@@ -46,8 +48,8 @@ def _span(template: ChatTemplate, messages: Messages, whole: str, index: int) ->
 
 
 def _start(template: ChatTemplate, messages: Messages, whole: str, index: int) -> int | None:
-    """Where the answer begins: behind the prompt for it. A prompt may open a thought that the answer has not
-    (DeepSeek-R1's, Qwen3's that always think): then where its words do."""
+    """Where the answer begins: behind the prompt for it, or as much of the prompt as is there, since one may open a
+    thought that the answer has not (DeepSeek-R1's, Qwen3's that always think); else where its words begin."""
     asked = template.attempt(messages[:index], prompt=True) if index else None
     if asked is not None and whole.startswith(asked):
         return len(asked)
@@ -57,16 +59,21 @@ def _start(template: ChatTemplate, messages: Messages, whole: str, index: int) -
     before = (_words(template, messages, whole, earlier) for earlier in range(index - 1, -1, -1))
     low = next((found[1] for found in before if found is not None), 0)
     header, prompt = whole[low : words[0]], _prompt(template)
-    return low + header.rindex(prompt) + len(prompt) if prompt and prompt in header else words[0]
+    shared = next((count for count in range(len(prompt), len(prompt) // 2, -1) if prompt[:count] in header), 0)
+    return low + header.rindex(prompt[:shared]) + shared if shared else words[0]
 
 
 def _words(template: ChatTemplate, messages: Messages, whole: str, index: int) -> Span | None:
     """From where to where the text changes if the message is in other words; None where it does not."""
-    other = template.attempt([*messages[:index], in_other_words(messages[index]), *messages[index + 1 :]])
+    other = _otherwise(template, messages, index)
     if other is None or other == whole:
         return None
     start = _common(whole, other)
     return start, len(whole) - min(_common(whole[::-1], other[::-1]), len(whole) - start, len(other) - start)
+
+
+def _otherwise(template: ChatTemplate, messages: Messages, index: int) -> str | None:
+    return template.attempt([*messages[:index], in_other_words(messages[index]), *messages[index + 1 :]])
 
 
 def _common(one: str, other: str) -> int:
@@ -86,7 +93,7 @@ def _ends(template: ChatTemplate, messages: Messages, whole: str, count: int) ->
     yield from (len(text) for text in _beginnings(template, messages[:count]) if whole.startswith(text))
     # Some leave out the thoughts of a call once there is an answer (gpt-oss's), but not what the next message adds.
     alone, more = template.attempt(messages[:count]), template.attempt(messages[: count + 1])
-    other = template.attempt([*messages[:count], in_other_words(messages[count])])
+    other = _otherwise(template, messages[: count + 1], count)
     words = _words(template, messages, whole, count)
     if alone is not None and more is not None and other is not None and words is not None and more.startswith(alone):
         header = more[len(alone) : _common(more, other)]

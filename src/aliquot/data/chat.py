@@ -23,6 +23,7 @@ LONGEST_BYTES = 4 << 20
 TOO_LONG = f"a record with answers of more than {LONGEST_BYTES >> 20} MiB, left out"
 NO_ANSWER = "a record without an answer, left out"
 NOTHING_LEARNED = "a record in which nothing is learned, left out"
+ANSWERS_NOT_WRITTEN = "a record whose answers the chat template does not write, left out"
 TEMPLATE_LEAVES_OUT = "a record with words that the chat template leaves out"
 NO_END = "a record in which no answer ends with a special token: nothing in it teaches a model to stop"
 EMPTY_ANSWER = "a record with an empty answer, which is not learned"
@@ -85,7 +86,7 @@ def _encode_record(tokenizer: Any, text: str, spec: EncoderSpec) -> tuple[list[i
     elif not encoder.ends(ids, mask):
         notes[NO_END] = ""
     if not any(mask[1:]):
-        raise LeftOut(NOTHING_LEARNED)
+        raise LeftOut(ANSWERS_NOT_WRITTEN if TEMPLATE_LEAVES_OUT in notes else NOTHING_LEARNED)
     return ids, mask, notes
 
 
@@ -121,7 +122,9 @@ def encode_chat(
         whole = template.render(given)
         spans = rendered_spans(template, given, whole, turns)
     heard = zip(turns, spans, strict=True)
-    spans = [span for index, span in heard if not is_silent(messages[index], encoder.without_special(whole, span))]
+    spans = [
+        span for index, span in heard if not is_silent(messages[index], whole[slice(*span)], encoder.without_special)
+    ]
     return whole, *encoder.encode_chat(whole, spans, template, given), changed
 
 

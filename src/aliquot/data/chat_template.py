@@ -125,7 +125,7 @@ def _forms(messages: Messages) -> Iterator[tuple[list[str], Messages]]:
     choices: list[list[Change | None]] = [
         [None, ("a `content` of null", _null_content), ("an empty `content`", _empty_content)],
         [None, ("arguments of calls as objects", _object_arguments), ("arguments as JSON text", _text_arguments)],
-        [None, ("the parts of a `content` joined", _joined_parts)],
+        [None, ("the parts of a `content` joined", _joined_parts), ("texts as parts of a `content`", _in_parts)],
     ]
     for chosen in sorted(product(*choices), key=lambda choice: -choice.count(None)):
         form, names = without_nulls, []
@@ -147,6 +147,11 @@ def _empty_content(message: dict[str, Any]) -> dict[str, Any]:
 
 def _joined_parts(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": "".join(text_parts(message))} if isinstance(message.get("content"), list) else message
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _object_arguments(message: dict[str, Any]) -> dict[str, Any]:

@@ -38,9 +38,9 @@ class TextEncoder:
         self._as_text = as_text and written is not None and tokenizer.is_fast
         self.notes = {} if written is None else {AS_TEXT if self._as_text else AS_TOKENS: repr(written[0])}
 
-    def without_special(self, text: str, span: Span) -> str:
-        """A stretch of a text without its special tokens."""
-        return self._special.sub("", text[slice(*span)])
+    def without_special(self, text: str) -> str:
+        """`text` without special tokens."""
+        return self._special.sub("", text)
 
     def ends(self, ids: list[int], mask: list[int]) -> bool:
         """Whether a learned stretch ends with a special token, but for blanks behind it."""

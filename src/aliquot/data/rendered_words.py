@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from aliquot.data.formats import text_parts
@@ -30,10 +30,14 @@ def leaves_out(messages: list[dict[str, Any]], tools: list[Any], rendered: str) 
     return any(_function(tool, "function") not in rendered for tool in tools)
 
 
-def is_silent(message: dict[str, Any], rendered: str) -> bool:
-    """Whether no word of all that `message` says is in `rendered`, its own text without special tokens."""
-    said = [*text_parts(message), _reasoning(message), *calls(message)]
-    return not any(form in rendered for text in said for word in text.split() for form in _forms(word))
+def is_silent(message: dict[str, Any], rendered: str, without_special: Callable[[str], str]) -> bool:
+    """Whether no word of all that `message` says is in `rendered`, its own text; special tokens are no words."""
+    said, own = (
+        [*text_parts(message), _reasoning(message), *calls(message), *_arguments(message)],
+        without_special(rendered),
+    )
+    words = (without_special(word) for text in said for word in text.split())
+    return not any(form in own for word in words for form in _forms(word))
 
 
 def calls(message: dict[str, Any]) -> list[str]:
@@ -86,6 +90,17 @@ def _forms(text: str) -> Iterator[str]:
 
 def _reasoning(message: dict[str, Any]) -> str:
     return next((message[key] for key in _REASONING if isinstance(message.get(key), str)), "")
+
+
+def _arguments(message: dict[str, Any]) -> Iterator[str]:
+    """Texts in the arguments of the functions that `message` calls."""
+    listed = message.get("tool_calls")
+    waiting = [call.get("function", call).get("arguments") for call in listed] if isinstance(listed, list) else []
+    while waiting:
+        value = waiting.pop()
+        waiting += value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
+        if not isinstance(value, (dict, list)):
+            yield str(value)
 
 
 def _function(value: Any, key: str) -> str:
