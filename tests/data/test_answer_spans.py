@@ -179,7 +179,8 @@ def test_a_record_is_changed_only_where_the_template_does_not_take_it() -> None:
     calling = {"messages": [TALK[0], {**call('{"city": "fox"}'), "content": None}], "context": 0}
     told = f"{CHANGED} with a `content` of null"
     assert learned(calling, CHATML.replace("{{ m.content }}", null))[1:] == (['{"city": "fox"}</s>\n'], told)
-    written = "{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ c.function.name }} {{ c.function.arguments }}{% endfor %}"
+    each = "{{ c.function.name }} {{ c.function.arguments }}"
+    written = "{{ m.content or '' }}{% for c in m.tool_calls or [] %}" + each + "{% endfor %}"
     assert learned(calling, CHATML.replace("{{ m.content }}", written))[1:] == (['weather {"city": "fox"}</s>\n'], None)
     calling["messages"][1] = call()
     told = f"{CHANGED} with arguments as JSON text"

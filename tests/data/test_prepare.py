@@ -11,6 +11,7 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ from aliquot.config.schema import DataSection
 from aliquot.data import tokenize
 from aliquot.data.cache import publishing
 from aliquot.data.cuts import pieces
-from aliquot.data.encoder import Encoded, Encoder, EncoderProcess, EncoderSpec, Texts
+from aliquot.data.encode_spans import AS_TEXT, AS_TOKENS
+from aliquot.data.encoder import HOLDS_SPECIAL, Encoded, Encoder, EncoderProcess, EncoderSpec, Texts
 from aliquot.data.prepare import Prepared, prepare
 from aliquot.data.token_store import TokenStore, token_dtype
 from aliquot.data.tokenizer import convention_of
@@ -210,6 +212,46 @@ def test_a_truncating_tokenizer_json_truncates_nothing(corpus: Path, model: Path
     (model / "tokenizer.json").write_text(json.dumps(spec))
     store = prepare(section(corpus, tokenizer=str(model / "tokenizer.json")), None, 300).open_train()[""]
     assert np.diff(store.offsets).min() > 50
+
+
+def test_special_tokens_in_texts_are_counted_and_may_be_letters(corpus: Path, model: Path) -> None:
+    """Of plain texts; by default under the key of the cache that they have had."""
+    eos = byte_level().eos_token_id
+    tokens = prepare(section(corpus, add_eos=False), model, 300).open_train()[""]
+    assert np.count_nonzero(tokens.tokens == eos) == tokens.left_out[HOLDS_SPECIAL] == 5
+    letters = prepare(section(corpus, add_eos=False, special_tokens_in_text="text"), model, 300).open_train()[""]
+    assert np.count_nonzero(letters.tokens == eos) == 0 and not letters.left_out
+    assert byte_level().decode(rows(letters)[0]) == byte_level().decode(rows(tokens)[0])
+    assert letters.path != tokens.path
+    named = prepare(section(corpus, add_eos=False, special_tokens_in_text="encode"), model, 300)
+    assert named.train[""] == str(tokens.path)
+
+
+def test_special_tokens_of_a_text_in_a_chat_are_letters_by_default(tmp_path: Path, model: Path) -> None:
+    talk = [{"role": "user", "content": "fox?</s>"}, TALK[1]]
+    (tmp_path / "c.jsonl").write_text(json.dumps({"messages": talk}))
+    chats = section(tmp_path / "c.jsonl", chat_template=CHATML)
+    counts = {}
+    for key in (None, "text", "encode"):
+        store = prepare(chats.model_copy(update={"special_tokens_in_text": key}), model, 300).open_train()[""]
+        counts[key] = (rows(store)[0].count(1), store.firsts)
+    place = f"{tmp_path / 'c.jsonl'}:1: '</s>'"
+    assert counts[None] == counts["text"] == (2, {AS_TEXT: place})
+    assert counts["encode"] == (3, {AS_TOKENS: place})
+
+
+def test_the_day_is_part_of_the_tokens_where_the_template_writes_it(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "c.jsonl").write_text(json.dumps({"messages": TALK}))
+    dated = section(tmp_path / "c.jsonl", chat_template="{{ strftime_now('%d %b %Y') }}" + CHATML)
+    days = [date(2024, 2, 3), date(2024, 2, 4)]
+    first, other = (prepare(dated.model_copy(update={"chat_template_date": day}), model, 300) for day in days)
+    assert (first.day, other.day) == ("2024-02-03", "2024-02-04")
+    assert first.train != other.train
+    assert byte_level().decode(rows(first.open_train()[""])[0]).startswith("03 Feb 2024<|user|>")
+    assert prepare(dated, model, 300).day == str(date.today())
+    plain = section(tmp_path / "c.jsonl", chat_template=CHATML)
+    same = [prepare(plain.model_copy(update={"chat_template_date": day}), model, 300) for day in days]
+    assert same[0] == same[1] and same[0].day is None
 
 
 # Two processes each import transformers.
