@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,8 @@ from aliquot.config.batch_size import BatchSize
 from aliquot.data.batches import Batches
 from aliquot.data.prepare import prepare
 from aliquot.engines.deepspeed.deepspeed_ops import missing_tools
+from aliquot.errors import UserError
+from aliquot.observe.run_directory import RunDirectory
 from tests.runs import WORDS, command, curve, refused, trained, write_config
 
 TEMPLATE = (
@@ -140,3 +144,33 @@ def test_the_data_are_shown_without_training(config: Path) -> None:
     assert (wrong.returncode, wrong.stderr.strip()) == (
         2, "aliquot: absent.jinja: data.chat_template cannot be read: No such file or directory [tokenizer]",
     )  # fmt: skip
+
+
+def test_the_day_of_a_run_is_kept(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    assert directory.day() == date.today()
+    directory.keep_day(None)
+    assert not list(tmp_path.iterdir())
+    directory.keep_day("2024-02-03")
+    assert directory.day() == date(2024, 2, 3)
+    directory.chat_template_date.write_text("yesterday")
+    with pytest.raises(UserError, match=r"chat-template-date\.txt: holds no date .*: write one as 2026-01-31"):
+        directory.day()
+
+
+@pytest.mark.long
+def test_a_run_goes_on_with_the_day_on_which_it_began(tmp_path: Path) -> None:
+    """On another day, on a machine without its cache."""
+    data = {
+        "path": str(write_chats(tmp_path)), "document": None, "eval_fraction": 0.0, "sequence_length": 64,
+        "chat_template": "{{ strftime_now('%A %d %B') }}" + TEMPLATE, "cache_directory": str(tmp_path / "cache"),
+    }  # fmt: skip
+    config = write_config(tmp_path, data=data, checkpoint={"every": 1, "export": False}, train={"max_steps": 1})
+    output = trained(config, "data.chat_template_date=2024-02-03")
+    assert "the chat template writes a date: today is 2024-02-03 for all of this run" in output
+    assert "Saturday 03 February" in output
+    assert (tmp_path / "run" / "chat-template-date.txt").read_text() == "2024-02-03\n" != f"{date.today()}\n"
+    shutil.rmtree(tmp_path / "cache")
+    assert "today is 2024-02-03" in trained(config, "train.max_steps=2")
+    another = refused(config, "train.max_steps=3", "data.chat_template_date=2024-02-04")
+    assert "data.chat_template_date was '2024-02-03' and is '2024-02-04'" in another
