@@ -170,10 +170,17 @@ def test_a_record_is_changed_only_where_the_template_does_not_take_it() -> None:
     asked = {"role": "user", "content": parts[:1]}
     record = {"messages": [asked, {"role": "assistant", "content": parts}], "context": 0}
     assert learned(record, lined)[1:] == (["dog\nnow\n</s>\n"], None)
-    assert learned(record, CHATML)[1:] == (["dognow</s>\n"], f"{CHANGED} with the parts of a `content` joined")
+    assert learned(record, CHATML)[1:] == (["dognow</s>\n"], f"{CHANGED} with a `content` as one text")
     texts = {"messages": [{"role": "user", "content": "fox"}, GREETING], "context": 0}
     told = f"{CHANGED} with texts as parts of a `content`"
     assert learned(texts, lined.replace("{{ p.text }}", "{{ p.text + '' }}"))[1:] == (["dog\n</s>\n"], told)
+    answered = [TALK[0], call(), {"role": "tool", "content": {"is": ["now"]}}, GREETING]
+    told = f"{CHANGED} with a `content` as one text"
+    assert learned({"messages": answered, "context": 0}, CALLING.replace(" | tojson", "", 1))[2] == told
+    assert learned({"messages": answered, "context": 0}, CALLING)[1:] == (
+        ['weather {"city": "fox"}</s>\n', "dog</s>\n"],
+        None,
+    )
     # As DeepSeek-V3's.
     null = "{{ m.tool_calls[0].function.arguments + '' if m.content is none else m.content + '' }}"
     calling = {"messages": [TALK[0], {**call('{"city": "fox"}'), "content": None}], "context": 0}

@@ -11,7 +11,7 @@ from itertools import product
 from typing import Any
 
 from aliquot.data.formats import text_parts
-from aliquot.errors import UserError
+from aliquot.errors import TokenizerError, UserError
 
 Messages = list[dict[str, Any]]
 Span = tuple[int, int]
@@ -41,8 +41,16 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, tokenizer: Any, tools: list[Any] | None = None, day: str | None = None) -> ChatTemplate:
-        """The tokenizer's chat template for a record with `tools`, which takes `day` (ISO 8601) for today."""
-        source = tokenizer.get_chat_template(tools=tools)
+        """The tokenizer's chat template for a record with `tools`, which takes `day` (ISO 8601) for today.
+
+        Raises TokenizerError where none of several templates is the one.
+        """
+        try:
+            source = tokenizer.get_chat_template(tools=tools)
+        except ValueError as error:
+            raise TokenizerError(
+                f"no chat template is the tokenizer's default: {' '.join(str(error).split())}"
+            ) from error
         if day is None or not asks_for_the_day(source):
             return cls(tokenizer, source, tools, {})
         formats = {found[2] for found in _TIME_FORMAT.finditer(source)}
@@ -125,7 +133,7 @@ def _forms(messages: Messages) -> Iterator[tuple[list[str], Messages]]:
     choices: list[list[Change | None]] = [
         [None, ("a `content` of null", _null_content), ("an empty `content`", _empty_content)],
         [None, ("arguments of calls as objects", _object_arguments), ("arguments as JSON text", _text_arguments)],
-        [None, ("the parts of a `content` joined", _joined_parts), ("texts as parts of a `content`", _in_parts)],
+        [None, ("a `content` as one text", _one_text), ("texts as parts of a `content`", _in_parts)],
     ]
     for chosen in sorted(product(*choices), key=lambda choice: -choice.count(None)):
         form, names = without_nulls, []
@@ -145,8 +153,12 @@ def _empty_content(message: dict[str, Any]) -> dict[str, Any]:
     return {"content": "", **message}
 
 
-def _joined_parts(message: dict[str, Any]) -> dict[str, Any]:
-    return {**message, "content": "".join(text_parts(message))} if isinstance(message.get("content"), list) else message
+def _one_text(message: dict[str, Any]) -> dict[str, Any]:
+    content, texts = message.get("content"), text_parts(message)
+    if not isinstance(content, (list, dict)):
+        return message
+    joined = isinstance(content, list) and len(texts) == len(content)
+    return {**message, "content": "".join(texts) if joined else json.dumps(content, ensure_ascii=False)}
 
 
 def _in_parts(message: dict[str, Any]) -> dict[str, Any]:

@@ -36,6 +36,7 @@ _ALIASES = {
     "observation": "tool", "function_response": "tool", "function_call": "assistant",
     "tool_response": "tool", "tool_call": "assistant",
 }  # fmt: skip
+_TOOLS = {"tool", "function", "ipython"}  # whose answers may be objects
 _CALLING_ROLES = ("function_call", "tool_call")  # ShareGPT's, ms-swift's: the content is a call, as JSON
 # Whether a message is learned: OpenAI's key, axolotl's, ms-swift's, and those of verl and others.
 _FLAGS = (
@@ -116,7 +117,9 @@ def words(text: str, kind: Kind) -> list[str]:
 def text_parts(message: Mapping[str, Any]) -> list[str]:
     """The texts of a message's content, which may be a list of parts, null or absent."""
     content = message.get("content") or ""
-    return [content] if isinstance(content, str) else [part["text"] for part in content]
+    if isinstance(content, str):
+        return [content]
+    return [part["text"] for part in content if _is_text(part)] if isinstance(content, list) else []
 
 
 def is_learned(message: Mapping[str, Any]) -> bool:
@@ -300,7 +303,8 @@ def _message(message: object, field: str, where: str) -> dict[str, Any]:
     others = {key: part for key, part in message.items() if key not in ("role", "from", "content", "value")}
     content = [{"content": message[key]} for key in ("content", "value") if key in message][:1]
     parts: dict[str, Any] = {"role": known, **(content[0] if content else {}), **others}
-    _check_content(parts.get("content"), where)
+    if known not in _TOOLS:
+        _check_content(parts.get("content"), where)
     _check_flags(parts, where)
     if role.lower() in _CALLING_ROLES:
         return {**parts, "content": "", "tool_calls": _calls_in("".join(text_parts(parts)))}
@@ -342,13 +346,13 @@ def _calls_in(text: str) -> list[Any]:
 
 def _calls(message: Mapping[str, Any]) -> Iterator[Any]:
     called = message.get("tool_calls") or []
-    yield from called if isinstance(called, list) else [called]
+    yield from called if isinstance(called, list) else [None]
     if message.get("function_call"):
         yield message["function_call"]
 
 
 def _is_call(call: object) -> bool:
-    return _is_named(call) or (isinstance(call, dict) and _is_named(call.get("function")))
+    return _is_named(call.get("function", call)) if isinstance(call, dict) else False
 
 
 def _is_named(function: object) -> bool:

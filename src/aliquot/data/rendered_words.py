@@ -65,7 +65,10 @@ def in_other_words(message: dict[str, Any]) -> dict[str, Any]:
 
     changed = {key: other(message[key]) for key in ("content", *_REASONING) if key in message}
     if isinstance(message.get("content"), list):
-        changed["content"] = [{**part, "text": other(part["text"])} for part in message["content"]]
+        changed["content"] = [
+            {**part, "text": other(part["text"])} if isinstance(part, dict) and "text" in part else part
+            for part in message["content"]
+        ]
     if isinstance(message.get("tool_calls"), list):
         changed["tool_calls"] = [other_call(call) for call in message["tool_calls"]]
     return {**message, **changed}
