@@ -131,7 +131,9 @@ def outcome(tokenizer: PreTrainedTokenizerFast, shape: str) -> Outcome:
         learned, all_marked = stretches(tokenizer, ids, mask), stretches(tokenizer, ids, marks)
         silent = set(all_marked) - set(learned)
         says = any(word in stretch for stretch in silent for word in ("fox", "jumps", "hello", "stop", "lazy", "now"))
-        return Outcome("e" if set(learned) < set(all_marked) and not says else "?", f"{learned} of {all_marked}")
+        if not set(learned) < set(all_marked) or says:
+            return Outcome("?", f"another mask: {learned} of {all_marked}")
+        return Outcome("e", "without the mark of an answer of which the template writes no word")
     return Outcome("=", "")
 
 

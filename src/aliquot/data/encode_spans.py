@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from aliquot.data.chat_template import ChatTemplate, LeftOut, Messages, Span
@@ -30,10 +31,8 @@ class TextEncoder:
 
     def __init__(self, tokenizer: Any, record: str, as_text: bool) -> None:
         self._tokenizer = tokenizer
-        added = tokenizer.added_tokens_decoder
-        self._ids = {number for number, token in added.items() if token.special}
-        contents = sorted((token.content for token in added.values() if token.special), key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, contents)) or "(?!)")
+        special = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._ids, self._special = special.keys(), _pattern(tuple(special.values()))
         written = self._special.search(record)
         self._as_text = as_text and written is not None and tokenizer.is_fast
         self.notes = {} if written is None else {AS_TEXT if self._as_text else AS_TOKENS: repr(written[0])}
@@ -44,12 +43,14 @@ class TextEncoder:
 
     def ends(self, ids: list[int], mask: list[int]) -> bool:
         """Whether a learned stretch ends with a special token, but for blanks behind it."""
-        behind_is_learned = False
+        words_follow = False
         for number, bit in zip(reversed(ids), reversed(mask), strict=True):
-            if bit and not behind_is_learned and number in self._ids:
+            if not bit or words_follow:
+                words_follow = words_follow and bool(bit)
+            elif number in self._ids:
                 return True
-            is_blank = number not in self._ids and not self._tokenizer.decode([number]).strip()
-            behind_is_learned = bool(bit) and (behind_is_learned or not is_blank)
+            else:
+                words_follow = bool(self._tokenizer.decode([number]).strip())
         return False
 
     def encode(self, text: str, spans: list[Span] | None) -> tuple[list[int], list[int]]:
@@ -126,6 +127,12 @@ class TextEncoder:
             if all(low >= 0 for _, (low, _) in own):
                 return own
         return pairs
+
+
+@lru_cache(maxsize=8)
+def _pattern(contents: tuple[str, ...]) -> re.Pattern[str]:
+    """Any of `contents`, the longest first."""
+    return re.compile("|".join(map(re.escape, sorted(contents, key=len, reverse=True))) or "(?!)")
 
 
 @contextmanager
