@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from aliquot.data.answer_spans import of_turns, rendered_spans
-from aliquot.data.chat_template import ChatTemplate, LeftOut, Messages, taken
+from aliquot.data.chat_template import ChatTemplate, LeftOut, Messages, fit_messages
 from aliquot.data.encode_spans import TextEncoder
 from aliquot.data.formats import is_learned
 from aliquot.data.rendered_words import has_words, is_silent, leaves_out
@@ -100,7 +100,7 @@ def encode_chat(
     A turn without words is not learned, nor is one of which the template writes nothing. `everything`: no mask is
     asked for. Raises LeftOut where the template fails or it is not known where an answer stands.
     """
-    given, changed = taken(template, messages)
+    given, changed = fit_messages(template, messages)
     if everything:
         whole = template.render(given)
         return whole, *encoder.encode_chat(whole, None, template, given), changed

@@ -102,10 +102,10 @@ def asks_for_the_day(source: str | dict[str, str]) -> bool:
     return any(_CLOCK in each for each in ([source] if isinstance(source, str) else source.values()))
 
 
-def taken(template: ChatTemplate, messages: Messages) -> tuple[Messages, str | None]:
-    """(the messages in a form that the template takes, what had to be changed for it).
+def fit_messages(template: ChatTemplate, messages: Messages) -> tuple[Messages, str | None]:
+    """Return the messages in a form that the template takes, and what had to be changed for it.
 
-    As `tokenizer.apply_chat_template` gives them if the template takes that. Raises LeftOut with the template's words.
+    The first form is that of `tokenizer.apply_chat_template`. Raises LeftOut with the template's own words.
     """
     error: Exception | None = None
     for changes, form in _forms(messages):
