@@ -14,7 +14,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[1]
 SOURCE = REPOSITORY / "src" / "aliquot"
 
-FOR_EVERYBODY = {"errors", "nesting", "textfile"}
+FOR_EVERYBODY = {"errors", "interpreter", "nesting", "textfile"}
 
 
 def allowed() -> dict[str, set[str]]:

@@ -27,9 +27,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 @functools.cache
 def _server() -> socket.socket:
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, "-m", "tests.warm_server", str(its.fileno())]
+    command = [sys.executable, "-P", "-m", "tests.warm_server", str(its.fileno())]  # -P: as `aliquot` restarts itself
     # As our launcher sets it for its ranks: it counts only when torch is imported, which is in the server.
-    environ = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    environ = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONPATH": str(REPOSITORY)}
     server = subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.DEVNULL, pass_fds=[its.fileno()], env=environ)
     its.close()
 

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 REQUEST_BYTES = 1 << 20
+NO_DIRECTORY = Path("/proc/self/fdinfo/none")  # what a path has in front for `-P`
 RESTARTS = "ALIQUOT_ALLOCATOR"  # a process that is not restarted for another allocator; see launch/preload.py
 IMPORTED = (
     "datasets", "peft.tuners.lora", "safetensors.torch", "tensorboard.compat.proto.summary_pb2",
@@ -138,6 +139,12 @@ def _interpret(arguments: list[str]) -> None:
     sys.orig_argv = [sys.executable, *arguments]
     match arguments:
         case ["-u", *rest]:  # as torchrun starts its ranks
+            _interpret(rest)
+        case ["-P", "-m", module, *rest]:
+            sys.argv = [module, *rest]
+            sys.path[0] = str(NO_DIRECTORY)
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        case ["-P", *rest]:
             _interpret(rest)
         case ["-m", module, *rest]:
             sys.argv = [module, *rest]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from types import FrameType
 from typing import NoReturn
+
+from aliquot.interpreter import become_python
 
 _IMPORTING = "<frozen importlib"  # files of the frames of an import that is going on
 
@@ -16,6 +19,8 @@ def main() -> None:
         signal.signal(signal.SIGINT, _interrupted)
     if os.getpid() == 1 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # which does not get it so
         signal.signal(signal.SIGTERM, _ended)
+    if not sys.flags.safe_path:  # else what multiprocessing starts would import from the working directory
+        become_python(sys.orig_argv[1:], os.environ)
     try:
         from aliquot.cli.main import run
 

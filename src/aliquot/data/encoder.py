@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aliquot.errors import TrainingError, UserError, kinds
+from aliquot.interpreter import python_command
 from aliquot.models.code_of_strangers import without_code
 
 AT_ONCE_CHARACTERS = 1 << 16
@@ -180,7 +181,7 @@ class EncoderProcess:
             "OMP_NUM_THREADS": "1",
         }
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "aliquot.data.encoder", str(theirs.fileno())],
+            python_command("-m", "aliquot.data.encoder", str(theirs.fileno())),
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             env=environment,

@@ -6,10 +6,10 @@ import json
 import re
 import socket
 import subprocess
-import sys
 from typing import Any
 
 from aliquot.doctor.finding import Finding, Subject
+from aliquot.interpreter import python_command
 from aliquot.launch.run_secret import SECRET, new_secret
 from aliquot.machine.cgroup import read
 from aliquot.machine.cpu import FLOP_PER_CYCLE
@@ -48,7 +48,7 @@ def _start(rank: int, port: str, secret: str, subject: Subject) -> subprocess.Po
     variables[SECRET] = secret
     kept = {name: value for name, value in subject.environ.items() if not name.startswith("TORCHELASTIC")}
     return subprocess.Popen(
-        [sys.executable, "-m", "aliquot.doctor.two_ranks"],
+        python_command("-m", "aliquot.doctor.two_ranks"),
         env=kept | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from aliquot.doctor.finding import Finding, Level, Subject
+from aliquot.interpreter import python_command
 
 _COMPILERS = ("g++", "clang++", "c++")
 _DEEPSPEED_TIMEOUT_S = 180
@@ -89,7 +90,7 @@ def check_deepspeed(subject: Subject) -> Finding:
     fix = "pip install --upgrade deepspeed accelerate, or what the message names"
     try:
         subprocess.run(
-            [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=_DEEPSPEED_TIMEOUT_S
+            python_command("-c", program), check=True, capture_output=True, text=True, timeout=_DEEPSPEED_TIMEOUT_S
         )
     except subprocess.CalledProcessError as error:
         last = (error.stderr.strip().splitlines() or ["no message"])[-1]

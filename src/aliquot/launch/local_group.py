@@ -6,12 +6,12 @@ import logging
 import math
 import os
 import signal
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aliquot.errors import RendezvousError, StorageError
+from aliquot.interpreter import python_command
 from aliquot.launch.claims import ROUND
 from aliquot.launch.forked_rank import end_forked_ranks, forked_rank, forking
 from aliquot.launch.rank_errors import LAST_WORDS, LastWords
@@ -88,13 +88,13 @@ def run_local_ranks(
         ),
     )
     # The elastic launcher substitutes ${...} in arguments that are strings; $$ is its escape for a plain $.
-    command = ["-m", "aliquot.launch.rank_start", str(os.getpid()), str(log_directory), *argv]
+    program, *command = python_command("-m", "aliquot.launch.rank_start", str(os.getpid()), str(log_directory), *argv)
     words = LastWords()
     environ = {LAST_WORDS: words.place, SECRET: group.secret}
     os.environ.update(environ)
     try:
         if round is None:
-            elastic_launch(config, sys.executable)(*(argument.replace("$", "$$") for argument in command))
+            elastic_launch(config, program)(*(argument.replace("$", "$$") for argument in command))
         else:
             with forking():
                 elastic_launch(config, forked_rank)({ROUND: str(round), **environ}, log_directory, argv)

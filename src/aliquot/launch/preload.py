@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from aliquot.interpreter import become_python
 from aliquot.machine.allocator import BY_RESTART, VARIABLE, allocator_in, allocator_name
 
 _NAMES = ("libtcmalloc.so.4", "libtcmalloc_minimal.so.4", "libjemalloc.so.2")
@@ -42,7 +43,7 @@ def restart_with_allocator() -> None:
         environ[VARIABLE] += BY_RESTART
         sys.stdout.flush()
         sys.stderr.flush()
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environ)
+        become_python(sys.orig_argv[1:], environ)
 
 
 def tune() -> None:

@@ -10,6 +10,7 @@ import os
 import sys
 from pathlib import Path
 
+from aliquot.interpreter import become_python
 from aliquot.launch.rank_process import end_with_parent, open_log, rank_environment
 
 
@@ -19,7 +20,7 @@ def main() -> None:
     if os.getppid() != launcher:  # it died before the line above
         sys.exit(1)
     open_log(directory, int(os.environ["RANK"]))
-    os.execve(sys.executable, [sys.executable, *arguments], rank_environment(os.environ, directory))
+    become_python(arguments, rank_environment(os.environ, directory))
 
 
 if __name__ == "__main__":

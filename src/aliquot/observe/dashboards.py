@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from aliquot.errors import MissingToolError
+from aliquot.interpreter import python_command
 from aliquot.observe.dashboard_process import LAST_WORDS_S
 
 
@@ -40,7 +40,7 @@ class Dashboard:
         with self._log.open("ab") as log:
             # A session of its own: Ctrl-C in a terminal is for the run, whose last words are still to be sent.
             self._process = subprocess.Popen(
-                [sys.executable, *follow], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+                python_command(*follow), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
                 start_new_session=True,
             )  # fmt: skip
         assert self._process.stdout is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import sys
+import sysconfig
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -37,7 +37,7 @@ def prepare_ops() -> None:
 def missing_tools() -> list[str]:
     """How to get each tool that is not there."""
     # pip puts ninja beside Python, which need not be on the PATH of whoever starts that Python.
-    beside = str(Path(sys.executable).parent)
+    beside = sysconfig.get_path("scripts")
     if beside not in os.environ.get("PATH", "").split(os.pathsep):
         os.environ["PATH"] = os.pathsep.join((os.environ.get("PATH", ""), beside))
     return [advice for tool, advice in _TOOLS.items() if shutil.which(tool) is None]

@@ -1,0 +1,91 @@
+"""No interpreter of ours imports a file of the working directory, which a stranger may have put there."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+from aliquot.interpreter import python_command
+from tests.runs import write_config
+
+SOURCE = Path(__file__).resolve().parents[1] / "src" / "aliquot"
+ALIQUOT = Path(sys.executable).with_name("aliquot")
+SPAWN = """
+import multiprocessing
+context = multiprocessing.get_context("METHOD")
+process = context.Process(target=print)
+process.start()
+process.join()
+raise SystemExit(process.exitcode)
+"""
+
+
+@pytest.fixture
+def traps(tmp_path: Path) -> Path:
+    """A directory with a module for each name that a program here might import; importing one leaves a file."""
+    names = {*sys.stdlib_module_names, *packages_distributions()} - {"aliquot", "__main__"}
+    folder = tmp_path / "traps"
+    folder.mkdir()
+    for name in names:
+        if name.isidentifier():
+            (folder / f"{name}.py").write_text(
+                f"open({str(tmp_path / 'imported')!r}, 'a').write('{name} ')\nraise SystemExit(9)\n"
+            )
+    return folder
+
+
+def run(traps: Path, *command: str | Path, said: str = "") -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"}
+    environ.pop("PYTHONPATH", None)
+    words = list(map(str, command))
+    done = subprocess.run(words, cwd=traps, env=environ, input=said, capture_output=True, text=True, check=False)
+    imported = traps.parent / "imported"
+    assert not imported.exists(), f"{command} imported {imported.read_text()}"
+    return done
+
+
+def test_one_function_starts_interpreters() -> None:
+    """Whoever starts one otherwise forgets `-P` sooner or later."""
+    for file in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())) if file != SOURCE / "interpreter.py" else ():
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                starts = node.value.id == "os" and node.attr.startswith(("exec", "spawn", "posix_spawn"))
+                assert not starts and node.attr != "executable", f"{file}: {ast.unparse(node)}"
+
+
+@pytest.mark.parametrize("command", [["-c", "import yaml"], ["-m", "platform"], ["-c", SPAWN]])
+def test_what_it_starts_imports_nothing_from_here(traps: Path, command: list[str]) -> None:
+    for method in ("spawn", "forkserver"):
+        done = run(traps, *python_command(*(word.replace("METHOD", method) for word in command)))
+        assert done.returncode == 0, done.stderr
+
+
+def test_the_command_imports_nothing_from_here(traps: Path) -> None:
+    safe = "import sys; from aliquot.__main__ import main; main()"
+    for command in ([ALIQUOT], [*python_command("-c", safe)]):
+        assert run(traps, *command, "--version").stdout.startswith("aliquot "), command
+    (traps / "run.yaml").write_text("run: 1\n")
+    assert run(traps, ALIQUOT, "train", "run.yaml").returncode == 2
+
+
+@pytest.mark.long
+def test_no_command_imports_anything_from_here(traps: Path, tmp_path: Path) -> None:
+    observe = {"report_to": ["wandb", "tensorboard"], "sample_prompt": "the"}
+    config = write_config(tmp_path, "run", observe=observe, launch={"ranks": 2})
+    export = tmp_path / "run" / "export"
+    again = write_config(tmp_path, "rounds", launch={"ranks": 2, "nodes": "1:2"}, train={"global_batch_size": 4})
+    for command in (
+        ["plan", config], ["train", config], ["train", again], ["doctor"], ["chat", export], ["data", "show", config],
+        ["evaluate", export, tmp_path / "text.txt", "--ranks", "2"], ["generate", export, "--prompt", "the"],
+        ["report", tmp_path / "run"],
+    ):  # fmt: skip
+        done = run(traps, ALIQUOT, *command, said="hello\n")
+        known = command[0] in ("doctor", "chat")  # this machine may have problems, and this model no chat template
+        assert done.returncode == 0 or known, (command, done.stdout, done.stderr)
+        assert "Traceback" not in done.stderr, done.stderr
