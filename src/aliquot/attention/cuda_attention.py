@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 from torch.nn.attention.varlen import varlen_attn
 
 from aliquot.attention.causal import causal
+from aliquot.machine.compile_cache import compiled
 
 if TYPE_CHECKING:
     from aliquot.attention.base import Documents, Scoring
@@ -35,10 +36,7 @@ def compiled_flex(backend: str = "inductor") -> Callable[..., Any]:
     Graphs differ by windows or none, scale, whether gradients are wanted, heads, dtype (the startup proof's are fp32),
     and for rows of one token and of one block.
     """
-    compiled: Callable[..., Any] = torch.compile(  # type: ignore[call-overload]  # torch's types lack the limit
-        flex_attention, fullgraph=True, backend=backend, recompile_limit=_GRAPHS
-    )
-    return compiled
+    return compiled(flex_attention, fullgraph=True, backend=backend, recompile_limit=_GRAPHS)
 
 
 @dataclass(frozen=True)

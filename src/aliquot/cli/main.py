@@ -28,6 +28,7 @@ from aliquot.cli import (
 )
 from aliquot.cli.one_line_errors import one_line_errors
 from aliquot.errors import UsageError
+from aliquot.machine.compile_cache import set_compile_cache
 
 # Commands that need no torch run everywhere; `doctor` reports an unsupported version as a finding.
 _WITHOUT_TORCH = {"cluster", "doctor", "instances", "report"}
@@ -81,6 +82,7 @@ def run() -> None:
         sys.exit(UsageError.exit_code)
     # Read by torch at its import, here and in ranks: it would tell of lost peers, which our own lines do.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    set_compile_cache()
     for stream in (sys.stdout, sys.stderr):
         # A terminal may have no sign for what a model says. What a test or a notebook has put there may refuse.
         with suppress(OSError, AttributeError):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +15,7 @@ import torch
 from aliquot.attention.document_attention import register
 from aliquot.errors import MissingToolError
 from aliquot.experts.sorted_experts import register as register_experts
+from aliquot.machine.compile_cache import compiled
 from aliquot.machine.inductor import kernel_options
 from aliquot.machine.kernels import copies_transposed
 from aliquot.models.copying_linear import copy_in_backward
@@ -45,15 +45,13 @@ def compile_layers(model: nn.Module, threads: int) -> None:
         raise MissingToolError(
             "train.compile: layers needs a C++ compiler (g++ or clang++), and none is installed: use none"
         )
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "aliquot" / "inductor"
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
     register(compiled=True)
     register_experts(compiled=True)
     options = _options()
     for layer in decoder_layers(model):
         # Not layer.compile(): it compiles the hooks, too, in which a layer waits for its weights.
-        layer.forward = torch.compile(layer.forward, options=options)
+        layer.forward = compiled(layer.forward, options=options)
 
 
 def _options() -> dict[str, Any] | None:

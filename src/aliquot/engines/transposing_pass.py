@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from aliquot.machine import kernels
+from aliquot.machine.compile_cache import compiled
 from aliquot.machine.inductor import kernel_options
 from aliquot.machine.kernels import copy_pays
 
@@ -58,7 +59,7 @@ def _size(node: Any, dimension: int) -> int:
 @functools.cache
 def _kernel() -> Callable[[Tensor], Tensor]:
     """Twice as fast as torch's own copy."""
-    return torch.compile(lambda matrix: matrix.t().contiguous(), dynamic=True, options=kernel_options())
+    return compiled(lambda matrix: matrix.t().contiguous(), dynamic=True, options=kernel_options())
 
 
 @torch.no_grad()

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aliquot.machine.compile_cache import compiled
+
 
 def to_gradient_(logits: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Replace logits [N, V] by `scale` times the gradient of their summed cross-entropy with labels int64 [N].
@@ -39,7 +41,7 @@ def _traced(logits: Tensor, labels: Tensor, scale: Tensor) -> tuple[Tensor, Tens
 
 @cache
 def _compiled() -> Callable[..., Any]:
-    return torch.compile(_traced)
+    return compiled(_traced)
 
 
 def to_gradient_compiled_(logits: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:

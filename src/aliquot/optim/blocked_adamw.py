@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from aliquot.machine.compile_cache import compiled
 from aliquot.machine.inductor import kernel_options
 from aliquot.optim.moments import ExactMoment, Moment, Noise
 from aliquot.optim.sizes import BLOCK, SCRATCH_ROWS
@@ -95,7 +96,7 @@ class CompiledUpdate:
     def __init__(self, betas: tuple[float, float], epsilon: float) -> None:
         self._betas = betas
         self._epsilon = epsilon
-        self._kernel = torch.compile(_update_halves, dynamic=True, options=kernel_options())
+        self._kernel = compiled(_update_halves, dynamic=True, options=kernel_options())
 
     @staticmethod
     def suits(shard: FlatShard) -> bool:
@@ -113,7 +114,7 @@ class CompiledUpdate:
             settings += [learning_rate / (1 - beta1**step), math.sqrt(1 - beta2**step), self._epsilon]
             sequences = (weights.high, shard.gradient, exp_avg.values, exp_avg_sq.values)
             halves = [half for values in sequences for half in (values[: weights.half], values[weights.half :])]
-            self._kernel(weights.low, *halves, torch.tensor(settings))  # type: ignore[call-arg]
+            self._kernel(weights.low, *halves, torch.tensor(settings))
             for copy in weights.others:
                 copy.copy_(weights.high)
         return weights.numel

@@ -1,0 +1,89 @@
+"""Compiled code is run only from a directory that no other user can write to."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from aliquot.errors import StorageError
+from aliquot.machine.compile_cache import compiled, set_compile_cache
+from tests import warm
+
+SOURCE = Path(__file__).resolve().parents[2] / "src" / "aliquot"
+VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+SHOW = """
+from aliquot.cli import main
+main.app = lambda: None
+main.run()
+import os, stat, sys
+assert "torch" not in sys.modules
+IMPORTS
+directory = os.environ["TORCHINDUCTOR_CACHE_DIR"]
+print(directory, oct(stat.S_IMODE(os.stat(directory).st_mode)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("prepare", "reason"),
+    [
+        (lambda path: path.mkdir(mode=0o755), None),
+        (lambda path: None, None),
+        (lambda path: (path.mkdir(), path.chmod(0o775)), "has mode 0775"),
+        (lambda path: (path.mkdir(), path.chmod(0o1777)), "has mode 1777"),
+        (lambda path: path.symlink_to(path.parent), "is a link"),
+        (lambda path: path.write_text(""), "cannot be made"),
+        pytest.param(
+            lambda path: (path.mkdir(), os.chown(path, 12345, -1)),
+            "belongs to user 12345",
+            marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a directory away"),
+        ),
+    ],
+)
+def test_a_cache_that_others_can_write_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prepare, reason: str | None
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "kernels"))
+    prepare(tmp_path / "kernels")
+    if reason is None:
+        compiled(lambda x: x + 1, backend="eager")
+        assert (tmp_path / "kernels").stat().st_mode & 0o022 == 0
+    else:
+        with pytest.raises(StorageError, match=reason) as error:
+            compiled(lambda x: x + 1)
+        assert str(tmp_path / "kernels") in error.value.line
+
+
+@pytest.mark.parametrize("imports", ["", pytest.param("import torch._dynamo", marks=pytest.mark.long)])
+def test_the_cache_is_set_before_torch_sets_its_own(tmp_path: Path, imports: str) -> None:
+    """Importing torch._dynamo sets it, to a directory in /tmp."""
+    environ = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    environ |= {"ALIQUOT_CACHE": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)}
+    shown = warm.run("-c", SHOW.replace("IMPORTS", imports), cold=True, env=environ, cwd=tmp_path)
+    assert shown.stdout.split() == [str(tmp_path / "cache" / "inductor"), "0o700"], shown.stderr
+    assert not list(tmp_path.glob("torchinductor*"))
+
+
+def test_torchs_own_cache_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a program that imports torch first."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    monkeypatch.setenv("ALIQUOT_CACHE", str(tmp_path))
+    monkeypatch.setenv(VARIABLE, default_cache_dir())
+    compiled(lambda x: x + 1, backend="eager")
+    assert os.environ[VARIABLE] == str(tmp_path / "inductor")
+    assert stat.S_IMODE((tmp_path / "inductor").stat().st_mode) == 0o700
+
+
+def test_a_user_without_a_writable_cache_gets_a_temporary_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ALIQUOT_CACHE", str(tmp_path / "file"))
+    monkeypatch.delenv(VARIABLE, raising=False)
+    set_compile_cache()
+    assert f"aliquot-inductor-{os.geteuid()}" in os.environ[VARIABLE]
+
+
+def test_everything_is_compiled_through_it() -> None:
+    assert [file.name for file in SOURCE.rglob("*.py") if "torch.compile(" in file.read_text()] == ["compile_cache.py"]
