@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import resource
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,21 @@ _FAILING = {
 
 # Only a file system says these; an error of a write that fails so names no file.
 _OF_FILES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE}
+
+
+# Characters that a terminal obeys, or that change the order in which it shows others: all but newline and tab.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_USER_OF_URL = re.compile(r"(?<=[A-Za-z0-9]:/)/?[^\r\n/?#]*@")  # pathlib removes the second slash
+
+
+def printable(text: str) -> str:
+    """Return `text` with its control characters escaped, for a terminal: text of strangers could drive it."""
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def has_user(text: str) -> bool:
+    """Whether a URL in `text` holds a user name or a password, which reports, dashboards and manifests would show."""
+    return _USER_OF_URL.search(text) is not None
 
 
 def one_line(path: str | Path) -> str:
@@ -45,9 +61,9 @@ class UserError(Exception):
 
     @property
     def line(self) -> str:
-        """What a person is shown: of a library's words the first line."""
+        """What a person is shown: of a library's words the first line, without control characters and passwords."""
         first = str(self).strip().partition("\n")[0]
-        return f"{first} [{self.id}]"
+        return f"{printable(_USER_OF_URL.sub('/...@', first))} [{self.id}]"
 
 
 class ConfigError(UserError, id="config"):

@@ -355,6 +355,8 @@ MISTAKES: dict[str, tuple[str, Callable[[Documents], Any]]] = {
         "allowPrivilegeEscalation")),
     "two volumes of one name": ("field-value", lambda d: d["directories-job.yaml"]["spec"]["template"]["spec"][
         "volumes"].append({"name": "shared", "emptyDir": {}})),
+    "a password in the configuration": ("secret-value", lambda d: d["config-map.yaml"]["data"].update(
+        {"config.yaml": "checkpoint: {mirror: 's3://me:hunter2@bucket/x'}"})),
     "a token": ("secret-value", lambda d: trainer(d)["env"].append({"name": "X", "value": "hf_" + 24 * "a"})),
     "no mountname": ("storage-address", lambda d: d["persistent-volume.yaml"]["spec"]["csi"]["volumeAttributes"].pop(
         "mountname")),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from aliquot.cli.one_line_errors import one_line_errors
-from aliquot.errors import UserError
+from aliquot.errors import UserError, printable
 
 if TYPE_CHECKING:
     from aliquot.models.chat import Chat
@@ -69,7 +69,7 @@ def _answer(chat: Chat, line: str) -> None:
     try:
         with closing(chat.reply(line)) as pieces:
             for piece in pieces:
-                print(piece, end="", flush=True)
+                print(printable(piece) if sys.stdout.isatty() else piece, end="", flush=True)
     except KeyboardInterrupt:
         pass
     except UserError as error:  # of this line: the conversation goes on

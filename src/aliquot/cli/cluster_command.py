@@ -12,6 +12,7 @@ import typer
 
 from aliquot import __version__
 from aliquot.cli.one_line_errors import one_line_errors
+from aliquot.errors import printable
 
 if TYPE_CHECKING:
     from aliquot.cluster.findings import RuleFinding
@@ -119,7 +120,7 @@ def status(name: _Name, namespace: _Namespace = "default", debug: _Debug = False
         from aliquot.cluster.status import job_status
 
         for line in job_status(name, namespace, kubectl_here()):
-            print(line)
+            print(printable(line))
 
 
 @app.command("logs")
@@ -162,5 +163,5 @@ def _print(findings: list[RuleFinding]) -> None:
     from aliquot.cluster.findings import RULES
 
     for each in findings:
-        print(f"{each.level}: {each.where}: {each.message} [{each.rule}]")
-        print(f"  why: {RULES[each.rule].reason}\n  fix: {each.fix}")
+        print(printable(f"{each.level}: {each.where}: {each.message} [{each.rule}]"))
+        print(printable(f"  why: {RULES[each.rule].reason}\n  fix: {each.fix}"))

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from aliquot.cli.one_line_errors import one_line_errors
+from aliquot.errors import printable
 
 app = typer.Typer(help="What a run would learn from its data.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -62,7 +63,7 @@ def show(
         evaluated = [TrainStore(each.store, f"{name} (evaluation)".strip()) for name, each in held_out.items()]
         for each in [*batches.sources, *evaluated]:
             for line in examples(each, tokenizer, text=True):
-                print(line)
+                print(printable(line))
         lines = [day_line(prepared.day)] if prepared.day else []
         for line in [*lines, *header(batches, steps, held_out), *warnings(batches, steps, train.max_steps is not None)]:
-            print(line)
+            print(printable(line))

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from aliquot.cli.one_line_errors import one_line_errors
+from aliquot.errors import printable
 
 
 def command(
@@ -33,7 +34,7 @@ def command(
         for finding in examine(subject):
             findings.append(finding)
             if not as_json:
-                print(finding.text(), flush=True)
+                print(printable(finding.text()), flush=True)
         told = json.dumps([asdict(finding) for finding in findings], indent=1)
         if as_json:
             print(told)

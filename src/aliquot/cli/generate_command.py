@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from aliquot.cli.one_line_errors import one_line_errors
-from aliquot.errors import UsageError, reading
+from aliquot.errors import UsageError, printable, reading
 
 
 def command(
@@ -36,7 +37,7 @@ def command(
         from aliquot.models.generate import generate
 
         for number, text in enumerate(generate(model_dir, asked, max_new_tokens, temperature, seed, base)):
-            print("\n" * (number > 0) + text, flush=True)
+            print("\n" * (number > 0) + (printable(text) if sys.stdout.isatty() else text), flush=True)
 
 
 def _lines(file: Path) -> list[str]:

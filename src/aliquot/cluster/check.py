@@ -14,7 +14,7 @@ from aliquot.cluster.pools import pool_view
 from aliquot.cluster.render import parsed
 from aliquot.cluster.rules_config import check_config
 from aliquot.cluster.rules_elastic import check_elastic
-from aliquot.cluster.rules_job import check_job
+from aliquot.cluster.rules_job import check_config_maps, check_job
 from aliquot.cluster.rules_nodes import check_node_class, check_pool, check_references
 from aliquot.cluster.rules_references import check_pods_references
 from aliquot.cluster.rules_scheduling import check_together
@@ -47,6 +47,7 @@ def check_manifests(
         found.extend(check_job(view, trainer, plan, _grace_s(view, manifests) if grace_s is None else grace_s))
         found.extend(check_elastic(view, manifests))
         found.extend(check_together(view, pools, manifests))
+    found.extend(check_config_maps(manifests))
     if job is not None:
         found.extend(check_config(job))
     return in_order(found)

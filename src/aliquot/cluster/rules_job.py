@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from aliquot.cluster.findings import RuleFinding, finding
 from aliquot.cluster.job import EFA, GPU
 from aliquot.cluster.job_view import NODE, JobView
-from aliquot.cluster.manifests import dig, mapping
+from aliquot.cluster.manifests import ManifestObject, dig, mapping, of_kind
 from aliquot.cluster.quantity import GIB, MIB, parse_bytes, parse_millicores
 from aliquot.config.cluster_section import longest_job_name
 from aliquot.config.plan import Plan
+from aliquot.errors import has_user
 
 RESERVED_ENV = frozenset({"PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"})
 
@@ -187,6 +188,17 @@ def _restarting(job: JobView) -> Iterator[RuleFinding]:
                 "restart-policy", job.runtime, f"restartPolicy is {said or 'not set, so OnFailure'}{with_what}",
                 "restartPolicy: Never",
             )  # fmt: skip
+
+
+def check_config_maps(manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
+    """Look for URLs that hold a password, as the mirror's in a run's configuration may."""
+    for each in of_kind(list(manifests), "ConfigMap"):
+        for name, text in mapping(each.get("data")).items():
+            if has_user(str(text)):
+                yield finding(
+                    "secret-value", each, f"data {name} has a URL with a user name or password in it",
+                    "the URL without them, and valueFrom: {secretKeyRef: {name: ..., key: ...}} in the pods' env",
+                )  # fmt: skip
 
 
 def _secrets(job: JobView) -> Iterator[RuleFinding]:

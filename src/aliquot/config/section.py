@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -10,9 +11,15 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, field_validator, mo
 from pydantic_core import PydanticCustomError
 
 from aliquot.config.home import with_home
+from aliquot.errors import has_user
 
 # What fp32 and 64 bits hold: beyond, what computes with it fails in its own way.
 _SMALLEST, _LARGEST, _LARGEST_INTEGER = 1e-37, 1e37, 2**63 - 1
+_URL = re.compile(r"\s*[A-Za-z][\w+.:-]*:/")
+_NO_PASSWORDS = (
+    "is a URL with a user name or password in it: the run directory, reports, dashboards and manifests would show it."
+    " Take it out, and give credentials by the environment or a file of the store's client"
+)
 OF_KEY = "of_key"  # the kind of an error whose message goes on where the key has been named
 
 
@@ -42,10 +49,12 @@ class Section(BaseModel):
     @field_validator("*", mode="after")
     @classmethod
     def usable(cls, value: Any) -> Any:
-        """No file has a name with NUL in it, no text file a lone surrogate."""
+        """No file has a name with NUL in it, no text file a lone surrogate, no URL of a configuration a password."""
         for text in _texts(value):
             if "\0" in text or any("\ud800" <= sign <= "\udfff" for sign in text):
                 raise PydanticCustomError(OF_KEY, f"has what is no text: {text!a}")
+            if _URL.match(text) and has_user(text):
+                raise PydanticCustomError(OF_KEY, _NO_PASSWORDS)
         if isinstance(value, float) and value and not _SMALLEST <= abs(value) <= _LARGEST:
             raise PydanticCustomError(OF_KEY, f"is {value:g}: give one from {_SMALLEST:g} to {_LARGEST:g}")
         if isinstance(value, int) and abs(value) > _LARGEST_INTEGER:

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from aliquot.errors import TrainingError, UserError, refusal
+from aliquot.errors import TrainingError, UserError, printable, refusal
 from aliquot.launch.moments import within_a_moment
 from aliquot.textfile import publish_text
 
@@ -52,7 +52,7 @@ class RankError:
     @property
     def line(self) -> str:
         """One line for a console that several ranks may share."""
-        first = self.message.strip().partition("\n")[0]
+        first = printable(self.message.strip().partition("\n")[0])
         if self.kind == "user":
             return first
         if self.kind == "training":

@@ -10,6 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
+from aliquot.errors import printable
 from aliquot.observe.live_view import LiveView
 from aliquot.observe.readable import duration, gib, rate
 
@@ -54,7 +55,7 @@ class Display:
 
     def line(self, text: str) -> None:
         if not self._quiet:
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
     def show(self, renderable: RenderableType) -> None:
         """A table."""
@@ -64,7 +65,7 @@ class Display:
     def warning(self, text: str) -> None:
         # A line beside a live view on the same terminal would tear it: it goes through the view's own console.
         where = self._console if self._live is not None and self._errors.is_terminal else self._errors
-        where.print(f"warning: {text}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+        where.print(f"warning: {printable(text)}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
     def training(self, limit_bytes: int | None, gpu_bytes: int | None = None) -> None:
         """Steps begin; a rank may have so much of the machine's memory, where that is known, and has such a GPU."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import unquote
 
-from aliquot.errors import MissingToolError, UsageError
+from aliquot.errors import MissingToolError, UsageError, has_user
 from aliquot.stores.base import Store
 
 
@@ -15,6 +15,8 @@ def is_url(text: str) -> bool:
 
 def open_store(url: str) -> Store:
     """Nothing is asked of it yet. Raises UserError where a package is missing, and for a file:// of another machine."""
+    if has_user(url):
+        raise UsageError(f"{url} has a user name or password in it: give credentials by the environment instead")
     if url.startswith("file://"):
         from aliquot.stores.local_store import LocalStore
 
