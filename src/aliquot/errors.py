@@ -6,8 +6,8 @@ Each kind has an id, which is printed behind its line and explained in docs/trou
 from __future__ import annotations
 
 import errno
-import resource
 import re
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -17,11 +17,11 @@ from typing import Any
 
 import yaml
 
+from aliquot.config.bounded_yaml import BoundedFastLoader
 from aliquot.errors import ManifestError
 from aliquot.nesting import check_yaml_depth
 
 _SUFFIXES = (".yaml", ".yml", ".json")
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # a CRD can have a megabyte
 _CORE = re.compile(r"^([a-z]*|[a-z.]+\.k8s\.io)$")  # groups of Kubernetes itself; x-k8s.io is for others
 
 
@@ -80,7 +80,7 @@ def _documents(file: Path) -> list[Any]:
         if "CustomResourceDefinition" not in text:
             return []
         check_yaml_depth(text)
-        found = list(yaml.load_all(text, Loader=_LOADER))
+        found = list(yaml.load_all(text, Loader=BoundedFastLoader))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ManifestError(f"cannot read this CRD: {' '.join(str(error).split())}", file) from None
     lists = [each["items"] for each in found if isinstance(each, dict) and isinstance(each.get("items"), list)]

@@ -11,6 +11,7 @@ import yaml
 
 from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, of_kind
 from aliquot.cluster.quantity import parse_bytes, parse_millicores
+from aliquot.config.bounded_yaml import BoundedTextLoader
 from aliquot.nesting import TooDeepError, check_depth, check_yaml_depth
 
 NODE = "node"
@@ -127,7 +128,7 @@ def configs_of(job: JobView, manifests: Sequence[ManifestObject]) -> Iterator[ob
         for text in mapping(each.get("data")).values() if each.name in mounted else ():
             with suppress(yaml.YAMLError, TooDeepError):
                 check_yaml_depth(str(text))
-                value = yaml.load(str(text), Loader=yaml.BaseLoader)
+                value = yaml.load(str(text), Loader=BoundedTextLoader)
                 check_depth(value)
                 yield value
 

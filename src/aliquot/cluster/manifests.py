@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from aliquot.cluster.fields import Complaint, sound
+from aliquot.config.bounded_yaml import BoundedLoader
 from aliquot.errors import ManifestError
 from aliquot.nesting import TooDeepError, check_depth, check_yaml_depth
 
@@ -111,10 +112,10 @@ def is_manifest(path: Path) -> bool:
 def parse_manifests(text: str, name: str) -> Iterator[ManifestObject]:
     try:
         check_yaml_depth(text)
-        for node in yaml.compose_all(text, Loader=yaml.SafeLoader):
+        for node in yaml.compose_all(text, Loader=BoundedLoader):
             place = f"{name}:{node.start_mark.line + 1}"
             try:
-                value = yaml.SafeLoader("").construct_document(node)
+                value = BoundedLoader("").construct_document(node)
             except (ValueError, KeyError, AttributeError) as error:  # 2026-99-99, or what does not fit its !!tag
                 raise ManifestError(f"not valid YAML: {' '.join(str(error).split())}", place) from None
             check_depth(value)

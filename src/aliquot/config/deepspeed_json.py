@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from aliquot.config.bounded_yaml import BoundedLoader
 from aliquot.config.deepspeed_keys import RULES, Fate, rule_of
 from aliquot.config.home import with_home
 from aliquot.errors import DeepspeedConfigError
@@ -183,7 +184,7 @@ def _read(path: Path, locations: Locations) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise DeepspeedConfigError("a DeepSpeed config is an object of settings", str(path))
     try:
-        _locate(yaml.compose(text), _HERE, str(path), locations)
+        _locate(yaml.compose(text, Loader=BoundedLoader), _HERE, str(path), locations)
     except yaml.YAMLError:  # tabs: errors then name the file without a line
         locations[_HERE] = str(path)
     return found

@@ -12,6 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from aliquot.config import deepspeed_json, other_names
+from aliquot.config.bounded_yaml import BoundedLoader
 from aliquot.config.places import Keys, Location, place_of_first
 from aliquot.config.schema import RunConfig
 from aliquot.config.section import OF_KEY
@@ -225,7 +226,7 @@ def _keys_of(model: type[BaseModel], prefix: Keys) -> Iterator[Keys]:
                 yield from _keys_of(kind, path)
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(BoundedLoader):
     """YAML 1.2's numbers, where PyYAML follows 1.1: `2e-5` is one, and `2:4` is not (124, to the base of 60)."""
 
 

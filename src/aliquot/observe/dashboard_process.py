@@ -15,6 +15,7 @@ from typing import Any, Protocol, TextIO
 
 import yaml
 
+from aliquot.config.bounded_yaml import BoundedLoader
 from aliquot.observe.events import ENDS
 from aliquot.textfile import publish_text
 
@@ -59,7 +60,7 @@ class Follower:
     def send(self) -> None:
         """All that there is. Raises whatever the client raises; what was sent until then is not sent again."""
         if self._service is None:
-            config = yaml.safe_load((self._directory / "config.yaml").read_text(encoding="utf-8"))
+            config = yaml.load((self._directory / "config.yaml").read_text(encoding="utf-8"), Loader=BoundedLoader)
             self._service = begin(self._name, self._directory, config, self._run_id)
             self._keep()
         with (self._directory / "metrics.jsonl").open("rb") as file:

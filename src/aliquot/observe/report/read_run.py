@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from aliquot.config.bounded_yaml import BoundedLoader
 from aliquot.errors import RunDirectoryError
 from aliquot.nesting import TooDeepError, check_depth, check_yaml_depth, decode_json
 from aliquot.observe.events import ENDS
@@ -215,7 +216,7 @@ def _parsed(text: str) -> Any:
 def _yaml(text: str) -> Object:
     try:
         check_yaml_depth(text)
-        value = yaml.safe_load(text)
+        value = yaml.load(text, Loader=BoundedLoader)
         check_depth(value)
     except (yaml.YAMLError, TooDeepError):
         return {}
