@@ -8,6 +8,7 @@ from typing import Any
 from aliquot.config.home import looks_local, with_home
 from aliquot.errors import ConfigError, ModelFilesError
 from aliquot.nesting import decode_json
+from aliquot.textfile import read_small_file
 
 CONFIG_FILE = "adapter_config.json"
 _NAMES = {
@@ -63,7 +64,7 @@ def model_beside(directory: Path, base: str | None = None) -> str:
 def _fields(directory: Path) -> dict[str, Any]:
     file = directory / CONFIG_FILE
     try:
-        fields = decode_json(file.read_text(encoding="utf-8-sig"))
+        fields = decode_json(read_small_file(file))
     except FileNotFoundError:
         raise ConfigError(
             f"no {CONFIG_FILE} here: give a directory that peft or a run with an adapter has saved", directory

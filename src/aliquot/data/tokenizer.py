@@ -25,7 +25,7 @@ from aliquot.errors import MissingToolError, TokenizerError, UnsupportedModelErr
 from aliquot.models.code_of_strangers import without_code
 from aliquot.models.model_files import save_tokenizer
 from aliquot.models.source import DESCRIPTION_FILES
-from aliquot.textfile import LFS_POINTER, is_lfs_pointer
+from aliquot.textfile import LFS_POINTER, check_small, is_lfs_pointer, read_small_file
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 # Where tokenizers split words differently, they do it in one of these.
@@ -45,7 +45,8 @@ def load_tokenizer(name: str | Path) -> Any:
     if not path.exists() and (path.is_absolute() or str(name).startswith(".") or str(name).count("/") > 1):
         raise TokenizerError("no such tokenizer file or directory", name)  # a hub id is `name` or `owner/name`
     try:
-        if path.is_file():
+        if path.exists() and not path.is_dir():
+            check_small(path)
             if path.name == "tokenizer.json" and path.with_name("tokenizer_config.json").exists():
                 return without_code(AutoTokenizer.from_pretrained)(path.parent)  # the config names bos and eos
             return PreTrainedTokenizerFast(tokenizer_file=str(path))
@@ -173,9 +174,11 @@ def give_template(tokenizer: Any, template: str | None) -> None:
         return
     if "{" not in template:
         try:
-            template = Path(template).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not a text file"
+            template = read_small_file(Path(template), anywhere=True).decode("utf-8")
+        except UnicodeDecodeError:
+            raise TokenizerError("data.chat_template cannot be read: not a text file", template) from None
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
             raise TokenizerError(f"data.chat_template cannot be read: {reason}", template) from error
     tokenizer.chat_template = template
 

@@ -19,7 +19,7 @@ from typing import Literal, NoReturn
 
 from aliquot.errors import TrainingError, UserError, printable, refusal
 from aliquot.launch.moments import within_a_moment
-from aliquot.textfile import publish_text
+from aliquot.textfile import open_unlinked, publish_text
 
 LOG_DIRECTORY = "ALIQUOT_LOG_DIRECTORY"  # set by our launcher in its ranks, and only there
 LAST_WORDS = "ALIQUOT_LAST_WORDS"  # where ranks find that file of their launcher
@@ -132,7 +132,7 @@ def record_error(error: RankError) -> bool:
     if directory is None:
         return told
     try:
-        with log_file(Path(directory), error.rank).open("a", encoding="utf-8") as log:
+        with open_unlinked(log_file(Path(directory), error.rank), "a", encoding="utf-8") as log:
             log.write(error.traceback if error.kind != "user" else f"{time.ctime(error.time)}: {error.message}\n")
         publish_text(error_file(Path(directory), error.rank), json.dumps(asdict(error)))
     except OSError:  # the disk is full, which may be the very error

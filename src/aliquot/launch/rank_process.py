@@ -24,7 +24,7 @@ def open_log(directory: Path, rank: int) -> None:
     """From here on what this process prints is in its log; rank 0 alone talks on the console."""
     error_file(directory, rank).unlink(missing_ok=True)
     if rank != 0:
-        log = os.open(log_file(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        log = os.open(log_file(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
         os.dup2(log, sys.stdout.fileno())
         os.dup2(log, sys.stderr.fileno())
 

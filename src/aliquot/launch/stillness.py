@@ -26,6 +26,7 @@ from aliquot.launch.rank_errors import RankError, end_rank
 from aliquot.launch.stacks import of_all_ranks, told_standing_still
 from aliquot.launch.topology import Topology
 from aliquot.machine.memory import unwritten_bytes
+from aliquot.textfile import open_unlinked
 
 _LOOKS = 30  # so many in a row at which nobody had done anything; a process that was stopped meanwhile has not looked
 _AHEAD = 2  # ranks look at different moments: this much before the run may end they write their stacks
@@ -97,7 +98,8 @@ class Stillness:
             faulthandler.dump_traceback(sys.stderr)
             return
         self._stack_file.parent.mkdir(parents=True, exist_ok=True)
-        with self._stack_file.open("w") as file:
+        with open_unlinked(self._stack_file, "a") as file:  # the watchdog's, which has it open
+            file.truncate(0)
             faulthandler.dump_traceback(file)
 
     def _end(self) -> None:

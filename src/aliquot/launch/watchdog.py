@@ -12,6 +12,7 @@ from typing import Self
 
 from aliquot.launch.rank_errors import RankError, end_rank
 from aliquot.launch.stacks import of_all_ranks, told_standing_still
+from aliquot.textfile import open_unlinked
 
 
 class Watchdog:
@@ -38,7 +39,7 @@ class Watchdog:
         self.rank, self.world_size = rank, world_size
         self._doing = doing
         stack_file.parent.mkdir(parents=True, exist_ok=True)
-        self._stacks = stack_file.open("w", encoding="utf-8")
+        self._stacks = open_unlinked(stack_file, "w", encoding="utf-8")
         self._stopped = threading.Event()
         self.beat()
         threading.Thread(target=self._wait, name="aliquot-watchdog", daemon=True).start()

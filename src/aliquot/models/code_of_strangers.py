@@ -9,7 +9,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from aliquot.errors import UnsupportedModelError
+from aliquot.errors import ModelFilesError, UnsupportedModelError
+from aliquot.textfile import check_small, refuse_link
+
+_SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "additional_chat_templates/*.jinja")
+
+
+def check_small_files(directory: Path) -> None:
+    """Raise ModelFilesError unless each small file that transformers might read is regular, not large, and in
+    `directory`, or in the hub's cache if that is a snapshot: what it reads it may save elsewhere."""
+    for file in sorted(file for pattern in _SMALL_FILES for file in directory.glob(pattern)):
+        try:
+            refuse_link(file, directory)
+            check_small(file)
+        except OSError as error:
+            raise ModelFilesError(f"cannot read: {error.strerror}", file) from error
+        except ValueError as error:
+            raise ModelFilesError(str(error), file) from error
 
 
 def without_code(load: Callable[..., Any]) -> Callable[..., Any]:
@@ -19,6 +35,8 @@ def without_code(load: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def loading(*arguments: Any, **options: Any) -> Any:
+        if arguments and isinstance(arguments[0], str | Path) and (directory := Path(arguments[0])).is_dir():
+            check_small_files(directory)
         try:
             return load(*arguments, **options, trust_remote_code=False)
         except ValueError as error:

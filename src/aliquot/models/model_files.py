@@ -14,7 +14,7 @@ import torch
 from aliquot.errors import UserError
 from aliquot.models.older_transformers import with_old_names
 from aliquot.models.source import SPECIAL
-from aliquot.ranges.jsonfile import parse_json, read_json
+from aliquot.ranges.jsonfile import parse_json, read_json, read_small
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -49,7 +49,9 @@ def model_files(
         fields |= special
         files["generation_config.json"] = _json(special)
     elif (source / "generation_config.json").is_file():
-        files["generation_config.json"] = (source / "generation_config.json").read_bytes()
+        data = read_small(source / "generation_config.json")
+        parse_json(data, source / "generation_config.json")
+        files["generation_config.json"] = data
     files["config.json"] = _json(with_old_names(fields))
     files["tokenizer_config.json"] = _json(_known_class(parse_json(files["tokenizer_config.json"], "tokenizer_config")))
     files[CONVENTION_FILE] = _json({"prefix": list(prefix), "chat_prefix": list(chat_prefix), "ends": list(ends)})
@@ -111,7 +113,7 @@ def _trained_tokens(directory: Path, key: str) -> list[int] | None:
     file = directory / CONVENTION_FILE
     if not file.is_file():
         return None
-    tokens = parse_json(file.read_bytes(), CONVENTION_FILE).get(key)
+    tokens = read_json(file).get(key)
     return tokens if isinstance(tokens, list) and all(isinstance(token, int) for token in tokens) else None
 
 

@@ -16,7 +16,7 @@ from aliquot.errors import ConfigError, ModelFilesError, UnsupportedModelError
 from aliquot.models.code_of_strangers import without_code
 from aliquot.models.counts import refuse_absurd_counts
 from aliquot.nesting import decode_json
-from aliquot.textfile import LFS_POINTER, is_lfs_pointer
+from aliquot.textfile import LFS_POINTER, is_lfs_pointer, read_small_file
 
 if TYPE_CHECKING:
     import torch
@@ -187,8 +187,10 @@ def local_directory(path: str, hub_files: Sequence[str] = HUB_FILES) -> Path:
 
 
 def _read_json(file: Path, key: str) -> dict[str, Any]:
+    data = b""
     try:
-        values = decode_json(file.read_text(encoding="utf-8-sig"))
+        data = read_small_file(file, anywhere=key == "model.config")
+        values = decode_json(data)
     except FileNotFoundError:
         if (file.parent / CONFIG_FILE).is_file():
             raise ModelFilesError(
@@ -196,7 +198,7 @@ def _read_json(file: Path, key: str) -> dict[str, Any]:
             ) from None
         raise ModelFilesError(f"{key}: no config.json here; is this a Hugging Face model directory?", file) from None
     except (OSError, ValueError) as error:
-        if isinstance(error, ValueError) and is_lfs_pointer(file.read_bytes()[:64]):
+        if is_lfs_pointer(data):
             raise ModelFilesError(f"{key}: {LFS_POINTER}", file) from None
         raise ModelFilesError(f"{key}: not readable as JSON: {error}", file) from None
     if not isinstance(values, dict):

@@ -13,6 +13,7 @@ from typing import Any
 from aliquot.errors import MissingToolError
 from aliquot.interpreter import python_command
 from aliquot.observe.dashboard_process import LAST_WORDS_S
+from aliquot.textfile import open_unlinked
 
 
 def check_installed(services: Sequence[str]) -> None:
@@ -37,7 +38,7 @@ class Dashboard:
         (directory / "logs").mkdir(exist_ok=True)
         self._log = directory / "logs" / f"{service}.txt"
         follow = ["-m", "aliquot.observe.dashboard_process", service, str(directory), str(metrics.stat().st_size)]
-        with self._log.open("ab") as log:
+        with open_unlinked(self._log, "ab") as log:
             # A session of its own: Ctrl-C in a terminal is for the run, whose last words are still to be sent.
             self._process = subprocess.Popen(
                 python_command(*follow), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,

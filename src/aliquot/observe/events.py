@@ -13,11 +13,11 @@ import os
 import shlex
 import sys
 import time
-from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from aliquot.errors import writing
+from aliquot.textfile import open_unlinked
 
 ENDS = ("end", "stopped", "failed")
 
@@ -31,7 +31,7 @@ class Events:
     def __init__(self, path: Path, enabled: bool) -> None:
         self._path = path
         self._enabled = enabled
-        self._file: FileIO | None = None
+        self._file: IO[Any] | None = None
 
     def write(self, event: str, step: int, **fields: Any) -> None:
         """Raises UserError where the disk is full."""
@@ -40,7 +40,7 @@ class Events:
         line = json.dumps({"event": event, "step": step, "time": time.time(), **fields})
         with writing(self._path):
             if self._file is None:
-                self._file = FileIO(self._path, "a+")
+                self._file = open_unlinked(self._path, "ab+", buffering=0)
             # A killed attempt or a full disk may have left half a line: the next event starts on a line of its own.
             descriptor = self._file.fileno()
             size = os.fstat(descriptor).st_size

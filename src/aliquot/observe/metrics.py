@@ -17,7 +17,7 @@ from aliquot.observe.dashboards import Dashboard
 from aliquot.observe.kubeflow import KubeflowStatus
 from aliquot.observe.prometheus import Exporter
 from aliquot.observe.tensorboard_file import TensorBoard
-from aliquot.textfile import publish_text
+from aliquot.textfile import open_unlinked, publish_text
 
 
 class MetricsFile:
@@ -33,7 +33,7 @@ class MetricsFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists():
                 publish_text(path, "".join(_lines_until(path, resumed_step) if resumed_step else []))
-            self._file = path.open("a", encoding="utf-8")
+            self._file = open_unlinked(path, "a", encoding="utf-8")
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         """`metrics` holds "step". Numbers that are not finite become null: JSON has none."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from aliquot.errors import StorageError, writing
 from aliquot.observe.clock import PARTS, StepClock
+from aliquot.textfile import publish_text
 
 if TYPE_CHECKING:
     import torch.profiler
@@ -59,9 +60,10 @@ class Profile:
             self._directory.mkdir(exist_ok=True)
         try:
             with writing(trace):
+                trace.unlink(missing_ok=True)  # else a link would be followed
                 profiler.export_chrome_trace(str(trace))
             with writing(table):
-                table.write_text(f"{self._parts_table()}\n\noperators\n{operators}", encoding="utf-8")
+                publish_text(table, f"{self._parts_table()}\n\noperators\n{operators}")
         except StorageError:
             for path in (trace, table):
                 path.unlink(missing_ok=True)

@@ -20,7 +20,7 @@ from aliquot.launch.claims import ROUND, ROUNDS, check_round
 from aliquot.launch.run_secret import SECRET_FILE
 from aliquot.machine.mounts import mount_of
 from aliquot.observe.beating_lock import beating_lock
-from aliquot.textfile import publish_text
+from aliquot.textfile import open_unlinked, publish_text, read_small_file
 
 HEADER = "# The configuration of an aliquot run, complete, as it was run."
 LOCK, BEATING_LOCK = ".lock", ".lock.held"
@@ -113,7 +113,7 @@ class RunDirectory:
     def day(self) -> date:
         """The day on which the run began, if its chat template writes one; else today."""
         try:
-            return date.fromisoformat(self.chat_template_date.read_text(encoding="utf-8").strip())
+            return date.fromisoformat(read_small_file(self.chat_template_date).decode().strip())
         except FileNotFoundError:
             return date.today()
         except (OSError, ValueError) as error:
@@ -128,8 +128,8 @@ class RunDirectory:
 
     def _is_a_run(self) -> bool:
         """Whether config.yaml is aliquot's, not the person's own, or was lost beside a checkpoint that is whole."""
-        with suppress(OSError, UnicodeDecodeError):
-            if (self.path / "config.yaml").read_text(encoding="utf-8").startswith(HEADER):
+        with suppress(OSError, ValueError):
+            if read_small_file(self.path / "config.yaml").decode().startswith(HEADER):
                 return True
         with suppress(OSError):
             return bool(complete_directories(self.checkpoints))
@@ -145,7 +145,7 @@ class RunDirectory:
         more."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = (self.path / LOCK).open("a")
+            lock = open_unlinked(self.path / LOCK, "a")
         except OSError as error:  # no permission, read-only, a file where a directory should be
             told = f"cannot write the run directory: {error.strerror}; choose another run.directory"
             raise storage_error(told, error, self.path) from None

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from aliquot.errors import writing
+from aliquot.textfile import open_unlinked
 
 
 class TensorBoard:
@@ -29,7 +30,7 @@ class TensorBoard:
         with writing(directory):
             directory.mkdir(parents=True, exist_ok=True)
             name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
-            self._file = (directory / name).open("ab", buffering=0)
+            self._file = open_unlinked(directory / name, "ab", buffering=0)
         self._append(begun)
 
     def write(self, metrics: Mapping[str, Any]) -> None:

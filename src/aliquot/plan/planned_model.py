@@ -29,7 +29,7 @@ from aliquot.errors import UserError
 from aliquot.models.model_shape import LayerKind, ModelShape
 from aliquot.models.source import CONFIG_FILES, local_directory
 from aliquot.plan.micro_batch_cost import WORKS, MicroBatchCost, Step, Work
-from aliquot.textfile import publish_text
+from aliquot.textfile import publish_text, read_small_file
 
 if TYPE_CHECKING:
     from aliquot.models.shaped_model import ShapedModel
@@ -180,8 +180,8 @@ def _configuration(section: ModelSection) -> Any:
         return section.config
     try:
         file = section.config or local_directory(str(section.path), CONFIG_FILES) / "config.json"
-        return [section.path is not None, file.read_text()]
-    except OSError:
+        return [section.path is not None, read_small_file(file, anywhere=True).decode()]
+    except (OSError, ValueError):
         return str(section)  # what is wrong with it is said where it is read
 
 

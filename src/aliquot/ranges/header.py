@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from aliquot.errors import WeightsFileError, reading
-from aliquot.ranges.jsonfile import LIMIT_BYTES, parse_json
-from aliquot.textfile import LFS_POINTER, is_lfs_pointer
+from aliquot.ranges.jsonfile import parse_json
+from aliquot.textfile import LFS_POINTER, LIMIT_BYTES, is_lfs_pointer
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,

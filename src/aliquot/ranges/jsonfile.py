@@ -8,9 +8,7 @@ from typing import Any
 
 from aliquot.errors import WeightsFileError, reading
 from aliquot.nesting import decode_json
-from aliquot.textfile import LFS_POINTER, is_lfs_pointer
-
-LIMIT_BYTES = 100_000_000  # safetensors' own limit for a header
+from aliquot.textfile import LFS_POINTER, is_lfs_pointer, read_small_file
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -19,15 +17,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_small(path: Path) -> bytes:
-    """The whole of a regular file of at most `LIMIT_BYTES`. Raises UserError."""
-    with reading(path):
-        if path.exists() and not path.is_file():  # a fifo would block for ever
-            raise WeightsFileError("not a regular file", path)
-        with path.open("rb") as file:
-            data = file.read(LIMIT_BYTES + 1)
-    if len(data) > LIMIT_BYTES:
-        raise WeightsFileError(f"larger than {LIMIT_BYTES} bytes", path)
-    return data
+    """As textfile.read_small_file. Raises UserError."""
+    try:
+        with reading(path):
+            return read_small_file(path)
+    except ValueError as error:
+        raise WeightsFileError(str(error), path) from error
 
 
 def parse_json(data: bytes, where: str | Path) -> dict[str, Any]:

@@ -18,9 +18,11 @@ from aliquot.nesting import TooDeepError, check_depth, check_yaml_depth, decode_
 from aliquot.observe.events import ENDS
 from aliquot.observe.ledger import PHASES
 from aliquot.observe.run_directory import HEADER, LOCK, RunDirectory
+from aliquot.textfile import read_small_file
 
 BEGINS = ("start", "resume")  # events of an attempt's beginning
 _ABSURD = 1e24
+_MOST_BYTES = 1 << 30  # of a file: the curves of millions of steps
 
 Object = dict[str, Any]
 Points = list[tuple[float, float]]
@@ -231,6 +233,6 @@ def _last_words(directory: RunDirectory) -> str | None:
 
 def _text(path: Path) -> str | None:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
+        return read_small_file(path, _MOST_BYTES).decode(errors="replace")
+    except (OSError, ValueError):
         return None

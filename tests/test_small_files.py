@@ -1,0 +1,133 @@
+"""Files that a stranger put into a model or run directory are regular, small and no links, or are not read or written."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from aliquot.config.schema import ModelSection
+from aliquot.errors import UserError
+from aliquot.models.code_of_strangers import without_code
+from aliquot.models.model_files import model_files
+from aliquot.models.source import resolve
+from aliquot.observe.metrics import Curve
+from aliquot.observe.run_directory import LOCK, RunDirectory
+from aliquot.ranges.jsonfile import read_small
+from aliquot.textfile import open_unlinked, publish_text, read_small_file
+from tests.data.stores import byte_level
+
+CONFIG = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 300}
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def huge(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(7_700_000_000)
+
+
+def environment(path: Path) -> None:
+    path.symlink_to("/proc/self/environ")
+
+
+def secret(path: Path) -> None:
+    """JSON that lies elsewhere."""
+    beside = path.parent.parent / "secret.json"
+    beside.write_text(json.dumps({**CONFIG, "password": "hunter2"}))
+    path.symlink_to(beside)
+
+
+PUT = pytest.mark.parametrize(
+    ("put", "reason"),
+    [(fifo, "not a regular file"), (huge, "more than"), (environment, "a link to"), (secret, "a link to")],
+)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = tmp_path / "model"
+    byte_level().save_pretrained(directory)
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    return directory
+
+
+@PUT
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "tokenizer.json", "chat_template.jinja"])
+def test_of_a_model(model: Path, name: str, put, reason: str) -> None:
+    (model / name).unlink(missing_ok=True)
+    put(model / name)
+    with pytest.raises(UserError, match=reason) as error:
+        if name == "config.json":
+            resolve(ModelSection(path=str(model)))
+        without_code(AutoTokenizer.from_pretrained)(str(model))
+    assert "\n" not in error.value.line and str(model / name) in error.value.line
+
+
+@PUT
+def test_nothing_of_elsewhere_is_exported(model: Path, put, reason: str) -> None:
+    source = resolve(ModelSection(path=str(model)))
+    put(model / "generation_config.json")
+    if put is fifo:  # which was never taken for a file
+        assert "generation_config.json" not in model_files(source.config, byte_level(), model, (), ())
+    else:
+        with pytest.raises(UserError, match=reason):
+            model_files(source.config, byte_level(), model, (), ())
+
+
+def test_a_snapshot_of_the_hub_is_links(tmp_path: Path) -> None:
+    store, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "1234"
+    byte_level().save_pretrained(store)
+    (store / "config.json").write_text(json.dumps(CONFIG))
+    snapshot.mkdir(parents=True)
+    for file in store.iterdir():
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    assert resolve(ModelSection(path=str(snapshot))).config.hidden_size == 32
+    assert without_code(AutoTokenizer.from_pretrained)(str(snapshot))
+    (tmp_path / "link").symlink_to(snapshot)
+    assert json.loads(read_small(tmp_path / "link" / "config.json"))["vocab_size"] == 300
+
+
+def test_links_within_a_directory_are_read(tmp_path: Path) -> None:
+    """As Kubernetes mounts a ConfigMap."""
+    (tmp_path / "..2026").mkdir()
+    (tmp_path / "..2026" / "config.json").write_text("{}")
+    (tmp_path / "..data").symlink_to("..2026")
+    (tmp_path / "config.json").symlink_to("..data/config.json")
+    assert read_small_file(tmp_path / "config.json") == b"{}"
+
+
+def test_a_link_in_a_run_directory_truncates_nothing(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in (LOCK, "metrics.jsonl", "stacks-rank-0.txt", f".ledger.json.{os.getpid()}"):
+        (run / name).symlink_to(victim)
+    with pytest.raises(UserError, match="cannot write the run directory"), RunDirectory(run).locked():
+        raise AssertionError("it is locked")
+    with pytest.raises(UserError, match="cannot write"):
+        Curve(run / "metrics.jsonl", 1)
+    with open_unlinked(run / "stacks-rank-0.txt", "w") as file:  # ours takes its place
+        file.write("stacks")
+    publish_text(run / "ledger.json", "{}")
+    assert victim.read_text() == "precious"
+    assert (run / "stacks-rank-0.txt").read_text() == "stacks" and not (run / "stacks-rank-0.txt").is_symlink()
+
+
+WRITES_OF_RUNS = ("launch", "observe", "textfile.py")
+
+
+def test_files_of_runs_are_opened_without_links() -> None:
+    source = Path(__file__).resolve().parents[1] / "src" / "aliquot"
+    for part in WRITES_OF_RUNS:
+        for file in [source / part] if part.endswith(".py") else (source / part).rglob("*.py"):
+            for number, line in enumerate(file.read_text().splitlines(), 1):
+                opens = any(f'.open("{mode}' in line for mode in "wax") or ".write_text(" in line
+                known = "/proc" in line or "clear_refs" in line or file.name == "claims.py"
+                assert not opens or known, f"{file}:{number}: {line.strip()}"
