@@ -121,6 +121,9 @@ def test_what_does_not_look_like_a_hub_id_is_a_directory(path: str) -> None:
             "attention_types is 1000000000: no model",
         ),
         ({**SMALL, "model_type": "qwen3", "num_labels": 10**9}, "num_labels is 1000000000: no model"),
+        ({**SMALL, "model_type": "llama", "hidden_size": 2**40}, "hidden_size is 1099511627776: no model"),
+        ({**SMALL, "model_type": "llama", "head_dim": 2**40}, "head_dim is 1099511627776: no model"),
+        ({**SMALL, "model_type": "gpt2", "n_embd": 2**40}, "n_embd is 1099511627776: no model"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(config: dict[str, object], expected: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from aliquot.data.formats import text_parts
 from aliquot.errors import TokenizerError, UserError
+from aliquot.models.bounded_rendering import bounded_rendering
 
 Messages = list[dict[str, Any]]
 Span = tuple[int, int]
@@ -86,14 +87,18 @@ class ChatTemplate:
     def _render(self, messages: Messages, **options: bool) -> tuple[str, list[Span]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        texts, marks = render_jinja_template(
-            conversations=[messages],
-            tools=self.tools,
-            chat_template=self.source,
-            times=self.times,
-            **self.tokenizer.special_tokens_map,
-            **options,
-        )
+        try:
+            with bounded_rendering():
+                texts, marks = render_jinja_template(
+                    conversations=[messages],
+                    tools=self.tools,
+                    chat_template=self.source,
+                    times=self.times,
+                    **self.tokenizer.special_tokens_map,
+                    **options,
+                )
+        except TimeoutError as error:  # another form of the record would take as long
+            raise TokenizerError(f"the chat template fails: {error}. Set data.chat_template to another one") from error
         return texts[0], marks[0] if marks else []
 
 

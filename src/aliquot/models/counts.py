@@ -14,6 +14,8 @@ _MOST = {
     re.compile(r"(.*_)?experts"): (65_536, "experts"),
     re.compile(r"(.*_)?vocab_size"): (100_000_000, "tokens in its vocabulary"),
     re.compile(r"num_labels"): (1_000_000, "labels"),
+    # A model of such a width is made on the meta device, but its rotary frequencies are computed.
+    re.compile(r"(?!(.*_)?vocab_size)(.*_)?(size|dim|rank|heads?|model|embd|inner|ff)"): (10_000_000, "columns"),
 }
 
 

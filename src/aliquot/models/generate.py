@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from aliquot.config.peft_settings import CONFIG_FILE, model_beside
 from aliquot.errors import ModelFilesError, TokenizerError, UsageError
+from aliquot.models.bounded_rendering import bounded_rendering
 from aliquot.models.code_of_strangers import without_code
 from aliquot.models.export import STATE, export_checkpoint
 from aliquot.models.model_files import joined_ends, trained_ends, trained_prefix
@@ -188,6 +189,7 @@ def _rendered(tokenizer: Any, messages: Messages, **options: bool) -> str:
     if not tokenizer.chat_template:
         raise TokenizerError("the tokenizer has no chat template; `aliquot generate` continues a text without one")
     try:
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+        with bounded_rendering():
+            return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
     except Exception as error:  # a template is a program of the model's author
         raise TokenizerError(f"the chat template fails: {' '.join(str(error).split())}") from error
