@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import csv
 import io
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from aliquot.nesting import TooDeepError, check_json_depth, decode_json
 Unit = Literal["file", "line", "block", "field"]
 
 PART_BYTES = 16 << 20  # of a file that is one document
+LONGEST_RECORD = 1 << 26  # bytes, or characters: it is held as a whole
 _BLOCK_CHARACTERS = 1 << 20
 _ROWS, _BATCH_BYTES = 512, 16 << 20  # of a table, at once
 _NO_TEXT = "no text has any. Leave this file out, or remove them (tr -d '\\0')"
@@ -73,27 +75,41 @@ def _parts(file: BinaryIO, position: Callable[[], int], path: Path) -> Iterator[
 
 
 def _lines(file: BinaryIO, position: Callable[[], int], path: Path, unit: Unit) -> Iterator[Document]:
-    block: list[str] = []
-    for number, data in enumerate(file, 1):
+    """Each line, or each block of lines between blank ones; in parts where it is long."""
+    waiting: list[str] = []  # of the document, since its last part
+    characters, begun = 0, False  # whether a part of the document has been given
+    for text, first, last in _parts_of_lines(file, path):
+        if not (first and last and (not text or text.isspace())):
+            waiting.append(f"\n{text}" if first and (begun or waiting) else text)
+            characters += len(text)
+            ended = unit == "line" and last
+            if not ended and characters < PART_BYTES:
+                continue
+        elif not (begun or waiting):
+            continue
+        else:
+            ended = True
+        yield Document("".join(waiting), "text", position(), ended)
+        waiting, characters, begun = [], 0, not ended
+    if begun or waiting:
+        yield Document("".join(waiting), "text", position())
+
+
+def _parts_of_lines(file: BinaryIO, path: Path) -> Iterator[tuple[str, bool, bool]]:
+    """(text, whether it begins a line, whether it ends one), of at most PART_BYTES: a line may be as long as a disk."""
+    decoder, number, first = codecs.getincrementaldecoder("utf-8")(), 1, True
+    while data := file.readline(PART_BYTES):
+        last = data.endswith(b"\n") or len(data) < PART_BYTES
         try:
-            line = data.decode("utf-8").rstrip("\r\n")
+            text = data.decode("utf-8") if first and last else decoder.decode(data, final=last)
         except UnicodeDecodeError as error:
             raise not_text(error, f"{path}:{number}") from error
-        if "\0" in line:
+        if "\0" in text:
             raise DataError(f"a NUL byte: {_NO_TEXT}", f"{path}:{number}")
-        if number == 1:
-            line = line.removeprefix("\ufeff")
-        blank = not line or line.isspace()
-        if unit == "line":
-            if not blank:
-                yield Document(line, "text", position())
-        elif not blank:
-            block.append(line)
-        elif block:
-            yield Document("\n".join(block), "text", position())
-            block = []
-    if block:
-        yield Document("\n".join(block), "text", position())
+        if number == 1 and first:
+            text = text.removeprefix("\ufeff")
+        yield text.rstrip("\r\n") if last else text, first, last
+        number, first = number + last, last
 
 
 def record_documents(path: Path, section: RecordsSection) -> Iterator[Document]:
@@ -124,7 +140,7 @@ def _json(path: Path, section: RecordsSection) -> Iterator[Document]:
 
 def _json_lines(file: BinaryIO, position: Callable[[], int], path: Path, section: RecordsSection) -> Iterator[Document]:
     form: Format | None = None
-    for number, line in enumerate(file, 1):
+    for number, line in enumerate(_bounded(file, path), 1):
         if not line.strip():
             continue
         where = f"{path}:{number}"
@@ -139,6 +155,21 @@ def _json_lines(file: BinaryIO, position: Callable[[], int], path: Path, section
             raise DataError(f"not a JSON record ({error}); write one record a line", where) from error
         text, kind, form = _read(record, form, section, where)
         yield Document(encodable(text, where) if b"\\u" in line else text, kind, position(), where=where)
+
+
+def _bounded(file: BinaryIO | io.TextIOWrapper, path: Path) -> Iterator[Any]:
+    """The lines of `file`. Raises DataError at one of more than LONGEST_RECORD: an archive of kilobytes may hold it."""
+    for number in itertools.count(1):
+        line = file.readline(LONGEST_RECORD + 1)
+        if len(line) > LONGEST_RECORD:
+            raise _too_long(f"{path}:{number}")
+        if not line:
+            return
+        yield line
+
+
+def _too_long(where: str | Path) -> DataError:
+    return DataError(f"a record of more than {LONGEST_RECORD >> 20} MiB: give its text as a file of its own", where)
 
 
 def _json_array(file: BinaryIO, position: Callable[[], int], path: Path, section: RecordsSection) -> Iterator[Document]:
@@ -176,6 +207,8 @@ def _elements(file: BinaryIO, path: Path) -> Iterator[object]:
             cut = error.msg.startswith("Unterminated string") or error.pos >= len(text) - _NEAR_THE_END
             if ended or not cut:
                 raise DataError(f"not a JSON array of records ({error.msg} in record {number})", path) from error
+            if len(text) - at > LONGEST_RECORD:
+                raise _too_long(path) from None
             block = file.read(max(_BLOCK_CHARACTERS, len(text) - at))  # twice as much at least: each is scanned again
             text, at, ended = text[at:] + decode(block, final=not block), 0, not block
             check_json_depth(f"[{text}" if number else text)  # the array's own bracket is in the first text alone
@@ -189,9 +222,10 @@ def _elements(file: BinaryIO, path: Path) -> Iterator[object]:
 
 
 def _csv(path: Path, section: RecordsSection) -> Iterator[Document]:
-    csv.field_size_limit(2**31 - 1)
+    csv.field_size_limit(LONGEST_RECORD)
     with opened(path) as (file, position):
-        rows = csv.reader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), strict=True)
+        decoded = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+        rows = csv.reader(_bounded(decoded, path), strict=True)
         try:
             names = next(rows, [])
             if twice := stands_twice([name for name in names if name], "column"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import threading
 from collections.abc import Iterator
@@ -21,13 +22,18 @@ def bounded_rendering() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGVTALRM, _end)
+    _obey()
     signal.setitimer(signal.ITIMER_VIRTUAL, CPU_SECONDS)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
+
+
+@functools.cache
+def _obey() -> None:
+    """Once: it takes longer than all the rest."""
+    signal.signal(signal.SIGVTALRM, _end)
 
 
 def _end(number: int, frame: FrameType | None) -> None:

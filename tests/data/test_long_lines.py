@@ -1,0 +1,68 @@
+"""A line may be as long as a disk, and an archive of kilobytes may hold it: memory is bounded all the same."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aliquot.config.data_section import RecordsSection
+from aliquot.data import documents
+from aliquot.data.documents import PART_BYTES, Document, Unit, record_documents, text_documents
+from aliquot.errors import UserError
+
+
+def whole(parts: list[Document]) -> list[str]:
+    """The documents that `parts` make, but blank ones."""
+    texts = [""]
+    for part in parts:
+        texts[-1] += part.text
+        texts += [""] * part.ended
+    return [text for text in texts if text and not text.isspace()]
+
+
+@given(st.text("ab \n\u00e4\r", max_size=40), st.sampled_from(["line", "block"]), st.integers(1, 9))
+def test_parts_are_those_of_whole_lines(text: str, unit: Unit, size: int) -> None:
+    data = text.encode()
+    expected = whole(list(documents._lines(io.BytesIO(data), lambda: 0, Path("x"), unit)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents, "PART_BYTES", size)
+        parts = list(documents._lines(io.BytesIO(data), lambda: 0, Path("x"), unit))
+    found = ["".join(each.split("\r")) for each in whole(parts)]  # one may be cut from its newline
+    assert [each.strip() for each in found] == ["".join(each.split("\r")).strip() for each in expected]
+
+
+def test_lines_are_documents(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfa\r\n \nb\nc\n\nd")
+    assert [each.text for each in text_documents(tmp_path / "a.txt", "line")] == ["a", "b", "c", "d"]
+    assert [each.text for each in text_documents(tmp_path / "a.txt", "block")] == ["a", "b\nc", "d"]
+    (tmp_path / "b.txt").write_bytes(b"a\n\xffb")
+    with pytest.raises(UserError, match=r"b.txt:2: not UTF-8 text"):
+        list(text_documents(tmp_path / "b.txt", "line"))
+
+
+@pytest.mark.parametrize("unit", ["line", "block"])
+def test_an_archive_of_one_line(tmp_path: Path, unit: Unit) -> None:
+    with gzip.open(tmp_path / "bomb.txt.gz", "wb", 1) as file:
+        for _ in range(3):
+            file.write(b"a" * PART_BYTES)
+    parts = list(text_documents(tmp_path / "bomb.txt.gz", unit))
+    assert sum(len(part.text) for part in parts) == 3 * PART_BYTES
+    assert max(len(part.text) for part in parts) <= PART_BYTES and [part.ended for part in parts].count(True) == 1
+
+
+@pytest.mark.parametrize("name", ["bomb.jsonl.gz", "bomb.json.gz", "bomb.csv.gz"])
+def test_a_record_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(documents, "LONGEST_RECORD", 1 << 20)
+    text = "a" * (3 << 20)
+    lines = {"jsonl": json.dumps({"text": text}), "json": json.dumps([{"text": text}]), "csv": f"text\n{text}\n"}
+    with gzip.open(tmp_path / name, "wt") as file:
+        file.write(lines[name.split(".")[1]])
+    with pytest.raises(UserError, match="a record of more than 1 MiB") as error:
+        list(record_documents(tmp_path / name, RecordsSection(text_field="text")))
+    assert "\n" not in error.value.line
