@@ -79,6 +79,10 @@ def _lines(file: BinaryIO, position: Callable[[], int], path: Path, unit: Unit) 
     waiting: list[str] = []  # of the document, since its last part
     characters, begun = 0, False  # whether a part of the document has been given
     for text, first, last in _parts_of_lines(file, path):
+        if unit == "line" and first and last:  # nearly all are
+            if text and not text.isspace():
+                yield Document(text, "text", position())
+            continue
         if not (first and last and (not text or text.isspace())):
             waiting.append(f"\n{text}" if first and (begun or waiting) else text)
             characters += len(text)
