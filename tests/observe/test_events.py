@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from aliquot.errors import StorageError
+from aliquot.observe import events
 from aliquot.observe.events import Events, command_line
 
 
@@ -24,8 +25,8 @@ def test_events_are_appended_and_a_torn_line_stays_alone(tmp_path: Path) -> None
     assert json.loads(lines[0])["model"] == "x"
 
 
-def test_a_full_disk_is_named(tmp_path: Path) -> None:
-    (tmp_path / "events.jsonl").symlink_to("/dev/full")
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "open_unlinked", lambda path, mode, **options: Path("/dev/full").open(mode, **options))
     with pytest.raises(StorageError, match=r"events\.jsonl: cannot write: No space left on device"):
         Events(tmp_path / "events.jsonl", enabled=True).write("start", 0)
 

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from aliquot.errors import StorageError
+from aliquot.observe import profile as profiling
 from aliquot.observe.clock import StepClock
 from aliquot.observe.profile import Profile
 
 
 @pytest.mark.parametrize("full", ["rank-0.json.gz", "rank-0.txt"])
-def test_a_full_disk(tmp_path: Path, full: str) -> None:
-    (tmp_path / full).symlink_to("/dev/full")
+def test_a_full_disk(tmp_path: Path, full: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if full == "rank-0.txt":
+        monkeypatch.setattr(profiling, "publish_text", write)
+    else:
+        monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", write)
     profile = Profile(tmp_path, 0, 1, StepClock(lambda: (0.0, 0.0)))
     for _ in range(3):
         profile.step()
