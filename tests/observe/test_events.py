@@ -10,6 +10,7 @@ import pytest
 from aliquot.errors import StorageError
 from aliquot.observe import events
 from aliquot.observe.events import Events, command_line
+from aliquot.textfile import open_unlinked
 
 
 def test_events_are_appended_and_a_torn_line_stays_alone(tmp_path: Path) -> None:
@@ -26,7 +27,9 @@ def test_events_are_appended_and_a_torn_line_stays_alone(tmp_path: Path) -> None
 
 
 def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "open_unlinked", lambda path, mode, **options: Path("/dev/full").open(mode, **options))
+    monkeypatch.setattr(
+        events, "open_unlinked", lambda path, mode, **how: open_unlinked(Path("/dev/full"), mode, **how)
+    )
     with pytest.raises(StorageError, match=r"events\.jsonl: cannot write: No space left on device"):
         Events(tmp_path / "events.jsonl", enabled=True).write("start", 0)
 

@@ -98,8 +98,7 @@ class Stillness:
             faulthandler.dump_traceback(sys.stderr)
             return
         self._stack_file.parent.mkdir(parents=True, exist_ok=True)
-        with open_unlinked(self._stack_file, "a") as file:  # the watchdog's, which has it open
-            file.truncate(0)
+        with open_unlinked(self._stack_file, "w") as file:
             faulthandler.dump_traceback(file)
 
     def _end(self) -> None:
