@@ -66,6 +66,7 @@ def open_unlinked(path: Path, mode: Literal["w", "a", "wb", "ab", "ab+"], **opti
             path.unlink()
     return os.fdopen(os.open(path, flags, 0o666), mode, **options)
 
+
 LFS_POINTER = "a git-lfs pointer, not the file itself: fetch it first (git lfs pull)"
 
 
