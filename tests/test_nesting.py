@@ -144,7 +144,7 @@ def test_aliases_are_counted_once_and_in_circles() -> None:
     check_depth(yaml.safe_load("\n".join(["a: &a []", *laughs])))
     with pytest.raises(UserError):
         apply_override({}, "data.path=&a [*a]", {})
-    with pytest.raises(UserError, match=TOO_DEEP):
+    with pytest.raises(UserError, match="an alias within its own anchor"):
         list(parse_manifests("kind: &a [*a]", "x.yaml"))
 
 

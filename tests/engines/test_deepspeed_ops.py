@@ -13,7 +13,7 @@ from aliquot.errors import UserError
 
 def test_missing_tools_are_named_with_where_to_get_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
+    monkeypatch.setattr("sysconfig.get_path", lambda _name: str(tmp_path))
     with pytest.raises(UserError, match=r"apt install g\+\+.* and pip install ninja; the engines host and fsdp"):
         prepare_ops()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,8 @@ def test_the_warning_comes_before_any_rank_starts(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     nodes = ["launch.nodes=2", "launch.node_rank=0", "launch.join_timeout_s=0.1", f"launch.master_port={port}"]
-    result = command("train", write_config(tmp_path), *nodes, "launch.ranks=4096")
+    ranks = 4 * len(os.sched_getaffinity(0))
+    result = command("train", write_config(tmp_path), *nodes, f"launch.ranks={ranks}")
     first, *_, last = result.stderr.splitlines()
-    assert first.startswith("aliquot: launch.ranks is 4096, but this machine has "), result.stderr
+    assert first.startswith(f"aliquot: launch.ranks is {ranks}, but this machine has "), result.stderr
     assert last.endswith("[rendezvous]")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from aliquot.config.data_section import DataSection
-from aliquot.data.chat import encode_chat
+from aliquot.data.chat_template import ChatTemplate, fit_messages
 from aliquot.data.prepare import prepare
 from aliquot.errors import UserError
 from aliquot.models import bounded_rendering
@@ -26,7 +26,15 @@ TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
 @pytest.mark.parametrize("template", [LOOPS, RECURSES, NO_RANGE, MARKED + LOOPS])
-@pytest.mark.parametrize("render", [encode_chat, lambda tokenizer, talk: chat_ids(tokenizer, talk[:1], None)])
+@pytest.mark.parametrize(
+    "render",
+    [
+        lambda tokenizer, talk: fit_messages(ChatTemplate.of(tokenizer), talk),
+        lambda tokenizer, talk: ChatTemplate.of(tokenizer).render_marked(talk),
+        lambda tokenizer, talk: chat_ids(tokenizer, talk[:1], None),
+    ],
+    ids=["data", "marked data", "chat"],
+)
 def test_a_template_that_loops_for_ever(
     monkeypatch: pytest.MonkeyPatch, template: str, render: Callable[..., Any]
 ) -> None:

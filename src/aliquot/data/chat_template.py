@@ -13,6 +13,7 @@ from typing import Any
 from aliquot.data.formats import text_parts
 from aliquot.errors import TokenizerError, UserError
 from aliquot.models.bounded_rendering import bounded_rendering
+from aliquot.nesting import decode_json
 
 Messages = list[dict[str, Any]]
 Span = tuple[int, int]
@@ -174,8 +175,8 @@ def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
 def _object_arguments(message: dict[str, Any]) -> dict[str, Any]:
     def as_object(arguments: Any) -> Any:
         try:
-            value = json.loads(arguments)
-        except (TypeError, ValueError, RecursionError):
+            value = decode_json(arguments)
+        except (AttributeError, ValueError):  # the first: no text
             return arguments
         return value if isinstance(value, dict) else arguments
 

@@ -10,6 +10,8 @@ import time
 from contextlib import suppress
 from typing import Any
 
+from aliquot.nesting import decode_json
+
 Message = dict[str, Any]
 
 _SEND_S = 2.0  # a message is far smaller than what a socket takes without anybody reading
@@ -51,8 +53,8 @@ class Peer:
             read = b""
         *lines, self._beginning = (self._beginning + read).split(b"\n")
         try:
-            found = [json.loads(line) for line in lines]
-        except (ValueError, RecursionError):  # none of ours
+            found = [decode_json(line) for line in lines]
+        except ValueError:  # none of ours
             found, read = [], b""
         longest = _LONGEST if self.is_known else _LONGEST_FIRST
         self.closed = self.closed or not read or len(self._beginning) > longest

@@ -170,7 +170,7 @@ class Leader:
                 for message in member.peer.receive():
                     member.heard = time.monotonic()
                     self._heard(member, message)
-            except (KeyError, TypeError, ValueError, RecursionError) as error:  # of a message that none of ours sends
+            except (KeyError, TypeError, ValueError) as error:  # of a message that none of ours sends
                 self._lost(member, f"sent a message that cannot be read ({type(error).__name__}: {error})")
             if member.peer.closed and member in self._members:
                 self._lost(member, "was lost")
