@@ -51,7 +51,9 @@ def gradients(dtype: torch.dtype, compiled: bool) -> tuple[list[Tensor], int]:
     return found, copies  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize(("dtype", "copies"), [(torch.bfloat16, 2), (torch.float32, 0)])
+@pytest.mark.parametrize(
+    ("dtype", "copies"), [pytest.param(torch.bfloat16, 2, marks=pytest.mark.long), (torch.float32, 0)]
+)
 def test_gradients_are_those_of_plain_products(dtype: torch.dtype, copies: int) -> None:
     found, made = gradients(dtype, compiled=True)
     expected, none = gradients(torch.float32, compiled=False)

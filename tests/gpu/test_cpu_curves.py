@@ -9,9 +9,8 @@ import pytest
 from tests.gpu.cpu_curves import CASES, expected, trained
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "llama-fp32" else pytest.param(name, marks=pytest.mark.long) for name in CASES]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", CASES)
 def test_curve_in_the_file_is_current(tmp_path: Path, name: str) -> None:
     tolerance = 1e-4 if CASES[name].precision == "fp32" else 2e-2
     assert trained(tmp_path, name) == pytest.approx(expected(name), rel=tolerance)

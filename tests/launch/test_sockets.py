@@ -191,6 +191,7 @@ def test_what_a_stranger_says_in_the_store_of_nodes_is_not_read(tmp_path: Path, 
     assert outputs[0][0] == "[1, 1]\n" and "evil" not in str(outputs)
 
 
+@pytest.mark.long
 def test_nodes_that_share_no_secret_say_so(tmp_path: Path) -> None:
     port = free_port()
     nodes = [node(own, 2, port, 3, tmp_path) for own in range(2)]
