@@ -14,6 +14,7 @@ import pytest
 
 import aliquot
 from aliquot.checkpoint.mirrored import complete_steps
+from aliquot.checkpoint.save import Draft
 from aliquot.errors import RunDirectoryError
 from aliquot.observe.recorder import Recorder
 from aliquot.observe.run_directory import HEADER, RunDirectory
@@ -89,6 +90,24 @@ def test_a_run_that_has_taken_its_place_is_left_alone(tmp_path: Path) -> None:
     newest = max((moved / "checkpoints").glob("step-*"))
     verify(newest)
     assert max(curve(moved)) >= int(newest.name.removeprefix("step-"))
+
+
+def test_a_save_that_begins_in_another_runs_directory_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other run's directory takes the path after the check, and before the checkpoint's first file."""
+    directory, other, begin = tmp_path / "run", tmp_path / "other", Draft.begin
+    (other / "checkpoints").mkdir(parents=True)
+
+    def begin_late(*arguments: Any) -> Draft:
+        directory.rename(tmp_path / "moved")
+        other.rename(directory)
+        return begin(*arguments)
+
+    monkeypatch.setattr(Draft, "begin", begin_late)
+    with pytest.raises(RunDirectoryError, match="removed, renamed or replaced"):
+        aliquot.train(aliquot.read_config(write_config(tmp_path, checkpoint={"every": 1})))
+    assert contents(directory) == {"checkpoints": ""}
 
 
 def test_a_lock_that_another_process_has_made_anew_is_not_ones_own(tmp_path: Path) -> None:

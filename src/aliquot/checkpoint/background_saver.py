@@ -94,7 +94,11 @@ class Saver:
                 self._draft = Draft.begin(
                     self._root, step, self._tensors, state, self._config_files, self._ranks, self._states, self._learned
                 )
+                on_first(self._ranks, self._may_publish)  # the draft may lie in a directory that was put here just now
             except UserError as error:
+                if self._draft is not None and self._ranks.rank == 0:
+                    self._draft.abandon()
+                self._draft = None
                 self._give_up(error)
                 return
             self._written_bytes = 0
