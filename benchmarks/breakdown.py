@@ -81,7 +81,7 @@ def main() -> None:
 
 def measure(shape: str, rounds: int, steps: int) -> list[Measured]:
     """What rank 0 measured in each round."""
-    from aliquot.launch.preload import with_allocator
+    from aliquot.distributed.allocator_preload import with_allocator
 
     taken = []
     environ = {"LD_PRELOAD": with_allocator(os.environ).get("LD_PRELOAD", "")}
@@ -210,7 +210,7 @@ def mark_engine() -> None:
 
 def marks() -> list[tuple[Any, str, str]]:
     """Where a function is called, its name, and the part that its time belongs to."""
-    from aliquot.collectives.peers import Peers
+    from aliquot.distributed.collectives.peers import Peers
     from aliquot.engines.host import host_engine
     from aliquot.engines.host.host_gradients import HostGradients
     from aliquot.engines.host.host_sums import HostSums
@@ -325,7 +325,7 @@ def alone_rate(products: Counter[tuple[int, int, int]]) -> float:
 
 def of_first_rank(products: Products) -> Products:
     """Rank 0's products on every rank."""
-    from aliquot.collectives.json_values import gather
+    from aliquot.distributed.collectives.json_values import gather
 
     told = gather([[name, [[*shape, count] for shape, count in found.items()]] for name, found in products.items()])[0]
     return {name: Counter({(m, k, n): count for m, k, n, count in found}) for name, found in told}

@@ -148,8 +148,8 @@ def rank(method: str, out: Path) -> None:
     import torch.distributed as dist
     import transformers
 
-    from aliquot.launch.ranks import Ranks
-    from aliquot.launch.topology import Topology
+    from aliquot.distributed.ranks import Ranks
+    from aliquot.distributed.topology import Topology
 
     transformers.utils.logging.disable_progress_bar()
     index = int(os.environ["RANK"])
@@ -178,7 +178,7 @@ class Rows:
 
         import torch
 
-        from aliquot.ranges.parts import KINDS, Part
+        from aliquot.tensor_io.parts import KINDS, Part
 
         self._values = {}
         for kind in KINDS:
@@ -282,7 +282,7 @@ def _gather(out: Path, ranks: Any, measured: Measured) -> Any:
 
 
 def _stall(out: Path, ranks: Any, measured: Measured) -> Any:
-    """Steps as train.py makes them: undisturbed, then a synchronous save, then an asynchronous one."""
+    """Steps as run/train.py makes them: undisturbed, then a synchronous save, then an asynchronous one."""
     import torch
     from transformers import AutoConfig
 

@@ -127,7 +127,7 @@ def places(case: Case, text: Path, tokenizer: Path, folder: Path) -> list[tuple[
     if case.memory_gib is not None:
         return [("limited", {"offload": "disk", "memory": case.memory_gib})]
     from aliquot.config.read_config import validate
-    from aliquot.plan.planner import plan
+    from aliquot.planner.planner import plan
 
     low, high = 0.5, 64.0  # GiB: with the least that keeps the layers in memory all else is on disk
     while high - low > 0.01:
@@ -262,12 +262,12 @@ def update_of_disk(folder: Path, numel: int = 100_000_000, repeats: int = 3) -> 
     """Of a model of one weight, exact states and gradient on disk, one rank."""
     import torch
 
-    from aliquot.collectives.shared import Memory
     from aliquot.config.on_disk import OnDisk
+    from aliquot.distributed.collectives.shared import Memory
     from aliquot.engines.host.host_disk import HostDisk
     from aliquot.engines.host.host_states import HostStates
     from aliquot.engines.host.host_sums import HostSums
-    from aliquot.engines.host.owned import Owned
+    from aliquot.engines.host.shard_view import Owned
     from aliquot.engines.host.weight import Weight
     from aliquot.offload.stream import Move, Stream
     from aliquot.optim.blocked_adamw import BlockedAdamW

@@ -197,9 +197,9 @@ def wire() -> list[Row]:
     from tests.multinode.namespaces import INTERFACE, two_hosts, why_not
 
     from aliquot.config.read_config import validate
-    from aliquot.launch.rank_layout import RankLayout
+    from aliquot.distributed.rank_layout import RankLayout
     from aliquot.models.shaped_model import shaped_model
-    from aliquot.plan.traffic import traffic
+    from aliquot.planner.traffic import traffic
 
     if why_not() is not None:
         return [{"case": "wire", "failed": why_not()}]

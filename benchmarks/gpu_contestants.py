@@ -32,7 +32,7 @@ def documents(config: Mapping[str, Any], work: Work, index: int) -> dict[str, to
 
 def ours(config: Mapping[str, Any], work: Work, device: str, offload: bool, recompute: str, between: Between) -> None:
     from aliquot.config.unsharded import Unsharded
-    from aliquot.launch.topology import Topology
+    from aliquot.distributed.topology import Topology
 
     settings = {
         "offload": offload and device == "cuda",

@@ -30,7 +30,7 @@ from benchmarks.worlds import run_world, tell
 from tests.multinode.namespaces import INTERFACE, switched_hosts, why_not
 
 if TYPE_CHECKING:
-    from aliquot.config.plan import Plan
+    from aliquot.planner.plan import Plan
 
 SHAPES = {"125m": LLAMA_125M, "125m-tied": {**LLAMA_125M, "tie_word_embeddings": True}, "500m": LLAMA_500M}
 WHO = {
@@ -113,11 +113,11 @@ def _plan(given: argparse.Namespace, hosts: int, link: str, reduce_dtype: str) -
     """Of hosts that are a core each of this machine, measured while all of them compute."""
     from aliquot.config.read_config import validate
     from aliquot.config.workload import Workload
-    from aliquot.launch.rank_layout import RankLayout
-    from aliquot.plan.calibrate import make_known
-    from aliquot.plan.planned_machine import Machine
-    from aliquot.plan.planned_model import PlannedModel
-    from aliquot.plan.planner import Planner
+    from aliquot.distributed.rank_layout import RankLayout
+    from aliquot.planner.calibrate import make_known
+    from aliquot.planner.planned_machine import Machine
+    from aliquot.planner.planned_model import PlannedModel
+    from aliquot.planner.planner import Planner
 
     train = {"precision": given.precision, "learning_rate": LEARNING_RATE, "max_steps": 1}
     values = {
@@ -162,7 +162,7 @@ def rank() -> None:
     import torch
     import torch.distributed as dist
 
-    from aliquot.launch.topology import Topology
+    from aliquot.distributed.topology import Topology
 
     number, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     cores = sorted(os.sched_getaffinity(0))

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from aliquot.ranges.bytemap import Shape
-from aliquot.ranges.file_layout import FilesLayout
+from aliquot.tensor_io.bytemap import Shape
+from aliquot.tensor_io.file_layout import FilesLayout
 
 BLOCK_BYTES = 64 << 20
 SHARD_BYTES = 5_000_000_000  # what transformers cut files at when these models were published

@@ -44,7 +44,7 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, default=2)
     arguments.add_argument("--rounds", type=int, default=2)
     given = arguments.parse_args()
-    from aliquot.launch.preload import with_allocator
+    from aliquot.distributed.allocator_preload import with_allocator
     from aliquot.machine.cpu import read_cpu
 
     fast = {"avx512_bf16", "amx_bf16", "sve_bf16"} & set(read_cpu().isa)
@@ -97,7 +97,7 @@ def rank() -> None:
     import torch.distributed as dist
 
     from aliquot.config.adapter_section import AdapterSection
-    from aliquot.launch.topology import Topology
+    from aliquot.distributed.topology import Topology
     from aliquot.machine.memory import SparingPss
 
     number = int(os.environ["RANK"])

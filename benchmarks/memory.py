@@ -39,7 +39,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--json", type=Path)
     given = arguments.parse_args()
-    from aliquot.launch.preload import with_allocator
+    from aliquot.distributed.allocator_preload import with_allocator
 
     environ = {"LD_PRELOAD": with_allocator(os.environ).get("LD_PRELOAD", "")}
     rows: list[Row] = []
@@ -65,7 +65,7 @@ def rank() -> None:
     import torch
     import torch.distributed as dist
 
-    from aliquot.launch.topology import Topology
+    from aliquot.distributed.topology import Topology
     from aliquot.machine.memory import SparingPss, peak_rss
 
     number = int(os.environ["RANK"])

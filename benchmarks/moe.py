@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def steps_of(shape: str, given: argparse.Namespace) -> list[Row]:
-    from aliquot.launch.preload import with_allocator
+    from aliquot.distributed.allocator_preload import with_allocator
 
     taken: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in CONTESTANTS}
     environ = {"LD_PRELOAD": with_allocator(os.environ).get("LD_PRELOAD", "")}
@@ -189,7 +189,7 @@ def rank_layer(shape: str, precision: str) -> None:
     from transformers import AutoConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-    from aliquot.experts.sorted_experts import IMPLEMENTATION, register
+    from aliquot.nn.experts.sorted_experts import IMPLEMENTATION, register
 
     quiet()
     torch.set_num_threads(1)

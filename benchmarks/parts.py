@@ -30,7 +30,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--json", type=Path)
     given = arguments.parse_args()
-    from aliquot.launch.preload import with_allocator
+    from aliquot.distributed.allocator_preload import with_allocator
 
     rows: list[Row] = []
     targets = []
@@ -84,10 +84,10 @@ def sums() -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
-    from aliquot.collectives.json_values import gather
-    from aliquot.collectives.peers import Peers
-    from aliquot.collectives.reduce import add_sum
-    from aliquot.collectives.ring import Piece, Ring
+    from aliquot.distributed.collectives.json_values import gather
+    from aliquot.distributed.collectives.peers import Peers
+    from aliquot.distributed.collectives.reduce import add_sum
+    from aliquot.distributed.collectives.ring import Piece, Ring
 
     peers = Peers.join(dist.get_rank(), gather)
     ring = Ring(peers, SUM_BYTES)
@@ -145,7 +145,7 @@ def products() -> dict[str, float]:
     import torch.nn.functional as F
 
     import aliquot.engines.transposing_pass  # noqa: F401  defines the copy
-    from aliquot.loss.head_loss import FusedLoss
+    from aliquot.nn.loss.head_loss import FusedLoss
 
     apart = torch.zeros(2, 16 << 20)
     found = {}

@@ -40,7 +40,7 @@ def measured(model_directory: Path, text: Path, rate: float, steps: int) -> Row:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from aliquot.collectives.weight_patch import WeightPatches, most_bytes
+    from aliquot.distributed.collectives.weight_patch import WeightPatches, most_bytes
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -56,7 +56,7 @@ def main() -> None:
     arguments.add_argument("--rounds", type=int, default=1)
     arguments.add_argument("--json", type=Path)
     given = arguments.parse_args()
-    from aliquot.launch.preload import with_allocator
+    from aliquot.distributed.allocator_preload import with_allocator
 
     lengths = row_lengths(given.text, given.tokenizer)
     file = Path("/tmp") / f"aliquot-seed-job-{os.getpid()}.json"
@@ -101,7 +101,7 @@ def rank() -> None:
     import torch
     import torch.distributed as dist
 
-    from aliquot.launch.topology import Topology
+    from aliquot.distributed.topology import Topology
 
     number = int(os.environ["RANK"])
     cores = sorted(os.sched_getaffinity(0))

@@ -36,7 +36,7 @@ from benchmarks.report import Row, finish, target
 from benchmarks.worlds import Measured, run_world, tell
 
 if TYPE_CHECKING:
-    from aliquot.launch.topology import Topology
+    from aliquot.distributed.topology import Topology
 
 RANKS = 2
 SHAPES = {"125m": LLAMA_125M, "500m": LLAMA_500M}
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def measure(shape: str, rounds: int, steps: int) -> dict[str, list[list[Measured]]]:
-    from aliquot.launch.preload import with_allocator
+    from aliquot.distributed.allocator_preload import with_allocator
 
     taken: dict[str, list[list[Measured]]] = defaultdict(list)
     preload = with_allocator(os.environ).get("LD_PRELOAD", "")
@@ -208,7 +208,7 @@ def tuned_topology(tuned: bool) -> Topology:
     import torch
     import torch.distributed as dist
 
-    from aliquot.launch.topology import Topology
+    from aliquot.distributed.topology import Topology
 
     number = int(os.environ["RANK"])
     cores = sorted(os.sched_getaffinity(0))

@@ -65,7 +65,7 @@ def rank() -> None:
     import torch
     import torch.distributed as dist
 
-    from aliquot.launch.topology import Topology
+    from aliquot.distributed.topology import Topology
 
     number = int(os.environ["RANK"])
     torch.set_num_threads(1)

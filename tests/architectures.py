@@ -32,12 +32,12 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from aliquot.config.schema import ModelSection
+from aliquot.core.errors import UserError
+from aliquot.distributed.topology import Topology
 from aliquot.engines.base import Engine, EngineSpec
 from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
 from aliquot.engines.host.host_engine import HostEngine
 from aliquot.engines.startup_proof import prove
-from aliquot.errors import UserError
-from aliquot.launch.topology import Topology
 from aliquot.models import initialize, meta
 from aliquot.models.batch import MicroBatch
 from aliquot.models.narrow import has_dropout, narrow

@@ -13,7 +13,7 @@ from hypothesis import settings
 
 import tests.examples  # noqa: F401 (the profiles)
 from aliquot.machine.cpu import read_cpu
-from aliquot.plan.profiles import keep_quick
+from aliquot.planner.profiles import keep_quick
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
 # Read when torch is imported: threads that wait leave the core to others. A test run has more threads than cores.

@@ -27,8 +27,8 @@ import yaml
 
 import aliquot
 from aliquot.checkpoint.directories import directories
-from aliquot.launch.stop_signal import Terminated
-from aliquot.ranges.manifest import verify
+from aliquot.distributed.stop_signal import Terminated
+from aliquot.tensor_io.manifest import verify
 from tests.runs import OVERFITTING, curve, other_text, write_config
 
 STEPS = 12

@@ -11,9 +11,9 @@ from typing import Any
 
 from aliquot.config.read_config import validate
 from aliquot.config.workload import Workload
-from aliquot.plan.planned_machine import Machine
-from aliquot.plan.planned_model import PlannedModel
-from aliquot.plan.planner import Planner
+from aliquot.planner.planned_machine import Machine
+from aliquot.planner.planned_model import PlannedModel
+from aliquot.planner.planner import Planner
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = (DOCS / "large-models.md", DOCS / "ko" / "large-models.md")

@@ -19,7 +19,7 @@ from collections import Counter
 from pathlib import Path
 
 import aliquot
-from aliquot.ranges.manifest import verify
+from aliquot.tensor_io.manifest import verify
 from tests.runs import curve, write_config
 
 STEPS = 4

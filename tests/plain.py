@@ -18,7 +18,7 @@ from aliquot.config.schema import TrainSection
 from aliquot.data.batches import Batches
 from aliquot.models import initialize, meta
 from aliquot.models.batch import MicroBatch
-from aliquot.ranges.parts import Part
+from aliquot.tensor_io.parts import Part
 
 
 class Whole:

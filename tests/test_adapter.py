@@ -18,17 +18,17 @@ from aliquot.config.adapter_section import AdapterSection
 from aliquot.config.batch_size import batch_size
 from aliquot.config.read_evaluation import read_evaluation
 from aliquot.config.schema import ModelSection
+from aliquot.core.errors import UserError
+from aliquot.core.on_rank_0 import Alone
 from aliquot.data.batches import Batches
 from aliquot.data.prepare import prepare
-from aliquot.errors import UserError
-from aliquot.evaluate_model import evaluate_model
 from aliquot.models import meta
 from aliquot.models.export import export_checkpoint
 from aliquot.models.generate import generate
 from aliquot.models.load import load_adapter
 from aliquot.models.narrow import narrow
 from aliquot.models.source import resolve
-from aliquot.ranges.together import Alone
+from aliquot.run.evaluate_model import evaluate_model
 from tests import plain
 from tests.runs import command, curve, refused, trained, write_config
 

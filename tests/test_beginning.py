@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from aliquot.beginning import with_prefix
-from aliquot.loss.base import IGNORE
 from aliquot.models.batch import MicroBatch
+from aliquot.nn.loss.base import IGNORE
+from aliquot.run.data_sanity import with_prefix
 from tests.runs import command, trained, write_config
 
 GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "attn_pdrop": 0.0,

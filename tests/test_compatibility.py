@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 
 from aliquot.config.read_config import read_config
 from aliquot.config.read_evaluation import read_evaluation
-from aliquot.evaluate_model import evaluate_model
 from aliquot.models.export import export_checkpoint
 from aliquot.observe.report.read_run import read_run
+from aliquot.run.evaluate_model import evaluate_model
 from tests import warm
 from tests.docs_pages import ROOT
 from tests.make_fixture import FIXTURES, promised_names

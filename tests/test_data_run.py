@@ -12,10 +12,10 @@ import pytest
 
 import aliquot
 from aliquot.config.batch_size import BatchSize
+from aliquot.core.errors import UserError
 from aliquot.data.batches import Batches
 from aliquot.data.prepare import prepare
 from aliquot.engines.deepspeed.deepspeed_ops import missing_tools
-from aliquot.errors import UserError
 from aliquot.observe.run_directory import RunDirectory
 from tests.runs import WORDS, command, curve, refused, trained, write_config
 

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import aliquot
 from aliquot.config.read_evaluation import read_evaluation
-from aliquot.errors import UserError
-from aliquot.evaluate_model import evaluate_model
+from aliquot.core.errors import UserError
+from aliquot.run.evaluate_model import evaluate_model
 from tests.runs import command, curve, write_config
 
 

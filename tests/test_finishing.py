@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from aliquot.finishing import _is_own, _keep_foreign
+from aliquot.core.on_rank_0 import Alone
 from aliquot.observe.console import Display
-from aliquot.ranges.publish import publish_together
-from aliquot.ranges.together import Alone
+from aliquot.run.export_run import _is_own, _keep_foreign
+from aliquot.tensor_io.publish import publish_together
 
 BESIDE = {"config.json", "tokenizer.json", "aliquot.json"}
 

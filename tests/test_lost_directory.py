@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 import aliquot
-from aliquot.checkpoint.mirrored import complete_steps
+from aliquot.checkpoint.remote_checkpoint import complete_steps
 from aliquot.checkpoint.save import Draft
-from aliquot.errors import RunDirectoryError
+from aliquot.core.errors import RunDirectoryError
 from aliquot.observe.recorder import Recorder
 from aliquot.observe.run_directory import HEADER, RunDirectory
-from aliquot.ranges.manifest import verify
 from aliquot.stores.open_store import open_store
+from aliquot.tensor_io.manifest import verify
 from tests import warm
 from tests.runs import curve, write_config
 

@@ -15,10 +15,10 @@ import psutil
 import pytest
 
 import aliquot
-from aliquot.checkpoint.mirrored import complete_steps
-from aliquot.errors import DamagedCheckpoint, ResumeError
-from aliquot.ranges.manifest import verify
+from aliquot.checkpoint.remote_checkpoint import complete_steps
+from aliquot.core.errors import DamagedCheckpoint, ResumeError
 from aliquot.stores.open_store import open_store
+from aliquot.tensor_io.manifest import verify
 from tests import runs, warm
 from tests.stores.s3_server import BUCKET, S3Server, s3_server
 

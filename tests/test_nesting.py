@@ -18,13 +18,13 @@ from aliquot.config.data_section import DataSection
 from aliquot.config.peft_settings import adapter_settings
 from aliquot.config.read_config import apply_override, read_config
 from aliquot.config.schema import ModelSection
+from aliquot.core.errors import UserError
+from aliquot.core.nesting import DEEPEST, TooDeepError, check_depth, check_json_depth, check_yaml_depth, decode_json
 from aliquot.data.sources import source_of
-from aliquot.errors import UserError
 from aliquot.models.source import resolve
-from aliquot.nesting import DEEPEST, TooDeepError, check_depth, check_json_depth, check_yaml_depth, decode_json
 from aliquot.observe.report.read_run import read_run
 from aliquot.observe.run_directory import HEADER
-from aliquot.ranges.jsonfile import parse_json
+from aliquot.tensor_io.jsonfile import parse_json
 from tests.test_imports import SOURCE
 
 TOO_DEEP = f"more than {DEEPEST} levels deep"

@@ -10,14 +10,14 @@ import pytest
 from transformers import AutoTokenizer
 
 from aliquot.config.schema import ModelSection
-from aliquot.errors import UserError
-from aliquot.models.code_of_strangers import without_code
+from aliquot.core.errors import UserError
+from aliquot.core.textfile import open_unlinked, publish_text, read_small_file
 from aliquot.models.model_files import model_files
+from aliquot.models.remote_code import without_code
 from aliquot.models.source import resolve
 from aliquot.observe.metrics import MetricsFile
 from aliquot.observe.run_directory import LOCK, RunDirectory
-from aliquot.ranges.jsonfile import read_small
-from aliquot.textfile import open_unlinked, publish_text, read_small_file
+from aliquot.tensor_io.jsonfile import read_small
 from tests.data.stores import byte_level
 
 CONFIG = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 300}
@@ -119,7 +119,7 @@ def test_a_link_in_a_run_directory_truncates_nothing(tmp_path: Path) -> None:
     assert (run / "stacks-rank-0.txt").read_text() == "stacks" and not (run / "stacks-rank-0.txt").is_symlink()
 
 
-WRITES_OF_RUNS = ("launch", "observe", "textfile.py")
+WRITES_OF_RUNS = ("launch", "observe", "core/textfile.py")
 
 
 def test_files_of_runs_are_opened_without_links() -> None:

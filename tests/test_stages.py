@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM
 import aliquot
 from aliquot.checkpoint.save import Draft
 from aliquot.config.batch_size import batch_size
+from aliquot.core.errors import StorageFailureError, UserError
 from aliquot.data.batches import Batches, EvalBatches, Position
 from aliquot.data.prepare import prepare
-from aliquot.errors import StorageFailureError, UserError
-from aliquot.ranges.manifest import verify
+from aliquot.tensor_io.manifest import verify
 from tests import plain
 from tests.runs import OVERFITTING, command, curve, other_text, trained, write_config
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 import aliquot
-from aliquot import finishing
 from aliquot.checkpoint import save
-from aliquot.errors import StorageError
-from aliquot.launch.stop_signal import Terminated
+from aliquot.core.errors import StorageError
+from aliquot.distributed.stop_signal import Terminated
 from aliquot.observe.recorder import Recorder
+from aliquot.run import export_run
 from tests.runs import curve, other_text, write_config
 
 
@@ -61,7 +61,7 @@ def test_what_could_not_be_exported_is_saved(tmp_path: Path, monkeypatch: pytest
         raise StorageError("needs more than is free", tmp_path)
 
     with monkeypatch.context() as disk:
-        disk.setattr(finishing, "export_run", full)
+        disk.setattr(export_run, "export_run", full)
         with pytest.raises(StorageError, match="needs more than is free"):
             run(file)
     assert saved(tmp_path / "run") == ["step-00000003"]

@@ -25,10 +25,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import aliquot
 from aliquot.config.batch_size import BatchSize, batch_size
 from aliquot.config.read_config import read_config
+from aliquot.core.errors import StorageError, UserError
 from aliquot.data.batches import Batches, EvalBatches
 from aliquot.data.prepare import prepare
-from aliquot.errors import StorageError, UserError
-from aliquot.launch.auto_ranks import with_automatic_ranks
+from aliquot.distributed.auto_ranks import with_automatic_ranks
 from aliquot.machine.cpu import read_cpu
 from aliquot.observe.run_directory import RunDirectory
 from tests import plain, warm
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(folder: Path) -> Path:
     """The run that the others are compared with: one process, no launcher, no environment.
 
-    tests/plan/test_cli.py trains in an interpreter of its own.
+    tests/planner/test_cli.py trains in an interpreter of its own.
     """
     observe = {"sample_prompt": "the rank", "report_to": ["tensorboard"]}
     trained(write_config(folder, "alone", checkpoint={"every": 3, "keep": 9}, observe=observe))

@@ -29,7 +29,9 @@ from typing import Any, NoReturn
 
 REQUEST_BYTES = 1 << 20
 NO_DIRECTORY = Path("/proc/self/fdinfo/none")  # what a path has in front for `-P`
-RESTARTS = "ALIQUOT_ALLOCATOR"  # a process that is not restarted for another allocator; see launch/preload.py
+RESTARTS = (
+    "ALIQUOT_ALLOCATOR"  # a process that is not restarted for another allocator; see distributed/allocator_preload.py
+)
 IMPORTED = (
     "datasets", "peft.tuners.lora", "safetensors.torch", "tensorboard.compat.proto.summary_pb2",
     "torch.distributed.fsdp", "torch.distributed.launcher.api", "torch.profiler", "torch.testing",
@@ -45,8 +47,8 @@ def main() -> None:
     for found in pkgutil.walk_packages(aliquot.__path__, "aliquot."):
         if found.name not in (
             "aliquot.__main__",
-            "aliquot.launch.rank_start",
-            "aliquot.launch.fork_server",
+            "aliquot.distributed.rank_start",
+            "aliquot.distributed.fork_server",
         ):  # those are run
             importlib.import_module(found.name)
     for name in IMPORTED:

@@ -8,7 +8,7 @@ import sys
 from types import FrameType
 from typing import NoReturn
 
-from aliquot.interpreter import become_python
+from aliquot.core.interpreter import become_python
 
 _IMPORTING = "<frozen importlib"  # files of the frames of an import that is going on
 

@@ -17,7 +17,7 @@ from aliquot.catalogue.instances import (
     instance,
     instances,
 )
-from aliquot.errors import UserError
+from aliquot.core.errors import UserError
 
 GIB = 1 << 30
 MIB = 1 << 20

@@ -17,9 +17,9 @@ from aliquot.checkpoint.directories import complete_directories
 from aliquot.checkpoint.live_parts import LiveParts
 from aliquot.checkpoint.restore import restore
 from aliquot.config.schema import CheckpointSection
-from aliquot.errors import UserError
-from aliquot.ranges.parts import KINDS, Part
-from aliquot.ranges.together import Alone
+from aliquot.core.errors import UserError
+from aliquot.core.on_rank_0 import Alone
+from aliquot.tensor_io.parts import KINDS, Part
 from tests import warm
 
 TENSORS = [("a.weight", (7, 3)), ("b.weight", (5,)), ("c.weight", (40, 10))]
@@ -180,7 +180,7 @@ SLOW = """
 import sys, time
 from pathlib import Path
 from aliquot.checkpoint import background_saver
-from aliquot.launch.watchdog import Watchdog
+from aliquot.distributed.watchdog import Watchdog
 from tests.checkpoint.test_background_saver import Store, TENSORS, saver_of
 
 class Slow(Store):

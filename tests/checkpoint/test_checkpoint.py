@@ -25,13 +25,13 @@ from aliquot.checkpoint import restore as restore_module
 from aliquot.checkpoint.directories import complete_directories, newest, retain, step_of
 from aliquot.checkpoint.restore import restore, restore_newest
 from aliquot.checkpoint.save import save
-from aliquot.errors import DamagedCheckpoint, ResumeError, StorageError, UserError, WeightsFileError
-from aliquot.ranges.checksums import BLOCK_BYTES
-from aliquot.ranges.manifest import verify
-from aliquot.ranges.parts import Part
-from aliquot.ranges.together import Alone
+from aliquot.core.errors import DamagedCheckpoint, ResumeError, StorageError, UserError, WeightsFileError
+from aliquot.core.on_rank_0 import Alone
+from aliquot.tensor_io.checksums import BLOCK_BYTES
+from aliquot.tensor_io.manifest import verify
+from aliquot.tensor_io.parts import Part
 from tests.examples import examples
-from tests.ranges.world import SMALL, Died, FakeStore, PipedRanks, Tensors, run_world, value_of
+from tests.tensor_io.world import SMALL, Died, FakeStore, PipedRanks, Tensors, run_world, value_of
 
 STATE = {"step": 100, "data": {"epoch": 1, "position": 12}, "rng": [1, 2, 3], "loss": 0.1 + 0.2}
 CONFIG = {"config.json": b'{"model_type": "llama"}', "tokenizer.json": b"{}"}
@@ -269,7 +269,7 @@ def test_what_counts_as_saved_is_there_and_nothing_else(tmp_path: Path, monkeypa
         raise OSError(5, "Input/output error", str(tmp_path))
 
     with monkeypatch.context() as broken:
-        broken.setattr("aliquot.ranges.publish.sync", lambda path: fails() if path == tmp_path else None)
+        broken.setattr("aliquot.tensor_io.publish.sync", lambda path: fails() if path == tmp_path else None)
         for step in (2, 1):  # a new one, and one in the place of another
             with pytest.raises(StorageError, match="Input/output error"):
                 save_small(tmp_path, step)

@@ -14,8 +14,8 @@ from torch import Tensor
 from aliquot.checkpoint.background_saver import Saver
 from aliquot.checkpoint.copies import FromGpu, FromHost, copies_from
 from aliquot.config.schema import CheckpointSection
-from aliquot.ranges.parts import Part
-from aliquot.ranges.together import Alone
+from aliquot.core.on_rank_0 import Alone
+from aliquot.tensor_io.parts import Part
 from tests.checkpoint.test_background_saver import TENSORS, Store, assert_saved, poll
 
 

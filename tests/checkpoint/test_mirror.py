@@ -20,16 +20,16 @@ from aliquot.checkpoint import mirror
 from aliquot.checkpoint.directories import complete_directories, retain
 from aliquot.checkpoint.fetch_newer import fetch_instead, fetch_newer
 from aliquot.checkpoint.mirror import Mirror
-from aliquot.checkpoint.mirrored import complete_steps, fetched_weights
+from aliquot.checkpoint.remote_checkpoint import complete_steps, fetched_weights
 from aliquot.checkpoint.save import save
 from aliquot.config.schema import CheckpointSection
-from aliquot.errors import DamagedCheckpoint, ResumeError, StorageError
-from aliquot.ranges.manifest import verify
-from aliquot.ranges.parts import KINDS, Part
-from aliquot.ranges.together import Alone
+from aliquot.core.errors import DamagedCheckpoint, ResumeError, StorageError
+from aliquot.core.on_rank_0 import Alone
 from aliquot.stores.open_store import open_store
-from tests.ranges.world import Tensors
+from aliquot.tensor_io.manifest import verify
+from aliquot.tensor_io.parts import KINDS, Part
 from tests.stores.s3_server import BUCKET, S3Server, is_part, s3_server
+from tests.tensor_io.world import Tensors
 
 SMALL = [("a.weight", (7, 3)), ("b.weight", (20, 22))]
 LARGE = [("a.weight", (7, 3)), ("b.weight", (2000, 2200))]  # 17.6 MB: two parts

@@ -16,15 +16,15 @@ from safetensors.torch import load_file
 from aliquot.checkpoint.moment_files import SCALES
 from aliquot.checkpoint.restore import restore
 from aliquot.checkpoint.save import save
-from aliquot.errors import DamagedCheckpoint, ResumeError
+from aliquot.core.errors import DamagedCheckpoint, ResumeError
+from aliquot.core.on_rank_0 import Alone
 from aliquot.optim.int8_codes import decoded, encoded
 from aliquot.optim.sizes import block_numel
-from aliquot.ranges.manifest import verify
-from aliquot.ranges.parts import Part
-from aliquot.ranges.together import Alone
+from aliquot.tensor_io.manifest import verify
+from aliquot.tensor_io.parts import Part
 from tests.checkpoint.test_checkpoint import digests
 from tests.examples import examples
-from tests.ranges.world import SMALL, FakeStore, Tensors, run_world
+from tests.tensor_io.world import SMALL, FakeStore, Tensors, run_world
 
 LARGE: Tensors = [("embedding", (600, 4096)), ("norm", (4096,)), ("odd", (67, 515)), ("prime", (7, 5003))]
 

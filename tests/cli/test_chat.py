@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from aliquot.errors import ModelFilesError, UsageError
+from aliquot.core.errors import ModelFilesError, UsageError
 from aliquot.models.chat import Chat
 from aliquot.models.generate import chat_ids, continuation, load
 from tests import warm

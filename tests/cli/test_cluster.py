@@ -11,8 +11,8 @@ from typer.testing import CliRunner, Result
 
 from aliquot.cli import plan_on_instances
 from aliquot.cli.main import app
-from aliquot.config.plan import Plan
 from aliquot.config.schema import RunConfig
+from aliquot.planner.plan import Plan
 from tests.cluster.cases import cluster_section, plan
 from tests.cluster.test_check import HAND_WRITTEN
 
@@ -112,7 +112,7 @@ def test_the_seeds_query() -> None:
 def test_fits(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cheapest first, by the plan of each type; a type that the plan refuses does not appear."""
     from aliquot.catalogue.instances import instance
-    from aliquot.errors import EngineError
+    from aliquot.core.errors import EngineError
 
     def plan_on(name: str, nodes: int) -> Plan:
         if name.startswith("m7i"):

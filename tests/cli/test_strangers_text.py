@@ -10,8 +10,8 @@ import yaml
 from typer.testing import CliRunner
 
 from aliquot.cli.main import app
-from aliquot.errors import UsageError, UserError, printable
-from aliquot.launch.rank_errors import RankError
+from aliquot.core.errors import UsageError, UserError, printable
+from aliquot.distributed.rank_errors import RankError
 from aliquot.observe.console import Display
 from aliquot.stores.open_store import open_store
 from tests import runs

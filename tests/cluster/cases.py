@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from aliquot.cluster.job import Job, describe
-from aliquot.config.plan import PhaseMemory, Plan
 from aliquot.config.schema import RunConfig
+from aliquot.planner.plan import PhaseMemory, Plan
 
 GIB = 1 << 30
 

@@ -22,16 +22,16 @@ from aliquot.cluster.job import Job, describe, placed
 from aliquot.cluster.manifest_yaml import to_yaml
 from aliquot.cluster.manifests import ManifestObject, parse_manifests
 from aliquot.cluster.render import documents
-from aliquot.config.plan import PhaseMemory
 from aliquot.config.read_config import read_config
-from aliquot.errors import UserError
-from aliquot.plan.in_pod import in_pod
-from aliquot.plan.planned_machine import Machine
+from aliquot.core.errors import UserError
+from aliquot.planner.plan import PhaseMemory
+from aliquot.planner.planned_machine import Machine
+from aliquot.planner.pod_limits import in_pod
 from tests.cluster.cases import cluster_section, config, cpu_job, disk_job, dynamic_storage, gpu_job, plan
 from tests.cluster.crd import TRAINERS
 from tests.conftest import REPOSITORY
 from tests.examples import examples
-from tests.plan.shapes import LLAMA
+from tests.planner.shapes import LLAMA
 
 GIB = 1 << 30
 Documents = dict[str, dict[str, Any]]
@@ -81,7 +81,7 @@ spec:
     numNodes: 4
     numProcPerNode: auto
     image: example.com/train:cuda13.0
-    command: [torchrun, train.py]
+    command: [torchrun, run/train.py]
     env:
       - name: HF_TOKEN
         value: hf_abcdefghijklmnopqrstuvwxyz

@@ -14,7 +14,7 @@ from aliquot.cluster.crds import KindSchema, read_crds
 from aliquot.cluster.findings import RuleFinding
 from aliquot.cluster.manifests import parse_manifests
 from aliquot.cluster.schemas import admitted, core_violations, violations
-from aliquot.errors import UserError
+from aliquot.core.errors import UserError
 
 CRD: dict[str, Any] = {
     "apiVersion": "apiextensions.k8s.io/v1",

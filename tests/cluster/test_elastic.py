@@ -12,8 +12,8 @@ from aliquot.cluster.job import Job, describe
 from aliquot.cluster.pod_config import shipped_config
 from aliquot.cluster.render import documents
 from aliquot.cluster.trainjob import _all_together, cluster_training_runtime, train_job, training_runtime
-from aliquot.config.plan import PhaseMemory
-from aliquot.errors import UserError
+from aliquot.core.errors import UserError
+from aliquot.planner.plan import PhaseMemory
 from tests.cluster.cases import GIB, cluster_section, config, cpu_job, plan
 from tests.cluster.test_check import manifests_of
 

@@ -15,8 +15,8 @@ from aliquot.cluster.check import check_manifests
 from aliquot.cluster.job import Job, describe
 from aliquot.cluster.manifests import parse_manifests
 from aliquot.cluster.render import commands, render, write
-from aliquot.config.plan import PhaseMemory
 from aliquot.config.read_config import read_config
+from aliquot.planner.plan import PhaseMemory
 from tests.cluster.cases import cpu_job, dynamic_storage, gpu_job, plan
 from tests.conftest import REPOSITORY
 

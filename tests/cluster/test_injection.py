@@ -19,8 +19,8 @@ from aliquot.cluster.job import Job, describe
 from aliquot.cluster.manifest_yaml import to_yaml
 from aliquot.cluster.pod_config import CONFIG_FILE, shipped_config
 from aliquot.cluster.render import documents, render
-from aliquot.config.plan import PhaseMemory
 from aliquot.config.read_config import read_config
+from aliquot.planner.plan import PhaseMemory
 from tests.cluster.cases import GIB, cluster_section, config, plan
 from tests.examples import examples
 

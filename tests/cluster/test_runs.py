@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from aliquot.cluster.job import describe
-from aliquot.config.plan import PhaseMemory
 from aliquot.config.read_config import read_config
+from aliquot.planner.plan import PhaseMemory
 from tests.cluster.cases import cluster_section, plan
 from tests.cluster.nodes import Cluster, nodes
 from tests.multinode.namespaces import why_not

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from aliquot.cluster.render import documents
-from aliquot.errors import ClusterError
+from aliquot.core.errors import ClusterError
 from tests.cluster.cases import cpu_job, disk_job
 
 

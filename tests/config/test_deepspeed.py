@@ -14,7 +14,7 @@ from aliquot.config.batch_size import BatchSize, batch_size
 from aliquot.config.deepspeed_keys import RULES
 from aliquot.config.read_config import dump_config, dump_with_places, read_config, read_with_places
 from aliquot.config.schema import RunConfig
-from aliquot.errors import UserError
+from aliquot.core.errors import UserError
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "deepspeed.md"
 RUN = "model: {path: some/model}\ndata: {path: text.txt}\n"

@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 from aliquot.config import other_names
 from aliquot.config.read_config import known_keys, read_config
 from aliquot.config.schema import RunConfig, TrainSection
-from aliquot.errors import UserError
+from aliquot.core.errors import UserError
 
 MINIMAL = "model: {path: some/model}\ndata: {path: text.txt}\n"
 KEYS = {".".join(path) for path in known_keys()}

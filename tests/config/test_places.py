@@ -15,7 +15,7 @@ from aliquot.config.places import naming_places
 from aliquot.config.read_config import read_config
 from aliquot.config.schema import RunConfig
 from aliquot.config.section import PLACE
-from aliquot.errors import ConfigError, DataError, UserError
+from aliquot.core.errors import ConfigError, DataError, UserError
 
 PLACES = {("train", "freeze"): "run.yaml:9", ("data", "path"): "run.yaml:4"}
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from aliquot.config.batch_size import batch_size
 from aliquot.config.read_config import dump_config, known_keys, read_config
-from aliquot.errors import UserError
+from aliquot.core.errors import UserError
 
 MINIMAL = """\
 model:

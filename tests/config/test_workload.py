@@ -42,7 +42,7 @@ def mean_of(found: Workload) -> float:
 
 
 def tokens_and_pairs(row: Row) -> float:
-    """As attention/tiled_attention.py has it, counted pair by pair of blocks of 128."""
+    """As nn/attention/tiled_attention.py has it, counted pair by pair of blocks of 128."""
     each = lengths(row)
     of_blocks = sum(128 * (first + 128) for length in each if length > 256 for first in range(0, length - 127, 128))
     pairs = of_blocks + sum(length * max(64, length) for length in each if length <= 256)

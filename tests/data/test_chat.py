@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from aliquot.core.errors import UserError
 from aliquot.data.chat import (
     LONGEST_BYTES,
     NO_ANSWER,
@@ -23,7 +24,6 @@ from aliquot.data.chat import (
 from aliquot.data.chat_template import ChatTemplate, LeftOut
 from aliquot.data.encode_spans import AS_TEXT, AS_TOKENS, TextEncoder
 from aliquot.data.encoder import EncoderSpec
-from aliquot.errors import UserError
 from tests.data.stores import byte_level
 
 CHATML = (

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from aliquot.config.data_section import DataSection
+from aliquot.core.errors import UserError
 from aliquot.data.documents import record_documents
 from aliquot.data.formats import UNREADABLE_CALL, format_of, is_learned, words
-from aliquot.errors import UserError
 
 ASKED, ANSWERED = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
 CHAT = {"messages": [ASKED, ANSWERED], "context": 0}

@@ -20,13 +20,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aliquot.core.errors import UserError
 from aliquot.data.index import fill_epoch, fill_packing
 from aliquot.data.kept_arrays import NewArrays, held_arrays, kept_arrays
 from aliquot.data.orders import ascending, shuffle, stable_order
 from aliquot.data.packing import Packing
 from aliquot.data.pieces import Pieces
 from aliquot.data.token_store import TokenStore
-from aliquot.errors import UserError
 from tests.data.stores import memory_store
 
 Arrays = dict[str, np.ndarray]

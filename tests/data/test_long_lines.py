@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aliquot.config.data_section import RecordsSection
+from aliquot.core.errors import UserError
 from aliquot.data import documents
 from aliquot.data.documents import PART_BYTES, Document, Unit, record_documents, text_documents
-from aliquot.errors import UserError
 
 
 def whole(parts: list[Document]) -> list[str]:

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from aliquot.config.batch_size import BatchSize
 from aliquot.config.data_section import DataSection
+from aliquot.core.errors import UserError
 from aliquot.data.batches import Batches, StepBatch
 from aliquot.data.mixture import Mixture
 from aliquot.data.prepare import prepare
 from aliquot.data.streams import TrainStore
-from aliquot.errors import UserError
 from tests.data.stores import numbered
 from tests.data.test_batches import facts, in_order
 

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aliquot.config.data_section import DataSection
+from aliquot.core.errors import UserError
 from aliquot.data import documents
 from aliquot.data.documents import Document, record_documents, text_documents
 from aliquot.data.sources import FileSource
-from aliquot.errors import UserError
 
 TALKS = [{"text": f"row {n} \u00e9 {'x' * (n % 7)}"} for n in range(300)]
 LINES = "".join(json.dumps(talk) + "\n" for talk in TALKS)

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aliquot.core.errors import UserError
 from aliquot.data.best_fit import best_fit
 from aliquot.data.kept_arrays import NewArrays
 from aliquot.data.orders import shuffle
 from aliquot.data.packing import Packing
 from aliquot.data.pieces import Pieces, split
 from aliquot.data.token_store import TokenStore
-from aliquot.errors import UserError
 from tests.data.stores import memory_store, numbered
 
 lengths = st.lists(st.integers(1, 60), min_size=1, max_size=40)

@@ -22,6 +22,7 @@ from transformers import ByT5Tokenizer
 
 from aliquot.config.cache_root import cache_root
 from aliquot.config.schema import DataSection
+from aliquot.core.errors import TrainingError, UserError
 from aliquot.data import tokenize
 from aliquot.data.cache import publishing
 from aliquot.data.cuts import pieces
@@ -30,7 +31,6 @@ from aliquot.data.encoder import HOLDS_SPECIAL, Encoded, Encoder, EncoderProcess
 from aliquot.data.prepare import Prepared, prepare
 from aliquot.data.token_store import TokenStore, token_dtype
 from aliquot.data.tokenizer import convention_of
-from aliquot.errors import TrainingError, UserError
 from aliquot.machine.cpu import read_cpu
 from tests.data.stores import TEXT, byte_level
 from tests.data.test_chat import CHATML, STRICT, TALK

@@ -17,9 +17,9 @@ import pytest
 
 from aliquot.config.cache_root import cache_root
 from aliquot.config.schema import DataSection
+from aliquot.core.errors import UserError
 from aliquot.data.files import CARD, HIDDEN, NO_FILE
 from aliquot.data.sources import FileSource, HeldOut, source_of, sources_of
-from aliquot.errors import UserError
 
 
 def texts(path: Path | str | list[str], **settings: object) -> list[str]:

@@ -10,10 +10,10 @@ import pytest
 from transformers import ByT5Tokenizer
 
 from aliquot.config.schema import DataSection
+from aliquot.core.errors import MissingToolError, UserError
 from aliquot.data.prepare import prepare
 from aliquot.data.sources import source_of
 from aliquot.data.tokenizer import check_vocabulary, convention_of, load_tokenizer, publish_tokenizer, trained_tokenizer
-from aliquot.errors import MissingToolError, UserError
 from tests.data.stores import TEXT, byte_level
 
 

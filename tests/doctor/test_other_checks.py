@@ -12,13 +12,13 @@ import pytest
 from typer.testing import CliRunner
 
 from aliquot.cli.main import app
+from aliquot.core.errors import UsageError
 from aliquot.doctor import examine, measure, network_checks, software_checks
 from aliquot.doctor.examine import CHECKS
 from aliquot.doctor.finding import Subject
-from aliquot.errors import UsageError
 from tests import warm
+from tests.distributed.launcher import environment
 from tests.doctor.machines import lay_out, machine, said, subject
-from tests.launch.launcher import environment
 from tests.runs import command
 
 HERE = Subject(environ={"PATH": os.environ["PATH"]})
@@ -185,8 +185,8 @@ from types import SimpleNamespace
 from aliquot.config.schema import LaunchSection
 from aliquot.doctor import two_ranks
 from aliquot.machine.cpu import read_cpu
-from aliquot.launch.placement import place
-from aliquot.launch.ranks import Ranks
+from aliquot.distributed.placement import place
+from aliquot.distributed.ranks import Ranks
 ranks = Ranks.join(place(LaunchSection(), os.environ, read_cpu(), "cpu")[0], 60)
 print(two_ranks._average(ranks), two_ranks._average(SimpleNamespace(rank=0, world_size=2)))
 print(all(two_ranks.examine(ranks).values()))

@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from aliquot.collectives.json_values import gather
-from aliquot.collectives.peers import Peers
+from aliquot.core.errors import TrainingError
+from aliquot.distributed.collectives.json_values import gather
+from aliquot.distributed.collectives.peers import Peers
 from aliquot.engines.fsdp.fsdp_check import check_collectives
 from aliquot.engines.fsdp.fsdp_collectives import Stage
-from aliquot.errors import TrainingError
 from tests.processes import as_ranks
 
 

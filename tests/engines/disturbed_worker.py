@@ -17,8 +17,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from aliquot.collectives.peers import PeerLost
-from aliquot.collectives.wire import Wire
+from aliquot.distributed.collectives.peers import PeerLost
+from aliquot.distributed.collectives.wire import Wire
 from aliquot.engines.host import gradient_exchange, publication
 from aliquot.engines.host.host_engine import HostEngine
 from aliquot.engines.host.publication import Publication

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from aliquot.engines import met_kernels
+from aliquot.distributed.topology import Topology
+from aliquot.engines import kernel_warmup
 from aliquot.engines.base import EngineSpec
 from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
 from aliquot.engines.host.host_engine import HostEngine
-from aliquot.launch.topology import Topology
-from aliquot.loss.head_loss import FusedLoss
 from aliquot.models import initialize, meta
+from aliquot.nn.loss.head_loss import FusedLoss
 from tests.engines.cases import SMALL, micro_batch
 from tests.processes import as_ranks
 
@@ -35,7 +35,7 @@ def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None
         return multiply(left, right)
 
     torch.bmm = watched  # type: ignore[assignment]
-    met_kernels.keeps_kernels = lambda _: True  # whatever this CPU has
+    kernel_warmup.keeps_kernels = lambda _: True  # whatever this CPU has
     built = meta.build(AutoConfig.for_model("llama", **{**SMALL, "max_position_embeddings": 384}))
     spec = EngineSpec("bf16", 384, built.traits.plain_head, document_tokens=384, gradient_checkpointing=arguments[1])  # type: ignore[arg-type]
     kind = {"host": HostEngine, "fsdp": FsdpEngine}[arguments[0]]

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig
 
+from aliquot.distributed.topology import Topology
 from aliquot.engines.base import EngineSpec
 from aliquot.engines.host.host_engine import HostEngine
-from aliquot.launch.topology import Topology
 from aliquot.models import initialize, meta
 from tests.engines.cases import SMALL, micro_batch
 from tests.processes import as_ranks

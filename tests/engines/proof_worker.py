@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from aliquot.attention.base import Documents
-from aliquot.attention.tiled_attention import TiledAttention
+from aliquot.core.errors import SelfTestError
+from aliquot.distributed.topology import Topology
 from aliquot.engines.base import Engine, EngineSpec
 from aliquot.engines.fsdp import fsdp_engine
 from aliquot.engines.host import host_engine, host_gradients
 from aliquot.engines.startup_proof import prove
-from aliquot.errors import SelfTestError
-from aliquot.launch.topology import Topology
 from aliquot.models.traits import traits
+from aliquot.nn.attention.base import Documents
+from aliquot.nn.attention.tiled_attention import TiledAttention
 from tests.architectures import small_config
 from tests.processes import as_ranks
 

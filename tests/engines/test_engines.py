@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from aliquot.attention.base import Documents
-from aliquot.attention.document_attention import IMPLEMENTATION, attention_on
-from aliquot.loss.base import summed_cross_entropy
 from aliquot.models import calls
+from aliquot.nn.attention.base import Documents
+from aliquot.nn.attention.document_attention import IMPLEMENTATION, attention_on
+from aliquot.nn.loss.base import summed_cross_entropy
 from tests import plain
 from tests.engines.cases import (
     BETAS,

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from aliquot.collectives.hosts import Hosts
-from aliquot.collectives.peers import Peers
 from aliquot.config.on_disk import OnDisk
+from aliquot.core.errors import SelfTestError
+from aliquot.distributed.collectives.hosts import Hosts
+from aliquot.distributed.collectives.peers import Peers
 from aliquot.engines.host.host_disk import HostDisk
 from aliquot.engines.host.host_gradients import HostGradients
 from aliquot.engines.host.host_sums import HostSums
 from aliquot.engines.host.weight import Weight
-from aliquot.errors import SelfTestError
-from aliquot.ranges.parts import row_ranges
+from aliquot.tensor_io.parts import row_ranges
 
 SHAPE = (3, 2)
 

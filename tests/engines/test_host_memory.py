@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from aliquot.config.on_disk import OnDisk
+from aliquot.distributed.rank_layout import RankLayout
 from aliquot.engines.host.gradient_order import GradientOrder
 from aliquot.engines.host.host_memory import host_memory
 from aliquot.engines.host.host_sums import HostSums
 from aliquot.engines.host.weight import Weight
-from aliquot.launch.rank_layout import RankLayout
 from aliquot.models.shaped_model import shaped_model
-from aliquot.ranges.parts import row_ranges
-from tests.plan.shapes import GEMMA2, LLAMA, QWEN3, planned_config
+from aliquot.tensor_io.parts import row_ranges
+from tests.planner.shapes import GEMMA2, LLAMA, QWEN3, planned_config
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 4])

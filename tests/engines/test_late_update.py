@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from aliquot.collectives.hosts import Hosts
-from aliquot.engines.host.late_update import LateUpdate
+from aliquot.distributed.collectives.hosts import Hosts
+from aliquot.engines.host.overlapped_update import LateUpdate
 
 ORDER = [4, 2, 7]
 

@@ -6,11 +6,11 @@ import pytest
 from torch import nn
 
 from aliquot.config.schema import RunConfig
+from aliquot.core.errors import UserError
+from aliquot.distributed.topology import Topology
 from aliquot.engines import select
 from aliquot.engines.compiling import compile_layers
 from aliquot.engines.select import engine_class
-from aliquot.errors import UserError
-from aliquot.launch.topology import Topology
 
 
 def config(**sections: dict[str, object]) -> RunConfig:

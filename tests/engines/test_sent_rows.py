@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aliquot.engines.host.sent_rows import (
+from aliquot.core.errors import SelfTestError
+from aliquot.engines.host.sparse_rows_codec import (
     decode_found,
     decode_rows,
     encode_found,
@@ -14,7 +15,6 @@ from aliquot.engines.host.sent_rows import (
     most_bytes,
     sum_rows,
 )
-from aliquot.errors import SelfTestError
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

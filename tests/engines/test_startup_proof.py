@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from aliquot.core.errors import UnsupportedModelError
 from aliquot.engines.startup_proof import _run_in_bf16
-from aliquot.errors import UnsupportedModelError
 from aliquot.models.traits import traits
 from tests.architectures import small_config
 from tests.models.test_every_type import TYPES

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from aliquot.config.unsharded import SHARDED, Unsharded
+from aliquot.distributed.rank_layout import RankLayout
 from aliquot.engines.fsdp.fsdp_memory import fsdp_memory
-from aliquot.launch.rank_layout import RankLayout
 from aliquot.models.shaped_model import shaped_model
-from aliquot.plan.traffic import traffic
-from aliquot.plan.unsharding import most_unsharded
+from aliquot.planner.traffic import traffic
+from aliquot.planner.unsharding import most_unsharded
 from tests.engines.unsharded_worker import MICRO_BATCHES, MODEL
-from tests.plan.shapes import planned_config
+from tests.planner.shapes import planned_config
 from tests.processes import run_ranks
 
 pytestmark = pytest.mark.long  # no plan for CPUs keeps anything whole: nothing that trains here does this

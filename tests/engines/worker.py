@@ -21,27 +21,27 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig
 
-from aliquot.collectives.hosts import Hosts
-from aliquot.collectives.json_values import gather
-from aliquot.collectives.peers import PeerLost
-from aliquot.collectives.wire import Wire
 from aliquot.config.on_disk import OnDisk
+from aliquot.core.errors import SelfTestError
+from aliquot.distributed.collectives.hosts import Hosts
+from aliquot.distributed.collectives.json_values import gather
+from aliquot.distributed.collectives.peers import PeerLost
+from aliquot.distributed.collectives.wire import Wire
+from aliquot.distributed.topology import Topology
 from aliquot.engines.base import Engine, EngineSpec
 from aliquot.engines.deepspeed.deepspeed_engine import DeepspeedEngine
 from aliquot.engines.dtensors import dtensor
 from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
 from aliquot.engines.host import gradient_exchange, host_memory, publication, streamed_layers
 from aliquot.engines.host.host_engine import HostEngine
-from aliquot.engines.host.owned import Owned
-from aliquot.errors import SelfTestError
-from aliquot.launch.topology import Topology
+from aliquot.engines.host.shard_view import Owned
 from aliquot.models import initialize, meta, recompute
 from aliquot.models.batch import MicroBatch
 from aliquot.models.published import Published, PublishedStore
 from aliquot.offload.scratch_file import ScratchFile
 from aliquot.optim import blocked_adamw, sizes, squared_norm
-from aliquot.ranges.parts import KINDS
-from aliquot.ranges.transfer import InMemory
+from aliquot.tensor_io.parts import KINDS
+from aliquot.tensor_io.transfer import InMemory
 from tests.engines import cases
 from tests.processes import as_ranks
 

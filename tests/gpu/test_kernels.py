@@ -8,13 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from aliquot.attention.base import Documents, Scoring
-from aliquot.attention.cuda_attention import CudaAttention
-from aliquot.attention.reference_attention import ReferenceAttention
 from aliquot.checkpoint.copies import copies_from
-from aliquot.loss.head_loss import head_loss_on
 from aliquot.machine.gpu_memory import Gpu
 from aliquot.models.batch import MicroBatch
+from aliquot.nn.attention.base import Documents, Scoring
+from aliquot.nn.attention.cuda_attention import CudaAttention
+from aliquot.nn.attention.reference_attention import ReferenceAttention
+from aliquot.nn.loss.head_loss import head_loss_on
 from aliquot.observe.timeline import timeline_of
 from tests.gpu.on_device import DEVICE, LLAMA, needs_device, needs_gpu
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig
 
+from aliquot.distributed.topology import Topology
 from aliquot.engines.base import EngineSpec
 from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
-from aliquot.launch.topology import Topology
 from aliquot.models import initialize, meta
 from tests.engines import cases
 

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from aliquot.errors import UserError
+from aliquot.core.errors import UserError
 from aliquot.loaders import sharded
 from aliquot.loaders.sharded import load_sharded
-from aliquot.ranges.transfer import Progress
+from aliquot.tensor_io.transfer import Progress
 from tests.engines.cases import SMALL
 from tests.processes import run_ranks
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from aliquot.core.errors import UserError
 from aliquot.engines.deepspeed.deepspeed_ops import missing_tools
-from aliquot.errors import UserError
 from aliquot.loaders.zero3 import load_zero3, partition_range
 from tests.engines.cases import SMALL
 from tests.processes import run_ranks

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from aliquot.errors import StorageError
+from aliquot.core.errors import StorageError
 from aliquot.machine.compile_cache import compiled, set_compile_cache
 from tests import warm
 

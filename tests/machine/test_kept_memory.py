@@ -10,7 +10,7 @@ MIB = 1 << 20
 # Blocks of 1 MiB, each between two small ones that stay: freed, they cannot be given back from the end of the heap.
 CODE = """
 import ctypes, os, sys
-from aliquot.launch.preload import tune
+from aliquot.distributed.allocator_preload import tune
 from aliquot.machine.kept_memory import KeptMemory
 from aliquot.machine.memory import private_bytes
 MIB = 1 << 20

@@ -12,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from aliquot.errors import MissingToolError
+from aliquot.core.errors import MissingToolError
 from aliquot.machine.requirements import check_requirements
 from tests.docs_pages import ROOT
 from tests.runs import command

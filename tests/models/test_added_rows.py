@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from aliquot.core.on_rank_0 import Alone
 from aliquot.models.added_rows import new_rows
 from aliquot.models.load import load_weights
-from aliquot.ranges.bytemap import ByteMap
-from aliquot.ranges.together import Alone
+from aliquot.tensor_io.bytemap import ByteMap
 from tests import runs
-from tests.ranges.world import FakeStore, Tensors, run_world
+from tests.tensor_io.world import FakeStore, Tensors, run_world
 
 MODEL: Tensors = [("embed.weight", (11, 4)), ("head.bias", (11,)), ("norm.weight", (4,))]
 MORE = [f"<more {number}>" for number in range(100)]

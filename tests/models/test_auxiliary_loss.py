@@ -7,14 +7,14 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from aliquot.attention.base import AttentionBackend, Documents
-from aliquot.attention.document_attention import IMPLEMENTATION, register
-from aliquot.attention.tiled_attention import TiledAttention
-from aliquot.experts.load import mean_balance, noted_balance
-from aliquot.loss.base import IGNORE
 from aliquot.models import calls
 from aliquot.models.narrow import narrow
 from aliquot.models.traits import redraw
+from aliquot.nn.attention.base import AttentionBackend, Documents
+from aliquot.nn.attention.document_attention import IMPLEMENTATION, register
+from aliquot.nn.attention.tiled_attention import TiledAttention
+from aliquot.nn.experts.load import mean_balance, noted_balance
+from aliquot.nn.loss.base import IGNORE
 
 
 @pytest.mark.parametrize("backend", [TiledAttention(), None], ids=["packed", "a call each"])

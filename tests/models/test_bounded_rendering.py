@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from aliquot.config.data_section import DataSection
+from aliquot.core.errors import UserError
 from aliquot.data.chat_template import ChatTemplate, fit_messages
 from aliquot.data.prepare import prepare
-from aliquot.errors import UserError
 from aliquot.models import bounded_rendering
 from aliquot.models.generate import chat_ids
 from tests.data.stores import byte_level

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from aliquot.core.errors import TokenizerError
 from aliquot.data.tokenizer import load_tokenizer
-from aliquot.errors import TokenizerError
-from aliquot.ranges.manifest import checksum, manifest_bytes, read_manifest
+from aliquot.tensor_io.manifest import checksum, manifest_bytes, read_manifest
 from tests import warm
 from tests.cluster.cases import cluster_section
 from tests.data.stores import byte_level

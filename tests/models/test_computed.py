@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoConfig
 
 from aliquot.checkpoint.continuity import check_model
-from aliquot.errors import ResumeError
+from aliquot.core.errors import ResumeError
 from aliquot.models.computed import computed
 
 SIZES = {

@@ -12,13 +12,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from aliquot.errors import WeightsFileError
+from aliquot.core.errors import WeightsFileError
+from aliquot.core.on_rank_0 import Alone
 from aliquot.models import meta
 from aliquot.models.export import export
 from aliquot.models.load import load_weights
 from aliquot.models.published import published_of
-from aliquot.ranges.parts import Part
-from aliquot.ranges.together import Alone
+from aliquot.tensor_io.parts import Part
 from tests.architectures import small_config
 
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "models.md"

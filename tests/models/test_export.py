@@ -11,14 +11,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from aliquot.checkpoint.save import save
-from aliquot.errors import DamagedCheckpoint, RunDirectoryError, UsageError, UserError
+from aliquot.core.errors import DamagedCheckpoint, RunDirectoryError, UsageError, UserError
+from aliquot.core.on_rank_0 import Alone
 from aliquot.models import meta
 from aliquot.models.export import export, export_checkpoint
 from aliquot.models.load import load_weights
 from aliquot.models.published import published_of
-from aliquot.ranges.together import Alone
 from tests.engines import cases
-from tests.ranges.world import SMALL, FakeStore, PipedRanks, Tensors, run_world, value_of
+from tests.tensor_io.world import SMALL, FakeStore, PipedRanks, Tensors, run_world, value_of
 
 CONFIG = {"config.json": b'{"model_type": "llama", "torch_dtype": "float32"}', "tokenizer.json": b"{}"}
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from aliquot.errors import UserError, WeightsFileError
+from aliquot.core.errors import UserError, WeightsFileError
+from aliquot.core.on_rank_0 import Alone
 from aliquot.models.load import load_weights
-from aliquot.ranges.together import Alone
-from tests.ranges.world import FakeStore, PipedRanks, Tensors, run_world, value_of
+from tests.tensor_io.world import FakeStore, PipedRanks, Tensors, run_world, value_of
 
 MODEL: Tensors = [
     ("model.embed_tokens.weight", (9, 4)),

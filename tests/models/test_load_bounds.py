@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from aliquot.machine.memory import memory_use, peak_rss, reset_peak_rss
 from aliquot.models.export import export
 from aliquot.models.load import load_weights
-from aliquot.ranges.parts import Part
-from tests.ranges.world import FakeStore, PipedRanks, Tensors, run_world
+from aliquot.tensor_io.parts import Part
+from tests.tensor_io.world import FakeStore, PipedRanks, Tensors, run_world
 
 MODEL: Tensors = [
     ("model.embed_tokens.weight", (15_001, 1024)),  # 31 MB in bf16

@@ -12,15 +12,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from aliquot.errors import WeightsFileError
+from aliquot.core.errors import WeightsFileError
+from aliquot.core.on_rank_0 import Alone, RankGroup
 from aliquot.loaders.sharded import load_sharded
 from aliquot.models.export import export
 from aliquot.models.load import load_weights
 from aliquot.models.published import Published, PublishedParts, published_of
 from aliquot.models.stored_names import StoredNames
-from aliquot.ranges.parts import Part, row_ranges
-from aliquot.ranges.together import Alone, RankGroup
-from tests.ranges.world import run_world
+from aliquot.tensor_io.parts import Part, row_ranges
+from tests.tensor_io.world import run_world
 
 SMALL = {
     "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 12, "num_hidden_layers": 2,

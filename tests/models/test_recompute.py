@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from aliquot.attention.base import Documents
-from aliquot.attention.document_attention import IMPLEMENTATION, attention_on, register
-from aliquot.errors import UserError
+from aliquot.core.errors import UserError
 from aliquot.models import calls
 from aliquot.models.recompute import enable
+from aliquot.nn.attention.base import Documents
+from aliquot.nn.attention.document_attention import IMPLEMENTATION, attention_on, register
 from tests.engines.cases import SMALL
 
 EDGES = (0, 40, 45, 620)  # a bin, and blocks that see few keys and many

@@ -21,12 +21,12 @@ from tokenizers.models import BPE
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from aliquot.config.schema import ModelSection
+from aliquot.core.errors import UserError
 from aliquot.data.tokenizer import load_tokenizer
-from aliquot.errors import UserError
 from aliquot.models import meta
 from aliquot.models.fingerprint import fingerprint
 from aliquot.models.source import model_on_meta, resolve
-from aliquot.ranges.bytemap import ByteMap
+from aliquot.tensor_io.bytemap import ByteMap
 from tests.engines.cases import SMALL
 from tests.models.hub_server import hub_with
 

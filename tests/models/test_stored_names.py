@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from aliquot.errors import WeightsFileError
+from aliquot.core.errors import WeightsFileError
 from aliquot.loaders.sharded import load_sharded
 
 SMALL = {

@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PretrainedConfig
 
-from aliquot.attention.base import Documents
-from aliquot.errors import UnsupportedModelError
+from aliquot.core.errors import UnsupportedModelError
 from aliquot.models import calls
 from aliquot.models.narrow import has_dropout, narrow
 from aliquot.models.traits import LENGTHS, traits
+from aliquot.nn.attention.base import Documents
 
 SMALL = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,

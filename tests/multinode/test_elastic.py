@@ -24,7 +24,7 @@ from pathlib import Path
 
 import pytest
 
-from aliquot.launch.claims import newest_round
+from aliquot.distributed.leader_lease import newest_round
 from aliquot.observe.metrics import last_step
 from tests.multinode import network_file_system
 from tests.multinode.namespaces import Host, environment, kill, lift_limit, plug, switch_of, switched_hosts, why_not

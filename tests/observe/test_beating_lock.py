@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from aliquot.errors import RunDirectoryError
+from aliquot.core.errors import RunDirectoryError
 from aliquot.machine.mounts import Mount, mount_of
 from aliquot.observe import beating_lock, run_directory
 from aliquot.observe.run_directory import BEATING_LOCK, RunDirectory

@@ -16,7 +16,7 @@ import pytest
 
 from aliquot.config.read_config import dump_config, read_config
 from aliquot.config.schema import ObserveSection, RunConfig
-from aliquot.errors import UserError
+from aliquot.core.errors import UserError
 from aliquot.observe.dashboards import check_installed
 from aliquot.observe.events import Events
 from aliquot.observe.metrics import Curve

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from aliquot.errors import StorageError
+from aliquot.core.errors import StorageError
+from aliquot.core.textfile import open_unlinked
 from aliquot.observe import events
 from aliquot.observe.events import Events, command_line
-from aliquot.textfile import open_unlinked
 
 
 def test_events_are_appended_and_a_torn_line_stays_alone(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from aliquot.core.on_rank_0 import Alone
 from aliquot.machine.memory import reset_peak_rss
 from aliquot.observe.ledger import _SHORT, Ledger, tables
-from aliquot.ranges.together import Alone
 
 MIB = 1 << 20
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aliquot.config.schema import ObserveSection
-from aliquot.errors import StorageError
+from aliquot.core.errors import StorageError
 from aliquot.observe.metrics import Curve, MetricsFile
 from aliquot.observe.prometheus import Exporter
 from aliquot.observe.tensorboard_file import TensorBoard

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from aliquot.errors import StorageError
+from aliquot.core.errors import StorageError
 from aliquot.observe import profile as profiling
 from aliquot.observe.clock import StepClock
 from aliquot.observe.profile import Profile

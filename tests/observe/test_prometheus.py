@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from aliquot.config.schema import ObserveSection
-from aliquot.errors import UserError
+from aliquot.core.errors import UserError
 from aliquot.observe.prometheus import Exporter
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from aliquot.config.plan import PhaseMemory, Plan
 from aliquot.observe.summary import foreseen
+from aliquot.planner.plan import PhaseMemory, Plan
 
 
 def plan(usd_per_hour: float | None) -> Plan:

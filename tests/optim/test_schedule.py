@@ -13,7 +13,7 @@ from transformers.trainer_utils import SchedulerType
 
 from aliquot.config.schedules import REFUSED, SETTINGS
 from aliquot.config.schema import TrainSection
-from aliquot.errors import ConfigError
+from aliquot.core.errors import ConfigError
 from aliquot.optim.schedule import Schedule, warmup
 
 PEAK = 0.5

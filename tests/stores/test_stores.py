@@ -11,7 +11,7 @@ from pathlib import Path
 import boto3
 import pytest
 
-from aliquot.errors import DamagedCheckpoint, StorageError, UserError
+from aliquot.core.errors import DamagedCheckpoint, StorageError, UserError
 from aliquot.stores.base import Store
 from aliquot.stores.fsspec_store import FsspecStore
 from aliquot.stores.local_store import LocalStore

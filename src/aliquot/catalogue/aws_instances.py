@@ -13,7 +13,7 @@ from aliquot.catalogue.instances import (
     has_amx,
     instances,
 )
-from aliquot.errors import InstanceError, MissingToolError
+from aliquot.core.errors import InstanceError, MissingToolError
 
 _MIB = 1 << 20
 _ARCH = {"x86_64": "amd64", "arm64": "arm64"}

@@ -13,7 +13,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from aliquot.errors import InstanceError
+from aliquot.core.errors import InstanceError
 
 PRICES_DATE = "2026-07-20"
 PRICES_REGION = "us-east-1"

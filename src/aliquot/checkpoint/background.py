@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from aliquot.errors import CutOffError, RunDirectoryError, StorageError, StorageFailureError, UserError
+from aliquot.core.errors import CutOffError, RunDirectoryError, StorageError, StorageFailureError, UserError
+from aliquot.core.on_rank_0 import RankGroup
 from aliquot.machine.memory import unwritten_bytes
-from aliquot.ranges.together import RankGroup
 
 Report = dict[str, Any]
 

@@ -19,13 +19,13 @@ from aliquot.checkpoint.copies import Copies, FromHost
 from aliquot.checkpoint.live_parts import LiveParts
 from aliquot.checkpoint.save import Draft
 from aliquot.config.schema import CheckpointSection
-from aliquot.errors import StorageError, UserError
+from aliquot.core.errors import StorageError, UserError
+from aliquot.core.on_rank_0 import RankGroup, on_first
 from aliquot.optim.sizes import States
-from aliquot.ranges.bytemap import Shape
-from aliquot.ranges.checksums import Piece
-from aliquot.ranges.parts import PartSource
-from aliquot.ranges.together import RankGroup, on_first
-from aliquot.ranges.transfer import Progress
+from aliquot.tensor_io.bytemap import Shape
+from aliquot.tensor_io.checksums import Piece
+from aliquot.tensor_io.parts import PartSource
+from aliquot.tensor_io.transfer import Progress
 
 
 class Saver:

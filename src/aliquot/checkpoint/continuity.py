@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from aliquot.errors import ResumeError
+from aliquot.core.errors import ResumeError
 
 _MOST_TOLD = 3
 _OF_VOCABULARY = ("tokenizer", "tokenizer_vocab_size")

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from aliquot.ranges.mapped_memory import mapped_tensor
+from aliquot.tensor_io.mapped_memory import mapped_tensor
 
 _MAPPED_NUMEL = 1 << 16  # smaller copies find room between others in the heap
 

@@ -11,10 +11,10 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
-from aliquot.errors import DamagedCheckpoint
-from aliquot.ranges.manifest import read_manifest
-from aliquot.ranges.parts import Kind
-from aliquot.ranges.publish import clean_leftovers, remove_directory
+from aliquot.core.errors import DamagedCheckpoint
+from aliquot.tensor_io.manifest import read_manifest
+from aliquot.tensor_io.parts import Kind
+from aliquot.tensor_io.publish import clean_leftovers, remove_directory
 
 STEMS: dict[Kind, str] = {"weight": "model", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 STATE = "state.json"

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from aliquot.checkpoint.directories import name_best, newest, step_of
-from aliquot.checkpoint.mirrored import complete_steps, fetch, split_url
+from aliquot.checkpoint.remote_checkpoint import complete_steps, fetch, split_url
 from aliquot.config.schema import CheckpointSection
-from aliquot.errors import DamagedCheckpoint, ResumeError, StorageError
-from aliquot.ranges.together import RankGroup, on_first
+from aliquot.core.errors import DamagedCheckpoint, ResumeError, StorageError
+from aliquot.core.on_rank_0 import RankGroup, on_first
 from aliquot.stores.open_store import is_url, open_store
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from aliquot.checkpoint.copies import Copies
 from aliquot.checkpoint.directories import STEMS
-from aliquot.errors import TrainingError
+from aliquot.core.errors import TrainingError
 from aliquot.machine.allocator import give_back
-from aliquot.ranges.parts import Part, PartSource
+from aliquot.tensor_io.parts import Part, PartSource
 
 
 class LiveParts:

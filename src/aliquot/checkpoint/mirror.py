@@ -17,10 +17,10 @@ from typing import Any
 
 from aliquot.checkpoint.background import Background, Report, failure, wait_together
 from aliquot.checkpoint.directories import directory_of, newest, retain
-from aliquot.checkpoint.mirrored import Copy
+from aliquot.checkpoint.remote_checkpoint import Copy
 from aliquot.config.schema import CheckpointSection
-from aliquot.errors import StorageError, UserError
-from aliquot.ranges.together import RankGroup, on_first
+from aliquot.core.errors import StorageError, UserError
+from aliquot.core.on_rank_0 import RankGroup, on_first
 from aliquot.stores.open_store import open_store
 
 _log = logging.getLogger(__name__)

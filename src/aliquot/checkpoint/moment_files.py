@@ -14,14 +14,14 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from aliquot.errors import ResumeError, WeightsFileError
+from aliquot.core.errors import ResumeError, WeightsFileError
 from aliquot.optim.int8_codes import decoded, encoded
 from aliquot.optim.sizes import States, block_numel
-from aliquot.ranges.bytemap import Shape
-from aliquot.ranges.file_layout import FilesLayout, Laid
-from aliquot.ranges.header import TensorEntry
-from aliquot.ranges.parts import Kind, Part, PartSource, PartStore
-from aliquot.ranges.transfer import InMemory, Maps
+from aliquot.tensor_io.bytemap import Shape
+from aliquot.tensor_io.file_layout import FilesLayout, Laid
+from aliquot.tensor_io.header import TensorEntry
+from aliquot.tensor_io.parts import Kind, Part, PartSource, PartStore
+from aliquot.tensor_io.transfer import InMemory, Maps
 
 SCALES = ".scales"  # behind the name of a tensor that is stored as codes
 _CODES: dict[Kind, torch.dtype] = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}

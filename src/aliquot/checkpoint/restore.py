@@ -19,14 +19,14 @@ from typing import Any
 from aliquot.checkpoint.continuity import tensors_follow_from
 from aliquot.checkpoint.directories import STATE, STEMS, complete_directories, directories, newest, step_of
 from aliquot.checkpoint.moment_files import StoredParts, held, values_of
-from aliquot.errors import DamagedCheckpoint, ResumeError, UserError, WeightsFileError
-from aliquot.ranges.bytemap import ByteMap, Shape, check_tensors
-from aliquot.ranges.checksums import BlockChecksums, Piece
-from aliquot.ranges.jsonfile import read_json
-from aliquot.ranges.manifest import MANIFEST, check_read, read_manifest, verify_descriptions
-from aliquot.ranges.parts import Kind, PartStore
-from aliquot.ranges.together import RankGroup, on_first, together
-from aliquot.ranges.transfer import fill
+from aliquot.core.errors import DamagedCheckpoint, ResumeError, UserError, WeightsFileError
+from aliquot.core.on_rank_0 import RankGroup, on_first, together
+from aliquot.tensor_io.bytemap import ByteMap, Shape, check_tensors
+from aliquot.tensor_io.checksums import BlockChecksums, Piece
+from aliquot.tensor_io.jsonfile import read_json
+from aliquot.tensor_io.manifest import MANIFEST, check_read, read_manifest, verify_descriptions
+from aliquot.tensor_io.parts import Kind, PartStore
+from aliquot.tensor_io.transfer import fill
 
 _log = logging.getLogger(__name__)
 

@@ -8,14 +8,14 @@ from typing import Any
 
 from aliquot.checkpoint.directories import STATE, newest, tidy
 from aliquot.checkpoint.evaluations import Evaluations
-from aliquot.checkpoint.mirrored import split_url
+from aliquot.checkpoint.remote_checkpoint import split_url
 from aliquot.checkpoint.restore import restore, restore_newest
 from aliquot.config.schema import CheckpointSection
-from aliquot.errors import DamagedCheckpoint, ResumeError
-from aliquot.ranges.bytemap import Shape
-from aliquot.ranges.parts import PartStore
-from aliquot.ranges.together import RankGroup, on_first
+from aliquot.core.errors import DamagedCheckpoint, ResumeError
+from aliquot.core.on_rank_0 import RankGroup, on_first
 from aliquot.stores.open_store import is_url
+from aliquot.tensor_io.bytemap import Shape
+from aliquot.tensor_io.parts import PartStore
 
 
 def resume(

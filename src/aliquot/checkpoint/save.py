@@ -19,14 +19,14 @@ from typing import Any
 
 from aliquot.checkpoint.directories import STATE, STEMS, clean, directory_of, tidy
 from aliquot.checkpoint.moment_files import StoredParts, held, laid_out
+from aliquot.core.on_rank_0 import RankGroup, on_first, together
 from aliquot.optim.sizes import States
-from aliquot.ranges.bytemap import Shape
-from aliquot.ranges.checksums import BlockChecksums, Piece, combine_pieces
-from aliquot.ranges.manifest import MANIFEST, FileRecord, checksum, manifest_bytes
-from aliquot.ranges.parts import PartSource
-from aliquot.ranges.publish import begin, check_names, check_space, commit, remove_directory, write_file
-from aliquot.ranges.together import RankGroup, on_first, together
-from aliquot.ranges.transfer import Watch, drain
+from aliquot.tensor_io.bytemap import Shape
+from aliquot.tensor_io.checksums import BlockChecksums, Piece, combine_pieces
+from aliquot.tensor_io.manifest import MANIFEST, FileRecord, checksum, manifest_bytes
+from aliquot.tensor_io.parts import PartSource
+from aliquot.tensor_io.publish import begin, check_names, check_space, commit, remove_directory, write_file
+from aliquot.tensor_io.transfer import Watch, drain
 
 MAX_FILE_BYTES = 4 << 30
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from aliquot.cli.one_line_errors import one_line_errors
-from aliquot.errors import UserError, printable
+from aliquot.core.errors import UserError, printable
 
 if TYPE_CHECKING:
     from aliquot.models.chat import Chat

@@ -12,7 +12,7 @@ import typer
 
 from aliquot import __version__
 from aliquot.cli.one_line_errors import one_line_errors
-from aliquot.errors import printable
+from aliquot.core.errors import printable
 
 if TYPE_CHECKING:
     from aliquot.cluster.findings import RuleFinding
@@ -135,7 +135,7 @@ def logs(
         from aliquot.cluster.live_cluster import kubectl_here
         from aliquot.cluster.status import job_pods
         from aliquot.cluster.trainjob import NODE
-        from aliquot.errors import ClusterError
+        from aliquot.core.errors import ClusterError
 
         kubectl = kubectl_here()
         pods = job_pods(name, namespace, kubectl)

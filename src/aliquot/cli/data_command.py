@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from aliquot.cli.one_line_errors import one_line_errors
-from aliquot.errors import printable
+from aliquot.core.errors import printable
 
 app = typer.Typer(help="What a run would learn from its data.", no_args_is_help=True, rich_markup_mode=None)
 

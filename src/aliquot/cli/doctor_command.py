@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from aliquot.cli.one_line_errors import one_line_errors
-from aliquot.errors import printable
+from aliquot.core.errors import printable
 
 
 def command(
@@ -24,10 +24,10 @@ def command(
 ) -> None:
     """Examine this machine: each finding with what it means for training and its fix. Exit code 1 on a problem."""
     with one_line_errors(debug):
+        from aliquot.core.errors import writing
+        from aliquot.core.textfile import publish_text
         from aliquot.doctor.examine import examine
         from aliquot.doctor.finding import Subject
-        from aliquot.errors import writing
-        from aliquot.textfile import publish_text
 
         subject = Subject(run_directory=run_directory, peers=tuple(filter(None, peers.split(","))), port=port)
         findings = []

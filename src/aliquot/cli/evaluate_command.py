@@ -45,9 +45,9 @@ def command(
     It is launched as `aliquot train` is: local ranks that it starts itself, torchrun, or a TrainJob.
     """
     from aliquot.config.read_evaluation import read_evaluation
-    from aliquot.launch import launcher
-    from aliquot.launch.auto_ranks import crowding_warning, with_automatic_ranks
-    from aliquot.launch.preload import restart_with_allocator
+    from aliquot.distributed import launcher
+    from aliquot.distributed.allocator_preload import restart_with_allocator
+    from aliquot.distributed.auto_ranks import crowding_warning, with_automatic_ranks
 
     with one_line_errors(debug):
         options = {"data.sequence_length": sequence_length, "launch.ranks": ranks}
@@ -64,8 +64,8 @@ def command(
             raise typer.Exit(code)
 
     restart_with_allocator()
-    from aliquot.evaluate_model import evaluate_model
-    from aliquot.launch.rank_errors import report_error
+    from aliquot.distributed.rank_errors import report_error
+    from aliquot.run.evaluate_model import evaluate_model
 
     with one_line_interrupt():
         try:

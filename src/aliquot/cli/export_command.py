@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from aliquot.cli.one_line_errors import one_line_errors
-from aliquot.errors import UsageError
+from aliquot.core.errors import UsageError
 
 
 def command(
@@ -29,12 +29,12 @@ def command(
     What is exported is compared with the checkpoint's checksums; --verify does so with all of it, moments included.
     """
     with one_line_errors(debug), ExitStack() as held:
-        from aliquot.checkpoint.mirrored import fetched_weights
+        from aliquot.checkpoint.remote_checkpoint import fetched_weights
         from aliquot.models.export import export_checkpoint
         from aliquot.models.older_transformers import older_transformers
-        from aliquot.ranges.jsonfile import read_json
-        from aliquot.ranges.manifest import verify as verify_all
         from aliquot.stores.open_store import is_url
+        from aliquot.tensor_io.jsonfile import read_json
+        from aliquot.tensor_io.manifest import verify as verify_all
 
         directory = Path(checkpoint)
         if not is_url(checkpoint) and not directory.is_dir():

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from aliquot.cli.one_line_errors import one_line_errors
-from aliquot.errors import UsageError, printable, reading
+from aliquot.core.errors import UsageError, printable, reading
 
 
 def command(

@@ -15,7 +15,7 @@ from aliquot.config.money import dollars
 
 if TYPE_CHECKING:
     from aliquot.catalogue.instances import InstanceType
-    from aliquot.config.plan import Plan
+    from aliquot.planner.plan import Plan
 
 _GIB = 1 << 30
 _SHARING = "share their CPUs (t3, -flex), and for days have a part of the planned speed alone"
@@ -51,7 +51,7 @@ def command(
     with one_line_errors(debug):
         from aliquot.catalogue.aws_instances import live_instances
         from aliquot.catalogue.instances import PRICES_DATE, PRICES_REGION, instances
-        from aliquot.errors import InstanceError
+        from aliquot.core.errors import InstanceError
 
         types = [
             each for each in (live_instances() if live else instances())
@@ -141,7 +141,7 @@ def _fitting(types: Sequence[InstanceType], file: Path, nodes: int | None) -> di
     from aliquot.cli.progress import progress
     from aliquot.cluster.job import placed
     from aliquot.config.read_config import read_config
-    from aliquot.errors import DeepspeedConfigError, DeviceError, EngineError, InstanceError
+    from aliquot.core.errors import DeepspeedConfigError, DeviceError, EngineError, InstanceError
 
     config = read_config(file)
     count = nodes or (config.cluster.most_nodes if config.cluster is not None else config.launch.most_nodes)

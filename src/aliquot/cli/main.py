@@ -27,7 +27,7 @@ from aliquot.cli import (
     train_command,
 )
 from aliquot.cli.one_line_errors import one_line_errors
-from aliquot.errors import UsageError
+from aliquot.core.errors import UsageError
 from aliquot.machine.compile_cache import set_compile_cache
 
 # Commands that need no torch run everywhere; `doctor` reports an unsupported version as a finding.

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 import typer
 
-from aliquot.errors import StorageError, UserError, refusal, storage_error
-from aliquot.launch.rank_errors import LAST_WORDS
+from aliquot.core.errors import StorageError, UserError, refusal, storage_error
+from aliquot.distributed.rank_errors import LAST_WORDS
 
 
 @contextmanager

@@ -71,7 +71,7 @@ def command(
     import sys
     from dataclasses import replace
 
-    from aliquot.plan.planned_model import collecting_no_garbage
+    from aliquot.planner.planned_model import collecting_no_garbage
 
     places: dict[Keys, Location] = {}
     with one_line_errors(debug), naming_places(places), collecting_no_garbage():
@@ -81,23 +81,23 @@ def command(
         from aliquot.cli.progress import progress
         from aliquot.config.read_config import dump_with_places, read_with_places
         from aliquot.config.workload import Workload
-        from aliquot.errors import PlanError, UsageError, writing
-        from aliquot.plan import fit, report, search
-        from aliquot.plan.advice import with_advice
-        from aliquot.plan.calibrate import make_known
-        from aliquot.plan.disks import short_disks, with_disks
-        from aliquot.plan.fewest_nodes import with_fewest_nodes
-        from aliquot.plan.in_pod import in_pod
-        from aliquot.plan.memory_picture import svg
-        from aliquot.plan.planned_machine import chosen
-        from aliquot.plan.planned_model import PlannedModel
-        from aliquot.plan.planner import Planner
+        from aliquot.core.errors import PlanError, UsageError, writing
+        from aliquot.planner import fit, report, search
+        from aliquot.planner.advice import with_advice
+        from aliquot.planner.calibrate import make_known
+        from aliquot.planner.disks import short_disks, with_disks
+        from aliquot.planner.fewest_nodes import with_fewest_nodes
+        from aliquot.planner.memory_picture import svg
+        from aliquot.planner.planned_machine import chosen
+        from aliquot.planner.planned_model import PlannedModel
+        from aliquot.planner.planner import Planner
+        from aliquot.planner.pod_limits import in_pod
 
         for option, value in (("--memory", memory), ("--network", network)):
             if value is not None and not value <= _MOST:  # nan is not, either
                 raise UsageError(f"{option} {value:g}: give a number up to {_MOST:g}")
         if calibrate:
-            from aliquot.plan.calibrate import calibrate as measure
+            from aliquot.planner.calibrate import calibrate as measure
 
             with progress() as doing:
                 doing("measuring this machine, half a minute")

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from aliquot.errors import UsageError
+from aliquot.core.errors import UsageError
 
 if TYPE_CHECKING:
     from aliquot.config.schema import RunConfig
@@ -41,10 +41,10 @@ def print_offers(
     from aliquot.cluster.job import placed
     from aliquot.config.money import dollars
     from aliquot.config.workload import Workload
-    from aliquot.errors import writing
-    from aliquot.plan.offers import NODES, RANKS, Spot, offers
-    from aliquot.plan.offers_picture import svg
-    from aliquot.plan.report import saves_less
+    from aliquot.core.errors import writing
+    from aliquot.planner.offers import NODES, RANKS, Spot, offers
+    from aliquot.planner.offers_picture import svg
+    from aliquot.planner.report import saves_less
 
     count = _number(tokens)
     config = placed(config) if config.cluster is not None else config

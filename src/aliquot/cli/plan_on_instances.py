@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from aliquot.config.plan import Plan
     from aliquot.config.schema import RunConfig
+    from aliquot.planner.plan import Plan
 
 
 def plan_on(config: RunConfig, instance: str, nodes: int) -> Plan:
@@ -21,10 +21,10 @@ def planner_of(config: RunConfig) -> Callable[[str, int], Plan]:
     Raises UserError where there is no such model.
     """
     from aliquot.config.workload import Workload
-    from aliquot.plan.in_pod import in_pod
-    from aliquot.plan.planned_machine import Machine
-    from aliquot.plan.planned_model import PlannedModel
-    from aliquot.plan.planner import Planner
+    from aliquot.planner.planned_machine import Machine
+    from aliquot.planner.planned_model import PlannedModel
+    from aliquot.planner.planner import Planner
+    from aliquot.planner.pod_limits import in_pod
 
     model = PlannedModel(config)
 

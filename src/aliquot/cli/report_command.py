@@ -20,7 +20,7 @@ def command(
 ) -> None:
     """Make one self-contained HTML page of a run, be it complete, still going or killed, or of several side by side."""
     with one_line_errors(debug):
-        from aliquot.errors import writing
+        from aliquot.core.errors import writing
         from aliquot.observe.report.page import write_report
 
         page = out or (run_dirs[0] / "report.html" if len(run_dirs) == 1 else Path("comparison.html"))

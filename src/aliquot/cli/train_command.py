@@ -28,12 +28,12 @@ def command(
     """Train a model: one process, N local ranks that it starts itself, or a rank under torchrun or a TrainJob."""
     from aliquot.config.places import naming_places
     from aliquot.config.read_config import read_with_places
-    from aliquot.launch import launcher
-    from aliquot.launch.auto_ranks import crowding_warning, with_automatic_ranks
-    from aliquot.launch.preload import restart_with_allocator
+    from aliquot.distributed import launcher
+    from aliquot.distributed.allocator_preload import restart_with_allocator
+    from aliquot.distributed.auto_ranks import crowding_warning, with_automatic_ranks
     from aliquot.machine.memory import memory_limit
     from aliquot.observe.run_directory import RunDirectory
-    from aliquot.plan.fit import check_start
+    from aliquot.planner.fit import check_start
 
     places: dict[Keys, Location] = {}
     with one_line_errors(debug), naming_places(places):
@@ -61,8 +61,8 @@ def command(
             )
 
     restart_with_allocator()
-    from aliquot.launch.rank_errors import report_error
-    from aliquot.train import train
+    from aliquot.distributed.rank_errors import report_error
+    from aliquot.run.train import train
 
     with one_line_interrupt():
         try:
@@ -79,9 +79,9 @@ def _rounds(launch: LaunchSection, settings: RunConfig, arguments: list[str], au
     from contextlib import closing, suppress
 
     from aliquot.checkpoint.directories import newest, step_of
-    from aliquot.errors import LaunchError, StorageError
-    from aliquot.launch.claims import is_finished
-    from aliquot.launch.local_group import prepare
+    from aliquot.core.errors import LaunchError, StorageError
+    from aliquot.distributed.leader_lease import is_finished
+    from aliquot.distributed.local_group import prepare
     from aliquot.observe.run_directory import RunDirectory
 
     if settings.train.global_batch_size is None or settings.checkpoint.resume == "never":  # of PET_NNODES
@@ -89,9 +89,9 @@ def _rounds(launch: LaunchSection, settings: RunConfig, arguments: list[str], au
             f"{launch.nodes} nodes that come and go need train.global_batch_size, and no checkpoint.resume: never"
         )
     directory = RunDirectory(settings.run.directory)
-    from aliquot.launch.elastic import start_elastic_ranks
-    from aliquot.launch.membership import Run
-    from aliquot.launch.same_everywhere import common_settings
+    from aliquot.distributed.config_consistency import common_settings
+    from aliquot.distributed.elastic import start_elastic_ranks
+    from aliquot.distributed.membership import Run
     from aliquot.observe.events import Events
     from aliquot.observe.metrics import last_step
 

@@ -18,8 +18,8 @@ from typing import Any
 import yaml
 
 from aliquot.config.bounded_yaml import BoundedFastLoader
-from aliquot.errors import ManifestError
-from aliquot.nesting import check_yaml_depth
+from aliquot.core.errors import ManifestError
+from aliquot.core.nesting import check_yaml_depth
 
 _SUFFIXES = (".yaml", ".yml", ".json")
 _CORE = re.compile(r"^([a-z]*|[a-z.]+\.k8s\.io)$")  # groups of Kubernetes itself; x-k8s.io is for others

@@ -11,9 +11,9 @@ from aliquot.catalogue.instances import InstanceType, instance
 from aliquot.cluster.node_disk import allocatable_disk_bytes
 from aliquot.cluster.quantity import GIB, MIB
 from aliquot.config.cluster_section import ClusterSection
-from aliquot.config.plan import Plan
 from aliquot.config.schema import RunConfig
-from aliquot.errors import ClusterError
+from aliquot.core.errors import ClusterError
+from aliquot.planner.plan import Plan
 
 EFA = "vpc.amazonaws.com/efa"
 GPU = "nvidia.com/gpu"

@@ -12,7 +12,7 @@ import yaml
 from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, of_kind
 from aliquot.cluster.quantity import parse_bytes, parse_millicores
 from aliquot.config.bounded_yaml import BoundedTextLoader
-from aliquot.nesting import TooDeepError, check_depth, check_yaml_depth
+from aliquot.core.nesting import TooDeepError, check_depth, check_yaml_depth
 
 NODE = "node"
 DEFAULT_GRACE_S = 30  # of Kubernetes

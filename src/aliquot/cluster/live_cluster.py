@@ -22,7 +22,7 @@ from aliquot.cluster.manifest_yaml import to_yaml
 from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping
 from aliquot.cluster.quantity import parse
 from aliquot.cluster.versions import Versions, check_versions
-from aliquot.errors import MissingToolError
+from aliquot.core.errors import MissingToolError
 
 _TIMEOUT_S = 60
 _OPERATORS = {

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from aliquot.errors import StorageError, writing
+from aliquot.core.errors import StorageError, writing
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _POLL_S = 1.0

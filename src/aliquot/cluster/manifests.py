@@ -12,8 +12,8 @@ import yaml
 
 from aliquot.cluster.fields import Complaint, sound
 from aliquot.config.bounded_yaml import BoundedLoader
-from aliquot.errors import ManifestError
-from aliquot.nesting import TooDeepError, check_depth, check_yaml_depth
+from aliquot.core.errors import ManifestError
+from aliquot.core.nesting import TooDeepError, check_depth, check_yaml_depth
 
 _SUFFIXES = (".yaml", ".yml", ".json")
 

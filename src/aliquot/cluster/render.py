@@ -16,7 +16,7 @@ from aliquot.cluster.quantity import GIB
 from aliquot.cluster.storage import storage
 from aliquot.cluster.trainjob import NODE, cluster_training_runtime, train_job, training_runtime
 from aliquot.config.money import dollars
-from aliquot.errors import StorageError
+from aliquot.core.errors import StorageError
 
 KUSTOMIZATION = "kustomization.yaml"
 

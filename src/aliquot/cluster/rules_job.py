@@ -11,8 +11,8 @@ from aliquot.cluster.job_view import NODE, JobView
 from aliquot.cluster.manifests import ManifestObject, dig, mapping, of_kind
 from aliquot.cluster.quantity import GIB, MIB, parse_bytes, parse_millicores
 from aliquot.config.cluster_section import longest_job_name
-from aliquot.config.plan import Plan
-from aliquot.errors import has_user
+from aliquot.core.errors import has_user
+from aliquot.planner.plan import Plan
 
 RESERVED_ENV = frozenset({"PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"})
 

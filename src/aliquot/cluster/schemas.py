@@ -23,7 +23,7 @@ from jsonschema.protocols import Validator
 from aliquot.cluster.cel_rules import NotJudgedError, holds
 from aliquot.cluster.crds import KindSchema, is_core
 from aliquot.cluster.fields import expected_kind
-from aliquot.errors import ManifestError
+from aliquot.core.errors import ManifestError
 
 _NOT_JUDGED = "not-judged"
 _CEL = "x-kubernetes-validations"

@@ -10,7 +10,7 @@ from typing import Any
 from aliquot.cluster.live_cluster import Kubectl, Refused
 from aliquot.cluster.manifests import dig, listed, mapping
 from aliquot.cluster.trainjob import NODE
-from aliquot.errors import ClusterError
+from aliquot.core.errors import ClusterError
 
 Object = dict[str, Any]
 

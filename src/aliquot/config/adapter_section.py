@@ -10,7 +10,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from aliquot.config.home import with_home
 from aliquot.config.peft_settings import adapter_settings
 from aliquot.config.section import PLACE, Section
-from aliquot.errors import UserError
+from aliquot.core.errors import UserError
 
 
 class AdapterSection(Section):

@@ -15,8 +15,8 @@ import yaml
 from aliquot.config.bounded_yaml import BoundedLoader
 from aliquot.config.deepspeed_keys import RULES, Fate, rule_of
 from aliquot.config.home import with_home
-from aliquot.errors import DeepspeedConfigError
-from aliquot.nesting import TooDeepError, decode_json
+from aliquot.core.errors import DeepspeedConfigError
+from aliquot.core.nesting import TooDeepError, decode_json
 
 if TYPE_CHECKING:
     from aliquot.config.schema import RunConfig

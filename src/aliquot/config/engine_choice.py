@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from aliquot.config.schema import RunConfig
-from aliquot.errors import EngineError
+from aliquot.core.errors import EngineError
 
 _SHARED_FRACTION = 0.5  # of a machine's memory that one copy of the weights may take
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from aliquot.config.home import looks_local, with_home
-from aliquot.errors import ConfigError, ModelFilesError
-from aliquot.nesting import decode_json
-from aliquot.textfile import read_small_file
+from aliquot.core.errors import ConfigError, ModelFilesError
+from aliquot.core.nesting import decode_json
+from aliquot.core.textfile import read_small_file
 
 CONFIG_FILE = "adapter_config.json"
 _NAMES = {

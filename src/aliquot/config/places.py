@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from aliquot.errors import UserError
+from aliquot.core.errors import UserError
 
 Location = str  # "file:line", or "command line"
 Keys = tuple[str, ...]

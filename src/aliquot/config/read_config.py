@@ -16,8 +16,8 @@ from aliquot.config.bounded_yaml import BoundedLoader
 from aliquot.config.places import Keys, Location, place_of_first
 from aliquot.config.schema import RunConfig
 from aliquot.config.section import OF_KEY
-from aliquot.errors import ConfigError, one_line
-from aliquot.nesting import TooDeepError, check_depth, check_yaml_depth
+from aliquot.core.errors import ConfigError, one_line
+from aliquot.core.nesting import TooDeepError, check_depth, check_yaml_depth
 
 _SHORT = 80
 _NEAR = 0.8  # how alike what was written must be to what was meant; absurd neighbours are below

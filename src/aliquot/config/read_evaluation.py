@@ -23,7 +23,7 @@ from aliquot.config.schema import (
     TrainSection,
 )
 from aliquot.config.section import OF_KEY
-from aliquot.errors import ConfigError, UsageError
+from aliquot.core.errors import ConfigError, UsageError
 
 _Section = TypeVar("_Section", ModelSection, AdapterSection)
 

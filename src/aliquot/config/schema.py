@@ -26,7 +26,7 @@ from aliquot.config.data_section import DataSection as DataSection
 from aliquot.config.launch_section import LaunchSection as LaunchSection
 from aliquot.config.node_count import may_change
 from aliquot.config.section import PLACE, Section
-from aliquot.errors import UserError
+from aliquot.core.errors import UserError
 
 
 class RunSection(Section):

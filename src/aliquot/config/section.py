@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, field_validator, mo
 from pydantic_core import PydanticCustomError
 
 from aliquot.config.home import with_home
-from aliquot.errors import has_user
+from aliquot.core.errors import has_user
 
 # What fp32 and 64 bits hold: beyond, what computes with it fails in its own way.
 _SMALLEST, _LARGEST, _LARGEST_INTEGER = 1e-37, 1e37, 2**63 - 1

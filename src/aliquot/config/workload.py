@@ -139,7 +139,7 @@ def _mean_largest(windows: tuple[_Window, ...], count: int) -> float:
 
 
 def _probabilities(edges: Edges) -> int:
-    """That attention/tiled_attention.py computes, of a query head."""
+    """That nn/attention/tiled_attention.py computes, of a query head."""
     found = 0
     for start, stop in pairwise(edges):
         length = stop - start

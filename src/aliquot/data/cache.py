@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from aliquot.errors import storage_error
-from aliquot.ranges.publish import begin_alone, commit, sync
+from aliquot.core.errors import storage_error
+from aliquot.tensor_io.publish import begin_alone, commit, sync
 
 
 @contextmanager

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from aliquot.core.errors import TokenizerError
 from aliquot.data.answer_spans import of_turns, rendered_spans
 from aliquot.data.chat_template import ChatTemplate, LeftOut, Messages, fit_messages
 from aliquot.data.encode_spans import TextEncoder
 from aliquot.data.formats import is_learned
 from aliquot.data.rendered_words import has_words, is_silent, leaves_out
-from aliquot.errors import TokenizerError
 
 if TYPE_CHECKING:
     from aliquot.data.encoder import EncoderSpec

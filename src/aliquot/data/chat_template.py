@@ -10,10 +10,10 @@ from datetime import datetime
 from itertools import product
 from typing import Any
 
+from aliquot.core.errors import TokenizerError, UserError
+from aliquot.core.nesting import decode_json
 from aliquot.data.formats import text_parts
-from aliquot.errors import TokenizerError, UserError
 from aliquot.models.bounded_rendering import bounded_rendering
-from aliquot.nesting import decode_json
 
 Messages = list[dict[str, Any]]
 Span = tuple[int, int]

@@ -19,8 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from aliquot.core.textfile import publish_text
 from aliquot.data.cache import digest_of_file
-from aliquot.textfile import publish_text
 
 _COARSEST_CLOCK_S = 2.0
 

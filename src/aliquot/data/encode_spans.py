@@ -13,8 +13,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from aliquot.core.errors import TokenizerError
 from aliquot.data.chat_template import ChatTemplate, LeftOut, Messages, Span
-from aliquot.errors import TokenizerError
 
 AS_TEXT = "a record whose texts hold special tokens, encoded as text"
 AS_TOKENS = "a record whose texts hold special tokens, encoded as those"

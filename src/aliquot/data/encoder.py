@@ -23,9 +23,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from aliquot.errors import TrainingError, UserError, kinds
-from aliquot.interpreter import python_command
-from aliquot.models.code_of_strangers import without_code
+from aliquot.core.errors import TrainingError, UserError, kinds
+from aliquot.core.interpreter import python_command
+from aliquot.models.remote_code import without_code
 
 AT_ONCE_CHARACTERS = 1 << 16
 HOLDS_SPECIAL = "a text, or a piece of one, that holds special tokens, encoded as those"

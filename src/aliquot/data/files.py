@@ -8,9 +8,9 @@ import sysconfig
 from collections import Counter
 from pathlib import Path
 
+from aliquot.core.errors import DataError, one_line
 from aliquot.data.documents import RECORDS
 from aliquot.data.opened import suffix_of
-from aliquot.errors import DataError, one_line
 
 IN_DIRECTORIES = {".txt", ".md", ".py", ".jsonl", ".json", ".csv", ".parquet"}  # and compressed ones
 # In a directory, at or above files of records: what describes them.

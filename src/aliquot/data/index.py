@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from aliquot.core.errors import DataError
 from aliquot.data.best_fit import Placement, best_fit, one_each
 from aliquot.data.kept_arrays import AT_ONCE, Array, NewArrays
 from aliquot.data.orders import Cursors
 from aliquot.data.pieces import Pieces, split
 from aliquot.data.token_store import TokenStore
-from aliquot.errors import DataError
 
 Ints = npt.NDArray[np.int64]
 Order = Callable[[Array, NewArrays, int], None]  # fills an array [n] with a permutation of n, so many at once

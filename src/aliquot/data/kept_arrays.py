@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from aliquot.core.errors import StorageError
 from aliquot.data.cache import publishing
-from aliquot.errors import StorageError
-from aliquot.ranges.publish import check_space
+from aliquot.tensor_io.publish import check_space
 
 Array = npt.NDArray[Any]
 Arrays = Mapping[str, Array]

@@ -11,8 +11,8 @@ import torch
 
 from aliquot.config.row_counts import filler
 from aliquot.data.token_store import TokenStore
-from aliquot.loss.base import IGNORE
 from aliquot.models.batch import MicroBatch
+from aliquot.nn.loss.base import IGNORE
 
 Pieces = list[tuple[int, int]]  # (start, length) in its store of each piece of a sequence
 

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from aliquot.errors import DataError
-from aliquot.textfile import LFS_POINTER, is_lfs_pointer
+from aliquot.core.errors import DataError
+from aliquot.core.textfile import LFS_POINTER, is_lfs_pointer
 
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
 _ALIASES = {".ndjson": ".jsonl", ".jsonlines": ".jsonl"}

@@ -13,6 +13,8 @@ from typing import Any
 
 from aliquot.config.cache_root import cache_root
 from aliquot.config.schema import DataSection
+from aliquot.core.errors import DataError, TokenizerError
+from aliquot.core.on_rank_0 import on_first, together
 from aliquot.data.cache import publishing
 from aliquot.data.chat import ENCODING
 from aliquot.data.chat_template import asks_for_the_day
@@ -33,10 +35,8 @@ from aliquot.data.tokenizer import (
     load_tokenizer,
     publish_tokenizer,
 )
-from aliquot.errors import DataError, TokenizerError
-from aliquot.launch.ranks import Ranks
+from aliquot.distributed.ranks import Ranks
 from aliquot.models.model_files import trained_prefix
-from aliquot.ranges.together import on_first, together
 
 NamedProgress = Callable[[str, int, int], None]  # (what is being made, bytes of the source done, of how many)
 

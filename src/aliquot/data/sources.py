@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from aliquot.config.data_section import DataSection, RecordsSection
+from aliquot.core.errors import ConfigError, DataError
 from aliquot.data.digests import digests
 from aliquot.data.documents import (
     RECORDS,
@@ -28,7 +29,6 @@ from aliquot.data.documents import (
 from aliquot.data.files import find_files
 from aliquot.data.formats import Format, format_of
 from aliquot.data.opened import suffix_of
-from aliquot.errors import ConfigError, DataError
 
 _NOT_READ = {".tsv", ".arrow", ".feather", ".orc", ".avro", ".xls", ".xlsx"}
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from aliquot.errors import DataCacheError
+from aliquot.core.errors import DataCacheError
 
 FORMAT = 3
 

@@ -15,10 +15,10 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from aliquot.core.errors import DataError
 from aliquot.data.cuts import LONGEST_CHARACTERS, PIECE_CHARACTERS, Cut, pieces
 from aliquot.data.documents import Document
 from aliquot.data.encoder import Encoded, Encoder, EncoderProcess, EncoderSpec, Texts
-from aliquot.errors import DataError
 from aliquot.machine.cpu import read_cpu
 from aliquot.machine.memory import memory_limit
 

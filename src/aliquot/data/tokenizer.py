@@ -16,16 +16,16 @@ from typing import Any
 
 from aliquot.config.data_section import DataSection
 from aliquot.config.home import with_home
+from aliquot.core.errors import MissingToolError, TokenizerError, UnsupportedModelError
+from aliquot.core.textfile import LFS_POINTER, check_small, is_lfs_pointer, read_small_file
 from aliquot.data.cache import digest_of_directory, publishing
 from aliquot.data.cuts import Cut, cut_of, pieces
 from aliquot.data.formats import words
 from aliquot.data.sources import Source
 from aliquot.data.token_store import TokenStore
-from aliquot.errors import MissingToolError, TokenizerError, UnsupportedModelError
-from aliquot.models.code_of_strangers import without_code
 from aliquot.models.model_files import save_tokenizer
+from aliquot.models.remote_code import without_code
 from aliquot.models.source import DESCRIPTION_FILES
-from aliquot.textfile import LFS_POINTER, check_small, is_lfs_pointer, read_small_file
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 # Where tokenizers split words differently, they do it in one of these.

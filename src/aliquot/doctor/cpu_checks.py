@@ -7,11 +7,11 @@ import os
 import platform
 
 from aliquot.config.schema import LaunchSection
+from aliquot.core.errors import UserError
+from aliquot.distributed.auto_ranks import most_cpu_ranks
+from aliquot.distributed.numa_memory import has_policy, prefer_node
+from aliquot.distributed.placement import core_sets, threads_per_rank
 from aliquot.doctor.finding import Finding, Level, Subject
-from aliquot.errors import UserError
-from aliquot.launch.auto_ranks import most_cpu_ranks
-from aliquot.launch.numa_memory import has_policy, prefer_node
-from aliquot.launch.placement import core_sets, threads_per_rank
 from aliquot.machine.cgroup import read
 from aliquot.machine.cpu import format_cpu_list, numa_nodes, parse_cpu_list, siblings
 from aliquot.machine.memory import memory_limit

@@ -8,9 +8,9 @@ import socket
 import subprocess
 from typing import Any
 
+from aliquot.core.interpreter import python_command
+from aliquot.distributed.run_secret import SECRET, new_secret
 from aliquot.doctor.finding import Finding, Subject
-from aliquot.interpreter import python_command
-from aliquot.launch.run_secret import SECRET, new_secret
 from aliquot.machine.cgroup import read
 from aliquot.machine.cpu import FLOP_PER_CYCLE
 

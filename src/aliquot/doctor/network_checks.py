@@ -8,9 +8,9 @@ from contextlib import suppress
 
 import psutil
 
+from aliquot.core.errors import UsageError
+from aliquot.distributed.gloo_interface import address_of, interface_towards
 from aliquot.doctor.finding import Finding, Subject
-from aliquot.errors import UsageError
-from aliquot.launch.gloo_interface import address_of, interface_towards
 from aliquot.machine.cgroup import read
 
 _CONNECT_S = 5.0

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from aliquot.core.interpreter import python_command
 from aliquot.doctor.finding import Finding, Level, Subject
-from aliquot.interpreter import python_command
 
 _COMPILERS = ("g++", "clang++", "c++")
 _DEEPSPEED_TIMEOUT_S = 180

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from aliquot.collectives.json_values import gather
-from aliquot.collectives.peers import Peers
-from aliquot.collectives.reduce import add_sum
 from aliquot.config.schema import LaunchSection
-from aliquot.launch.placement import place
-from aliquot.launch.ranks import Ranks
+from aliquot.distributed.collectives.json_values import gather
+from aliquot.distributed.collectives.peers import Peers
+from aliquot.distributed.collectives.reduce import add_sum
+from aliquot.distributed.placement import place
+from aliquot.distributed.ranks import Ranks
 from aliquot.machine.cpu import read_cpu
 from aliquot.machine.matmul import matmul_rate
 

@@ -1,6 +1,6 @@
 """The engine interface: what holds, shards and steps the model.
 
-No process group, DTensor, scheduler or JSON crosses it. `training.py` knows nothing else of an engine.
+No process group, DTensor, scheduler or JSON crosses it. `run/training_loop.py` knows nothing else of an engine.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from aliquot.config.batch_size import batch_size, micro_batch_tokens
 from aliquot.config.on_disk import OnDisk
 from aliquot.config.schema import RunConfig
 from aliquot.config.unsharded import SHARDED, Unsharded
-from aliquot.launch.topology import Topology
+from aliquot.distributed.topology import Topology
 from aliquot.models.batch import MicroBatch
 from aliquot.models.meta import MetaModel
-from aliquot.ranges.parts import PartStore
-from aliquot.ranges.transfer import InMemory
+from aliquot.tensor_io.parts import PartStore
+from aliquot.tensor_io.transfer import InMemory
 
 
 @dataclass(frozen=True)

@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from aliquot.attention.document_attention import register
-from aliquot.errors import MissingToolError
-from aliquot.experts.sorted_experts import register as register_experts
+from aliquot.core.errors import MissingToolError
 from aliquot.machine.compile_cache import compiled
 from aliquot.machine.inductor import kernel_options
 from aliquot.machine.kernels import copies_transposed
 from aliquot.models.copying_linear import copy_in_backward
 from aliquot.models.structure import decoder_layers
+from aliquot.nn.attention.document_attention import register
+from aliquot.nn.experts.sorted_experts import register as register_experts
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from aliquot.distributed.topology import Topology
     from aliquot.engines.base import EngineSpec
-    from aliquot.launch.topology import Topology
 
 _COMPILERS = ("g++", "clang++", "c++")
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
+from aliquot.core.errors import EngineError
 from aliquot.engines.base import Engine
-from aliquot.errors import EngineError
-from aliquot.ranges.parts import Kind, row_ranges
+from aliquot.tensor_io.parts import Kind, row_ranges
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

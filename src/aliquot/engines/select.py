@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from aliquot.config.engine_choice import chosen_engine
 from aliquot.config.schema import RunConfig
+from aliquot.distributed.topology import Topology
 from aliquot.engines.base import Engine
-from aliquot.launch.topology import Topology
 from aliquot.machine.memory import memory_limit
 
 

@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from aliquot.attention.base import Documents
-from aliquot.attention.reference_attention import ReferenceAttention
-from aliquot.collectives.json_values import gather
+from aliquot.core.errors import SelfTestError, UnsupportedModelError
+from aliquot.distributed.collectives.json_values import gather
+from aliquot.distributed.topology import Topology
 from aliquot.engines.base import Engine, EngineSpec
-from aliquot.errors import SelfTestError, UnsupportedModelError
-from aliquot.launch.topology import Topology
-from aliquot.loss.base import IGNORE
-from aliquot.loss.head_loss import head_loss_on
 from aliquot.models import calls, meta
 from aliquot.models.batch import MicroBatch
 from aliquot.models.narrow import built, narrow
 from aliquot.models.traits import Traits, eager_copy, example, quiet
+from aliquot.nn.attention.base import Documents
+from aliquot.nn.attention.reference_attention import ReferenceAttention
+from aliquot.nn.loss.base import IGNORE
+from aliquot.nn.loss.head_loss import head_loss_on
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from aliquot.collectives.json_values import JSON, gather
-from aliquot.errors import UsageError
-from aliquot.models.code_of_strangers import without_code
+from aliquot.core.errors import UsageError
+from aliquot.core.on_rank_0 import Alone, RankGroup
+from aliquot.distributed.collectives.json_values import JSON, gather
 from aliquot.models.load import load_weights
 from aliquot.models.materialise import compute_buffers, materialise, saved_buffers, tied_weights
 from aliquot.models.published import published_of
+from aliquot.models.remote_code import without_code
 from aliquot.models.stored_names import StoredNames
 from aliquot.models.structure import decoder_layers
-from aliquot.ranges.bytemap import Shape
-from aliquot.ranges.parts import Part
-from aliquot.ranges.together import Alone, RankGroup
-from aliquot.ranges.transfer import Watch
+from aliquot.tensor_io.bytemap import Shape
+from aliquot.tensor_io.parts import Part
+from aliquot.tensor_io.transfer import Watch
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -18,16 +18,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from aliquot.errors import DeepspeedConfigError, MissingToolError, UsageError
+from aliquot.core.errors import DeepspeedConfigError, MissingToolError, UsageError
+from aliquot.core.nesting import decode_json
 from aliquot.loaders.sharded import HeldWeights, Members, tensors_of, whole
-from aliquot.models.code_of_strangers import without_code
 from aliquot.models.load import load_weights
 from aliquot.models.materialise import compute_buffers, replace_tensors, saved_buffers, tied_weights
 from aliquot.models.published import published_of
+from aliquot.models.remote_code import without_code
 from aliquot.models.stored_names import StoredNames
-from aliquot.nesting import decode_json
-from aliquot.ranges.parts import Part
-from aliquot.ranges.transfer import Watch
+from aliquot.tensor_io.parts import Part
+from aliquot.tensor_io.transfer import Watch
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from aliquot.config.cache_root import cache_root
-from aliquot.errors import StorageError
+from aliquot.core.errors import StorageError
 
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 

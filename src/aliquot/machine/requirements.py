@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from aliquot.errors import MissingToolError
+from aliquot.core.errors import MissingToolError
 
 
 def check_requirements() -> None:

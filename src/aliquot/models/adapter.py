@@ -17,11 +17,11 @@ from torch import nn
 from aliquot.config.adapter_section import AdapterSection
 from aliquot.config.home import with_home
 from aliquot.config.peft_settings import CONFIG_FILE
-from aliquot.errors import ConfigError, MissingToolError
-from aliquot.experts.modules import weights_of
+from aliquot.core.errors import ConfigError, MissingToolError
 from aliquot.models.initialize import Fills, record_added
 from aliquot.models.published import Published, published_of
-from aliquot.ranges.bytemap import Shape
+from aliquot.nn.experts.modules import weights_of
+from aliquot.tensor_io.bytemap import Shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

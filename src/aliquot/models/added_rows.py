@@ -16,11 +16,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from aliquot.ranges.header import TensorEntry
-from aliquot.ranges.parts import Part, PartStore
-from aliquot.ranges.reader import RangeReader
-from aliquot.ranges.together import RankGroup, together
-from aliquot.ranges.transfer import InMemory
+from aliquot.core.on_rank_0 import RankGroup, together
+from aliquot.tensor_io.header import TensorEntry
+from aliquot.tensor_io.parts import Part, PartStore
+from aliquot.tensor_io.reader import RangeReader
+from aliquot.tensor_io.transfer import InMemory
 
 _CHUNKS = 16
 _BLOCK_NUMEL = 1 << 20

@@ -8,8 +8,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from aliquot.loss.base import IGNORE, Chosen
-from aliquot.loss.head_loss import choose
+from aliquot.nn.loss.base import IGNORE, Chosen
+from aliquot.nn.loss.head_loss import choose
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from aliquot.errors import UnsupportedModelError
-from aliquot.experts.load import note_balance
-from aliquot.loss.base import IGNORE, summed_cross_entropy
+from aliquot.core.errors import UnsupportedModelError
+from aliquot.nn.experts.load import note_balance
+from aliquot.nn.loss.base import IGNORE, summed_cross_entropy
 
 if TYPE_CHECKING:
-    from aliquot.attention.base import Documents
+    from aliquot.nn.attention.base import Documents
 
 
 def logits(model: nn.Module, ids: Tensor, positions: Tensor, documents: Documents) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Generator
 import torch
 from transformers import StoppingCriteria, TextIteratorStreamer
 
-from aliquot.errors import UsageError
+from aliquot.core.errors import UsageError
 from aliquot.models.generate import Loaded, chat_ids, check_text, ends_of_turn, sampling
 
 

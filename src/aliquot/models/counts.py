@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from aliquot.errors import ModelFilesError
+from aliquot.core.errors import ModelFilesError
 
 # Of the keys that lists are made by, or that what is planned is counted through: far more than any model has.
 _MOST = {

@@ -12,23 +12,23 @@ from typing import Any, Literal
 import torch
 
 from aliquot.config.peft_settings import CONFIG_FILE
-from aliquot.errors import RunDirectoryError, UsageError
+from aliquot.core.errors import RunDirectoryError, UsageError
+from aliquot.core.on_rank_0 import Alone, RankGroup, on_first
 from aliquot.models.adapter import BASE, STEM, saves_of
 from aliquot.models.merge import MergedWeights
 from aliquot.models.published import Published, PublishedParts, published_of, tensors_of
 from aliquot.models.source import model_on_meta
 from aliquot.models.stored_weights import StoredWeights, in_order
 from aliquot.models.structure import kept_in_fp32
-from aliquot.ranges.bytemap import ByteMap, Shape
-from aliquot.ranges.checksums import BlockChecksums, Piece
-from aliquot.ranges.file_layout import FilesLayout, Laid
-from aliquot.ranges.jsonfile import parse_json, read_json, read_small
-from aliquot.ranges.manifest import check_read, read_manifest, verify_descriptions
-from aliquot.ranges.parts import PartSource
-from aliquot.ranges.publish import check_names, check_space, clean_leftovers, publish_together, write_file
-from aliquot.ranges.reader import RangeReader
-from aliquot.ranges.together import Alone, RankGroup, on_first
-from aliquot.ranges.transfer import Watch, drain
+from aliquot.tensor_io.bytemap import ByteMap, Shape
+from aliquot.tensor_io.checksums import BlockChecksums, Piece
+from aliquot.tensor_io.file_layout import FilesLayout, Laid
+from aliquot.tensor_io.jsonfile import parse_json, read_json, read_small
+from aliquot.tensor_io.manifest import check_read, read_manifest, verify_descriptions
+from aliquot.tensor_io.parts import PartSource
+from aliquot.tensor_io.publish import check_names, check_space, clean_leftovers, publish_together, write_file
+from aliquot.tensor_io.reader import RangeReader
+from aliquot.tensor_io.transfer import Watch, drain
 
 STATE = "state.json"  # of a checkpoint
 MAX_SHARD_BYTES = 50_000_000_000  # transformers' default

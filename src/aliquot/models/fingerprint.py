@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from aliquot.errors import UserError
-from aliquot.ranges.header import read_header
+from aliquot.core.errors import UserError
+from aliquot.tensor_io.header import read_header
 
 _SAMPLE_BYTES = 4096
 _EVERY_BYTES = 4 << 20  # of a file: what a copy that was broken off has left out is larger

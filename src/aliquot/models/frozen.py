@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from aliquot.errors import ConfigError
+from aliquot.core.errors import ConfigError
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:

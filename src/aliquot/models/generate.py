@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aliquot.config.peft_settings import CONFIG_FILE, model_beside
-from aliquot.errors import ModelFilesError, TokenizerError, UsageError
+from aliquot.core.errors import ModelFilesError, TokenizerError, UsageError
 from aliquot.models.bounded_rendering import bounded_rendering
-from aliquot.models.code_of_strangers import without_code
 from aliquot.models.export import STATE, export_checkpoint
 from aliquot.models.model_files import joined_ends, trained_ends, trained_prefix
+from aliquot.models.remote_code import without_code
 from aliquot.models.source import local_directory
 
 if TYPE_CHECKING:

@@ -22,16 +22,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from aliquot.errors import UnsupportedModelError
-from aliquot.models.code_of_strangers import without_code
+from aliquot.core.errors import UnsupportedModelError
 from aliquot.models.materialise import compute_buffers, freeze_buffers, initialize_module
 from aliquot.models.narrow import built, narrow
+from aliquot.models.remote_code import without_code
 from aliquot.models.structure import decoder_layers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from aliquot.ranges.parts import PartStore
+    from aliquot.tensor_io.parts import PartStore
 
 # A block holds whole rows and about this many values: 4 MiB in fp32.
 BLOCK_NUMEL = 1 << 20

@@ -9,18 +9,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aliquot.errors import WeightsFileError
+from aliquot.core.errors import WeightsFileError
+from aliquot.core.on_rank_0 import RankGroup, together
 from aliquot.models.adapter import BASE, STEM
 from aliquot.models.added_rows import OldRows, add_rows
 from aliquot.models.export import STATE
 from aliquot.models.published import Published, PublishedStore, tensors_of
 from aliquot.models.stored_names import StoredNames, is_computed
-from aliquot.ranges.bytemap import ByteMap, Shape, check_tensors
-from aliquot.ranges.header import TensorEntry
-from aliquot.ranges.jsonfile import read_json
-from aliquot.ranges.parts import PartStore
-from aliquot.ranges.together import RankGroup, together
-from aliquot.ranges.transfer import Watch, fill
+from aliquot.tensor_io.bytemap import ByteMap, Shape, check_tensors
+from aliquot.tensor_io.header import TensorEntry
+from aliquot.tensor_io.jsonfile import read_json
+from aliquot.tensor_io.parts import PartStore
+from aliquot.tensor_io.transfer import Watch, fill
 
 _COMPARED_BYTES = 8 << 20
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from aliquot.errors import UnsupportedModelError, UsageError
+from aliquot.core.errors import UnsupportedModelError, UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from aliquot.config.peft_settings import CONFIG_FILE
-from aliquot.errors import ModelFilesError, WeightsFileError
+from aliquot.core.errors import ModelFilesError, WeightsFileError
 from aliquot.models.fingerprint import fingerprint
 from aliquot.models.model_files import with_ends
 from aliquot.models.source import HUB_FILES, local_directory, model_on_meta
 from aliquot.models.stored_names import StoredNames
 from aliquot.models.stored_weights import StoredWeights, in_order
 from aliquot.models.structure import kept_in_fp32
-from aliquot.ranges.bytemap import ByteMap
-from aliquot.ranges.jsonfile import parse_json, read_small
-from aliquot.ranges.parts import Part
-from aliquot.ranges.reader import RangeReader
+from aliquot.tensor_io.bytemap import ByteMap
+from aliquot.tensor_io.jsonfile import parse_json, read_small
+from aliquot.tensor_io.parts import Part
+from aliquot.tensor_io.reader import RangeReader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

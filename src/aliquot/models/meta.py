@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aliquot.attention.document_attention import register
 from aliquot.config.adapter_section import AdapterSection
-from aliquot.errors import UnsupportedModelError
-from aliquot.experts.modules import weights_of
-from aliquot.experts.sorted_experts import IMPLEMENTATION, suits
-from aliquot.experts.sorted_experts import register as register_experts
+from aliquot.core.errors import UnsupportedModelError
 from aliquot.models import initialize
 from aliquot.models.adapter import Adapter, adapt
-from aliquot.models.code_of_strangers import without_code
 from aliquot.models.frozen import freeze
 from aliquot.models.materialise import freeze_buffers, tied_weights
 from aliquot.models.narrow import for_training, has_dropout
+from aliquot.models.remote_code import without_code
 from aliquot.models.structure import decoder_layers, kept_in_fp32, matmul_flops, matmul_parameters
 from aliquot.models.traits import Traits, traits
+from aliquot.nn.attention.document_attention import register
+from aliquot.nn.experts.modules import weights_of
+from aliquot.nn.experts.sorted_experts import IMPLEMENTATION, suits
+from aliquot.nn.experts.sorted_experts import register as register_experts
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

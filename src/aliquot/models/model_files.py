@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from aliquot.errors import UserError
+from aliquot.core.errors import UserError
 from aliquot.models.older_transformers import with_old_names
 from aliquot.models.source import SPECIAL
-from aliquot.ranges.jsonfile import parse_json, read_json, read_small
+from aliquot.tensor_io.jsonfile import parse_json, read_json, read_small
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase

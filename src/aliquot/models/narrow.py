@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from aliquot.models.code_of_strangers import without_code
+from aliquot.models.remote_code import without_code
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

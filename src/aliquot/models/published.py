@@ -17,9 +17,9 @@ from fractions import Fraction
 import torch
 from torch import Tensor, nn
 
-from aliquot.ranges.bytemap import Shape
-from aliquot.ranges.parts import Part, PartSource, PartStore
-from aliquot.ranges.transfer import InMemory
+from aliquot.tensor_io.bytemap import Shape
+from aliquot.tensor_io.parts import Part, PartSource, PartStore
+from aliquot.tensor_io.transfer import InMemory
 
 _log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from aliquot.errors import UnsupportedModelError
+from aliquot.core.errors import UnsupportedModelError
 
 # `selective` keeps the results that are dear to compute and recomputes the cheap ones: norms, rotary, activations.
 _KEPT = frozenset(

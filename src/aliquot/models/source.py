@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from aliquot.config.home import looks_local, with_home
 from aliquot.config.peft_settings import CONFIG_FILE
 from aliquot.config.schema import ModelSection
-from aliquot.errors import ConfigError, ModelFilesError, UnsupportedModelError
-from aliquot.models.code_of_strangers import without_code
+from aliquot.core.errors import ConfigError, ModelFilesError, UnsupportedModelError
+from aliquot.core.nesting import decode_json
+from aliquot.core.textfile import LFS_POINTER, is_lfs_pointer, read_small_file
 from aliquot.models.counts import refuse_absurd_counts
-from aliquot.nesting import decode_json
-from aliquot.textfile import LFS_POINTER, is_lfs_pointer, read_small_file
+from aliquot.models.remote_code import without_code
 
 if TYPE_CHECKING:
     import torch

@@ -14,7 +14,7 @@ from torch import nn
 if TYPE_CHECKING:
     from transformers.core_model_loading import WeightRenaming
 
-    from aliquot.ranges.header import TensorEntry
+    from aliquot.tensor_io.header import TensorEntry
 
 # buffers that older versions of transformers saved and that are computed, not learned
 _COMPUTED = re.compile(

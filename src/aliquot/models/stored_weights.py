@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aliquot.ranges.bytemap import ByteMap, Shape
-from aliquot.ranges.header import TensorEntry
-from aliquot.ranges.parts import Part, row_ranges
-from aliquot.ranges.reader import RangeReader
-from aliquot.ranges.together import Alone, RankGroup
+from aliquot.core.on_rank_0 import Alone, RankGroup
+from aliquot.tensor_io.bytemap import ByteMap, Shape
+from aliquot.tensor_io.header import TensorEntry
+from aliquot.tensor_io.parts import Part, row_ranges
+from aliquot.tensor_io.reader import RangeReader
 
 if TYPE_CHECKING:
     from torch import Tensor

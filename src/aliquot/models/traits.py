@@ -20,12 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from aliquot.attention.base import Documents
-from aliquot.attention.document_attention import IMPLEMENTATION, register
-from aliquot.attention.reference_attention import ReferenceAttention
-from aliquot.errors import UnsupportedModelError
+from aliquot.core.errors import UnsupportedModelError
 from aliquot.models import calls
 from aliquot.models.narrow import VOCABULARY, built, narrow
+from aliquot.nn.attention.base import Documents
+from aliquot.nn.attention.document_attention import IMPLEMENTATION, register
+from aliquot.nn.attention.reference_attention import ReferenceAttention
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

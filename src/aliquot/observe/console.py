@@ -10,7 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from aliquot.errors import printable
+from aliquot.core.errors import printable
 from aliquot.observe.live_view import LiveView
 from aliquot.observe.readable import duration, gib, rate
 

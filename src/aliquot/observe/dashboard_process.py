@@ -16,8 +16,8 @@ from typing import Any, Protocol, TextIO
 import yaml
 
 from aliquot.config.bounded_yaml import BoundedLoader
+from aliquot.core.textfile import publish_text
 from aliquot.observe.events import ENDS
-from aliquot.textfile import publish_text
 
 LAST_WORDS_S = 20.0  # from the end of a run on
 _ASKED_S = 1.0

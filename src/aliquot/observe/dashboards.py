@@ -10,10 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from aliquot.errors import MissingToolError
-from aliquot.interpreter import python_command
+from aliquot.core.errors import MissingToolError
+from aliquot.core.interpreter import python_command
+from aliquot.core.textfile import open_unlinked
 from aliquot.observe.dashboard_process import LAST_WORDS_S
-from aliquot.textfile import open_unlinked
 
 
 def check_installed(services: Sequence[str]) -> None:

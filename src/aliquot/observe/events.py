@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from aliquot.errors import writing
-from aliquot.textfile import open_unlinked
+from aliquot.core.errors import writing
+from aliquot.core.textfile import open_unlinked
 
 ENDS = ("end", "stopped", "failed")
 

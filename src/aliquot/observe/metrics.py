@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from aliquot.config.schema import ObserveSection
-from aliquot.errors import StorageError, writing
+from aliquot.core.errors import StorageError, writing
+from aliquot.core.textfile import open_unlinked, publish_text
 from aliquot.observe.dashboards import Dashboard
 from aliquot.observe.kubeflow import KubeflowStatus
 from aliquot.observe.prometheus import Exporter
 from aliquot.observe.tensorboard_file import TensorBoard
-from aliquot.textfile import open_unlinked, publish_text
 
 
 class MetricsFile:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aliquot.errors import StorageError, writing
+from aliquot.core.errors import StorageError, writing
+from aliquot.core.textfile import publish_text
 from aliquot.observe.clock import PARTS, StepClock
-from aliquot.textfile import publish_text
 
 if TYPE_CHECKING:
     import torch.profiler

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIServer
 
 from aliquot.config.schema import ObserveSection
-from aliquot.errors import LaunchError
+from aliquot.core.errors import LaunchError
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Gauge

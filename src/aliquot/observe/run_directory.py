@@ -15,12 +15,12 @@ from pathlib import Path
 from aliquot.checkpoint.directories import complete_directories
 from aliquot.config.read_config import dump_config
 from aliquot.config.schema import RunConfig
-from aliquot.errors import NodesDifferError, RunDirectoryError, one_line, storage_error
-from aliquot.launch.claims import ROUND, ROUNDS, check_round
-from aliquot.launch.run_secret import SECRET_FILE
+from aliquot.core.beating_lock import beating_lock
+from aliquot.core.errors import NodesDifferError, RunDirectoryError, one_line, storage_error
+from aliquot.core.textfile import open_unlinked, publish_text, read_small_file
+from aliquot.distributed.leader_lease import ROUND, ROUNDS, check_round
+from aliquot.distributed.run_secret import SECRET_FILE
 from aliquot.machine.mounts import mount_of
-from aliquot.observe.beating_lock import beating_lock
-from aliquot.textfile import open_unlinked, publish_text, read_small_file
 
 HEADER = "# The configuration of an aliquot run, complete, as it was run."
 LOCK, BEATING_LOCK = ".lock", ".lock.held"
@@ -140,9 +140,8 @@ class RunDirectory:
         """Raises UserError while another process trains into this directory; the kernel unlocks when a process dies.
 
         Where the file system has no locks, or such that only this machine sees, a file that is touched for as long as a
-        run lives stands for one. A round of a run whose nodes come and go (launch/claims.py) need not wait until a file
-        server gives up the lock of a node of an earlier one, which is cut off or gone: that node publishes nothing any
-        more."""
+        run lives stands for one. A round of an elastic run (distributed/leader_lease.py) need not wait until a file
+        server gives up the lock of a node of an earlier round: a node that is cut off publishes nothing."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = open_unlinked(self.path / LOCK, "a")

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from aliquot.errors import writing
-from aliquot.textfile import open_unlinked
+from aliquot.core.errors import writing
+from aliquot.core.textfile import open_unlinked
 
 
 class TensorBoard:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from aliquot.errors import StorageError, storage_error
+from aliquot.core.errors import StorageError, storage_error
 
 THREADS = 4  # requests under way: two to read, two to write
 _REFUSED = (errno.EOPNOTSUPP, errno.EINVAL, errno.EISDIR)  # by file systems that do not know of what is asked

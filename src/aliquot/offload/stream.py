@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aliquot.offload.scratch_file import ScratchFile
 from aliquot.offload.windows import AHEAD, STREAM_BUFFERS
-from aliquot.ranges.mapped_memory import mapped_tensor
+from aliquot.tensor_io.mapped_memory import mapped_tensor
 
 
 @dataclass(frozen=True)

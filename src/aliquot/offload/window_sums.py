@@ -13,7 +13,7 @@ from torch import Tensor
 from aliquot.offload.scratch_file import ScratchFile
 from aliquot.offload.windows import AHEAD, SUMS_BUFFERS, paged
 from aliquot.optim.squared_norm import block_squares
-from aliquot.ranges.mapped_memory import mapped_tensor
+from aliquot.tensor_io.mapped_memory import mapped_tensor
 
 Key = TypeVar("Key")  # of a window
 

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from aliquot.config import schedules
 from aliquot.config.schema import TrainSection
-from aliquot.errors import ConfigError
+from aliquot.core.errors import ConfigError
 
 
 @dataclass(frozen=True)

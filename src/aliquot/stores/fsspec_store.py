@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from fsspec.core import url_to_fs
 
-from aliquot.errors import DamagedCheckpoint, MissingToolError, StorageError, StorageFailureError
+from aliquot.core.errors import DamagedCheckpoint, MissingToolError, StorageError, StorageFailureError
 
 _REFUSED = (FileNotFoundError, PermissionError, NotImplementedError, TypeError, ValueError)  # and would be again
 

@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
 
-from aliquot.errors import DamagedCheckpoint, reading, writing
-from aliquot.textfile import publish_bytes
+from aliquot.core.errors import DamagedCheckpoint, reading, writing
+from aliquot.core.textfile import publish_bytes
 
 _PART_BYTES = 64 << 20
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import unquote
 
-from aliquot.errors import MissingToolError, UsageError, has_user
+from aliquot.core.errors import MissingToolError, UsageError, has_user
 from aliquot.stores.base import Store
 
 

@@ -15,7 +15,7 @@ import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, ConnectionError, HTTPClientError
 
-from aliquot.errors import DamagedCheckpoint, StorageError, StorageFailureError
+from aliquot.core.errors import DamagedCheckpoint, StorageError, StorageFailureError
 
 _PART_BYTES, _MOST_PARTS = 16 << 20, 10_000
 _ATTEMPTS = 3  # at a body that breaks off, which botocore does not read again by itself

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from aliquot.cli.main import app
-from aliquot.errors import UserError
+from aliquot.core.errors import UserError
 from aliquot.observe.report import figures, run_facts
 from aliquot.observe.report.page import MARKER, render, write_report
 from aliquot.observe.report.read_run import read_run

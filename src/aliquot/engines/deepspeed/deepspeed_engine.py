@@ -17,24 +17,24 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, nn
 
-from aliquot.attention.base import Documents
-from aliquot.attention.document_attention import attention_on
-from aliquot.collectives.json_values import gather
+from aliquot.core.errors import EngineError, SelfTestError
+from aliquot.distributed.collectives.json_values import gather
+from aliquot.distributed.topology import Topology
+from aliquot.engines.activation_meter import SavedBytes
 from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.compiling import compile_layers
 from aliquot.engines.deepspeed.deepspeed_adam import adamw, prepare_states, set_steps
 from aliquot.engines.deepspeed.deepspeed_ops import prepare_ops
-from aliquot.engines.met_kernels import meet_kernels
-from aliquot.engines.saved_bytes import SavedBytes
-from aliquot.errors import EngineError, SelfTestError
-from aliquot.launch.topology import Topology
+from aliquot.engines.kernel_warmup import meet_kernels
 from aliquot.loaders.zero3 import cast_parameters, import_deepspeed, partition, partition_range
-from aliquot.loss.base import Chosen, HeadLoss
-from aliquot.loss.head_loss import head_loss_on
 from aliquot.machine.kernels import copies_transposed
 from aliquot.models import calls, recompute
 from aliquot.models.batch import MicroBatch
-from aliquot.ranges.parts import KINDS, Part
+from aliquot.nn.attention.base import Documents
+from aliquot.nn.attention.document_attention import attention_on
+from aliquot.nn.loss.base import Chosen, HeadLoss
+from aliquot.nn.loss.head_loss import head_loss_on
+from aliquot.tensor_io.parts import KINDS, Part
 
 # What DeepSpeed says of its memory while it builds -> the phase of the ledger that ends there.
 _PHASES = {

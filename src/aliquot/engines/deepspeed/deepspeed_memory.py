@@ -23,8 +23,8 @@ from typing import Any
 
 from aliquot.config import deepspeed_json
 from aliquot.config.schema import RunConfig
-from aliquot.engines.held_memory import Held
-from aliquot.launch.rank_layout import RankLayout
+from aliquot.distributed.rank_layout import RankLayout
+from aliquot.engines.rank_memory import Held
 from aliquot.models.model_shape import ModelShape, Shape, numel
 
 _HEAP_BYTES = 16 << 20  # partitions below come from the allocator's heap and stay there when they are freed

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from aliquot.errors import MissingToolError
+from aliquot.core.errors import MissingToolError
 
 _TOOLS = {"g++": "a C++ compiler (Debian: apt install g++)", "ninja": "pip install ninja"}
 _YOUNG_S = 120.0  # a build on another host of a shared home directory may hold a lock that looks abandoned here

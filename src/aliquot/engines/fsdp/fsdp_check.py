@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from aliquot.core.errors import SelfTestError
 from aliquot.engines.fsdp.fsdp_collectives import SharedAllGather, SharedReduceScatter, Stage
-from aliquot.errors import SelfTestError
 
 _NUMEL = 1000  # of each rank
 

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from aliquot.collectives.peers import Peers
-from aliquot.collectives.reduce import add_sum
+from aliquot.distributed.collectives.peers import Peers
+from aliquot.distributed.collectives.reduce import add_sum
 from aliquot.engines.fsdp.fsdp_memory import HALF_BYTES
 
 

@@ -9,16 +9,16 @@ from typing import cast
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
-from aliquot.attention.base import Documents
-from aliquot.collectives.json_values import gather
-from aliquot.collectives.peers import Peers
+from aliquot.core.errors import EngineError
+from aliquot.distributed.collectives.json_values import gather
+from aliquot.distributed.collectives.peers import Peers
+from aliquot.distributed.topology import Topology
 from aliquot.engines.base import EngineSpec
 from aliquot.engines.fsdp.fsdp_collectives import SharedAllGather, SharedReduceScatter, Stage
-from aliquot.errors import EngineError
-from aliquot.launch.topology import Topology
-from aliquot.loss.base import Chosen, HeadLoss
 from aliquot.models import calls
 from aliquot.models.structure import decoder_layers
+from aliquot.nn.attention.base import Documents
+from aliquot.nn.loss.base import Chosen, HeadLoss
 
 
 def groups_of(model: nn.Module) -> list[nn.Module]:

@@ -8,12 +8,12 @@ from itertools import pairwise
 from torch import Tensor, nn
 
 from aliquot.engines.host.host_gradients import HostGradients
-from aliquot.experts.modules import experts_weights
 from aliquot.models.structure import decoder_layers
+from aliquot.nn.experts.modules import experts_weights
 
 
 class RingGradients:
-    """Of weight `index` of the engine: see experts/base.py."""
+    """Of weight `index` of the engine: see nn/experts/base.py."""
 
     def __init__(self, gradients: HostGradients, index: int, shape: tuple[int, ...]) -> None:
         self._gradients = gradients

@@ -18,12 +18,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from aliquot.collectives.message_checksums import Tally
-from aliquot.collectives.rooms import Rooms
-from aliquot.collectives.wire import Wire, add_hosts
+from aliquot.core.errors import SelfTestError
+from aliquot.distributed.collectives.buffer_pool import Rooms
+from aliquot.distributed.collectives.message_checksums import Tally
+from aliquot.distributed.collectives.wire import Wire, add_hosts
 from aliquot.engines.host.host_memory import EXCHANGE_BYTES
 from aliquot.engines.host.host_sums import HostSums
-from aliquot.engines.host.sent_rows import (
+from aliquot.engines.host.sparse_rows_codec import (
     Rows,
     decode_found,
     decode_rows,
@@ -34,7 +35,6 @@ from aliquot.engines.host.sent_rows import (
     sum_rows,
 )
 from aliquot.engines.host.weight import Weight
-from aliquot.errors import SelfTestError
 
 _POLL_S = 1e-3
 

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from aliquot.collectives.hosts import Hosts
-from aliquot.collectives.json_values import gather
-from aliquot.collectives.reduce import add_sum
-from aliquot.collectives.ring import Piece, Ring
-from aliquot.collectives.wire import TensorSums
-from aliquot.errors import SelfTestError
+from aliquot.core.errors import SelfTestError
+from aliquot.distributed.collectives.hosts import Hosts
+from aliquot.distributed.collectives.json_values import gather
+from aliquot.distributed.collectives.reduce import add_sum
+from aliquot.distributed.collectives.ring import Piece, Ring
+from aliquot.distributed.collectives.wire import TensorSums
 
 _NUMEL = 1000
 

@@ -23,10 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from aliquot.attention.base import Documents
-from aliquot.attention.document_attention import attention_on
-from aliquot.collectives.hosts import Hosts
-from aliquot.collectives.json_values import gather
+from aliquot.distributed.collectives.hosts import Hosts
+from aliquot.distributed.collectives.json_values import gather
+from aliquot.distributed.topology import Topology
+from aliquot.engines.activation_meter import SavedBytes
 from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.compiling import compile_or_copy
 from aliquot.engines.global_norm import global_norm
@@ -37,25 +37,25 @@ from aliquot.engines.host.host_disk import HostDisk
 from aliquot.engines.host.host_gradients import HostGradients
 from aliquot.engines.host.host_states import HostStates
 from aliquot.engines.host.host_sums import HostSums
-from aliquot.engines.host.late_update import LateUpdate
+from aliquot.engines.host.overlapped_update import LateUpdate
 from aliquot.engines.host.publication import ForwardOrder, Publication
 from aliquot.engines.host.shared_weights import SharedWeights
 from aliquot.engines.host.streamed_layers import Layers, StreamedLayers, layers_on_disk
 from aliquot.engines.host.weight import Weight
-from aliquot.engines.met_kernels import meet_kernels
-from aliquot.engines.saved_bytes import SavedBytes
-from aliquot.experts.base import send_to
-from aliquot.experts.modules import experts_weights
-from aliquot.launch.topology import Topology
-from aliquot.loss.base import GradientRows
-from aliquot.loss.head_loss import choose, head_loss_on
+from aliquot.engines.kernel_warmup import meet_kernels
 from aliquot.machine.cpu import numa_nodes
 from aliquot.machine.kernels import copies_transposed
 from aliquot.models import calls, recompute
 from aliquot.models.batch import MicroBatch
+from aliquot.nn.attention.base import Documents
+from aliquot.nn.attention.document_attention import attention_on
+from aliquot.nn.experts.base import send_to
+from aliquot.nn.experts.modules import experts_weights
+from aliquot.nn.loss.base import GradientRows
+from aliquot.nn.loss.head_loss import choose, head_loss_on
 from aliquot.optim.blocked_adamw import BlockedAdamW, FlatShard
 from aliquot.optim.sizes import update_block
-from aliquot.ranges.parts import KINDS, Part, row_ranges
+from aliquot.tensor_io.parts import KINDS, Part, row_ranges
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle

@@ -16,16 +16,16 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from aliquot.collectives.alignment import aligned
-from aliquot.collectives.hosts import Hosts
-from aliquot.collectives.reduce import RoundingNoise, add_rows_rounded, add_sum, add_sum_rounded
-from aliquot.collectives.ring import Piece, Ring
+from aliquot.core.errors import SelfTestError
+from aliquot.distributed.collectives.alignment import aligned
+from aliquot.distributed.collectives.hosts import Hosts
+from aliquot.distributed.collectives.reduce import RoundingNoise, add_rows_rounded, add_sum, add_sum_rounded
+from aliquot.distributed.collectives.ring import Piece, Ring
 from aliquot.engines.host.gradient_exchange import GradientExchange, SentPiece
 from aliquot.engines.host.host_memory import TAG_BYTES, WINDOWS_AHEAD, looked_up_bytes, piece_edges, ring_bytes
 from aliquot.engines.host.host_sums import HostSums
-from aliquot.engines.host.sent_rows import Rows, sum_rows
+from aliquot.engines.host.sparse_rows_codec import Rows, sum_rows
 from aliquot.engines.host.weight import Weight
-from aliquot.errors import SelfTestError
 
 
 class HostGradients:

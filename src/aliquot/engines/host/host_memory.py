@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from aliquot.collectives.alignment import aligned
 from aliquot.config.batch_size import batch_size, micro_batch_tokens
 from aliquot.config.on_disk import OnDisk, streamed_layers
 from aliquot.config.schema import RunConfig
-from aliquot.engines.held_memory import Held
-from aliquot.launch.rank_layout import RankLayout
+from aliquot.distributed.collectives.alignment import aligned
+from aliquot.distributed.rank_layout import RankLayout
+from aliquot.engines.rank_memory import Held
 from aliquot.models.model_shape import LayerKind, ModelShape, Shape, numel, padded_share
 from aliquot.offload.windows import STREAM_BUFFERS, SUMS_BUFFERS, longest_window, paged, state_bytes
 from aliquot.optim.sizes import SCRATCH_BYTES, low_bytes, moment_bytes
@@ -82,7 +82,7 @@ def sent_itemsize(config: RunConfig) -> int:
 
 
 def published_bytes(config: RunConfig, first_step: bool = False) -> float:
-    """Of a weight that travels to another host after an update (collectives/weight_patch.py).
+    """Of a weight that travels to another host after an update (distributed/collectives/weight_patch.py).
 
     In bf16 two bits and a byte for each that changes by more than a unit in the last place: how many do depends on the
     rate, here as benchmarks/patches.py measures it.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from aliquot.engines.host.host_disk import HostDisk, Window
 from aliquot.engines.host.host_sums import HostSums
-from aliquot.engines.host.owned import Owned
+from aliquot.engines.host.shard_view import Owned
 from aliquot.offload.scratch_file import ScratchFile
 from aliquot.offload.stream import Move, Stream
 from aliquot.offload.windows import paged
@@ -23,8 +23,8 @@ from aliquot.optim.blocked_adamw import FlatShard
 from aliquot.optim.moments import ExactMoment, Moment, moment
 from aliquot.optim.sizes import States
 from aliquot.optim.weights import PairedWeights, RoundedWeights, SplitWeights, Weights, WholeWeights
-from aliquot.ranges.mapped_memory import mapped_tensor
-from aliquot.ranges.parts import Kind
+from aliquot.tensor_io.mapped_memory import mapped_tensor
+from aliquot.tensor_io.parts import Kind
 
 
 class HostStates:

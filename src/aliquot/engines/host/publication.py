@@ -1,7 +1,7 @@
 """What owners make of their weights, on its way to the other hosts while the next forward pass begins.
 
-Messages go in the order in which a forward pass wants weights, each about one piece of one weight, as few bytes as tell
-what has changed (collectives/weight_patch.py). Every rank receives what its counterparts own, and applies it when a
+Messages go in the order in which a forward pass wants weights. A message holds the changed bits of a piece of a weight
+(distributed/collectives/weight_patch.py). Every rank receives what its counterparts own, and applies it when a
 layer is about to use it: no thread takes cores from those that compute. A layer waits until all ranks of its host have
 done so.
 """
@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from aliquot.collectives.patch_size import BLOCK
-from aliquot.collectives.peers import Peers
-from aliquot.collectives.rooms import Rooms
-from aliquot.collectives.weight_patch import WeightPatches, check, checksums, most_bytes
-from aliquot.collectives.wire import Wire
+from aliquot.distributed.collectives.buffer_pool import Rooms
+from aliquot.distributed.collectives.patch_size import BLOCK
+from aliquot.distributed.collectives.peers import Peers
+from aliquot.distributed.collectives.weight_patch import WeightPatches, check, checksums, most_bytes
+from aliquot.distributed.collectives.wire import Wire
 from aliquot.engines.host.host_memory import EXCHANGE_BYTES, PUBLISHED_NUMEL
 from aliquot.engines.host.weight import Weight
 from aliquot.models.structure import decoder_layers

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from aliquot.collectives.alignment import aligned
-from aliquot.collectives.hosts import Hosts
-from aliquot.engines.host.owned import Owned
+from aliquot.distributed.collectives.alignment import aligned
+from aliquot.distributed.collectives.hosts import Hosts
+from aliquot.engines.host.shard_view import Owned
 from aliquot.engines.host.weight import Weight
 from aliquot.models.materialise import replace_tensors, tied_weights
 from aliquot.optim.decay import decays

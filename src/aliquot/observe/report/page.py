@@ -12,13 +12,13 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
-from aliquot.errors import RunDirectoryError
+from aliquot.core.errors import RunDirectoryError
+from aliquot.core.textfile import publish_text
 from aliquot.observe.report import compare, figures, memory_figures, run_facts
 from aliquot.observe.report.expert_figures import expert_figures
 from aliquot.observe.report.figure import Figure
 from aliquot.observe.report.read_run import Run, read_run
 from aliquot.observe.report.source_figures import source_figures
-from aliquot.textfile import publish_text
 
 MARKER = "<!-- aliquot report -->"
 

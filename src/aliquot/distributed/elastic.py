@@ -1,0 +1,354 @@
+"""A node of a run whose nodes come and go: it finds the leader or becomes it, and runs its ranks in each round.
+
+When nodes go or come, a round ends on all nodes and the next one goes on from the newest checkpoint with those that
+are there: who leads and decides that is in membership.py, who may lead in claims.py.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import queue
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import psutil
+
+from aliquot.config.schema import LaunchSection
+from aliquot.core.errors import RendezvousError, TrainingError
+from aliquot.distributed.forked_rank import forked_ranks, start_server, wait_for_server
+from aliquot.distributed.gloo_interface import group_address
+from aliquot.distributed.json_lines import Message, Peer
+from aliquot.distributed.leader_lease import DEAD_S, Claim, Claims
+from aliquot.distributed.local_group import Ended, run_local_ranks
+from aliquot.distributed.membership import BEAT_S, ENDING_S, SILENT_S, Leader, Run
+from aliquot.distributed.rendezvous import meet_round
+from aliquot.distributed.run_secret import common_secret
+from aliquot.distributed.signals import obeying_second_signal
+from aliquot.distributed.stop_signal import STOP_SIGNALS
+
+_POLL_S = 0.1
+_CONNECT_S = 2.0
+_SEEN_S = 2.0  # a leader's file must stand still for so long here, too: clocks of machines may differ
+_MEET_S = 60.0  # all members of a round live, and begin at once
+_SAY_EVERY_S = 30.0
+_PORTS = 20  # that are tried for a leader
+
+
+def start_elastic_ranks(
+    launch: LaunchSection, argv: list[str], run_directory: Path, logs: Path, grace_s: float, automatic: bool, run: Run,
+    modules: Sequence[str],
+) -> int:  # fmt: skip
+    """Run `python ARGV` as the ranks of this node, in as many rounds as it takes; the exit code of this process.
+
+    `launch` as `with_environment` has left it, `logs` as `prepare` has; `automatic`: launch.ranks was auto; `modules`:
+    what the ranks import. Returns as `start_ranks` does.
+    """
+    start_server(logs, modules)
+    claims = Claims(run_directory)
+    node = _Node(launch, claims, automatic, run)
+    with obeying_second_signal(node.told_to_stop, node.told_again):
+        return _all_rounds(node, claims, launch, argv, logs, grace_s, run, modules)
+
+
+def _all_rounds(
+    node: _Node, claims: Claims, launch: LaunchSection, argv: list[str], logs: Path, grace_s: float, run: Run,
+    modules: Sequence[str],
+) -> int:  # fmt: skip
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    try:
+        secret = common_secret(os.environ, claims.directory)
+        _obey_signals()
+        if not _is_finished(claims, run):
+            wait_for_server()  # before the others end their round for this node
+        while True:
+            _obey_signals()
+            order = node.next_order()
+            if order["what"] == "end":
+                _print(order["lines"])
+                return int(order["code"])
+            start_server(logs, modules)  # anew where it has ended since
+            ended = _run_round(node, order, launch, argv, logs, grace_s, secret)
+            if ended.told:
+                _print(ended.lines)
+                return ended.code
+            node.report(order["round"], ended)
+    except SignalException as told:
+        _print([f"aliquot: stopped by {signal.Signals(told.sigval).name}"])
+        return 128 + told.sigval
+    except (
+        RendezvousError,
+        TrainingError,
+    ) as error:  # of other nodes, not of the input: where pods are replaced, another one may do
+        _print([f"aliquot: {error.line}"])
+        return 1
+    finally:
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)  # it leaves already, in a second or two
+        node.leave()
+
+
+def _run_round(
+    node: _Node, order: Message, launch: LaunchSection, argv: list[str], logs: Path, grace_s: float, secret: str
+) -> Ended:
+    assert node.link is not None
+    own = launch.model_copy(
+        update={
+            "node_rank": order["node"],
+            "master_address": order["address"] or node.link.peer.address,
+            "master_port": order["port"],
+            "ranks": order["ranks"],
+        }
+    )
+    if order["node"]:
+        where = f"node {order['node']} of {order['nodes']}, led by {node.link.claim.name}"
+        _print([f"aliquot: round {order['round']}: {where}"])
+    try:
+        wait_for_server()
+        node.link.in_round.set()
+        run_id = f"{node.link.claim.nonce}-{order['round']}"
+        group = meet_round(own, order["nodes"], run_id, secret, _MEET_S)
+        return run_local_ranks(order["ranks"], group, argv, logs, grace_s, order["round"])
+    except (RendezvousError, TrainingError) as error:
+        return Ended(1, (f"aliquot: {error.line}",), "crash")
+    finally:
+        node.link.in_round.clear()
+
+
+class _Link(threading.Thread):
+    """This node's connection to the leader, and its hand on the ranks while they run."""
+
+    def __init__(self, claim: Claim, peer: Peer, said: list[Message]) -> None:
+        """`said`: what has come with its greeting."""
+        super().__init__(name="aliquot-member", daemon=True)
+        self.claim, self.peer = claim, peer
+        self.orders: queue.Queue[Message] = queue.Queue()
+        self.in_round = threading.Event()
+        self.lost = threading.Event()
+        self.dismissed = False  # the leader has said that it leaves
+        self._pending: signal.Signals | None = None  # for the ranks
+        for message in said:
+            self._obey(message)
+        self.start()
+
+    def run(self) -> None:
+        heard = said = time.monotonic()
+        while not self.lost.is_set():
+            for message in self.peer.receive(_POLL_S):
+                heard = time.monotonic()
+                self._obey(message)
+            if time.monotonic() - said > BEAT_S:
+                said = time.monotonic()
+                self.peer.send("beat")
+            if self.peer.closed or time.monotonic() - heard > SILENT_S:
+                self.lost.set()
+            self._signal_ranks()
+        # A leader that leaves has had its ranks saved, and those here with them.
+        until = time.monotonic() + (ENDING_S if self.dismissed else 0)
+        while self.in_round.is_set():
+            if time.monotonic() > until:
+                self._pending = signal.SIGKILL
+            self._signal_ranks()
+            time.sleep(_POLL_S)
+        self.peer.close()
+
+    def kill(self) -> None:
+        self._pending = signal.SIGKILL
+
+    def _obey(self, message: Message) -> None:
+        what = message["what"]
+        if what in ("start", "end"):
+            self._pending = None
+            self.orders.put(message)
+        elif what == "wait":
+            _print([f"aliquot: {message['text']}"])
+        elif what == "kill":
+            self._pending = signal.SIGKILL
+        elif what == "stop" and self._pending is None:
+            self._pending = signal.SIGTERM
+        elif what == "leave":
+            self.dismissed = True
+
+    def _signal_ranks(self) -> None:
+        """Again and again until the round ends where they are to be killed: they may only just be starting."""
+        if self._pending is None or not self.in_round.is_set():
+            return
+        ranks = forked_ranks()
+        for rank in ranks:
+            with suppress(psutil.NoSuchProcess):
+                rank.send_signal(self._pending)
+        if ranks and self._pending == signal.SIGTERM:
+            self._pending = None
+
+
+class _Node:
+    """Where this node stands: whom it is linked to, and whether it leads."""
+
+    def __init__(self, launch: LaunchSection, claims: Claims, automatic: bool, run: Run) -> None:
+        self.link: _Link | None = None
+        self._id = secrets.token_hex(8)
+        self._launch, self._claims, self._automatic, self._run = launch, claims, automatic, run
+        self._leader: Leader | None = None
+        self._last: frozenset[str] | None = None  # ids of the last round, but its leader's
+        self._still: tuple[int, float, float] = (0, 0.0, 0.0)  # a round, its last beat, and when that was seen first
+
+    def next_order(self) -> Message:
+        """`start` or `end`, of a leader that lives. Raises RendezvousError."""
+        while True:
+            if self.link is None or (self.link.lost.is_set() and self.link.orders.empty()):
+                found = self._find_leader()
+                if found is None:
+                    return {"what": "end", "code": 0, "lines": ["aliquot: the run is finished: nothing to do here"]}
+                self.link = found
+            with suppress(queue.Empty):
+                order = self.link.orders.get(timeout=_POLL_S)
+                if order["what"] == "end":
+                    return order
+                if not self.link.lost.is_set():
+                    self._last = frozenset(order["ids"][1:])
+                    return order
+
+    def report(self, round: int, ended: Ended) -> None:
+        assert self.link is not None
+        self.link.peer.send("ended", round=round, code=ended.code, lines=ended.lines, kind=ended.kind)
+
+    def told_to_stop(self, signal_name: str) -> None:
+        if self.link is not None and self.link.in_round.is_set():
+            _print([f"aliquot: {signal_name}: once more ends this node's ranks at once, saved or not"])
+
+    def told_again(self, signal_name: str) -> None:
+        if self.link is not None and self.link.in_round.is_set():
+            _print([f"aliquot: {signal_name}, told to stop again: this node's ranks are ended, saved or not"])
+            self.link.kill()
+
+    def leave(self) -> None:
+        if self._leader is not None:
+            self._leader.leave()
+        elif self.link is not None:
+            self.link.peer.send("leave")
+        if self.link is not None:
+            self.link.lost.set()
+            self.link.join()
+
+    def _find_leader(self) -> _Link | None:
+        """None: the run is finished."""
+        begun = said = time.monotonic()
+        while True:
+            newest = self._claims.newest()
+            if _is_finished(self._claims, self._run):
+                return None
+            if newest is not None and (link := self._reach(newest)) is not None:
+                return link
+            if (newest is None or self._is_gone(newest)) and (link := self._lead(newest)) is not None:
+                return link
+            where = f"{newest.name}, which leads round {newest.number}," if newest is not None else "a leader"
+            if time.monotonic() - begun > self._launch.join_timeout_s:
+                raise RendezvousError(
+                    f"{where} was not reached within {self._launch.join_timeout_s:g} s (launch.join_timeout_s):"
+                    " nodes must reach each other on all ports, by the interface in GLOO_SOCKET_IFNAME if set"
+                )
+            if time.monotonic() - said > _SAY_EVERY_S:
+                said = time.monotonic()
+                _print([f"aliquot: {where} is not reached since {said - begun:.0f} s"])
+            time.sleep(_POLL_S)
+
+    def _reach(self, claim: Claim) -> _Link | None:
+        own = self._leader is not None and self._leader.leads(claim)
+        for address in ("127.0.0.1",) if own else claim.addresses:
+            with suppress(OSError):
+                peer = Peer(socket.create_connection((address, claim.port), timeout=_CONNECT_S))
+                peer.send(
+                    "hello", nonce=claim.nonce, id=self._id, host=platform.node(), ranks=self._launch.ranks,
+                    automatic=self._automatic, mark=self._run.mark,
+                )  # fmt: skip
+                answer = peer.receive(_CONNECT_S)
+                if answer and answer[0].get("nonce") == claim.nonce:  # else another's, at an address that is nobody's
+                    return _Link(claim, peer, answer[1:])
+                peer.close()
+        return None
+
+    def _is_gone(self, claim: Claim) -> bool:
+        """Whether the leader of that round has ended, so that another node may lead."""
+        link = self.link if self.link is not None and self.link.claim.nonce == claim.nonce else None
+        if link is not None and (link.dismissed or _refuses(link.peer.address, claim.port)):
+            return True
+        then, ago_s = self._claims.beaten(claim.number)
+        if self._still[:2] != (claim.number, then):
+            self._still = (claim.number, then, time.monotonic())
+        return ago_s > DEAD_S and time.monotonic() - self._still[2] > _SEEN_S
+
+    def _lead(self, newest: Claim | None) -> _Link | None:
+        """None: another node was first."""
+        listeners = _listen(group_address())
+        address, port = listeners[0].getsockname()[:2]
+        number = 1 if newest is None else newest.number + 1
+        claim = Claim(number, platform.node(), (address,), port, secrets.token_hex(16))
+        if not self._claims.make(claim):
+            for listener in listeners:
+                listener.close()
+            return None
+        # Of a run that is only started again nobody has gone.
+        reasons = [] if newest is None or self._last is None else [f"{newest.name}, which led, has gone"]
+        self._leader = Leader(self._claims, claim, listeners, self._id, self._launch, self._run, self._last, reasons)
+        return self._reach(claim)
+
+
+def _is_finished(claims: Claims, run: Run) -> bool:
+    return run.whole() and claims.finished(run.finish_mark())
+
+
+def _listen(address: str) -> list[socket.socket]:
+    """Listen on `address`, and on loopback at the same port, by which this node reaches its own leader.
+
+    Raises RendezvousError.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    for _ in range(_PORTS):
+        try:
+            first = socket.create_server((address, 0), family=family)
+        except OSError as error:
+            raise RendezvousError(f"cannot listen on {address}, where other nodes reach this one: {error}") from None
+        if address == "127.0.0.1":
+            return [first]
+        with suppress(OSError):  # that port is taken there
+            return [first, socket.create_server(("127.0.0.1", first.getsockname()[1]))]
+        first.close()
+    raise RendezvousError(f"no port is free both on {address} and on 127.0.0.1")
+
+
+def _refuses(address: str, port: int) -> bool:
+    """Whether the machine lives and nobody listens there."""
+    try:
+        socket.create_connection((address, port), timeout=_CONNECT_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _obey_signals() -> None:
+    """As torch's elastic launcher does from when it has started ranks."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    def told(number: int, _frame: FrameType | None) -> NoReturn:
+        raise SignalException("told to stop", signal.Signals(number))
+
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, told)
+
+
+def _print(lines: list[str] | tuple[str, ...]) -> None:
+    for line in lines:
+        print(line, file=sys.stderr, flush=True)

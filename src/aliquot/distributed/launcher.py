@@ -1,0 +1,168 @@
+"""Which of the four ways this process was started, and starting the ranks where it must do so itself.
+
+A rank already (torchrun, or ourselves); a node of a Kubeflow TrainJob, told by PET_* variables; a launcher of several
+ranks; or alone.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+from pydantic import ValidationError
+
+from aliquot.config.schema import LaunchSection
+from aliquot.core.errors import LaunchError
+from aliquot.distributed.local_group import prepare, run_local_ranks
+from aliquot.distributed.placement import check_port
+from aliquot.distributed.rank_errors import LOG_DIRECTORY
+from aliquot.distributed.run_secret import common_secret
+
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR")  # the rest is found out: local_ranks.py
+_SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torchrun's, in seconds, where its command line says none
+_TORCHRUN_SHUTDOWN_S = 30  # its default
+
+
+def mode(launch: LaunchSection, environ: Mapping[str, str]) -> Literal["rank", "launcher", "alone"]:
+    """What this process is to do: be a rank of many, start ranks, or train alone.
+
+    `launch` as `with_environment` and `with_automatic_ranks` have left it.
+    """
+    missing = [name for name in RANK_VARIABLES if name not in environ]
+    if not missing:
+        return "rank"
+    if "RANK" in environ and environ.get("WORLD_SIZE", "1") != "1":
+        raise LaunchError(f"RANK is set, so this is one rank of many, but {', '.join(missing)} is not: use torchrun")
+    launch = with_environment(launch, environ)
+    several = launch.most_nodes > 1 or launch.nodes_may_change
+    return "launcher" if several or launch.ranks not in (1, "auto") else "alone"
+
+
+def with_environment(launch: LaunchSection, environ: Mapping[str, str]) -> LaunchSection:
+    """`launch` with what the environment says about nodes, ranks and the master.
+
+    The PET_* variables of a TrainJob win over the configuration. WORLD_SIZE, MASTER_ADDR and MASTER_PORT without RANK,
+    as people export them for torchrun, count where the configuration says nothing. In a rank they have done their work
+    already, and `launch` is returned as it is.
+    """
+    if all(name in environ for name in RANK_VARIABLES):
+        return launch
+    if "PET_NNODES" not in environ:
+        return _with_exported(launch, environ)
+    update: dict[str, object] = {"nodes": _nodes(launch, environ)}
+    if environ.get("PET_NPROC_PER_NODE", "auto") not in ("auto", "cpu", "gpu"):
+        update["ranks"] = _integer(environ, "PET_NPROC_PER_NODE", 1)
+    if "PET_NODE_RANK" in environ:
+        update["node_rank"] = _integer(environ, "PET_NODE_RANK", 0)
+    if "PET_MASTER_ADDR" in environ:
+        update["master_address"] = environ["PET_MASTER_ADDR"]
+    if "PET_MASTER_PORT" in environ:
+        update["master_port"] = _port(environ, "PET_MASTER_PORT")
+    placed = launch.model_copy(update=update)
+    if placed.node_rank >= placed.most_nodes:
+        raise LaunchError(
+            f"PET_NODE_RANK is {placed.node_rank}, but there are only {placed.most_nodes} nodes (PET_NNODES)"
+        )
+    return placed
+
+
+def _nodes(launch: LaunchSection, environ: Mapping[str, str]) -> int | str:
+    """Of PET_NNODES, a number or MIN:MAX. A number is the most of nodes that may come and go by the configuration."""
+    text = environ["PET_NNODES"]
+    if ":" in text:
+        try:
+            return LaunchSection(nodes=text).nodes
+        except ValidationError:
+            raise LaunchError(f"the environment variable PET_NNODES is {text!r}: give a number, or MIN:MAX") from None
+    nodes = _integer(environ, "PET_NNODES", 1)
+    return f"{min(launch.fewest_nodes, nodes)}:{nodes}" if launch.nodes_may_change else nodes
+
+
+def _with_exported(launch: LaunchSection, environ: Mapping[str, str]) -> LaunchSection:
+    update: dict[str, object] = {}
+    if "WORLD_SIZE" in environ and "RANK" not in environ and launch.ranks == "auto":
+        world_size = _integer(environ, "WORLD_SIZE", 1)
+        if world_size % launch.most_nodes:
+            raise LaunchError(
+                f"WORLD_SIZE is {world_size}, which {launch.most_nodes} nodes cannot share: set launch.ranks"
+            )
+        update["ranks"] = world_size // launch.most_nodes
+    if "MASTER_ADDR" in environ and "master_address" not in launch.model_fields_set:
+        update["master_address"] = environ["MASTER_ADDR"]
+    if "MASTER_PORT" in environ and "master_port" not in launch.model_fields_set:
+        update["master_port"] = _port(environ, "MASTER_PORT")
+    return launch.model_copy(update=update)
+
+
+def start_ranks(
+    launch: LaunchSection, argv: list[str], log_directory: Path, grace_s: float, automatic: bool = False,
+    run_directory: Path | None = None,
+) -> int:  # fmt: skip
+    """Run `python ARGV` as every local rank and wait for them; the exit code of this process.
+
+    Rank 0 talks on this console, rank N into rank-N.log of `log_directory`. When a rank dies, all end and the one
+    that failed first is named in a line or two. `automatic`: launch.ranks was auto, so several nodes agree on the
+    smallest number that one of them chose. `run_directory`: where they share a secret.
+    Returns 2 for bad input, 128 + signal if this process was told to stop.
+    """
+    log_directory = prepare(log_directory)
+    launch = with_environment(launch, os.environ)
+    from aliquot.distributed.rendezvous import meet_nodes, single_node
+
+    if launch.most_nodes > 1:
+        with _ended_by_sigterm():
+            group, ranks = meet_nodes(launch, automatic, common_secret(os.environ, run_directory))
+    else:
+        group, ranks = single_node(), int(launch.ranks)
+    ended = run_local_ranks(ranks, group, argv, log_directory, grace_s)
+    if ended.lines:
+        print("\n".join(ended.lines), file=sys.stderr)
+    return ended.code
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """A container's first process does not get a signal that it has no handler for."""
+
+    def end(number: int, _: object) -> None:
+        told = f"aliquot: stopped by {signal.Signals(number).name} before the nodes had met"
+        print(told, file=sys.stderr, flush=True)
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def torchrun_advice(environ: Mapping[str, str], grace_s: float) -> list[str]:
+    """What to tell a person whose torchrun would kill the ranks before they have saved; nothing elsewhere."""
+    told = environ.get(_SHUTDOWN_TIMEOUT, "")
+    shutdown_s = int(told) if told.isdecimal() else _TORCHRUN_SHUTDOWN_S
+    if "TORCHELASTIC_RUN_ID" not in environ or LOG_DIRECTORY in environ or grace_s + 10 <= shutdown_s:
+        return []
+    wanted = math.ceil(grace_s) + 10
+    return [
+        f"on SIGTERM torchrun kills its ranks after {shutdown_s} s: start it with --shutdown-timeout {wanted}, or"
+        f" {_SHUTDOWN_TIMEOUT}={wanted} in its environment"
+    ]
+
+
+def _port(environ: Mapping[str, str], name: str) -> int:
+    port = _integer(environ, name, 1)
+    check_port(name, port)
+    return port
+
+
+def _integer(environ: Mapping[str, str], name: str, smallest: int) -> int:
+    text = environ[name]
+    if not text.isdecimal() or int(text) < smallest:
+        raise LaunchError(f"the environment variable {name} is {text!r}; a whole number from {smallest} on is needed")
+    return int(text)

@@ -1,0 +1,118 @@
+"""The ranks of one machine, run by torch's elastic launcher until they end, and how they ended."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aliquot.core.errors import RendezvousError, StorageError
+from aliquot.core.interpreter import python_command
+from aliquot.distributed.forked_rank import end_forked_ranks, forked_rank, forking
+from aliquot.distributed.leader_lease import ROUND
+from aliquot.distributed.rank_errors import LAST_WORDS, LastWords
+from aliquot.distributed.rank_failures import explain, explain_stop
+from aliquot.distributed.run_secret import SECRET
+from aliquot.distributed.stop_signal import STOP_SIGNALS
+
+if TYPE_CHECKING:  # it imports torch
+    from aliquot.distributed.rendezvous import NodeGroup
+
+
+@dataclass(frozen=True)
+class Ended:
+    """`code`: 0, 1, 2 for bad input, or 128 + signal where all was saved because a node was told to stop."""
+
+    code: int
+    lines: tuple[str, ...] = ()  # for the person
+    kind: str = "done"  # or that of the rank error which caused the others; "killed": without a word
+    told: bool = False  # it was this launcher that was told to stop
+
+
+def prepare(directory: Path) -> Path:
+    """Where the ranks' logs go, made. Raises StorageError."""
+    directory = directory.absolute()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"cannot write the ranks' logs: {error.strerror}", directory) from None
+    return directory
+
+
+def run_local_ranks(
+    ranks: int, group: NodeGroup, argv: list[str], log_directory: Path, grace_s: float, round: int | None = None
+) -> Ended:
+    """Run `python ARGV` as the local `ranks` of a node of `group` and wait for them. Those of a `round` are forked
+    from the server that forked_rank.py has started.
+
+    Rank 0 talks on this console, rank N into rank-N.log of `log_directory`. When a rank dies, all end. Raises
+    RendezvousError where the nodes do not come together, and TrainingError where that server has ended.
+    """
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError as ElasticRendezvousError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from aliquot.distributed.agent_rendezvous import BACKEND, configuration
+
+    for name in (
+        "torch.distributed.elastic",
+        "torch.distributed.launcher",
+        "torch.multiprocessing",
+    ):  # we say ourselves what happened
+        logging.getLogger(name).addHandler(logging.NullHandler())
+        logging.getLogger(name).propagate = False
+
+    config = LaunchConfig(
+        min_nodes=group.nodes,
+        max_nodes=group.nodes,
+        nproc_per_node=ranks,
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # rank_start redirects; the elastic launcher writes nothing
+        run_id=group.run_id,
+        rdzv_backend=BACKEND,
+        rdzv_configs=configuration(group),
+        max_restarts=0,
+        monitor_interval=0.05,
+        start_method="forkserver",
+        shutdown_timeout=math.ceil(grace_s) + 10,  # torch elastic then kills: a rank must have saved by then
+        # What is ignored (nohup, a shell's background) stays so, here and in the ranks: a handler would change that.
+        signals_to_handle=",".join(
+            each.name
+            for each in (*STOP_SIGNALS, signal.SIGQUIT)
+            if signal.getsignal(each) is not signal.SIG_IGN or each == signal.SIGTERM
+        ),
+    )
+    # The elastic launcher substitutes ${...} in arguments that are strings; $$ is its escape for a plain $.
+    program, *command = python_command(
+        "-m", "aliquot.distributed.rank_start", str(os.getpid()), str(log_directory), *argv
+    )
+    words = LastWords()
+    environ = {LAST_WORDS: words.place, SECRET: group.secret}
+    os.environ.update(environ)
+    try:
+        if round is None:
+            elastic_launch(config, program)(*(argument.replace("$", "$$") for argument in command))
+        else:
+            with forking():
+                elastic_launch(config, forked_rank)({ROUND: str(round), **environ}, log_directory, argv)
+    except ChildFailedError as failed:
+        lines, code, kind = explain(failed.failures, words.read(), log_directory)
+        return Ended(code, tuple(lines), kind)
+    except SignalException as stopped:
+        lines, code = explain_stop(signal.Signals(stopped.sigval), words.read())
+        return Ended(code, tuple(lines), "stopped", told=True)
+    except (DistError, ElasticRendezvousError) as error:
+        raise RendezvousError(
+            f"the {group.nodes} nodes could not be brought together at {group.address}:{group.port}, as node"
+            f" {group.node}: {error}"
+        ) from error
+    finally:
+        if round is not None:
+            end_forked_ranks()
+        words.close()
+    return Ended(0)

@@ -1,0 +1,123 @@
+"""A store in which only processes of this run can write what is read: every value is signed.
+
+torch's TCPStore takes values from anybody who reaches its port. Each value therefore carries an HMAC over the run id,
+the key and the value, and is verified before anything parses it: an unsigned value counts as absent. The secret never
+crosses a socket: run_secret.py says where ranks and nodes have it from.
+"""
+
+from __future__ import annotations
+
+import hmac
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, cast
+
+# Public, but not re-exported for type checkers.
+from torch.distributed import DistStoreError, PrefixStore, Store  # type: ignore[attr-defined]
+
+from aliquot.distributed.run_secret import SECRET
+
+_DIGEST = "sha256"
+_DIGEST_BYTES = 32
+_POLL_S = 0.05
+
+
+class SignedStore(Store):
+    """A Store whose values are signed; counters (`add`) are not, because the server computes them.
+
+    torch's own stores and process groups hold the C++ half of a store only. Whoever passes this one to torch keeps the
+    Python object for as long as torch uses it.
+    """
+
+    def __init__(self, store: Store, secret: str, run_id: str, prefix: str = "") -> None:
+        super().__init__()
+        self._store = cast(Any, store)  # type checkers are not told of all that it has
+        self._secret, self._run_id, self._prefix = secret, run_id, prefix
+        self.set_timeout(self._store.timeout)
+
+    def below(self, prefix: str) -> SignedStore:
+        """Return the same store with `prefix` in front of every key."""
+        return SignedStore(self._store, self._secret, self._run_id, f"{self._prefix}{prefix}/")
+
+    def unsigned(self) -> Store:
+        """Return the store for values that other libraries read and write without this class."""
+        return PrefixStore(f"{self._run_id}/unsigned/{self._prefix}", self._store)
+
+    def clone(self) -> SignedStore:
+        """Return the same store over a connection of its own."""
+        return SignedStore(self._store.clone(), self._secret, self._run_id, self._prefix)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        self._store.set(self._name(key), self._digest(key, data) + data)
+
+    def get(self, key: str) -> bytes:
+        return self._wait(key, time.monotonic() + self._limit().total_seconds())
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def multi_set(self, keys: list[str], values: list[str]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        until = time.monotonic() + (timeout or self._limit()).total_seconds()
+        for key in keys:
+            self._wait(key, until)
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether every key has a value that this run has signed."""
+        return bool(self._store.check([self._name(key) for key in keys])) and None not in map(self._verified, keys)
+
+    def is_forged(self, key: str) -> bool:
+        """Whether `key` has a value that nobody with this secret has written."""
+        return bool(self._store.check([self._name(key)])) and self._verified(key) is None
+
+    def add(self, key: str, value: int) -> int:
+        return int(self._store.add(self._name(key), value))
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._store.delete_key(self._name(key)))
+
+    def has_extended_api(self) -> bool:
+        return False
+
+    def _limit(self) -> timedelta:
+        return cast(timedelta, cast(Any, self).timeout)
+
+    def _name(self, key: str) -> str:
+        return f"{self._run_id}/{self._prefix}{key}"
+
+    def _digest(self, key: str, value: bytes) -> bytes:
+        name = self._name(key).encode()
+        text = b"%d %d %b%b" % (len(self._run_id), len(name), name, value)
+        return hmac.digest(self._secret.encode(), text, _DIGEST)
+
+    def _verified(self, key: str) -> bytes | None:
+        signed: bytes = self._store.get(self._name(key))
+        digest, value = signed[:_DIGEST_BYTES], signed[_DIGEST_BYTES:]
+        return value if hmac.compare_digest(digest, self._digest(key, value)) else None
+
+    def _wait(self, key: str, until: float) -> bytes:
+        """Wait for a value that this run has signed. Raises DistStoreError."""
+        while True:
+            self._store.wait([self._name(key)], timedelta(seconds=max(0.001, until - time.monotonic())))
+            if (value := self._verified(key)) is not None:
+                return value
+            if time.monotonic() > until:
+                raise DistStoreError(f"no process of this run has written {key}: its value is signed by nobody")
+            time.sleep(_POLL_S)
+
+
+def signed(store: Store, environ: Mapping[str, str], prefix: str) -> Store:
+    """Return `store` as a rank uses it: with the secret of its launcher or its job, if there is one.
+
+    Without a secret (torchrun, a loop, srun) nothing tells a rank from a stranger who reaches the store; the values are
+    JSON, and are never unpickled.
+    """
+    secret = environ.get(SECRET)
+    if not secret:
+        return PrefixStore(prefix, store)
+    return SignedStore(store, secret, environ.get("TORCHELASTIC_RUN_ID", ""), f"{prefix}/")

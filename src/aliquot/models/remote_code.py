@@ -1,0 +1,52 @@
+"""No Python that comes with a model or a tokenizer is ever run.
+
+Where a directory names such code (`auto_map`), transformers asks on standard input whether to run it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from aliquot.core.errors import ModelFilesError, UnsupportedModelError
+from aliquot.core.textfile import check_small, refuse_link
+
+_SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "additional_chat_templates/*.jinja")
+
+
+def check_small_files(directory: Path) -> None:
+    """Raise ModelFilesError unless each small file that transformers might read is regular, not large, and in
+    `directory`, or in the hub's cache if that is a snapshot: what it reads it may save elsewhere."""
+    for file in sorted(file for pattern in _SMALL_FILES for file in directory.glob(pattern)):
+        try:
+            refuse_link(file, directory)
+            check_small(file)
+        except OSError as error:
+            raise ModelFilesError(f"cannot read: {error.strerror}", file) from error
+        except ValueError as error:
+            raise ModelFilesError(str(error), file) from error
+
+
+def without_code(load: Callable[..., Any]) -> Callable[..., Any]:
+    """`load`, one of transformers' `from_pretrained` or `from_config`, for what transformers has itself.
+
+    Raises UserError for what it has not.
+    """
+
+    def loading(*arguments: Any, **options: Any) -> Any:
+        if arguments and isinstance(arguments[0], str | Path) and (directory := Path(arguments[0])).is_dir():
+            check_small_files(directory)
+        try:
+            return load(*arguments, **options, trust_remote_code=False)
+        except ValueError as error:
+            if "trust_remote_code" not in str(error):
+                raise
+            raise UnsupportedModelError(
+                "it comes with Python code of its own (`auto_map` in its JSON), which aliquot does not run: give one"
+                " whose code is part of transformers, or of a tokenizer its tokenizer.json, copied into a directory of"
+                " its own",
+                arguments[0] if isinstance(arguments[0], str | Path) else None,
+            ) from error
+
+    return loading

@@ -1,0 +1,151 @@
+"""Attention over packed documents on a GPU: a row is one call of a kernel.
+
+`varlen_attn` where flash attention can (grouped heads, windows), `flex_attention` with a mask of documents where it
+cannot: soft-caps, sinks, values of another width than keys, fp32. Heads too narrow for both go document by document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
+
+from aliquot.machine.compile_cache import compiled
+from aliquot.nn.attention.causal import causal
+
+if TYPE_CHECKING:
+    from aliquot.nn.attention.base import Documents, Scoring
+
+_FLASH_HEAD_DIM = 256  # at most
+_FLEX_HEAD_DIM = 16  # at least
+_GRAPHS = 64  # of flex_attention, at most: torch's 8 are too few
+_HALF = (torch.bfloat16, torch.float16)
+
+
+@cache
+def compiled_flex(backend: str = "inductor") -> Callable[..., Any]:
+    """Uncompiled it would write all scores of the row to memory: so what cannot be compiled is an error.
+
+    Graphs differ by windows or none, scale, whether gradients are wanted, heads, dtype (the startup proof's are fp32),
+    and for rows of one token and of one block.
+    """
+    return compiled(flex_attention, fullgraph=True, backend=backend, recompile_limit=_GRAPHS)
+
+
+@dataclass(frozen=True)
+class CudaAttention:
+    varlen: Callable[..., Any] = varlen_attn
+    flex: Callable[..., Any] = field(default_factory=compiled_flex)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, scoring: Scoring) -> Tensor:
+        if _flash_can(query, value, scoring):
+            return self._by_varlen(query, key, value, documents, scoring)
+        if min(query.shape[-1], value.shape[-1]) < _FLEX_HEAD_DIM:
+            return _by_document(query, key, value, documents, scoring, causal)
+        return self._by_flex(query, key, value, documents, scoring)
+
+    def on_meta(self) -> FlashOfDocuments:
+        return FlashOfDocuments()
+
+    def _by_varlen(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, scoring: Scoring) -> Tensor:
+        kind = (None, torch.int32)
+        if kind not in documents.cuts:
+            documents.cuts[kind] = _sent(torch.tensor(documents.edges, dtype=torch.int32), query.device)
+        edges = documents.cuts[kind]
+        longest = max(stop - start for start, stop in pairwise(documents.edges))
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D], as the projections made them
+        before = -1 if scoring.window is None else scoring.window - 1
+        out: Tensor = self.varlen(
+            q, k, v, edges, edges, longest, longest,
+            scale=scoring.scaling, window_size=(before, 0), enable_gqa=q.shape[1] != k.shape[1],
+        )  # fmt: skip
+        return out[None]
+
+    def _by_flex(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, scoring: Scoring) -> Tensor:
+        kind = (scoring.window, torch.bool)
+        if kind not in documents.cuts:
+            documents.cuts[kind] = _mask(documents.edges, scoring.window, query.device)
+        # A tensor: a number that is another one in the next call becomes one to be asked for, and ends the graph.
+        number = torch.promote_types(query.dtype, torch.float32)
+        cap = None if scoring.softcap is None else torch.full((), scoring.softcap, dtype=number, device=query.device)
+
+        def capped(score: Tensor, _batch: Tensor, _head: Tensor, _query: Tensor, _key: Tensor) -> Tensor:
+            assert cap is not None
+            return cap * torch.tanh(score / cap)
+
+        out, aux = self.flex(
+            query, key, value, score_mod=None if cap is None else capped, block_mask=documents.cuts[kind],
+            scale=scoring.scaling, enable_gqa=query.shape[1] != key.shape[1], return_aux=AuxRequest(lse=True),
+        )  # fmt: skip
+        if scoring.sinks is not None:
+            # A sink adds its exponential to the sum that the softmax divides by, and no value.
+            share = torch.sigmoid(aux.lse - scoring.sinks.to(aux.lse.dtype)[None, :, None])
+            out = out * share[..., None].to(out.dtype)
+        result: Tensor = out.transpose(1, 2)
+        return result.contiguous()
+
+
+class FlashOfDocuments:
+    """What the planner runs on meta tensors: products and what is kept are those of flash attention, by document."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, scoring: Scoring) -> Tensor:
+        def flash(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+            return causal(query, key, value, scoring, _flash)
+
+        return _by_document(query, key, value, documents, scoring, flash)
+
+    def on_meta(self) -> FlashOfDocuments:
+        return self
+
+
+def _by_document(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Documents,
+    scoring: Scoring,
+    attention: Callable[[Tensor, Tensor, Tensor, Scoring], Tensor],
+) -> Tensor:
+    outputs = [
+        attention(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], scoring) for a, b in pairwise(documents.edges)
+    ]
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
+
+
+def _flash_can(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
+    width = query.shape[-1]
+    fits = width == value.shape[-1] and width <= _FLASH_HEAD_DIM and width % 8 == 0
+    return fits and query.dtype in _HALF and scoring.softcap is None and scoring.sinks is None
+
+
+def _sent(values: Tensor, device: torch.device) -> Tensor:
+    """On the device; a GPU is not waited for, as it is where `torch.tensor` puts them there."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+
+
+def _mask(edges: tuple[int, ...], window: int | None, device: torch.device) -> BlockMask:
+    """A token sees itself and those of its document before it, `window` in all."""
+    length = edges[-1]
+    ends = _sent(torch.tensor(edges[1:]), device)
+    document = torch.bucketize(torch.arange(length, device=device), ends, right=True)
+
+    def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = (document[query] == document[key]) & (query >= key)
+        return seen if window is None else seen & (query - key < window)
+
+    return create_block_mask(sees, None, None, length, length, device=device)
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, *, scale: float, **_: object) -> Tensor:
+    """The kernel that a GPU would choose: on meta tensors torch would multiply out all scores. There it gives the width
+    of the query, also where values are narrower (DeepSeek's latent attention)."""
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    out: Tensor = flash(query, key, value, 0.0, True, False, scale=scale)[0]
+    return out[..., : value.shape[-1]]

@@ -1,0 +1,81 @@
+"""Attention per document: packed sequences attend within their own documents only, without an S x S mask.
+
+Registered through transformers' AttentionInterface; the row and its backend travel as a keyword argument of the model's
+forward, so that activation checkpointing replays them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from aliquot.core.errors import UnsupportedModelError
+from aliquot.nn.attention.base import Scoring
+from aliquot.nn.attention.causal import causal
+from aliquot.nn.attention.tiled_attention import TiledAttention
+
+if TYPE_CHECKING:
+    from aliquot.nn.attention.base import AttentionBackend, Documents
+
+IMPLEMENTATION = "aliquot_documents"
+# What models hand on to attention that changes nothing in it: positions are in queries and keys by then.
+_WITHOUT_EFFECT = frozenset(
+    {
+        "position_ids", "position_embeddings", "use_cache", "cache_position", "past_key_values", "past_key_value",
+        "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "layer_idx",
+    }
+)  # fmt: skip
+
+
+def attention_on(device: str, packs: bool = True, selective: bool = False) -> AttentionBackend | None:
+    """None: the model's own attention, a call a document. `selective`: under selective activation checkpointing."""
+    if not packs:
+        return None
+    if device == "cuda":
+        from aliquot.nn.attention.cuda_attention import CudaAttention  # brings torch's compiler with it
+
+        return CudaAttention()
+    return TiledAttention(selective)
+
+
+def register(compiled: bool = False) -> None:
+    """Make `attn_implementation=IMPLEMENTATION` known to transformers; it then builds no mask for it.
+
+    `compiled`: torch.compile leaves it as it is: its products depend on where the documents lie.
+    """
+    from transformers import AttentionInterface
+
+    function = torch.compiler.disable(document_attention) if compiled else document_attention  # type: ignore[no-untyped-call]
+    AttentionInterface.register(IMPLEMENTATION, function)
+
+
+def document_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    documents: Documents | None = None,
+    **more: object,
+) -> tuple[Tensor, None]:
+    """query [1, H, T, D], key [1, H_kv, T_kv, D], value [1, H_kv, T_kv, D_v] -> ([1, T, H, D_v], None).
+
+    Without `documents` (generation) the row is one document whose last T of T_kv positions are queried. Raises
+    UnsupportedModelError for what it would have to leave out.
+    """
+    unknown = sorted(key for key, value in more.items() if value is not None and key not in _WITHOUT_EFFECT)
+    if unknown or dropout or attention_mask is not None:
+        what = [*unknown, *(["dropout"] if dropout else []), *(["a mask"] if attention_mask is not None else [])]
+        raise UnsupportedModelError(f"{type(module).__name__} asks attention for {', '.join(what)}")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scoring = Scoring(scale, sliding_window, softcap, s_aux)
+    if documents is None or documents.backend is None:
+        return causal(query, key, value, scoring).transpose(1, 2).contiguous(), None
+    return documents.backend.attend(query, key, value, documents, scoring), None

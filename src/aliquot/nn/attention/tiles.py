@@ -1,0 +1,185 @@
+"""How attention over packed documents is cut into a few dense products on CPU.
+
+Short documents are sorted by length and packed into bins: each bin is a small dense matrix with a mask inside, and bins
+of one width are batched products. A long document is cut into blocks of queries, each against all keys that it can see.
+Both are laid out in *slots*: the row's tokens reordered, with a few padding slots.
+
+Packings change with every step, and the library below (oneDNN) keeps a compiled kernel of some 200 KiB for every shape
+of product that it has met. So the shapes are few, whatever the documents: bins are multiplied in batches of a few fixed
+sizes, and long documents are padded to whole blocks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from aliquot.nn.attention.tile_sizes import BATCHES, LONGEST_BINNED, NARROWEST, QUERY_BLOCK, STEP, kept_numel
+
+
+@dataclass(frozen=True)
+class Bins:
+    """`count` bins of `width` slots each, beginning at slot `start`."""
+
+    start: int
+    count: int
+    width: int
+    bias: Tensor  # [count, width, width], 0 or -inf, of the compute dtype
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.count * self.width
+
+
+@dataclass(frozen=True)
+class Block:
+    """Queries [first, last) of a long document against its keys [key, last); positions are in the document."""
+
+    first: int
+    last: int
+    key: int
+    bias: Tensor  # [last - first, the last of these keys], 0 or -inf; all queries see those before
+
+
+@dataclass(frozen=True)
+class Long:
+    """A document of its own and the padding behind it, at slots [start, start + length)."""
+
+    start: int
+    length: int
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The cut of one row of T tokens. `tokens` [slots] and `slots` [T] are None where the order is the row's own."""
+
+    bins: tuple[Bins, ...]
+    longs: tuple[Long, ...]
+    tokens: Tensor | None  # which token lies in each slot; 0 in padding slots
+    slots: Tensor | None  # in which slot each token lies
+    padding: Tensor | None  # the padding slots
+
+    def layout(self) -> list[int]:
+        """With `biases`, bins and long documents as an operation of torch can be given them: see `of`."""
+        numbers = [len(self.bins)]
+        for bins in self.bins:
+            numbers += [bins.start, bins.count, bins.width]
+        for long in self.longs:
+            numbers += [long.start, long.length, len(long.blocks)]
+            for block in long.blocks:
+                numbers += [block.first, block.last, block.key]
+        return numbers
+
+    def biases(self) -> list[Tensor]:
+        return [*(bins.bias for bins in self.bins), *(block.bias for long in self.longs for block in long.blocks)]
+
+    @staticmethod
+    def of(layout: list[int], biases: list[Tensor], tokens: Tensor | None, slots: Tensor | None) -> Tiles:
+        """The inverse, but for padding, which only backward needs."""
+        number, bias = iter(layout), iter(biases)
+        bins = tuple(Bins(next(number), next(number), next(number), next(bias)) for _ in range(next(number)))
+        longs = []
+        for start in number:
+            length, count = next(number), next(number)
+            blocks = tuple(Block(next(number), next(number), next(number), next(bias)) for _ in range(count))
+            longs.append(Long(start, length, blocks))
+        return Tiles(bins, tuple(longs), tokens, slots, None)
+
+
+def cut(edges: tuple[int, ...], window: int | None, like: Tensor) -> Tiles:
+    """Documents at `edges`, causal within each, seeing at most `window` tokens back (themselves included).
+
+    Biases are of the dtype of `like`, and all tensors on its device.
+    """
+    lengths = [b - a for a, b in pairwise(edges)]
+    order: list[int] = []  # token of each slot, -1 for padding
+    bins: list[Bins] = []
+    for width, filled in sorted(_fill_bins(lengths).items()):
+        start = len(order)
+        bias = like.new_full((len(filled), width, width), float("-inf"))
+        for number, documents in enumerate(filled):
+            at = 0
+            for document in documents:
+                length = lengths[document]
+                bias[number, at : at + length, at : at + length] = _causal_bias(length, length, window, like)
+                order.extend(range(edges[document], edges[document + 1]))
+                at += length
+            # A padding slot sees itself: a row of -inf only would be nan.
+            bias[number].diagonal()[at:] = 0
+            order.extend([-1] * (width - at))
+        bins += _in_batches(Bins(start, len(filled), width, bias), kept_numel(edges[-1]))
+    longs = []
+    for document, length in enumerate(lengths):
+        if length > LONGEST_BINNED:
+            # Padding comes after all that is real, so that no real token sees it.
+            padded = -(-length // QUERY_BLOCK) * QUERY_BLOCK
+            longs.append(Long(len(order), padded, _blocks(padded, window, like)))
+            order.extend(range(edges[document], edges[document + 1]))
+            order.extend([-1] * (padded - length))
+    if order == list(range(edges[-1])):
+        return Tiles(tuple(bins), tuple(longs), None, None, None)
+    tokens = torch.tensor(order)
+    padding = (tokens < 0).nonzero().flatten()
+    slots = torch.empty(edges[-1], dtype=torch.int64)
+    real = (tokens >= 0).nonzero().flatten()
+    slots[tokens[real]] = real
+    tokens, slots, padding = (x.to(like.device) for x in (tokens.clamp(min=0), slots, padding))
+    return Tiles(tuple(bins), tuple(longs), tokens, slots, padding if len(padding) else None)
+
+
+def _in_batches(bins: Bins, kept: int) -> Iterator[Bins]:
+    """So small that one of them fits into what is `kept` of all, for it is kept whole or not at all."""
+    done = 0
+    for size in BATCHES:
+        while bins.count - done >= size and (size == 1 or size * bins.width**2 <= kept):
+            yield Bins(bins.start + done * bins.width, size, bins.width, bins.bias[done : done + size])
+            done += size
+
+
+def _fill_bins(lengths: list[int]) -> dict[int, list[list[int]]]:
+    """Width -> bins of document numbers; longest first, each into the fullest bin that still has room."""
+    room: dict[int, list[list[int]]] = defaultdict(list)  # free slots -> bins that have them
+    filled: dict[int, list[list[int]]] = defaultdict(list)
+    for document in sorted(range(len(lengths)), key=lambda d: -lengths[d]):
+        length = lengths[document]
+        if length > LONGEST_BINNED:
+            continue
+        free = min((f for f, waiting in room.items() if f >= length and waiting), default=None)
+        if free is None:
+            width = max(NARROWEST, -(-length // STEP) * STEP)
+            free, chosen = width, list[int]()
+            filled[width].append(chosen)
+        else:
+            chosen = room[free].pop()
+        chosen.append(document)
+        if free > length:
+            room[free - length].append(chosen)
+    return filled
+
+
+def _blocks(length: int, window: int | None, like: Tensor) -> tuple[Block, ...]:
+    blocks = []
+    within = _causal_bias(QUERY_BLOCK, QUERY_BLOCK, None, like)
+    for first in range(0, length, QUERY_BLOCK):
+        last = first + QUERY_BLOCK
+        key = 0 if window is None else max(0, first - window + 1)
+        bias = within
+        if window is not None and last - key > window:
+            bias = _causal_bias(last - first, last - key, window, like)
+        blocks.append(Block(first, last, key, bias))
+    return tuple(blocks)
+
+
+def _causal_bias(queries: int, keys: int, window: int | None, like: Tensor) -> Tensor:
+    """[queries, keys]: the queries are the last ones of the keys."""
+    bias = like.new_full((queries, keys), float("-inf")).triu_(keys - queries + 1)
+    if window is not None and keys > window:
+        beyond = like.new_ones((queries, keys), dtype=torch.bool).tril_(keys - queries - window)
+        bias.masked_fill_(beyond, float("-inf"))
+    return bias

@@ -1,0 +1,232 @@
+"""The head loss that engines train with: logits never exist as a whole in fp32, nor all at once where they are many.
+
+The gradients of the head are computed in the forward pass, so logits live once, in place, in the compute dtype, and
+only for tokens with a label and a few others. Where even that is too much they are computed twice, in chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from aliquot.machine.kernels import copy_pays
+from aliquot.nn.loss.base import IGNORE, Chosen, GradientRows, summed_cross_entropy
+from aliquot.nn.loss.logits_room import HOST_BYTES, ROW_COUNTS, logits_room
+from aliquot.nn.loss.softmax_gradient import to_gradient_, to_gradient_compiled_
+
+if TYPE_CHECKING:
+    Blocks = Callable[[range], Iterable[int]]
+
+_LOGITS_COLUMNS = 4096
+_ALIGNED_ROWS = 16  # of any number of columns they begin where a compiled kernel can read 16 bytes at once
+_COLUMNS = 512  # of a product that is transposed afterwards: it stays in the cache until then
+
+
+def head_loss_on(
+    device: str,
+    blocks: Blocks = iter,
+    logits_bytes: int | None = None,
+    copies_transposed: bool = False,
+    compiled: bool = False,
+) -> FusedLoss:
+    """On CPU the rows that are worked on in fp32, their probabilities and themselves stay in a core's own cache; on a
+    GPU they are enough to keep it busy, and can be `compiled`. `logits_bytes`: for a planned machine; None: what this
+    one has room for. `copies_transposed`: see machine/kernels.py."""
+    if logits_bytes is None:
+        memory = None if device == "cpu" else torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        logits_bytes = logits_room(memory)
+    scratch_bytes = 512 << 10 if device == "cpu" else 256 << 20
+    return FusedLoss(scratch_bytes, logits_bytes, blocks, copies_transposed, compiled and device == "cuda")
+
+
+@dataclass(frozen=True)
+class FusedLoss:
+    scratch_bytes: int  # fp32 rows that one pass over the logits works on
+    logits_bytes: int = HOST_BYTES  # at most this much of them at once
+    blocks: Blocks = iter  # the passes over the logits: the planner makes two and counts them as all
+    copies_transposed: bool = False  # products are made as AMX has them fastest, from copies where that pays
+    compiled: bool = False  # what each of those passes does is
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        scale: float,
+        rows: GradientRows | None = None,
+        chosen: Chosen | None = None,
+        room: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """A HeadLoss. `room`: of `self.room`, for the logits; what was in it is overwritten."""
+        hidden = hidden.to(weight.dtype)  # as transformers does: what a Mamba returns is fp32, whatever its weights are
+        chosen = chosen or choose(labels)
+        if chosen.rows is not None:
+            hidden, labels = hidden[chosen.rows], labels[chosen.rows]
+        if not torch.is_grad_enabled():
+            total = torch.zeros((), device=hidden.device)
+            labels = labels.to(hidden.device)  # the planner's are on CPU
+            for a, b in self.row_chunks(hidden, weight):
+                total += self.of_logits(self.logits(hidden[a:b], weight, room), labels[a:b])
+            return total, total
+        summed: Tensor
+        scaled: Tensor
+        scaled, summed = _HeadLoss.apply(  # type: ignore[no-untyped-call]
+            hidden, weight if rows is None else weight.detach(), labels, scale, rows, chosen.learned, room, self
+        )
+        return summed.detach(), scaled
+
+    def room(self, chosen: Chosen, labels: Tensor, weight: Tensor) -> Tensor:
+        """What the logits of one chunk need, not filled: for a caller who takes it before the layers save anything.
+        Afterwards there may be no hole of that size between what they have saved, and the heap grows by as much."""
+        rows = len(labels) if chosen.rows is None else len(chosen.rows)
+        return weight.new_empty(min(rows, self._chunk_rows(weight)), len(weight))
+
+    def logits(self, hidden: Tensor, weight: Tensor, room: Tensor | None = None) -> Tensor:
+        """[N, V], in `room` if there is one. oneDNN's AMX kernels take up to half as long again for all columns at once
+        as for some at a time (`benchmarks/parts.py`)."""
+        if room is None:
+            room = hidden.new_empty(len(hidden), len(weight))
+        logits = room[: len(hidden)]
+        if not self.copies_transposed:
+            return torch.mm(hidden, weight.t(), out=logits)
+        for a in range(0, len(weight), _LOGITS_COLUMNS):
+            b = min(a + _LOGITS_COLUMNS, len(weight))
+            torch.mm(hidden, weight[a:b].t(), out=logits[:, a:b])
+        return logits
+
+    def row_chunks(self, hidden: Tensor, weight: Tensor) -> Iterator[tuple[int, int]]:
+        """At least one chunk, of no rows if there are none."""
+        count = self._chunk_rows(weight)
+        for start in range(0, max(1, len(hidden)), count):
+            yield start, min(start + count, len(hidden))
+
+    def _chunk_rows(self, weight: Tensor) -> int:
+        return max(16, self.logits_bytes // (weight.shape[0] * weight.element_size()))
+
+    def column_chunks(self, hidden: Tensor, weight: Tensor) -> Iterator[tuple[int, int]]:
+        """Chunks of the logits' columns in fp32, all rows of them."""
+        count = max(16, self.logits_bytes // (4 * max(1, len(hidden))))
+        for start in range(0, weight.shape[0], count):
+            yield start, min(start + count, weight.shape[0])
+
+    def of_logits(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The summed cross-entropy of logits [N, V]. In passes: all of them in fp32 would be the largest block of
+        memory of a run, for which there is no room between what its steps have left."""
+        summed = torch.zeros((), device=logits.device)
+        count = max(1, self.scratch_bytes // (4 * logits.shape[1]))
+        for start in self.blocks(range(0, len(logits), count)):
+            summed += summed_cross_entropy(logits[None, start : start + count], labels[start : start + count])
+        return summed
+
+    def to_gradient_(self, logits: Tensor, labels: Tensor, scale: float, normalizers: Tensor) -> Tensor:
+        """Replace logits [N, V] by `scale` times the gradient of their summed cross-entropy; that sum, in fp32.
+
+        `normalizers` [N] is set to the log of the sum of the exponentials.
+        """
+        summed = torch.zeros((), device=logits.device)
+        count = max(1, self.scratch_bytes // (4 * logits.shape[1]))
+        convert = to_gradient_compiled_ if self.compiled else to_gradient_
+        if self.compiled:
+            count = max(_ALIGNED_ROWS, count // _ALIGNED_ROWS * _ALIGNED_ROWS)
+        for start in self.blocks(range(0, len(logits), count)):
+            stop = start + count
+            of_rows, normalizers[start:stop] = convert(logits[start:stop], labels[start:stop], scale)
+            summed += of_rows
+        return summed
+
+
+def choose(labels: Tensor) -> Chosen:
+    """What the loss of labels [T] works on, on their device."""
+    labelled = labels != IGNORE
+    learned = int(labelled.sum())
+    return Chosen(None if learned == len(labels) else _labelled_first(labelled), learned)
+
+
+def _labelled_first(labelled: Tensor) -> Tensor:
+    """The tokens that have a label, then some that have none: so many that together they are a multiple of an eighth of
+    all. Every number of rows would be another shape of product, of which oneDNN keeps a kernel."""
+    own, others = labelled.nonzero().flatten(), (~labelled).nonzero().flatten()
+    step = -(-len(labelled) // ROW_COUNTS)
+    return torch.cat([own, others[: -len(own) % step]])
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        scale: float,
+        rows: GradientRows | None,
+        learned: int,
+        room: Tensor | None,
+        fused: FusedLoss,
+    ) -> tuple[Tensor, Tensor]:
+        chunks = list(fused.row_chunks(hidden, weight))
+        summed = torch.zeros((), device=hidden.device)
+        hidden_gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        # The log of the sum of exp(logits); infinite where nothing is learned: all probabilities are 0 there.
+        normalizers = torch.full((len(labels),), float("inf"), device=hidden.device)
+        logits = hidden.new_empty(0, weight.shape[0])
+        for a, b in chunks:
+            logits = fused.logits(hidden[a:b], weight, room)
+            end = min(max(a, learned), b)  # those that have a label come first
+            summed += fused.to_gradient_(logits[: end - a], labels[a:end], scale, normalizers[a:end])
+            logits[end - a :].zero_()
+            if hidden_gradient is not None:
+                torch.mm(logits, weight, out=hidden_gradient[a:b])
+        whole = logits if len(chunks) == 1 else None
+
+        def fill(a: int, b: int, out: Tensor) -> None:
+            columns = whole[:, a:b] if whole is not None else _columns(hidden, weight, labels, scale, normalizers, a, b)
+            if hidden_copy is None:
+                torch.mm(columns.t(), hidden, out=out)
+            else:
+                _transposed_product(hidden_copy, columns, out)
+
+        hidden_copy = None
+        learns = rows is not None or ctx.needs_input_grad[1]
+        if learns and fused.copies_transposed and copy_pays(len(weight), *hidden.shape):
+            hidden_copy = hidden.t().contiguous()
+        weight_gradient = None
+        if ctx.needs_input_grad[1]:
+            weight_gradient = torch.empty_like(weight)
+            for a, b in fused.column_chunks(hidden, weight) if whole is None else [(0, len(weight))]:
+                fill(a, b, weight_gradient[a:b])
+        elif rows is not None:
+            for a, b in rows.blocks():
+                fill(a, b, rows.buffer(a, b))
+                rows.publish()
+        ctx.gradients = (hidden_gradient, weight_gradient)
+        ctx.mark_non_differentiable(summed)
+        return summed * scale, summed
+
+    @staticmethod
+    def backward(ctx: Any, _gradient: Tensor, _summed: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = ctx.gradients
+        ctx.gradients = (None, None)
+        return *gradients, None, None, None, None, None, None
+
+
+def _columns(
+    hidden: Tensor, weight: Tensor, labels: Tensor, scale: float, normalizers: Tensor, a: int, b: int
+) -> Tensor:
+    """Columns [a, b) of the gradient of the logits, [T, b - a], computed again where they could not be kept."""
+    values = F.linear(hidden, weight[a:b]).float().sub_(normalizers[:, None]).exp_().mul_(scale)
+    inside = (labels >= a) & (labels < b)
+    values.scatter_add_(1, (labels - a).clamp(0, b - a - 1)[:, None], torch.where(inside, -scale, 0.0)[:, None])
+    return values.to(hidden.dtype)
+
+
+def _transposed_product(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """out [V, E] = (left [E, T] @ right [T, V]) transposed. Neither side of the product is: of all that could be
+    transposed instead, its result is the smallest."""
+    for a in range(0, right.shape[1], _COLUMNS):
+        b = min(a + _COLUMNS, right.shape[1])
+        out[a:b] = torch.mm(left, right[:, a:b]).t()

@@ -1,0 +1,285 @@
+"""What one micro-batch holds in memory and computes: the model's own forward and backward pass on meta tensors.
+
+Nothing is computed and no weight exists: every operation runs for its shapes alone, aliquot's own attention and loss
+too, while a dispatch mode follows which storages are alive. A model's layers are mostly alike, so only a few are run:
+one of each kind, and one more of each kind to see what it adds.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aliquot.config import row_counts
+from aliquot.engines.host.host_memory import piece_edges
+from aliquot.models import calls
+from aliquot.models.copying_linear import copy_in_backward
+from aliquot.models.model_shape import ModelShape
+from aliquot.models.recompute import enable
+from aliquot.models.shaped_model import ShapedModel
+from aliquot.models.structure import decoder_layers
+from aliquot.nn.attention import tile_sizes
+from aliquot.nn.attention.base import AttentionBackend, Documents, Scoring
+from aliquot.nn.attention.document_attention import attention_on
+from aliquot.nn.experts.base import pass_over, send_to
+from aliquot.nn.experts.modules import experts_weights, weights_of
+from aliquot.nn.loss.base import IGNORE, GradientRows
+from aliquot.nn.loss.head_loss import choose, head_loss_on
+from aliquot.planner.live_storages import Live, Product
+from aliquot.planner.micro_batch_cost import Costs, MicroBatchCost, Step
+
+
+def micro_batch_costs(shaped: ShapedModel, step: Step, edges: tuple[int, ...], predicted: int) -> Costs:
+    """Of one row with documents at `edges`, `predicted` of whose tokens have a label, compiled or not.
+
+    Raises what the model's code raises on tensors that hold nothing.
+    """
+    with _prepared(shaped, step) as run_layers:
+        first = [kind.positions[0] for kind in shaped.shape.kinds]
+
+        def measure(positions: list[int]) -> Costs:
+            with run_layers(positions):
+                return _run(shaped, step, edges, predicted, tuple(positions))
+
+        base = measure(first)
+        others = [
+            (measure(sorted([*first, kind.positions[1]])), len(kind.positions) - 1)
+            for kind in shaped.shape.kinds
+            if len(kind.positions) > 1
+        ]
+    plain, compiled = (
+        _of_all_layers(base[way], [(other[way], more) for other, more in others], shaped.shape.layers) for way in (0, 1)
+    )
+    return plain, compiled
+
+
+def _of_all_layers(base: MicroBatchCost, others: list[tuple[MicroBatchCost, int]], layers: int) -> MicroBatchCost:
+    """`others`: with one more layer of a kind than `base`, and how many more there are of that kind."""
+    total, layer_bytes = base, 0
+    for other, more in others:
+        layer_bytes = max(layer_bytes, other.saved_bytes - base.saved_bytes)
+        total = total.plus(other, base, more)
+    return replace(total, layer_bytes=layer_bytes or total.saved_bytes // layers)
+
+
+def _run(shaped: ShapedModel, step: Step, edges: tuple[int, ...], predicted: int, layers: tuple[int, ...]) -> Costs:
+    shape, model, traits = shaped.shape, shaped.built.model, shaped.built.traits
+    own = attention_on(step.device, traits.packs, step.checkpointing == "selective")
+    meta_attention = None if own is None else own.on_meta()
+    tokens = edges[-1]
+    ids = torch.empty(tokens, dtype=torch.int64, device="meta")
+    labels = torch.zeros(tokens, dtype=torch.int64)  # real ones: how many rows the loss works on depends on them
+    labels[predicted:] = IGNORE
+    with Live(model.parameters()) as live, _fusing_in_layers(model, live):
+        attention = meta_attention and _NotCompiled(meta_attention, live)
+        for module in model.modules():
+            if weights_of(module) is not None:
+                pass_over(module, live.two_for_all)
+        if not step.head_gradient and traits.packs:
+            for weight in experts_weights(model):
+                send_to(weight, _ExpertsInARing(weight, live))
+
+        of_head: set[Product] = set()
+
+        def loss_of(inputs: Tensor) -> tuple[int, Tensor]:
+            """What is alive after the layers, and the loss."""
+            documents = Documents(edges, attention)
+            if not traits.plain_head:
+                loss = calls.whole_logits_loss(model, ids, ids, ids, documents)
+                return live.live_bytes, loss
+            head_loss = head_loss_on(step.device, live.two_for_all, step.logits_bytes, step.copies_transposed)
+            head, chosen = model.get_output_embeddings().weight, choose(labels)
+            of_host = not step.head_gradient and torch.is_grad_enabled()
+            room = head_loss.room(chosen, labels, head) if of_host else None
+            hidden = calls.hidden_states(model, inputs, ids, documents)
+            saved_bytes, before = live.live_bytes - (0 if room is None else room.nbytes), live.products.copy()
+            in_a_ring = of_host and head.requires_grad
+            sink = _rows_in_a_ring(shape, step, live) if in_a_ring else None
+            loss = head_loss(hidden, head, labels, 1.0, sink, chosen, room)[1]
+            of_head.update(live.products - before)
+            return saved_bytes, loss
+
+        inputs = ids
+        if step.looks_up and traits.plain_head and traits.looks_up and shape.embedding_learns:
+            inputs = torch.empty(tokens, shape.width, dtype=_dtype(step), device="meta", requires_grad=True)
+        saved_bytes, loss = loss_of(inputs)
+        forward_bytes, forward = live.peak_bytes, live.take_work()
+        live.peak_bytes = live.live_bytes
+        if loss.requires_grad:
+            live.fusing = _compiles(model)  # attention's few elementwise operations with it
+            loss.backward()  # type: ignore[no-untyped-call]
+            live.fusing = False
+        backward_bytes, backward = live.peak_bytes, live.take_work()
+        largest_bytes = live.largest_bytes
+        others = len(live.products - of_head)
+        del inputs, loss
+        # The same however training recomputes or passes on its gradients.
+        evaluation = (step.precision, step.device, step.logits_bytes, edges, predicted, layers)
+        if evaluation not in shaped.evaluations:
+            live.peak_bytes = live.live_bytes
+            model.eval()
+            with torch.no_grad():
+                loss_of(ids)
+            model.train()
+            shaped.evaluations[evaluation] = live.peak_bytes, live.take_work()
+        most, evaluating = shaped.evaluations[evaluation]
+        plain, compiled = (
+            MicroBatchCost(
+                saved_bytes, 0, forward_bytes, backward_bytes, most, largest_bytes, *_products_of_kinds(shaped, step),
+                others, len(of_head), *works,
+            )
+            for works in zip(forward, backward, evaluating, strict=True)
+        )  # fmt: skip
+        return plain, compiled
+
+
+def _products_of_kinds(shaped: ShapedModel, step: Step) -> tuple[int, int]:
+    """Of a shape of attention's tiles, and of a number of an expert's rows."""
+    if step.device != "cpu" or not shaped.built.traits.packs:
+        return 0, 0
+    ways = 1 if getattr(shaped.config, "v_head_dim", None) is None else 2  # values as wide as keys, or not
+    layers = {tuple(weight.shape[1:]) for weight in experts_weights(shaped.built.model)}
+    return ways * tile_sizes.PRODUCTS, row_counts.PRODUCTS * -(-len(layers) // 2)
+
+
+def _rows_in_a_ring(shape: ModelShape, step: Step, live: Live) -> GradientRows:
+    """Where engine host has the head's gradient written: its room is counted with the engine's."""
+    edges = piece_edges(shape.vocabulary, shape.width, _dtype(step).itemsize)
+    room = torch.empty(edges[1], shape.width, dtype=_dtype(step), device="meta")
+    live.ignore(room)
+    return _TwoForAll(live, edges, lambda a, b: room[: b - a], lambda: None)
+
+
+def _compiles(model: nn.Module) -> bool:
+    """Of a mixture's layers most is experts, which are left as they are: planned as not compiled."""
+    return not experts_weights(model)
+
+
+@contextmanager
+def _fusing_in_layers(model: nn.Module, live: Live) -> Iterator[None]:
+    def begin(*_: Any) -> None:
+        live.fusing = True
+
+    def end(*_: Any) -> None:
+        live.fusing = False
+
+    hooks = []
+    for layer in decoder_layers(model) if _compiles(model) else ():
+        hooks += [layer.register_forward_pre_hook(begin), layer.register_forward_hook(end)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@dataclass(frozen=True)
+class _NotCompiled:
+    """Attention, which torch.compile leaves as it is."""
+
+    backend: AttentionBackend
+    live: Live
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, scoring: Scoring) -> Tensor:
+        before, self.live.fusing = self.live.fusing, False
+        found = self.backend.attend(query, key, value, documents, scoring)
+        self.live.fusing = before
+        return found
+
+    def on_meta(self) -> _NotCompiled:
+        return self
+
+
+class _ExpertsInARing:
+    """Where engine host has the gradients of experts written."""
+
+    def __init__(self, weight: Tensor, live: Live) -> None:
+        edges = piece_edges(weight.shape[0], weight[0].numel(), weight.element_size())
+        self._live, self._edges = live, edges
+        self._room = torch.empty_like(weight[: edges[1]])
+        live.ignore(self._room)
+
+    def begin(self) -> Iterator[tuple[int, int]]:
+        """Two blocks, counted as all."""
+        for first in self._live.two_for_all(range(0, self._edges[-1], self._edges[1])):
+            yield first, min(first + self._edges[1], self._edges[-1])
+
+    def buffer(self, first: int, last: int) -> Tensor:
+        return self._room[: last - first]
+
+    def publish(self, present: bool) -> None:
+        pass
+
+    def whole(self, gradient: Tensor) -> None:
+        raise AssertionError("it is always its turn")
+
+
+class _TwoForAll(GradientRows):
+    """Of the blocks, a hundred for a large vocabulary, two are computed and counted as all."""
+
+    def __init__(self, live: Live, edges: tuple[int, ...], *how: Any) -> None:
+        super().__init__(edges, *how)
+        self._live = live
+
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        for start in self._live.two_for_all(range(0, self.edges[-1], self.edges[1])):
+            yield start, min(start + self.edges[1], self.edges[-1])
+
+
+@contextmanager
+def _prepared(shaped: ShapedModel, step: Step) -> Iterator[Callable[[list[int]], Any]]:
+    """The model with weights of the compute dtype, and a way to leave only some of its layers in it."""
+    model = shaped.built.model
+    _cast(model, _dtype(step))
+    copy_in_backward(model, step.copies_transposed)  # compiled layers copy, too
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # transformers is about to rename these
+        model.gradient_checkpointing_disable()
+        enable(model, step.checkpointing)
+    model.train()
+    layers = decoder_layers(model)
+    holder = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) and m[0] is layers[0])
+    kinds = getattr(model.config, "layer_types", None)
+
+    @contextmanager
+    def only(positions: list[int]) -> Iterator[None]:
+        if kinds is not None:
+            model.config.layer_types = [kinds[position] for position in positions]
+        holder._modules = {str(at): layers[position] for at, position in enumerate(positions)}
+        try:
+            yield
+        finally:
+            holder._modules = {str(at): layer for at, layer in enumerate(layers)}
+            if kinds is not None:
+                model.config.layer_types = kinds
+
+    yield only
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Meta weights of `dtype`, whose gradients are gone as soon as they are complete."""
+    placed: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) not in placed:
+                learns = parameter.requires_grad
+                placed[id(parameter)] = nn.Parameter(torch.empty_like(parameter, dtype=dtype), requires_grad=learns)
+                if not learns:
+                    module.register_parameter(name, placed[id(parameter)])
+                    continue
+                placed[id(parameter)].register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
+            module.register_parameter(name, placed[id(parameter)])
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def _dtype(step: Step) -> torch.dtype:
+    return torch.bfloat16 if step.precision == "bf16" else torch.float32

@@ -1,0 +1,155 @@
+"""Which storages are alive while operations run, on meta tensors or others, and how much work the operations are."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from aliquot.nn.attention.tiled_attention import attended_alone
+from aliquot.planner.fusion import FusedRun, fuses
+from aliquot.planner.micro_batch_cost import Work, Works
+
+_PRODUCTS = {
+    torch.ops.aten.mm.default: (0, 1),
+    torch.ops.aten.mm.out: (0, 1),
+    torch.ops.aten.bmm.default: (0, 1),
+    torch.ops.aten.addmm.default: (1, 2),
+}
+
+Product = tuple[int, int, int, bool, bool]  # [m, k] x [k, n], and whether their rows lie in one piece
+
+
+class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Bytes of storages on `device` alive now and at most, but for `weights`. `take_work` empties the tallies."""
+
+    def __init__(self, weights: Iterable[Tensor], device: str = "meta") -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
+        self._times = 1.0  # how often an operation counts
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.largest_bytes = 0
+        self._alive: dict[int, weakref.ref[Any]] = {}
+        self._ignored = {_storage(weight): weight for weight in weights}
+        self._work: Work = defaultdict(float)  # of operations as they are
+        self._compiled: Work = defaultdict(float)  # where torch.compile has those that came while `fusing`
+        self.fusing = False
+        self._run = FusedRun()
+        self.products: set[Product] = set()  # but those of attention, which are batched
+
+    def ignore(self, weight: Tensor) -> None:
+        """It is counted elsewhere."""
+        self._free(_storage(weight), weight.untyped_storage().nbytes())
+        self._ignored[_storage(weight)] = weight
+
+    def take_work(self) -> Works:
+        self._end_run()
+        works = self._work, self._compiled
+        self._work, self._compiled = defaultdict(float), defaultdict(float)
+        return works
+
+    def two_for_all(self, starts: range) -> Iterator[int]:
+        """Of the passes of a loop over rows only two, the first of which counts as all but one: thousands are alike.
+
+        Two, because the second finds the first one's tensors still alive.
+        """
+        self._times = max(1.0, (starts.stop - starts.start) / starts.step - 1)
+        for start in starts[:2]:
+            yield start
+            self._times = 1.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aliquot.tiled_attention.default:
+            with self:  # what counts is inside
+                return attended_alone(*args)
+        result = func(*args, **(kwargs or {}))
+        outputs = self._tensors(result)
+        self._count(func, args, kwargs or {}, outputs)
+        for output in outputs:
+            self._see(output)
+        return result
+
+    def _see(self, tensor: Tensor) -> None:
+        key = _storage(tensor)
+        if key in self._alive or key in self._ignored:
+            return
+        storage = tensor.untyped_storage()
+        size = storage.nbytes()
+        self._alive[key] = weakref.ref(storage, lambda _: self._free(key, size))
+        self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self.largest_bytes = max(self.largest_bytes, size)
+
+    def _free(self, key: int, size: int) -> None:
+        if self._alive.pop(key, None) is not None:
+            self.live_bytes -= size
+
+    def _count(self, func: Any, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
+        inputs = self._tensors((args, kwargs))
+        aliases = not func._schema.is_mutable and all(_storage(t) in map(_storage, inputs) for t in outputs)
+        tallies = [self._work]
+        a_view = aliases and outputs != []
+        if not self.fusing or not (a_view or fuses(func)):
+            self._end_run()
+            tallies.append(self._compiled)
+        elif not a_view:  # which costs compiled code nothing
+            self._run.add(*({_storage(t): t.numel() * t.element_size() for t in each} for each in (inputs, outputs)))
+        for key, amount in self._costs(func, args, inputs, outputs, aliases):
+            for tally in tallies:
+                tally[key] += self._times * amount
+
+    def _costs(
+        self, func: Any, args: Any, inputs: list[Tensor], outputs: list[Tensor], aliases: bool
+    ) -> Iterator[tuple[tuple[Any, ...], float]]:
+        yield ("calls",), 1
+        if func in _PRODUCTS:
+            left, right = (args[at] for at in _PRODUCTS[func])
+            batch = left.shape[0] if left.ndim == 3 else 1
+            m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
+            yield ("matmul", batch, m, k, n, left.element_size()), 1
+            if left.ndim == 2:
+                self.products.add((m, k, n, left.stride(1) == 1, right.stride(1) == 1))
+        elif outputs and not aliases and not func._schema.name.startswith(("aten::empty", "aten::new_empty")):
+            moved = [*{id(t): t for t in (*inputs, *outputs)}.values()]
+            sizes = [tensor.numel() * tensor.element_size() for tensor in moved]
+            yield ("memory", _operation(func, moved), max(sizes)), sum(sizes)
+
+    def _end_run(self) -> None:
+        largest, moved = self._run.moved({*self._alive, *self._ignored})
+        if moved:
+            self._compiled["memory", "fused", largest] += self._times * moved
+            self._compiled["calls",] += self._times
+            self._run = FusedRun()
+
+    def _tensors(self, tree: Any) -> list[Tensor]:
+        """In tuples, lists and dicts, as operations take and give them."""
+        if isinstance(tree, torch.Tensor):
+            return [tree] if tree.device.type == self._device else []
+        if isinstance(tree, dict):
+            tree = tree.values()
+        elif not isinstance(tree, tuple | list):
+            return []
+        return [tensor for each in tree for tensor in self._tensors(each)]
+
+
+def _operation(func: Any, moved: list[Tensor]) -> str:
+    """By which rates know it: copies that convert or reorder are slower than those that do not."""
+    name: str = func._schema.name.removeprefix("aten::")
+    if name not in ("copy_", "_to_copy", "clone"):
+        return name
+    matrices = [tensor for tensor in moved if tensor.ndim > 1]
+    if any(tensor.stride(-1) != 1 < tensor.shape[-1] for tensor in matrices):
+        return "transpose"
+    if len({tensor.dtype for tensor in moved}) > 1:
+        return "convert"
+    return "permute" if any(not tensor.is_contiguous() for tensor in moved) else name
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

@@ -1,0 +1,197 @@
+"""The machine that is planned for: this one, an EC2 type, or one given by numbers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, Self
+
+from aliquot.catalogue.instances import InstanceType, instance
+from aliquot.config.schema import RunConfig
+from aliquot.core.errors import DeviceError, PlanError
+from aliquot.distributed.auto_ranks import cpu_ranks
+from aliquot.distributed.launcher import with_environment
+from aliquot.distributed.placement import threads_per_rank
+from aliquot.distributed.rank_layout import RankLayout
+from aliquot.machine.cpu import CpuFacts, read_cpu
+from aliquot.machine.memory import memory_limit
+
+GIB = 1 << 30
+
+# Cores of one socket on EC2, at most, by maker and generation: Cascade Lake 24, Ice Lake 32, Sapphire Rapids 48,
+# Granite Rapids 96; Milan 48, Genoa and Turin 96; Graviton 96. Families with numbers of their own (x2idn, u-6tb1): 48.
+_SOCKET_CORES = {("intel", 5): 24, ("intel", 6): 32, ("intel", 8): 96, ("amd", 7): 96, ("amd", 8): 96}
+# EC2's families of Intel processors before AVX-512 (Haswell, Broadwell), and before AVX2 (Sandy and Ivy Bridge).
+_HASWELL = {"c4", "m4", "r4", "x1", "x1e", "d2", "h1", "i3", "t2"}
+_IVY_BRIDGE = {"c1", "c3", "i2", "m1", "m2", "m3", "r3", "t1"}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One node. `memory_bytes` is what all ranks may have together."""
+
+    name: str
+    instance: InstanceType | None
+    cores: int
+    memory_bytes: int
+    numa_nodes: int
+    network_bytes_per_s: float | None
+    shm_bytes: int | None  # size of /dev/shm; None: not known, a pod mounts what it needs
+    isa: tuple[str, ...]
+    clock_hz: float | None
+    gpus: int = 0
+    gpu_name: str | None = None
+    gpu_memory_bytes: int | None = None
+    disk_bytes_per_s: float | None = None  # where states lie that do not fit into memory, both directions together
+    written_bytes_per_s: float | None = None  # of checkpoints; None: not measured
+    cpu: CpuFacts | None = None  # of this machine; None: another one
+
+    @property
+    def here(self) -> bool:
+        return self.cpu is not None
+
+    @classmethod
+    def this(cls, cpu: CpuFacts | None = None) -> Self:
+        """`cpu`: as it was read before this process was pinned; by default it is read now."""
+        cpu = cpu or read_cpu()
+        gpus, gpu_name, gpu_memory_bytes = _gpus()
+        return cls(
+            name=cpu.model,
+            instance=None,
+            cores=cpu.usable_cores,
+            memory_bytes=memory_limit(),
+            numa_nodes=cpu.numa_nodes,
+            network_bytes_per_s=None,
+            shm_bytes=shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None,
+            isa=cpu.isa,
+            clock_hz=_clock_hz(),
+            gpus=gpus,
+            gpu_name=gpu_name,
+            gpu_memory_bytes=gpu_memory_bytes,
+            cpu=cpu,
+        )
+
+    @classmethod
+    def of_instance(cls, name: str) -> Self:
+        """Raises UserError for a name that is not in the catalogue."""
+        found = instance(name)
+        most = _SOCKET_CORES.get((found.cpu_manufacturer, found.generation), 96 if found.arch == "arm64" else 48)
+        return cls(
+            name=found.name,
+            instance=found,
+            cores=found.physical_cores,
+            memory_bytes=found.allocatable_memory_bytes,
+            numa_nodes=-(-found.physical_cores // most),
+            network_bytes_per_s=found.network_bytes_per_s,
+            shm_bytes=None,
+            isa=_isa(found),
+            clock_hz=found.clock_mhz * 1e6 or None,
+            gpus=found.gpus,
+            gpu_name=found.gpu_name,
+            gpu_memory_bytes=found.gpu_memory_bytes,
+        )
+
+    @classmethod
+    def of_numbers(cls, memory_gib: float, cores: int, network_gbit: float | None) -> Self:
+        return cls(
+            name=f"{cores} cores, {memory_gib:g} GiB",
+            instance=None,
+            cores=cores,
+            memory_bytes=int(memory_gib * GIB),
+            numa_nodes=1,
+            network_bytes_per_s=None if network_gbit is None else network_gbit * 1e9 / 8,
+            shm_bytes=None,
+            isa=("avx512_bf16", "avx512f", "avx2"),
+            clock_hz=None,
+        )
+
+    def device(self, wanted: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:
+        if wanted == "cuda" and not self.gpus:
+            raise DeviceError(f"launch.device is cuda, but {self.name} has no GPU: set launch.device=cpu")
+        return "cuda" if self.gpus and wanted != "cpu" else "cpu"
+
+    def layout(self, config: RunConfig, nodes: int | None = None, ranks_per_node: int | None = None) -> RankLayout:
+        """How `config` would run on such machines; `nodes` and `ranks_per_node` win over it."""
+        launch = with_environment(config.launch, os.environ) if self.here else config.launch
+        device = self.device(launch.device)
+        if ranks_per_node is not None:
+            ranks = ranks_per_node
+        elif launch.ranks != "auto":
+            ranks = launch.ranks
+        elif device == "cuda":
+            ranks = self.gpus
+        else:
+            ranks, _ = cpu_ranks(config, nodes or launch.most_nodes, self._cpu(), self.memory_bytes)
+        if device == "cuda" and ranks > self.gpus:
+            raise DeviceError(
+                f"{ranks} ranks a node need a GPU each, and {self.name} has {self.gpus}: fewer launch.ranks"
+            )
+        environ = os.environ if self.here else {}
+        facts = self._cpu()
+        threads, _ = threads_per_rank(launch, environ, facts, ranks)
+        return RankLayout(nodes or launch.most_nodes, ranks, threads, device, self.numa_nodes)
+
+    def _cpu(self) -> CpuFacts:
+        if self.cpu is not None:
+            return self.cpu
+        cores = tuple((core,) for core in range(self.cores))
+        node_of_core = tuple(core * self.numa_nodes // self.cores for core in range(self.cores))
+        return CpuFacts(self.name, cores, None, self.numa_nodes, self.isa, node_of_core)
+
+    def memory_for(self, layout: RankLayout) -> int:
+        """Bytes that all ranks of a node have together where they compute: on GPUs, one each."""
+        if layout.device == "cuda" and self.gpu_memory_bytes is not None:
+            return layout.ranks_per_node * self.gpu_memory_bytes
+        return self.memory_bytes
+
+
+def chosen(
+    instance_name: str | None, memory_gib: float | None, cores: int | None, network_gbit: float | None
+) -> Machine:
+    """The machine that options name; without any, this one. Raises UserError where they do not name one."""
+    if instance_name is not None:
+        if memory_gib is not None or cores is not None:
+            raise PlanError("give either an instance type, or memory and cores")
+        found = Machine.of_instance(instance_name)
+        return found if network_gbit is None else replace(found, network_bytes_per_s=network_gbit * 1e9 / 8)
+    if memory_gib is None and cores is None:
+        this = Machine.this()
+        return this if network_gbit is None else replace(this, network_bytes_per_s=network_gbit * 1e9 / 8)
+    if memory_gib is None or cores is None:
+        raise PlanError("a machine by numbers needs both its memory (GiB) and its cores")
+    return Machine.of_numbers(memory_gib, cores, network_gbit)
+
+
+def _isa(found: InstanceType) -> tuple[str, ...]:
+    """What the processors of a type have that matters here; Graviton 3 and later multiply bf16 by MMLA."""
+    if found.cpu_manufacturer == "intel":
+        if found.family in _IVY_BRIDGE:
+            return ("avx",)
+        if found.family in _HASWELL:
+            return ("avx2",)
+        return ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if found.amx else ("avx512f", "avx2")
+    if found.cpu_manufacturer == "amd":
+        return ("avx512_bf16", "avx512f", "avx2") if found.generation >= 7 else ("avx2",)
+    return ("sve_bf16",) if found.generation >= 7 else ("neon",)
+
+
+def _clock_hz() -> float | None:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("cpu MHz"):
+            return float(line.partition(":")[2]) * 1e6
+    return None
+
+
+def _gpus() -> tuple[int, str | None, int | None]:
+    """How many torch sees here, and name and memory of the first."""
+    if not any(Path("/dev").glob("nvidia[0-9]*")):
+        return 0, None, None
+    import torch
+
+    count = torch.cuda.device_count()
+    if not count:
+        return 0, None, None
+    properties = torch.cuda.get_device_properties(0)
+    return count, str(properties.name), int(properties.total_memory)

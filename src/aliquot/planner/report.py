@@ -1,0 +1,206 @@
+"""A plan for people: tables on the console."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from aliquot.catalogue.instances import PRICES_DATE, PRICES_REGION, instance
+from aliquot.config.money import dollars
+from aliquot.planner.plan import PhaseMemory, Plan
+from aliquot.planner.planner import DISK_BYTES_PER_S
+from aliquot.planner.search import Candidate, Names, in_a_line
+
+# EC2's spot price changes by the hour; over the last years it has been 30 to 50 % of on demand for these families.
+SPOT_FACTOR = 0.4
+_LABEL = 16  # columns
+
+# Columns of the table, which fits 80 of a terminal, and what they add up; --json tells each.
+COLUMNS = {
+    "proc.": ("process",),
+    "weig.": ("weights",),
+    "grad.": ("gradients",),
+    "mom.": ("moments",),
+    "gath.": ("gathered",),
+    "activ.": ("activations", "loss"),
+    "rest": ("data", "buffers", "streamed", "snapshot", "allocator"),
+}
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Each a word of up to 15 letters and what is to be said of it; on a terminal too narrow for it in a column."""
+
+    lines: Sequence[str]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if not options.is_terminal:
+            yield Text("\n".join(self.lines))
+            return
+        grid = Table.grid()
+        grid.add_column(width=_LABEL, no_wrap=True)
+        grid.add_column()
+        for line in self.lines:
+            grid.add_row(Text(line[:_LABEL]), Text(line[_LABEL:]))
+        yield grid
+
+
+def summary(plan: Plan, problems: Sequence[str], machine: str, assumed: str) -> RenderableType:
+    """What it is, whether it fits, memory by phase, and a line each for traffic, time and cost."""
+    ranks, threads = plan.ranks_per_node, plan.threads_per_rank
+    placed = f"{plan.nodes} x {ranks} rank{'s' if ranks > 1 else ''} x {threads} thread{'s' if threads > 1 else ''}"
+    head = (
+        f"{plan.model}, {plan.parameters:,} parameters, {plan.precision}, engine {plan.engine},"
+        f" {placed} on {machine} ({plan.device})"
+    )
+    on_a_host = "between the GPUs of a host" if plan.device == "cuda" else "on a host through sockets"
+    lines = [
+        f"between hosts   {_size(plan.wire_bytes_per_step)} a step; {on_a_host} {_size(plan.local_bytes_per_step)}",
+        f"disk            {_size(plan.disk_read_bytes)} read at start, {_size(plan.checkpoint_bytes)} a checkpoint",
+        *([f"on disk         {plan.disk_words}"] if plan.disk_words else []),
+        *([f"kept whole      {plan.unsharded.words} within a step, as they fit"] if plan.unsharded else []),
+        f"step            {_seconds(plan.step_s)}, {plan.bottleneck}",
+        f"speed           {plan.speed} ({assumed})",
+        *_whole(plan),
+        *(
+            [f"estimates       of time and money may be off by a factor of {plan.off_by:g} either way"]
+            if plan.off_by > 1
+            else []
+        ),
+        f"rates           {plan.rates}",
+        *([f"kernels         of at most {plan.kernel_shapes} products a rank"] if plan.kernel_shapes else []),
+    ]
+    if problems:  # not `plan.fits`: that is about memory alone
+        verdict = Text("does not fit: " + "; ".join(problems), style="red")
+    else:
+        of_gpu = " of GPU memory" if plan.host_phases else ""
+        told = f"fits: {_gib(plan.peak_bytes_per_rank)} of {_gib(plan.limit_bytes)}{of_gpu} a rank"
+        if plan.host_phases:
+            told += f", {_gib(plan.host_peak_bytes_per_rank)} of {_gib(plan.host_limit_bytes)} of the machine's"
+        verdict = Text(told, style="green")
+    tables = [phases(plan, plan.phases, "GPU memory" if plan.host_phases else "")]
+    tables += [phases(plan, plan.host_phases, "the machine's memory")] if plan.host_phases else []
+    return Group(Text(head), verdict, *(part for each in tables for part in (Text(), each)), Text(), Lines(lines))
+
+
+def fewest(plan: Plan) -> str:
+    """A line about the fewest nodes of a run whose nodes may come and go."""
+    return (
+        f"{f'with {plan.nodes} left':16}{_gib(plan.peak_bytes_per_rank)} of {_gib(plan.limit_bytes)} a rank,"
+        f" {_seconds(plan.step_s)} a step"
+    )
+
+
+def idle_gpus(plan: Plan, gpus: int, names: Names) -> str | None:
+    """A line where a node of so many `gpus` has some that nobody uses."""
+    if plan.device != "cuda" or plan.ranks_per_node >= gpus:
+        return None
+    return (
+        f"{'idle':16}uses {plan.ranks_per_node} of {gpus} GPUs of each node:"
+        f" {in_a_line({'launch.ranks': gpus}, names)} for all"
+    )
+
+
+def phases(plan: Plan, shown: Sequence[PhaseMemory], memory: str) -> Table:
+    """Bytes of one `memory` by category, a line a phase; what is shared as this rank's share."""
+    sizes_of = {phase.name: phase.per_rank(plan.ranks_per_node) for phase in shown}
+    peak = max(sizes_of, key=lambda name: sizes_of[name])
+    large = sizes_of[peak] >= 8 << 30
+    unit, divisor, form = ("GiB", 2**30, ",.2f") if large else ("MiB", 2**20, ",.0f")
+    of = f"{unit} of {memory} of a rank" if memory else f"{unit} of a rank"
+    title = f"{of}, foreseen: its own, and its share of what is shared"
+    table = Table(title=title, box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("phase", no_wrap=True)
+    for column in ("all", *COLUMNS, "shared"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for phase in shown:
+        own = [sum(phase.private_bytes.get(name, 0) for name in names) for names in COLUMNS.values()]
+        sizes = (sizes_of[phase.name], *own, sum(phase.shared_bytes.values()) / plan.ranks_per_node)
+        row = [f"{size / divisor:{form}}" if size else "" for size in sizes]
+        table.add_row(phase.name, *row, style="bold" if phase.name == peak else None)
+    return table
+
+
+def alternatives(candidates: Sequence[Candidate], now: Plan) -> Table:
+    """A line each, with what to set for it."""
+    table = Table(title="other settings", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in ("step", "time", "memory", "USD", "set"):
+        table.add_column(column, no_wrap=column != "set")
+    for each in candidates:
+        plan = each.plan
+        cost = "" if plan.cost_usd is None else dollars(plan.cost_usd)
+        change = f"{100 * (plan.step_s / now.step_s - 1):+.0f} %"
+        table.add_row(_seconds(plan.step_s), change, _gib(plan.peak_bytes_per_rank), cost, each.lines)
+    return table
+
+
+def _whole(plan: Plan) -> list[str]:
+    if not plan.steps:
+        return ["whole run       not known before the data are read: set train.max_steps"]
+    uncounted = plan.uncounted_evaluations
+    beside = [
+        f"{_counted(plan.evaluations, 'evaluation')} of {_seconds(plan.evaluation_s)}" if plan.evaluations else "",
+        f"{_counted(uncounted, 'evaluation')} that {'is' if uncounted == 1 else 'are'} not counted"
+        if uncounted
+        else "",
+        f"{_counted(plan.saves_beside, 'save')} beside them, waiting {_seconds(plan.stall_s)}" if plan.stall_s else "",
+        f"{_counted(plan.saves, 'save')} of {_seconds(plan.save_s)}",
+        f"the export {_seconds(plan.export_s)}" if plan.export_s else "",
+    ]
+    rate = plan.storage_bytes_per_s
+    if plan.storage_measured:
+        storage = f"a disk of {rate / 1e9:.2g} GB/s, measured"
+    elif _on_storage(plan):
+        storage = f"a file system of {rate / 1e9:.3g} GB/s, cluster.storage"
+    else:
+        storage = f"a disk of {DISK_BYTES_PER_S / 1e9:g} GB/s a node, assumed"
+    lines = [
+        f"whole run       {plan.steps:,} steps, {_seconds(plan.total_s)}",
+        f"beside steps    {', '.join(filter(None, beside))} ({storage})",
+    ]
+    if plan.saving_s > plan.steps * plan.step_s:
+        lines.append(f"saves           take {_seconds(plan.saving_s)}, longer than all steps: {saves_less(plan)}")
+    if plan.cost_usd is not None:
+        spot = f", about {dollars(plan.cost_usd * SPOT_FACTOR)} on spot (factor {SPOT_FACTOR}, assumed)"
+        sold = plan.instance is not None and instance(plan.instance).on_spot
+        cost = f"{dollars(plan.cost_usd)} USD on demand ({PRICES_REGION}, {PRICES_DATE})"
+        lines.append(f"cost            {cost}{spot if sold else ''}")
+    return lines
+
+
+def saves_less(plan: Plan) -> str:
+    """What would make saves take less of the run."""
+    fewer = "a larger checkpoint.every, or " if plan.saves + plan.saves_beside > 1 else ""
+    return f"{fewer}a faster {'file system (cluster.storage)' if _on_storage(plan) else 'disk'}, takes less"
+
+
+def _on_storage(plan: Plan) -> bool:
+    return not plan.storage_measured and plan.storage_bytes_per_s < DISK_BYTES_PER_S * plan.nodes
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _gib(size_bytes: float) -> str:
+    return f"{size_bytes / 2**30:.2f} GiB"
+
+
+def _size(size_bytes: float) -> str:
+    """Traffic in powers of ten, as networks and disks are sold."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6)):
+        if size_bytes >= factor:
+            return f"{size_bytes / factor:,.1f} {unit}"
+    return "0" if not size_bytes else f"{size_bytes / 1e3:,.1f} kB"
+
+
+def _seconds(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.2f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:,.1f} h"

@@ -1,0 +1,109 @@
+"""What a run has at each stage: who takes part, what is trained on, the model, and where training begins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from aliquot.checkpoint.evaluations import Evaluations
+from aliquot.config.batch_size import BatchSize
+from aliquot.config.schema import RunConfig, TrainSection
+from aliquot.data.batches import Batches, EvalBatches, Position
+from aliquot.data.prepare import Prepared
+from aliquot.distributed.ranks import Ranks
+from aliquot.engines.base import Engine
+from aliquot.models import meta
+from aliquot.models.adapter import BASE
+from aliquot.models.published import Published
+from aliquot.models.source import ModelSource
+from aliquot.models.stored_names import StoredNames
+from aliquot.models.traits import Traits
+from aliquot.observe.clock import StepClock
+from aliquot.observe.console import Display
+from aliquot.observe.ledger import Ledger
+from aliquot.observe.prometheus import Exporter
+from aliquot.observe.run_directory import RunDirectory
+from aliquot.optim.schedule import Schedule
+from aliquot.tensor_io.chosen_parts import ChosenParts
+from aliquot.tensor_io.parts import PartStore
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What an attempt at a run has before there is anything to train: who takes part, and where everything is told."""
+
+    config: RunConfig
+    ranks: Ranks
+    directory: RunDirectory
+    display: Display
+    exporter: Exporter
+    ledger: Ledger
+    about: dict[str, Any]  # placement, machine, model, engine: what it is made of, as JSON
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What is trained on what: a model's description, and the batches of every step."""
+
+    source: ModelSource
+    traits: Traits
+    data: Prepared
+    tokenizer: Any  # of transformers
+    size: BatchSize
+    batches: Batches
+    held_out: dict[str, EvalBatches]  # by name; one that has none is called ""
+    total_steps: int
+    schedule: Schedule  # of the learning rate
+
+    def behind(self, start: Start, train: TrainSection) -> Inputs:
+        """The batches that follow on those of the earlier stages of a run."""
+        batches = self.batches.going_on(start.step, start.position, start.ends)
+        total_steps = batches.total_steps(train.max_steps)
+        return replace(self, batches=batches, total_steps=total_steps, schedule=Schedule.of(train, total_steps))
+
+    @property
+    def evaluated(self) -> str | None:
+        """Which evaluation set decides what is best: the hash of its tokens."""
+        return next((Path(store).name for store in self.data.eval.values()), None)
+
+    def determinants(self, config: RunConfig) -> dict[str, str | int | float | None]:
+        """What a checkpoint goes on with: the order of the data, and the model beside which an adapter is learned."""
+        fixed = self.batches.determinants()
+        if self.data.day is not None:
+            fixed["data.chat_template_date"] = self.data.day
+        if config.adapter is None:
+            return fixed
+        scaling = {f"adapter.{key}": getattr(config.adapter, key) for key in ("r", "alpha", "use_rslora")}
+        return fixed | scaling | {BASE: str(self.source.fingerprint)}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model in the hands of its engine."""
+
+    built: meta.MetaModel
+    published: tuple[Published, ...] | None  # how its weights are stored, where that is not as it holds them
+    names: StoredNames
+    engine: Engine
+    engine_name: str
+    clock: StepClock
+    notes: tuple[str, ...]  # for the person, of the engine
+
+    @property
+    def saved(self) -> PartStore:
+        """What of it a checkpoint holds."""
+        whole = self.built.adapter is None
+        return self.engine if whole else ChosenParts(self.engine, {name for name, _ in self.built.saved})
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where training begins: behind the steps and real tokens of the runs that this one continues."""
+
+    step: int = 0
+    tokens: int = 0
+    resumed_from: Path | None = None
+    position: Position = field(default_factory=lambda: Position(0, 0))  # in the data
+    ends: tuple[int, ...] = ()  # where they ended within a batch: data/steps.py
+    evaluations: Evaluations = field(default_factory=Evaluations)

@@ -1,0 +1,390 @@
+"""The steps of a run, what happens between them, and what comes after the last one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from aliquot.checkpoint.background_saver import Saver
+from aliquot.checkpoint.copies import copies_from
+from aliquot.checkpoint.directories import newest
+from aliquot.checkpoint.mirror import Mirror
+from aliquot.config.due import is_due
+from aliquot.core.errors import DivergedError, RunDirectoryError, TrainingError, UserError
+from aliquot.core.on_rank_0 import on_first
+from aliquot.data.answer_ends import answer_ends
+from aliquot.data.batches import StepBatch
+from aliquot.data.batches_ahead import BatchesAhead
+from aliquot.data.batches_to_gpu import ToGpu
+from aliquot.distributed.heartbeat import Presence
+from aliquot.distributed.stop_signal import StopSignal, Terminated
+from aliquot.distributed.watchdog import Watchdog
+from aliquot.machine.allocator import FreedMemory
+from aliquot.models.computed import computed
+from aliquot.models.model_files import model_files
+from aliquot.models.structure import attention_widths
+from aliquot.nn.experts.load import counted, mean_balance, noted_balance, spread
+from aliquot.nn.experts.modules import has_experts
+from aliquot.observe import summary
+from aliquot.observe.flops import model_flops
+from aliquot.observe.ledger import STEADY_PEAK
+from aliquot.observe.recorder import Recorder
+from aliquot.run import export_run
+from aliquot.run.evaluate import compile_evaluation, evaluate
+from aliquot.run.run_context import Attempt, Inputs, Model, Start
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended: the last step's training loss and the final perplexity, None where there was nothing to do."""
+
+    directory: Path
+    steps: int
+    loss: float | None
+    perplexity: float | None
+    export: Path | None
+
+
+class Training:
+    """The steps of a run and what happens between them."""
+
+    def __init__(
+        self,
+        run: Attempt,
+        inputs: Inputs,
+        model: Model,
+        start: Start,
+        record: Recorder,
+        stop: StopSignal,
+        watchdog: Watchdog,
+        mirror: Mirror,
+        presence: Presence,
+    ) -> None:
+        self._run = run
+        self._presence = presence
+        self._inputs = inputs
+        self._model = model
+        self._record = record
+        self._stop = stop
+        self._watchdog = watchdog
+        self._mirror = mirror
+        self._engine = model.engine
+        learns_all = run.config.data.train_on == "all"
+        self._files = model_files(
+            inputs.source.config, inputs.tokenizer, inputs.source.directory, inputs.data.prefix,
+            inputs.data.chat_prefix, answer_ends(inputs.data.open_train().values(), inputs.tokenizer, learns_all),
+        )  # fmt: skip
+        if model.built.adapter is not None:
+            self._files = model.built.adapter.files(self._files, str(run.config.model.path))
+        saving = run.config.checkpoint
+        if run.ledger.plan.get("scratch_bytes_per_node"):
+            saving = saving.model_copy(update={"buffer_bytes": 0})  # copies of what does not fit would not fit either
+        self._saver = Saver(
+            run.directory.checkpoints, model.saved, model.built.saved, self._files, run.ranks, saving,
+            warn=record.warn, saved=self._saved, failed=self._not_saved, beat=watchdog.beat,
+            states=run.config.train.optimizer_states, learned=model.built.learned, spare=lambda: mirror.needed,
+            may_publish=run.directory.check_publish, copies=copies_from(run.ranks.topology.device),
+        )  # fmt: skip
+        self._attention_widths = attention_widths(inputs.source.config)
+        self._start = start
+        self._done, self._end = start.step, inputs.total_steps
+        self._tokens = start.tokens
+        self._loss: float | None = None
+        self._perplexity: float | None = None
+        self._evaluations = start.evaluations
+        self._saved_step = start.step  # of the newest checkpoint
+        self._freed = FreedMemory(start.step)
+
+    def all_steps(self) -> None:
+        """Raises Terminated once it is saved what a signal has cut short, DivergedError for numbers that are none."""
+        ranks, first, stop = self._run.ranks, self._done, self._inputs.total_steps
+        given_up = self._evaluation_is_due() and self._evaluations.last_step != first  # or the one before all steps
+        if given_up and (stopping := self._evaluate()):
+            self._stop.obeyed()
+            raise Terminated(stopping, f"before step {first + 1}: start again to continue")
+        if given_up and 0 < first == self._evaluations.last_step:
+            # Or it would be evaluated again; and what was best may be of another run.
+            self._saver.start(first, self._state(), self._evaluations.kept_step(self._run.config.checkpoint))
+        to_gpu = ToGpu() if ranks.topology.device == "cuda" else None
+        with BatchesAhead(self._inputs.batches, ranks.rank, ranks.world_size, first, stop, to_gpu) as batches:
+            while self._done < self._end:
+                saving = self._saver.under_way
+                beside = "" if saving is None else f", and saving step {saving}"
+                self._presence.doing = f"in step {self._done + 1}{beside}"
+                self._record.begin()
+                batch = batches.take(self._done)
+                stopping, metrics = self._step(self._done, batch)
+                self._between_steps(stopping, metrics)
+
+    def _step(self, step: int, batch: StepBatch) -> tuple[int, dict[str, Any]]:
+        """The signal by which a rank was told to stop, or 0, and what is to be logged."""
+        settings, engine, record, saver = self._run.config.train, self._engine, self._record, self._saver
+        record.enter("forward")
+        losses = []
+        for index, micro_batch in enumerate(batch.micro_batches):
+            last = index == len(batch.micro_batches) - 1
+            losses.append(engine.backward(micro_batch, 1 / max(1, batch.predicted), last))
+        summed = [0.0] * len(batch.predicted_of)  # of each source
+        for micro_batch, loss in zip(batch.micro_batches, torch.stack(losses).tolist(), strict=True):
+            summed[0 if micro_batch is None else micro_batch.source] += loss
+
+        # The one exchange of small values in a step: all ranks decide by the same numbers what they do next.
+        own = {
+            "loss": summed,
+            "stop": self._stop.requested,
+            "save": saver.report(),
+            "mirror": self._mirror.report(),
+            "freed": self._freed.is_due(step),
+            "lost": self._run.directory.why_lost(),
+        }
+        reports = record.gather(own, batch.own_tokens)
+        if (lost := reports[0]["lost"]) is not None:
+            raise RunDirectoryError(lost)
+        record.enter("checkpoint")
+        self._loss = self._mean_loss(step, [math.fsum(report["loss"]) for report in reports], batch.predicted)
+        saver.poll([report["save"] for report in reports])
+        self._mirror.poll([report["mirror"] for report in reports])
+        saver.before_update()
+
+        record.enter("optimizer")
+        rate = self._inputs.schedule.rate(step)
+        grad_norm = engine.step(rate, settings.max_grad_norm or None).grad_norm
+        if not math.isfinite(grad_norm):
+            raise self._diverged(step, f"the gradient norm is {grad_norm}")
+        self._done = step + 1
+        self._stop.nothing_to_save = None
+        self._tokens += batch.tokens
+        flops = model_flops(self._model.built.matmul_flops, batch.tokens, batch.lengths, self._attention_widths)
+        record.end(batch.tokens, flops, saver.under_way)
+        self._watchdog.beat()
+        if any(report["freed"] for report in reports):
+            self._freed.give_back(self._done)
+        metrics = {"loss": self._loss, "learning_rate": rate, "grad_norm": grad_norm, "tokens": self._tokens}
+        of_sources = self._loss_of_sources([report["loss"] for report in reports], batch)
+        return max(report["stop"] for report in reports), {**metrics, **of_sources, "epoch": batch.epoch}
+
+    def _between_steps(self, stopping: int, metrics: dict[str, Any]) -> None:
+        """In this order: measure, log, evaluate, save, stop. Every rank takes the same way."""
+        config, done = self._run.config, self._done
+        if self._run.ledger.mark("first step", lambda: self._engine.counters().memory()):
+            self._run.ledger.publish(self._run.directory.ledger, self._run.ranks, self._run.about)
+        if self._record.due(done):
+            self._record.log({**metrics, **self._experts(), **self._engine.counters().traffic()})
+        if not stopping and done == self._start.step + 1 < self._end:
+            self._compile_evaluation()
+        if not stopping and self._evaluation_is_due():
+            if self._saver.under_way == self._evaluations.kept_step(config.checkpoint):
+                self._presence.doing = f"saving step {self._saver.under_way}"
+                self._saver.finish()  # what is compared with is the best that could be saved
+            stopping = self._evaluate()
+        last, best = done == self._end, self._evaluations.kept_step(config.checkpoint)
+        if stopping and self._saver.under_way is not None and self._no_time_for_another():
+            raise self._terminated(stopping, "checkpoint.grace_s was too short for another")
+        at_end = last and config.checkpoint.last
+        if at_end or stopping or best == done or is_due(config.checkpoint.every, done):
+            self._presence.doing = f"saving step {done}"
+            with self._record.between_steps("checkpoint"):
+                self._saver.finish()
+                best = self._evaluations.kept_step(config.checkpoint)  # without one that could not be saved
+                self._saver.start(done, self._state(), best)
+        if stopping and not last:
+            self._finish_saving()
+            raise self._terminated(stopping, "it could not be saved")
+
+    def _terminated(self, stopping: int, why_not: str) -> Terminated:
+        """When nothing more will be saved. `why_not`: the last step, if it is not."""
+        self._stop.obeyed()
+        done, saved = self._done, self._saved_step
+        if saved == done:
+            return Terminated(stopping, f"after step {done}, which is saved: start again to continue")
+        kept = f"saved is step {saved}" if saved else "nothing is saved"
+        return Terminated(stopping, f"after step {done}; {kept}, because {why_not}: start again to continue")
+
+    def _experts(self) -> dict[str, object]:
+        """How evenly they were chosen, of a mixture, and what that has added to the loss."""
+        model = self._model.built.model
+        if not has_experts(model):
+            return {}
+        told = self._run.ranks.gather([counted(model), noted_balance(model)])
+        return spread([counts for counts, _ in told]) | mean_balance([noted for _, noted in told])
+
+    def _evaluation_is_due(self) -> bool:
+        settings, done = self._run.config.train, self._done
+        return settings.eval_on_start if done == 0 else done == self._end or is_due(settings.eval_steps, done)
+
+    def _compile_evaluation(self) -> None:
+        """With train.compile, and not within the first evaluation: a signal that came meanwhile would find many steps
+        that are not saved, and a process that cannot save them yet. Not before the first step, either: what trains is
+        compiled for any length then, which is slower."""
+        if self._run.config.train.compile == "none" or not self._inputs.held_out:
+            return
+        self._run.display.line("compiling what evaluates, before the second step")
+        self._presence.doing = "compiling what evaluates"
+        for batches in self._inputs.held_out.values():
+            compile_evaluation(self._engine, batches, self._run.ranks)
+            self._watchdog.beat()
+
+    def _evaluate(self) -> int:
+        """The signal for which it was given up, or 0."""
+        ranks, held_out = self._run.ranks, self._inputs.held_out
+        if not held_out:
+            return 0
+        self._presence.doing = "evaluating"
+        total, before = sum(batches.count(ranks.world_size) for batches in held_out.values()), 0
+
+        def progress(done: int, _: int) -> None:
+            self._watchdog.beat()
+            self._record.evaluating(before + done, total)
+
+        found = {}
+        for name, batches in held_out.items():
+            result = evaluate(self._engine, batches, ranks, progress, self._stopped)
+            if result is None:
+                return self._stopped()
+            found[name] = result
+            before += batches.count(ranks.world_size)
+        self._perplexity = self._record.evaluated(found)
+        self._freed.give_back(self._done)  # blocks of other sizes, between which steps would find less and less room
+        if self._done > 0:
+            self._compare(next(iter(found.values()))[0])  # the first set counts
+        return 0
+
+    def _compare(self, loss: float) -> None:
+        """Whether it is the best evaluation, and whether there have been enough without a better one."""
+        settings = self._run.config.train
+        self._evaluations = self._evaluations.after(self._done, loss, settings.early_stopping_threshold)
+        if self._evaluations.are_enough(settings.early_stopping_patience) and self._done < self._end:
+            self._end = self._done
+            self._record.stopped_early(self._evaluations.told())
+
+    def _no_time_for_another(self) -> bool:
+        """After the checkpoint that is under way: whether the next, begun now, would be killed. Collective."""
+        before = self._saved_step
+        self._saver.finish()
+        left_s = self._run.ranks.gather(self._stop.left_s - self._saver.worked_s)
+        if min(left_s) > 0 or self._saved_step == before:  # or it could not be saved: what is lost is lost anyway
+            return False
+        self._finish_saving()
+        return True
+
+    def _finish_saving(self) -> None:
+        self._presence.doing = "finishing a checkpoint"
+        self._saver.finish()
+        if self._saved_step == self._done:
+            copied = ", but not in checkpoint.mirror yet" if self._run.config.checkpoint.mirror else ""
+            self._stop.saved = f"after step {self._done}, which is saved{copied}: start again to continue"
+        self._presence.doing = "copying checkpoints to the mirror"
+        self._mirror.finish()
+
+    def _saved(self, step: int, seconds: float, stall_s: float) -> None:
+        self._record.saved(step, seconds, stall_s)
+        self._saved_step = step
+        self._mirror.start(step, self._saver.best, new=True)
+        self._freed.give_back(self._done)
+
+    def _not_saved(self, step: int) -> None:
+        """What was best before it is the best again; at the end the weights themselves are there to be exported."""
+        if self._run.config.checkpoint.best and step != self._end:
+            self._evaluations = self._evaluations.without_saved(step)
+
+    def _give_up(self, _: object) -> None:
+        """An export, of which all would be lost: a checkpoint can be saved in the time that is left."""
+        if self._stop.requested:
+            raise TrainingError("told to stop before the export was done")
+        if (lost := self._run.directory.why_lost()) is not None:
+            raise RunDirectoryError(lost)
+
+    def _stopped(self) -> int:
+        """The signal by which any rank was told to stop, or 0. Collective."""
+        return int(max(self._run.ranks.gather(self._stop.requested)))
+
+    def _mean_loss(self, step: int, sums: list[float], predicted: int) -> float:
+        """The loss of the global batch: the mean over all of its predicted tokens."""
+        bad = [str(rank) for rank, value in enumerate(sums) if not math.isfinite(value)]
+        if bad:
+            raise self._diverged(step, f"the loss is not finite on rank {', '.join(bad)}")
+        return math.fsum(sums) / max(1, predicted)
+
+    def _loss_of_sources(self, sums: list[list[float]], batch: StepBatch) -> dict[str, float]:
+        """The mean over the predicted tokens of each named source that is in the batch."""
+        sources = zip(self._inputs.batches.names, zip(*sums, strict=True), batch.predicted_of, strict=True)
+        return {f"loss_{name}": math.fsum(own) / predicted for name, own, predicted in sources if name and predicted}
+
+    def _diverged(self, step: int, reason: str) -> DivergedError:
+        """Why the run ends, on every rank at once; a checkpoint that is being saved is good and is finished first."""
+        self._finish_saving()
+        kept = newest(self._run.directory.checkpoints)
+        where = f"the last checkpoint is {kept}" if kept else "there is no checkpoint yet"
+        return DivergedError(f"step {step + 1}: {reason}; {where}. Try a lower train.learning_rate or more warm-up")
+
+    def _state(self) -> dict[str, Any]:
+        """What a checkpoint holds beside weights and moments."""
+        config, batches = self._run.config, self._inputs.batches
+        position, ends = batches.position(self._done), batches.steps.ends
+        if self._done == self._start.step:  # of earlier stages, whose data may have ended elsewhere
+            position, ends = self._start.position, self._start.ends
+        return {
+            "step": self._done,
+            "tokens": self._tokens,
+            "position": vars(position),
+            "ends": ends,
+            "evaluations": self._evaluations.to_json(),
+            "evaluated": self._inputs.evaluated,
+            # Every draw is made from (seed, name or epoch): the seed is all the state that randomness has.
+            "rng": {"seed": config.run.seed},
+            "determinants": self._inputs.determinants(config),
+            "model": computed(self._inputs.source.config),
+            "engine": self._model.engine_name,
+            "config": config.model_dump(mode="json", by_alias=True),
+        }
+
+    # Finishing
+
+    def finish(self) -> Result:
+        """All is saved and measured, then exported, then shown."""
+        run, exports = self._run, self._run.config.checkpoint.export
+        self._finish_saving()
+        if (stopping := self._stopped()) and self._saved_step != self._done:  # there will be no export, either
+            self._saver.start(self._done, self._state(), self._evaluations.kept_step(run.config.checkpoint))
+            self._finish_saving()
+        self._watchdog.stop()
+        if stopping:
+            raise self._terminated(stopping, "it could not be saved")
+        # With a checkpoint of the last step a signal ends the run at once; without, the export is all that is kept.
+        if self._saved_step == self._done:
+            self._stop.nothing_to_save = f"after step {self._done}, the last, which is saved: start again for the rest"
+        elif not exports:
+            self._stop.nothing_to_save = f"after step {self._done}, the last, which could not be saved"
+        run.ledger.mark(STEADY_PEAK, self._engine.counters().memory())
+        self._record.finish()
+        trained, exported = (run, self._inputs, self._model), None
+        on_first(run.ranks, run.directory.check_publish)
+        if exports:
+            self._presence.doing = "exporting the model"
+            try:
+                exported = export_run.export_run(*trained, self._files, self._evaluations, self._done, self._give_up)
+            except UserError:  # the same on every rank
+                if self._saved_step != self._done:  # checkpoint.last is false: what was trained is nowhere else
+                    self._saver.start(self._done, self._state(), self._evaluations.kept_step(run.config.checkpoint))
+                    self._finish_saving()
+                if stopping := self._stopped():
+                    raise self._terminated(stopping, "it could not be saved") from None
+                raise
+            self._stop.nothing_to_save = f"after step {self._done}, the last, which is exported"
+            if stopping := self._stopped():  # when it was almost done
+                self._stop.obeyed()
+                raise Terminated(stopping, self._stop.nothing_to_save)
+        self._presence.doing = "generating the sample"
+        said = export_run.sample(*trained)
+        # Of an attempt that had nothing left but this, memory says nothing about the run.
+        rows = [] if self._done == self._start.step else run.ledger.publish(run.directory.ledger, run.ranks, run.about)
+        self._presence.stop()
+        if run.ranks.rank == 0:
+            speed = self._record.meter.overall()
+            summary.finish(run.display, run.directory, rows, speed, said, exported, run.ledger.plan)
+        self._engine.close()
+        return Result(run.directory.path, self._done, self._loss, self._perplexity, exported)

@@ -1,0 +1,130 @@
+"""Pre-laid-out files: the names, headers and offsets of a set of tensors before any byte of them exists.
+
+They follow from names, shapes, dtype and the size limit alone, as transformers would write them, so every rank knows
+where its own ranges go and the files do not depend on how many ranks there are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from aliquot.core.errors import writing
+from aliquot.tensor_io.bytemap import ByteMap, Shape
+from aliquot.tensor_io.header import DTYPE_NAMES, TensorEntry
+from aliquot.tensor_io.publish import write_file
+
+
+@dataclass(frozen=True)
+class Laid:
+    """A tensor that is to be stored."""
+
+    name: str
+    shape: Shape
+    dtype: torch.dtype
+    beside: bool = False  # in the file of the one before it
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """One file: its header as bytes, then `tensors` back to back."""
+
+    name: str
+    header: bytes
+    tensors: tuple[Laid, ...]
+    file_bytes: int
+
+
+@dataclass(frozen=True)
+class FilesLayout:
+    """All files of one stem; `index` is `{"<stem>.safetensors.index.json": content}`, empty for a single file."""
+
+    stem: str
+    files: tuple[FileLayout, ...]
+    index: Mapping[str, bytes]
+
+    @classmethod
+    def of(
+        cls, tensors: Sequence[tuple[str, Shape]], dtype: torch.dtype, max_shard_bytes: int, stem: str
+    ) -> FilesLayout:
+        """`of_tensors` for tensors of one dtype."""
+        return cls.of_tensors([Laid(name, shape, dtype) for name, shape in tensors], max_shard_bytes, stem)
+
+    @classmethod
+    def of_tensors(cls, tensors: Sequence[Laid], max_shard_bytes: int, stem: str) -> FilesLayout:
+        """In the order given; a file is full when the next tensor would take it past `max_shard_bytes`."""
+        shards: list[list[Laid]] = [[]]
+        shard_bytes = 0
+        for tensor in tensors:
+            if shards[-1] and not tensor.beside and shard_bytes + tensor.size_bytes > max_shard_bytes:
+                shards.append([])
+                shard_bytes = 0
+            shards[-1].append(tensor)
+            shard_bytes += tensor.size_bytes
+        if len(shards) == 1:
+            return cls(stem, (_file(f"{stem}.safetensors", shards[0]),), {})
+        names = [f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+        files = tuple(_file(name, shard) for name, shard in zip(names, shards, strict=True))
+        return cls(stem, files, {f"{stem}.safetensors.index.json": _index(files)})
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(file.file_bytes for file in self.files)
+
+    def byte_map(self, directory: Path) -> ByteMap:
+        """What `ByteMap.of_directory` finds once the files are there."""
+        entries = {}
+        for file in self.files:
+            offset = len(file.header)
+            for tensor in file.tensors:
+                place = (directory / file.name, file.file_bytes, offset)
+                entries[tensor.name] = TensorEntry(tensor.name, tensor.dtype, tensor.shape, *place)
+                offset += tensor.size_bytes
+        return ByteMap(entries, {directory / file.name: len(file.header) for file in self.files})
+
+    def create_files(self, directory: Path) -> None:
+        """Write headers and index, and give every file its final size. Raises UserError."""
+        for file in self.files:
+            path = directory / file.name
+            with writing(path), path.open("xb") as out:
+                out.write(file.header)
+                out.truncate(file.file_bytes)
+                out.flush()
+                os.fsync(out.fileno())
+        for name, data in self.index.items():
+            write_file(directory / name, data)
+
+
+def _file(name: str, tensors: Sequence[Laid]) -> FileLayout:
+    fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        start, end = end, end + tensor.size_bytes
+        dtype = DTYPE_NAMES[tensor.dtype]
+        fields[tensor.name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    return FileLayout(name, header, tuple(tensors), len(header) + end)
+
+
+def _index(files: Sequence[FileLayout]) -> bytes:
+    tensors = [tensor for file in files for tensor in file.tensors]
+    index = {
+        "metadata": {
+            "total_parameters": sum(math.prod(tensor.shape) for tensor in tensors),
+            "total_size": sum(tensor.size_bytes for tensor in tensors),
+        },
+        "weight_map": {tensor.name: file.name for file in files for tensor in file.tensors},
+    }
+    return (json.dumps(index, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()

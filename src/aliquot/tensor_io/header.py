@@ -1,0 +1,128 @@
+"""The header of a safetensors file: which bytes are which tensor. Nothing in the file is believed before it is checked.
+
+Layout: 8 bytes little-endian header length, that many bytes of JSON, then the tensors back to back.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from aliquot.core.errors import WeightsFileError, reading
+from aliquot.core.textfile import LFS_POINTER, LIMIT_BYTES, is_lfs_pointer
+from aliquot.tensor_io.jsonfile import parse_json
+
+DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F64": torch.float64,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where a tensor lies: `numel * itemsize` bytes from `offset` of `file`, in row-major order."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    file: Path
+    file_bytes: int  # size of the whole file
+    offset: int  # from the start of the file
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Header:
+    """All tensors of one file, in the order of their bytes; they begin at byte `header_bytes`."""
+
+    entries: dict[str, TensorEntry]
+    header_bytes: int
+
+
+def read_header(path: Path) -> Header:
+    """Parse and check the header of `path`. Raises UserError naming the file and, where there is one, the tensor."""
+    # O_NONBLOCK: a fifo posing as a file must not hang us; it has no effect on a regular file
+    with reading(path), os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise WeightsFileError("not a regular file", path)
+        if is_lfs_pointer(file.read(64)):
+            raise WeightsFileError(LFS_POINTER, path)
+        file.seek(0)
+        length = int.from_bytes(file.read(8), "little")
+        if found.st_size < 8 or length > found.st_size - 8:
+            raise WeightsFileError("truncated, or not a safetensors file: the header is longer than the file", path)
+        if length > LIMIT_BYTES:
+            raise WeightsFileError(f"header of {length} bytes, more than {LIMIT_BYTES}", path)
+        data = file.read(length)
+    return Header(_entries(data, path, found.st_size), 8 + length)
+
+
+def _entries(data: bytes, path: Path, file_bytes: int) -> dict[str, TensorEntry]:
+    fields = parse_json(data, path)
+    fields.pop("__metadata__", None)
+    start = 8 + len(data)
+    entries = sorted((_entry(name, field, path, file_bytes, start) for name, field in fields.items()), key=_position)
+    end = start
+    for entry in entries:
+        if entry.offset != end:
+            raise WeightsFileError(f"tensor {entry.name[:200]!r} overlaps another or leaves a gap before it", path)
+        end += entry.numel * entry.itemsize
+    if end > file_bytes:
+        raise WeightsFileError(f"truncated: {file_bytes} bytes where the header asks for {end}", path)
+    if end < file_bytes:
+        raise WeightsFileError(f"{file_bytes - end} bytes after the last tensor", path)
+    return {entry.name: entry for entry in entries}
+
+
+def _position(entry: TensorEntry) -> tuple[int, int]:
+    return entry.offset, entry.numel  # an empty tensor comes before the one that begins where it lies
+
+
+def _entry(name: str, field: Any, path: Path, file_bytes: int, start: int) -> TensorEntry:
+    if not isinstance(field, dict) or set(field) != {"dtype", "shape", "data_offsets"}:
+        raise WeightsFileError(f"tensor {name[:200]!r}: not an object of dtype, shape and data_offsets", path)
+    dtype, shape, offsets = field["dtype"], field["shape"], field["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise WeightsFileError(f"tensor {name[:200]!r}: unknown dtype {ascii(dtype)[:40]}", path)
+    if not _sizes(shape) or len(shape) > 64:
+        raise WeightsFileError(f"tensor {name[:200]!r}: not a shape: {ascii(shape)[:80]}", path)
+    if not _sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise WeightsFileError(f"tensor {name[:200]!r}: not data_offsets: {ascii(offsets)[:80]}", path)
+    entry = TensorEntry(name, DTYPES[dtype], tuple(shape), path, file_bytes, start + offsets[0])
+    if entry.numel * entry.itemsize != offsets[1] - offsets[0]:
+        raise WeightsFileError(
+            f"tensor {name[:200]!r}: {offsets[1] - offsets[0]} bytes do not hold {dtype} {shape}", path
+        )
+    return entry
+
+
+def _sizes(value: object) -> bool:
+    return isinstance(value, list) and all(type(size) is int and 0 <= size < 2**63 for size in value)

@@ -1,0 +1,183 @@
+"""The manifest of a checkpoint: size and block checksums of every file, written last. It makes a directory complete."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from aliquot.core.errors import DamagedCheckpoint, UserError
+from aliquot.tensor_io.checksums import BLOCK_BYTES, BlockChecksums, Piece, combine_pieces
+from aliquot.tensor_io.jsonfile import parse_json, read_small
+from aliquot.tensor_io.publish import is_plain_name
+
+MANIFEST = "manifest.json"
+
+_STRICT = ConfigDict(strict=True, extra="forbid", frozen=True)
+Crc32 = Annotated[int, Field(ge=0, lt=2**32)]
+
+
+class FileRecord(BaseModel):
+    """Size of a file, and the crc32 of each of its blocks; the last block may be short."""
+
+    model_config = _STRICT
+    bytes: Annotated[int, Field(ge=0, lt=2**63)]
+    crc32: list[Crc32]
+
+
+class Manifest(BaseModel):
+    """Every file of a checkpoint but the manifest itself."""
+
+    model_config = _STRICT
+    format: Literal["aliquot-checkpoint"] = "aliquot-checkpoint"
+    version: Literal[1] = 1
+    block_bytes: Literal[16777216] = BLOCK_BYTES  # type: ignore[assignment]
+    files: dict[str, FileRecord]
+    config_files: list[str]  # those of `files` that make the weights a Hugging Face directory
+
+    def record(self, name: str) -> FileRecord:
+        """Of the file `name`. Raises DamagedCheckpoint if the manifest does not know it."""
+        if name not in self.files:
+            raise DamagedCheckpoint(f"{name[:200]!r} is not in the manifest")
+        return self.files[name]
+
+
+def checksum(data: bytes) -> FileRecord:
+    """The record of a file that holds `data`."""
+    blocks = range(0, len(data), BLOCK_BYTES)
+    return FileRecord(bytes=len(data), crc32=[zlib.crc32(data[start : start + BLOCK_BYTES]) for start in blocks])
+
+
+def manifest_bytes(files: Mapping[str, FileRecord], config_files: Sequence[str]) -> bytes:
+    """The content of the manifest file; its own checksum is in it."""
+    fields = Manifest(files=dict(files), config_files=list(config_files)).model_dump()
+    return json.dumps({**fields, "crc32": _own_crc32(fields)}, indent=1).encode()
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a complete checkpoint, all files of the recorded size. Reads no file but the manifest.
+
+    Raises DamagedCheckpoint: the manifest is missing or malformed, a file is missing or of another size.
+    """
+    path = directory / MANIFEST
+    if not path.exists():
+        raise DamagedCheckpoint(f"not a complete checkpoint: it has no {MANIFEST}", directory)
+    try:
+        data = read_small(path)
+    except UserError as error:
+        raise DamagedCheckpoint(str(error)) from error
+    manifest = parse_manifest(data, path)
+    for name, record in manifest.files.items():
+        _check_size(directory / name, record)
+    return manifest
+
+
+def parse_manifest(data: bytes, path: str | Path) -> Manifest:
+    """The manifest that `data`, of `path`, hold. Raises DamagedCheckpoint where they are malformed."""
+    try:
+        fields = parse_json(data, path)
+        if fields.pop("crc32", None) != _own_crc32(fields):
+            raise DamagedCheckpoint("its own checksum does not fit", path)
+        manifest = Manifest.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        where = ascii(".".join(map(str, first["loc"])))  # a name in it may hold anything, a newline too
+        raise DamagedCheckpoint(f"{where[1:-1]}: {first['msg']}"[:200], path) from error
+    except UserError as error:
+        raise DamagedCheckpoint(str(error)) from error
+    for name, record in manifest.files.items():
+        if not is_plain_name(name) or len(record.crc32) != -(-record.bytes // BLOCK_BYTES):
+            raise DamagedCheckpoint(f"the entry {name[:200]!r} is malformed", path)
+    if not set(manifest.config_files) <= set(manifest.files):
+        raise DamagedCheckpoint("config_files that are not among its files", path)
+    return manifest
+
+
+def verify(directory: Path) -> Manifest:
+    """Read every byte of a checkpoint. Raises DamagedCheckpoint naming the file and the first bad block."""
+    manifest = read_manifest(directory)
+    for name in manifest.files:
+        verify_file(directory, manifest, name)
+    return manifest
+
+
+def verify_descriptions(directory: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Verify what describes the tensors in the files `names`, before any of it is parsed: the headers of safetensors
+    files, and the whole of the other files.
+
+    A damaged header is often valid still, and then looks like that of another model. Raises DamagedCheckpoint.
+    """
+    for name in names:
+        verify_file(directory, manifest, name, only_header=name.endswith(".safetensors"))
+
+
+def verify_file(directory: Path, manifest: Manifest, name: str, only_header: bool = False) -> None:
+    """Read one file of a checkpoint block by block, or only the blocks that hold the header of a safetensors file.
+    Raises DamagedCheckpoint."""
+    block = bytearray(BLOCK_BYTES)
+    blocks: list[int] = []
+    header_end = 0
+    try:
+        with (directory / name).open("rb", buffering=0) as file:
+            while count := _fill(file, block):
+                blocks.append(zlib.crc32(memoryview(block)[:count]))
+                header_end = header_end or 8 + int.from_bytes(block[:8], "little")
+                if only_header and len(blocks) * BLOCK_BYTES >= header_end:
+                    blocks += manifest.files[name].crc32[len(blocks) :]
+                    break
+    except OSError as error:
+        raise DamagedCheckpoint(f"cannot read: {error.strerror}", directory / name) from error
+    check_blocks(directory, manifest, {name: blocks})
+
+
+def check_read(directory: Path, manifest: Manifest, header_bytes: Mapping[Path, int], pieces: Iterable[Piece]) -> None:
+    """Compare with the manifest the files of tensors, of which `pieces` were read.
+
+    `header_bytes`: of each file of tensors, those before the first one, which nobody has read into a tensor.
+    Raises DamagedCheckpoint.
+    """
+    heads = BlockChecksums()
+    heads.add_heads(header_bytes)
+    sizes = {path.name: manifest.record(path.name).bytes for path in header_bytes}
+    check_blocks(directory, manifest, combine_pieces(chain(heads.pieces(), pieces), sizes))
+
+
+def check_blocks(directory: Path, manifest: Manifest, blocks: Mapping[str, list[int]]) -> None:
+    """Compare the crc32 of all blocks of some files with the manifest. Raises DamagedCheckpoint."""
+    for name, found in blocks.items():
+        recorded = manifest.files[name].crc32
+        if found != recorded:
+            pairs = zip(found, recorded, strict=False)
+            bad = next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(found), len(recorded)))
+            raise DamagedCheckpoint(
+                f"damaged: the block at byte {bad * BLOCK_BYTES} is not what was saved", directory / name
+            )
+
+
+def _check_size(path: Path, record: FileRecord) -> None:
+    try:
+        found = path.stat().st_size if path.is_file() else None
+    except OSError as error:
+        raise DamagedCheckpoint(f"cannot read: {error.strerror}", path) from error
+    if found is None:
+        raise DamagedCheckpoint("missing from the checkpoint", path)
+    if found != record.bytes:
+        raise DamagedCheckpoint(f"{found} bytes instead of {record.bytes}", path)
+
+
+def _fill(file: Any, block: bytearray) -> int:
+    """Read until `block` is full or the file ends; how many bytes were read."""
+    view = memoryview(block)
+    filled = 0
+    while filled < len(block) and (count := file.readinto(view[filled:])):
+        filled += count
+    return filled
+
+
+def _own_crc32(fields: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())

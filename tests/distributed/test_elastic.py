@@ -1,0 +1,505 @@
+"""Nodes that come and go: who leads, who trains, what is published; and two real nodes, of which one is killed."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from aliquot.config.read_config import read_config
+from aliquot.config.schema import LaunchSection
+from aliquot.core.errors import CutOffError, UserError
+from aliquot.distributed import elastic, leader_lease, membership
+from aliquot.distributed.elastic import _Node
+from aliquot.distributed.json_lines import Message, Peer
+from aliquot.distributed.launcher import mode, with_environment
+from aliquot.distributed.leader_lease import Claim, Claims, check_round, goes_on, newest_round
+from aliquot.distributed.membership import Leader, Run
+from aliquot.observe.metrics import last_step
+from aliquot.observe.run_directory import RunDirectory
+from tests import warm
+from tests.runs import command, curve, refused, trained, write_config
+
+CLAIM = Claim(1, "host", ("127.0.0.1",), 0, "word")
+
+
+def test_nodes_are_a_number_or_a_range(tmp_path: Path) -> None:
+    launch = LaunchSection(nodes="2:4")
+    assert (launch.fewest_nodes, launch.most_nodes, launch.nodes_may_change) == (2, 4, True)
+    assert (LaunchSection(nodes=3).fewest_nodes, LaunchSection(nodes=3).nodes_may_change) == (3, False)
+    assert mode(LaunchSection(nodes="1:1"), {}) == "launcher"
+    file = write_config(tmp_path)
+    assert read_config(file, ["launch.nodes=2:4"]).launch.nodes == "2:4"  # in YAML 1.1 it is 124
+    file.write_text(file.read_text().replace("launch:\n", "launch:\n  nodes: 2:4\n"))
+    assert read_config(file).launch.nodes == "2:4"
+    for wrong in ("4:2", "0:2", "2:4:6"):
+        with pytest.raises(UserError, match=r"launch.nodes is .*MIN:MAX"):
+            read_config(file, [f"launch.nodes={wrong}"])
+    with pytest.raises(UserError, match=r"launch.nodes 2:4: .* give train.global_batch_size"):
+        read_config(file, ["train.global_batch_size=null"])
+    with pytest.raises(UserError, match=r"leave checkpoint\.resume"):
+        read_config(file, ["checkpoint.resume=never"])
+
+
+def test_a_train_job_says_how_many_nodes_there_are_at_most() -> None:
+    job = {"PET_NNODES": "4", "PET_NODE_RANK": "3"}
+    assert with_environment(LaunchSection(nodes="2:9"), job).nodes == "2:4"
+    assert with_environment(LaunchSection(), job).nodes == 4
+    assert with_environment(LaunchSection(), {"PET_NNODES": "2:4"}).nodes == "2:4"
+
+
+def test_one_of_many_claims_a_round(tmp_path: Path) -> None:
+    won: list[int] = []
+    ready = threading.Barrier(8)
+
+    def node(number: int) -> None:
+        own = Claims(tmp_path)
+        ready.wait()
+        for round in range(1, 21):
+            if own.make(replace(CLAIM, number=round, port=number)):
+                won.append(round)
+
+    nodes = [threading.Thread(target=node, args=[number]) for number in range(8)]
+    for each in nodes:
+        each.start()
+    for each in nodes:
+        each.join()
+    # 12 and below are removed once 20 is there: who comes late could make them again, and they mean nothing.
+    assert [won.count(round) for round in range(13, 21)] == [1] * 8
+    newest = Claims(tmp_path).newest()
+    assert newest is not None and newest.number == 20
+
+
+def test_the_first_round_alone_begins_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(leader_lease.ROUND, raising=False)
+    assert not goes_on()
+    for number in (1, 2, 11):
+        monkeypatch.setenv(leader_lease.ROUND, str(number))
+        assert goes_on() == (number > 1)
+
+
+def test_a_rank_of_an_older_round_publishes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_round(tmp_path)  # of no round
+    monkeypatch.setenv(leader_lease.ROUND, "3")
+    for number in (1, 2, 3):
+        Claims(tmp_path).make(replace(CLAIM, number=number))
+        check_round(tmp_path)
+    Claims(tmp_path).make(replace(CLAIM, number=4))
+    with pytest.raises(CutOffError, match="round 4 of the run has begun without it, so nothing of round 3 is saved"):
+        check_round(tmp_path)
+
+
+@pytest.mark.parametrize("on_error", ["stop", "warn"])
+def test_a_run_of_a_node_that_was_cut_off_saves_nothing(tmp_path: Path, on_error: str) -> None:
+    config = write_config(tmp_path, train={"max_steps": 2}, checkpoint={"every": 1, "on_error": on_error})
+    Claims(tmp_path / "run").make(replace(CLAIM, number=8))
+    result = command("train", config, environment={leader_lease.ROUND: "7"})
+    assert result.returncode == 1, result.stderr
+    assert "this node was cut off: round 8 of the run has begun without it" in result.stderr
+    assert "[cut-off]" in result.stderr
+    assert not (tmp_path / "run" / "export").exists()
+    assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
+
+
+def test_the_lock_of_an_older_round_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = RunDirectory(tmp_path / "run")
+    monkeypatch.setenv(leader_lease.ROUND, "1")
+    first, second = RunDirectory(tmp_path / "run"), RunDirectory(tmp_path / "run")
+    with first.locked(), second.locked():
+        assert (tmp_path / "run" / ".lock").read_text() == "round"
+        monkeypatch.delenv(leader_lease.ROUND)
+        with pytest.raises(UserError, match="another process is training"), alone.locked():
+            pass
+    with alone.locked(), pytest.raises(UserError, match="another process is training"), second.locked():
+        pass
+
+
+MARK = '{"train.global_batch_size": 8, "version of torch": "2.13"}'
+
+
+class Nodes:
+    """A leader, and nodes that are connections only."""
+
+    def __init__(self, folder: Path, nodes: str, **launch: Any) -> None:
+        self.folder, self.told, self.saved = folder, list[str](), 0
+        self.peers: list[Peer] = []
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.claim = replace(CLAIM, port=listener.getsockname()[1])
+        Claims(folder).make(self.claim)
+        run = Run(MARK, lambda: (self.saved, 9), self.told.append, lambda: True)
+        section = LaunchSection(nodes=nodes, **launch)
+        self.leader = Leader(Claims(folder), self.claim, [listener], "a", section, run, None, [])
+
+    def come(self, name: str, mark: str = MARK) -> Peer:
+        peer = Peer(socket.create_connection(("127.0.0.1", self.claim.port)))
+        self.peers.append(peer)
+        peer.send("hello", nonce="word", id=name, host=name, ranks=1, automatic=False, mark=mark)
+        assert self.next(peer) == {"what": "hello", "nonce": "word"}
+        return peer
+
+    def next(self, peer: Peer) -> Message:
+        """What the leader says next, beats left out."""
+        if not hasattr(peer, "rest"):
+            peer.rest = []  # type: ignore[attr-defined]
+        until = time.monotonic() + 10
+        while time.monotonic() < until:
+            peer.send("beat")
+            peer.rest += peer.receive(0.1)  # type: ignore[attr-defined]
+            while peer.rest:  # type: ignore[attr-defined]
+                if (message := peer.rest.pop(0))["what"] != "beat":  # type: ignore[attr-defined]
+                    return dict(message)
+        raise TimeoutError
+
+    def leave(self) -> None:
+        for peer in self.peers:
+            peer.close()
+        self.leader.leave()
+
+    def whats(self, *peers: Peer) -> list[str]:
+        return [self.next(peer)["what"] for peer in peers]
+
+
+def end(peer: Peer, round: int, code: int = 0, kind: str = "done", line: str = "") -> None:
+    peer.send("ended", round=round, code=code, lines=[line], kind=kind)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "_SETTLE_S", 0.3)
+    monkeypatch.setattr(membership, "_MINORITY_S", 0.5)
+    monkeypatch.setattr(membership, "SILENT_S", 2.0)
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, quick: None, request: pytest.FixtureRequest) -> Iterator[Nodes]:
+    made = Nodes(tmp_path, getattr(request, "param", "2:3"))
+    yield made
+    made.leave()
+
+
+def test_a_node_comes_another_is_lost_and_the_run_ends(nodes: Nodes) -> None:
+    a, b = nodes.come("a"), nodes.come("b")
+    first = [nodes.next(a), nodes.next(b)]
+    assert [(each["what"], each["round"], each["node"], each["nodes"]) for each in first] == [
+        ("start", 1, 0, 2), ("start", 1, 1, 2),
+    ]  # fmt: skip
+    assert nodes.told[-1] == f"1 more node may come: one with the same run directory, {nodes.folder}"
+    c = nodes.come("c")
+    assert nodes.whats(a, b) == ["stop", "stop"]
+    end(a, 1, 143, "training")
+    end(b, 1, 143, "training")
+    assert [nodes.next(each)["nodes"] for each in (a, b, c)] == [3, 3, 3]
+    assert "because c (127.0.0.1) has come" in nodes.told[-1]
+    d = nodes.come("d")
+    assert nodes.next(d) == {"what": "wait", "text": "3 nodes train, the most: this one waits for a place"}
+    b.close()
+    assert nodes.whats(a, c) == ["kill", "kill"]
+    end(a, 2, 1, "killed")
+    end(c, 2, 1, "peer_lost")
+    assert [nodes.next(each)["round"] for each in (a, c, d)] == [3, 3, 3]
+    assert nodes.told[-1].endswith("from step 0, 9 of 9 are done again, because b (127.0.0.1) was lost")
+    assert newest_round(nodes.folder) == 3
+    for each in (a, c, d):
+        end(each, 3)
+    assert [nodes.next(each)["code"] for each in (a, c, d)] == [0, 0, 0]
+    assert Claims(nodes.folder).finished(f"{MARK} 0")
+
+
+@pytest.mark.parametrize(
+    "packet",
+    [
+        b"[" * 60_000 + b"\n",
+        b"{" * 100_000,
+        b'{"what": "hello", "nonce": ["word"]}\n',
+        b'{"what": "hello", "nonce": "\\ud800"}\n',
+        b'{"what": "ended", "round": 1, "code": 2, "lines": ["evil"], "kind": "user"}\n',
+        b'{"what": ' + b"9" * 5000 + b"}\n",
+        os.urandom(5000) + b"\n",
+    ],
+)
+def test_a_packet_of_a_stranger_ends_no_round(nodes: Nodes, packet: bytes) -> None:
+    a, b = nodes.come("a"), nodes.come("b")
+    assert nodes.whats(a, b) == ["start"] * 2
+    with socket.create_connection(("127.0.0.1", nodes.claim.port)) as stranger:
+        stranger.settimeout(10)
+        with suppress(ConnectionError):
+            stranger.sendall(packet)
+            while stranger.recv(1 << 10):  # until the leader has closed the connection
+                pass
+    for each in (a, b):
+        end(each, 1)
+    assert [nodes.next(each)["code"] for each in (a, b)] == [0, 0]
+
+
+def test_a_node_that_says_nonsense_is_lost_alone(nodes: Nodes) -> None:
+    a, b, c = nodes.come("a"), nodes.come("b"), nodes.come("c")
+    assert nodes.whats(a, b, c) == ["start"] * 3
+    c.send("ended", code=0)  # of which round?
+    assert nodes.whats(a, b) == ["kill"] * 2
+    end(a, 1, 1, "killed")
+    end(b, 1, 1, "killed")
+    assert [nodes.next(each)["nodes"] for each in (a, b)] == [2, 2]
+    assert "c (127.0.0.1) sent a message that cannot be read (KeyError" in nodes.told[-1]
+
+
+def test_idle_connections_keep_no_node_out(nodes: Nodes) -> None:
+    """More than the leader takes at once, and more descriptors than select() can wait for."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4096)), hard))
+    with ExitStack() as open_files:
+        open_files.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1024):
+            open_files.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        idle = [socket.create_connection(("127.0.0.1", nodes.claim.port)) for _ in range(100)]
+        for each in idle:
+            open_files.enter_context(each)
+            each.settimeout(10)
+        for each in idle[:30]:  # the oldest are closed
+            with suppress(ConnectionError):
+                while each.recv(1 << 10):
+                    pass
+        a, b = nodes.come("a"), nodes.come("b")
+        assert nodes.whats(a, b) == ["start"] * 2
+        a.close()
+        b.close()
+        nodes.leave()
+
+
+def test_the_word_of_a_run_is_its_owners(tmp_path: Path) -> None:
+    Claims(tmp_path).make(CLAIM)
+    (file,) = (tmp_path / leader_lease.ROUNDS).glob("*.json")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_of_nodes_that_lose_most_of_the_others_the_larger_part_is_first(nodes: Nodes) -> None:
+    a, b, c = nodes.come("a"), nodes.come("b"), nodes.come("c")
+    assert nodes.whats(a, b, c) == ["start"] * 3
+    b.close()
+    c.close()
+    assert nodes.next(a)["what"] == "kill"
+    end(a, 1, 1, "killed")
+    Claims(nodes.folder).make(replace(CLAIM, number=2))  # by b and c, who have found each other
+    while nodes.next(a)["what"] != "leave":  # after one more `kill`, of c
+        pass
+    assert "another node has begun a newer one" in nodes.told[-1]
+
+
+def test_a_node_that_is_not_heard_of_is_lost(nodes: Nodes) -> None:
+    a, b, c = nodes.come("a"), nodes.come("b"), nodes.come("c")
+    assert nodes.whats(a, b, c) == ["start"] * 3
+    told: list[str] = []
+    while not told:
+        b.send("beat")
+        told = [each["what"] for each in a.receive(0.1) if each["what"] != "beat"]
+        a.send("beat")
+    assert told == ["kill"]
+    end(a, 1, 1, "peer_lost")
+    end(b, 1, 1, "peer_lost")
+    assert nodes.next(a)["nodes"] == 2
+    assert "c (127.0.0.1) was not heard of for 2 s" in nodes.told[-1]
+
+
+def test_what_would_come_again_ends_the_run_on_all_nodes(nodes: Nodes) -> None:
+    a, b = nodes.come("a"), nodes.come("b")
+    other = nodes.come("c", mark='{"train.global_batch_size": 16, "version of torch": "2.13"}')
+    sent_away = nodes.next(other)
+    words = "does not train what host (127.0.0.1) does: train.global_batch_size is 8 there and 16 here"
+    assert sent_away["code"] == 2 and f"c (127.0.0.1) {words} [nodes-differ]" in sent_away["lines"][0]
+    assert any(words in told for told in nodes.told), "the person at the other nodes reads it, too"
+    assert nodes.whats(a, b) == ["start"] * 2
+    end(a, 1, 1, "crash", "aliquot: rank 0 failed: X [crash]")
+    end(b, 1, 1, "peer_lost")
+    assert nodes.whats(a, b) == ["start"] * 2  # once more
+    nodes.saved = 5
+    end(a, 2, 1, "crash", "aliquot: rank 0 failed: X [crash]")
+    end(b, 2, 1, "peer_lost")
+    assert nodes.whats(a, b) == ["start"] * 2  # it has come further
+    end(a, 3, 1, "peer_lost")
+    end(b, 3, 1, "crash", "aliquot: rank 1 failed: Y [crash]")
+    ended = nodes.next(a)
+    assert (ended["code"], ended["lines"][0]) == (1, "aliquot: rank 1 failed: Y [crash]")
+
+
+def test_bad_input_ends_the_run_at_once(nodes: Nodes) -> None:
+    a, b = nodes.come("a"), nodes.come("b")
+    assert nodes.whats(a, b) == ["start"] * 2
+    end(a, 1, 2, "user", "aliquot: data.txt: no such file [data]")
+    end(b, 1, 1, "peer_lost")
+    assert [nodes.next(each)["code"] for each in (a, b)] == [2, 2]
+
+
+def test_a_node_with_bad_input_is_sent_away_from_those_that_train(nodes: Nodes) -> None:
+    a, b = nodes.come("a"), nodes.come("b")
+    assert nodes.whats(a, b) == ["start"] * 2
+    c = nodes.come("c")
+    assert nodes.whats(a, b) == ["stop"] * 2
+    end(a, 1, 143, "training")
+    end(b, 1, 143, "training")
+    assert nodes.whats(a, b, c) == ["start"] * 3
+    differs = (
+        "aliquot: node 2 (rank 2) does not train what node 0 does: data (hash of the tokens) is x there and y here"
+    )
+    for each in (a, b, c):
+        end(each, 2, 2, "user", differs)
+    assert nodes.next(c) == {"what": "end", "code": 2, "lines": [differs]}
+    assert [nodes.next(each)["nodes"] for each in (a, b)] == [2, 2]
+    assert "because c (127.0.0.1) cannot take part: node 2 (rank 2) does not train what node 0 does" in nodes.told[-1]
+    end(a, 3, 2, "user", "aliquot: data.txt: no such file [data]")  # of what has trained nobody is to blame
+    end(b, 3, 1, "peer_lost")
+    assert [nodes.next(each)["code"] for each in (a, b)] == [2, 2]
+
+
+def test_too_few_nodes_are_waited_for_and_named(tmp_path: Path, quick: None) -> None:
+    few = Nodes(tmp_path, "2:3", join_timeout_s=1)
+    told = few.next(few.come("a"))
+    assert told["code"] == 1  # no bad input: a pod is replaced
+    assert told["lines"][0].startswith("aliquot: 1 of at least 2 nodes (launch.nodes 2:3) came within 1 s")
+    assert "a (127.0.0.1)" in told["lines"][0] and f"by the run directory {tmp_path}, which all" in told["lines"][0]
+    few.leave()
+
+
+def test_a_leader_that_lives_is_waited_for_and_one_that_does_not_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(elastic, "DEAD_S", 0.6)
+    monkeypatch.setattr(elastic, "_SEEN_S", 0.2)
+    monkeypatch.setattr(membership, "_SETTLE_S", 0.1)
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        unreachable = replace(CLAIM, port=nobody.getsockname()[1])
+        Claims(tmp_path).make(unreachable)
+        node = _Node(
+            LaunchSection(nodes="1:2", join_timeout_s=30),
+            Claims(tmp_path),
+            False,
+            Run("", lambda: (0, 0), print, lambda: True),
+        )
+        found = threading.Thread(target=node.next_order, daemon=True)
+        found.start()
+        for _ in range(6):
+            Claims(tmp_path).beat(1)
+            time.sleep(0.2)
+        assert newest_round(tmp_path) == 1
+        found.join(20)
+        assert newest_round(tmp_path) == 2
+        node.leave()
+
+
+def start(config: Path) -> subprocess.Popen[str]:
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return warm.popen(
+        "-m", "aliquot", "train", config, env={**os.environ, "OMP_NUM_THREADS": "1"}, **streams, start_new_session=True
+    )
+
+
+def wait_for_step(directory: Path, step: int) -> None:
+    until = time.monotonic() + 60
+    while last_step(directory / "metrics.jsonl") < step:
+        assert time.monotonic() < until, f"{directory} does not come to step {step}"
+        time.sleep(0.02)
+
+
+def test_a_run_goes_on_without_the_node_that_led_it(tmp_path: Path) -> None:
+    settings = {"shard": {"engine": "host"}, "train": {"max_steps": 14}, "checkpoint": {"every": 2, "export": False}}
+    trained(write_config(tmp_path, "whole", **settings))
+    launch = {"ranks": 1, "nodes": "1:2", "device": "cpu"}
+    config = write_config(tmp_path, "left", **settings, launch=launch)
+    leads, follows = start(config), None
+    try:
+        while newest_round(tmp_path / "left") is None:
+            time.sleep(0.02)
+        follows = start(config)
+        wait_for_step(tmp_path / "left", 4)
+        own = psutil.Process(leads.pid).children(recursive=True)  # the server, a rank of it
+        os.kill(leads.pid, signal.SIGKILL)
+        assert len(own) > 1 and not psutil.wait_procs(own, timeout=20)[1], "ranks outlive their launcher"
+        told = follows.communicate(timeout=90)[0]
+        assert follows.returncode == 0, told
+        assert "round 2: 1 node trains" in told and ", which led, has gone" in told
+        late = command("train", config)
+        assert (late.returncode, late.stderr) == (0, "aliquot: the run is finished: nothing to do here\n")
+    finally:
+        for node in (leads, follows):
+            if node is not None:
+                node.kill()
+                node.communicate()
+    # Sums over hosts are made in another order: see tests/multinode/test_namespaces.py.
+    assert curve(tmp_path / "left") == pytest.approx(curve(tmp_path / "whole"), rel=1e-5)
+
+
+@pytest.mark.long
+def test_a_second_start_takes_no_words_from_the_first(tmp_path: Path) -> None:
+    """Its ranks write theirs into the same directory before it is refused."""
+    config = write_config(tmp_path, "run", train={"max_steps": 5000}, checkpoint={"every": 0}, launch={"ranks": 2})
+    # Not from a process that was forked for it: of what that one starts, psutil sees another's environment.
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    first = subprocess.Popen([sys.executable, "-m", "aliquot", "train", config], **streams)
+    try:
+        wait_for_step(tmp_path / "run", 2)
+        assert "another process is training into this run directory" in refused(config)
+        ranks = psutil.Process(first.pid).children(recursive=True)
+        next(rank for rank in ranks if rank.environ().get("RANK") == "0").kill()
+        told = first.communicate(timeout=60)[0]
+        assert first.returncode == 1 and "rank 0 was killed by SIGKILL" in told, told
+    finally:
+        first.kill()
+        first.communicate()
+
+
+@pytest.mark.long
+def test_a_node_that_is_told_to_stop_leaves_and_nothing_is_done_again(tmp_path: Path) -> None:
+    settings = {"shard": {"engine": "host"}, "train": {"max_steps": 60}, "checkpoint": {"export": False}}
+    launch = {"ranks": 1, "nodes": "1:2", "device": "cpu"}
+    config = write_config(tmp_path, "run", **settings, launch=launch)
+    for leader_leaves in (False, True):
+        first = start(config)
+        while newest_round(tmp_path / "run") is None:
+            time.sleep(0.02)
+        second = start(config)
+        wait_for_step(tmp_path / "run", last_step(tmp_path / "run" / "metrics.jsonl") + 3)
+        leaves, stays = (first, second) if leader_leaves else (second, first)
+        os.killpg(leaves.pid, signal.SIGTERM)  # as `timeout` and a terminal do: its ranks save all the same
+        told = leaves.communicate(timeout=60)[0]
+        assert leaves.returncode == 143, told
+        wait_for_step(tmp_path / "run", last_step(tmp_path / "run" / "metrics.jsonl") + 3)
+        stays.send_signal(signal.SIGTERM)
+        told += stays.communicate(timeout=60)[0]
+        assert stays.returncode == 143, told
+        assert "done again" not in told
+
+
+@pytest.mark.long
+def test_an_export_that_somebody_has_removed_is_made_again(tmp_path: Path) -> None:
+    launch = {"ranks": 2, "nodes": "1:2", "device": "cpu"}
+    config = write_config(tmp_path, "run", shard={"engine": "host"}, train={"max_steps": 2}, launch=launch)
+    trained(config)
+    shutil.rmtree(tmp_path / "run" / "export")
+    again = command("train", config)
+    assert again.returncode == 0 and "complete at step 2" in again.stdout, again.stderr
+    assert (tmp_path / "run" / "export" / "model.safetensors").exists()
+    assert "nothing to do here" in command("train", config).stderr
+    shutil.rmtree(tmp_path / "run" / "checkpoints")  # which somebody has removed
+    assert "no checkpoint is left to go on from" in command("train", config).stderr
+
+
+def test_a_node_that_comes_after_the_end_has_nothing_to_do_though_no_checkpoint_was_kept(tmp_path: Path) -> None:
+    launch, kept = {"ranks": 1, "nodes": "1:2", "device": "cpu"}, {"every": 0, "last": False}
+    config = write_config(tmp_path, "run", train={"max_steps": 1, "eval_steps": 0}, checkpoint=kept, launch=launch)
+    trained(config)
+    late = command("train", config)
+    assert (late.returncode, late.stderr) == (0, "aliquot: the run is finished: nothing to do here\n")

@@ -1,0 +1,41 @@
+"""Which interface leads where, and on which address a run listens."""
+
+from __future__ import annotations
+
+import psutil
+import pytest
+
+from aliquot.core.errors import RendezvousError
+from aliquot.distributed.gloo_interface import (
+    address_here,
+    address_of,
+    group_address,
+    interface_towards,
+    listening_address,
+)
+
+OTHER = next((name for name in psutil.net_if_addrs() if name != "lo" and address_of(name) != "no address"), None)
+
+
+def test_interface_towards_oneself() -> None:
+    assert interface_towards("127.0.0.1") == "lo"
+    assert interface_towards("no-such-host.invalid") is None
+
+
+def test_the_first_of_a_group_listens_where_the_others_know_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert listening_address("127.0.0.1") == address_here("127.0.0.1") == "127.0.0.1"
+    assert address_here("no-such-host.invalid") == "no-such-host.invalid"
+    with pytest.raises(OSError, match="known"):
+        listening_address("no-such-host.invalid")
+    if OTHER is None:
+        pytest.skip("this machine has loopback only")
+    own = address_of(OTHER)
+    assert listening_address(own) == own
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", OTHER)
+    # A host's own name may resolve to loopback, where no other host reaches it; this one looks for it elsewhere, too.
+    assert listening_address("127.0.1.1") == address_here("127.0.1.1") == own == group_address()
+    assert listening_address("203.0.113.1") == own, "behind a translated address"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
+    with pytest.raises(RendezvousError, match="GLOO_SOCKET_IFNAME is eth77"):
+        group_address()

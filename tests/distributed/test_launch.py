@@ -1,0 +1,302 @@
+"""How a run is started and how it ends, with real processes: deaths, errors, hangs, signals, nodes, torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from aliquot.config.schema import LaunchSection
+from aliquot.core.errors import UserError
+from aliquot.distributed.launcher import mode, with_environment
+from aliquot.distributed.stacks import told_standing_still
+from tests import warm
+from tests.distributed.launcher import JOIN, environment, run, start
+
+RANK = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+TRAIN_JOB = {
+    "PET_NNODES": "2",
+    "PET_NPROC_PER_NODE": "3",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "job-node-0-0",
+    "PET_MASTER_PORT": "29400",
+}
+
+
+@pytest.mark.parametrize(
+    ("launch", "environ", "expected"),
+    [
+        (LaunchSection(device="cpu"), {}, "alone"),
+        (LaunchSection(device="cpu", ranks=1), {}, "alone"),
+        (LaunchSection(ranks=2), {}, "launcher"),
+        (LaunchSection(device="cpu", nodes=2), {}, "launcher"),
+        (LaunchSection(ranks=2), RANK, "rank"),
+        (LaunchSection(device="cpu"), TRAIN_JOB, "launcher"),
+        (LaunchSection(device="cpu"), TRAIN_JOB | RANK, "rank"),
+        (LaunchSection(device="cpu"), {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "1"}, "alone"),
+    ],
+)
+def test_mode(launch: LaunchSection, environ: dict[str, str], expected: str) -> None:
+    assert mode(launch, environ) == expected
+
+
+def test_train_job_variables_win() -> None:
+    launch = with_environment(LaunchSection(ranks=8, threads_per_rank=4), TRAIN_JOB)
+    assert launch == LaunchSection(
+        ranks=3, threads_per_rank=4, nodes=2, node_rank=1, master_address="job-node-0-0", master_port=29400
+    )
+    for automatic in ("auto", "cpu"):
+        assert with_environment(LaunchSection(ranks=8), TRAIN_JOB | {"PET_NPROC_PER_NODE": automatic}).ranks == 8
+
+
+def test_what_people_export_for_torchrun_counts_where_nothing_is_configured() -> None:
+    exported = {"WORLD_SIZE": "4", "MASTER_ADDR": "first", "MASTER_PORT": "29555"}
+    launch = with_environment(LaunchSection(), exported)
+    assert (launch.ranks, launch.master_address, launch.master_port) == (4, "first", 29555)
+    assert mode(LaunchSection(device="cpu"), exported) == "launcher"
+    assert with_environment(LaunchSection(nodes=2), exported).ranks == 2
+    own = LaunchSection(ranks=3, master_address="other", master_port=1234)
+    assert with_environment(own, exported) == own
+    with pytest.raises(UserError, match="WORLD_SIZE is 4, which 3 nodes cannot share"):
+        with_environment(LaunchSection(nodes=3), exported)
+
+
+def test_senseless_environment_is_a_user_error() -> None:
+    with pytest.raises(UserError, match="PET_NNODES"):
+        mode(LaunchSection(), TRAIN_JOB | {"PET_NNODES": "2:1"})
+    with pytest.raises(UserError, match="PET_NPROC_PER_NODE"):
+        mode(LaunchSection(), TRAIN_JOB | {"PET_NPROC_PER_NODE": "0"})
+    with pytest.raises(UserError, match="MASTER_ADDR"):
+        mode(LaunchSection(), {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
+
+
+def test_streams_arguments_and_environment_of_the_ranks(tmp_path: Path) -> None:
+    body = """
+        import os, sys
+        print("rank", os.environ["RANK"], "says", sys.argv[1:], os.environ.get("OMP_NUM_THREADS"))
+    """
+    arguments = ["$HOME ${local_rank} $$", ""]
+    code, out, err = run(tmp_path, body, *arguments, cold=True)
+    assert (code, out, err) == (0, f"rank 0 says {arguments} None\n", "")
+    assert (tmp_path / "logs/rank-1.log").read_text() == f"rank 1 says {arguments} None\n"
+
+
+def test_killed_rank_is_named(tmp_path: Path) -> None:
+    body = (
+        JOIN
+        + """
+from aliquot.distributed.rank_errors import report_error
+try:
+    while True:
+        ranks.barrier()
+        if ranks.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+except Exception as error:
+    sys.exit(report_error(error))
+"""
+    )
+    code, _, err = run(tmp_path, body)
+    assert code == 1
+    lines = err.splitlines()
+    assert lines[0] == "aliquot: rank 1 was killed by SIGKILL (out of memory?) [killed]"
+    assert len(lines) == 2 and "rank-1.log" in lines[1]
+
+
+def test_first_error_is_shown_and_the_echo_is_not(tmp_path: Path) -> None:
+    body = (
+        JOIN
+        + """
+from aliquot.distributed.rank_errors import report_error
+try:
+    ranks.barrier()
+    if ranks.rank == 1:
+        raise ValueError("the true cause\\nin two lines")
+    ranks.barrier()
+except Exception as error:
+    # As it happens when the rank that failed is slow to say so and its peers are first to exit.
+    if ranks.rank == 1:
+        ranks.close()
+        time.sleep(0.5)
+    sys.exit(report_error(error))
+"""
+    )
+    code, _, err = run(tmp_path, body)
+    assert code == 1
+    lines = err.splitlines()
+    assert lines[0] == "aliquot: rank 1 failed: ValueError: the true cause [crash]"
+    assert len(lines) == 2 and "rank-1.log" in lines[1]
+    assert "Traceback" in (tmp_path / "logs/rank-1.log").read_text()
+    echo = json.loads((tmp_path / "logs/rank-0.error.json").read_text())
+    assert echo["kind"] == "peer_lost"
+
+
+def test_user_error_is_one_line_and_code_2(tmp_path: Path) -> None:
+    body = """
+        import sys
+        from aliquot.core.errors import UserError
+        from aliquot.distributed.rank_errors import report_error
+        sys.exit(report_error(UserError("no such file; give another", "data.txt")))
+    """
+    code, out, err = run(tmp_path, body)
+    assert (code, out, err) == (2, "", "aliquot: data.txt: no such file; give another [input]\n")
+
+
+def test_hung_rank_leaves_the_stacks_of_all(tmp_path: Path) -> None:
+    body = (
+        JOIN
+        + """
+from aliquot.distributed.watchdog import Watchdog
+def stuck_in_this_function():
+    time.sleep(600)
+left = Path(sys.argv[1]) / "stacks-rank-7.txt"  # by an earlier attempt of more ranks
+left.write_text('Thread 1:\\n  File "old.py", line 1 in <module>\\n')
+os.utime(left, (1e9, 1e9))
+ranks.barrier()
+stacks = Path(sys.argv[1]) / f"stacks-rank-{ranks.rank}.txt"
+watchdog = Watchdog(1.0, stacks, ranks.rank, ranks.world_size, lambda: "in step 3", grace_s=1.0)
+if ranks.rank == 1:
+    stuck_in_this_function()
+ranks.barrier()
+"""
+    )
+    code, _, err = run(tmp_path, body, str(tmp_path))
+    assert code == 1
+    assert "no progress for 1 s (launch.step_timeout_s) while in step 3; rank 1 stands" in err.splitlines()[0]
+    assert "; rank 1 stands still at rank.py:" in err.splitlines()[0]
+    assert " in stuck_in_this_function, and the others wait for it; where every rank was: " in err.splitlines()[0]
+    assert "stacks-rank-*.txt" in err.splitlines()[0]
+    assert "stuck_in_this_function" in (tmp_path / "stacks-rank-1.txt").read_text()
+    assert "barrier" in (tmp_path / "stacks-rank-0.txt").read_text()
+
+
+def test_a_rank_that_does_not_even_say_where_it_is(tmp_path: Path) -> None:
+    """Its process is stopped: of the others all wait for it."""
+    waits = 'Thread 1:\n  File "/torch/distributed/distributed_c10d.py", line 1 in all_gather\n'
+    # The last is of an earlier attempt of more ranks.
+    own, stopped, left = (tmp_path / f"stacks-rank-{rank}.txt" for rank in (1, 0, 7))
+    own.write_text(waits)
+    for file in (stopped, left):
+        file.touch()
+    os.utime(stopped, (1e9, 1e9))  # clocks are set, and those of file servers are others
+    assert told_standing_still(own, 2).startswith("; nothing is heard of rank 0: stopped, or on a host that")
+    stopped.write_text(waits)
+    assert told_standing_still(own, 2) == ""
+    polls = '  File "/aliquot/engines/host/late_update.py", line 9 in need\n'
+    stopped.write_text(f"Thread 1:\n{polls}")  # for the counters of other ranks
+    assert told_standing_still(own, 2) == ""
+    stopped.write_text(f"Thread 1:\n{polls.replace(' need', ' _update')}")
+    assert "; rank 0 stands still at late_update.py:9 in _update" in told_standing_still(own, 2)
+
+
+def test_watchdog_that_is_beaten_lets_the_run_go_on(tmp_path: Path) -> None:
+    program = """
+import sys, time
+from pathlib import Path
+from aliquot.distributed.watchdog import Watchdog
+watchdog = Watchdog(1.0, Path(sys.argv[1]), 0, 1, lambda: "in step 3", grace_s=0.2)
+for _ in range(30):
+    time.sleep(0.05)
+    watchdog.beat()
+watchdog.stop()
+time.sleep(1.5)
+"""
+    stacks = tmp_path / "stacks.txt"
+    done = warm.run("-c", program, stacks)
+    assert (done.returncode, done.stderr) == (0, "") and not stacks.exists()
+
+
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_end_of_the_launcher_ends_its_ranks(tmp_path: Path, ending: signal.Signals) -> None:
+    body = """
+        import os, sys, time
+        from pathlib import Path
+        (Path(sys.argv[1]) / f"beside-{os.environ['RANK']}").write_text(str(os.getpid()))
+        (Path(sys.argv[1]) / f"beside-{os.environ['RANK']}").rename(Path(sys.argv[1]) / f"pid-{os.environ['RANK']}")
+        time.sleep(600)
+    """
+    launcher = start(tmp_path, body, str(tmp_path), cold=ending == signal.SIGKILL)
+    files = [tmp_path / "pid-0", tmp_path / "pid-1"]
+    wait_until(lambda: all(file.exists() for file in files))
+    ranks = [int(file.read_text()) for file in files]
+    launcher.send_signal(ending)
+    _, err = launcher.communicate(timeout=60)
+    assert launcher.returncode == (-ending if ending == signal.SIGKILL else 128 + ending)
+    wait_until(lambda: not any(running(rank) for rank in ranks))
+    if ending != signal.SIGKILL:
+        # A rank that was in Python code may show its KeyboardInterrupt; the last word is the launcher's.
+        assert err.splitlines()[-1] == f"aliquot: stopped by {ending.name}"
+
+
+def test_two_nodes_of_a_train_job(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    body = (
+        JOIN
+        + """
+told = ranks.gather([topology.rank, topology.node_rank, topology.local_rank, topology.nodes, topology.world_size])
+print(told, flush=True)
+ranks.close()
+"""
+    )
+    nodes = []
+    for node in range(2):
+        (tmp_path / str(node)).mkdir()
+        job = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": str(node)}
+        job |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port, "ALIQUOT_SECRET": "a word of the job"}
+        nodes.append(start(tmp_path / str(node), body, **job))
+    try:
+        outputs = [node.communicate(timeout=120) for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    told = "[[0, 0, 0, 2, 2], [1, 1, 0, 2, 2]]\n"
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    meeting = [f"aliquot: node {node} of 2 meets the others at 127.0.0.1:{port}\n" for node in range(2)]
+    assert outputs == [(told, meeting[0]), ("", meeting[1])]
+    assert (tmp_path / "1/logs/rank-1.log").read_text() == told
+
+
+def test_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(
+        JOIN
+        + """
+from aliquot.machine.matmul import matmul_rate
+import torch
+pinned = sorted(os.sched_getaffinity(0)) == list(topology.cores)
+seen = ranks.gather([ranks.rank, torch.get_num_threads(), text, pinned])
+assert all(rate > 1e6 for rate in ranks.gather(matmul_rate("cpu", "fp32", ranks.barrier)))
+value = ranks.broadcast({"sch\\u00f6n": [1.5, None, ranks.rank]})
+if ranks.rank == 1:
+    import json
+    Path(sys.argv[1]).write_text(json.dumps([seen, value]))
+ranks.close()
+"""
+    )
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    told = warm.run(*torchrun, script, tmp_path / "seen.json", env=environment(), timeout_s=120)
+    assert told.returncode == 0, told.stderr
+    seen, value = json.loads((tmp_path / "seen.json").read_text())
+    assert value == {"schön": [1.5, None, 0]}
+    cores = len(os.sched_getaffinity(0))
+    for rank, (told_rank, threads, text, pinned) in enumerate(seen):
+        assert told_rank == rank and "OMP_NUM_THREADS" not in text
+        assert threads >= 1 and pinned == ("not pinned" not in text) and threads * 2 <= max(2, cores)
+
+
+def running(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def wait_until(condition: object, limit_s: float = 60) -> None:
+    end = time.monotonic() + limit_s
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.05)

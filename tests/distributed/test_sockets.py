@@ -1,0 +1,202 @@
+"""What a running job listens on, and what a stranger who reaches those sockets can do: nothing."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import stat
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from torch.distributed import (  # type: ignore[attr-defined]
+    DistError,
+    DistStoreError,
+    HashStore,
+    Store,
+    TCPStore,
+)
+
+from aliquot.core.errors import LaunchError, StorageError
+from aliquot.distributed.run_secret import SECRET, SECRET_FILE, common_secret
+from aliquot.distributed.signed_store import SignedStore, signed
+from tests import warm
+from tests.distributed.launcher import environment
+from tests.distributed.test_rendezvous import free_port, last_lines, node, started
+from tests.runs import curve, trained, write_config
+
+WILDCARDS = ("0.0.0.0", "::", "::ffff:0.0.0.0")
+JUNK = [os.urandom(4096), b"GET / HTTP/1.1\r\n\r\n", b"[" * 60_000 + b"\n", b"\x00" * 8, b""]
+
+
+def listeners(launcher: int) -> set[tuple[int, str, int]]:
+    """Process id, address and port of every listening socket of a launcher and all processes that it started."""
+    found = set()
+    for process in [psutil.Process(launcher), *psutil.Process(launcher).children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):
+            for connection in process.net_connections("inet"):
+                if connection.status == psutil.CONN_LISTEN:
+                    found.add((process.pid, connection.laddr.ip, connection.laddr.port))
+    return found
+
+
+@contextmanager
+def training(config: Path, *overrides: str) -> Iterator[tuple[subprocess.Popen[str], set[tuple[int, str, int]]]]:
+    """A launcher whose ranks have done two steps, and all sockets that listened at any time until then."""
+    run = config.with_suffix("")
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    launcher = warm.popen("-m", "aliquot", "train", config, *overrides, **streams)
+    seen: set[tuple[int, str, int]] = set()
+    try:
+        while not (run / "metrics.jsonl").exists() or len(curve(run)) < 2:
+            assert launcher.poll() is None, launcher.communicate()[1]
+            seen |= listeners(launcher.pid)
+            time.sleep(0.02)
+        yield launcher, seen | listeners(launcher.pid)
+    finally:
+        launcher.kill()
+        launcher.wait()
+
+
+class Payload:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.file),)
+
+
+def forge(port: int, payload: bytes) -> int:
+    """Replace every value of the store at `port`, and that of torch's c10d rendezvous; how many there were."""
+    stranger = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=20), False)
+    keys = stranger.list_keys()
+    for key in {*keys, "torch.rendezvous.aliquot", "/torch.rendezvous.aliquot"}:
+        stranger.set(key, payload)  # type: ignore[arg-type]
+    return len(keys)
+
+
+def test_a_job_listens_on_loopback_only_and_a_stranger_does_nothing_to_it(tmp_path: Path) -> None:
+    config, executed = write_config(tmp_path, launch={"ranks": 2}), tmp_path / "executed"
+    endless = ["train.max_steps=100000", "train.lr_scheduler_type=constant"]
+    with training(config, *endless) as (launcher, sockets):
+        assert sockets and {address for _, address, _ in sockets} == {"127.0.0.1"}
+        assert {pid for pid, _, _ in sockets} > {launcher.pid}, "gloo of the ranks listens, too"
+        for _, address, port in listeners(launcher.pid):
+            for junk in JUNK:
+                with socket.create_connection((address, port)) as stranger, suppress(OSError):
+                    stranger.sendall(junk)
+        (store,) = {port for pid, _, port in listeners(launcher.pid) if pid == launcher.pid}
+        assert forge(store, pickle.dumps(Payload(executed)))
+        steps, until = len(curve(tmp_path / "run")), time.monotonic() + 2
+        while len(curve(tmp_path / "run")) < steps + 5 or time.monotonic() < until:
+            assert launcher.poll() is None and not executed.exists()
+            time.sleep(0.02)
+        launcher.terminate()
+        _, errors = launcher.communicate(timeout=100)
+    assert launcher.returncode == 143 and "stopped by SIGTERM after step" in errors, errors
+    assert not executed.exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ["host", "fsdp"])
+def test_a_disturbed_run_trains_what_an_undisturbed_one_does(tmp_path: Path, engine: str) -> None:
+    sections: dict[str, Any] = {"launch": {"ranks": 2}, "shard": {"engine": engine}, "train": {"max_steps": 200}}
+    trained(write_config(tmp_path, "alone", **sections))
+    with training(write_config(tmp_path, "disturbed", **sections)) as (launcher, sockets):
+        (store,) = {port for pid, _, port in sockets if pid == launcher.pid}
+        forge(store, b"forged")
+        assert launcher.wait(timeout=200) == 0
+    assert curve(tmp_path / "disturbed") == curve(tmp_path / "alone")
+
+
+@pytest.mark.long
+def test_a_run_whose_nodes_come_and_go_listens_on_no_wildcard(tmp_path: Path) -> None:
+    config = write_config(tmp_path, launch={"ranks": 2, "nodes": "1:2"})
+    with training(config, "train.max_steps=100000") as (_, sockets):
+        assert sockets and not [each for each in sockets if each[1] in WILDCARDS]
+
+
+def test_values_that_this_run_has_not_signed_are_absent() -> None:
+    bare = HashStore()
+    store, twin = SignedStore(bare, "secret", "run"), SignedStore(bare, "secret", "run", "group/")
+    store.set("key", "value")
+    assert store.get("key") == b"value" and store.check(["key"]) and not store.is_forged("key")
+    copies = {"another key": bare.get("run/key"), "junk": b"value", "none": b"", "cut": bare.get("run/key")[:-1]}
+    for key, copy in copies.items():
+        bare.set(f"run/{key}", copy)
+        assert not store.check([key]) and store.is_forged(key), key
+        with pytest.raises(DistStoreError):
+            store.wait([key], timedelta(milliseconds=1))
+    SignedStore(bare, "another secret", "run").set("theirs", "value")
+    SignedStore(bare, "secret", "another run").set("earlier", "value")
+    bare.set("run/earlier", bare.get("another run/earlier"))
+    assert store.is_forged("theirs") and store.is_forged("earlier")
+    bare.set("run/group/late", b"forged")
+    threading.Timer(0.2, twin.set, ("late", "right")).start()
+    assert store.below("group").get("late") == b"right" == twin.multi_get(["late"])[0]
+    assert [store.add("counter", 2), store.add("counter", 1)] == [2, 3]
+
+
+def test_a_store_without_a_secret_is_the_persons() -> None:
+    bare: Store = HashStore()
+    signed(bare, {}, "ranks").set("key", "value")
+    assert bare.get("ranks/key") == b"value"
+    signed(bare, {SECRET: "word", "TORCHELASTIC_RUN_ID": "run"}, "ranks").set("key", "value")
+    assert bare.get("run/ranks/key").endswith(b"value") and bare.get("run/ranks/key") != b"value"
+
+
+def test_nodes_share_a_secret_that_only_their_owner_reads(tmp_path: Path) -> None:
+    secrets: list[str] = []
+    nodes = [threading.Thread(target=lambda: secrets.append(common_secret({}, tmp_path))) for _ in range(8)]
+    for each in nodes:
+        each.start()
+    for each in nodes:
+        each.join()
+    assert len(set(secrets)) == 1 and len(secrets[0]) == 64
+    assert stat.S_IMODE((tmp_path / SECRET_FILE).stat().st_mode) == 0o600
+    assert common_secret({SECRET: "word of the job"}, tmp_path) == "word of the job"
+    with pytest.raises(LaunchError, match=r"several nodes that share no run directory .* set .* ALIQUOT_SECRET"):
+        common_secret({}, None)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / SECRET_FILE).symlink_to(tmp_path / SECRET_FILE)
+    with pytest.raises(StorageError, match="cannot read the secret that all nodes share"):
+        common_secret({}, tmp_path / "other")
+
+
+@pytest.mark.parametrize(("key", "value"), [("missing", "pip install evil to go on"), ("1", "{evil")])
+def test_what_a_stranger_says_in_the_store_of_nodes_is_not_read(tmp_path: Path, key: str, value: str) -> None:
+    """Neither a text that all would print, nor an entry in the name of a node."""
+    port = free_port()
+    with started([node(0, 2, port, 200, tmp_path)]) as (first,):
+        while True:
+            with suppress(DistError):
+                stranger = TCPStore("127.0.0.1", int(port), None, False, timedelta(seconds=5), False)
+                break
+        while not (keys := [key for key in stranger.list_keys() if key.endswith("nodes/0")]):
+            time.sleep(0.02)
+        stranger.set(keys[0].removesuffix("0") + key, value)
+        with started([node(1, 2, port, 200, tmp_path)]) as (second,):
+            outputs = [process.communicate(timeout=240) for process in (first, second)]
+            assert [first.returncode, second.returncode] == [0, 0], outputs
+    assert outputs[0][0] == "[1, 1]\n" and "evil" not in str(outputs)
+
+
+@pytest.mark.long
+def test_nodes_that_share_no_secret_say_so(tmp_path: Path) -> None:
+    port = free_port()
+    nodes = [node(own, 2, port, 3, tmp_path) for own in range(2)]
+    nodes[1] = (nodes[1][0], environment(ALIQUOT_SECRET="another word"))
+    first, second = last_lines(nodes)
+    assert first.startswith("what has come from node 1 is not signed with the secret of this run (ALIQUOT_SECRET, or")
+    # Which of the two gives up first is not said.
+    assert second.startswith(("what has come from node 0 is not signed", "node 0 has ended before all")), second

@@ -1,0 +1,104 @@
+"""A run in which nobody does anything ends, and one in which somebody does goes on, with real processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from aliquot.distributed import idle_watchdog
+from tests.distributed.launcher import JOIN, run
+
+WATCHED = (
+    JOIN
+    + """
+import subprocess
+from aliquot.distributed.idle_watchdog import Stillness
+own = Path(sys.argv[1]) / f"still-rank-{ranks.rank}.txt"
+def waits_for_a_file_that_does_not_come():
+    time.sleep(600)
+def computes(seconds):
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        sum(range(200_000))
+        time.sleep(0.02)
+def has_it_computed(seconds):
+    code = f"import time; t = time.time() + {seconds}\\nwhile time.time() < t: sum(range(200_000)); time.sleep(0.02)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+def writes(seconds):
+    with open(own.with_name("written"), "wb", buffering=0) as file:
+        for _ in range(round(seconds / 0.04)):
+            file.write(bytes(4096))
+            os.fsync(file.fileno())
+            time.sleep(0.04)
+with Stillness(topology, ranks.store, 2.0, own, lambda: "loading weights"):
+"""
+)
+
+
+WAITS = """
+    try:
+        waits_for_a_file_that_does_not_come() if ranks.rank == 1 else ranks.barrier()
+    except Exception as error:  # rank 0 has lost the connection to rank 1, which has ended first
+        from aliquot.distributed.rank_errors import report_error
+        sys.exit(report_error(error))
+"""
+
+
+def test_a_run_in_which_nobody_does_anything_says_who_stands_where(tmp_path: Path) -> None:
+    body = WATCHED + WAITS
+    code, _, err = run(tmp_path, body, str(tmp_path))
+    assert code == 1
+    line = err.splitlines()[0]
+    assert "no rank has computed, read or written anything for 2 s (launch.step_timeout_s)" in line
+    assert "while loading weights; rank 1 stands still at rank.py:" in line
+    assert (
+        f"in waits_for_a_file_that_does_not_come, and the others wait for it; where every rank was: {tmp_path}" in line
+    )
+    assert line.endswith("/still-rank-*.txt [hung]")
+    assert "barrier" in (tmp_path / "still-rank-0.txt").read_text()
+
+
+def test_a_log_that_cannot_be_written_keeps_no_run_from_ending(tmp_path: Path) -> None:
+    """As on a file server that does not answer: to open a pipe that nobody reads waits, too."""
+    body = WATCHED.replace("with Stillness", "os.mkfifo(own)\nwith Stillness") + WAITS
+    code, _, err = run(tmp_path, body, str(tmp_path))
+    assert code == 1
+    assert "no rank has computed, read or written anything for 2 s (launch.step_timeout_s)" in err.splitlines()[0]
+
+
+def test_what_the_kernel_writes_for_one_who_waits_for_it_is_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    left, waits = iter([9, 7, 8, 7, 6, 5]), iter([True, True, False])
+    monkeypatch.setattr(idle_watchdog, "unwritten_bytes", lambda: next(left))
+    monkeypatch.setattr(idle_watchdog, "_waits_for_a_disk", lambda: next(waits))
+    monkeypatch.setattr(idle_watchdog, "_io", lambda process: (0, 0))
+    work = idle_watchdog._Work()  # which looks once
+    assert [work.since_last_look(1e6) for _ in range(4)] == [False, False, True, False]
+
+
+@pytest.mark.parametrize(
+    "work", ["has_it_computed", *(pytest.param(work, marks=pytest.mark.long) for work in ("computes", "writes"))]
+)
+def test_one_rank_that_does_something_is_enough(tmp_path: Path, work: str) -> None:
+    body = WATCHED + f"    {work}(4) if ranks.rank == 1 else None\n    ranks.barrier()\nprint('done')\n"
+    code, out, err = run(tmp_path, body, str(tmp_path))
+    assert (code, err) == (0, "") and "done" in out
+    assert not list(tmp_path.glob("still-rank-*"))
+
+
+def test_a_rank_that_was_stopped_has_not_stood_still(tmp_path: Path) -> None:
+    """As with a run that is stopped to let another one pass: the clock went on, but nobody has looked."""
+    body = """
+        import os, signal, subprocess, sys, time
+        from pathlib import Path
+        from aliquot.distributed.idle_watchdog import Stillness
+        from aliquot.distributed.topology import Topology
+        alone = Topology(0, 1, 0, 1, 0, 1, "cpu", 1, ())
+        with Stillness(alone, None, 2.0, Path(sys.argv[1]) / "still-rank-0.txt", lambda: "planning"):
+            time.sleep(0.5)
+            subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(0.5)
+    """
+    code, _, err = run(tmp_path, body, str(tmp_path))
+    assert (code, err) == (0, "")

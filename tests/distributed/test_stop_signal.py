@@ -1,0 +1,207 @@
+"""The first signal asks, the second one ends; after all is saved the first one does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from aliquot.core.errors import TrainingError
+from aliquot.distributed.stop_signal import StopSignal
+
+RANK = """
+import os, signal, sys, time
+from aliquot.distributed import stop_signal
+from aliquot.distributed.stop_signal import StopSignal
+stop_signal.SAME_S = 0.5
+signal.signal(signal.SIGINT, signal.SIG_IGN if sys.argv[2] == "background" else signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup, which ignores it
+with StopSignal(grace_s=float(sys.argv[1]), tells=True, kept=lambda: "losing 3 steps") as stop:
+    stop.nothing_to_save = {"saved": "after the last step, which is saved"}.get(sys.argv[2])
+    print("ready", flush=True)
+    while not stop.requested:
+        time.sleep(0.01)
+    print(stop.requested, flush=True)
+    while sys.argv[2] != "obeys":
+        time.sleep(0.01)
+print("over", flush=True)
+if stop.requested:  # the same one, told once more while the process says what was saved, and one that is not the same
+    time.sleep(0.2)
+    signal.raise_signal(signal.SIGTERM)
+    time.sleep(0.4)
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+given_back = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+assert given_back == [signal.SIG_DFL, signal.default_int_handler]
+"""
+
+BEFORE_ITS_FIRST_STEP = RANK.replace("stop.nothing_to_save =", "_ =")
+
+
+@contextlib.contextmanager
+def started(grace_s: float, how: str, program: str = RANK) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-uc", program, str(grace_s), how]
+    with subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            yield process
+        finally:
+            process.kill()  # one that has not obeyed
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_asks_and_the_second_ends(number: signal.Signals) -> None:
+    with started(60, "hangs") as process:
+        process.send_signal(number)
+        assert process.stdout is not None and process.stdout.readline() == f"{int(number)}\n"
+        process.send_signal(number)  # the same one, told by another: a launcher, whose whole control group is stopped
+        time.sleep(0.6)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == 128 + signal.SIGINT
+    assert errors.splitlines() == [
+        f"aliquot: {number.name}: it saves and stops once all ranks have finished the step; once more ends the run at"
+        " once, losing 3 steps",
+        "aliquot: SIGINT, told to stop again: ended, losing 3 steps",
+    ]
+
+
+def test_who_only_copies_what_is_saved_when_the_time_is_over_has_saved_it() -> None:
+    saved = '    stop.saved = "after step 5, which is saved"\n'
+    program = RANK.replace("    print(stop.requested", f"{saved}    print(stop.requested")
+    with started(0.3, "hangs", program) as process:
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == 143
+    assert "stopped by SIGTERM after step 5, which is saved" in errors and "not saved" not in errors
+
+
+def test_who_only_copies_what_is_saved_loses_nothing_when_told_again() -> None:
+    saved = '    stop.saved = "after step 5, which is saved"\n'
+    with started(60, "hangs", RANK.replace("    print(stop.requested", f"{saved}    print(stop.requested")) as process:
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout is not None and process.stdout.readline() == f"{int(signal.SIGTERM)}\n"
+        time.sleep(0.6)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert errors.splitlines()[1] == "aliquot: SIGINT, told to stop again: ended after step 5, which is saved"
+
+
+def test_a_run_directory_that_does_not_answer_keeps_no_signal_from_being_obeyed() -> None:
+    program = RANK.replace('kept=lambda: "losing 3 steps"', "kept=lambda: time.sleep(600)")
+    with started(4, "hangs", program) as process:
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == 1 and "not saved within checkpoint.grace_s = 4 s" in errors
+    assert (
+        "it saves and stops once all ranks have finished the step; once more ends the run at once, and what is lost"
+        in errors
+    )
+
+
+def test_a_node_and_the_leader_may_both_tell_a_rank_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALIQUOT_ROUND", "1")
+    with started(1, "hangs") as process:
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout is not None and process.stdout.readline() == f"{int(signal.SIGTERM)}\n"
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == 1 and "not saved within checkpoint.grace_s = 1 s" in errors  # it lived until then
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_rank_that_obeys_has_its_signals_back(number: signal.Signals) -> None:
+    with started(60, "obeys") as process:
+        process.send_signal(number)
+        output, errors = process.communicate(timeout=20)
+    assert process.returncode == 0 and "Assertion" not in errors
+    assert output.splitlines() == [str(int(number)), "over", "interrupted"]
+
+
+def test_nobody_reads_what_it_says() -> None:
+    with started(0.5, "hangs") as process:
+        assert process.stderr is not None
+        with contextlib.suppress(BlockingIOError):  # fill the pipe
+            descriptor = os.open(f"/proc/self/fd/{process.stderr.fileno()}", os.O_WRONLY | os.O_NONBLOCK)
+            while True:
+                os.write(descriptor, bytes(1 << 16))
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout is not None and process.stdout.readline() == f"{int(signal.SIGTERM)}\n"
+        assert process.wait(timeout=20) == 1, "after its grace"
+        os.close(descriptor)
+
+
+def test_a_thread_has_no_signals() -> None:
+    raised: list[Exception] = []
+
+    def inside() -> None:
+        try:
+            StopSignal(1, True, lambda: "")
+        except TrainingError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=inside)
+    thread.start()
+    thread.join()
+    assert "main thread" in str(raised[0])
+
+
+def test_ctrl_c_is_not_meant_for_what_runs_in_the_background() -> None:
+    with started(60, "background") as process:
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout is not None and process.stdout.readline() == f"{int(signal.SIGTERM)}\n"
+        process.kill()
+
+
+def test_before_the_first_step_there_is_nothing_to_wait_for() -> None:
+    with started(60, "hangs", BEFORE_ITS_FIRST_STEP) as process:
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == 143 and "before the first step was done: nothing is lost" in errors
+
+
+def test_a_main_thread_that_cannot_hear_it_ends_all_the_same() -> None:
+    """As while a library trains a tokenizer. Other nodes are told, too."""
+    never = "import ctypes; lock = ctypes.CDLL(None).pthread_mutex_lock; mutex = bytes(64); lock(mutex); lock(mutex)"
+    program = BEFORE_ITS_FIRST_STEP.replace("as stop", ", ending=print) as stop")
+    program = program.replace('"losing 3 steps")', '"losing 3 steps"').replace("time.sleep(0.01)", never, 1)
+    with started(60, "hangs", program) as process:
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=20)
+    assert process.returncode == 130 and "stopped by SIGINT before the first step was done" in errors
+    assert output == "stopped by SIGINT\n"
+
+
+def test_what_is_not_saved_in_time_is_said() -> None:
+    with started(0.1, "hangs") as process:
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == 1 and "not saved within checkpoint.grace_s = 0.1 s of SIGINT" in errors
+
+
+def test_when_all_is_saved_a_report_may_take_its_time() -> None:
+    """Or dashboards that do not answer: the run has done what it was asked for."""
+    program = RANK.replace("    while sys.argv[2] !=", "    stop.obeyed()\n    time.sleep(1)\n    while sys.argv[2] !=")
+    with started(0.5, "obeys", program) as process:
+        process.send_signal(signal.SIGTERM)
+        output, errors = process.communicate(timeout=20)
+    assert output == f"{int(signal.SIGTERM)}\nover\n" and "not saved" not in errors
+
+
+def test_after_the_last_save_a_signal_ends_at_once() -> None:
+    with started(60, "saved") as process:
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == 143 and "after the last step, which is saved [terminated]" in errors

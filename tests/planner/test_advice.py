@@ -1,0 +1,82 @@
+"""What is advised beside a bottleneck can be pasted after the config, and gives what was promised."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from aliquot.config.read_config import read_config
+from aliquot.config.workload import Workload
+from aliquot.planner import fit
+from aliquot.planner.advice import _fewer_ranks, _planned, with_advice
+from aliquot.planner.planned_machine import Machine
+from aliquot.planner.planned_model import PlannedModel
+from aliquot.planner.planner import Planner
+from tests.planner.shapes import LLAMA, planned_config
+
+SLOW = Machine.of_numbers(64, 16, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("train", "ranks", "settings"),
+    [
+        ({"global_batch_size": 4}, "auto", {"train.global_batch_size", "launch.ranks"}),
+        (
+            {"global_batch_size": 16, "gradient_accumulation_steps": 2},
+            2,
+            {"train.global_batch_size", "train.per_device_train_batch_size", "train.gradient_accumulation_steps"},
+        ),
+        (
+            {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
+            2,
+            {"train.global_batch_size", "train.gradient_accumulation_steps"},
+        ),
+        ({"global_batch_tokens": 2048}, 2, {"train.global_batch_size", "train.global_batch_tokens"}),
+        (
+            {"global_batch_size": 4, "per_device_train_batch_size": 8},
+            1,
+            {"train.global_batch_size", "train.per_device_train_batch_size"},
+        ),
+    ],
+    ids=lambda value: None if isinstance(value, set) else str(value),
+)
+def test_a_larger_batch_that_is_advised_can_be_pasted(
+    tmp_path: Path, train: dict[str, int], ranks: int | str, settings: set[str]
+) -> None:
+    file, sections = tmp_path / "run.yaml", {"model": {"config": LLAMA}, "data": {"path": "stdlib"}}
+    sections["data"] |= {"sequence_length": 512}
+    launch: dict[str, Any] = {"device": "cpu", "ranks": ranks}
+    file.write_text(yaml.safe_dump({**sections, "train": {"max_steps": 10, **train}, "launch": launch}))
+    config = read_config(file)
+    planner, layout, workload = Planner(PlannedModel(config), SLOW), SLOW.layout(config, 2), Workload.assumed(config)
+    now = planner.plan(config, layout, workload, approximate=True)
+    told = with_advice(now, planner, config, layout, workload).bottleneck
+    found = re.search(r"a global batch of \d+ sequences \((.+)\) would be ([\d.]+)x", told)
+    assert found, told
+    lines = found[1].split()
+    assert {line.partition("=")[0] for line in lines} == settings
+    pasted = read_config(file, lines)
+    then = planner.plan(pasted, SLOW.layout(pasted, 2), workload, approximate=True)
+    assert f"{then.tokens_per_s / now.tokens_per_s:.1f}" == found[2]
+
+
+def test_fewer_ranks_are_advised_where_engine_host_does_not_fit_with_so_many() -> None:
+    config = planned_config(LLAMA, launch={"ranks": "auto", "threads_per_rank": None})
+    planner, workload = Planner(PlannedModel(config), SLOW), Workload.assumed(config)
+    layout = SLOW.layout(config, 2)
+    of_one, of_all = (
+        planner.plan(config, SLOW.layout(config, 2, ranks), workload, approximate=True)
+        for ranks in (1, layout.ranks_per_node)
+    )
+    needed = [each.peak_bytes_per_rank * each.ranks_per_node + each.beside_bytes for each in (of_one, of_all)]
+    assert of_one.engine == of_all.engine == "host" and needed[0] < needed[1]
+    less = replace(SLOW, memory_bytes=sum(needed) // 2)
+    planner = Planner(PlannedModel(config), less)
+    assert fit.problems(planner.plan(config, layout, workload), less)
+    helps = {words: made for words, made in _planned(_fewer_ranks(planner, config, layout), planner, layout, workload)}
+    assert helps["launch.ranks=1"].engine == "host" and helps["launch.ranks=1"].fits

@@ -1,0 +1,165 @@
+"""The command, and training that plans first."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from aliquot.cli.main import app
+from aliquot.cli.one_line_errors import one_line_errors
+from aliquot.core.errors import UserError
+from aliquot.machine.cpu import read_cpu
+from aliquot.planner import calibrate
+from aliquot.planner.profiles import keep_quick
+from tests.runs import command, refused, trained, write_config
+
+KEYS = {
+    "fits", "peak_bytes_per_rank", "limit_bytes", "phases", "wire_bytes_per_step", "step_s", "tokens_per_s",
+    "bottleneck", "cost_usd", "engine",
+}  # fmt: skip
+
+
+def test_json_has_the_fixed_keys(tmp_path: Path) -> None:
+    result = command(
+        "plan", write_config(tmp_path), "--instance", "c7i.4xlarge", "--nodes", "2", "--ranks-per-node", "2", "--json",
+        "--picture", tmp_path / "memory.svg",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    told = json.loads(result.stdout)
+    assert set(told) >= KEYS and told["fits"] is True and told["nodes"] == 2
+    assert (tmp_path / "memory.svg").read_text().startswith("<svg")
+    assert not (tmp_path / "run").exists()  # planning leaves nothing behind
+
+
+def test_a_plan_that_does_not_fit_exits_1_and_says_what_would(tmp_path: Path) -> None:
+    result = command("plan", write_config(tmp_path), "--memory", "0.3", "--cores", "4")
+    assert result.returncode == 1
+    assert "does not fit" in result.stdout and "Nothing that was tried fits" in result.stdout
+
+
+def test_errors_are_one_line(tmp_path: Path) -> None:
+    result = command("plan", write_config(tmp_path), "--instance", "c7i.8xlrge")
+    assert result.returncode == 2 and "c7i.8xlarge" in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def plan_in_this_process(*arguments: str | Path) -> Result:
+    """Starting a process takes seconds."""
+    return CliRunner().invoke(app, ["plan", *map(str, arguments)])
+
+
+@pytest.mark.parametrize("option", ["--memory", "--network"])
+@pytest.mark.parametrize("value", ["0", "-10", "nan", "inf", "1e300"])
+def test_numbers_that_no_machine_has_are_refused(tmp_path: Path, option: str, value: str) -> None:
+    machine = {"--memory": "8", "--cores": "4", "--network": "10", option: value}
+    told = plan_in_this_process(write_config(tmp_path), *(word for pair in machine.items() for word in pair))
+    assert told.exit_code == 2 and option in told.stderr.splitlines()[-1], told.output
+
+
+def test_a_picture_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    arguments = (write_config(tmp_path), "--memory", "8", "--cores", "4", "--picture")
+    for picture, why in (
+        (tmp_path / "no/x.svg", "No such file or directory"),
+        ("/dev/full", "No space left on device"),
+    ):
+        told = plan_in_this_process(*arguments, picture)
+        *progress, error = told.stderr.splitlines()  # a line where a plan takes longer than a second
+        assert (told.exit_code, error) == (2, f"aliquot: {picture}: cannot write: {why} [disk]") and len(progress) < 2
+    told = plan_in_this_process(*arguments, "/dev/full", "--debug")
+    assert isinstance(told.exception, UserError) and isinstance(told.exception.__cause__, OSError)
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ALIQUOT_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(calibrate, "_together", lambda count, threads: pytest.fail("measured for half a minute first"))
+    told = plan_in_this_process("--calibrate")
+    assert (told.exit_code, told.stderr) == (2, f"aliquot: {tmp_path}/file/machines: Not a directory [disk]\n")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a full disk of its own needs root")
+def test_a_full_disk_holds_nothing_of_a_profile_that_did_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(tmp_path)], check=True)
+    try:
+        (tmp_path / "full").write_bytes(bytes(16384))
+        monkeypatch.setenv("ALIQUOT_CACHE", str(tmp_path))
+        with pytest.raises(OSError, match="No space left on device"):
+            keep_quick(read_cpu(), 1, 1, {"products": {}})
+        assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["full"]
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), ConnectionRefusedError(111, "refused")])
+def test_what_is_about_no_file_is_not_called_so(error: OSError) -> None:
+    with pytest.raises(type(error)), one_line_errors(debug=False):
+        raise error
+
+
+def test_ctrl_c_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit) as ended, one_line_errors(debug=False):
+        raise KeyboardInterrupt
+    assert ended.value.exit_code == 130 and capsys.readouterr().err == "aliquot: stopped by SIGINT\n"
+
+
+def test_training_ends_with_plan_and_measurement_side_by_side(tmp_path: Path) -> None:
+    output = trained(write_config(tmp_path, launch={"ranks": 2}))
+    assert "plan" in output and "err. %" in output and "planned were" in output
+    ledger = json.loads((tmp_path / "run" / "ledger.json").read_text())
+    assert ledger["plan"]["engine"] == "host"
+    planned = {row["phase"]: row["planned_bytes"] for row in ledger["rows"]}
+    assert planned == ledger["plan"]["peak_bytes"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ["host", "fsdp"])
+def test_memory_is_foreseen(tmp_path: Path, engine: str) -> None:
+    """Of a model that takes as much as the process itself: 8 % of all is 16 % of what it adds."""
+    file = write_config(tmp_path, launch={"ranks": 2}, shard={"engine": engine})
+    model = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6, "vocab_size": 16384}
+    changes = [f"model.config.{key}={value}" for key, value in model.items()]
+    changes += ["train.precision=bf16", "train.max_steps=3", "train.global_batch_size=4"]
+    trained(file, *changes, cold=True)  # a warm process holds what the server has imported
+    ledger = json.loads((tmp_path / "run" / "ledger.json").read_text())
+    measured = max(row["peak_bytes"] for row in ledger["rows"])
+    assert max(ledger["plan"]["peak_bytes"].values()) == pytest.approx(measured, rel=0.08)
+
+
+def test_a_run_that_cannot_fit_is_refused_before_it_allocates(tmp_path: Path) -> None:
+    """A hundred billion parameters fit no machine that runs tests. With --force it would start."""
+    line = refused(
+        write_config(tmp_path, launch={"ranks": 2}),
+        "model.config.hidden_size=32768",
+        "model.config.intermediate_size=131072",
+        "model.config.num_hidden_layers=8",
+    )
+    assert "would not fit" in line and "--force" in line
+    assert not (tmp_path / "run" / "ledger.json").exists()
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_planning_imports_no_distributed_engine() -> None:
+    """A laptop plans: of engines only what says what they hold is loaded, and torch only for a model not known yet."""
+    code = "import sys, aliquot.planner.planner; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    heavy = (
+        "deepspeed",
+        "datasets",
+        "torch",
+        "transformers",
+        "numpy",
+        "aliquot.data",
+        "aliquot.distributed.rendezvous",
+        "aliquot.distributed.collectives.peers",
+    )
+    assert not [name for name in loaded if name.startswith(heavy)]
+    of_engines = {name.rpartition(".")[2] for name in loaded if name.startswith("aliquot.engines.")}
+    assert {name for name in of_engines if not name.endswith("_memory")} == {"host", "fsdp", "deepspeed"}

@@ -1,0 +1,155 @@
+"""Plans for GPUs, made without one: a GPU's memory and the machine's, each against its own limit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from aliquot.catalogue.instances import instances
+from aliquot.config.unsharded import SHARDED, Unsharded
+from aliquot.distributed.rank_layout import RankLayout
+from aliquot.observe.ledger import PHASES
+from aliquot.planner import fit, planned_model
+from aliquot.planner.disk_placement import MARGIN
+from aliquot.planner.engine_memory import CONTEXT_BYTES, CUDA_HOST_BYTES, NCCL_BYTES
+from aliquot.planner.plan import Plan
+from aliquot.planner.planned_machine import Machine
+from aliquot.planner.planner import plan
+from aliquot.planner.rates import estimated, known_gpu
+from aliquot.planner.report import summary
+from tests.engines.cases import DEEPSEEK, SMALL
+from tests.planner.shapes import LLAMA, planned_config
+
+MACHINE = Machine.of_instance("g6e.12xlarge")  # four GPUs
+
+
+def planned(ranks: int = 1, **sections: dict[str, object]) -> Plan:
+    config = planned_config(LLAMA, launch={"device": "cuda", "ranks": ranks}, **sections)
+    return plan(config, MACHINE, 1, ranks)
+
+
+def of(found: Plan, phase: str, host: bool = False) -> dict[str, int]:
+    phases = found.host_phases if host else found.phases
+    return dict(next(each for each in phases if each.name == phase).private_bytes)
+
+
+def test_phases_are_those_of_the_ledger_and_of_one_memory() -> None:
+    alone, together = planned(1), planned(4)
+    for phases in (alone.phases, alone.host_phases):
+        assert [phase.name for phase in phases] == [name for name in PHASES if not name.startswith("after ")]
+    assert of(alone, "process start") == {"process": CONTEXT_BYTES}
+    assert of(together, "process start") == {"process": CONTEXT_BYTES + NCCL_BYTES}
+    weights = 4 * alone.parameters
+    assert of(alone, "steady peak")["weights"] == weights and "weights" not in of(alone, "steady peak", host=True)
+    assert of(alone, "process start", host=True)["process"] > CUDA_HOST_BYTES
+    assert alone.fits and alone.host_peak_bytes_per_rank < alone.host_limit_bytes
+
+
+def test_latent_attention_is_planned_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its values are narrower than its queries and keys."""
+    warned: list[object] = []
+    monkeypatch.setattr(planned_model._log, "warning", lambda *told: warned.append(told))
+    narrower = {**SMALL, **DEEPSEEK, "max_position_embeddings": 256, "v_head_dim": 4}
+    config = planned_config(narrower, launch={"device": "cuda", "ranks": 1})
+    assert plan(config, MACHINE, 1, 1).fits
+    assert warned == []
+
+
+def test_prices_of_spot_are_of_types_that_are_sold_so() -> None:
+    shown = {}
+    for name in ("hpc7g.16xlarge", "c7g.16xlarge"):
+        made = plan(planned_config(LLAMA), Machine.of_instance(name), 1, 2)
+        console = Console(file=StringIO(), width=200)
+        console.print(summary(made, [], name, ""))
+        shown[name] = console.file.getvalue()  # type: ignore[attr-defined]
+    assert " on spot" in shown["c7g.16xlarge"] and "USD on demand" in shown["hpc7g.16xlarge"]
+    assert " on spot" not in shown["hpc7g.16xlarge"]
+
+
+def test_offload_moves_states_to_the_machine_whose_limit_then_counts() -> None:
+    train = {"global_batch_size": 2}  # of one micro-batch
+    resident, offloaded = planned(train=train), planned(train=train, shard={"offload": "cpu"})
+    moved = ("weights", "gradients", "moments")
+    for name in moved:
+        assert of(offloaded, "steady peak", host=True)[name] == of(resident, "steady peak")[name] > 0
+        assert of(offloaded, "steady peak")[name] == 0
+    short = replace(offloaded, host_limit_bytes_per_node=offloaded.host_peak_bytes_per_rank * 9 // 10)
+    assert not short.fits and fit.hopeless(short)
+    (told,) = fit.problems(short, MACHINE)
+    assert "of the machine's memory beside its GPU's" in told and "\n" not in told
+
+
+def test_sums_of_whole_gradients_stay_on_the_gpu_that_makes_them() -> None:
+    """FSDP2 adds micro-batches up where they are computed; a rank's own part alone goes to the machine."""
+    train = {"global_batch_size": 64, "per_device_train_batch_size": 2}
+    resident, offloaded = planned(4, train=train), planned(4, train=train, shard={"offload": "cpu"})
+    assert resident.unsharded.gradients and offloaded.unsharded.gradients
+    sums = of(resident, "steady peak")["gradients"]
+    assert of(offloaded, "steady peak")["gradients"] == sums
+    own = of(offloaded, "steady peak", host=True)["gradients"]
+    assert 0 < own <= 1.01 * sums / (offloaded.nodes * offloaded.ranks_per_node)
+
+
+def test_offload_costs_time() -> None:
+    """Weights twice and gradients once over PCIe with each micro-batch, if the GPU cannot keep them within the step."""
+    train = {"global_batch_size": 16, "per_device_train_batch_size": 2}
+    resident, offloaded = planned(train=train), planned(train=train, shard={"offload": "cpu"})
+    kept = offloaded.unsharded
+    copies = (1 if kept.weights else 16) + (1 if kept.gradients else 8)
+    assert offloaded.step_s - resident.step_s > copies * 4 * resident.parameters / 8e9
+
+
+def test_every_gpu_of_the_catalogue_has_its_data_sheet() -> None:
+    names = {each.gpu_name for each in instances() if each.gpus}
+    assert {name: known_gpu(name) for name in names if known_gpu(name) is None} == {}
+    assert known_gpu("NVIDIA RTX PRO 6000 Blackwell Server Edition") == "rtxpro6000"
+    assert known_gpu("NVIDIA H100 80GB HBM3") == "h100" and known_gpu("NVIDIA GeForce RTX 4090") is None
+
+
+def test_a_gpu_that_nobody_knows_is_said_to_be_one() -> None:
+    layout = RankLayout(1, 1, 1, "cuda")
+    found = estimated(replace(MACHINE, gpu_name="NVIDIA GeForce RTX 4090"), layout)
+    assert "RTX 4090's is not known" in found.source and found.off_by == 10
+
+
+def test_gpus_without_bf16_compute_as_fast_as_in_fp32() -> None:
+    for name, as_fast in (("v100", True), ("t4", True), ("a100", False)):
+        found = estimated(replace(MACHINE, gpu_name=name), RankLayout(1, 1, 1, "cuda"))
+        assert (found.bf16_flops == found.fp32_flops) == as_fast == ("has no bf16" in found.source)
+
+
+def test_what_an_h200_reached_is_not_expected_of_slower_cards_of_that_name() -> None:
+    for name, said in (("H100", True), ("NVIDIA H200", True), ("NVIDIA H100 PCIe", False), ("NVIDIA H100 NVL", False)):
+        found = estimated(replace(MACHINE, gpu_name=name), RankLayout(1, 1, 1, "cuda"))
+        assert (found.bf16_flops > 0.7 * 989e12) == said == ("as one H200 reached" in found.source), name
+
+
+def test_the_plan_shows_both() -> None:
+    console = Console(file=StringIO(), width=120)
+    console.print(summary(planned(), [], "some", "assumed"))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "of GPU memory of a rank" in text and "of the machine's memory of a rank" in text
+    assert "of GPU memory a rank" in text
+
+
+def test_more_is_kept_whole_the_more_memory_there_is() -> None:
+    model = {**LLAMA, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12}
+
+    def made(memory_bytes: int, sequences: int = 16) -> Plan:
+        train = {"per_device_train_batch_size": 1, "global_batch_size": sequences}
+        config = planned_config(model, launch={"device": "cuda", "ranks": 4}, train=train)
+        return plan(config, replace(MACHINE, gpu_memory_bytes=memory_bytes), 1, 4)
+
+    ample = found = made(1 << 36)
+    assert ample.unsharded == Unsharded(weights=True, gradients=True)
+    assert made(1 << 36, sequences=4).unsharded == Unsharded(weights=True)  # reduced once anyway
+    for expected in (Unsharded(weights=True), SHARDED):
+        less = made(int((found.peak_bytes_per_rank - 1) / (1 - MARGIN)))  # with room for what plans are off by
+        assert less.unsharded == expected and less.fits
+        assert less.peak_bytes_per_rank < found.peak_bytes_per_rank
+        assert less.local_bytes_per_step > found.local_bytes_per_step
+        found = less
+    assert plan(planned_config(LLAMA, shard={"engine": "fsdp"}), MACHINE, 1, 2).unsharded == SHARDED  # on CPUs

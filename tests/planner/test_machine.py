@@ -1,0 +1,34 @@
+"""What a machine gives a run."""
+
+from __future__ import annotations
+
+import pytest
+
+from aliquot.core.errors import DeviceError
+from aliquot.planner.planned_machine import Machine
+from aliquot.planner.planner import plan
+from tests.planner.shapes import LLAMA, planned_config
+
+
+def test_a_rank_has_one_gpu_however_many_there_are() -> None:
+    machine = Machine.of_instance("g6e.12xlarge")
+    assert machine.gpus == 4
+    config = planned_config(LLAMA, launch={"device": "cuda"})
+    for ranks in (1, 4):
+        assert plan(config, machine, 1, ranks).limit_bytes == machine.gpu_memory_bytes
+    with pytest.raises(DeviceError, match="8 ranks a node need a GPU each"):
+        plan(config, machine, 1, 8)
+
+
+def test_sockets() -> None:
+    two = ("m5.24xlarge", "c6i.32xlarge", "c7i.48xlarge", "c6a.48xlarge", "m7a.48xlarge")
+    nodes = dict.fromkeys(two, 2) | {"c8g.24xlarge": 1}
+    assert {name: Machine.of_instance(name).numa_nodes for name in nodes} == nodes
+
+
+def test_processors_have_the_instructions_that_they_were_made_with() -> None:
+    """Haswell and Broadwell have no AVX-512, Ivy Bridge no AVX2."""
+    first = {
+        name: Machine.of_instance(name).isa[0] for name in ("c3.8xlarge", "c4.8xlarge", "c5.9xlarge", "c7i.8xlarge")
+    }
+    assert list(first.values()) == ["avx", "avx2", "avx512f", "amx_bf16"]

@@ -1,0 +1,241 @@
+"""Offers over the catalogue: sorted, whole in tokens, restarts counted, nothing that another beats in everything."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from aliquot.catalogue.instances import instance, instances
+from aliquot.cli.instances_command import _gbit
+from aliquot.cli.main import app
+from aliquot.config.batch_size import BatchSize, batch_size
+from aliquot.config.money import dollars
+from aliquot.config.read_config import read_config
+from aliquot.config.workload import Workload
+from aliquot.planner.offers import Offer, Spot, _restart_s, offers, undominated
+from aliquot.planner.offers_picture import svg, unbeaten
+from tests.conftest import REPOSITORY
+
+CONFIG = REPOSITORY / "examples" / "llama3-8b-cpu.yaml"
+SETTINGS = read_config(CONFIG)
+TOKENS = 10**8
+SPOT = Spot(price=0.4, lost_a_month=0.2)
+
+
+@pytest.fixture(scope="module")
+def found() -> list[Offer]:
+    return offers(SETTINGS, Workload.assumed(SETTINGS), TOKENS, "cost", SPOT, [32], [1, 2], [1, 2], "c7i.24xlarge")
+
+
+def test_sorted_and_whole(found: list[Offer]) -> None:
+    assert {(each.plan.nodes, each.capacity) for each in found} == {
+        (nodes, capacity) for nodes in (1, 2) for capacity in ("spot", "on-demand")
+    }
+    costs = [each.usd for each in found]
+    assert costs == sorted(costs)
+    for each in found:
+        assert TOKENS <= each.plan.steps * each.plan.tokens_per_step < TOKENS + each.plan.tokens_per_step
+        assert each.plan.tokens_per_step == each.global_batch * 512 and each.plan.fits
+    assert found[0].capacity == "spot"
+
+
+def test_a_spot_node_is_cheaper_and_later(found: list[Offer]) -> None:
+    by = {(each.plan.nodes, each.capacity): each for each in found}
+    spot, sure = by[2, "spot"], by[2, "on-demand"]
+    assert (sure.restarts, sure.total_s) == (0.0, sure.plan.total_s)
+    assert spot.restarts == pytest.approx(0.2 * 2 * spot.total_s / (30 * 86400))
+    lost_s = spot.total_s - spot.plan.total_s
+    assert 300 * spot.restarts < lost_s  # a new node, and the checkpoint is read
+    assert spot.usd == pytest.approx(0.4 * spot.plan.usd_per_hour * spot.total_s / 3600)
+
+
+def test_what_a_lost_node_costs_where_the_notice_is_too_short(found: list[Offer]) -> None:
+    """The step is finished first, then saved; without saves all since the start is lost."""
+    plan = replace(found[0].plan, steps=1000, step_s=10.0, save_s=30.0, checkpoint_bytes=0)
+
+    def lost_s(every: int, step_s: float = 10.0) -> float:
+        saving = SETTINGS.checkpoint.model_copy(update={"every": every, "grace_s": 90.0})
+        one = replace(plan, step_s=step_s)
+        return _restart_s(SETTINGS.model_copy(update={"checkpoint": saving}), one) - _restart_s(
+            SETTINGS.model_copy(update={"checkpoint": saving}), plan
+        )
+
+    assert lost_s(100) == 0
+    assert lost_s(100, step_s=80.0) == pytest.approx(50 * 80.0)
+    assert lost_s(0, step_s=80.0) == pytest.approx(500 * 80.0)
+
+
+def test_without_a_batch_of_its_own_a_run_has_what_its_ranks_make() -> None:
+    train = SETTINGS.train.model_copy(update={"global_batch_size": None, "gradient_accumulation_steps": 2})
+    config = SETTINGS.model_copy(update={"train": train})
+    made = offers(config, Workload.assumed(config), TOKENS, "cost", SPOT, [], [1, 2], [1, 2], "c7i.24xlarge")
+    each = train.per_device_train_batch_size * 2
+    assert {offer.global_batch for offer in made} <= {each * ranks for ranks in (1, 2, 4)} and made
+
+
+def test_the_lines_give_what_was_offered(found: list[Offer]) -> None:
+    for each in found:
+        pasted = read_config(CONFIG, each.lines.split())
+        assert pasted.cluster is not None and pasted.cluster.instance_types == [each.plan.instance]
+        assert (pasted.cluster.nodes, pasted.cluster.ranks_per_node) == (each.plan.nodes, each.plan.ranks_per_node)
+        world = each.plan.nodes * each.plan.ranks_per_node
+        assert batch_size(pasted.train, world) == BatchSize(each.global_batch, each.micro_batch)
+        assert pasted.train.max_steps == each.plan.steps
+
+
+@pytest.mark.parametrize(
+    ("more", "nodes", "ranks"),
+    [([], 4, 2), (["--nodes", "2"], 2, 2), (["launch.nodes=3", "launch.ranks=8"], 3, 8)],
+    ids=str,
+)
+def test_a_type_is_planned_on_the_nodes_of_the_cluster(more: list[str], nodes: int, ranks: int) -> None:
+    told = json.loads(
+        CliRunner().invoke(app, ["plan", str(CONFIG), "--instance", "c7i.24xlarge", "--json", *more]).stdout
+    )
+    assert (told["nodes"], told["ranks_per_node"]) == (nodes, ranks)
+
+
+def test_time_is_money(found: list[Offer]) -> None:
+    fast = offers(SETTINGS, Workload.assumed(SETTINGS), TOKENS, "time", SPOT, [32], [1, 2], [1, 2], "c7i.24xlarge")
+    assert fast[0].plan.nodes == 2
+    assert fast[0].total_s <= min(each.total_s for each in found)
+    line = unbeaten([*found, *fast])
+    assert [each.usd for each in line] == sorted((each.usd for each in line), reverse=True)
+    picture = svg(found, "a <title>")
+    assert picture.count("<circle") == len(found) and "a &lt;title&gt;" in picture
+
+
+def test_undominated() -> None:
+    types = [each for each in instances() if each.usd_per_hour is not None and not each.gpus]
+    kept = {each.name for each in undominated(types)}
+    assert {"c7i.24xlarge", "r7i.24xlarge"} <= kept and len(kept) < len(types)
+    assert "c7i.metal-24xl" not in kept or instance("c7i.metal-24xl").clock_mhz > instance("c7i.24xlarge").clock_mhz
+
+
+def test_the_lines_replace_a_batch_in_tokens() -> None:
+    own = ["train.gradient_accumulation_steps=null", "train.global_batch_tokens=8192"]
+    config = read_config(CONFIG, own)
+    found = offers(config, Workload.assumed(config), TOKENS, "cost", SPOT, [32], [1], [2], "c7i.24xlarge")
+    pasted = read_config(CONFIG, [*own, *found[0].lines.split()])
+    assert batch_size(pasted.train, 2) == BatchSize(32, found[0].micro_batch)
+
+
+def test_types_that_share_their_cpus_do_not_fit_and_are_named() -> None:
+    arguments = ["instances", "t3.2xlarge,m7i-flex.8xlarge,c7i.48xlarge", "--fits", str(CONFIG)]
+    of_four = "USD/h is of one node, tokens/s and USD/1B tokens are of 4 nodes (--nodes)"
+    of_one = "USD/h, tokens/s and USD/1B tokens are of one node (--nodes)"
+    for more, told in (([], of_four), (["--nodes", "1"], of_one)):
+        lines = CliRunner().invoke(app, [*arguments, *more]).stdout.splitlines()
+        assert [line.split()[0] for line in lines if "large" in line] == ["c7i.48xlarge"], lines
+        assert any(line.startswith("left out: 2 types, which share their CPUs (t3, -flex)") for line in lines)
+        assert told in lines
+    none = CliRunner().invoke(app, ["instances", "t3.2xlarge", "--fits", str(CONFIG)])
+    assert none.exit_code == 2 and "share their CPUs" in none.stderr
+
+
+def test_amounts_say_something_however_small() -> None:
+    amounts = {7728.4: "7,728", 999.994: "999.99", 18.316: "18.32", 0.4: "0.40", 0.0342: "0.034", 0.0: "0.00"}
+    assert [dollars(amount) for amount in amounts] == list(amounts.values())
+    assert [_gbit(gbit * 1e9 / 8) for gbit in (0.064, 12.5, 3200)] == ["0.064", "12.5", "3,200"]
+
+
+@pytest.mark.parametrize(
+    ("type_", "device", "told"),
+    [
+        ("c7i.24xlrge", "auto", "is not in the catalogue"),
+        ("p5.48xlarge", "cpu", "p5.48xlarge has GPUs, but launch.device is cpu"),
+        ("c7i.24xlarge", "cuda", "c7i.24xlarge has no GPUs, but launch.device is cuda"),
+        ("hpc7a.96xlarge", "auto", "hpc7a.96xlarge has no price in"),
+    ],
+)
+def test_a_type_that_cannot_be_offered_is_told_why(type_: str, device: str, told: str) -> None:
+    more = [f"launch.device={device}", "--tokens", "1B", "--instance", type_]
+    result = CliRunner().invoke(app, ["plan", str(CONFIG), *more])
+    assert result.exit_code == 2 and told in result.stderr and len(result.stderr.splitlines()) == 1, result.stderr
+
+
+def test_what_nothing_fits() -> None:
+    result = CliRunner().invoke(app, ["plan", str(CONFIG), "--tokens", "1B", "--instance", "c7i.large", "--nodes", "1"])
+    assert result.exit_code == 2 and "nothing in the catalogue fits" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--tokens", "many"],
+        ["--tokens", "0"],
+        ["--tokens", "1B", "--global-batch", "8-4"],
+        ["--tokens", "1B", "--cores", "8"],
+    ],
+)
+def test_bad_options_are_one_line(arguments: list[str]) -> None:
+    result = CliRunner().invoke(app, ["plan", str(CONFIG), *arguments])
+    assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1, result.stderr
+
+
+def test_the_command(tmp_path: Path) -> None:
+    picture = tmp_path / "x.svg"
+    arguments = ["--tokens", "100M", "--optimize", "time", "--instance", "c7i.24xlarge", "--global-batch", "16-128"]
+    result = CliRunner().invoke(
+        app, ["plan", str(CONFIG), *arguments, "--nodes", "2", "--picture", str(picture), "--json"]
+    )
+    told = json.loads(result.stdout)
+    assert told["tokens"] == TOKENS and picture.read_text().startswith("<svg")
+    hours = [each["total_s"] for each in told["offers"]]
+    assert hours == sorted(hours) and all(math.isfinite(each["usd"]) for each in told["offers"])
+    assert {each["nodes"] for each in told["offers"]} == {2}
+
+
+def test_optimize_cost_needs_tokens() -> None:
+    result = CliRunner().invoke(app, ["plan", str(CONFIG), "--instance", "c7i.24xlarge", "--optimize", "cost"])
+    assert result.exit_code == 2 and "--tokens 1B" in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def test_hpc_types_are_not_on_spot() -> None:
+    found = offers(SETTINGS, Workload.assumed(SETTINGS), TOKENS, "cost", SPOT, [32], [4], [4], "hpc7g.16xlarge")
+    assert {each.capacity for each in found} == {"on-demand"}
+
+
+def test_instances_that_fit_come_by_what_tokens_cost() -> None:
+    names = "c7i.12xlarge,c7i.24xlarge,r7i.48xlarge,m7i.16xlarge"
+    told = [
+        json.loads(CliRunner().invoke(app, ["instances", names, "--fits", str(CONFIG), "--json", *more]).stdout)
+        for more in ([], ["--sort", "price"])
+    ]
+    costs, hourly = [each["usd_per_billion_tokens"] for each in told[0]], [each["usd_per_hour"] for each in told[1]]
+    assert len(costs) == 4 and costs == sorted(costs) and hourly == sorted(hourly)
+    assert {each["nodes"] for each in told[0]} == {4}  # cluster.nodes
+    assert [each["name"] for each in told[0]] != [each["name"] for each in told[1]]
+
+
+def test_hours_that_are_saves_are_told() -> None:
+    for every, many in ((1, True), (0, False)):
+        more = [f"checkpoint.every={every}", "--tokens", "100M", "--instance", "c7i.24xlarge", "--nodes", "1"]
+        told = CliRunner().invoke(app, ["plan", str(CONFIG), *more, "--ranks-per-node", "2"]).stdout
+        found = re.search(
+            r"^of the first ([\d.,]+) of ([\d.,]+) hours are saves: a larger checkpoint.every", told, re.M
+        )
+        assert bool(found) == many, told
+        if found:
+            saves, hours = (float(number.replace(",", "")) for number in found.groups())
+            assert 0.1 * hours < saves < hours
+
+
+def test_without_a_cluster_the_line_says_the_type(tmp_path: Path) -> None:
+    values = yaml.safe_load(CONFIG.read_text())
+    del values["cluster"]
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    more = ["--tokens", "100M", "--instance", "c7i.24xlarge", "--nodes", "2", "--ranks-per-node", "2"]
+    told = CliRunner().invoke(app, ["plan", str(tmp_path / "run.yaml"), *more]).stdout
+    found = re.search(r"^the first: (.+)$", told, re.M)
+    assert found, told
+    pasted = CliRunner().invoke(app, ["plan", str(tmp_path / "run.yaml"), "--json", *found[1].split()])
+    again = json.loads(pasted.stdout)
+    assert (again["instance"], again["nodes"], again["ranks_per_node"]) == ("c7i.24xlarge", 2, 2)

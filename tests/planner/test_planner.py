@@ -1,0 +1,460 @@
+"""Plans as a whole: what they must obey whatever the numbers."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from aliquot.config.unsharded import Unsharded
+from aliquot.config.workload import Workload
+from aliquot.core.errors import UserError
+from aliquot.distributed.rank_layout import RankLayout
+from aliquot.engines.host.host_memory import published_bytes
+from aliquot.machine.cpu import read_cpu
+from aliquot.models.shaped_model import shaped_model
+from aliquot.observe.ledger import PHASES
+from aliquot.planner import fit
+from aliquot.planner.advice import _compiled, _planned, with_advice
+from aliquot.planner.engine_memory import COMPILER_BYTES
+from aliquot.planner.memory_picture import svg
+from aliquot.planner.plan import Plan
+from aliquot.planner.planned_machine import Machine
+from aliquot.planner.planned_model import PlannedModel
+from aliquot.planner.planner import Planner, plan
+from aliquot.planner.report import COLUMNS, summary
+from aliquot.planner.search import fastest, remedies
+from aliquot.planner.timing import StepTime
+from aliquot.planner.traffic import traffic
+from tests.planner.shapes import LLAMA, QWEN3, planned_config
+
+SERVER = Machine.of_numbers(64, 16, 10)
+
+
+def planned(model: dict[str, Any] = LLAMA, nodes: int = 1, ranks: int = 2, **sections: dict[str, Any]) -> Plan:
+    return plan(planned_config(model, **sections), SERVER, nodes, ranks)
+
+
+@pytest.mark.parametrize("engine", ["host", "fsdp", "deepspeed"])
+def test_phases_are_those_of_the_ledger(engine: str) -> None:
+    made = planned(shard={"engine": engine})
+    names = [phase.name for phase in made.phases]
+    assert names == [name for name in PHASES if name in names]
+    assert ("after fp32 master" in names) == (engine == "deepspeed")
+    for phase in made.phases:
+        private, shared = phase.private_bytes, phase.shared_bytes
+        assert min([*private.values(), *shared.values()]) >= 0
+        assert phase.per_rank(2) == sum(private.values()) + math.ceil(sum(shared.values()) / 2)
+    assert made.peak_bytes_per_rank == max(phase.per_rank(2) for phase in made.phases)
+    columns = {name for names in COLUMNS.values() for name in names}
+    assert all(set(phase.private_bytes) <= columns for phase in made.phases), "the table leaves something out"
+
+
+def test_dashboards_take_memory_beside_the_ranks() -> None:
+    alone, watched = (planned(observe={"report_to": services}) for services in ([], ["tensorboard", "wandb", "mlflow"]))
+    assert watched.beside_bytes - alone.beside_bytes == 274 << 20
+    assert watched.limit_bytes == alone.limit_bytes - (137 << 20)
+
+
+def test_evaluation_sets_take_the_memory_of_an_evaluation() -> None:
+    sets = {"eval_sources": [{"name": "a", "path": "a.txt"}]}
+    wide = LLAMA | {"vocab_size": 8192}
+    assert planned(wide, data=sets).phases[-1] == planned(wide, data={"eval_fraction": 0.1}).phases[-1]
+
+
+def test_a_plan_of_many_sources_works_out_a_micro_batch_as_often_as_one_of_one() -> None:
+    counts = []
+    for sources in (1, 7):
+        told = [{"name": f"s{n}", "path": f"{n}.txt"} for n in range(sources)]
+        config = planned_config(LLAMA, data={"path": None, "document": None, "sources": told})
+        planner = Planner(PlannedModel(config), SERVER)
+        planner.plan(config, RankLayout(1, 2, 8, "cpu", 1), Workload.assumed(config))
+        counts.append(len(planner.model._costs))
+    assert counts[0] == counts[1] > 0
+
+
+def test_auto_is_what_fits() -> None:
+    """Eight nodes: host's copy of the weights and sums for others do not fit, shards of all of it do."""
+    config = planned_config(LLAMA | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24})
+    model, layout = PlannedModel(config), RankLayout(8, 2, 2, "cpu")
+    found = {}
+    for memory_gib in (1.2, 2, 4, 8):
+        machine = Machine.of_numbers(memory_gib, 4, 25)
+        made = Planner(model, machine).plan(config, layout, Workload.assumed(config))
+        found[memory_gib] = (made.engine, not fit.problems(made, machine))
+    assert found == {1.2: ("fsdp", False), 2: ("host", False), 4: ("fsdp", True), 8: ("host", True)}
+    held = planned_config(config.model.config, shard={"collectives": "shared_memory"})
+    machine = Machine.of_numbers(4, 4, 25)
+    assert Planner(model, machine).plan(held, layout, Workload.assumed(held)).engine == "host"
+
+
+@pytest.mark.parametrize("engine", ["host", pytest.param("fsdp", marks=pytest.mark.long)])
+def test_more_ranks_hold_less_each_and_larger_micro_batches_more(engine: str) -> None:
+    def steady(ranks: int, micro: int) -> Plan:
+        train = {"per_device_train_batch_size": micro, "global_batch_size": 32}
+        return planned(LLAMA | {"vocab_size": 8192}, 1, ranks, shard={"engine": engine}, train=train)
+
+    def states(made: Plan) -> int:
+        last = made.phases[-1].private_bytes
+        return last["weights"] + last["moments"]
+
+    by_ranks = [states(steady(ranks, 2)) for ranks in (1, 2, 4)]
+    assert by_ranks[0] > by_ranks[1] > by_ranks[2]
+    by_micro = [steady(2, micro).peak_bytes_per_rank for micro in (1, 2, 4, 8)]
+    assert by_micro == sorted(set(by_micro))
+
+
+def test_frugal_states_and_precision() -> None:
+    def moments(states: str) -> int:
+        made = planned(shard={"engine": "host"}, train={"optimizer_states": states})
+        return made.phases[-1].private_bytes["moments"]
+
+    exact, half, quarter = (moments(states) for states in ("fp32", "bf16", "int8"))
+    assert half == pytest.approx(exact / 2, rel=0.01) and quarter == pytest.approx(exact / 4, rel=0.06)
+
+
+def test_wire_of_the_host_engine_is_once_per_step() -> None:
+    config = planned_config(LLAMA)
+    shape = shaped_model(config).shape
+    for micro_batches in (1, 8):
+        sent = traffic(config, "host", shape, RankLayout(3, 2, 1, "cpu"), micro_batches)
+        assert sent.wire_weights_bytes == pytest.approx(
+            2 * shape.numel * 2.9 / 8, rel=0.1
+        )  # 2.9 bits at a rate of 5e-5
+        # All gradients but of the input embedding, of which rows go that were looked up.
+        dense = shape.numel - 2048 * 128
+        assert 2 * 4 * dense < sent.wire_bytes - sent.wire_weights_bytes <= 2 * 4 * shape.numel
+        assert sent.local_bytes == 0
+    assert traffic(config, "host", shape, RankLayout(1, 4, 1, "cpu"), 8).wire_bytes == 0
+
+
+def test_what_hosts_send_takes_time_of_their_cores_however_fast_the_network() -> None:
+    machine = replace(SERVER, network_bytes_per_s=1e15)
+
+    def saved_s(ranks: int) -> float:
+        """By sums of half the size."""
+        fp32, bf16 = (
+            plan(planned_config(LLAMA, shard={"reduce_dtype": dtype}), machine, 2, ranks) for dtype in ("fp32", "bf16")
+        )
+        return fp32.step_s - bf16.step_s
+
+    learned = shaped_model(planned_config(LLAMA)).shape.learned_numel
+    assert saved_s(1) > (learned - 2048 * 128) * 2 / 2 / 1e9  # each host sends half of all, no core a gigabyte a second
+    assert 0 < saved_s(4) < saved_s(1) / 2
+
+
+def test_rows_of_an_embedding_that_do_not_move_are_not_sent() -> None:
+    """Two bits a weight of a block with one that moves, what follows in bytes only of those that do."""
+    model = {**LLAMA, "vocab_size": 200_000}
+    nodes, vocabulary, width = RankLayout(2, 1, 1, "cpu"), 200_000, 128
+
+    def told(tokens: int, decay: float) -> float:
+        train = {"precision": "bf16", "learning_rate": 2e-5, "weight_decay": decay, "per_device_train_batch_size": 1}
+        config = planned_config(model, data={"sequence_length": tokens}, train={"global_batch_size": 2, **train})
+        shape = shaped_model(config).shape
+        sent = traffic(config, "host", shape, nodes, 1).wire_weights_bytes
+        return sent - (shape.learned_numel - vocabulary * width) * published_bytes(config)
+
+    assert told(4, 0.0) < 0.5 * vocabulary * width / 4
+    assert told(4, 0.1) == pytest.approx(vocabulary * width / 4, rel=0.01)
+    assert vocabulary * width / 4 < told(4096, 0.0) < vocabulary * width * 0.3
+
+
+def test_wire_of_fsdp_grows_with_micro_batches_and_splits_by_hosts() -> None:
+    config = planned_config(LLAMA)
+    shape = shaped_model(config).shape
+    one, four = (traffic(config, "fsdp", shape, RankLayout(2, 2, 1, "cpu"), count) for count in (1, 4))
+    assert four.wire_bytes == 4 * one.wire_bytes
+    assert four.wire_bytes == four.local_bytes  # of the four edges of the ring two lead to the other host
+    assert traffic(config, "fsdp", shape, RankLayout(1, 2, 1, "cpu"), 4).wire_bytes == 0
+
+
+def test_fsdp_on_cpu_takes_time_for_what_it_copies_and_for_each_group_of_weights() -> None:
+    """However few tokens there are. The host engine has neither buffers nor groups."""
+    more = {}
+    for engine in ("host", "fsdp"):
+        one, two = (
+            planned(shard={"engine": engine}, data={"sequence_length": 16}, train={"global_batch_size": 4 * count})
+            for count in (1, 2)
+        )
+        more[engine] = two.step_s - one.step_s
+    assert more["fsdp"] - more["host"] > 2.5e-3 * LLAMA["num_hidden_layers"]
+
+
+def test_gpus_of_a_host_pass_on_through_nvlink_while_they_compute() -> None:
+    """Eight H100 on a host: priced as sockets, or without overlap, a person would buy CPUs instead."""
+    train = {"per_device_train_batch_size": 4, "global_batch_size": 32}
+    model = LLAMA | {"hidden_size": 1024, "intermediate_size": 4096}
+    config = planned_config(model, train=train, launch={"device": "cuda"})
+    nvlink, pcie = (plan(config, Machine.of_instance(name), 1, 8) for name in ("p5.48xlarge", "g6e.48xlarge"))
+    assert "NVLink at 338 GB/s" in nvlink.rates and "PCIe at 20 GB/s" in pcie.rates
+    assert pcie.bottleneck.startswith("network-bound") and pcie.step_s > 2 * nvlink.step_s
+
+
+def test_the_same_batch_moves_the_same_bytes_however_it_is_given() -> None:
+    """Accumulation and the global batch fix the micro-batch."""
+    given = planned_config(LLAMA, train={"global_batch_size": 32, "per_device_train_batch_size": 4})
+    sizes = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 1}  # what nobody gives is 1
+    derived = given.model_copy(update={"train": given.train.model_copy(update=sizes)})
+    one, other = (plan(config, SERVER, 2, 2) for config in (given, derived))
+    assert one == other
+
+
+def test_a_run_that_waits_for_the_wire_is_told_what_helps() -> None:
+    slow, config = Machine.of_numbers(64, 16, 0.1), planned_config(LLAMA, train={"global_batch_size": 4})
+    planner, workload = Planner(PlannedModel(config), slow), Workload.assumed(config)
+    layout = slow.layout(config, 2, 2)
+    made = with_advice(planner.plan(config, layout, workload), planner, config, layout, workload)
+    found = re.fullmatch(
+        r"network-bound [\d.]+x: a global batch of (\d+) sequences would be ([\d.]+)x", made.bottleneck
+    )
+    assert found, made.bottleneck
+    larger = planned_config(LLAMA, train={"global_batch_size": int(found[1])})
+    gained = plan(larger, slow, 2, 2).tokens_per_s / made.tokens_per_s
+    assert gained == pytest.approx(float(found[2]), rel=0.06)
+
+
+def test_who_computes_in_the_slower_precision_is_told_so() -> None:
+    """Zen 3 multiplies 0.7 numbers in bf16 a cycle, 30 in fp32."""
+    found = {}
+    for name in ("c6a.2xlarge", "c7a.2xlarge", "c7i.2xlarge"):
+        for given, other in (("bf16", "fp32"), ("fp32", "bf16")):
+            machine, config = Machine.of_instance(name), planned_config(LLAMA, train={"precision": given})
+            planner, workload = Planner(PlannedModel(config), machine), Workload.assumed(config)
+            layout = machine.layout(config, 1, 2)
+            made = with_advice(planner.plan(config, layout, workload), planner, config, layout, workload)
+            found[name, given] = f"train.precision={other} would be" in made.bottleneck
+    assert [case for case, told in found.items() if told] == [
+        ("c6a.2xlarge", "bf16"), ("c7a.2xlarge", "fp32"), ("c7i.2xlarge", "fp32"),
+    ]  # fmt: skip
+
+
+def test_where_memory_is_waited_for_compiled_layers_are_told_of() -> None:
+    machine, told = Machine.of_instance("c7i.2xlarge"), []
+    for compiles in ("none", "layers"):
+        config = planned_config(LLAMA, train={"compile": compiles, "global_batch_size": 2})
+        planner, workload = Planner(PlannedModel(config), machine), Workload.assumed(config)
+        layout = machine.layout(config, 1, 2)
+        helps = list(_planned(_compiled(config, layout), planner, layout, workload))
+        told += [
+            words for words, made in helps if made.tokens_per_s > planner.plan(config, layout, workload).tokens_per_s
+        ]
+    assert told == ["train.compile=layers"]
+
+
+def test_what_a_gpu_hides_behind_its_work_is_not_what_it_waits_for() -> None:
+    hidden = StepTime(True, matmul_s=0.9, memory_s=0.9, local_s=0.0, wire_s=1.0, disk_s=0.0)
+    assert hidden.bottleneck == "compute-bound" and hidden.total_s == 1.8
+    assert replace(hidden, wire_s=2.0).bottleneck == "network-bound 2.2x"
+    assert replace(hidden, overlaps=False).bottleneck == "network-bound 1.1x"
+
+
+def test_small_micro_batches_of_many_sources_take_the_time_of_what_they_hold() -> None:
+    train = {"global_batch_size": 8, "per_device_train_batch_size": 8}
+    sources = [{"name": name, "path": f"{name}.txt"} for name in "abc"]
+    one = plan(planned_config(LLAMA, train=train), SERVER, 1, 1)
+    three = plan(planned_config(LLAMA, train=train, data={"path": None, "sources": sources}), SERVER, 1, 1)
+    assert one.step_s < three.step_s < 1.3 * one.step_s
+
+
+def test_a_run_that_has_nothing_to_evaluate_on_is_told_of_no_evaluation() -> None:
+    made = plan(planned_config(LLAMA, train={"max_steps": 4, "eval_steps": 2}), SERVER, 1, 1)
+    assert made.evaluations == made.uncounted_evaluations == 0
+
+
+def test_evaluations_saves_and_export_are_in_the_time() -> None:
+    sections: dict[str, Any] = {"train": {"max_steps": 25, "eval_steps": 10}, "data": {"eval_fraction": 0.1}}
+    config = planned_config(LLAMA, checkpoint={"every": 5, "async": False}, **sections)
+    workload = replace(Workload.assumed(config), eval_sequences=64)
+    made = plan(config, SERVER, 1, 2, workload)
+    assert (made.evaluations, made.saves) == (3, 5)
+    assert made.evaluation_s > 0 and made.save_s > made.export_s > 0
+    beside_s = 3 * made.evaluation_s + 5 * made.save_s + made.export_s
+    assert made.total_s == pytest.approx(25 * made.step_s + beside_s)
+    unknown = plan(config, SERVER, 1, 2)  # nothing is known of the held-out data
+    assert (unknown.evaluations, unknown.uncounted_evaluations) == (0, 3)
+
+
+def test_an_evaluation_takes_what_gathering_takes() -> None:
+    """Weights that are on each host anyway take nothing."""
+    took = {}
+    for engine in ("host", "fsdp", "deepspeed"):
+        sections: dict[str, Any] = {"train": {"max_steps": 4, "eval_steps": 2}, "data": {"eval_fraction": 0.1}}
+        config = planned_config(LLAMA, shard={"engine": engine}, **sections)
+        workload = replace(Workload.assumed(config), eval_sequences=64)
+        took[engine] = plan(config, SERVER, 1, 2, workload).evaluation_s
+    assert took["host"] < min(took["fsdp"], took["deepspeed"])
+
+
+def test_large_blocks_that_are_made_anew_leave_holes_and_a_compiler_stays() -> None:
+    def steady(engine: str, **train: Any) -> dict[str, int]:
+        made = plan(planned_config(LLAMA, shard={"engine": engine}, train=train), SERVER, 1, 2)
+        return made.phases[-1].private_bytes
+
+    shape = PlannedModel(planned_config(LLAMA)).shape
+    root = shape.learned_padded_groups(2)[0]
+    held = {engine: steady(engine)["allocator"] for engine in ("fsdp", "deepspeed")}
+    assert held["fsdp"] >= 4 * root // 2 and held["deepspeed"] >= 2 * 2 * shape.numel
+    assert steady("host", compile="layers")["process"] - steady("host")["process"] == COMPILER_BYTES
+
+
+def test_an_evaluation_gathers_all_weights_whatever_learns() -> None:
+    """Frozen ones, too; and where weights stay gathered, once."""
+    layout = RankLayout(2, 2, 8, "cpu")
+    full = planned_config(LLAMA, shard={"engine": "fsdp"})
+    frozen = planned_config(LLAMA, shard={"engine": "fsdp"}, train={"freeze": ["model.layers.*"]})
+    one, other = (traffic(each, "fsdp", PlannedModel(each).shape, layout, 1) for each in (full, frozen))
+    assert other.wire_bytes < one.wire_bytes and 0 < one.forward[0] == other.forward[0] < one.wire_bytes / 2
+    kept = traffic(full, "fsdp", PlannedModel(full).shape, layout, 4, Unsharded(weights=True))
+    assert kept.forward_once and not one.forward_once and kept.forward == one.forward
+
+
+@pytest.mark.parametrize(("dtype", "precision", "itemsize"), [
+    ("auto", "bf16", 2), ("auto", "fp32", 4), ("float32", "bf16", 4), ("bfloat16", "fp32", 2),
+])  # fmt: skip
+def test_the_export_is_as_large_as_its_dtype(dtype: str, precision: str, itemsize: int) -> None:
+    config = planned_config(LLAMA, train={"precision": precision})
+    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+    made = plan(config, SERVER, 1, 2)
+    assert made.export_bytes == made.parameters * itemsize
+
+
+def test_rows_that_are_not_packed_are_as_long_as_their_documents() -> None:
+    config = planned_config(LLAMA, data={"packing": False})
+    shorter = planned_config(LLAMA, data={"packing": False, "sequence_length": 128})
+    assert Workload.assumed(config, 128).samples == Workload.assumed(shorter).samples == ((0, 128),)
+    assert Workload.assumed(planned_config(LLAMA), 100).samples[0][-1] == config.data.sequence_length
+    made = plan(config, SERVER, 1, 2)
+    assert made.kernel_shapes is None and plan(planned_config(LLAMA), SERVER, 1, 2).kernel_shapes is not None
+
+
+def test_with_amx_rows_that_are_not_packed_have_few_lengths_whose_kernels_are_large() -> None:
+    amx, unpacked = replace(SERVER, isa=(*SERVER.isa, "amx_bf16")), planned_config(LLAMA, data={"packing": False})
+    made, packed = (plan(config, amx, 1, 2) for config in (unpacked, planned_config(LLAMA)))
+    assert made.kernel_shapes is not None and packed.kernel_shapes is not None
+    assert made.kernel_shapes > packed.kernel_shapes
+    process = [each.phases[-1].private_bytes["process"] for each in (packed, plan(unpacked, SERVER, 1, 2), made)]
+    assert process[0] < process[1] < process[2] < process[0] + 1024 * (1 << 20)
+
+
+@pytest.mark.long
+def test_slow_wires_favour_one_exchange_a_step() -> None:
+    slow = Machine.of_numbers(64, 16, 1)
+    config = planned_config(LLAMA, train={"global_batch_size": 64, "per_device_train_batch_size": 1})
+    planner = Planner(PlannedModel(config), slow)
+    found = fastest(planner, config, RankLayout(2, 2, 8, "cpu"), Workload.assumed(config))
+    assert all(each.plan.engine == "host" for each in found)
+    fsdp = plan(planned_config(LLAMA, shard={"engine": "fsdp"}), slow, 2, 2)
+    assert fsdp.bottleneck.startswith("network-bound")
+
+
+def test_a_foreign_machine_has_the_same_numbers_here_and_there() -> None:
+    config = planned_config(QWEN3)
+    first, again = (plan(config, Machine.of_instance("c7i.8xlarge"), 2, 4) for _ in range(2))
+    assert first == again
+    assert first.limit_bytes_per_node == 57_691 << 20  # Karpenter's allocatable memory, not the type's 64 GiB
+    assert first.usd_per_hour == 2 * Machine.of_instance("c7i.8xlarge").instance.usd_per_hour  # type: ignore[union-attr]
+    assert "estimate" in first.rates
+
+
+def test_a_run_that_does_not_fit_names_settings_that_do() -> None:
+    tight = Machine.of_numbers(1.2, 4, 10)
+    config = planned_config(
+        LLAMA | {"vocab_size": 16384, "num_hidden_layers": 1}, train={"per_device_train_batch_size": 16}
+    )
+    planner = Planner(PlannedModel(config), tight)
+    layout = RankLayout(1, 2, 2, "cpu")
+    made = planner.plan(config, layout, Workload.assumed(config))
+    assert not made.fits
+    advice = remedies(planner, config, layout, Workload.assumed(config))
+    assert "train.per_device_train_batch_size=" in advice and "% time" in advice
+    for each in fastest(planner, config, layout, Workload.assumed(config)):
+        assert each.plan.fits
+
+
+def test_the_picture_is_svg_with_every_phase() -> None:
+    from xml.etree import ElementTree
+
+    made = planned()
+    root = ElementTree.fromstring(svg(made))
+    words = " ".join(root.itertext())
+    assert all(word in words for phase in made.phases for word in phase.name.split())
+
+
+def test_what_is_short_beside_memory_is_said_in_place_of_fits() -> None:
+    made = replace(planned(), shm_bytes_per_node=1 << 30)
+    assert made.fits
+    for shm_bytes, words in ((1 << 26, "does not fit: /dev/shm has 0.06 GiB and 1.00 GiB are"), (1 << 30, "fits: ")):
+        problems = fit.problems(made, replace(SERVER, shm_bytes=shm_bytes))
+        console = Console(width=200)
+        with console.capture() as told:
+            console.print(summary(made, problems, "here", "assumed"))
+        assert told.get().splitlines()[1].startswith(words)
+
+
+def test_settings_that_no_engine_follows_are_refused() -> None:
+    with pytest.raises(UserError, match="no GPU"):
+        planned(launch={"device": "cuda"})
+
+
+def test_the_seeds_table_of_llama_3_8b() -> None:
+    """GiB that DeepSpeed printed on 4 ranks with both offloads: 4.81, 5.44, 12.92, 20.4, 24.47."""
+    model = {
+        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
+    }  # fmt: skip
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    shard = {"engine": "deepspeed", "deepspeed_config": {"bf16": {"enabled": True}, "zero_optimization": zero}}
+    made = planned(model, 1, 4, shard=shard)
+    told = {phase.name: sum(phase.private_bytes.values()) for phase in made.phases}
+    names = [name for name in told if name.startswith("after")]
+    increments = [round((told[b] - told[a]) / 2**30, 2) for a, b in pairwise(names)]
+    assert increments == [0.63, 7.48, 7.48, 4.07]
+
+
+def test_a_pinned_rank_plans_for_the_whole_machine() -> None:
+    allowed = frozenset(os.sched_getaffinity(0))
+    whole = Machine.this()
+    try:
+        os.sched_setaffinity(0, {min(allowed)})
+        pinned = Machine.this(read_cpu(allowed=allowed))
+        assert (pinned.cores, pinned.cpu) == (whole.cores, whole.cpu)
+        assert Machine.this().cores == 1
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+def lines_of(made: Plan) -> dict[str, str]:
+    """By their first words."""
+    console = Console(width=300)
+    with console.capture() as told:
+        console.print(summary(made, [], "here", "assumed"))
+    return {line[:16].strip(): line[16:] for line in told.get().splitlines()}
+
+
+def test_what_there_is_one_of_is_told_as_one() -> None:
+    made = replace(planned(), evaluations=1, uncounted_evaluations=1, saves=1, saves_beside=1, stall_s=1.0)
+    beside = lines_of(made)["beside steps"]
+    assert beside.startswith("1 evaluation of ") and ", 1 evaluation that is not counted, 1 save beside them" in beside
+    beside = lines_of(replace(made, evaluations=2791, uncounted_evaluations=2, saves_beside=1000))["beside steps"]
+    assert beside.startswith("2,791 evaluations of ") and "1,000 saves beside them" in beside
+    assert ", 2 evaluations that are not counted, " in beside
+    sizes = {1_090_000: "1.09 M", 999_600_000: "1 B", 8_030_261_248: "8.03 B", 9_999: "9,999"}
+    assert [replace(made, parameters=number).size for number in sizes] == [
+        f"{size} parameters" for size in sizes.values()
+    ]
+
+
+def test_saves_that_take_longer_than_all_steps_are_told_of_with_what_helps() -> None:
+    made = replace(planned(), steps=10, step_s=1.0, saves=1, saves_beside=9, save_s=1.0, stall_s=8.0)
+    assert "saves" not in lines_of(made)
+    told = lines_of(replace(made, stall_s=10.0))["saves"]
+    assert told == "take 11.00 s, longer than all steps: a larger checkpoint.every, or a faster disk, takes less"
+    slow = replace(made, save_s=20.0, saves_beside=0, stall_s=0.0, storage_bytes_per_s=1e8)
+    assert lines_of(slow)["saves"].endswith(": a faster file system (cluster.storage), takes less")

@@ -1,0 +1,216 @@
+"""What is proposed is what was planned: pasted after the config it trains the same batch in the same pieces."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from aliquot.cli.main import app
+from aliquot.config.batch_size import batch_size
+from aliquot.config.read_config import read_config
+from aliquot.config.workload import Workload
+from aliquot.core.errors import EngineError
+from aliquot.distributed.rank_layout import RankLayout
+from aliquot.planner import fit, search
+from aliquot.planner.planned_machine import Machine
+from aliquot.planner.planned_model import PlannedModel
+from aliquot.planner.planner import Planner
+from aliquot.planner.search import candidates, fastest, remedies
+from tests.conftest import REPOSITORY
+from tests.planner.shapes import LLAMA, planned_config
+
+GPU_RUN = REPOSITORY / "examples" / "llama3-8b-gpu.yaml"
+SERVER = Machine.of_numbers(64, 4, 10)
+SMALL = LLAMA | {"num_hidden_layers": 1}
+BATCHES = [
+    {"per_device_train_batch_size": 4},
+    {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+    {"global_batch_size": 16, "gradient_accumulation_steps": 4},
+    {"global_batch_size": 16, "per_device_train_batch_size": 2},
+]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [BATCHES[1], *(pytest.param(batch, marks=pytest.mark.long) for batch in BATCHES if batch != BATCHES[1])],
+    ids=str,
+)
+def test_proposed_lines_give_the_planned_batch(tmp_path: Path, batch: dict[str, int]) -> None:
+    file = tmp_path / "run.yaml"
+    sections: dict[str, Any] = {
+        "model": {"config": SMALL},
+        "data": {"path": "stdlib", "sequence_length": 64},
+        "train": {"max_steps": 1, **batch},
+        "launch": {"ranks": 2, "device": "cpu"},
+    }
+    file.write_text(yaml.safe_dump(sections))
+    config = read_config(file)
+    total = batch_size(config.train, 2).total
+    planner = Planner(PlannedModel(config), SERVER)
+    found = list(candidates(planner, config, RankLayout(1, 2, 2, "cpu"), Workload.assumed(config)))
+    assert {"(as it is)"} < {each.lines for each in found} and len(found) > 10
+    for each in found:
+        pasted = read_config(file, [f"{key}={value}" for key, value in each.changes.items()])
+        ranks = each.plan.nodes * each.plan.ranks_per_node
+        assert (pasted.launch.nodes, pasted.launch.ranks) == (each.plan.nodes, each.plan.ranks_per_node)
+        assert batch_size(pasted.train, ranks).total == total, each.lines
+        assert planner.engine(pasted, RankLayout(1, ranks, 1, "cpu")) == each.plan.engine, each.lines
+        again = planner.plan(
+            pasted, RankLayout(each.plan.nodes, each.plan.ranks_per_node, 2, "cpu"), Workload.assumed(config)
+        )
+        assert again.peak_bytes_per_rank == pytest.approx(each.plan.peak_bytes_per_rank, rel=0.1), each.lines
+
+
+def test_proposed_lines_bring_the_planned_ranks_where_those_go_by_the_batch(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    sections = {
+        "model": {"config": SMALL},
+        "data": {"path": "stdlib", "sequence_length": 64},
+        "train": {"max_steps": 1, "global_batch_size": 16},
+        "launch": {"device": "cpu"},
+    }
+    file.write_text(yaml.safe_dump(sections))
+    config, machine = read_config(file), Machine.of_numbers(64, 16, 10)
+    planner, layout = Planner(PlannedModel(config), machine), machine.layout(config, 2)
+    found = list(candidates(planner, config, layout, Workload.assumed(config), [2]))
+    assert "(as it is)" in {each.lines for each in found} and len({each.plan.ranks_per_node for each in found}) > 3
+    for each in found:
+        pasted = read_config(file, [f"{key}={value}" for key, value in each.changes.items()])
+        assert machine.layout(pasted, 2) == each.layout, each.lines
+
+
+def test_the_fastest_come_first_on_the_nodes_asked_for() -> None:
+    config = planned_config(SMALL)
+    planner, layout = Planner(PlannedModel(config), SERVER), RankLayout(2, 2, 2, "cpu")
+    found = fastest(planner, config, layout, Workload.assumed(config))
+    times = [each.plan.step_s for each in found]
+    assert len(found) > 2 and times == sorted(times) and {each.plan.nodes for each in found} == {2}
+    every = list(candidates(planner, config, layout, Workload.assumed(config)))
+    assert {each.plan.nodes for each in every} == {1, 2, 4}
+    on_two = min(each.plan.step_s for each in every if each.plan.nodes == 2 and each.plan.fits)
+    assert times[0] == pytest.approx(on_two, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"shard": {"engine": "fsdp"}, "train": {"optimizer_states": "int8"}},
+        {"shard": {"engine": "host", "collectives": "gloo"}},
+        {"shard": {"engine": "fsdp", "offload": "cpu"}},
+    ],
+    ids=str,
+)
+def test_what_train_refuses_is_not_planned(sections: dict[str, Any]) -> None:
+    config = planned_config(SMALL, **sections)
+    with pytest.raises(EngineError):
+        Planner(PlannedModel(config), SERVER).plan(config, RankLayout(1, 2, 2, "cpu"), Workload.assumed(config))
+
+
+def test_what_is_proposed_has_room_in_shm() -> None:
+    """Of two GPUs whose ranks need more of /dev/shm than there is, no other settings fit either."""
+    config = planned_config(SMALL, launch={"ranks": 2, "device": "cuda"}, shard={"engine": "fsdp"})
+    machine = replace(Machine.of_numbers(64, 4, 10), gpus=2, gpu_memory_bytes=80 << 30, shm_bytes=64 << 20)
+    planner, layout = Planner(PlannedModel(config), machine), RankLayout(1, 2, 2, "cuda")
+    workload = Workload.assumed(config)
+    assert "/dev/shm has" in fit.problems(planner.plan(config, layout, workload), machine)[0]
+    assert remedies(planner, config, layout, workload).startswith("Nothing that was tried fits: a larger /dev/shm")
+    assert fastest(planner, config, layout, workload) == []
+
+
+@pytest.mark.long
+def test_the_fastest_fit_on_the_fewest_nodes_that_may_be_left() -> None:
+    shape, layout = SMALL | {"vocab_size": 131072}, RankLayout(2, 2, 2, "cpu")
+    found = {}
+    for nodes in ("1:2", 2):
+        config = planned_config(shape, train={"global_batch_size": 4}, launch={"nodes": nodes})
+        planner = Planner(PlannedModel(config), Machine.of_numbers(1.15, 4, 10))
+        found[nodes] = {each.lines for each in fastest(planner, config, layout, Workload.assumed(config), 1000)}
+    alone = candidates(planner, config, RankLayout(1, 2, 2, "cpu"), Workload.assumed(config), [1])
+    too_large = {each.lines for each in alone if not each.plan.fits}
+    assert found["1:2"] and not found["1:2"] & too_large
+    assert found[2] & too_large  # else nothing was shown
+
+
+def test_where_the_fewest_nodes_are_short_more_of_them_must_be_left() -> None:
+    config = planned_config(LLAMA, launch={"nodes": "1:4", "ranks": 2})
+    planner, workload = Planner(PlannedModel(config), SERVER), Workload.assumed(config)
+    found = {str(each.changes.get("launch.nodes")) for each in candidates(
+        planner, config, RankLayout(1, 2, 2, "cpu"), workload)}  # fmt: skip
+    assert "2:4" in found and "2" not in found
+    of_all = candidates(planner, config, RankLayout(4, 2, 2, "cpu"), workload)
+    assert {str(each.changes.get("launch.nodes")) for each in of_all} >= {"8", "2", "1"}
+
+
+def test_a_disk_is_proposed_with_the_engine_that_has_it() -> None:
+    small = Machine.of_numbers(0.7, 4, 10)
+    config = planned_config(LLAMA | {"num_hidden_layers": 24, "hidden_size": 512}, shard={"engine": "fsdp"})
+    told = remedies(Planner(PlannedModel(config), small), config, RankLayout(1, 2, 2, "cpu"), Workload.assumed(config))
+    assert told.startswith("What fits: shard.offload=disk shard.engine=host "), told
+
+
+def told_of(file: Path, *more: str) -> dict[str, Any]:
+    told = CliRunner().invoke(app, ["plan", str(file), "--json", *more])
+    assert told.stdout, told.output
+    found: dict[str, Any] = json.loads(told.stdout)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("type_", "wanted"),
+    [("g6.12xlarge", "shard.offload=cpu"), ("p5.48xlarge", "cluster.ranks_per_node=8")],
+)
+def test_gpus_that_are_idle_and_the_machines_memory_are_tried(type_: str, wanted: str) -> None:
+    """The others of a node fit, or else what is beside them; what is proposed can be pasted, and fits."""
+    machine = ["--instance", type_, "--nodes", "1"]
+    told = told_of(GPU_RUN, *machine)
+    ways = [way.rpartition(" (")[0] for way in told["advice"].removeprefix("What fits: ").split("; ")]
+    assert not told["fits"] and any(wanted in way.split() for way in ways), told["advice"]
+    pasted = told_of(GPU_RUN, *machine, *next(way for way in ways if wanted in way.split()).split())
+    assert pasted["fits"] and pasted["nodes"] == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "name"),
+    [
+        (["--nodes", "2"], "--nodes"),
+        ([], "cluster.nodes"),
+        (["launch.nodes=2"], "launch.nodes"),
+        (["--nodes", "2", "--ranks-per-node", "1"], "--nodes"),
+    ],
+    ids=str,
+)
+def test_nodes_are_proposed_by_the_name_that_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: list[str], name: str
+) -> None:
+    """An option wins over the section `launch`, and that over the cluster."""
+    told: list[dict[str, str]] = []
+
+    def remedies(*_: object, names: dict[str, str]) -> str:
+        told.append(names)
+        return ""
+
+    monkeypatch.setattr(search, "remedies", remedies)
+    told_of(GPU_RUN, "--instance", "g6.xlarge", "cluster.nodes=2", *more)
+    assert told[0].get("launch.nodes", "launch.nodes") == name
+    assert told[0].get("launch.ranks") == ("--ranks-per-node" if len(more) > 2 else "cluster.ranks_per_node")
+    config = planned_config(SMALL)
+    planner, layout = Planner(PlannedModel(config), SERVER), RankLayout(2, 2, 2, "cpu")
+    lines = [each.lines for each in candidates(planner, config, layout, Workload.assumed(config), [4], told[0])]
+    assert lines and all(f"{name}{' ' if name == '--nodes' else '='}4" in each for each in lines)
+
+
+@pytest.mark.parametrize("more", [[], ["launch.ranks=2"], ["--ranks-per-node", "2"]], ids=str)
+def test_idle_gpus_are_told_of_with_what_takes_them(more: list[str]) -> None:
+    machine = ["--instance", "p5.48xlarge", "model.config.num_hidden_layers=1"]
+    told = CliRunner().invoke(app, ["plan", str(GPU_RUN), *machine, *more]).stdout
+    found = re.search(rf"^idle            uses {2 if more else 1} of 8 GPUs of each node: (.+) for all$", told, re.M)
+    assert found, told
+    pasted = CliRunner().invoke(app, ["plan", str(GPU_RUN), *machine, *more, *found[1].split()]).stdout
+    assert "4 x 8 ranks x" in pasted and "idle  " not in pasted

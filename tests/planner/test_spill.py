@@ -1,0 +1,212 @@
+"""What goes to disk: as little as fits, what is touched rarely first."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aliquot.config.on_disk import OnDisk, first_of
+from aliquot.config.schema import RunConfig
+from aliquot.config.workload import Workload
+from aliquot.core.errors import EngineError
+from aliquot.distributed.rank_layout import RankLayout
+from aliquot.engines.host.host_memory import disk_use
+from aliquot.machine.cpu import read_cpu
+from aliquot.models.model_shape import numel
+from aliquot.models.shaped_model import shaped_model
+from aliquot.planner import search
+from aliquot.planner.disk_placement import MARGIN, spilled
+from aliquot.planner.disks import short_disks
+from aliquot.planner.planned_machine import Machine
+from aliquot.planner.planned_model import PlannedModel
+from aliquot.planner.planner import Planner, plan
+from aliquot.planner.search import Candidate, remedies
+from tests.examples import examples
+from tests.planner.shapes import LLAMA, planned_config
+
+SHAPE = shaped_model(planned_config(LLAMA)).shape
+LARGE = sum(count * numel(each) for each, count in SHAPE.alike.items() if len(each) > 1)
+LAYOUT = RankLayout(1, 1, 1, "cpu")
+MACHINE = Machine.of_numbers(16, 4, None)
+SLOW = replace(MACHINE, disk_bytes_per_s=4e7)  # a forward pass of a small batch does not hide an update
+WIDE = {**LLAMA, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8}
+
+
+def saved(on_disk: OnDisk) -> int:
+    return sum(8 * count * numel(each) for each, count in on_disk.states) + sum(
+        4 * count * numel(each) for each, count in on_disk.gradients
+    )
+
+
+@given(excess=st.integers(0, 14 * LARGE))
+@settings(max_examples=examples(40))
+def test_no_more_goes_there_than_must(excess: int) -> None:
+    found = spilled(SHAPE, LAYOUT, True, lambda on_disk: excess - saved(on_disk))
+    assert bool(found) == (excess > 0)
+    everything = spilled(SHAPE, LAYOUT, True, lambda on_disk: 1.0)
+    if excess > saved(everything):
+        assert found == everything
+    else:
+        assert excess <= saved(found) < excess + 8 * max(map(numel, SHAPE.weights))
+    assert everything.layers == SHAPE.layers and (found == everything or not found.layers)
+    assert not spilled(SHAPE, LAYOUT, False, lambda on_disk: 1.0).layers
+    if found.gradients:
+        assert found.states == everything.states
+        assert all(dict(found.states)[each] >= count for each, count in found.gradients)
+    assert OnDisk.of_json(json.loads(json.dumps(vars(found)))) == found
+
+
+@pytest.mark.parametrize("excess", [1, 3 * LARGE, 8 * LARGE, 11 * LARGE, 64 * 14 * LARGE])
+def test_little_is_asked_of_a_model_of_many_layers(excess: int) -> None:
+    """A search over settings asks for each of them."""
+    asked: list[OnDisk] = []
+
+    def too_much(on_disk: OnDisk) -> float:
+        asked.append(on_disk)
+        return 64 * excess - saved(on_disk)
+
+    shape = replace(SHAPE, learned=64 * SHAPE.learned)
+    spilled(shape, LAYOUT, True, too_much)
+    kinds = sum(len(each) > 1 for each in shape.alike)
+    assert len(asked) <= 2 + 2 * kinds + max(shape.alike.values()).bit_length()
+
+
+def test_the_embedding_keeps_its_sums_in_memory() -> None:
+    everything = spilled(SHAPE, LAYOUT, True, lambda on_disk: 1.0)
+    shapes = list(SHAPE.weights)
+    embedding = shapes.index(SHAPE.embedding)
+    there = first_of(shapes, everything.gradients, never=embedding)
+    assert embedding not in there and embedding in first_of(shapes, everything.states)
+    assert len(there) == sum(len(each) > 1 for each in shapes) - 1
+
+
+def test_frozen_layers_go_there_when_all_else_is() -> None:
+    frozen = {"freeze": ["model.embed_tokens.*", "model.layers.*.mlp.*", "model.layers.1.*"]}
+    shape = shaped_model(planned_config(LLAMA, train=frozen)).shape
+    everything = spilled(shape, LAYOUT, True, lambda on_disk: 1.0)
+    assert everything.layers == shape.layers and everything.states == tuple(
+        (each, shape.alike[each]) for each, _ in everything.states
+    )
+    mlp, attention = {(320, 128), (128, 320)}, {(128, 128), (64, 128)}
+    assert set(everything.frozen) == mlp | attention  # those of layer 1, and no look-up and no norms
+    assert not spilled(shape, LAYOUT, False, lambda on_disk: 1.0).frozen
+    fewer = spilled(shape, LAYOUT, True, lambda on_disk: 2.0 - on_disk.layers)
+    assert fewer.layers == 2 and fewer.frozen == everything.frozen
+    assert not spilled(shape, LAYOUT, True, lambda on_disk: 1.0 - bool(on_disk.gradients)).frozen
+    assert OnDisk.of_json(json.loads(json.dumps(vars(everything)))) == everything
+    config = planned_config(LLAMA, train=frozen)
+    size, moved = (
+        [of(disk_use(config, shape, LAYOUT, replace(everything, layers=count), 3)) for count in (0, 4)]
+        for of in (lambda use: use.size, lambda use: use.beside_read)
+    )
+    in_layers = sum(numel(each) * len(kind.positions) for kind in shape.kinds for each in kind.weights if len(each) > 1)
+    assert size[1] - size[0] == 2 * in_layers and moved[1] - moved[0] == 3 * 2 * 2 * in_layers
+    whole, none = (disk_use(config, shape, LAYOUT, replace(everything, states=(), layers=n), 3) for n in (4, 0))
+    assert whole.written == none.written and whole.update == none.update  # what learns nothing is never written
+
+
+def limited(gib: float, **train: object) -> RunConfig:
+    return planned_config(WIDE, shard={"engine": "host", "offload": "disk", "memory": gib}, train=train)
+
+
+def test_a_plan_says_what_lies_where_and_what_that_costs() -> None:
+    free = plan(limited(16), MACHINE, ranks_per_node=2)
+    assert not free.on_disk and free.disk_s == free.scratch_bytes_per_node == 0 and free.disk_words is None
+    limit = (2 * free.peak_bytes_per_rank + free.beside_bytes) / 2**30
+    fast, less = (plan(limited(limit), machine, ranks_per_node=2) for machine in (MACHINE, SLOW))
+    assert less.fits and less.on_disk and not less.on_disk.gradients and less.disk_s > 10 * fast.disk_s > 0
+    assert less.peak_bytes_per_rank <= (1 - MARGIN) * less.limit_bytes
+    assert less.step_s == pytest.approx(free.step_s + less.disk_s, rel=0.1)
+    assert less.disk_words is not None and "states of" in less.disk_words and "TB written a day" in less.disk_words
+    assert less.disk_batch is not None and less.disk_s > 0.05 * less.step_s
+    assert f"5% with {less.disk_batch:,} sequences a step" in less.disk_words
+    enough = plan(limited(limit, global_batch_size=less.disk_batch), SLOW, ranks_per_node=2)
+    assert 0.01 < enough.disk_s / enough.step_s <= 0.05 and "sequences a step" not in str(enough.disk_words)
+    least = plan(limited(0.1), MACHINE, ranks_per_node=2)
+    assert not least.fits and least.on_disk.gradients and least.scratch_bytes_per_node > less.scratch_bytes_per_node
+
+
+def test_a_disk_is_offered_where_nothing_else_fits() -> None:
+    config, machine = planned_config(WIDE), Machine.of_numbers(0.8, 2, None)
+    planner, workload = Planner(PlannedModel(config), machine), Workload.assumed(config)
+    assert remedies(planner, config, machine.layout(config), workload).startswith("What fits: shard.offload=disk ")
+
+
+def test_a_disk_that_is_too_small_is_not_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, machine = planned_config(WIDE), replace(Machine.of_numbers(0.8, 2, None), cpu=read_cpu())
+    config = config.model_copy(update={"run": config.run.model_copy(update={"directory": tmp_path})})
+    planner, workload, free = Planner(PlannedModel(config), machine), Workload.assumed(config), os.statvfs(tmp_path)
+    layout = RankLayout(1, 2, 1, "cpu")
+    monkeypatch.setattr(
+        os, "statvfs", lambda path: SimpleNamespace(f_blocks=1, f_bavail=1 << 40, f_frsize=free.f_frsize)
+    )
+    assert remedies(planner, config, layout, workload).startswith("What fits: shard.offload=disk ")
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_blocks=1, f_bavail=1, f_frsize=free.f_frsize))
+    told = remedies(planner, config, layout, workload)
+    assert re.fullmatch(
+        r"Nothing that was tried fits: more memory, [\d.]+ GB of a disk for shard\.offload=disk"
+        r" \(shard\.offload_directory\), or a smaller model",
+        told,
+    ), told
+
+
+def test_what_is_on_a_disk_already_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, machine = limited(0.1), Machine.of_numbers(0.8, 2, None)
+    planner, workload, searches = Planner(PlannedModel(config), machine), Workload.assumed(config), []
+
+    def candidates(*arguments: object) -> Iterator[Candidate]:
+        searches.append(arguments)
+        return iter(())
+
+    monkeypatch.setattr(search, "candidates", candidates)
+    assert remedies(planner, config, machine.layout(config), workload).startswith("Nothing that was tried fits")
+    assert len(searches) == 1
+
+
+def test_frugal_states_move_less() -> None:
+    exact, frugal = (plan(limited(0.1, optimizer_states=states), MACHINE) for states in ("fp32", "int8"))
+    assert frugal.scratch_moved_per_step < 0.65 * exact.scratch_moved_per_step
+
+
+@pytest.mark.parametrize("shard", [{"engine": "fsdp", "offload": "disk"}, {"engine": "deepspeed", "offload": "disk"}])
+def test_other_engines_have_no_disk(shard: dict[str, object]) -> None:
+    with pytest.raises(EngineError, match=r"shard\.offload: disk needs shard.engine: host"):
+        plan(planned_config(LLAMA, shard=shard), MACHINE)
+
+
+def test_disks_that_are_too_small_are_named_before_the_start(tmp_path: Path) -> None:
+    config = planned_config(LLAMA, checkpoint={"every": 1}, train={"max_steps": 9})
+    section = config.run.model_copy(update={"directory": tmp_path / "runs" / "name"})
+    config = config.model_copy(update={"run": section})
+    made = plan(config, MACHINE)
+    assert short_disks(config, made) == []
+    huge = vars(made) | {"checkpoint_bytes": 1 << 60}
+    only_export = config.model_copy(update={"checkpoint": type(config.checkpoint)(last=False)})
+    assert short_disks(only_export, type(made)(**huge)) == []
+    (line,) = short_disks(config, type(made)(**huge))
+    assert line.startswith(f"{tmp_path}/runs/name has ") and "3 checkpoints take 3458764513.82 GB" in line
+    before_the_last = config.model_copy(update={"checkpoint": type(config.checkpoint)(every=5, last=False)})
+    assert "1 checkpoint take" in short_disks(before_the_last, type(made)(**huge))[0]
+    assert line.endswith(" GB: set another run.directory") and "GB and the export takes " in line
+    assert short_disks(before_the_last, type(made)(**huge), done=5) == []
+
+
+def test_fewer_checkpoints_are_named_where_they_leave_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = planned_config(LLAMA, checkpoint={"every": 1, "export": False}, train={"max_steps": 9})
+    config = config.model_copy(update={"run": config.run.model_copy(update={"directory": tmp_path})})
+    made = replace(plan(config, MACHINE), checkpoint_bytes=10**9, export_bytes=0)
+    for free, helps in ((25, "set checkpoint.keep=1, or another run.directory"), (15, "set another run.directory")):
+        found = SimpleNamespace(f_blocks=1, f_bavail=free, f_frsize=10**8)
+        monkeypatch.setattr(os, "statvfs", lambda path, found=found: found)
+        assert short_disks(config, made) == [
+            f"{tmp_path} has {free / 10:.2f} GB free, and 3 checkpoints take 3.00 GB: {helps}"
+        ]
