@@ -119,7 +119,7 @@ def test_a_link_in_a_run_directory_truncates_nothing(tmp_path: Path) -> None:
     assert (run / "stacks-rank-0.txt").read_text() == "stacks" and not (run / "stacks-rank-0.txt").is_symlink()
 
 
-WRITES_OF_RUNS = ("launch", "observe", "core/textfile.py")
+WRITES_OF_RUNS = ("distributed", "observe", "core/textfile.py")
 
 
 def test_files_of_runs_are_opened_without_links() -> None:
