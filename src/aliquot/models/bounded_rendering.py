@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-CPU_SECONDS = 2.0  # a chat of megabytes takes a tenth of it
+CPU_SECONDS = 1.0  # a chat of megabytes takes a fifth of it
 
 
 @contextmanager
