@@ -40,8 +40,7 @@ from aliquot.models.batch import MicroBatch
 from aliquot.models.published import Published, PublishedStore
 from aliquot.offload.scratch_file import ScratchFile
 from aliquot.optim import blocked_adamw, sizes, squared_norm
-from aliquot.tensor_io.parts import KINDS
-from aliquot.tensor_io.transfer import InMemory
+from aliquot.tensor_io.parts import KINDS, InMemory
 from tests.engines import cases
 from tests.processes import as_ranks
 

@@ -14,9 +14,8 @@ from safetensors.torch import load_file, save_file
 from aliquot.core.errors import UserError
 from aliquot.tensor_io.bytemap import ByteMap
 from aliquot.tensor_io.file_layout import FilesLayout
-from aliquot.tensor_io.reader import BUFFER_BYTES, RangeReader
+from aliquot.tensor_io.range_io import BUFFER_BYTES, RangeReader, TargetFile
 from aliquot.tensor_io.transfer import drain, fill
-from aliquot.tensor_io.writer import TargetFile
 from tests.examples import examples
 from tests.tensor_io.world import SMALL, FakeStore, Tensors, value_of
 

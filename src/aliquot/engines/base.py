@@ -21,8 +21,7 @@ from aliquot.config.unsharded import SHARDED, Unsharded
 from aliquot.distributed.topology import Topology
 from aliquot.models.batch import MicroBatch
 from aliquot.models.meta import MetaModel
-from aliquot.tensor_io.parts import PartStore
-from aliquot.tensor_io.transfer import InMemory
+from aliquot.tensor_io.parts import InMemory, PartStore
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from aliquot.core.on_rank_0 import RankGroup, together
 from aliquot.tensor_io.header import TensorEntry
-from aliquot.tensor_io.parts import Part, PartStore
-from aliquot.tensor_io.reader import RangeReader
-from aliquot.tensor_io.transfer import InMemory
+from aliquot.tensor_io.parts import InMemory, Part, PartStore
+from aliquot.tensor_io.range_io import RangeReader
 
 _CHUNKS = 16
 _BLOCK_NUMEL = 1 << 20

@@ -27,7 +27,7 @@ from aliquot.tensor_io.jsonfile import parse_json, read_json, read_small
 from aliquot.tensor_io.manifest import check_read, read_manifest, verify_descriptions
 from aliquot.tensor_io.parts import PartSource
 from aliquot.tensor_io.publish import check_names, check_space, clean_leftovers, publish_together, write_file
-from aliquot.tensor_io.reader import RangeReader
+from aliquot.tensor_io.range_io import RangeReader
 from aliquot.tensor_io.transfer import Watch, drain
 
 STATE = "state.json"  # of a checkpoint

@@ -21,7 +21,7 @@ from aliquot.models.structure import kept_in_fp32
 from aliquot.tensor_io.bytemap import ByteMap
 from aliquot.tensor_io.jsonfile import parse_json, read_small
 from aliquot.tensor_io.parts import Part
-from aliquot.tensor_io.reader import RangeReader
+from aliquot.tensor_io.range_io import RangeReader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

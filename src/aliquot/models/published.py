@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from aliquot.tensor_io.bytemap import Shape
-from aliquot.tensor_io.parts import Part, PartSource, PartStore
-from aliquot.tensor_io.transfer import InMemory
+from aliquot.tensor_io.parts import InMemory, Part, PartSource, PartStore
 
 _log = logging.getLogger(__name__)
 

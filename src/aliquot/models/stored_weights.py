@@ -10,7 +10,7 @@ from aliquot.core.on_rank_0 import Alone, RankGroup
 from aliquot.tensor_io.bytemap import ByteMap, Shape
 from aliquot.tensor_io.header import TensorEntry
 from aliquot.tensor_io.parts import Part, row_ranges
-from aliquot.tensor_io.reader import RangeReader
+from aliquot.tensor_io.range_io import RangeReader
 
 if TYPE_CHECKING:
     from torch import Tensor

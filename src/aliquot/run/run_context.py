@@ -25,8 +25,7 @@ from aliquot.observe.ledger import Ledger
 from aliquot.observe.prometheus import Exporter
 from aliquot.observe.run_directory import RunDirectory
 from aliquot.optim.schedule import Schedule
-from aliquot.tensor_io.chosen_parts import ChosenParts
-from aliquot.tensor_io.parts import PartStore
+from aliquot.tensor_io.parts import ChosenParts, PartStore
 
 
 @dataclass(frozen=True)

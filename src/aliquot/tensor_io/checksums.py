@@ -7,11 +7,12 @@ from __future__ import annotations
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from functools import cache, lru_cache
 from pathlib import Path
 
-from aliquot.tensor_io.crc import crc32_combine
-
 BLOCK_BYTES = 16 << 20
+_POLYNOMIAL = 0xEDB88320
+_ONE = 0x80000000
 
 Piece = tuple[str, int, int, int]  # file name, offset, length in bytes, crc32; never across a block boundary
 
@@ -66,3 +67,48 @@ def combine_pieces(
         if end != total_bytes:
             raise ValueError(f"the parts of all ranks end at byte {end} of {file}, not at {total_bytes}")
     return blocks
+
+
+# CRC-32 of a concatenation from the CRCs of its pieces, without the bytes: zlib's crc32_combine in Python. A CRC is a
+# polynomial over GF(2) modulo P; appending n bytes multiplies it by x^(8n) (zlib 1.2.12, crc32.c). Bits are reflected:
+# the highest bit of the word is the coefficient of x^0.
+
+
+def crc32_combine(first: int, second: int, second_bytes: int) -> int:
+    """The CRC-32 of a + b, given those of a and b and the length of b."""
+    return _multiply(_shift(second_bytes), first) ^ second
+
+
+def _multiply(a: int, b: int) -> int:
+    """a times b modulo P."""
+    product = 0
+    bit = _ONE
+    while a:
+        if a & bit:
+            product ^= b
+            a ^= bit
+        bit >>= 1
+        b = b >> 1 ^ _POLYNOMIAL if b & 1 else b >> 1
+    return product
+
+
+@lru_cache(maxsize=4096)  # pieces come in few lengths
+def _shift(length_bytes: int) -> int:
+    """x^(8 length) modulo P."""
+    result = _ONE
+    power = 3  # 8 = 2^3
+    while length_bytes:
+        if length_bytes & 1:
+            result = _multiply(_squared(power), result)
+        length_bytes >>= 1
+        power += 1
+    return result
+
+
+@cache
+def _squared(times: int) -> int:
+    """x^(2^times) modulo P."""
+    if times == 0:
+        return _ONE >> 1
+    root = _squared(times - 1)
+    return _multiply(root, root)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,3 +56,32 @@ class PartStore(PartSource, Protocol):
     def write(self, part: Part, start: int, values: Tensor) -> None:
         """Set elements [start, start + values.numel()) of the tensor, all inside `part`, from flat fp32 `values`."""
         ...
+
+
+@runtime_checkable
+class InMemory(Protocol):
+    """A store whose parts can be read and written where they lie. From any other they are copied, as fp32."""
+
+    def view(self, part: Part) -> Tensor | None:
+        """The part itself, flat, contiguous, in CPU memory, of any float dtype; None: not to be had."""
+        ...
+
+
+class ChosenParts:
+    """The parts of `store` that belong to tensors of these names."""
+
+    def __init__(self, store: PartStore, names: Collection[str]) -> None:
+        self._store = store
+        self._parts = [part for part in store.parts() if part.name in names]
+
+    def parts(self) -> Sequence[Part]:
+        return self._parts
+
+    def read(self, part: Part, start: int, out: Tensor) -> None:
+        self._store.read(part, start, out)
+
+    def write(self, part: Part, start: int, values: Tensor) -> None:
+        self._store.write(part, start, values)
+
+    def view(self, part: Part) -> Tensor | None:
+        return self._store.view(part) if isinstance(self._store, InMemory) else None

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Protocol, runtime_checkable
+from types import TracebackType
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -18,23 +20,15 @@ from aliquot.core.errors import UsageError
 from aliquot.tensor_io.checksums import BlockChecksums
 from aliquot.tensor_io.header import TensorEntry
 from aliquot.tensor_io.mapped_memory import mapped_tensor
-from aliquot.tensor_io.pagecache import too_large_to_keep
-from aliquot.tensor_io.parts import Kind, Part, PartSource, PartStore
-from aliquot.tensor_io.piece_size import PIECE_BYTES
-from aliquot.tensor_io.pipeline import Pipeline
-from aliquot.tensor_io.reader import SourceFile
-from aliquot.tensor_io.writer import TargetFile
+from aliquot.tensor_io.parts import InMemory, Kind, Part, PartSource, PartStore
+from aliquot.tensor_io.range_io import SourceFile, TargetFile, too_large_to_keep
+
+DEPTH = 6  # pieces under way: two more than threads, so that none waits while the calling thread converts
+PIECE_BYTES = 4 << 20  # of a file; DEPTH buffers of this size are all the memory that a pipeline has
+MEMORY_BYTES = (DEPTH + 4) * PIECE_BYTES  # the buffers of a pipeline, and a piece of bytes as fp32
+THREADS = 4  # more gain nothing on a local disk; a network file system wants several requests at once
 
 Maps = Mapping[Kind, Mapping[str, TensorEntry]]  # where the tensors of each kind lie; other kinds stay untouched
-
-
-@runtime_checkable
-class InMemory(Protocol):
-    """A store whose parts can be read and written where they lie. From any other they are copied, as fp32."""
-
-    def view(self, part: Part) -> Tensor | None:
-        """The part itself, flat, contiguous, in CPU memory, of any float dtype; None: not to be had."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -198,3 +192,51 @@ def _round(piece: _Piece, values: Tensor, stored: Tensor) -> None:
             f"{piece.part.name} has values of up to {float(values.abs().max()):.6g}, and float16 ends at 65504: choose"
             " bfloat16 or float32 (model.dtype of a run, --dtype of an export)"
         )
+
+
+class Pipeline:
+    """`add` starts the work of a piece in another thread; its `end` runs here, in the order of the pieces."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="aliquot-io")
+        self._under_way: deque[tuple[Future[None], Callable[[], None]]] = deque()
+        self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(DEPTH)]
+        self._pieces = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            if error is None:
+                self.flush()
+        finally:
+            self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def buffer(self) -> torch.Tensor:
+        """`PIECE_BYTES` of uint8 for the next piece, free until that has ended. Raises what older pieces raised."""
+        self._end_down_to(DEPTH - 1)
+        index = self._pieces % DEPTH  # pieces end in order, so this one's last user has
+        if not self._buffers[index].numel():
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                # To and from a GPU only pinned memory goes at the full speed of the bus.
+                self._buffers[index] = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
+            else:
+                self._buffers[index] = mapped_tensor(PIECE_BYTES, torch.uint8)
+        return self._buffers[index]
+
+    def add(self, work: Callable[[], None], end: Callable[[], None]) -> None:
+        """Raises what `work` or `end` of an older piece raised."""
+        self._end_down_to(DEPTH - 1)
+        self._under_way.append((self._threads.submit(work), end))
+        self._pieces += 1
+
+    def flush(self) -> None:
+        """Return when all pieces have ended. Raises what one of them raised."""
+        self._end_down_to(0)
+
+    def _end_down_to(self, count: int) -> None:
+        while len(self._under_way) > count:
+            future, end = self._under_way.popleft()
+            future.result()
+            end()

@@ -6,8 +6,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aliquot.tensor_io.checksums import BlockChecksums, combine_pieces
-from aliquot.tensor_io.crc import crc32_combine
+from aliquot.tensor_io.checksums import BlockChecksums, combine_pieces, crc32_combine
 
 
 @given(st.binary(max_size=2000), st.binary(max_size=2000))
