@@ -120,7 +120,7 @@ FAULTS = (
         "export-tells-no-dtype", "models/export.py",
         "config.json of an export does not tell the dtype of the weights beside it",
         '    fields["dtype"] = str(dtype).removeprefix("torch.")\n', "",
-        ("tests/models/test_export.py", "tests/test_train.py"),
+        ("tests/models/test_export.py", "tests/run/test_train.py"),
     ),
     Fault(
         "pieces-do-not-overlap", "data/pieces.py",
@@ -177,14 +177,14 @@ FAULTS = (
         "perplexity-of-one-rank", "run/evaluate.py",
         "perplexity is over the loss of one rank and the tokens of all",
         "nats = math.fsum(ranks.gather(float(summed)))", "nats = float(summed)",
-        ("tests/test_train.py",),
+        ("tests/run/test_train.py",),
     ),
     Fault(
         "sigterm-saves-nothing", "run/training_loop.py",
         "a run that is told to stop stops without saving",
         "if at_end or stopping or best == done or is_due(config.checkpoint.every, done):",
         "if at_end or best == done or is_due(config.checkpoint.every, done):",
-        ("tests/test_train.py",),
+        ("tests/run/test_train.py",),
     ),
     Fault(
         "bad-input-exits-with-1", "cli/one_line_errors.py",

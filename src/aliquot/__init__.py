@@ -39,7 +39,7 @@ _HOME = {
     "load_zero3": "aliquot.loaders.zero3",
     "plan": "aliquot.planner.planner",
     "read_config": "aliquot.config.read_config",
-    "train": "aliquot.train",
+    "train": "aliquot.run.train",
 }
 
 

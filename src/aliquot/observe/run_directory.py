@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import secrets
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import date
 from pathlib import Path
 
 from aliquot.checkpoint.directories import complete_directories
 from aliquot.config.read_config import dump_config
 from aliquot.config.schema import RunConfig
-from aliquot.core.beating_lock import beating_lock
-from aliquot.core.errors import NodesDifferError, RunDirectoryError, one_line, storage_error
-from aliquot.core.textfile import open_unlinked, publish_text, read_small_file
+from aliquot.core.errors import NodesDifferError, RunDirectoryError, storage_error
+from aliquot.core.run_lock import BEATING_LOCK, LOCK, RunLock
+from aliquot.core.textfile import publish_text, read_small_file
 from aliquot.distributed.leader_lease import ROUND, ROUNDS, check_round
 from aliquot.distributed.run_secret import SECRET_FILE
 from aliquot.machine.mounts import mount_of
 
 HEADER = "# The configuration of an aliquot run, complete, as it was run."
-LOCK, BEATING_LOCK = ".lock", ".lock.held"
-_OF_A_ROUND = "round"
 _SHOWN = ".shown-"
-_GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 _SEEN_S = 15.0  # within which a network file system shows to a node what another one has written
 
 
@@ -35,8 +29,7 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._of_a_round = ROUND in os.environ
-        self._held_locks: list[tuple[Path, int]] = []  # and their open descriptors
+        self._lock = RunLock(path, ROUND in os.environ, lambda: mount_of(path.resolve()).locks_are_local)
         self.metrics = path / "metrics.jsonl"
         self.events = path / "events.jsonl"
         self.ledger = path / "ledger.json"
@@ -135,68 +128,13 @@ class RunDirectory:
             return bool(complete_directories(self.checkpoints))
         return False
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Raises UserError while another process trains into this directory; the kernel unlocks when a process dies.
-
-        Where the file system has no locks, or such that only this machine sees, a file that is touched for as long as a
-        run lives stands for one. A round of an elastic run (distributed/leader_lease.py) need not wait until a file
-        server gives up the lock of a node of an earlier round: a node that is cut off publishes nothing."""
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = open_unlinked(self.path / LOCK, "a")
-        except OSError as error:  # no permission, read-only, a file where a directory should be
-            told = f"cannot write the run directory: {error.strerror}; choose another run.directory"
-            raise storage_error(told, error, self.path) from None
-        with lock, ExitStack() as held:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                locks = not mount_of(self.path.resolve()).locks_are_local
-            except BlockingIOError:
-                if not (self._of_a_round and (self.path / LOCK).read_text().startswith(_OF_A_ROUND)):
-                    raise RunDirectoryError("another process is training into this run directory", self.path) from None
-                locks = True
-            except OSError:  # a file system without locks: Lustre may be mounted so
-                locks = False
-            if not (locks or self._of_a_round):
-                descriptor = held.enter_context(beating_lock(self.path / BEATING_LOCK))
-                self._held_locks.append((self.path / BEATING_LOCK, descriptor))
-            self._held_locks.append((self.path / LOCK, lock.fileno()))
-            try:
-                with suppress(OSError):  # a full disk is met by what needs it
-                    lock.truncate(0)
-                    lock.write(_OF_A_ROUND * self._of_a_round)
-                    lock.flush()
-                    os.fsync(lock.fileno())  # it stays open, so that a network file system need not write it yet
-                yield
-            finally:
-                is_lost = self.why_lost() is not None
-                self._held_locks.clear()
-                with suppress(OSError):  # what the body raised must be what is told
-                    held.close()
-                    if not is_lost and [entry.name for entry in self.path.iterdir()] == [LOCK]:  # refused at its start
-                        (self.path / LOCK).unlink()
-                        self.path.rmdir()
+    def locked(self) -> AbstractContextManager[None]:
+        """Hold the lock of the directory. Raises UserError while another process trains into it."""
+        return self._lock.hold()
 
     def why_lost(self) -> str | None:
-        """Compare each lock that this process holds with the file under its path.
-
-        Returns:
-            None while they are the same file, and on ranks that hold no lock; otherwise the line for the person. The
-            directory was removed, renamed or replaced, and whatever lies under the path belongs to somebody else.
-        """
-        for path, descriptor in self._held_locks:
-            try:
-                is_same = os.path.samestat(os.fstat(descriptor), path.stat())
-            except OSError as error:  # a file server in trouble says nothing about the directory
-                is_same = error.errno not in _GONE
-            if not is_same:
-                return (
-                    f"{one_line(self.path)}: the run directory was removed, renamed or replaced while the run went on:"
-                    " the run no longer holds its lock and writes nothing more. To continue, start again with"
-                    " run.directory set to where the checkpoints are now"
-                )
-        return None
+        """Return the line for the person once the directory is not the one that this process has locked."""
+        return self._lock.why_lost()
 
     def check_publish(self) -> None:
         """Call on rank 0 before a checkpoint or an export is begun, and before it is published.

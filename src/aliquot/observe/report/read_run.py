@@ -15,10 +15,11 @@ import yaml
 from aliquot.config.bounded_yaml import BoundedLoader
 from aliquot.core.errors import RunDirectoryError
 from aliquot.core.nesting import TooDeepError, check_depth, check_yaml_depth, decode_json
+from aliquot.core.run_lock import LOCK
 from aliquot.core.textfile import read_small_file
 from aliquot.observe.events import ENDS
 from aliquot.observe.ledger import PHASES
-from aliquot.observe.run_directory import HEADER, LOCK, RunDirectory
+from aliquot.observe.run_directory import HEADER, RunDirectory
 
 BEGINS = ("start", "resume")  # events of an attempt's beginning
 _ABSURD = 1e24

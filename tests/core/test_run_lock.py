@@ -14,10 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from aliquot.core import run_lock
 from aliquot.core.errors import RunDirectoryError
+from aliquot.core.run_lock import BEATING_LOCK, LOCK
 from aliquot.machine.mounts import Mount, mount_of
-from aliquot.observe import beating_lock, run_directory
-from aliquot.observe.run_directory import BEATING_LOCK, RunDirectory
+from aliquot.observe import run_directory
+from aliquot.observe.run_directory import RunDirectory
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +28,7 @@ def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    monkeypatch.setattr(beating_lock, "WATCHED_S", 0.5)
+    monkeypatch.setattr(run_lock, "WATCH_S", 0.5)
 
 
 def test_a_second_run_is_refused_and_the_first_leaves_nothing(tmp_path: Path) -> None:
@@ -80,18 +82,18 @@ def test_how_the_nearest_directory_above_is_mounted(tmp_path: Path) -> None:
 
 
 def test_of_a_killed_run_on_this_machine_it_is_taken_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beating_lock, "WATCHED_S", 1e6)
+    monkeypatch.setattr(run_lock, "WATCH_S", 1e6)
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
-    (tmp_path / BEATING_LOCK).write_text(json.dumps({"machine": beating_lock.machine(), "pid": dead.pid, "mark": "x"}))
+    (tmp_path / BEATING_LOCK).write_text(json.dumps({"machine": run_lock.machine_id(), "pid": dead.pid, "mark": "x"}))
     with RunDirectory(tmp_path).locked():
         pass
 
 
 def test_a_process_with_the_id_of_the_dead_one_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A container that is started again has the process ids that it had, and that of its namespace."""
-    monkeypatch.setattr(beating_lock, "WATCHED_S", 1e6)
-    before = {"machine": beating_lock.machine(), "pid": os.getpid(), "started": 1, "mark": "x"}
+    monkeypatch.setattr(run_lock, "WATCH_S", 1e6)
+    before = {"machine": run_lock.machine_id(), "pid": os.getpid(), "started": 1, "mark": "x"}
     (tmp_path / BEATING_LOCK).write_text(json.dumps(before))
     with RunDirectory(tmp_path).locked():
         pass
@@ -125,9 +127,9 @@ def test_of_another_machine_it_is_watched(tmp_path: Path, beats: bool) -> None:
 def test_the_lock_of_who_was_faster_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both have found the holder dead; the other one takes its lock between a last look at it and its removal."""
     file = tmp_path / BEATING_LOCK
-    file.write_text(json.dumps({"machine": beating_lock.machine(), "pid": 0, "mark": "dead"}))
-    faster = {"machine": beating_lock.machine(), "pid": os.getpid(), "mark": "faster"}
-    read, looks = beating_lock._read, iter([None, json.dumps(faster)])
+    file.write_text(json.dumps({"machine": run_lock.machine_id(), "pid": 0, "mark": "dead"}))
+    faster = {"machine": run_lock.machine_id(), "pid": os.getpid(), "mark": "faster"}
+    read, looks = run_lock._read, iter([None, json.dumps(faster)])
 
     def looked(at: Path) -> object:
         found = read(at)
@@ -135,11 +137,11 @@ def test_the_lock_of_who_was_faster_is_left_to_it(tmp_path: Path, monkeypatch: p
             file.write_text(taken)
         return found
 
-    monkeypatch.setattr(beating_lock, "_read", looked)
+    monkeypatch.setattr(run_lock, "_read", looked)
     with pytest.raises(RunDirectoryError, match="another process"), RunDirectory(tmp_path).locked():
         pass
     assert json.loads(file.read_text()) == faster
-    assert {path.name for path in tmp_path.iterdir()} == {file.name, run_directory.LOCK}
+    assert {path.name for path in tmp_path.iterdir()} == {file.name, LOCK}
 
 
 def test_a_beat_is_seen_whatever_a_client_of_a_file_server_remembers(
@@ -149,5 +151,5 @@ def test_a_beat_is_seen_whatever_a_client_of_a_file_server_remembers(
     file.write_text("")
     remembered, stat = file.stat(), Path.stat
     monkeypatch.setattr(Path, "stat", lambda path, **how: remembered if path == file else stat(path, **how))
-    monkeypatch.setattr(beating_lock.time, "sleep", lambda _: os.utime(file))
-    assert beating_lock._lives(file, {"machine": "another"})
+    monkeypatch.setattr(run_lock.time, "sleep", lambda _: os.utime(file))
+    assert run_lock._is_alive(file, {"machine": "another"})
