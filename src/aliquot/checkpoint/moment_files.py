@@ -20,7 +20,8 @@ from aliquot.optim.sizes import States, block_numel
 from aliquot.tensor_io.bytemap import Shape
 from aliquot.tensor_io.file_layout import FilesLayout, Laid
 from aliquot.tensor_io.header import TensorEntry
-from aliquot.tensor_io.parts import InMemory, Kind, Maps, Part, PartSource, PartStore
+from aliquot.tensor_io.parts import InMemory, Kind, Part, PartSource, PartStore
+from aliquot.tensor_io.transfer import Maps
 
 SCALES = ".scales"  # behind the name of a tensor that is stored as codes
 _CODES: dict[Kind, torch.dtype] = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
