@@ -114,4 +114,4 @@ def _rounds(launch: LaunchSection, settings: RunConfig, arguments: list[str], au
         directory.check(settings)
     logs = prepare(directory.logs)
     grace_s = settings.checkpoint.grace_s
-    return start_elastic_ranks(launch, arguments, directory.path, logs, grace_s, automatic, run, ["aliquot.train"])
+    return start_elastic_ranks(launch, arguments, directory.path, logs, grace_s, automatic, run, ["aliquot.run.train"])
