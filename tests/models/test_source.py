@@ -151,13 +151,13 @@ def test_files_that_are_no_config(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     assert "no config.json here" in refused(path=str(tmp_path))
     file.write_text("{")
-    assert "not readable as JSON" in refused(path=str(tmp_path))
+    assert "not valid JSON" in refused(path=str(tmp_path))
     file.write_text("[" * 100_000)
-    assert "not readable as JSON" in refused(path=str(tmp_path))
+    assert "not valid JSON" in refused(path=str(tmp_path))
     file.write_text(f'{{"model_type": "llama", "x": {"[" * 900}{"]" * 900}}}')
     assert "nest more than 100 levels deep" in refused(path=str(tmp_path))
     file.write_text("[]")
-    assert "expected a JSON object" in refused(path=str(tmp_path))
+    assert "not a JSON object" in refused(path=str(tmp_path))
     file.write_text(json.dumps({**SMALL, "model_type": "llama", "torch_dtype": "float16"}))
     assert str(resolve(ModelSection(path=str(tmp_path))).dtype) == "torch.float16"
     assert resolve(ModelSection(config=file)).from_scratch

@@ -17,9 +17,8 @@ from typing import Any
 
 import yaml
 
-from aliquot.config.bounded_yaml import BoundedFastLoader
+from aliquot.core.decode import BoundedFastLoader
 from aliquot.core.errors import ManifestError
-from aliquot.core.nesting import check_yaml_depth
 
 _SUFFIXES = (".yaml", ".yml", ".json")
 _CORE = re.compile(r"^([a-z]*|[a-z.]+\.k8s\.io)$")  # groups of Kubernetes itself; x-k8s.io is for others
@@ -79,7 +78,6 @@ def _documents(file: Path) -> list[Any]:
         text = file.read_text(encoding="utf-8")
         if "CustomResourceDefinition" not in text:
             return []
-        check_yaml_depth(text)
         found = list(yaml.load_all(text, Loader=BoundedFastLoader))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ManifestError(f"cannot read this CRD: {' '.join(str(error).split())}", file) from None

@@ -11,8 +11,7 @@ import yaml
 
 from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, of_kind
 from aliquot.cluster.quantity import parse_bytes, parse_millicores
-from aliquot.config.bounded_yaml import BoundedTextLoader
-from aliquot.core.nesting import TooDeepError, check_depth, check_yaml_depth
+from aliquot.core.decode import BoundedTextLoader, TooDeepError
 
 NODE = "node"
 DEFAULT_GRACE_S = 30  # of Kubernetes
@@ -127,10 +126,7 @@ def configs_of(job: JobView, manifests: Sequence[ManifestObject]) -> Iterator[ob
     for each in of_kind(list(manifests), "ConfigMap"):
         for text in mapping(each.get("data")).values() if each.name in mounted else ():
             with suppress(yaml.YAMLError, TooDeepError):
-                check_yaml_depth(str(text))
-                value = yaml.load(str(text), Loader=BoundedTextLoader)
-                check_depth(value)
-                yield value
+                yield yaml.load(str(text), Loader=BoundedTextLoader)
 
 
 def runtime_pod(runtime: ManifestObject | None) -> dict[str, Any]:

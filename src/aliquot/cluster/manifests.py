@@ -11,9 +11,8 @@ from typing import Any
 import yaml
 
 from aliquot.cluster.fields import Complaint, sound
-from aliquot.config.bounded_yaml import BoundedLoader
+from aliquot.core.decode import BoundedLoader, TooDeepError
 from aliquot.core.errors import ManifestError
-from aliquot.core.nesting import TooDeepError, check_depth, check_yaml_depth
 
 _SUFFIXES = (".yaml", ".yml", ".json")
 
@@ -111,14 +110,12 @@ def is_manifest(path: Path) -> bool:
 
 def parse_manifests(text: str, name: str) -> Iterator[ManifestObject]:
     try:
-        check_yaml_depth(text)
         for node in yaml.compose_all(text, Loader=BoundedLoader):
             place = f"{name}:{node.start_mark.line + 1}"
             try:
                 value = BoundedLoader("").construct_document(node)
             except (ValueError, KeyError, AttributeError) as error:  # 2026-99-99, or what does not fit its !!tag
                 raise ManifestError(f"not valid YAML: {' '.join(str(error).split())}", place) from None
-            check_depth(value)
             if value is not None:  # nothing but comments between two `---`
                 yield from _objects(value, place)
     except yaml.MarkedYAMLError as error:

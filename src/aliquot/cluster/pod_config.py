@@ -8,8 +8,8 @@ from typing import Any
 from aliquot.cluster.job import Job
 from aliquot.cluster.manifest_yaml import Document, to_yaml
 from aliquot.cluster.nodes import labels
+from aliquot.core.decode import decode_json
 from aliquot.core.errors import ClusterError
-from aliquot.core.nesting import decode_json
 
 CONFIG_DIRECTORY = "/etc/aliquot"
 CONFIG_FILE = "config.yaml"

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from aliquot.config.home import looks_local, with_home
+from aliquot.core.decode import read_json_object
 from aliquot.core.errors import ConfigError, ModelFilesError
-from aliquot.core.nesting import decode_json
-from aliquot.core.textfile import read_small_file
 
 CONFIG_FILE = "adapter_config.json"
 _NAMES = {
@@ -64,13 +63,10 @@ def model_beside(directory: Path, base: str | None = None) -> str:
 def _fields(directory: Path) -> dict[str, Any]:
     file = directory / CONFIG_FILE
     try:
-        fields = decode_json(read_small_file(file))
+        return read_json_object(file)
     except FileNotFoundError:
         raise ConfigError(
             f"no {CONFIG_FILE} here: give a directory that peft or a run with an adapter has saved", directory
         ) from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"not readable as JSON: {error}", file) from None
-    if not isinstance(fields, dict):
-        raise ConfigError("expected a JSON object", file)
-    return fields
+        raise ConfigError(str(error), file) from None

@@ -12,12 +12,11 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from aliquot.config import deepspeed_json, other_names
-from aliquot.config.bounded_yaml import BoundedLoader
 from aliquot.config.places import Keys, Location, place_of_first
 from aliquot.config.schema import RunConfig
 from aliquot.config.section import OF_KEY
+from aliquot.core.decode import BoundedLoader, TooDeepError, load_yaml
 from aliquot.core.errors import ConfigError, one_line
-from aliquot.core.nesting import TooDeepError, check_depth, check_yaml_depth
 
 _SHORT = 80
 _NEAR = 0.8  # how alike what was written must be to what was meant; absurd neighbours are below
@@ -85,11 +84,10 @@ def dump_with_places(config: RunConfig, places: Mapping[Keys, Location]) -> str:
 
 def _load(text: str, name: str, locations: dict[Keys, Location]) -> dict[str, Any]:
     try:
-        check_yaml_depth(text)
-        root = yaml.compose(text, Loader=_Loader)
-        check_depth(root)
-        values = yaml.load(text, Loader=_Loader) if root is not None else {}
-        if root is not None and isinstance(values, dict):
+        values, root = load_yaml(text, _Loader)
+        if root is None:
+            return {}
+        if isinstance(values, dict):
             _locate(root, (), name, locations)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
@@ -126,9 +124,7 @@ def apply_override(values: dict[str, Any], override: str, locations: dict[Keys, 
         hint = _suggestion(keys, None) if equals and len(keys) == 1 and keys[0] else ""
         raise ConfigError(f"override {override!r}: expected section.key=value, for example train.max_steps=10{hint}")
     try:
-        check_yaml_depth(text)
-        value = yaml.load(text, Loader=_Loader)
-        check_depth(value)
+        value, _ = load_yaml(text, _Loader)
     except _OfTwoMeanings as error:
         raise ConfigError(f"override {override!r}: {error.problem}") from None
     except TooDeepError as error:

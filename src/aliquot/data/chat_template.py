@@ -10,8 +10,8 @@ from datetime import datetime
 from itertools import product
 from typing import Any
 
+from aliquot.core.decode import decode_json
 from aliquot.core.errors import TokenizerError, UserError
-from aliquot.core.nesting import decode_json
 from aliquot.data.formats import text_parts
 from aliquot.models.bounded_rendering import bounded_rendering
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 from aliquot.config.data_section import RecordsSection
+from aliquot.core.decode import TooDeepError, check_json_depth, decode_json
 from aliquot.core.errors import DataError
-from aliquot.core.nesting import TooDeepError, check_json_depth, decode_json
 from aliquot.data.formats import Format, Kind, format_of
 from aliquot.data.json_objects import TwiceError, stands_twice, unique, whole_object
 from aliquot.data.opened import not_text, opened, refuse_pointer, suffix_of

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from aliquot.config.data_section import RecordsSection
+from aliquot.core.decode import TooDeepError, check_depth, decode_json
 from aliquot.core.errors import DataError
-from aliquot.core.nesting import TooDeepError, check_depth, decode_json
 
 Kind = Literal["text", "messages", "conversations", "prompt", "instruction"]
 

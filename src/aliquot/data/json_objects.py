@@ -7,8 +7,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from aliquot.core.decode import decode_json
 from aliquot.core.errors import DataError
-from aliquot.core.nesting import decode_json
 from aliquot.data.opened import opened
 
 LONGEST_BYTES = 64 << 20  # of an object over several lines, which is read at once

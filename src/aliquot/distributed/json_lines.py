@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from aliquot.core.nesting import decode_json
+from aliquot.core.decode import decode_json
 
 Message = dict[str, Any]
 

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from aliquot.core.decode import decode_json
 from aliquot.core.errors import DeepspeedConfigError, MissingToolError, UsageError
-from aliquot.core.nesting import decode_json
 from aliquot.loaders.sharded import HeldWeights, Members, tensors_of, whole
 from aliquot.models.load import load_weights
 from aliquot.models.materialise import compute_buffers, replace_tensors, saved_buffers, tied_weights

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 from aliquot.config.home import looks_local, with_home
 from aliquot.config.peft_settings import CONFIG_FILE
 from aliquot.config.schema import ModelSection
+from aliquot.core.decode import read_json_object
 from aliquot.core.errors import ConfigError, ModelFilesError, UnsupportedModelError
-from aliquot.core.nesting import decode_json
-from aliquot.core.textfile import LFS_POINTER, is_lfs_pointer, read_small_file
 from aliquot.models.counts import refuse_absurd_counts
 from aliquot.models.remote_code import without_code
 
@@ -187,10 +186,8 @@ def local_directory(path: str, hub_files: Sequence[str] = HUB_FILES) -> Path:
 
 
 def _read_json(file: Path, key: str) -> dict[str, Any]:
-    data = b""
     try:
-        data = read_small_file(file, anywhere=key == "model.config")
-        values = decode_json(data)
+        return read_json_object(file, anywhere=key == "model.config")
     except FileNotFoundError:
         if (file.parent / CONFIG_FILE).is_file():
             raise ModelFilesError(
@@ -198,12 +195,7 @@ def _read_json(file: Path, key: str) -> dict[str, Any]:
             ) from None
         raise ModelFilesError(f"{key}: no config.json here; is this a Hugging Face model directory?", file) from None
     except (OSError, ValueError) as error:
-        if is_lfs_pointer(data):
-            raise ModelFilesError(f"{key}: {LFS_POINTER}", file) from None
-        raise ModelFilesError(f"{key}: not readable as JSON: {error}", file) from None
-    if not isinstance(values, dict):
-        raise ModelFilesError(f"{key}: expected a JSON object", file)
-    return values
+        raise ModelFilesError(f"{key}: {error}", file) from None
 
 
 def _with_special_floats(value: Any) -> Any:

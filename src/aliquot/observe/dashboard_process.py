@@ -15,7 +15,7 @@ from typing import Any, Protocol, TextIO
 
 import yaml
 
-from aliquot.config.bounded_yaml import BoundedLoader
+from aliquot.core.decode import BoundedLoader
 from aliquot.core.textfile import publish_text
 from aliquot.observe.events import ENDS
 

@@ -12,9 +12,8 @@ from typing import Any
 
 import yaml
 
-from aliquot.config.bounded_yaml import BoundedLoader
+from aliquot.core.decode import decode_json, load_yaml
 from aliquot.core.errors import RunDirectoryError
-from aliquot.core.nesting import TooDeepError, check_depth, check_yaml_depth, decode_json
 from aliquot.core.run_lock import LOCK
 from aliquot.core.textfile import read_small_file
 from aliquot.observe.events import ENDS
@@ -218,10 +217,8 @@ def _parsed(text: str) -> Any:
 
 def _yaml(text: str) -> Object:
     try:
-        check_yaml_depth(text)
-        value = yaml.load(text, Loader=BoundedLoader)
-        check_depth(value)
-    except (yaml.YAMLError, TooDeepError):
+        value, _ = load_yaml(text)
+    except (yaml.YAMLError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
 

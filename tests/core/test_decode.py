@@ -18,8 +18,17 @@ from aliquot.config.data_section import DataSection
 from aliquot.config.peft_settings import adapter_settings
 from aliquot.config.read_config import apply_override, read_config
 from aliquot.config.schema import ModelSection
+from aliquot.core.decode import (
+    DEEPEST,
+    BoundedFastLoader,
+    BoundedLoader,
+    TooDeepError,
+    check_depth,
+    check_json_depth,
+    decode_json,
+    load_yaml,
+)
 from aliquot.core.errors import UserError
-from aliquot.core.nesting import DEEPEST, TooDeepError, check_depth, check_json_depth, check_yaml_depth, decode_json
 from aliquot.data.sources import source_of
 from aliquot.models.source import resolve
 from aliquot.observe.report.read_run import read_run
@@ -116,9 +125,9 @@ def test_depth_is_counted_exactly() -> None:
         text = f'["{quoted}\\"[", {inner}, {beside}]'
         checks = (
             check_json_depth,
-            check_yaml_depth,
+            load_yaml,
+            lambda text: yaml.load(text, Loader=BoundedFastLoader),
             lambda text: check_depth(json.loads(text)),
-            lambda text: check_depth(yaml.compose(text)),
             lambda text: decode_json(text.encode()),
         )
         for check in checks:
@@ -128,9 +137,11 @@ def test_depth_is_counted_exactly() -> None:
                 with pytest.raises(TooDeepError):
                     check(text)
     check_json_depth('"' + "[" * 1000)  # a string that the end of a block has cut
-    check_yaml_depth("[" * DEEPEST)
-    with pytest.raises(TooDeepError):
-        check_yaml_depth("[" * 100000)
+    for loader in (BoundedLoader, BoundedFastLoader):
+        with pytest.raises(yaml.YAMLError):
+            yaml.load("[" * DEEPEST, Loader=loader)
+        with pytest.raises(TooDeepError):
+            yaml.load("[" * 100000, Loader=loader)
     with pytest.raises(TooDeepError):
         check_json_depth("[" * 100000)
 
@@ -142,6 +153,10 @@ def test_aliases_are_counted_once_and_in_circles() -> None:
         check_depth(circle)
     laughs = [f"{outer}: &{outer} [{', '.join([f'*{inner}'] * 9)}]" for inner, outer in pairwise("abcdefghijklm")]
     check_depth(yaml.safe_load("\n".join(["a: &a []", *laughs])))
+    chain = ["a0: &a0 []", *(f"a{outer}: &a{outer} [*a{inner}]" for inner, outer in pairwise(range(DEEPEST)))]
+    with pytest.raises(TooDeepError):  # the text nests two levels deep
+        load_yaml("\n".join(chain))
+    load_yaml("\n".join(chain[:-1]))
     with pytest.raises(UserError):
         apply_override({}, "data.path=&a [*a]", {})
     with pytest.raises(UserError, match="an alias within its own anchor"):

@@ -14,7 +14,7 @@ import pytest
 from aliquot.core.interpreter import python_command
 from tests.runs import write_config
 
-SOURCE = Path(__file__).resolve().parents[1] / "src" / "aliquot"
+SOURCE = Path(__file__).resolve().parents[2] / "src" / "aliquot"
 ALIQUOT = Path(sys.executable).with_name("aliquot")
 SPAWN = """
 import multiprocessing

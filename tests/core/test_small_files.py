@@ -124,7 +124,7 @@ WRITES_OF_RUNS = ("distributed", "observe", "core/textfile.py", "core/run_lock.p
 
 
 def test_files_of_runs_are_opened_without_links() -> None:
-    source = Path(__file__).resolve().parents[1] / "src" / "aliquot"
+    source = Path(__file__).resolve().parents[2] / "src" / "aliquot"
     for part in WRITES_OF_RUNS:
         for file in [source / part] if part.endswith(".py") else (source / part).rglob("*.py"):
             for number, line in enumerate(file.read_text().splitlines(), 1):

@@ -1,0 +1,204 @@
+"""Decode JSON and YAML that strangers wrote, within limits on nesting and on repetition.
+
+The interpreter's recursion limit must not decide how deeply input may nest: libraries raise that limit
+(torch.compile does), so that the same file would be refused in one process, read in the next, and overflow the stack
+in a third. The loaders of YAML count during composition, so that a text is parsed once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from aliquot.core.textfile import LFS_POINTER, LIMIT_BYTES, is_lfs_pointer, read_small_file
+
+DEEPEST = 100  # levels; configurations and records have at most 30, and recursion takes a few frames a level
+
+_MAX_REPEATED_NODES = 10_000  # by aliases, in one document of YAML
+_JSON_STRING = re.compile(r'"(?:[^"\\]++|\\.|\\\Z)*+(?:"|\Z)', re.DOTALL)  # the last one may be cut short
+_NO_BRACKET = re.compile(r"[^\[\]{}]+")
+
+
+class TooDeepError(ValueError):
+    """Lists and mappings nest more deeply than `DEEPEST`."""
+
+    def __init__(self) -> None:
+        super().__init__(f"lists and mappings nest more than {DEEPEST} levels deep")
+
+
+# JSON
+
+
+def decode_json(text: str | bytes, **options: Any) -> Any:
+    """Return the value of a JSON text; `options` are those of `json.loads`.
+
+    Raises:
+        ValueError: the text is not UTF-8, not JSON, has a number of thousands of digits, or nests too deeply.
+    """
+    text = text if isinstance(text, str) else text.decode("utf-8-sig")
+    check_json_depth(text)
+    return json.loads(text, **options)
+
+
+def decode_json_object(data: bytes, unique_names: bool = False) -> dict[str, Any]:
+    """Return the JSON object that `data` holds.
+
+    Args:
+        unique_names: refuse an object in which a name occurs twice, of which Python would keep the last value.
+
+    Raises:
+        ValueError: `data` is no JSON object; the message says why, in words for the person.
+    """
+    try:
+        value = decode_json(data, object_pairs_hook=_unique_names if unique_names else None)
+    except ValueError as error:
+        if is_lfs_pointer(data):
+            raise ValueError(LFS_POINTER) from error
+        raise ValueError(f"not valid JSON: {ascii(str(error))[1:-1][:200]}") from error
+    if not isinstance(value, dict):
+        raise ValueError("not a JSON object")
+    return value
+
+
+def read_json_object(path: Path, unique_names: bool = False, anywhere: bool = False) -> dict[str, Any]:
+    """Return the JSON object in a small file: `decode_json_object` of what `read_small_file` returns.
+
+    Raises:
+        ValueError: the file is not regular, not small, a link that leads elsewhere, or holds no JSON object.
+        OSError: the file cannot be read.
+    """
+    return decode_json_object(read_small_file(path, LIMIT_BYTES, anywhere), unique_names)
+
+
+def check_json_depth(text: str) -> None:
+    """Raise TooDeepError before a parser recurses into `text`."""
+    if text.count("[") + text.count("{") > DEEPEST:  # else the text cannot be too deep, and nothing else is counted
+        brackets = _NO_BRACKET.sub("", _JSON_STRING.sub("", text))
+        if max(accumulate(1 if bracket in "[{" else -1 for bracket in brackets), default=0) > DEEPEST:
+            raise TooDeepError
+
+
+def check_depth(value: object) -> None:
+    """Raise TooDeepError if dicts, lists and tuples in `value` nest too deeply or in a circle."""
+    level = [value]
+    for _ in range(DEEPEST + 1):  # the first level is `value`, even if it holds nothing
+        level = [item for item in level if isinstance(item, dict | list | tuple)]
+        if not level:
+            return
+        inner = {id(item): item for collection in level for item in _items(collection)}  # a shared item once
+        level = list(inner.values())
+    raise TooDeepError
+
+
+def _items(collection: Any) -> Iterable[object]:
+    return collection.values() if isinstance(collection, dict) else collection
+
+
+def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        name = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the name {name!r} occurs twice")
+    return fields
+
+
+# YAML
+
+
+class _Bounded:
+    """A mixin for PyYAML's loaders that limits depth and aliases, whoever composes a document.
+
+    Both composers of PyYAML, in Python and in C, call `descend_resolver` before they compose a node, and one of the
+    two `get_...` methods for a whole document.
+    """
+
+    _ancestors = 0  # collections around the node that is being composed
+
+    def descend_resolver(self, parent: yaml.Node | None, index: Any) -> None:
+        if self._ancestors > DEEPEST:  # before the composer recurses further; aliases are counted in `_measure`
+            raise TooDeepError
+        self._ancestors += 1
+        super().descend_resolver(parent, index)  # type: ignore[misc]
+
+    def ascend_resolver(self) -> None:
+        self._ancestors -= 1
+        super().ascend_resolver()  # type: ignore[misc]
+
+    def get_node(self) -> yaml.Node | None:
+        return _check_document(super().get_node())  # type: ignore[misc]
+
+    def get_single_node(self) -> yaml.Node | None:
+        return _check_document(super().get_single_node())  # type: ignore[misc]
+
+
+class BoundedLoader(_Bounded, yaml.SafeLoader):
+    """yaml.SafeLoader that raises TooDeepError, and MarkedYAMLError for an alias that repeats too much or itself."""
+
+
+class BoundedTextLoader(_Bounded, yaml.BaseLoader):
+    """yaml.BaseLoader, for which every scalar is text, with the limits of BoundedLoader."""
+
+
+class BoundedFastLoader(_Bounded, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """BoundedLoader in C, where PyYAML has it: for megabytes."""
+
+
+def load_yaml(text: str, loader_type: type[BoundedLoader] = BoundedLoader) -> tuple[Any, yaml.Node | None]:
+    """Return the value of a text of one document, and its root node, which knows lines; (None, None) for no document.
+
+    Raises:
+        yaml.YAMLError: the text is not YAML, or its aliases repeat too much.
+        ValueError: the text nests too deeply, or has a date like 2026-99-99.
+    """
+    loader = loader_type(text)
+    root = loader.get_single_node()
+    return (loader.construct_document(root) if root is not None else None), root
+
+
+class _Size(NamedTuple):
+    """Of a node with all that is in it."""
+
+    nodes: int
+    depth: int
+
+
+_OPEN = _Size(0, 0)  # of a node whose items are being measured
+
+
+def _check_document(root: yaml.Node | None) -> yaml.Node | None:
+    """Return `root`. Raises TooDeepError, and MarkedYAMLError for its aliases."""
+    if root is None:
+        return None
+    sizes: dict[int, _Size] = {}
+    size = _measure(root, sizes)
+    if size.nodes - len(sizes) > _MAX_REPEATED_NODES:
+        raise yaml.MarkedYAMLError(
+            problem=f"aliases repeat more than {_MAX_REPEATED_NODES} nodes: write the values out",
+            problem_mark=root.start_mark,
+        )
+    if size.depth > DEEPEST:
+        raise TooDeepError
+    return root
+
+
+def _measure(node: yaml.Node, sizes: dict[int, _Size]) -> _Size:
+    """Return the size of `node`, each distinct node measured once: an anchor precedes its aliases."""
+    key = id(node)
+    if key not in sizes:
+        sizes[key] = _OPEN
+        items = node.value if isinstance(node, yaml.CollectionNode) else ()
+        if isinstance(node, yaml.MappingNode):
+            items = [item for pair in items for item in pair]
+        inner = [_measure(item, sizes) for item in items]
+        depth = max((size.depth for size in inner), default=0) + isinstance(node, yaml.CollectionNode)
+        sizes[key] = _Size(1 + sum(size.nodes for size in inner), depth)
+    elif sizes[key] is _OPEN:
+        raise yaml.MarkedYAMLError(problem="an alias within its own anchor", problem_mark=node.start_mark)
+    return sizes[key]
