@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from aliquot.checkpoint.background_saver import Saver
-from aliquot.checkpoint.copies import FromHost
 from aliquot.checkpoint.directories import complete_directories
-from aliquot.checkpoint.live_parts import LiveParts
+from aliquot.checkpoint.live_parts import FromHost, LiveParts
 from aliquot.checkpoint.restore import restore
 from aliquot.config.schema import CheckpointSection
 from aliquot.core.errors import UserError

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from aliquot.checkpoint.copies import copies_from
+from aliquot.checkpoint.live_parts import copies_from
 from aliquot.machine.gpu_memory import Gpu
 from aliquot.models.batch import MicroBatch
 from aliquot.nn.attention.base import Documents, Scoring

@@ -14,9 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from aliquot.checkpoint.background import Background, Report, failure, wait_together
-from aliquot.checkpoint.copies import Copies, FromHost
-from aliquot.checkpoint.live_parts import LiveParts
+from aliquot.checkpoint.background_task import Background, Report, failure, wait_together
+from aliquot.checkpoint.live_parts import Copies, FromHost, LiveParts
 from aliquot.checkpoint.save import Draft
 from aliquot.config.schema import CheckpointSection
 from aliquot.core.errors import StorageError, UserError

@@ -16,9 +16,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from aliquot.checkpoint.checkpoint_files import StoredParts, held, values_of
 from aliquot.checkpoint.continuity import tensors_follow_from
 from aliquot.checkpoint.directories import STATE, STEMS, complete_directories, directories, newest, step_of
-from aliquot.checkpoint.moment_files import StoredParts, held, values_of
 from aliquot.core.errors import DamagedCheckpoint, ResumeError, UserError, WeightsFileError
 from aliquot.core.on_rank_0 import RankGroup, on_first, together
 from aliquot.tensor_io.bytemap import ByteMap, Shape, check_tensors

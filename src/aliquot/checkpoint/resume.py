@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from aliquot.checkpoint.directories import STATE, newest, tidy
-from aliquot.checkpoint.evaluations import Evaluations
-from aliquot.checkpoint.remote_checkpoint import split_url
+from aliquot.checkpoint.evaluation_history import Evaluations
+from aliquot.checkpoint.remote_files import split_url
 from aliquot.checkpoint.restore import restore, restore_newest
 from aliquot.config.schema import CheckpointSection
 from aliquot.core.errors import DamagedCheckpoint, ResumeError
@@ -30,7 +30,7 @@ def resume(
 ) -> tuple[Path, dict[str, Any]] | None:
     """Restore what `settings.resume` (auto, never or a path) names; its directory and state, or None to start anew.
 
-    What a URL names has been fetched already (fetch_newer.py) and is the run's own. `instead` as of `restore_newest`,
+    What a URL names has been fetched by remote_download.py and is the run's own. `instead` as of `restore_newest`,
     `config` as `settings` of `restore`.
 
     A path is where the run under `root` begins: once it has checkpoints of its own it goes on from those, so that a

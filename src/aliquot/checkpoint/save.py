@@ -2,7 +2,7 @@
 
 step-00000100/
   model*.safetensors        fp32 master weights: with `config_files` a Hugging Face directory
-  exp_avg*.safetensors      first moments, fp32, or as frugal ones are kept: moment_files.py
+  exp_avg*.safetensors      first moments, fp32, or as frugal ones are kept: checkpoint_files.py
   exp_avg_sq*.safetensors   second moments
   state.json                where the run stands
   manifest.json             size and block checksums of all the others, written last
@@ -17,8 +17,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from aliquot.checkpoint.checkpoint_files import StoredParts, held, laid_out
 from aliquot.checkpoint.directories import STATE, STEMS, clean, directory_of, tidy
-from aliquot.checkpoint.moment_files import StoredParts, held, laid_out
 from aliquot.core.on_rank_0 import RankGroup, on_first, together
 from aliquot.optim.sizes import States
 from aliquot.tensor_io.bytemap import Shape

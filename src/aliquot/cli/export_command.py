@@ -29,7 +29,7 @@ def command(
     What is exported is compared with the checkpoint's checksums; --verify does so with all of it, moments included.
     """
     with one_line_errors(debug), ExitStack() as held:
-        from aliquot.checkpoint.remote_checkpoint import fetched_weights
+        from aliquot.checkpoint.remote_download import fetched_weights
         from aliquot.models.export import export_checkpoint
         from aliquot.models.older_transformers import older_transformers
         from aliquot.stores.open_store import is_url

@@ -88,7 +88,7 @@ def _exported_itemsize(config: RunConfig, shape: ModelShape) -> int:
 
 
 def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """Master weights as fp32, moments as they are kept (checkpoint/moment_files.py)."""
+    """Master weights as fp32, moments as they are kept (checkpoint/checkpoint_files.py)."""
     states = config.train.optimizer_states
     moments = sum(2 * count * moment_bytes(states, numel(each), numel(each[1:])) for each, count in shape.alike.items())
     return 4 * (shape.numel if config.adapter is None else shape.learned_numel) + moments

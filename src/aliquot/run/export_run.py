@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from aliquot.checkpoint.directories import complete_directories, directory_of, step_of
-from aliquot.checkpoint.evaluations import Evaluations
-from aliquot.checkpoint.fetch_newer import fetch_best
+from aliquot.checkpoint.evaluation_history import Evaluations
+from aliquot.checkpoint.remote_download import fetch_best
 from aliquot.core.errors import DamagedCheckpoint, UserError
 from aliquot.core.on_rank_0 import on_first
 from aliquot.models.adapter import STEM

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from aliquot.checkpoint.evaluations import Evaluations
+from aliquot.checkpoint.evaluation_history import Evaluations
 from aliquot.config.batch_size import BatchSize
 from aliquot.config.schema import RunConfig, TrainSection
 from aliquot.data.batches import Batches, EvalBatches, Position

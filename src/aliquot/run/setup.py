@@ -11,8 +11,8 @@ from typing import Any
 
 from aliquot.checkpoint.continuity import changes, check_continuity, check_model
 from aliquot.checkpoint.directories import complete_directories, directory_of, newest, step_of
-from aliquot.checkpoint.evaluations import Evaluations
-from aliquot.checkpoint.fetch_newer import fetch_best, fetch_instead, fetch_newer
+from aliquot.checkpoint.evaluation_history import Evaluations
+from aliquot.checkpoint.remote_download import fetch_best, fetch_instead, fetch_newer
 from aliquot.checkpoint.resume import began_elsewhere, resume
 from aliquot.config.batch_size import batch_size
 from aliquot.config.on_disk import OnDisk

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from aliquot.checkpoint.directories import complete_directories
-from aliquot.checkpoint.mirror import Mirror
+from aliquot.checkpoint.remote_upload import Mirror
 from aliquot.config.schema import RunConfig
 from aliquot.core.on_rank_0 import on_first
 from aliquot.distributed.config_consistency import check_configs

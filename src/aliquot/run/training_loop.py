@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from aliquot.checkpoint.background_saver import Saver
-from aliquot.checkpoint.copies import copies_from
 from aliquot.checkpoint.directories import newest
-from aliquot.checkpoint.mirror import Mirror
+from aliquot.checkpoint.live_parts import copies_from
+from aliquot.checkpoint.remote_upload import Mirror
 from aliquot.config.due import is_due
 from aliquot.core.errors import DivergedError, RunDirectoryError, TrainingError, UserError
 from aliquot.core.on_rank_0 import on_first

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from aliquot.checkpoint.moment_files import SCALES
+from aliquot.checkpoint.checkpoint_files import SCALES
 from aliquot.checkpoint.restore import restore
 from aliquot.checkpoint.save import save
 from aliquot.core.errors import DamagedCheckpoint, ResumeError

@@ -1,16 +1,30 @@
-"""Before a run resumes: what lies elsewhere, in its mirror or at a URL, and is newer than what is here, is fetched."""
+"""Download checkpoints from a store before a run resumes, or for an export."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import re
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from aliquot.checkpoint.directories import name_best, newest, step_of
-from aliquot.checkpoint.remote_checkpoint import complete_steps, fetch, split_url
+from aliquot.checkpoint.remote_files import Range, checked, complete_steps, in_threads, ranges_of, share_of, split_url
 from aliquot.config.schema import CheckpointSection
-from aliquot.core.errors import DamagedCheckpoint, ResumeError, StorageError
-from aliquot.core.on_rank_0 import RankGroup, on_first
+from aliquot.core.errors import DamagedCheckpoint, ResumeError, StorageError, writing
+from aliquot.core.on_rank_0 import Alone, RankGroup, on_first
+from aliquot.stores.base import Store
 from aliquot.stores.open_store import is_url, open_store
+from aliquot.tensor_io.checksums import BLOCK_BYTES
+from aliquot.tensor_io.manifest import MANIFEST, Manifest, parse_manifest
+from aliquot.tensor_io.publish import (
+    begin_alone,
+    check_space,
+    clean_leftovers,
+    publish_together,
+    remove_directory,
+    write_file,
+)
 
 
 def fetch_newer(
@@ -111,3 +125,79 @@ def fetch_best(mirror: str | None, best: Path, ranks: RankGroup, warn: Callable[
         return False
     on_first(ranks, lambda: name_best(best.parent, step_of(best)))
     return True
+
+
+def fetch(url: str, folder: str, root: Path, ranks: RankGroup) -> Path:
+    """Checkpoint `folder` of the store at `url` becomes `root/folder`, every rank reading its share once. Collective.
+
+    Raises on every rank: DamagedCheckpoint where what arrives is not what was saved, StorageError.
+    """
+    text = on_first(ranks, lambda: _manifest_of(open_store(url), folder).decode())
+    manifest = parse_manifest(text.encode(), f"{url}/{folder}/{MANIFEST}")
+    target = root / folder
+
+    def finish(partial: Path, _: list[None]) -> None:
+        write_file(partial / MANIFEST, text.encode())
+
+    publish_together(
+        target,
+        ranks,
+        prepare=lambda partial: _lay_out(manifest, partial, manifest.files),
+        write=lambda partial: _fetch(open_store(url), folder, manifest, partial, manifest.files, ranks),
+        finish=finish,
+        replace=True,  # what is there is damaged
+    )
+    return target
+
+
+@contextmanager
+def fetched_weights(url: str, beside: Path, all_files: bool) -> Iterator[Path]:
+    """A checkpoint at `url` in a directory for a while, next to `beside`; of moments only sizes, unless `all_files`."""
+    parent, folder = split_url(url)
+    store = open_store(parent)
+    data = _manifest_of(store, folder)
+    manifest = parse_manifest(data, f"{url}/{MANIFEST}")
+    wanted = {name for name in manifest.files if all_files or not name.startswith("exp_avg")}
+    target = beside.resolve().with_name(f"{beside.name}.fetched")
+    with writing(target):
+        clean_leftovers(target.parent, re.compile(re.escape(target.name)))
+        directory = begin_alone(target)
+    try:
+        _lay_out(manifest, directory, wanted)
+        _fetch(store, folder, manifest, directory, wanted, Alone())
+        write_file(directory / MANIFEST, data)
+        yield directory
+    finally:
+        remove_directory(directory)
+
+
+def _manifest_of(store: Store, folder: str) -> bytes:
+    name = f"{folder}/{MANIFEST}"
+    size_bytes = store.list().get(name)
+    if size_bytes is None:
+        raise DamagedCheckpoint(f"{folder}: no complete checkpoint there: it has no {MANIFEST}")
+    return store.read(name, 0, size_bytes)
+
+
+def _lay_out(manifest: Manifest, directory: Path, wanted: Collection[str]) -> None:
+    """Files of their size, which take no room before they are written."""
+    check_space(directory, sum(manifest.files[name].bytes for name in wanted))
+    for name, record in manifest.files.items():
+        with writing(directory / name), (directory / name).open("xb") as file:
+            file.truncate(record.bytes)
+
+
+def _fetch(
+    store: Store, folder: str, manifest: Manifest, directory: Path, wanted: Collection[str], ranks: RankGroup
+) -> None:
+    """This rank's share of the wanted files into `directory`."""
+
+    def fetch_block(part: Range) -> None:
+        data = checked(store.read(f"{folder}/{part.name}", part.start, part.stop), manifest, part, part.start)
+        with writing(directory / part.name), (directory / part.name).open("r+b") as file:
+            file.seek(part.start)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+    in_threads(fetch_block, share_of(ranges_of(manifest, wanted, lambda _: BLOCK_BYTES), ranks.rank, ranks.world_size))

@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from aliquot.checkpoint import mirror
+from aliquot.checkpoint import remote_upload
 from aliquot.checkpoint.directories import complete_directories, retain
-from aliquot.checkpoint.fetch_newer import fetch_instead, fetch_newer
-from aliquot.checkpoint.mirror import Mirror
-from aliquot.checkpoint.remote_checkpoint import complete_steps, fetched_weights
+from aliquot.checkpoint.remote_download import fetch_instead, fetch_newer, fetched_weights
+from aliquot.checkpoint.remote_files import complete_steps
+from aliquot.checkpoint.remote_upload import Mirror
 from aliquot.checkpoint.save import save
 from aliquot.config.schema import CheckpointSection
 from aliquot.core.errors import DamagedCheckpoint, ResumeError, StorageError
@@ -205,7 +205,7 @@ def test_a_hiccup_of_the_file_system_here_does_not_end_the_run(
     url = f"file://{tmp_path}/there"
     saved(tmp_path / "here", 1, keep=9)
     instance = Mirror(url, tmp_path / "here", Alone(), CheckpointSection(), print, print)
-    monkeypatch.setattr(mirror, "retain", stale)
+    monkeypatch.setattr(remote_upload, "retain", stale)
     instance.start(1)
     instance.finish()
     assert complete_steps(open_store(url)) == ["step-00000001"]

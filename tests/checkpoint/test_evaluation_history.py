@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aliquot.checkpoint.directories import directories, directory_of, name_best
-from aliquot.checkpoint.evaluations import Evaluations
+from aliquot.checkpoint.evaluation_history import Evaluations
 
 
 def after(losses: list[float], threshold: float = 0.0) -> Evaluations:

@@ -1,29 +1,110 @@
-"""Checkpoints are copied to a store beside training: `checkpoint.mirror`.
-
-As in background_saver.py, threads do the work and the training thread alone lets ranks hear of each other:
-
-start -> (prepare on rank 0) -> poll: tokens told -> (send) -> poll: receipts gathered -> (publish on rank 0) -> poll
-
-A checkpoint that comes while another is being copied waits; of several that wait the newest and the best are.
-"""
+"""Upload checkpoints to a store while training continues: `checkpoint.mirror`."""
 
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from aliquot.checkpoint.background import Background, Report, failure, wait_together
-from aliquot.checkpoint.directories import directory_of, newest, retain
-from aliquot.checkpoint.remote_checkpoint import Copy
+from aliquot.checkpoint.background_task import Background, Report, failure, wait_together
+from aliquot.checkpoint.directories import directory_of, is_name, newest, retain
+from aliquot.checkpoint.remote_files import Range, checked, complete_steps, in_threads, ranges_of, share_of
 from aliquot.config.schema import CheckpointSection
-from aliquot.core.errors import StorageError, UserError
+from aliquot.core.errors import StorageError, TrainingError, UserError
 from aliquot.core.on_rank_0 import RankGroup, on_first
+from aliquot.stores.base import Store
 from aliquot.stores.open_store import open_store
+from aliquot.tensor_io.checksums import BLOCK_BYTES
+from aliquot.tensor_io.manifest import MANIFEST, Manifest, read_manifest
 
 _log = logging.getLogger(__name__)
+
+
+class Copy:
+    """A checkpoint on its way to a store: `prepare` on rank 0, `send` on every rank, `publish` on rank 0."""
+
+    def __init__(self, directory: Path, store: Store, rank: int, world_size: int) -> None:
+        self._directory = directory
+        self._store = store
+        self._rank, self._world_size = rank, world_size
+        self._stopped = False
+        self.sent_bytes = 0
+
+    def prepare(self, anew: bool = False) -> dict[str, str] | None:
+        """Remove what killed processes left, and begin; a token a file. None: the store has this checkpoint, unless it
+        is to be copied `anew`."""
+        store, folder = self._store, self._directory.name
+        there = store.list()
+        if not anew and self._has(there):
+            return None
+        store.abort()
+        complete = {name.partition("/")[0] for name in there if name.endswith(f"/{MANIFEST}")} - {folder}
+        _remove(store, (name for name in there if _folder(name) and _folder(name) not in complete))
+        files = read_manifest(self._directory).files
+        return {name: store.begin(f"{folder}/{name}", record.bytes) for name, record in files.items()}
+
+    def _has(self, there: Mapping[str, int]) -> bool:
+        """Whether the store, with files of such sizes, has the same manifest, and every file as large as that says."""
+        folder, manifest = self._directory.name, (self._directory / MANIFEST).read_bytes()
+        sizes = {name: record.bytes for name, record in read_manifest(self._directory).files.items()}
+        sizes[MANIFEST] = len(manifest)
+        if any(there.get(f"{folder}/{name}") != size for name, size in sizes.items()):
+            return False
+        return self._store.read(f"{folder}/{MANIFEST}", 0, len(manifest)) == manifest
+
+    def send(self, tokens: Mapping[str, str]) -> list[tuple[str, int, str]]:
+        """Copy this rank's ranges: name, part and receipt of each."""
+        manifest = read_manifest(self._directory)
+        own = share_of(ranges_of(manifest, manifest.files, self._store.part_bytes), self._rank, self._world_size)
+
+        def send(part: Range) -> tuple[str, int, str]:
+            name = f"{self._directory.name}/{part.name}"
+            blocks = self._blocks(manifest, part)
+            receipt = self._store.put_part(name, tokens[part.name], part.index, part.start, blocks)
+            if not self._store.compares:
+                for start in range(part.start, part.stop, BLOCK_BYTES):
+                    checked(self._store.read(name, start, min(start + BLOCK_BYTES, part.stop)), manifest, part, start)
+            return part.name, part.index, receipt
+
+        return in_threads(send, own)
+
+    def publish(
+        self, tokens: Mapping[str, str], sent: Sequence[tuple[str, int, str]], keep: int, best: int | None = None
+    ) -> None:
+        """All ranks have sent theirs: complete the files, look at them, write the manifest; then retention, from which
+        the checkpoint of step `best` is exempt."""
+        store, folder = self._store, self._directory.name
+        manifest = read_manifest(self._directory)
+        receipts: dict[str, list[tuple[int, str]]] = {name: [] for name in tokens}
+        for name, index, receipt in sent:
+            receipts[name].append((index, receipt))
+        for name, token in tokens.items():
+            store.complete(f"{folder}/{name}", token, [receipt for _, receipt in sorted(receipts[name])])
+        there = store.list()
+        for name, record in manifest.files.items():
+            if (found := there.get(f"{folder}/{name}")) != record.bytes:
+                raise StorageError(f"{folder}/{name} has {found} bytes there instead of {record.bytes}")
+        store.put(f"{folder}/{MANIFEST}", (self._directory / MANIFEST).read_bytes())
+        kept = {folder, *(directory_of(Path(), step).name for step in (best,) if step is not None)}
+        old = set(complete_steps(store)[:-keep]) - kept
+        _remove(store, (name for name in there if _folder(name) in old))
+
+    def stop(self) -> None:
+        """Nothing more need be sent."""
+        self._stopped = True
+
+    def _blocks(self, manifest: Manifest, part: Range) -> Iterator[bytes]:
+        path = self._directory / part.name
+        with path.open("rb", buffering=0) as file:
+            for start in range(part.start, part.stop, BLOCK_BYTES):
+                if self._stopped:
+                    raise TrainingError("this copy was given up")
+                data = os.pread(file.fileno(), min(BLOCK_BYTES, part.stop - start), start)
+                yield checked(data, manifest, part, start)
+                self.sent_bytes += len(data)
 
 
 class Mirror:
@@ -169,3 +250,17 @@ class Mirror:
             raise type(error)(text)
         self._over()
         self._warn(text)
+
+
+def _folder(name: str) -> str | None:
+    """The checkpoint that a file belongs to; None: it is not of one, and not ours."""
+    folder, slash, _ = name.partition("/")
+    return folder if slash and is_name(folder) else None
+
+
+def _remove(store: Store, names: Iterator[str]) -> None:
+    """Manifests first, in a request of their own: what has none is no checkpoint."""
+    every = list(names)
+    manifests = [name for name in every if name.endswith(f"/{MANIFEST}")]
+    store.remove(manifests)
+    store.remove([name for name in every if name not in set(manifests)])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from aliquot.checkpoint.background_saver import Saver
-from aliquot.checkpoint.copies import FromGpu, FromHost, copies_from
+from aliquot.checkpoint.live_parts import FromGpu, FromHost, copies_from
 from aliquot.config.schema import CheckpointSection
 from aliquot.core.on_rank_0 import Alone
 from aliquot.tensor_io.parts import Part
