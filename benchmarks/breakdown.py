@@ -214,7 +214,7 @@ def marks() -> list[tuple[Any, str, str]]:
     from aliquot.engines.host import host_engine
     from aliquot.engines.host.host_gradients import HostGradients
     from aliquot.engines.host.host_sums import HostSums
-    from aliquot.optim.blocked_adamw import BlockedAdamW
+    from aliquot.optim.adamw import BlockedAdamW
 
     return [
         (Peers, "wait", _WAIT),

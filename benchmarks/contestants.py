@@ -138,7 +138,7 @@ def deepspeed_seconds(
     import deepspeed
     from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback
 
-    from aliquot.engines.deepspeed.deepspeed_ops import prepare_ops
+    from aliquot.engines.deepspeed.deepspeed_setup import prepare_ops
 
     prepare_ops()
     deepspeed.init_distributed(dist_backend="gloo")  # takes over the group that exists

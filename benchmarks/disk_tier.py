@@ -267,10 +267,9 @@ def update_of_disk(folder: Path, numel: int = 100_000_000, repeats: int = 3) -> 
     from aliquot.engines.host.host_disk import HostDisk
     from aliquot.engines.host.host_states import HostStates
     from aliquot.engines.host.host_sums import HostSums
-    from aliquot.engines.host.shard_view import Owned
-    from aliquot.engines.host.weight import Weight
+    from aliquot.engines.host.shared_weights import Owned, Weight
     from aliquot.offload.stream import Move, Stream
-    from aliquot.optim.blocked_adamw import BlockedAdamW
+    from aliquot.optim.adamw import BlockedAdamW
 
     torch.set_num_threads(1)
     shape = (numel // 1000, 1000)

@@ -120,9 +120,9 @@ def updates(compiled: bool) -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
-    from aliquot.optim.blocked_adamw import BlockedAdamW, FlatShard
+    from aliquot.optim.adamw import BlockedAdamW, FlatShard
+    from aliquot.optim.master_weights import PairedWeights, SplitWeights
     from aliquot.optim.moments import moment
-    from aliquot.optim.weights import PairedWeights, SplitWeights
 
     values, gradient = torch.randn(PARAMETERS), torch.randn(PARAMETERS)
     weights = (PairedWeights if compiled else SplitWeights)(torch.empty(PARAMETERS, dtype=torch.bfloat16))
@@ -144,7 +144,7 @@ def products() -> dict[str, float]:
     import torch.distributed as dist
     import torch.nn.functional as F
 
-    import aliquot.engines.transposing_pass  # noqa: F401  defines the copy
+    import aliquot.engines.model_kernels  # noqa: F401  defines the copy
     from aliquot.nn.loss.head_loss import FusedLoss
 
     apart = torch.zeros(2, 16 << 20)

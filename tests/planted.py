@@ -96,10 +96,10 @@ FAULTS = (
         "layer-does-not-wait", "engines/host/host_engine.py",
         "a layer computes before its weights are updated, or have come from another host",
         "                self._need(indices)", "                del indices",
-        ("tests/engines/test_host.py", "tests/engines/test_late_update.py"),
+        ("tests/engines/test_host.py", "tests/engines/test_weight_publication.py"),
     ),
     Fault(
-        "ties-to-zero", "optim/weights.py",
+        "ties-to-zero", "optim/master_weights.py",
         "a tie is rounded towards zero when a master weight becomes bf16",
         ".add(0x8000)", ".add(0x7FFF)",
         ("tests/optim",),

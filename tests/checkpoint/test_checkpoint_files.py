@@ -18,7 +18,7 @@ from aliquot.checkpoint.restore import restore
 from aliquot.checkpoint.save import save
 from aliquot.core.errors import DamagedCheckpoint, ResumeError
 from aliquot.core.on_rank_0 import Alone
-from aliquot.optim.int8_codes import decoded, encoded
+from aliquot.optim.moments import decoded, encoded
 from aliquot.optim.sizes import block_numel
 from aliquot.tensor_io.manifest import verify
 from aliquot.tensor_io.parts import Part

@@ -187,11 +187,11 @@ def test_a_rank_that_does_not_even_say_where_it_is(tmp_path: Path) -> None:
     assert told_standing_still(own, 2).startswith("; nothing is heard of rank 0: stopped, or on a host that")
     stopped.write_text(waits)
     assert told_standing_still(own, 2) == ""
-    polls = '  File "/aliquot/engines/host/late_update.py", line 9 in need\n'
+    polls = '  File "/aliquot/engines/host/weight_publication.py", line 9 in need\n'
     stopped.write_text(f"Thread 1:\n{polls}")  # for the counters of other ranks
     assert told_standing_still(own, 2) == ""
     stopped.write_text(f"Thread 1:\n{polls.replace(' need', ' _update')}")
-    assert "; rank 0 stands still at late_update.py:9 in _update" in told_standing_still(own, 2)
+    assert "; rank 0 stands still at weight_publication.py:9 in _update" in told_standing_still(own, 2)
 
 
 def test_watchdog_that_is_beaten_lets_the_run_go_on(tmp_path: Path) -> None:

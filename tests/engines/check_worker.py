@@ -10,8 +10,7 @@ from torch import Tensor
 from aliquot.core.errors import TrainingError
 from aliquot.distributed.collectives.json_values import gather
 from aliquot.distributed.collectives.peers import Peers
-from aliquot.engines.fsdp.fsdp_check import check_collectives
-from aliquot.engines.fsdp.fsdp_collectives import Stage
+from aliquot.engines.fsdp.fsdp_collectives import Stage, check_collectives
 from tests.processes import as_ranks
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from aliquot.distributed.topology import Topology
-from aliquot.engines import kernel_warmup
+from aliquot.engines import model_kernels
 from aliquot.engines.base import EngineSpec
 from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
 from aliquot.engines.host.host_engine import HostEngine
@@ -35,7 +35,7 @@ def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None
         return multiply(left, right)
 
     torch.bmm = watched  # type: ignore[assignment]
-    kernel_warmup.keeps_kernels = lambda _: True  # whatever this CPU has
+    model_kernels.keeps_kernels = lambda _: True  # whatever this CPU has
     built = meta.build(AutoConfig.for_model("llama", **{**SMALL, "max_position_embeddings": 384}))
     spec = EngineSpec("bf16", 384, built.traits.plain_head, document_tokens=384, gradient_checkpointing=arguments[1])  # type: ignore[arg-type]
     kind = {"host": HostEngine, "fsdp": FsdpEngine}[arguments[0]]

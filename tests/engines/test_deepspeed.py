@@ -11,7 +11,7 @@ from aliquot.core.errors import EngineError
 from aliquot.distributed.topology import Topology
 from aliquot.engines.base import EngineSpec
 from aliquot.engines.deepspeed.deepspeed_engine import DeepspeedEngine
-from aliquot.engines.deepspeed.deepspeed_ops import missing_tools
+from aliquot.engines.deepspeed.deepspeed_setup import missing_tools
 from tests.engines.cases import CASES
 from tests.engines.test_engines import Runs, assembled, initial_weights, plain_loop, result
 

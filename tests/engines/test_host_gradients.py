@@ -18,7 +18,7 @@ from aliquot.distributed.collectives.peers import Peers
 from aliquot.engines.host.host_disk import HostDisk
 from aliquot.engines.host.host_gradients import HostGradients
 from aliquot.engines.host.host_sums import HostSums
-from aliquot.engines.host.weight import Weight
+from aliquot.engines.host.shared_weights import Weight
 from aliquot.tensor_io.parts import row_ranges
 
 SHAPE = (3, 2)

@@ -9,7 +9,7 @@ from aliquot.config.schema import RunConfig
 from aliquot.core.errors import UserError
 from aliquot.distributed.topology import Topology
 from aliquot.engines import select
-from aliquot.engines.compiling import compile_layers
+from aliquot.engines.model_kernels import compile_layers
 from aliquot.engines.select import engine_class
 
 

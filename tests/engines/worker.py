@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig
 
 from aliquot.config.on_disk import OnDisk
@@ -30,17 +29,16 @@ from aliquot.distributed.collectives.wire import Wire
 from aliquot.distributed.topology import Topology
 from aliquot.engines.base import Engine, EngineSpec
 from aliquot.engines.deepspeed.deepspeed_engine import DeepspeedEngine
-from aliquot.engines.dtensors import dtensor
 from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
-from aliquot.engines.host import gradient_exchange, host_memory, publication, streamed_layers
+from aliquot.engines.host import gradient_exchange, host_memory, streamed_layers, weight_publication
 from aliquot.engines.host.host_engine import HostEngine
-from aliquot.engines.host.shard_view import Owned
+from aliquot.engines.host.shared_weights import Owned
 from aliquot.models import initialize, meta, recompute
 from aliquot.models.batch import MicroBatch
 from aliquot.models.published import Published, PublishedStore
 from aliquot.offload.scratch_file import ScratchFile
 from aliquot.optim import blocked_adamw, sizes, squared_norm
-from aliquot.tensor_io.parts import KINDS, InMemory
+from aliquot.tensor_io.parts import InMemory
 from tests.engines import cases
 from tests.processes import as_ranks
 
@@ -142,8 +140,6 @@ def train(kind: str, case: cases.Case, rank: int, world_size: int, folder: Path)
     assert len(places) == isinstance(engine, FsdpEngine), "gradients of engine fsdp stay where they are"
     assert kind.endswith("-disk") == (engine.counters().disk_written_bytes > 0)
     write_parts(engine, folder / f"{case.name}-final-{rank}.safetensors")
-    if kind in ("fsdp", "host") and case.name in ("llama", "llama-int8"):
-        check_dtensors(engine, built, world_size)
     evaluated = engine.evaluate(cases.micro_batch(cases.documents(99)[0]) if rank == 0 else nothing)
     (folder / f"{case.name}-{rank}.json").write_text(
         json.dumps({"losses": losses, "norms": norms, "evaluated": float(evaluated)})
@@ -162,23 +158,6 @@ def fill_again(engine: Engine) -> None:
             engine.write(part, part.start, values)
         else:
             place.copy_(values)
-
-
-def check_dtensors(engine: Engine, built: meta.MetaModel, world_size: int) -> None:
-    """The DTensors' whole values are the ranks' parts put together; moments are views where they are plain."""
-    mesh = init_device_mesh("cpu", (world_size,))
-    for name, shape in built.tensors:
-        for kind in KINDS:
-            found = dtensor(engine, name, shape, kind, mesh)
-            own = torch.zeros(found.shape).view(-1)
-            for part in engine.parts():
-                if (part.name, part.kind) == (name, kind):
-                    engine.read(part, part.start, own[part.start : part.stop])
-                    view = engine.view(part)
-                    plain = view is not None and view.dtype == torch.float32
-                    assert (view is not None and found.to_local().data_ptr() == view.data_ptr()) == plain
-            dist.all_reduce(own)
-            assert torch.equal(found.full_tensor().view(-1), own), (name, kind)
 
 
 def on_disk(kind: str, case: cases.Case, model: torch.nn.Module) -> OnDisk | None:
@@ -203,8 +182,8 @@ def not_bf16(shape: tuple[int, ...]) -> Tensor:
 
 def come_late(rank: int) -> None:
     """Ranks of different hosts are apart by random times wherever they meet, and little may be under way."""
-    gradient_exchange.EXCHANGE_BYTES = publication.EXCHANGE_BYTES = 3000
-    publication.PUBLISHED_NUMEL = 700
+    gradient_exchange.EXCHANGE_BYTES = weight_publication.EXCHANGE_BYTES = 3000
+    weight_publication.PUBLISHED_NUMEL = 700
 
     Wire.send, Wire.receive = late(Wire.send, rank), late(Wire.receive, rank)  # type: ignore[method-assign]
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from aliquot.core.errors import UserError
-from aliquot.engines.deepspeed.deepspeed_ops import missing_tools
+from aliquot.engines.deepspeed.deepspeed_setup import missing_tools
 from aliquot.loaders.zero3 import load_zero3, partition_range
 from tests.engines.cases import SMALL
 from tests.processes import run_ranks

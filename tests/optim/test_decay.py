@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aliquot.optim.decay import decays
+from aliquot.optim.adamw import decays
 
 
 @pytest.mark.parametrize(

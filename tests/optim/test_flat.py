@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aliquot.optim import blocked_adamw
-from aliquot.optim.blocked_adamw import BlockedAdamW, FlatShard
+from aliquot.optim.adamw import BlockedAdamW, FlatShard
+from aliquot.optim.master_weights import PairedWeights, SplitWeights, WholeWeights
 from aliquot.optim.moments import Int8Moment, Noise, block_numel, moment
 from aliquot.optim.sizes import low_bytes
 from aliquot.optim.squared_norm import on_device, squared_norms
-from aliquot.optim.weights import PairedWeights, SplitWeights, WholeWeights
 from tests.examples import examples
 
 

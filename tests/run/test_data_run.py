@@ -15,7 +15,7 @@ from aliquot.config.batch_size import BatchSize
 from aliquot.core.errors import UserError
 from aliquot.data.batches import Batches
 from aliquot.data.prepare import prepare
-from aliquot.engines.deepspeed.deepspeed_ops import missing_tools
+from aliquot.engines.deepspeed.deepspeed_setup import missing_tools
 from aliquot.observe.run_directory import RunDirectory
 from tests.runs import WORDS, command, curve, refused, trained, write_config
 

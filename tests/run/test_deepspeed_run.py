@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from aliquot.engines.deepspeed.deepspeed_ops import missing_tools
+from aliquot.engines.deepspeed.deepspeed_setup import missing_tools
 from tests.runs import curve, refused, trained, write_config
 
 pytest.importorskip("deepspeed", reason="the extra `deepspeed` is not installed")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from aliquot.core.errors import ResumeError, WeightsFileError
-from aliquot.optim.int8_codes import decoded, encoded
+from aliquot.optim.moments import decoded, encoded
 from aliquot.optim.sizes import States, block_numel
 from aliquot.tensor_io.bytemap import Shape
 from aliquot.tensor_io.file_layout import FilesLayout, Laid

@@ -12,7 +12,7 @@ _NUMBER = re.compile(r"(\d+)\.txt$")
 _TOGETHER_S = 60.0
 _WAITS = re.compile(  # for other ranks, in `file function`
     r"torch/distributed/|aliquot/distributed/(?:collectives/|ranks\.py) "
-    r"|engines/host/(?:overlapped_update\.py need|publication\.py need|gradient_exchange\.py _left)$"
+    r"|engines/host/(?:weight_publication\.py need|gradient_exchange\.py _left)$"
 )
 
 

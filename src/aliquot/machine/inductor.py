@@ -14,7 +14,7 @@ def kernel_options() -> dict[str, Any] | None:
 
     For Intel's CPUs compilers prefer vectors of half the length that Inductor's code is written for. They then write
     what it reinterprets from float to int to the stack in two halves, which is read as one, and presumably waited for:
-    the update of optim/blocked_adamw.py takes 2.3 times as long. The code's own instructions do not depend on this.
+    the update of optim/adamw.py takes 2.3 times as long. The code's own instructions do not depend on this.
     """
     cpu = read_cpu()
     if not cpu.model.startswith("Intel") or "avx512f" not in cpu.isa:

@@ -1,6 +1,6 @@
 """Linear layers whose weight gradients are products of transposed copies, for models that are not compiled.
 
-See engines/transposing_pass.py, which does the same to compiled ones, for why. torch's own copy takes twice as long
+See engines/model_kernels.py, which does the same to compiled ones, for why. torch's own copy takes twice as long
 as a compiled kernel's, so the smaller one is made: of the gradient of the output, or of the input and of the result.
 """
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -64,3 +66,25 @@ class Stream:
                 self._free.append(buffer)
             move, buffer = self._to_come.popleft(), self._free.pop()
             self._reading.append((move, buffer, self._scratch.read(move.offset, buffer[: move.size])))
+
+
+_PIECE_BYTES = 8 << 20
+_PIECES = 24
+
+
+def disk_rate(directory: Path) -> float:
+    """Bytes/s, read and written, in the pattern of an update. Takes half a second on a disk of 0.7 GB/s.
+
+    Raises StorageError.
+    """
+    scratch = ScratchFile(directory, _PIECES * _PIECE_BYTES)
+    try:
+        moves = [Move(at * _PIECE_BYTES, _PIECE_BYTES, 0) for at in range(_PIECES)]
+        for _ in range(2):  # what was never written is read from nowhere
+            before, began = scratch.read_bytes + scratch.written_bytes, time.perf_counter()
+            for piece in Stream(scratch, moves):
+                piece[0] = 1
+            took = time.perf_counter() - began
+        return (scratch.read_bytes + scratch.written_bytes - before) / took
+    finally:
+        scratch.close()

@@ -57,10 +57,10 @@ def _update(room: Tensor, states: Any) -> Callable[[], None]:
     """Of the next of several shards whose masters are split, not compiled."""
     import torch
 
-    from aliquot.optim.blocked_adamw import BlockedAdamW, FlatShard
+    from aliquot.optim.adamw import BlockedAdamW, FlatShard
+    from aliquot.optim.master_weights import SplitWeights
     from aliquot.optim.moments import moment
     from aliquot.optim.sizes import moment_bytes, update_block
-    from aliquot.optim.weights import SplitWeights
 
     of_gradients = torch.float32 if states == "fp32" else torch.bfloat16
     of_moment = moment_bytes(states, _NUMEL, _ROW_NUMEL)

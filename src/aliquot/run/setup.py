@@ -27,10 +27,10 @@ from aliquot.data.tokenizer import largest_token
 from aliquot.distributed.config_consistency import check_same
 from aliquot.distributed.launcher import torchrun_advice
 from aliquot.distributed.leader_lease import goes_on
-from aliquot.engines.base import Engine, EngineSpec
-from aliquot.engines.select import engine_class
+from aliquot.distributed.ranks import group_lines
+from aliquot.engines.base import Engine
+from aliquot.engines.select import engine_class, engine_spec
 from aliquot.engines.startup_proof import prove
-from aliquot.engines.topology_report import group_lines
 from aliquot.machine.allocator import give_back
 from aliquot.machine.cpu import read_cpu
 from aliquot.machine.kept_memory import KeptMemory
@@ -177,7 +177,7 @@ def build_model(run: Attempt, inputs: Inputs) -> Model:
         clock.ended(name)
 
     on_disk = OnDisk.of_json(ledger.plan["on_disk"]) if "on_disk" in ledger.plan else None
-    spec = EngineSpec.of(
+    spec = engine_spec(
         run.config, topology, engine_name, built, phase_ended, lambda name: ledger.mark(name, {}), on_disk,
         Unsharded(**ledger.plan.get("unsharded", {})),
     )  # fmt: skip

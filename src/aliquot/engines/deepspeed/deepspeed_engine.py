@@ -7,11 +7,8 @@ batches, schedule, checkpoints and export are aliquot's. Its partition of a tens
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, Self, cast
 
 import torch
@@ -22,10 +19,8 @@ from aliquot.distributed.collectives.json_values import gather
 from aliquot.distributed.topology import Topology
 from aliquot.engines.activation_meter import SavedBytes
 from aliquot.engines.base import Counters, EngineSpec, StepResult
-from aliquot.engines.compiling import compile_layers
-from aliquot.engines.deepspeed.deepspeed_adam import adamw, prepare_states, set_steps
-from aliquot.engines.deepspeed.deepspeed_ops import prepare_ops
-from aliquot.engines.kernel_warmup import meet_kernels
+from aliquot.engines.deepspeed.deepspeed_setup import adamw, building_phases, prepare_ops, prepare_states, set_steps
+from aliquot.engines.model_kernels import compile_layers, meet_kernels
 from aliquot.loaders.zero3 import cast_parameters, import_deepspeed, partition, partition_range
 from aliquot.machine.kernels import copies_transposed
 from aliquot.models import calls, recompute
@@ -35,14 +30,6 @@ from aliquot.nn.attention.document_attention import attention_on
 from aliquot.nn.loss.base import Chosen, HeadLoss
 from aliquot.nn.loss.head_loss import head_loss_on
 from aliquot.tensor_io.parts import KINDS, Part
-
-# What DeepSpeed says of its memory while it builds -> the phase of the ledger that ends there.
-_PHASES = {
-    "Before creating fp16 partitions": "after load",
-    "After creating fp16 partitions": "after bf16 partitions",
-    "After creating fp32 partitions": "after fp32 master",
-    "After initializing optimizer states": "after optimizer state",
-}
 
 
 @dataclass(frozen=True)
@@ -107,7 +94,7 @@ class DeepspeedEngine:
         if spec.fused_loss:
             deepspeed.zero.register_external_parameter(training, training.head.weight)
         optimizer = adamw(list(meta.named_parameters()), spec, settings)
-        with _told(spec.building):
+        with building_phases(spec.building):
             engine, *_ = deepspeed.initialize(model=training, optimizer=optimizer, config=settings)
         spec.building("after ZeRO init")
         prepare_states(engine.optimizer)
@@ -259,25 +246,3 @@ class _Training(nn.Module):
             head = cast(nn.Parameter, self.head.weight)
             summed, scaled = self.head_loss(hidden, head, labels, scale, chosen=chosen)
         return summed, calls.with_auxiliary(self.model, scaled, scale, labels, documents)
-
-
-@contextmanager
-def _told(building: Any) -> Iterator[None]:
-    """Call `building` where DeepSpeed would print its memory; only a profiler of calls gets to know of that."""
-    from deepspeed.runtime.utils import see_memory_usage
-
-    code = see_memory_usage.__code__
-
-    def listen(frame: FrameType, event: str, _argument: object) -> None:
-        if event == "call" and frame.f_code is code:
-            message = str(frame.f_locals.get("message", ""))
-            phase = next((name for words, name in _PHASES.items() if message.startswith(words)), None)
-            if phase is not None:
-                building(phase)
-
-    before = sys.getprofile()
-    sys.setprofile(listen)
-    try:
-        yield
-    finally:
-        sys.setprofile(before)

@@ -27,12 +27,10 @@ from aliquot.core.errors import EngineError
 from aliquot.distributed.topology import Topology
 from aliquot.engines.activation_meter import SavedBytes
 from aliquot.engines.base import Counters, EngineSpec, StepResult
-from aliquot.engines.compiling import compile_or_copy
-from aliquot.engines.fsdp.fsdp_check import check_collectives
-from aliquot.engines.fsdp.fsdp_collectives import Stage
+from aliquot.engines.fsdp.fsdp_collectives import Stage, check_collectives
 from aliquot.engines.fsdp.fsdp_wrapping import add_fused_loss, group_numel, groups_of, share_memory
 from aliquot.engines.global_norm import global_norm
-from aliquot.engines.kernel_warmup import meet_kernels
+from aliquot.engines.model_kernels import compile_or_copy, meet_kernels
 from aliquot.machine.kernels import copies_transposed
 from aliquot.models import calls, recompute
 from aliquot.models.batch import MicroBatch
@@ -40,8 +38,7 @@ from aliquot.models.materialise import materialise
 from aliquot.nn.attention.base import Documents
 from aliquot.nn.attention.document_attention import attention_on
 from aliquot.nn.loss.head_loss import head_loss_on
-from aliquot.optim.decay import decays
-from aliquot.optim.sharded_adamw import ShardedAdamW
+from aliquot.optim.adamw import ShardedAdamW, decays
 from aliquot.optim.squared_norm import squared_norms
 from aliquot.tensor_io.parts import KINDS, Part, row_ranges
 

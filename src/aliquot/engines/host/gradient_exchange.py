@@ -24,6 +24,7 @@ from aliquot.distributed.collectives.message_checksums import Tally
 from aliquot.distributed.collectives.wire import Wire, add_hosts
 from aliquot.engines.host.host_memory import EXCHANGE_BYTES
 from aliquot.engines.host.host_sums import HostSums
+from aliquot.engines.host.shared_weights import Weight
 from aliquot.engines.host.sparse_rows_codec import (
     Rows,
     decode_found,
@@ -34,7 +35,6 @@ from aliquot.engines.host.sparse_rows_codec import (
     most_bytes,
     sum_rows,
 )
-from aliquot.engines.host.weight import Weight
 
 _POLL_S = 1e-3
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aliquot.config.on_disk import OnDisk, first_of
-from aliquot.engines.host.weight import Weight
+from aliquot.engines.host.shared_weights import Weight
 from aliquot.offload.scratch_file import ScratchFile
 from aliquot.offload.windows import Record, paged, record, state_bytes, windows
 from aliquot.optim.sizes import States

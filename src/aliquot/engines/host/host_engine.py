@@ -7,8 +7,8 @@ each micro-batch: forward, backward; every gradient is staged as it arises and s
     between hosts, of the last: sums that are complete go to their owner on another host          (gradient_exchange.py)
 step: sums complete, of all hosts -> norm, which all ranks wait for: nobody computes any more -> clip, AdamW, owners
     write the shared weights -> barrier: the new weights may be read
-    between hosts instead of it: a layer that is to be used waits for its own new weights               (publication.py)
-    with states on disk, too, which come and go while the layers before it compute                      (late_update.py)
+    between hosts instead of it: a layer that is to be used waits for its own new weights               (weight_publication.py)
+    with states on disk, too, which come and go while the layers before it compute                      (weight_publication.py)
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from aliquot.distributed.collectives.json_values import gather
 from aliquot.distributed.topology import Topology
 from aliquot.engines.activation_meter import SavedBytes
 from aliquot.engines.base import Counters, EngineSpec, StepResult
-from aliquot.engines.compiling import compile_or_copy
 from aliquot.engines.global_norm import global_norm
 from aliquot.engines.host.expert_gradients import RingGradients
 from aliquot.engines.host.gradient_order import GradientOrder
@@ -37,12 +36,10 @@ from aliquot.engines.host.host_disk import HostDisk
 from aliquot.engines.host.host_gradients import HostGradients
 from aliquot.engines.host.host_states import HostStates
 from aliquot.engines.host.host_sums import HostSums
-from aliquot.engines.host.overlapped_update import LateUpdate
-from aliquot.engines.host.publication import ForwardOrder, Publication
-from aliquot.engines.host.shared_weights import SharedWeights
+from aliquot.engines.host.shared_weights import SharedWeights, Weight
 from aliquot.engines.host.streamed_layers import Layers, StreamedLayers, layers_on_disk
-from aliquot.engines.host.weight import Weight
-from aliquot.engines.kernel_warmup import meet_kernels
+from aliquot.engines.host.weight_publication import ForwardOrder, LateUpdate, Publication
+from aliquot.engines.model_kernels import compile_or_copy, meet_kernels
 from aliquot.machine.cpu import numa_nodes
 from aliquot.machine.kernels import copies_transposed
 from aliquot.models import calls, recompute
@@ -53,7 +50,7 @@ from aliquot.nn.experts.base import send_to
 from aliquot.nn.experts.modules import experts_weights
 from aliquot.nn.loss.base import GradientRows
 from aliquot.nn.loss.head_loss import choose, head_loss_on
-from aliquot.optim.blocked_adamw import BlockedAdamW, FlatShard
+from aliquot.optim.adamw import BlockedAdamW, FlatShard
 from aliquot.optim.sizes import update_block
 from aliquot.tensor_io.parts import KINDS, Part, row_ranges
 

@@ -24,8 +24,8 @@ from aliquot.distributed.collectives.ring import Piece, Ring
 from aliquot.engines.host.gradient_exchange import GradientExchange, SentPiece
 from aliquot.engines.host.host_memory import TAG_BYTES, WINDOWS_AHEAD, looked_up_bytes, piece_edges, ring_bytes
 from aliquot.engines.host.host_sums import HostSums
+from aliquot.engines.host.shared_weights import Weight
 from aliquot.engines.host.sparse_rows_codec import Rows, sum_rows
-from aliquot.engines.host.weight import Weight
 
 
 class HostGradients:

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from aliquot.engines.host.host_disk import HostDisk, Window
 from aliquot.engines.host.host_sums import HostSums
-from aliquot.engines.host.shard_view import Owned
+from aliquot.engines.host.shared_weights import Owned
 from aliquot.offload.scratch_file import ScratchFile
 from aliquot.offload.stream import Move, Stream
 from aliquot.offload.windows import paged
-from aliquot.optim.blocked_adamw import FlatShard
+from aliquot.optim.adamw import FlatShard
+from aliquot.optim.master_weights import PairedWeights, RoundedWeights, SplitWeights, Weights, WholeWeights
 from aliquot.optim.moments import ExactMoment, Moment, moment
 from aliquot.optim.sizes import States
-from aliquot.optim.weights import PairedWeights, RoundedWeights, SplitWeights, Weights, WholeWeights
 from aliquot.tensor_io.mapped_memory import mapped_tensor
 from aliquot.tensor_io.parts import Kind
 

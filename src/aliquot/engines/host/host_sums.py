@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from aliquot.engines.host.host_disk import HostDisk
-from aliquot.engines.host.weight import Weight
+from aliquot.engines.host.shared_weights import Weight
 from aliquot.offload.stream import Move, Stream
 from aliquot.offload.window_sums import WindowSums
 from aliquot.offload.windows import paged, windows

@@ -2,16 +2,72 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
+import torch
 from torch import Tensor, nn
 
 from aliquot.distributed.collectives.alignment import aligned
 from aliquot.distributed.collectives.hosts import Hosts
-from aliquot.engines.host.shard_view import Owned
-from aliquot.engines.host.weight import Weight
+from aliquot.distributed.collectives.shared import Memory
 from aliquot.models.materialise import replace_tensors, tied_weights
-from aliquot.optim.decay import decays
+from aliquot.optim.adamw import decays
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One weight of the model, in the order of the engine's lists."""
+
+    name: str
+    shape: tuple[int, ...]
+    ranges: tuple[tuple[int, int], ...]  # [rank]: the flat range that it owns
+    learns: bool
+    dtype: torch.dtype  # in which it is computed with
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def row_numel(self) -> int:
+        return math.prod(self.shape[1:])
+
+    def numel_of(self, rank: int) -> int:
+        start, stop = self.ranges[rank]
+        return stop - start
+
+    def learned_of(self, rank: int) -> int:
+        """How much of it has gradients and states there."""
+        return self.numel_of(rank) if self.learns else 0
+
+
+@dataclass(frozen=True)
+class Owned:
+    memories: Sequence[Memory]  # of this NUMA node, then of the others
+    offset_bytes: int  # in each of them
+    dtype: torch.dtype
+    numel: int
+    start: int  # in the whole weight
+    row_numel: int
+    learns: bool
+    decays: bool
+
+    @cached_property
+    def copies(self) -> list[Tensor]:
+        """Flat, [numel]."""
+        return [memory.tensor(self.offset_bytes, (self.numel,), self.dtype) for memory in self.memories]
+
+    def give_back(self) -> None:
+        """The kernel gets back the pages that hold nothing else; they are zeros then, for all ranks."""
+        first = -(-self.offset_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = (self.offset_bytes + self.numel * self.dtype.itemsize) // mmap.PAGESIZE * mmap.PAGESIZE
+        for memory in self.memories:
+            if first < last:
+                memory.give_back(first, last - first)
 
 
 class SharedWeights:

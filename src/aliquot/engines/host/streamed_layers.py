@@ -24,7 +24,7 @@ from aliquot.distributed.collectives.peers import Peers
 from aliquot.engines.base import EngineSpec
 from aliquot.engines.host.host_disk import HostDisk
 from aliquot.engines.host.host_memory import RESIDENT_LAYERS
-from aliquot.engines.host.shard_view import Owned
+from aliquot.engines.host.shared_weights import Owned
 from aliquot.models.structure import decoder_layers
 from aliquot.offload.stream import Move, Stream
 from aliquot.offload.windows import paged

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from aliquot.core.errors import UserError
-from aliquot.engines.deepspeed.deepspeed_ops import prepare_ops
+from aliquot.engines.deepspeed.deepspeed_setup import prepare_ops
 
 
 def test_missing_tools_are_named_with_where_to_get_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

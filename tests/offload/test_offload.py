@@ -16,9 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aliquot.core.errors import StorageError
-from aliquot.offload.disk_rate import disk_rate
 from aliquot.offload.scratch_file import ScratchFile
-from aliquot.offload.stream import Move, Stream
+from aliquot.offload.stream import Move, Stream, disk_rate
 from aliquot.offload.window_sums import WindowSums
 from aliquot.offload.windows import PAGE_BYTES, paged, record, windows
 from aliquot.optim.squared_norm import block_squares

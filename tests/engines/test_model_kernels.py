@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from aliquot.engines import compiling
-from aliquot.engines.transposing_pass import TransposingPass
+from aliquot.engines import model_kernels
+from aliquot.engines.model_kernels import transposing_pass
 from aliquot.machine import kernels
 
 TOKENS, WIDTH, INNER = 96, 80, 130
@@ -38,7 +38,7 @@ def gradients(dtype: torch.dtype, compiled: bool) -> tuple[list[Tensor], int]:
     """Of all weights and the input, and how many transposed copies were made."""
     torch._dynamo.reset()
     layer = Layer(dtype)
-    function = torch.compile(layer, options={"post_grad_custom_post_pass": TransposingPass()}) if compiled else layer
+    function = torch.compile(layer, options={"post_grad_custom_post_pass": transposing_pass()}) if compiled else layer
     x = torch.randn(1, TOKENS, WIDTH, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
     function(x).square().sum().backward()  # compiling runs operations, too
     layer.zero_grad()
@@ -67,7 +67,7 @@ def test_rows_of_several_lengths_are_copied_alike() -> None:
     """After the second length torch.compile takes one graph for all, in which the length has no number."""
     torch._dynamo.reset()
     layer = Layer(torch.bfloat16)
-    function = torch.compile(layer, options={"post_grad_custom_post_pass": TransposingPass()})
+    function = torch.compile(layer, options={"post_grad_custom_post_pass": transposing_pass()})
     made = []
     for tokens in (TOKENS, 2 * TOKENS, TOKENS, 150):
         x = torch.randn(1, tokens, WIDTH).bfloat16().requires_grad_()
@@ -81,7 +81,8 @@ def test_rows_of_several_lengths_are_copied_alike() -> None:
 def test_only_where_it_gains_and_torch_takes_passes(
     monkeypatch: pytest.MonkeyPatch, amx: bool, known: bool, passes: bool
 ) -> None:
-    monkeypatch.setattr(compiling, "copies_transposed", lambda device, dtype: amx)
+    monkeypatch.setattr(model_kernels, "copies_transposed", lambda device, dtype: amx)
     if not known:
-        monkeypatch.setitem(sys.modules, "aliquot.engines.transposing_pass", None)
-    assert ("post_grad_custom_post_pass" in (compiling._options() or {})) == passes
+        transposing_pass.cache_clear()
+        monkeypatch.setitem(sys.modules, "torch._inductor.custom_graph_pass", None)
+    assert ("post_grad_custom_post_pass" in (model_kernels._options() or {})) == passes

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from aliquot.distributed.collectives.hosts import Hosts
-from aliquot.engines.host.overlapped_update import LateUpdate
+from aliquot.engines.host.weight_publication import LateUpdate
 
 ORDER = [4, 2, 7]
 

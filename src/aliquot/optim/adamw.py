@@ -1,9 +1,10 @@
-"""AdamW on flat shards in blocks that stay in the cache: unpack, clip, update, pack and publish in one visit."""
+"""AdamW on the shards of a rank: in blocks for engine host, torch's fused one for engine fsdp."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,9 +13,9 @@ from torch.optim.adamw import adamw
 
 from aliquot.machine.compile_cache import compiled
 from aliquot.machine.inductor import kernel_options
+from aliquot.optim.master_weights import PairedWeights, Weights
 from aliquot.optim.moments import ExactMoment, Moment, Noise
 from aliquot.optim.sizes import BLOCK, SCRATCH_ROWS
-from aliquot.optim.weights import PairedWeights, Weights
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def _update_halves(
     exp_avg_sq_2: Tensor,
     settings: Tensor,
 ) -> None:
-    """AdamW as torch.optim.AdamW documents it, between unpacking and packing of optim/weights.py."""
+    """AdamW as torch.optim.AdamW documents it, between unpacking and packing of optim/master_weights.py."""
     clip, one_minus_beta1, beta2, one_minus_beta2, decay, rate, root_correction, epsilon = settings.unbind()
     masters = []
     for high, distance, gradient, exp_avg, exp_avg_sq in (
@@ -155,3 +156,69 @@ def _block_size(shard: FlatShard) -> int:
     """Whole blocks of quantised moments."""
     unit = max(getattr(shard.exp_avg, "block", 1), getattr(shard.exp_avg_sq, "block", 1))
     return max(unit, BLOCK // unit * unit)
+
+
+class ShardedAdamW:
+    """torch's fused AdamW over local shards. `weights` are updated in place; matrices decay, norms and biases do not.
+
+    The moments exist from the start, so that a checkpoint can be restored into them and memory is known before the
+    first step.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[Tensor],  # fp32 local shards, leaves
+        decays: Sequence[bool],
+        betas: tuple[float, float],
+        epsilon: float,
+        weight_decay: float,
+    ) -> None:
+        self.weights = list(weights)
+        groups = [
+            {"params": [w for w, d in zip(weights, decays, strict=True) if d], "weight_decay": weight_decay},
+            {"params": [w for w, d in zip(weights, decays, strict=True) if not d], "weight_decay": 0.0},
+        ]
+        self._adamw = torch.optim.AdamW([g for g in groups if g["params"]], betas=betas, eps=epsilon, fused=True)
+        for weight in self.weights:
+            self._adamw.state[weight] = {
+                "step": torch.zeros((), device=weight.device),
+                "exp_avg": torch.zeros_like(weight),
+                "exp_avg_sq": torch.zeros_like(weight),
+            }
+
+    def moment(self, index: int, kind: str) -> Tensor:
+        """The `exp_avg` or `exp_avg_sq` of weight `index`, of that weight's shape."""
+        moment: Tensor = self._adamw.state[self.weights[index]][kind]
+        return moment
+
+    def set_steps(self, steps: int) -> None:
+        """The moments are those after `steps` updates."""
+        for weight in self.weights:
+            self._adamw.state[weight]["step"].fill_(steps)
+
+    def step(self, learning_rate: float, grad_norm: float, max_grad_norm: float | None) -> None:
+        """Scale the gradients so that their global norm is at most `max_grad_norm`, update, drop the gradients.
+
+        A norm that is not finite updates nothing.
+        """
+        if math.isfinite(grad_norm):
+            # As torch.nn.utils.clip_grad_norm_: the coefficient is clamped to 1.
+            if max_grad_norm is not None and grad_norm + 1e-6 > max_grad_norm:
+                coefficient = max_grad_norm / (grad_norm + 1e-6)
+                torch._foreach_mul_([w.grad for w in self.weights if w.grad is not None], coefficient)
+            for group in self._adamw.param_groups:
+                group["lr"] = learning_rate
+            self._adamw.step()
+        for weight in self.weights:
+            weight.grad = None
+
+
+# As transformers' Trainer knows them.
+_NORM_OR_BIAS = re.compile(r"bias|layernorm|rmsnorm|(^|[._])norm(\.|$)")
+
+
+def decays(name: str, shape: Sequence[int]) -> bool:
+    """Whether weight decay applies to the parameter of that name, of whatever model."""
+    module, _, own = name.rpartition(".")
+    holder = module.rpartition(".")[2]  # a norm within whose name others lie makes none of them
+    return len(shape) >= 2 and _NORM_OR_BIAS.search(f"{holder}.{own}".lower()) is None
