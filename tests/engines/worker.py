@@ -37,7 +37,7 @@ from aliquot.models import initialize, meta, recompute
 from aliquot.models.batch import MicroBatch
 from aliquot.models.published import Published, PublishedStore
 from aliquot.offload.scratch_file import ScratchFile
-from aliquot.optim import blocked_adamw, sizes, squared_norm
+from aliquot.optim import adamw, sizes, squared_norm
 from aliquot.tensor_io.parts import InMemory
 from tests.engines import cases
 from tests.processes import as_ranks
@@ -84,7 +84,7 @@ def train(kind: str, case: cases.Case, rank: int, world_size: int, folder: Path)
         exact=built.exact - built.learned,
     )
     # Several blocks and windows of a weight, and a rest.
-    sizes.BLOCK = blocked_adamw.BLOCK = squared_norm.BLOCK = 192
+    sizes.BLOCK = adamw.BLOCK = squared_norm.BLOCK = 192
     # Of a mixture several experts in a piece, and several pieces of a weight.
     host_memory._PIECE_BYTES = 4096 if "moe" in case.name else PIECE_BYTES
     if kind == "deepspeed-uncompiled":  # as where DeepSpeed finds no way to build its shared-memory op

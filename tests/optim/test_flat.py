@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aliquot.optim import blocked_adamw
+from aliquot.optim import adamw
 from aliquot.optim.adamw import BlockedAdamW, FlatShard
 from aliquot.optim.master_weights import PairedWeights, SplitWeights, WholeWeights
 from aliquot.optim.moments import Int8Moment, Noise, block_numel, moment
@@ -122,7 +122,7 @@ def test_noise_belongs_to_the_place_in_the_whole_tensor() -> None:
 
 @pytest.mark.parametrize("kind", ["whole", "split", "paired", pytest.param("compiled", marks=pytest.mark.long)])
 def test_equals_torch_adamw_with_clipping(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    monkeypatch.setattr(blocked_adamw, "BLOCK", 1 << 7)  # several blocks and a remainder
+    monkeypatch.setattr(adamw, "BLOCK", 1 << 7)  # several blocks and a remainder
     start = torch.randn(1000).bfloat16().float()
     theirs = torch.nn.Parameter(start.clone())
     optimizer = torch.optim.AdamW([theirs], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True)

@@ -7,8 +7,8 @@ each micro-batch: forward, backward; every gradient is staged as it arises and s
     between hosts, of the last: sums that are complete go to their owner on another host          (gradient_exchange.py)
 step: sums complete, of all hosts -> norm, which all ranks wait for: nobody computes any more -> clip, AdamW, owners
     write the shared weights -> barrier: the new weights may be read
-    between hosts instead of it: a layer that is to be used waits for its own new weights               (weight_publication.py)
-    with states on disk, too, which come and go while the layers before it compute                      (weight_publication.py)
+    between hosts instead of it: a layer that is to be used waits for its own new weights (weight_publication.py)
+    with states on disk, too, which come and go while the layers before it compute (weight_publication.py)
 """
 
 from __future__ import annotations
