@@ -12,7 +12,7 @@ import pytest
 from aliquot.config.data_section import DataSection
 from aliquot.core.errors import UserError
 from aliquot.data.documents import record_documents
-from aliquot.data.formats import UNREADABLE_CALL, format_of, is_learned, words
+from aliquot.data.formats import MISSING_FIELD, UNREADABLE_CALL, format_of, is_learned, words
 
 ASKED, ANSWERED = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
 CHAT = {"messages": [ASKED, ANSWERED], "context": 0}
@@ -107,8 +107,9 @@ def test_what_is_no_record_gets_one_line(record: dict[str, Any], keys: dict[str,
 
 def test_a_later_record_without_the_field_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n')
-    with pytest.raises(UserError, match=r"a\.jsonl:2: no field 'completion'; there are prompt"):
-        list(record_documents(tmp_path / "a.jsonl", DataSection(path="x")))
+    good, bad = record_documents(tmp_path / "a.jsonl", DataSection(path="x"))
+    assert (good.blank, good.reason, bad.blank, bad.reason) == (False, None, True, MISSING_FIELD)
+    assert bad.where.endswith("a.jsonl:2: no field 'completion'; there are prompt")
 
 
 def test_the_words_of_a_document_are_what_a_tokenizer_learns_from() -> None:

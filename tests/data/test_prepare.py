@@ -28,6 +28,7 @@ from aliquot.data.cache import publishing
 from aliquot.data.cuts import pieces
 from aliquot.data.encode_spans import AS_TEXT, AS_TOKENS
 from aliquot.data.encoder import HOLDS_SPECIAL, Encoded, Encoder, EncoderProcess, EncoderSpec, Texts
+from aliquot.data.formats import UNKNOWN_ROLE
 from aliquot.data.prepare import Prepared, prepare
 from aliquot.data.token_store import TokenStore, token_dtype
 from aliquot.data.tokenizer import convention_of
@@ -393,6 +394,15 @@ def test_a_chat_that_cannot_be_rendered_is_counted_and_named(tmp_path: Path, mod
     (tmp_path / "c.jsonl").write_text(lines[-1])
     with pytest.raises(UserError, match=r"no usable document: .*1 x .*fails on.*c\.jsonl:1: the user begins"):
         prepare(chats, model, 300)
+
+
+def test_bad_records_are_counted_by_reason_with_their_first_place(tmp_path: Path, model: Path) -> None:
+    strange = {"messages": [{"role": "narrator", "content": "x"}]}
+    lines = [json.dumps(record) for record in ({"messages": TALK}, strange, strange)]
+    (tmp_path / "c.jsonl").write_text("\n".join(lines))
+    store = prepare(section(tmp_path / "c.jsonl", chat_template=CHATML), model, 300).open_train()[""]
+    assert (store.documents, store.left_out) == (1, {UNKNOWN_ROLE: 2})
+    assert store.firsts[UNKNOWN_ROLE].startswith(f"{tmp_path / 'c.jsonl'}:2: a message's role is 'narrator'; known are")
 
 
 def test_tokens_of_a_vocabulary_with_holes_are_kept_whole(tmp_path: Path, corpus: Path) -> None:

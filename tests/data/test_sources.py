@@ -18,7 +18,9 @@ import pytest
 from aliquot.config.cache_root import cache_root
 from aliquot.config.schema import DataSection
 from aliquot.core.errors import UserError
+from aliquot.data.documents import HALF_CHARACTER, HOLDS_NUL, KEY_TWICE, NO_RECORD, ROW_OF_OTHER_LENGTH
 from aliquot.data.files import CARD, HIDDEN, NO_FILE
+from aliquot.data.formats import MISSING_FIELD, UNKNOWN_ROLE, UNUSABLE_FLAG, WRONG_TYPE
 from aliquot.data.sources import FileSource, HeldOut, source_of, sources_of
 
 
@@ -234,7 +236,7 @@ def test_bad_input_gets_one_line(
         "big.jsonl": '{"text": "some"}'.encode("utf-16-be"),
         "packed.jsonl": gzip.compress(b'{"text": "some"}'),
         "plain.txt": b"plain",
-        "bad.jsonl": b'{"text": "good"}\n{"text": \n',
+        "bad.jsonl": b'\n{"text": \n',
         "deep.jsonl": b"[" * 100_000,
         "list.jsonl": b"[1]\n",
         "field.jsonl": b'{"body": "x", "id": 1}\n',
@@ -377,10 +379,11 @@ TAR = b"a.txt".ljust(257, b"\0") + b"ustar" + b"\0" * 250 + b"text"
         ("a.txt", b"PAR1\x15\x04\x00", "a file of the format parquet, not text"),
         ("a.md", b"%PDF-1.7\n", "a file of the format PDF, not text"),
         ("a.txt", b"good " * 2000 + b"\0", r"a NUL byte at byte 10000: no text has any"),
-        ("a.csv", b"text\ngood\nb\0d\n", "a.csv:3: a NUL byte: no text has any"),
+        ("a.csv", b"text\nb\0d\n", "a.csv:2: a NUL byte: no text has any"),
         ("a.csv", b"text,id,text\ngood,1,other\n", "a.csv: the column 'text' stands 2 times: which one is meant"),
-        ("a.jsonl", b'{"text": "good"}\n{"text": "a", "text": "b"}\n', "a.jsonl:2: the key 'text' stands 2 times"),
-        ("a.json", b'[{"text": "good"}, {"text": "a", "text": "b"}]', "a.json, record 2: the key 'text' stands 2"),
+        ("a.jsonl", b'{"text": "a", "text": "b"}\n', "a.jsonl:1: the key 'text' stands 2 times"),
+        ("a.json", b'[{"text": "a", "text": "b"}]', "a.json, record 1: the key 'text' stands 2"),
+        ("a.jsonl", b'{"text": "good"}\n{"text": "cu', "a.jsonl:2: the last record is cut off .* missing"),
         ("a.json", b'{\n"text": "a",\n"text": "b"\n}', "a.json: the key 'text' stands 2 times"),
         ("a.json", b'{\n"data": [{"text": "a"}, {"text": "b"}]\n}', "one JSON object with the keys data, of which"),
         ("a.jsonl", b'{"data": [{"text": "a"}, {"text": "b"}]}', "a.jsonl:1: one JSON object with the keys data, of"),
@@ -398,6 +401,69 @@ def test_a_column_of_parquet_that_stands_twice_is_refused(tmp_path: Path) -> Non
     pyarrow.parquet.write_table(TWICE, tmp_path / "a.parquet")
     with pytest.raises(UserError, match=r"a.parquet: the column 'text' stands 2 times"):
         texts(tmp_path / "a.parquet")
+
+
+CHAT = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}'
+ROLE, FLAG = (CHAT.replace('"role": "user"', role) for role in ('"role": "narrator"', '"role": "user", "train": 1'))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "settings", "reason", "place"),
+    [
+        ("a.txt", "one\nt\0o\nthree\n", {"document": "line"}, HOLDS_NUL, "a.txt:2: a NUL byte"),
+        ("a.txt", "one\n\nt\no\0\n\nthree\n", {"document": "block"}, HOLDS_NUL, "a.txt:4: a NUL byte"),
+        ("a.csv", "text\none\nt\0o\nthree\n", {}, HOLDS_NUL, "a.csv:3: a NUL byte"),
+        ("a.csv", "text\none\nt,o\nthree\n", {}, ROW_OF_OTHER_LENGTH, "a.csv:3: 2 values, but the first line"),
+        ("a.jsonl", '{"text": 1}\n{"text": "one"}\n{"text": "three"}', {}, WRONG_TYPE, "a.jsonl:1: field 'text' holds"),
+        ("a.jsonl", '{"body": 1}\n{"text": "one"}\n{"text": "three"}', {}, MISSING_FIELD, "a.jsonl:1: no field that"),
+        ("a.jsonl", '{"text": "one"}\n{"text"}\n{"text": "three"}', {}, NO_RECORD, "a.jsonl:2: not a JSON record"),
+        ("a.jsonl", '{"text": "one"}\n{"text": "three"}\nnone', {}, NO_RECORD, "a.jsonl:3: not a JSON record"),
+        ("a.jsonl", '{"text": "one"}\n{"text": "\\ud800"}\n{"text": "three"}', {}, HALF_CHARACTER, "a.jsonl:2: a f"),
+        (
+            "a.json",
+            '[{"text": "one"}, {"text": 1, "text": "b"}, {"text": "three"}]',
+            {},
+            KEY_TWICE,
+            "a.json, record 2:",
+        ),
+        ("a.json", '[{"text": "one"}, {"text": "three"}, 7]', {}, NO_RECORD, "a.json, record 3: a record must be"),
+        ("a.jsonl", f"{CHAT}\n{ROLE}\n{CHAT}\n", {}, UNKNOWN_ROLE, "a.jsonl:2: a message's role is 'narrator'; known"),
+        ("a.jsonl", f"{CHAT}\n{FLAG}\n{CHAT}\n", {}, UNUSABLE_FLAG, "a.jsonl:2: a message of role 'user' has `train`"),
+    ],
+)
+def test_a_bad_record_among_others_is_left_out(
+    tmp_path: Path, name: str, content: str, settings: dict[str, str], reason: str, place: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    documents = list(source(tmp_path / name, **settings).documents())
+    (bad,) = (document for document in documents if document.blank)
+    assert (len(documents), bad.reason) == (3, reason)
+    assert bad.where.startswith(f"{tmp_path}/{place}")
+
+
+def test_bad_rows_of_tables_and_datasets_are_left_out(tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": role, "content": "hi"}]} for role in ("user", "narrator", "assistant")]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    dataset = source_of(DataSection(dataset=str(tmp_path)), tmp_path)
+    for found in (source(tmp_path / "a.parquet"), dataset):
+        first, bad, last = found.documents()
+        assert (first.blank, bad.reason, last.blank) == (False, UNKNOWN_ROLE, False)
+        assert ", row 2: a message's role is 'narrator'" in bad.where
+
+
+def test_files_without_a_good_record_are_refused_unless_they_are_one_record(tmp_path: Path) -> None:
+    good, bad = '{"text": "one"}\n', '{"text": 1}\n'
+    for name, content in {"a.jsonl": good, "b.jsonl": bad, "c.json": '{\n"text": 1\n}', "d.txt": "\0"}.items():
+        (tmp_path / name).write_text(content)
+    found = Counter(document.reason for document in source(tmp_path).documents())
+    assert found == {None: 1, WRONG_TYPE: 2, HOLDS_NUL: 1}
+    (tmp_path / "b.jsonl").write_text(bad * 2)
+    with pytest.raises(UserError, match=r"b\.jsonl:1: field 'text' holds int"):
+        texts(tmp_path)
+    (tmp_path / "b.jsonl").write_text(bad)
+    (tmp_path / "a.jsonl").unlink()
+    with pytest.raises(UserError, match=r"b\.jsonl:1: field 'text' holds int"):
+        texts(tmp_path)
 
 
 def test_what_merely_looks_like_another_format_is_read(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 from aliquot.config.data_section import RecordsSection
 from aliquot.core.decode import TooDeepError, check_json_depth, decode_json
 from aliquot.core.errors import DataError
-from aliquot.data.formats import Format, Kind, format_of
-from aliquot.data.json_objects import TwiceError, stands_twice, unique, whole_object
+from aliquot.data.formats import BadRecordError, Format, Kind, format_of
+from aliquot.data.json_objects import TwiceError, UniqueKeys, stands_twice, whole_object
 from aliquot.data.opened import not_text, opened, refuse_pointer, suffix_of
 
 Unit = Literal["file", "line", "block", "field"]
@@ -25,6 +25,11 @@ LONGEST_RECORD = 1 << 26  # bytes, or characters: it is held as a whole
 _BLOCK_CHARACTERS = 1 << 20
 _ROWS, _BATCH_BYTES = 512, 16 << 20  # of a table, at once
 _NO_TEXT = "no text has any. Leave this file out, or remove them (tr -d '\\0')"
+HOLDS_NUL = "a text with NUL characters, left out"
+NO_RECORD = "a line or an element that is no JSON record, left out"
+KEY_TWICE = "a record in which a key stands twice, left out"
+HALF_CHARACTER = "a record with half of a surrogate pair, left out"
+ROW_OF_OTHER_LENGTH = "a row with more or fewer values than the header has names, left out"
 _NEAR_THE_END = 16  # characters: what a JSON value can be cut within, strings apart
 
 
@@ -36,11 +41,36 @@ class Document(NamedTuple):
     done_bytes: int  # how far its source had been read
     ended: bool = True  # false: the next one continues it
     reason: str | None = None  # why a blank one is
-    where: str = ""  # a record: file and line, or row
+    where: str = ""  # a record: file and line, or row, and of one that cannot be read why
 
     @property
     def blank(self) -> bool:
         return self.ended and (not self.text or self.text.isspace())
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether this stands for a record that cannot be read."""
+        return self.reason is not None and self.where != ""
+
+
+def _left_out(error: BadRecordError, done_bytes: int) -> Document:
+    return Document("", "text", done_bytes, reason=error.reason, where=str(error))
+
+
+def refuse_bad_alone(documents: Iterator[Document], at_least: int = 1) -> Iterator[Document]:
+    """Pass documents on.
+
+    Raises:
+        DataError: `at_least` records cannot be read and there is no other document. The words are those of the first.
+    """
+    first, bad, usable = "", 0, False
+    for document in documents:
+        bad += document.is_bad
+        usable = usable or not document.blank
+        first = first or (document.where if document.is_bad else "")
+        yield document
+    if bad >= at_least and not usable:
+        raise DataError(first)
 
 
 def text_documents(path: Path, unit: Unit) -> Iterator[Document]:
@@ -65,7 +95,11 @@ def _parts(file: BinaryIO, position: Callable[[], int], path: Path) -> Iterator[
         except UnicodeDecodeError as error:
             raise not_text(error, str(path), read_bytes - len(waiting)) from error
         if (at := block.find(b"\0")) >= 0:
-            raise DataError(f"a NUL byte at byte {read_bytes + at}: {_NO_TEXT}", path)
+            nul = BadRecordError(f"a NUL byte at byte {read_bytes + at}: {_NO_TEXT}", path, HOLDS_NUL)
+            if read_bytes or len(block) == PART_BYTES:  # a part of the file may have been given already
+                raise nul
+            yield _left_out(nul, position())
+            return
         if not block:
             yield Document(text + more, "text", position())
             return
@@ -78,8 +112,22 @@ def _lines(file: BinaryIO, position: Callable[[], int], path: Path, unit: Unit) 
     """Each line, or each block of lines between blank ones; in parts where it is long."""
     waiting: list[str] = []  # of the document, since its last part
     characters, begun = 0, False  # whether a part of the document has been given
+    number = 0
+    nul: int | None = None  # the line with the document's first NUL character
+
+    def documents(ended: bool) -> Iterator[Document]:
+        if nul is None:
+            yield Document("".join(waiting), "text", position(), ended)
+            return
+        error = BadRecordError(f"a NUL byte: {_NO_TEXT}", f"{path}:{nul}", HOLDS_NUL)
+        if begun or not ended:
+            raise error
+        yield _left_out(error, position())
+
     for text, first, last in _parts_of_lines(file, path):
-        if unit == "line" and first and last:  # nearly all are
+        number += first
+        nul = number if nul is None and "\0" in text else nul
+        if unit == "line" and first and last and nul is None:  # nearly all are
             if text and not text.isspace():
                 yield Document(text, "text", position())
             continue
@@ -93,10 +141,10 @@ def _lines(file: BinaryIO, position: Callable[[], int], path: Path, unit: Unit) 
             continue
         else:
             ended = True
-        yield Document("".join(waiting), "text", position(), ended)
-        waiting, characters, begun = [], 0, not ended
+        yield from documents(ended)
+        waiting, characters, begun, nul = [], 0, not ended, None
     if begun or waiting:
-        yield Document("".join(waiting), "text", position())
+        yield from documents(ended=True)
 
 
 def _parts_of_lines(file: BinaryIO, path: Path) -> Iterator[tuple[str, bool, bool]]:
@@ -108,8 +156,6 @@ def _parts_of_lines(file: BinaryIO, path: Path) -> Iterator[tuple[str, bool, boo
             text = data.decode("utf-8") if first and last else decoder.decode(data, final=last)
         except UnicodeDecodeError as error:
             raise not_text(error, f"{path}:{number}") from error
-        if "\0" in text:
-            raise DataError(f"a NUL byte: {_NO_TEXT}", f"{path}:{number}")
         if number == 1 and first:
             text = text.removeprefix("\ufeff")
         yield text.rstrip("\r\n") if last else text, first, last
@@ -119,7 +165,8 @@ def _parts_of_lines(file: BinaryIO, path: Path) -> Iterator[tuple[str, bool, boo
 def record_documents(path: Path, section: RecordsSection) -> Iterator[Document]:
     """One document a record of a .jsonl, .json, .csv or .parquet file; blank ones are among them.
 
-    Raises UserError naming file and line, or row, at what is no record, and at an absent field.
+    A record that cannot be read is blank, too, with a reason. Raises UserError naming the file where its layout is
+    wrong or a part of it is missing, and naming file and line, or row, at a record of another format.
     """
     return RECORDS[suffix_of(path)](path, section)
 
@@ -133,9 +180,9 @@ def _json(path: Path, section: RecordsSection) -> Iterator[Document]:
     """An array of records, a record a line, or one record over several lines."""
     with opened(path) as (file, _):
         start = file.read(1 << 16).removeprefix(codecs.BOM_UTF8).lstrip()
-    if start.startswith(b"{") and (record := whole_object(path, start)) is not None:
-        text, kind, _ = _read(record, None, section, str(path))
-        yield Document(encodable(text, str(path)), kind, path.stat().st_size, where=str(path))
+    if start.startswith(b"{") and (whole := whole_object(path, start)) is not None:
+        record, twice = whole
+        yield _document(record, twice, None, section, str(path), path.stat().st_size)[0]
         return
     with opened(path) as (file, position):
         read = _json_array if start.startswith(b"[") else _json_lines
@@ -149,16 +196,34 @@ def _json_lines(file: BinaryIO, position: Callable[[], int], path: Path, section
             continue
         where = f"{path}:{number}"
         try:
-            # Of bytes it would let surrogates pass.
-            record = decode_json(line.removeprefix(codecs.BOM_UTF8).decode(), object_pairs_hook=unique)
-        except UnicodeDecodeError as error:
-            raise not_text(error, where) from error
-        except TwiceError as error:
-            raise DataError(str(error), where) from error
-        except ValueError as error:
-            raise DataError(f"not a JSON record ({error}); write one record a line", where) from error
-        text, kind, form = _read(record, form, section, where)
-        yield Document(encodable(text, where) if b"\\u" in line else text, kind, position(), where=where)
+            text, kind, form = _read(_record_in(line, where), form, section, where)
+            text = encodable(text, where) if b"\\u" in line else text
+        except BadRecordError as error:
+            yield _left_out(error, position())
+            continue
+        yield Document(text, kind, position(), where=where)
+
+
+def _record_in(line: bytes, where: str) -> Any:
+    try:
+        # Of bytes it would let surrogates pass.
+        text = line.removeprefix(codecs.BOM_UTF8).decode()
+        return decode_json(text, object_pairs_hook=UniqueKeys(refuse=True))
+    except UnicodeDecodeError as error:
+        raise not_text(error, where) from error
+    except TwiceError as error:
+        raise BadRecordError(str(error), where, KEY_TWICE) from error
+    except json.JSONDecodeError as error:
+        if not line.endswith(b"\n") and _is_cut(error, text):
+            message = f"the last record is cut off ({error}): a part of the file is missing. Fetch it again"
+            raise DataError(message, where) from error
+        raise BadRecordError(f"not a JSON record ({error}); write one record a line", where, NO_RECORD) from error
+    except ValueError as error:
+        raise BadRecordError(f"not a JSON record ({error}); write one record a line", where, NO_RECORD) from error
+
+
+def _is_cut(error: json.JSONDecodeError, text: str) -> bool:
+    return error.msg.startswith("Unterminated string") or error.pos >= len(text.rstrip())
 
 
 def _bounded(file: BinaryIO | io.TextIOWrapper, path: Path) -> Iterator[Any]:
@@ -178,24 +243,34 @@ def _too_long(where: str | Path) -> DataError:
 
 def _json_array(file: BinaryIO, position: Callable[[], int], path: Path, section: RecordsSection) -> Iterator[Document]:
     form: Format | None = None
-    number = 0
     try:
-        for number, record in enumerate(_elements(file, path), 1):
-            where = f"{path}, record {number}"
-            text, kind, form = _read(record, form, section, where)
-            yield Document(encodable(text, where), kind, position(), where=where)
+        for number, (record, twice) in enumerate(_elements(file, path), 1):
+            document, form = _document(record, twice, form, section, f"{path}, record {number}", position())
+            yield document
     except UnicodeDecodeError as error:
         raise DataError(f"not UTF-8 text ({error.reason})", path) from error
     except TooDeepError as error:
         raise DataError(f"not a JSON array of records ({error})", path) from None
-    except TwiceError as error:
-        raise DataError(str(error), f"{path}, record {number + 1}") from error
 
 
-def _elements(file: BinaryIO, path: Path) -> Iterator[object]:
-    """The elements of one JSON array, one at a time."""
+def _document(
+    record: Any, twice: str, form: Format | None, section: RecordsSection, where: str, done_bytes: int
+) -> tuple[Document, Format | None]:
+    """The document in a record of which `twice` says that a key stands twice, and the format of the next one."""
+    try:
+        if twice:
+            raise BadRecordError(twice, where, KEY_TWICE)
+        text, kind, form = _read(record, form, section, where)
+        return Document(encodable(text, where), kind, done_bytes, where=where), form
+    except BadRecordError as error:
+        return _left_out(error, done_bytes), form
+
+
+def _elements(file: BinaryIO, path: Path) -> Iterator[tuple[object, str]]:
+    """The elements of one JSON array, one at a time, with what is to be said of a key that stands twice."""
     decode = codecs.getincrementaldecoder("utf-8-sig")().decode
-    scan = json.JSONDecoder(object_pairs_hook=unique).raw_decode
+    keys = UniqueKeys()
+    scan = json.JSONDecoder(object_pairs_hook=keys).raw_decode
     text, at, ended, number = "", 0, False, 0
     while True:
         while at < len(text) and (text[at].isspace() or text[at] == ("," if number else "[")):
@@ -206,6 +281,7 @@ def _elements(file: BinaryIO, path: Path) -> Iterator[object]:
                 if not text[at + 1 :].strip() and not file.read(_BLOCK_CHARACTERS).strip():
                     return
                 raise DataError("something follows the array of records", path)
+            keys.twice = ""
             element, at = scan(text, at)
         except json.JSONDecodeError as error:
             cut = error.msg.startswith("Unterminated string") or error.pos >= len(text) - _NEAR_THE_END
@@ -222,7 +298,7 @@ def _elements(file: BinaryIO, path: Path) -> Iterator[object]:
             raise DataError(f"not a JSON array of records ({error})", path) from error
         else:
             number += 1
-            yield element
+            yield element, keys.twice
 
 
 def _csv(path: Path, section: RecordsSection) -> Iterator[Document]:
@@ -239,16 +315,25 @@ def _csv(path: Path, section: RecordsSection) -> Iterator[Document]:
                 if not row:
                     continue
                 where = f"{path}:{rows.line_num}"
-                if len(row) != len(names):
-                    raise DataError(f"{len(row)} values, but the first line names {len(names)}", where)
-                if any("\0" in value for value in row):
-                    raise DataError(f"a NUL byte: {_NO_TEXT}", where)
-                text, kind = form.read(dict(zip(names, row, strict=True)), where)
-                yield Document(encodable(text, where), kind, position(), where=where)
+                try:
+                    text, kind = form.read(_record_of_row(names, row, where), where)
+                    document = Document(encodable(text, where), kind, position(), where=where)
+                except BadRecordError as error:
+                    document = _left_out(error, position())
+                yield document
         except csv.Error as error:
             raise DataError(f"not CSV ({error})", f"{path}:{rows.line_num}") from error
         except UnicodeDecodeError as error:
             raise not_text(error, f"{path}, after line {rows.line_num}") from error
+
+
+def _record_of_row(names: list[str], row: list[str], where: str) -> dict[str, str]:
+    if len(row) != len(names):
+        message = f"{len(row)} values, but the first line names {len(names)}"
+        raise BadRecordError(message, where, ROW_OF_OTHER_LENGTH)
+    if any("\0" in value for value in row):
+        raise BadRecordError(f"a NUL byte: {_NO_TEXT}", where, HOLDS_NUL)
+    return dict(zip(names, row, strict=True))
 
 
 def _parquet(path: Path, section: RecordsSection) -> Iterator[Document]:
@@ -268,9 +353,7 @@ def _parquet(path: Path, section: RecordsSection) -> Iterator[Document]:
             row = 0
             for record in _rows(file, form.columns(file.schema_arrow.names)):
                 row += 1
-                where = f"{path}, row {row}"
-                text, kind = form.read(as_written(record), where)
-                yield Document(encodable(text, where), kind, size_bytes * row // rows, where=where)
+                yield row_document(form, record, f"{path}, row {row}", size_bytes * row // rows)
     except pyarrow.ArrowException as error:
         raise DataError(f"not a readable parquet file ({error})", path) from error
     except UnicodeDecodeError as error:
@@ -289,6 +372,15 @@ def _rows(file: Any, columns: list[str]) -> Iterator[dict[str, Any]]:
 def rows_at_once(size_bytes: int, rows: int) -> int:
     """Of a table of that size: while they are read they are held twice, as the table's and as Python's."""
     return max(1, min(_ROWS, _BATCH_BYTES * rows // max(size_bytes, 1)))
+
+
+def row_document(form: Format, row: dict[str, Any], where: str, done_bytes: int) -> Document:
+    """The document in a row of a table; a blank one with a reason where the row cannot be read."""
+    try:
+        text, kind = form.read(as_written(row), where)
+        return Document(encodable(text, where), kind, done_bytes, where=where)
+    except BadRecordError as error:
+        return _left_out(error, done_bytes)
 
 
 RECORDS: dict[str, Callable[[Path, RecordsSection], Iterator[Document]]] = {
@@ -312,7 +404,7 @@ def as_written(record: dict[str, Any]) -> dict[str, Any]:
 def _read(record: Any, form: Format | None, section: RecordsSection, where: str) -> tuple[str, Kind, Format]:
     """The document in `record`, and its format: that of the records before it, or found by its fields."""
     if not isinstance(record, dict):
-        raise DataError(f"a record must be a JSON object, not {type(record).__name__}", where)
+        raise BadRecordError(f"a record must be a JSON object, not {type(record).__name__}", where, NO_RECORD)
     form = form or _format_of(section, record, where)
     form.check(record, where)
     return *form.read(record, where), form
@@ -322,22 +414,24 @@ def _format_of(section: RecordsSection, record: dict[str, Any], where: str) -> F
     """As `format_of`; an object that is no record may hold a list of them."""
     try:
         return format_of(section, record, where)
-    except DataError as error:
+    except BadRecordError as error:
         lists = {key: value for key, value in record.items() if isinstance(value, list) and value}
         key = next((key for key, value in lists.items() if all(isinstance(each, dict) for each in value)), None)
         if key is None:
             raise
-        raise DataError(
+        raise BadRecordError(
             f"one JSON object with the keys {', '.join(record)}, of which {key!r} holds a list of {len(record[key])}:"
             f" if those are the records, write that list alone (jq .{key} FILE > RECORDS.json)",
             where,
+            error.reason,
         ) from error
 
 
 def encodable(text: str, where: str) -> str:
-    """`text`, which UTF-8 can hold. Raises DataError: JSON, also in a table's column, may escape half a character."""
+    """`text`, which UTF-8 can hold. Raises BadRecordError: JSON, also in a table, may escape half a character."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError("a field holds half of a surrogate pair, which is no text", where) from error
+        message = "a field holds half of a surrogate pair, which is no text"
+        raise BadRecordError(message, where, HALF_CHARACTER) from error
     return text

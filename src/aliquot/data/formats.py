@@ -43,6 +43,21 @@ _FLAGS = (
     "weight", "train", "training", "train_detail", "loss", "loss_scale", "trainable", "loss_mask",
 )  # fmt: skip
 UNREADABLE_CALL = "a call of a function that cannot be read as one, left out"
+MISSING_FIELD = "a record without a field that the format needs, left out"
+WRONG_TYPE = "a record with a field of the wrong type, left out"
+TOO_DEEP = "a record that nests too deeply, left out"
+NO_MESSAGES = "a record with messages that lack a role or are no objects, left out"
+UNKNOWN_ROLE = "a record with a role that no chat template knows, left out"
+NO_TEXT_CONTENT = "a record with message content other than text, left out"
+UNUSABLE_FLAG = "a record with a message flag that cannot be obeyed, left out"
+
+
+class BadRecordError(DataError, id="data"):
+    """A record that cannot be read. A run counts the record by `reason` and goes on with the next record."""
+
+    def __init__(self, message: str, where: str | Path | None = None, reason: str = WRONG_TYPE) -> None:
+        super().__init__(message, where)
+        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -64,7 +79,7 @@ class Format:
                 where,
             )
         if missing is not None:
-            raise DataError(f"no field {missing!r}; there are {', '.join(map(str, found))}", where)
+            raise BadRecordError(f"no field {missing!r}; there are {', '.join(map(str, found))}", where, MISSING_FIELD)
 
     def read(self, record: Mapping[str, Any], where: str) -> tuple[str, Kind]:
         """(the document, its kind); an empty document where there is nothing in the record.
@@ -75,7 +90,7 @@ class Format:
         try:
             check_depth(record)
         except TooDeepError as error:
-            raise DataError(f"{error} in this record", where) from None
+            raise BadRecordError(f"{error} in this record", where, TOO_DEEP) from None
         return self._read(record, where)
 
     def _read(self, record: Mapping[str, Any], where: str) -> tuple[str, Kind]:
@@ -140,8 +155,9 @@ def format_of(section: RecordsSection, names: Iterable[str], where: str | Path) 
         return _found(found, where)
     try:
         named.check(found, where)
-    except DataError as error:
-        raise DataError(f"{error}: set data.text_field, or the keys of another format") from None
+    except BadRecordError as error:
+        message = f"{error}: set data.text_field, or the keys of another format"
+        raise BadRecordError(message, reason=error.reason) from None
     return named
 
 
@@ -156,12 +172,13 @@ def _found(names: list[str], where: str | Path) -> Format:
     ]
     there = [each for each in known if set(each[1]) <= set(names)]
     if not there and not names:
-        raise DataError("no fields: an empty file, or no header", where)
+        raise BadRecordError("no fields: an empty file, or no header", where, MISSING_FIELD)
     if not there:
-        raise DataError(
+        raise BadRecordError(
             f"no field that is known; there are {', '.join(map(str, names))}: set data.text_field (all of it is"
             " learned), data.messages (a chat), or data.prompt and data.completion",
             where,
+            MISSING_FIELD,
         )
     kind, fields, others = there[0]
     return Format(kind, fields, _of(names, *others), tuple(other for _, other, _ in known if other != fields))
@@ -176,7 +193,7 @@ def _text(value: object, field: str, where: str, expected: str = "text") -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise DataError(f"field {field!r} holds {type(value).__name__}, not {expected}", where)
+        raise BadRecordError(f"field {field!r} holds {type(value).__name__}, not {expected}", where)
     return value
 
 
@@ -203,7 +220,7 @@ def _instructed(output: str, record: Mapping[str, Any], where: str) -> str:
     messages = []
     for turn in turns:
         if not isinstance(turn, list) or len(turn) != 2:
-            raise DataError("field 'history' must be a list of pairs: what was asked, what was answered", where)
+            raise BadRecordError("field 'history' must be a list of pairs: what was asked, what was answered", where)
         for role, said in zip(("user", "assistant"), turn, strict=True):
             messages.append({"role": role, "content": _text(said, "history", where)})
     asked = "\n\n".join(filter(None, (parts["instruction"], parts["input"])))
@@ -264,14 +281,14 @@ def _listed(value: object, field: str, where: str) -> list[Any]:
         try:
             value = decode_json(value)
         except ValueError as error:
-            raise DataError(
+            raise BadRecordError(
                 f"field {field!r} holds text that is not JSON ({error}): name it otherwise if it is for no template",
                 where,
             ) from error
     if not value or isinstance(value, str):
         return []
     if not isinstance(value, list):
-        raise DataError(f"field {field!r} holds {type(value).__name__}, not a list", where)
+        raise BadRecordError(f"field {field!r} holds {type(value).__name__}, not a list", where)
     return value
 
 
@@ -284,21 +301,23 @@ def _messages(value: object, field: str, where: str, plain: str | None = None) -
     if isinstance(value, str) and value.lstrip().startswith("["):  # tables often hold it as JSON
         value = _listed(value, field, where)
     if not isinstance(value, list):
-        raise DataError(f"field {field!r} holds {type(value).__name__}, not a list of messages", where)
+        raise BadRecordError(f"field {field!r} holds {type(value).__name__}, not a list of messages", where)
     return [_message(message, field, where) for message in value]
 
 
 def _message(message: object, field: str, where: str) -> dict[str, Any]:
     """The message as it is, with `role` and `content` where they are called `from` and `value`."""
-    if not isinstance(message, dict):
-        raise DataError(f"field {field!r} is a list, but not one of messages with `role` and `content`", where)
-    role = message.get("role") or message.get("from")
-    if not isinstance(role, str):
-        raise DataError(f"field {field!r} is a list, but not one of messages with `role` and `content`", where)
+    role = (message.get("role") or message.get("from")) if isinstance(message, dict) else None
+    if not isinstance(message, dict) or not isinstance(role, str):
+        raise BadRecordError(
+            f"field {field!r} is a list, but not one of messages with `role` and `content`", where, NO_MESSAGES
+        )
     known = _ALIASES.get(role.lower(), role.lower())
     if known not in _ROLES:
-        raise DataError(
-            f"a message's role is {role!r}; known are {', '.join(sorted(_ROLES | _ALIASES.keys()))}: rename it", where
+        raise BadRecordError(
+            f"a message's role is {role!r}; known are {', '.join(sorted(_ROLES | _ALIASES.keys()))}: rename it",
+            where,
+            UNKNOWN_ROLE,
         )
     others = {key: part for key, part in message.items() if key not in ("role", "from", "content", "value")}
     content = [{"content": message[key]} for key in ("content", "value") if key in message][:1]
@@ -316,21 +335,26 @@ def _message(message: object, field: str, where: str) -> dict[str, Any]:
 def _check_content(content: object, where: str) -> None:
     texts = content if isinstance(content, list) else []
     if not (content is None or (isinstance(content, (str, list)) and all(map(_is_text, texts)))):
-        raise DataError("a message's `content` must be text, or a list of parts of type `text`", where)
+        raise BadRecordError(
+            "a message's `content` must be text, or a list of parts of type `text`", where, NO_TEXT_CONTENT
+        )
 
 
 def _check_flags(message: Mapping[str, Any], where: str) -> None:
     for flag in _FLAGS:
         value = message.get(flag)
         if value is not None and (not isinstance(value, (bool, int, float)) or value not in (0, 1)):
-            raise DataError(
-                f"a message's `{flag}` is {value!r}: an answer is learned or not. Write 1 or 0, or true or false", where
+            raise BadRecordError(
+                f"a message's `{flag}` is {value!r}: an answer is learned or not. Write 1 or 0, or true or false",
+                where,
+                UNUSABLE_FLAG,
             )
         if value and flag != "weight" and message["role"] != "assistant":
-            raise DataError(
+            raise BadRecordError(
                 f"a message of role {message['role']!r} has `{flag}`: {value!r}, but answers of the assistant alone are"
                 " learned. Take the key away",
                 where,
+                UNUSABLE_FLAG,
             )
 
 

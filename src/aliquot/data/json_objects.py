@@ -14,8 +14,9 @@ from aliquot.data.opened import opened
 LONGEST_BYTES = 64 << 20  # of an object over several lines, which is read at once
 
 
-def whole_object(path: Path, start: bytes) -> dict[str, Any] | None:
-    """The JSON object that is all of a file, over several lines; None: the first line is a record, or nothing is one.
+def whole_object(path: Path, start: bytes) -> tuple[dict[str, Any], str] | None:
+    """The JSON object that is all of a file, over several lines, and what is to be said of a key that stands twice;
+    None: the first line is a record, or nothing is one.
 
     Raises DataError for several objects over several lines each.
     """
@@ -24,19 +25,18 @@ def whole_object(path: Path, start: bytes) -> dict[str, Any] | None:
         return None
     with opened(path) as (file, _):
         data = file.read(LONGEST_BYTES + 1)
+    keys = UniqueKeys()
     try:
-        value = decode_json(data, object_pairs_hook=unique)
+        value = decode_json(data, object_pairs_hook=keys)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":
             raise DataError(
                 "JSON objects over several lines: write one record a line (jq -c . FILE does)", path
             ) from error
         return None
-    except TwiceError as error:
-        raise DataError(str(error), path) from error
     except ValueError:
         return None
-    return value if isinstance(value, dict) else None
+    return (value, keys.twice) if isinstance(value, dict) else None
 
 
 def _is_json(line: bytes) -> bool:
@@ -51,11 +51,19 @@ class TwiceError(Exception):
     """A key that stands twice in one object: Python would keep the last one."""
 
 
-def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    record = dict(pairs)
-    if len(record) < len(pairs):
-        raise TwiceError(stands_twice([key for key, _ in pairs], "key"))
-    return record
+class UniqueKeys:
+    """Make the objects of a JSON text, and remember, or `refuse` with TwiceError, a key that stands twice in one."""
+
+    def __init__(self, refuse: bool = False) -> None:
+        self.refuse, self.twice = refuse, ""
+
+    def __call__(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        record = dict(pairs)
+        if len(record) < len(pairs):
+            self.twice = stands_twice([key for key, _ in pairs], "key")
+            if self.refuse:
+                raise TwiceError(self.twice)
+        return record
 
 
 def stands_twice(names: list[str], what: str) -> str:

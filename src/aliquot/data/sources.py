@@ -20,9 +20,9 @@ from aliquot.data.documents import (
     RECORDS,
     Document,
     Unit,
-    as_written,
-    encodable,
     record_documents,
+    refuse_bad_alone,
+    row_document,
     rows_at_once,
     text_documents,
 )
@@ -140,13 +140,17 @@ class FileSource:
         return total.hexdigest()
 
     def documents(self) -> Iterator[Document]:
+        """Raises UserError where no record can be read, of all files or of one that has several records."""
+        return refuse_bad_alone(self._documents())
+
+    def _documents(self) -> Iterator[Document]:
         before_bytes = 0
         for reason, count in self.left_out.items():
             yield from [Document("", "text", 0, reason=reason)] * count
         for file, unit in zip(self.files, self.units, strict=True):
             try:
                 documents = record_documents(file, self.section) if unit == "field" else text_documents(file, unit)
-                for document in documents:
+                for document in refuse_bad_alone(documents, at_least=2):
                     yield document._replace(done_bytes=before_bytes + document.done_bytes)
             except OSError as error:
                 raise DataError(f"cannot be read ({error.strerror or error})", file) from error
@@ -214,16 +218,18 @@ class HubSource:
         return hashlib.sha256("\0".join([*content, repr(self.form)]).encode()).hexdigest()
 
     def documents(self) -> Iterator[Document]:
+        """Raises UserError where no record can be read."""
+        return refuse_bad_alone(self._documents())
+
+    def _documents(self) -> Iterator[Document]:
         row, at_once = 0, rows_at_once(self.total_bytes, len(self.dataset))
         wanted = self.dataset.select_columns(self.form.columns(self.dataset.column_names))
         try:
             for batch in wanted.iter(batch_size=at_once):
                 for values in zip(*batch.values(), strict=True):
                     row += 1
-                    record = as_written(dict(zip(batch, values, strict=True)))
                     done_bytes, where = self.total_bytes * row // len(self.dataset), f"{self.label}, row {row}"
-                    text, kind = self.form.read(record, where)
-                    yield Document(encodable(text, where), kind, done_bytes, where=where)
+                    yield row_document(self.form, dict(zip(batch, values, strict=True)), where, done_bytes)
         except UnicodeDecodeError as error:
             raise DataError(f"not UTF-8 text ({error.reason})", f"{self.label}, after row {row}") from error
 

@@ -111,7 +111,7 @@ def _chunks(documents: Iterator[Document], answers: bool, cut: Cut | None, write
     begins = True
     for document in documents:
         if document.blank and not held:
-            writer.left_out[document.reason or BLANK] += 1
+            writer.leave_out(document.reason or BLANK, 1, document.where if document.reason else "")
             continue
         if (document.kind != "text") != answers:
             raise DataError(
@@ -176,6 +176,12 @@ class StoreWriter:
     def cut_anywhere(self) -> None:
         self.inexact_cuts += 1
 
+    def leave_out(self, reason: str, count: int, first: str) -> None:
+        """Count records by the reason why they are not in the store; `first`: where the first of them is."""
+        self.left_out[reason] += count
+        if first:
+            self.firsts.setdefault(reason, first)
+
     def write(self, encoded: Encoded, last: npt.NDArray[np.bool_], places: list[str]) -> None:
         """Append the tokens of texts from `places`, of which those in `last` [texts] end a document. One without tokens
         is none."""
@@ -186,8 +192,7 @@ class StoreWriter:
         self.files["tokens"].write(encoded.ids.astype(self.dtype).tobytes())
         self.files["offsets"].write(ends.astype(np.int64).tobytes())
         for reason, (count, index, detail) in encoded.notes.items():
-            self.left_out[reason] += count
-            self.firsts.setdefault(reason, ": ".join(filter(None, (places[index], detail))))
+            self.leave_out(reason, count, ": ".join(filter(None, (places[index], detail))))
         if self.answers:
             self.files["mask"].write(encoded.mask.tobytes())
         self.tokens += len(encoded.ids)
