@@ -262,12 +262,12 @@ def update_of_disk(folder: Path, numel: int = 100_000_000, repeats: int = 3) -> 
     """Of a model of one weight, exact states and gradient on disk, one rank."""
     import torch
 
-    from aliquot.config.on_disk import OnDisk
     from aliquot.distributed.collectives.shared import Memory
     from aliquot.engines.host.host_disk import HostDisk
     from aliquot.engines.host.host_states import HostStates
     from aliquot.engines.host.host_sums import HostSums
     from aliquot.engines.host.shared_weights import Owned, Weight
+    from aliquot.engines.state_placement import OnDisk
     from aliquot.offload.stream import Move, Stream
     from aliquot.optim.adamw import BlockedAdamW
 

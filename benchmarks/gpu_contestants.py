@@ -31,8 +31,8 @@ def documents(config: Mapping[str, Any], work: Work, index: int) -> dict[str, to
 
 
 def ours(config: Mapping[str, Any], work: Work, device: str, offload: bool, recompute: str, between: Between) -> None:
-    from aliquot.config.unsharded import Unsharded
     from aliquot.distributed.topology import Topology
+    from aliquot.engines.state_placement import Unsharded
 
     settings = {
         "offload": offload and device == "cuda",

@@ -111,8 +111,8 @@ def measured(unit: str, folder: str) -> Row:
 
 
 def part(unit: str, folder: Path) -> None:
-    from aliquot.config.batch_size import BatchSize
     from aliquot.config.schema import DataSection
+    from aliquot.data.batch_size import BatchSize
     from aliquot.data.batches import Batches
     from aliquot.data.prepare import prepare
 

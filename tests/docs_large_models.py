@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from aliquot.config.read_config import validate
-from aliquot.config.workload import Workload
+from aliquot.data.workload import Workload
 from aliquot.planner.planned_machine import Machine
 from aliquot.planner.planned_model import PlannedModel
 from aliquot.planner.planner import Planner

@@ -36,7 +36,7 @@ class Fault:
 
 FAULTS = (
     Fault(
-        "batch-rounds-down", "config/batch_size.py",
+        "batch-rounds-down", "data/batch_size.py",
         "the per-device batch that follows from the global one is rounded down, not up",
         "return BatchSize(total, -(-total // (steps * world_size)))",
         "return BatchSize(total, max(1, total // (steps * world_size)))",

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from aliquot.config import deepspeed_json
-from aliquot.config.batch_size import BatchSize, batch_size
 from aliquot.config.deepspeed_keys import RULES
 from aliquot.config.read_config import dump_config, dump_with_places, read_config, read_with_places
 from aliquot.config.schema import RunConfig
 from aliquot.core.errors import UserError
+from aliquot.data.batch_size import BatchSize, batch_size
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "deepspeed.md"
 RUN = "model: {path: some/model}\ndata: {path: text.txt}\n"

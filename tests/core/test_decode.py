@@ -14,8 +14,8 @@ import yaml
 
 from aliquot.cluster.crds import read_crds
 from aliquot.cluster.manifests import parse_manifests
+from aliquot.config.adapter_section import adapter_settings
 from aliquot.config.data_section import DataSection
-from aliquot.config.peft_settings import adapter_settings
 from aliquot.config.read_config import apply_override, read_config
 from aliquot.config.schema import ModelSection
 from aliquot.core.decode import (

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aliquot.config.row_counts import filled_row, row_lengths
 from aliquot.data.batches import Batches, EvalBatches, Position, StepBatch
 from aliquot.data.streams import TrainStore
 from aliquot.data.token_store import TokenStore
 from aliquot.models.batch import IGNORE, MicroBatch
+from aliquot.nn.row_counts import filled_row, row_lengths
 from tests.data.stores import memory_store, numbered
 
 SIZES = [3, 17, 2, 9, 40, 5, 5, 8, 1, 12, 31, 4, 6, 2, 7]

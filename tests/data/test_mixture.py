@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aliquot.config.batch_size import BatchSize
 from aliquot.config.data_section import DataSection
 from aliquot.core.errors import UserError
+from aliquot.data.batch_size import BatchSize
 from aliquot.data.batches import Batches, StepBatch
 from aliquot.data.mixture import Mixture
 from aliquot.data.prepare import prepare

@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 from transformers import ByT5Tokenizer
 
-from aliquot.config.cache_root import cache_root
 from aliquot.config.schema import DataSection
 from aliquot.core.errors import TrainingError, UserError
+from aliquot.core.paths import cache_root
 from aliquot.data import tokenize
 from aliquot.data.cache import publishing
 from aliquot.data.cuts import pieces

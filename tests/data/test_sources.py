@@ -15,9 +15,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from aliquot.config.cache_root import cache_root
 from aliquot.config.schema import DataSection
 from aliquot.core.errors import UserError
+from aliquot.core.paths import cache_root
 from aliquot.data.documents import HALF_CHARACTER, HOLDS_NUL, KEY_TWICE, NO_RECORD, ROW_OF_OTHER_LENGTH
 from aliquot.data.files import CARD, HIDDEN, NO_FILE
 from aliquot.data.formats import MISSING_FIELD, UNKNOWN_ROLE, UNUSABLE_FLAG, WRONG_TYPE

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from aliquot.config.on_disk import OnDisk
 from aliquot.core.errors import SelfTestError
 from aliquot.distributed.collectives.hosts import Hosts
 from aliquot.distributed.collectives.peers import Peers
@@ -19,6 +18,7 @@ from aliquot.engines.host.host_disk import HostDisk
 from aliquot.engines.host.host_gradients import HostGradients
 from aliquot.engines.host.host_sums import HostSums
 from aliquot.engines.host.shared_weights import Weight
+from aliquot.engines.state_placement import OnDisk
 from aliquot.tensor_io.parts import row_ranges
 
 SHAPE = (3, 2)

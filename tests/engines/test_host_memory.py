@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from aliquot.config.on_disk import OnDisk
 from aliquot.distributed.rank_layout import RankLayout
 from aliquot.engines.host.gradient_order import GradientOrder
 from aliquot.engines.host.host_memory import host_memory
 from aliquot.engines.host.host_sums import HostSums
 from aliquot.engines.host.shared_weights import Weight
+from aliquot.engines.state_placement import OnDisk
 from aliquot.models.shaped_model import shaped_model
 from aliquot.tensor_io.parts import row_ranges
 from tests.planner.shapes import GEMMA2, LLAMA, QWEN3, planned_config

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from aliquot.config.unsharded import SHARDED, Unsharded
 from aliquot.distributed.rank_layout import RankLayout
 from aliquot.engines.fsdp.fsdp_memory import fsdp_memory
+from aliquot.engines.state_placement import SHARDED, Unsharded
 from aliquot.models.shaped_model import shaped_model
 from aliquot.planner.traffic import traffic
 from aliquot.planner.unsharding import most_unsharded

@@ -14,10 +14,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as torch_fsdp
 from transformers import AutoConfig
 
-from aliquot.config.unsharded import Unsharded
 from aliquot.distributed.topology import Topology
 from aliquot.engines.base import EngineSpec
 from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
+from aliquot.engines.state_placement import Unsharded
 from aliquot.models import initialize, meta
 from aliquot.models.batch import MicroBatch
 from tests.engines import cases

@@ -20,7 +20,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from aliquot.config.on_disk import OnDisk
 from aliquot.core.errors import SelfTestError
 from aliquot.distributed.collectives.hosts import Hosts
 from aliquot.distributed.collectives.json_values import gather
@@ -33,6 +32,7 @@ from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
 from aliquot.engines.host import gradient_exchange, host_memory, streamed_layers, weight_publication
 from aliquot.engines.host.host_engine import HostEngine
 from aliquot.engines.host.shared_weights import Owned
+from aliquot.engines.state_placement import OnDisk
 from aliquot.models import initialize, meta, recompute
 from aliquot.models.batch import MicroBatch
 from aliquot.models.published import Published, PublishedStore

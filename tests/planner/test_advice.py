@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from aliquot.config.read_config import read_config
-from aliquot.config.workload import Workload
+from aliquot.data.workload import Workload
 from aliquot.planner import fit
 from aliquot.planner.advice import _fewer_ranks, _planned, with_advice
 from aliquot.planner.planned_machine import Machine

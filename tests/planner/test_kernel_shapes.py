@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from aliquot.config.row_counts import filled_row
 from aliquot.config.schema import RunConfig
-from aliquot.config.workload import Workload
+from aliquot.data.workload import Workload
 from aliquot.distributed.rank_layout import RankLayout
 from aliquot.models import calls
 from aliquot.models.materialise import materialise
@@ -23,6 +22,7 @@ from aliquot.nn.attention.base import Documents
 from aliquot.nn.attention.tiled_attention import TiledAttention
 from aliquot.nn.loss.base import IGNORE
 from aliquot.nn.loss.head_loss import head_loss_on
+from aliquot.nn.row_counts import filled_row
 from aliquot.planner.planned_machine import Machine
 from aliquot.planner.planned_model import PlannedModel
 from aliquot.planner.planner import Planner

@@ -12,13 +12,12 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from aliquot.catalogue.instances import instance, instances
+from aliquot.catalogue.instances import dollars, instance, instances
 from aliquot.cli.instances_command import _gbit
 from aliquot.cli.main import app
-from aliquot.config.batch_size import BatchSize, batch_size
-from aliquot.config.money import dollars
 from aliquot.config.read_config import read_config
-from aliquot.config.workload import Workload
+from aliquot.data.batch_size import BatchSize, batch_size
+from aliquot.data.workload import Workload
 from aliquot.planner.offers import Offer, Spot, _restart_s, offers, undominated
 from aliquot.planner.offers_picture import svg, unbeaten
 from tests.conftest import REPOSITORY

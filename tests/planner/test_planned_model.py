@@ -14,8 +14,8 @@ import pytest
 
 from aliquot.cli.main import app
 from aliquot.config.schema import RunConfig
-from aliquot.config.workload import Edges, Workload
 from aliquot.core.errors import UserError
+from aliquot.data.workload import Edges, Workload
 from aliquot.planner import planned_model
 from aliquot.planner.micro_batch_cost import MicroBatchCost, Step
 from aliquot.planner.planned_model import PlannedModel

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from aliquot.config.unsharded import Unsharded
-from aliquot.config.workload import Workload
 from aliquot.core.errors import UserError
+from aliquot.data.workload import Workload
 from aliquot.distributed.rank_layout import RankLayout
 from aliquot.engines.host.host_memory import published_bytes
+from aliquot.engines.state_placement import Unsharded
 from aliquot.machine.cpu import read_cpu
 from aliquot.models.shaped_model import shaped_model
 from aliquot.observe.ledger import PHASES

@@ -13,10 +13,10 @@ import yaml
 from typer.testing import CliRunner
 
 from aliquot.cli.main import app
-from aliquot.config.batch_size import batch_size
 from aliquot.config.read_config import read_config
-from aliquot.config.workload import Workload
 from aliquot.core.errors import EngineError
+from aliquot.data.batch_size import batch_size
+from aliquot.data.workload import Workload
 from aliquot.distributed.rank_layout import RankLayout
 from aliquot.planner import fit, search
 from aliquot.planner.planned_machine import Machine

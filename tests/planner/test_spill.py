@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aliquot.config.on_disk import OnDisk, first_of
 from aliquot.config.schema import RunConfig
-from aliquot.config.workload import Workload
 from aliquot.core.errors import EngineError
+from aliquot.data.workload import Workload
 from aliquot.distributed.rank_layout import RankLayout
 from aliquot.engines.host.host_memory import disk_use
+from aliquot.engines.state_placement import OnDisk, first_of
 from aliquot.machine.cpu import read_cpu
 from aliquot.models.model_shape import numel
 from aliquot.models.shaped_model import shaped_model

@@ -15,11 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import aliquot
 from aliquot.config.adapter_section import AdapterSection
-from aliquot.config.batch_size import batch_size
 from aliquot.config.read_evaluation import read_evaluation
 from aliquot.config.schema import ModelSection
 from aliquot.core.errors import UserError
 from aliquot.core.on_rank_0 import Alone
+from aliquot.data.batch_size import batch_size
 from aliquot.data.batches import Batches
 from aliquot.data.prepare import prepare
 from aliquot.models import meta

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import aliquot
-from aliquot.config.batch_size import BatchSize
 from aliquot.core.errors import UserError
+from aliquot.data.batch_size import BatchSize
 from aliquot.data.batches import Batches
 from aliquot.data.prepare import prepare
 from aliquot.engines.deepspeed.deepspeed_setup import missing_tools

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from aliquot.config.batch_size import BatchSize
 from aliquot.config.read_config import read_config
+from aliquot.data.batch_size import BatchSize
 from aliquot.data.batches import Batches, EvalBatches
 from aliquot.data.prepare import prepare
 from aliquot.machine.cpu import read_cpu

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 
 import aliquot
 from aliquot.checkpoint.save import Draft
-from aliquot.config.batch_size import batch_size
 from aliquot.core.errors import StorageFailureError, UserError
+from aliquot.data.batch_size import batch_size
 from aliquot.data.batches import Batches, EvalBatches, Position
 from aliquot.data.prepare import prepare
 from aliquot.tensor_io.manifest import verify

@@ -23,9 +23,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import aliquot
-from aliquot.config.batch_size import BatchSize, batch_size
 from aliquot.config.read_config import read_config
 from aliquot.core.errors import StorageError, UserError
+from aliquot.data.batch_size import BatchSize, batch_size
 from aliquot.data.batches import Batches, EvalBatches
 from aliquot.data.prepare import prepare
 from aliquot.distributed.auto_ranks import with_automatic_ranks

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
 from dataclasses import dataclass, fields
 from functools import cache
@@ -147,3 +148,14 @@ def _physical_cores(row: dict[str, Any], family: str) -> int:
     if row["arch"] == "arm64" or amd_core or family.startswith("hpc") or family in _OLD_WITHOUT_THREADS:
         return int(row["vcpus"])
     return max(1, int(row["vcpus"]) // 2)
+
+
+_WHOLE = 1000.0
+
+
+def dollars(amount: float) -> str:
+    """`7,728`, `18.32`, `0.0034`."""
+    if amount >= _WHOLE:
+        return f"{amount:,.0f}"
+    decimals = 2 if amount == 0 else max(2, 1 - math.floor(math.log10(amount)))
+    return f"{amount:.{decimals}f}"

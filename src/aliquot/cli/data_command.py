@@ -31,8 +31,8 @@ def show(
     Tokenises what is not in the cache yet, as `aliquot train` would; loads no weights.
     """
     with one_line_errors(debug):
-        from aliquot.config.batch_size import batch_size
         from aliquot.config.read_config import read_config
+        from aliquot.data.batch_size import batch_size
         from aliquot.data.batches import Batches, EvalBatches
         from aliquot.data.examples import examples
         from aliquot.data.header import day_line, header, warnings

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from aliquot.catalogue.instances import dollars
 from aliquot.cli.one_line_errors import one_line_errors
-from aliquot.config.money import dollars
 
 if TYPE_CHECKING:
     from aliquot.catalogue.instances import InstanceType

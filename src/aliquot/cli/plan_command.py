@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from aliquot.cli.one_line_errors import one_line_errors
-from aliquot.config.places import naming_places
+from aliquot.config.key_locations import naming_places
 
 if TYPE_CHECKING:
-    from aliquot.config.places import Keys, Location
+    from aliquot.config.key_locations import Keys, Location
     from aliquot.config.schema import RunConfig
 
 _MOST = 1e9  # GiB or Gbit/s; far above, sizes in bytes become infinite
@@ -80,8 +80,8 @@ def command(
         from aliquot.cli.plan_offers import print_offers
         from aliquot.cli.progress import progress
         from aliquot.config.read_config import dump_with_places, read_with_places
-        from aliquot.config.workload import Workload
         from aliquot.core.errors import PlanError, UsageError, writing
+        from aliquot.data.workload import Workload
         from aliquot.planner import fit, report, search
         from aliquot.planner.advice import with_advice
         from aliquot.planner.calibrate import make_known

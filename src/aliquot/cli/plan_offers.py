@@ -35,13 +35,12 @@ def print_offers(
     """Raises UserError for options that say nothing, and where nothing fits."""
     import json
 
-    from aliquot.catalogue.instances import PRICES_DATE, PRICES_REGION
+    from aliquot.catalogue.instances import PRICES_DATE, PRICES_REGION, dollars
     from aliquot.cli.fitting_table import show_table
     from aliquot.cli.progress import progress
     from aliquot.cluster.job import placed
-    from aliquot.config.money import dollars
-    from aliquot.config.workload import Workload
     from aliquot.core.errors import writing
+    from aliquot.data.workload import Workload
     from aliquot.planner.offers import NODES, RANKS, Spot, offers
     from aliquot.planner.offers_picture import svg
     from aliquot.planner.report import saves_less

@@ -20,7 +20,7 @@ def planner_of(config: RunConfig) -> Callable[[str, int], Plan]:
 
     Raises UserError where there is no such model.
     """
-    from aliquot.config.workload import Workload
+    from aliquot.data.workload import Workload
     from aliquot.planner.planned_machine import Machine
     from aliquot.planner.planned_model import PlannedModel
     from aliquot.planner.planner import Planner

@@ -12,7 +12,7 @@ import typer
 from aliquot.cli.one_line_errors import one_line_errors, one_line_interrupt
 
 if TYPE_CHECKING:
-    from aliquot.config.places import Keys, Location
+    from aliquot.config.key_locations import Keys, Location
     from aliquot.config.schema import LaunchSection, RunConfig
 
 
@@ -26,7 +26,7 @@ def command(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """Train a model: one process, N local ranks that it starts itself, or a rank under torchrun or a TrainJob."""
-    from aliquot.config.places import naming_places
+    from aliquot.config.key_locations import naming_places
     from aliquot.config.read_config import read_with_places
     from aliquot.distributed import launcher
     from aliquot.distributed.allocator_preload import restart_with_allocator

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+from aliquot.catalogue.instances import dollars
 from aliquot.cluster.directory_job import directory_job
 from aliquot.cluster.job import Job
 from aliquot.cluster.manifest_yaml import Document, to_yaml
@@ -15,7 +16,6 @@ from aliquot.cluster.pod_config import config_map
 from aliquot.cluster.quantity import GIB
 from aliquot.cluster.storage import storage
 from aliquot.cluster.trainjob import NODE, cluster_training_runtime, train_job, training_runtime
-from aliquot.config.money import dollars
 from aliquot.core.errors import StorageError
 
 KUSTOMIZATION = "kustomization.yaml"

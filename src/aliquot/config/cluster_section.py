@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from aliquot.config.node_count import NodeCount, OnNodes
+from aliquot.config.launch_section import NodeCount, OnNodes
 from aliquot.config.section import Section
 
 _MIB = 1 << 20

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from aliquot.config.deepspeed_keys import RULES, Fate, rule_of
-from aliquot.config.home import with_home
 from aliquot.core.decode import BoundedLoader, TooDeepError, decode_json
 from aliquot.core.errors import DeepspeedConfigError
+from aliquot.core.paths import with_home
 
 if TYPE_CHECKING:
     from aliquot.config.schema import RunConfig

@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from aliquot.config import deepspeed_json, other_names
-from aliquot.config.places import Keys, Location, place_of_first
+from aliquot.config.key_locations import Keys, Location, place_of_first
 from aliquot.config.schema import RunConfig
 from aliquot.config.section import OF_KEY
 from aliquot.core.decode import BoundedLoader, TooDeepError, load_yaml

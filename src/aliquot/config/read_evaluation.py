@@ -8,12 +8,10 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from aliquot.config.adapter_section import AdapterSection
+from aliquot.config.adapter_section import CONFIG_FILE, AdapterSection, model_beside
 from aliquot.config.data_section import DataSection, RecordsSection
-from aliquot.config.home import with_home
-from aliquot.config.node_count import may_change
-from aliquot.config.peft_settings import CONFIG_FILE, model_beside
-from aliquot.config.places import Keys, Location
+from aliquot.config.key_locations import Keys, Location
+from aliquot.config.launch_section import may_change
 from aliquot.config.read_config import apply_override, read_config, validate
 from aliquot.config.schema import (
     CheckpointSection,
@@ -24,6 +22,7 @@ from aliquot.config.schema import (
 )
 from aliquot.config.section import OF_KEY
 from aliquot.core.errors import ConfigError, UsageError
+from aliquot.core.paths import with_home
 
 _Section = TypeVar("_Section", ModelSection, AdapterSection)
 

@@ -24,7 +24,7 @@ from aliquot.config.adapter_section import AdapterSection
 from aliquot.config.cluster_section import ClusterSection
 from aliquot.config.data_section import DataSection as DataSection
 from aliquot.config.launch_section import LaunchSection as LaunchSection
-from aliquot.config.node_count import may_change
+from aliquot.config.launch_section import may_change
 from aliquot.config.section import PLACE, Section
 from aliquot.core.errors import UserError
 

@@ -10,8 +10,8 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel, BeforeValidator, ConfigDict, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from aliquot.config.home import with_home
 from aliquot.core.errors import has_user
+from aliquot.core.paths import with_home
 
 # What fp32 and 64 bits hold: beyond, what computes with it fails in its own way.
 _SMALLEST, _LARGEST, _LARGEST_INTEGER = 1e-37, 1e37, 2**63 - 1

@@ -9,10 +9,10 @@ from itertools import islice
 import numpy as np
 import torch
 
-from aliquot.config.row_counts import filler
 from aliquot.data.token_store import TokenStore
 from aliquot.models.batch import MicroBatch
 from aliquot.nn.loss.base import IGNORE
+from aliquot.nn.row_counts import filler
 
 Pieces = list[tuple[int, int]]  # (start, length) in its store of each piece of a sequence
 

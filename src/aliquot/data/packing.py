@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from aliquot.config.workload import MAPPED_PIECES
 from aliquot.data.index import fill_epoch, fill_packing
 from aliquot.data.kept_arrays import Arrays, NewArrays, held_arrays, kept_arrays
 from aliquot.data.orders import ascending, shuffle
 from aliquot.data.pieces import Pieces
 from aliquot.data.token_store import TokenStore
+from aliquot.data.workload import MAPPED_PIECES
 
 Ints = npt.NDArray[np.int64]
 

@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from aliquot.config.cache_root import cache_root
 from aliquot.config.schema import DataSection
 from aliquot.core.errors import DataError, TokenizerError
 from aliquot.core.on_rank_0 import on_first, together
+from aliquot.core.paths import cache_root
 from aliquot.data.cache import publishing
 from aliquot.data.chat import ENCODING
 from aliquot.data.chat_template import asks_for_the_day

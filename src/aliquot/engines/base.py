@@ -13,9 +13,8 @@ from typing import Any, Literal, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from aliquot.config.on_disk import OnDisk
-from aliquot.config.unsharded import SHARDED, Unsharded
 from aliquot.distributed.topology import Topology
+from aliquot.engines.state_placement import SHARDED, OnDisk, Unsharded
 from aliquot.models.batch import MicroBatch
 from aliquot.tensor_io.parts import InMemory, PartStore
 

@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from aliquot.config.cache_root import cache_root
 from aliquot.core.errors import StorageError
+from aliquot.core.paths import cache_root
 
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from aliquot.config.adapter_section import AdapterSection
-from aliquot.config.home import with_home
-from aliquot.config.peft_settings import CONFIG_FILE
+from aliquot.config.adapter_section import CONFIG_FILE, AdapterSection
 from aliquot.core.errors import ConfigError, MissingToolError
+from aliquot.core.paths import with_home
 from aliquot.models.initialize import Fills, record_added
 from aliquot.models.published import Published, published_of
 from aliquot.nn.experts.modules import weights_of

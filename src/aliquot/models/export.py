@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from aliquot.config.peft_settings import CONFIG_FILE
+from aliquot.config.adapter_section import CONFIG_FILE
 from aliquot.core.errors import RunDirectoryError, UsageError
 from aliquot.core.on_rank_0 import Alone, RankGroup, on_first
 from aliquot.models.adapter import BASE, STEM, saves_of

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aliquot.config.peft_settings import CONFIG_FILE, model_beside
+from aliquot.config.adapter_section import CONFIG_FILE, model_beside
 from aliquot.core.errors import ModelFilesError, TokenizerError, UsageError
 from aliquot.models.bounded_rendering import bounded_rendering
 from aliquot.models.export import STATE, export_checkpoint

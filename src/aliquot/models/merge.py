@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from aliquot.config.peft_settings import CONFIG_FILE
+from aliquot.config.adapter_section import CONFIG_FILE
 from aliquot.core.errors import ModelFilesError, WeightsFileError
 from aliquot.models.fingerprint import fingerprint
 from aliquot.models.model_files import with_ends

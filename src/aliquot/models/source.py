@@ -9,11 +9,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aliquot.config.home import looks_local, with_home
-from aliquot.config.peft_settings import CONFIG_FILE
+from aliquot.config.adapter_section import CONFIG_FILE
 from aliquot.config.schema import ModelSection
 from aliquot.core.decode import read_json_object
 from aliquot.core.errors import ConfigError, ModelFilesError, UnsupportedModelError
+from aliquot.core.paths import looks_local, with_home
 from aliquot.models.counts import refuse_absurd_counts
 from aliquot.models.remote_code import without_code
 

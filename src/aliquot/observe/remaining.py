@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from aliquot.config.due import is_due, times_due, times_either_due
 from aliquot.config.schema import RunConfig
+from aliquot.core.intervals import is_due, times_due, times_either_due
 
 
 class Remaining:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from aliquot.config.money import dollars
+from aliquot.catalogue.instances import dollars
 from aliquot.config.schema import RunConfig
 from aliquot.observe import ledger
 from aliquot.observe.console import Display

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aliquot.config import row_counts
 from aliquot.engines.host.host_memory import piece_edges
 from aliquot.models import calls
 from aliquot.models.copying_linear import copy_in_backward
@@ -24,6 +23,7 @@ from aliquot.models.model_shape import ModelShape
 from aliquot.models.recompute import enable
 from aliquot.models.shaped_model import ShapedModel
 from aliquot.models.structure import decoder_layers
+from aliquot.nn import row_counts
 from aliquot.nn.attention import tile_sizes
 from aliquot.nn.attention.base import AttentionBackend, Documents, Scoring
 from aliquot.nn.attention.document_attention import attention_on

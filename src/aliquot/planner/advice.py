@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from aliquot.config.batch_size import batch_size
 from aliquot.config.schema import RunConfig
-from aliquot.config.workload import Workload
 from aliquot.core.errors import UserError
+from aliquot.data.batch_size import batch_size
+from aliquot.data.workload import Workload
 from aliquot.distributed.rank_layout import RankLayout
 from aliquot.planner.plan import Plan
 from aliquot.planner.planner import Planner

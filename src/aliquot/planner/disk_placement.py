@@ -7,8 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-from aliquot.config.on_disk import Counts, OnDisk
 from aliquot.distributed.rank_layout import RankLayout
+from aliquot.engines.state_placement import Counts, OnDisk
 from aliquot.models.model_shape import ModelShape, Shape, numel, padded_share
 from aliquot.offload.windows import SMALLEST
 from aliquot.planner.fit import UNCERTAINTY

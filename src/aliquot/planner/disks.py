@@ -9,8 +9,8 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from aliquot.config.due import times_due
 from aliquot.config.schema import RunConfig
+from aliquot.core.intervals import times_due
 from aliquot.planner.plan import Plan
 from aliquot.planner.planned_machine import Machine
 

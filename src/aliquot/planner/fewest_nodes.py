@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from aliquot.config.schema import RunConfig
-from aliquot.config.workload import Workload
+from aliquot.data.workload import Workload
 from aliquot.distributed.rank_layout import RankLayout
 from aliquot.planner.plan import Plan
 from aliquot.planner.planner import Planner

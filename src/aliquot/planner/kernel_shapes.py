@@ -3,13 +3,13 @@ oneDNN keeps one."""
 
 from __future__ import annotations
 
-from aliquot.config.batch_size import BatchSize
-from aliquot.config.row_counts import row_counts, row_lengths
 from aliquot.config.schema import RunConfig
-from aliquot.config.workload import Workload
+from aliquot.data.batch_size import BatchSize
+from aliquot.data.workload import Workload
 from aliquot.models.model_shape import ModelShape
 from aliquot.nn.attention.tile_sizes import tile_shapes
 from aliquot.nn.loss.logits_room import ROW_COUNTS
+from aliquot.nn.row_counts import row_counts, row_lengths
 from aliquot.planner.micro_batch_cost import MicroBatchCost
 
 _KEPT_KERNELS = 1024  # by oneDNN

@@ -13,10 +13,10 @@ from operator import ge
 from typing import Any, Literal
 
 from aliquot.catalogue.instances import PRICES_DATE, PRICES_REGION, InstanceType, instance, instances
-from aliquot.config.batch_size import batch_size
 from aliquot.config.schema import RunConfig
-from aliquot.config.workload import Workload
 from aliquot.core.errors import PlanError, UserError
+from aliquot.data.batch_size import batch_size
+from aliquot.data.workload import Workload
 from aliquot.planner.plan import Plan
 from aliquot.planner.planned_machine import Machine
 from aliquot.planner.planned_model import PlannedModel

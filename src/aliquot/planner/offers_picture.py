@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from html import escape
 
-from aliquot.config.money import dollars
+from aliquot.catalogue.instances import dollars
 from aliquot.planner.offers import Offer
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM, _RIGHT = 900, 520, 70, 40, 50, 40

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from aliquot.config.on_disk import Counts, OnDisk
-from aliquot.config.unsharded import Unsharded
+from aliquot.engines.state_placement import Counts, OnDisk, Unsharded
 
 DISK_PART = 0.05  # of a step: what waiting for a disk may take to be worth no thought
 

@@ -22,11 +22,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aliquot.config.cache_root import cache_root
 from aliquot.config.schema import ModelSection, RunConfig
-from aliquot.config.workload import Workload
 from aliquot.core.errors import UserError
+from aliquot.core.paths import cache_root
 from aliquot.core.textfile import publish_text, read_small_file
+from aliquot.data.workload import Workload
 from aliquot.models.model_shape import LayerKind, ModelShape
 from aliquot.models.source import CONFIG_FILES, local_directory
 from aliquot.planner.micro_batch_cost import WORKS, MicroBatchCost, Step, Work

@@ -7,18 +7,17 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from aliquot.config.batch_size import BatchSize, batch_size
-from aliquot.config.due import times_due
-from aliquot.config.engine_choice import chosen_engine
-from aliquot.config.on_disk import OnDisk
 from aliquot.config.schema import RunConfig
-from aliquot.config.unsharded import SHARDED, Unsharded
-from aliquot.config.workload import Workload
+from aliquot.core.intervals import times_due
+from aliquot.data.batch_size import BatchSize, batch_size
+from aliquot.data.workload import Workload
 from aliquot.distributed.rank_layout import RankLayout
 from aliquot.engines.deepspeed.deepspeed_memory import building, deepspeed_memory
 from aliquot.engines.fsdp.fsdp_memory import fsdp_memory
 from aliquot.engines.host.host_memory import RING_BYTES, disk_use, host_memory
 from aliquot.engines.rank_memory import Held
+from aliquot.engines.select import chosen_engine
+from aliquot.engines.state_placement import SHARDED, OnDisk, Unsharded
 from aliquot.models.model_shape import ModelShape, padded_share
 from aliquot.nn.loss.logits_room import logits_room
 from aliquot.planner import fit

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from aliquot.config.schema import RunConfig
-from aliquot.config.workload import Workload
 from aliquot.core.errors import DoesNotFitError, PlanError, StorageError, UserError
+from aliquot.data.workload import Workload
 from aliquot.distributed.rank_layout import RankLayout
 from aliquot.distributed.topology import Topology
 from aliquot.machine.cpu import read_cpu

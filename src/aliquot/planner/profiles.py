@@ -20,7 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from aliquot.config.cache_root import cache_root
+from aliquot.core.paths import cache_root
 from aliquot.core.textfile import publish_text
 from aliquot.distributed.rank_layout import RankLayout
 from aliquot.machine.cpu import CpuFacts

@@ -9,8 +9,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from aliquot.catalogue.instances import PRICES_DATE, PRICES_REGION, instance
-from aliquot.config.money import dollars
+from aliquot.catalogue.instances import PRICES_DATE, PRICES_REGION, dollars, instance
 from aliquot.planner.plan import PhaseMemory, Plan
 from aliquot.planner.planner import DISK_BYTES_PER_S
 from aliquot.planner.search import Candidate, Names, in_a_line

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aliquot.config.due import is_due, times_either_due
 from aliquot.config.schema import RunConfig
+from aliquot.core.intervals import is_due, times_either_due
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from aliquot.config.batch_size import BatchSize, batch_size
 from aliquot.config.schema import LaunchSection, RunConfig
-from aliquot.config.workload import Workload
 from aliquot.core.errors import UserError
+from aliquot.data.batch_size import BatchSize, batch_size
+from aliquot.data.workload import Workload
 from aliquot.distributed.rank_layout import RankLayout
 from aliquot.planner import fit
 from aliquot.planner.disks import has_room

@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Self
 
-from aliquot.config.unsharded import Unsharded
 from aliquot.distributed.rank_layout import RankLayout
 from aliquot.engines.host.host_memory import DiskUse
 from aliquot.engines.rank_memory import Held
+from aliquot.engines.state_placement import Unsharded
 from aliquot.optim.sizes import States
 from aliquot.planner.micro_batch_cost import MicroBatchCost, Work
 from aliquot.planner.rates import CORE_MEMORY_BYTES_PER_S, Rates

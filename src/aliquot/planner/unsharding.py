@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from aliquot.config.unsharded import Unsharded
+from aliquot.engines.state_placement import Unsharded
 
 
 def most_unsharded(micro_batches: int, fits: Callable[[Unsharded], bool]) -> Unsharded:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from aliquot.checkpoint.evaluation_history import Evaluations
-from aliquot.config.batch_size import BatchSize
 from aliquot.config.schema import RunConfig, TrainSection
+from aliquot.data.batch_size import BatchSize
 from aliquot.data.batches import Batches, EvalBatches, Position
 from aliquot.data.prepare import Prepared
 from aliquot.distributed.ranks import Ranks

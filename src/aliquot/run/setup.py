@@ -14,11 +14,9 @@ from aliquot.checkpoint.directories import complete_directories, directory_of, n
 from aliquot.checkpoint.evaluation_history import Evaluations
 from aliquot.checkpoint.remote_download import fetch_best, fetch_instead, fetch_newer
 from aliquot.checkpoint.resume import began_elsewhere, resume
-from aliquot.config.batch_size import batch_size
-from aliquot.config.on_disk import OnDisk
 from aliquot.config.schema import RunConfig
-from aliquot.config.unsharded import Unsharded
 from aliquot.core.on_rank_0 import on_each, on_first, together
+from aliquot.data.batch_size import batch_size
 from aliquot.data.batches import Batches, EvalBatches, Position
 from aliquot.data.examples import examples
 from aliquot.data.header import day_line, header, warnings
@@ -31,6 +29,7 @@ from aliquot.distributed.ranks import group_lines
 from aliquot.engines.base import Engine
 from aliquot.engines.select import engine_class, engine_spec
 from aliquot.engines.startup_proof import prove
+from aliquot.engines.state_placement import OnDisk, Unsharded
 from aliquot.machine.allocator import give_back
 from aliquot.machine.cpu import read_cpu
 from aliquot.machine.kept_memory import KeptMemory

@@ -13,8 +13,8 @@ from aliquot.checkpoint.background_saver import Saver
 from aliquot.checkpoint.directories import newest
 from aliquot.checkpoint.live_parts import copies_from
 from aliquot.checkpoint.remote_upload import Mirror
-from aliquot.config.due import is_due
 from aliquot.core.errors import DivergedError, RunDirectoryError, TrainingError, UserError
+from aliquot.core.intervals import is_due
 from aliquot.core.on_rank_0 import on_first
 from aliquot.data.answer_ends import answer_ends
 from aliquot.data.batches import StepBatch

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from aliquot.config.schema import RunConfig
-from aliquot.config.unsharded import SHARDED, Unsharded
 from aliquot.distributed.rank_layout import RankLayout
 from aliquot.engines.rank_memory import Held
+from aliquot.engines.state_placement import SHARDED, Unsharded
 from aliquot.models.model_shape import ModelShape
 
 HALF_BYTES = 16 << 20  # of a rank's staging room in shared memory, which has two

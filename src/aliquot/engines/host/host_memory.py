@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from aliquot.config.batch_size import batch_size, micro_batch_tokens
-from aliquot.config.on_disk import OnDisk, streamed_layers
 from aliquot.config.schema import RunConfig
+from aliquot.data.batch_size import batch_size, micro_batch_tokens
 from aliquot.distributed.collectives.alignment import aligned
 from aliquot.distributed.rank_layout import RankLayout
 from aliquot.engines.rank_memory import Held
+from aliquot.engines.state_placement import OnDisk, streamed_layers
 from aliquot.models.model_shape import LayerKind, ModelShape, Shape, numel, padded_share
 from aliquot.offload.windows import STREAM_BUFFERS, SUMS_BUFFERS, longest_window, paged, state_bytes
 from aliquot.optim.sizes import SCRATCH_BYTES, low_bytes, moment_bytes

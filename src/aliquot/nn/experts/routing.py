@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from aliquot.config.row_counts import filled_up
+from aliquot.nn.row_counts import filled_up
 
 
 @dataclass(frozen=True)

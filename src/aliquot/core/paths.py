@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 
@@ -16,3 +17,8 @@ def with_home(path: str | Path) -> Path:
         return Path(path).expanduser()
     except RuntimeError:
         return Path(path)
+
+
+def cache_root(configured: Path | None = None) -> Path:
+    """`configured`, else $ALIQUOT_CACHE, else ~/.cache/aliquot."""
+    return with_home(configured or os.environ.get("ALIQUOT_CACHE") or "~/.cache/aliquot").absolute()

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from typer.testing import CliRunner
 
 from aliquot.cli.main import app
-from aliquot.config.places import naming_places
+from aliquot.config.key_locations import naming_places
 from aliquot.config.read_config import read_config
 from aliquot.config.schema import RunConfig
 from aliquot.config.section import PLACE

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aliquot.config.batch_size import BatchSize, batch_size
 from aliquot.config.schema import RunConfig, TrainSection
+from aliquot.data.batch_size import BatchSize, batch_size
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aliquot.config.workload import Row, Workload
+from aliquot.data.workload import Row, Workload
 
 LENGTH = 2048
 

@@ -8,8 +8,8 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple, Self
 
-from aliquot.config.row_counts import filler
 from aliquot.config.schema import RunConfig
+from aliquot.nn.row_counts import filler
 
 Edges = tuple[int, ...]  # 0 = e0 < e1 < ... = the length of a sequence
 _INDEX_BYTES = 48  # a piece of a document: what packing and the order of one epoch hold of it
