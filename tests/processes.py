@@ -34,7 +34,7 @@ def run_ranks(script: Path, world_size: int, folder: Path, *arguments: str, time
 def run_worlds(script: Path, worlds: list[World], timeout_s: float = 240) -> None:
     """Runs `script`, which calls `as_ranks`, for one world after the other; fails with what their ranks printed."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "GLOO_SOCKET_IFNAME": "lo"}
-    module = f"tests.{script.parent.name}.{script.stem}"
+    module = ".".join(script.relative_to(warm.REPOSITORY).with_suffix("").parts)
     asked = json.dumps([(world.size, str(world.folder), world.arguments) for world in worlds])
     ranks = warm.run("-m", module, asked, env=environment, cwd=warm.REPOSITORY, timeout_s=timeout_s)
     assert ranks.returncode == 0, ranks.stdout + ranks.stderr

@@ -14,12 +14,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from aliquot.core.errors import EngineError
 from aliquot.distributed.collectives.peers import Peers
+from aliquot.distributed.collectives.progress_counters import POLL_S, ProgressCounters
 from aliquot.engines.base import EngineSpec
 from aliquot.engines.host.host_disk import HostDisk
 from aliquot.engines.host.host_memory import RESIDENT_LAYERS
@@ -29,7 +29,6 @@ from aliquot.models.structure import decoder_layers
 from aliquot.offload.stream import Move, Stream
 from aliquot.offload.windows import paged
 
-_POLL_S = 2e-4
 _READ, _USED = 0, 1  # counters of a rank in shared memory
 
 
@@ -85,10 +84,7 @@ class StreamedLayers:
         self._owned = owned
         self.layers = [indices for _, indices in layers]  # the weights of each
         self.weights = frozenset(index for _, indices in layers for index in indices)
-        # Counters are written by one rank and read by all; the interpreter's lock, taken on both sides between them and
-        # the pages that they speak of, orders memory.
-        self._counters = [memory.tensor(0, (2,), torch.int64) for memory in peers.share(16)]
-        self._own = self._counters[peers.index]
+        self._progress = ProgressCounters(peers, 2)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="aliquot-layers")
         self._reading: Future[None] | None = None
         self._resident: OrderedDict[int, _Resident] = OrderedDict()  # the one that was used last is the last
@@ -138,7 +134,7 @@ class StreamedLayers:
         if layer == self._before[1] and layer in self._resident:
             return
         self._uses += 1
-        self._own[_USED] = self._uses  # those before are done with
+        self._progress.publish(self._uses, _USED)  # those before are done with
         self._follower[self._before] = layer
         self._before = (self._before[1], layer)
         if layer not in self._resident:
@@ -167,8 +163,7 @@ class StreamedLayers:
     def _exchange(self, layer: int, number: int, gone: tuple[int, int] | None) -> None:
         """In a thread of its own: it neither sends nor receives."""
         if gone is not None:
-            while any(int(counter[_USED]) <= gone[1] for counter in self._counters):
-                time.sleep(_POLL_S)
+            self._progress.wait(gone[1] + 1, _USED)
             self._give_back(gone[0])
         if self._need_own is not None:
             self._need_own(self.layers[layer])
@@ -181,7 +176,7 @@ class StreamedLayers:
             for copy in self._owned[index].copies:
                 target = copy[window.start : window.stop]
                 target.copy_(buffer[: target.nbytes].view(target.dtype))
-        self._own[_READ] = number
+        self._progress.publish(number, _READ)
 
     def _give_back(self, layer: int) -> None:
         for index in self.layers[layer]:
@@ -192,13 +187,11 @@ class StreamedLayers:
         if self._reading is not None:
             while not self._reading.done():
                 self._serve()
-                time.sleep(_POLL_S)
+                time.sleep(POLL_S)
             self._reading.result()
             self._reading = None
 
     def _wait(self, counter: int, count: int) -> None:
-        if int(self._own[counter]) < count:
+        if self._progress.local(counter) < count:
             self._settle()
-        while any(int(each[counter]) < count for each in self._counters):
-            self._serve()
-            time.sleep(_POLL_S)
+        self._progress.wait(count, counter, self._serve)

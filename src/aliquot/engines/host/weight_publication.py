@@ -20,13 +20,12 @@ from torch import Tensor, nn
 from aliquot.distributed.collectives.buffer_pool import Rooms
 from aliquot.distributed.collectives.patch_size import BLOCK
 from aliquot.distributed.collectives.peers import Peers
+from aliquot.distributed.collectives.progress_counters import POLL_S, ProgressCounters
 from aliquot.distributed.collectives.weight_patch import WeightPatches, check, checksums, most_bytes
 from aliquot.distributed.collectives.wire import Wire
 from aliquot.engines.host.host_memory import EXCHANGE_BYTES, PUBLISHED_NUMEL
 from aliquot.engines.host.shared_weights import Weight
 from aliquot.models.structure import decoder_layers
-
-_POLL_S = 2e-4
 
 RangeOf = Callable[[int, int], list[Tensor]]  # of a weight and a rank: what it owns, flat, in every shared copy
 
@@ -82,10 +81,7 @@ class Publication:
         self._old: Tensor | None = None
         self._scratch = torch.empty(most_bytes(PUBLISHED_NUMEL), dtype=torch.uint8)
         self._raw = True
-        # Counters are written by one rank and read by all; the interpreter's lock, taken on both sides between them and
-        # the weights that they speak of, orders memory.
-        self._counters = [memory.tensor(0, (1,), torch.int64) for memory in peers.share(8)]
-        self._own_counter = self._counters[peers.index]
+        self._progress = ProgressCounters(peers)
         self._done = 0  # weights of earlier publications
         self._arrived = 0  # of this publication's, how many are what their owners made of them
         self._usable = 0  # and on all ranks of this host, as far as this one knows
@@ -143,12 +139,14 @@ class Publication:
         while self._arrived < count:
             self._wire.wait(self._expected[0].arrival)
             self._take_in()
-        self._own_counter[0] = self._done + self._arrived
+        self._progress.publish(self._done + self._arrived)
         begun = time.perf_counter()
-        while any(int(counter[0]) < self._done + count for counter in self._counters):
+
+        def meanwhile() -> None:
             self._serve()
             self._settle()
-            time.sleep(_POLL_S)
+
+        self._progress.wait(self._done + count, meanwhile=meanwhile)
         self.waited_s += time.perf_counter() - begun
         self._usable = count
 
@@ -196,9 +194,6 @@ def _cuts(numel: int) -> Iterator[tuple[int, int]]:
     return ((start, min(start + PUBLISHED_NUMEL, numel)) for start in range(0, numel, PUBLISHED_NUMEL))
 
 
-_POLL_S = 2e-4
-
-
 class LateUpdate:
     def __init__(self, peers: Peers, order: Sequence[int], serve: Callable[[], None]) -> None:
         """`order`: of the weights that are updated. `serve` is called while this rank waits for others, which may wait
@@ -206,10 +201,7 @@ class LateUpdate:
         self._serve = serve
         self._count = len(order)
         self._places = {index: place for place, index in enumerate(order)}
-        # Counters are written by one rank and read by all; the interpreter's lock, taken on both sides between them and
-        # the weights that they speak of, orders memory.
-        self._counters = [memory.tensor(0, (1,), torch.int64) for memory in peers.share(8)]
-        self._own = self._counters[peers.index]
+        self._progress = ProgressCounters(peers)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="aliquot-update")
         self._running: Future[None] | None = None
         self._before = 0  # weights of earlier updates
@@ -227,13 +219,13 @@ class LateUpdate:
 
         def run() -> None:
             update()
-            self._own[0] = end  # those of which this rank has no row, too
+            self._progress.publish(end)  # those of which this rank has no row, too
 
         self._running = self._thread.submit(run)
 
     def updated(self, index: int) -> None:
         """Within `update`: this rank's rows are as they will be used, or on their way to the disk."""
-        self._own[0] = self._before + self._places[index] + 1
+        self._progress.publish(self._before + self._places[index] + 1)
 
     def need(self, indices: Sequence[int]) -> None:
         """These weights are about to be used: all ranks of this host come here. Raises what the update has raised."""
@@ -241,19 +233,21 @@ class LateUpdate:
         if count <= self._usable:
             return
         begun = time.perf_counter()
-        while any(int(counter[0]) < self._before + count for counter in self._counters):
+
+        def meanwhile() -> None:
             self._check()
             self._serve()
-            time.sleep(_POLL_S)
+
+        self._progress.wait(self._before + count, meanwhile=meanwhile)
         self._usable = count
         self.waited_s += time.perf_counter() - begun
 
     def need_own(self, indices: Sequence[int]) -> None:
         """As `need`, of this rank's rows alone, in any thread."""
         count = 0 if self._running is None else self._place_behind(indices)
-        while int(self._own[0]) < self._before + count:
+        while self._progress.local() < self._before + count:
             self._check()
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
 
     def settle(self) -> None:
         """This rank has updated all of its rows. In any thread. Raises what the update has raised."""
