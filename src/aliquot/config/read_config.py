@@ -11,7 +11,8 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from aliquot.config import deepspeed_json, other_names
+from aliquot.config import other_names
+from aliquot.config.deepspeed_json import fill_from_deepspeed
 from aliquot.config.key_locations import Keys, Location, place_of_first
 from aliquot.config.schema import RunConfig
 from aliquot.config.section import OF_KEY
@@ -43,7 +44,7 @@ def read_with_places(file: Path, overrides: Sequence[str] = ()) -> tuple[RunConf
     values = _load(text, name, locations)
     for override in overrides:
         apply_override(values, override, locations)
-    deepspeed_json.fill(values, locations)
+    fill_from_deepspeed(values, locations)
     return validate(values, locations, name), locations
 
 

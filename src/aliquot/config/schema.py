@@ -19,10 +19,11 @@ from pydantic import (
     model_validator,
 )
 
-from aliquot.config import deepspeed_json, schedules
+from aliquot.config import schedules
 from aliquot.config.adapter_section import AdapterSection
 from aliquot.config.cluster_section import ClusterSection
 from aliquot.config.data_section import DataSection as DataSection
+from aliquot.config.deepspeed_json import fill_from_deepspeed
 from aliquot.config.launch_section import LaunchSection as LaunchSection
 from aliquot.config.launch_section import may_change
 from aliquot.config.section import PLACE, Section
@@ -257,7 +258,7 @@ class RunConfig(Section):
             return values
         values = deepcopy(values)
         try:
-            deepspeed_json.fill(values, {})
+            fill_from_deepspeed(values, {})
         except UserError as error:
             raise ValueError(str(error)) from None
         return values

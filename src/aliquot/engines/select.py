@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from aliquot.config import deepspeed_json
 from aliquot.config.schema import RunConfig
 from aliquot.core.errors import EngineError
 from aliquot.data.batch_size import batch_size, micro_batch_tokens
 from aliquot.distributed.topology import Topology
 from aliquot.engines.base import Engine, EngineSpec
+from aliquot.engines.deepspeed.deepspeed_settings import deepspeed_settings
 from aliquot.engines.state_placement import SHARDED, OnDisk, Unsharded
 from aliquot.machine.memory import memory_limit
 from aliquot.models.meta import MetaModel
@@ -57,7 +57,7 @@ def engine_spec(
     notes: list[str] = []
     if engine == "deepspeed":
         hidden_size = int(model.model.config.hidden_size)
-        settings, notes = deepspeed_json.settings(config, topology.world_size, hidden_size)
+        settings, notes = deepspeed_settings(config, topology.world_size, hidden_size)
     elif config.shard.deepspeed_config is not None:
         notes = [f"shard.deepspeed_config fills the config; engine {engine} has no use for the rest of it"]
     if engine != "host" and config.shard.reduce_dtype == "bf16":

@@ -21,9 +21,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from aliquot.config import deepspeed_json
 from aliquot.config.schema import RunConfig
 from aliquot.distributed.rank_layout import RankLayout
+from aliquot.engines.deepspeed.deepspeed_settings import deepspeed_settings
 from aliquot.engines.rank_memory import Held
 from aliquot.models.model_shape import ModelShape, Shape, numel
 
@@ -102,7 +102,7 @@ def building(config: RunConfig, shape: ModelShape, layout: RankLayout) -> list[t
 
 
 def _settings(config: RunConfig, shape: ModelShape, layout: RankLayout) -> dict[str, Any]:
-    settings, _ = deepspeed_json.settings(config, layout.world_size, shape.width)
+    settings, _ = deepspeed_settings(config, layout.world_size, shape.width)
     zero: dict[str, Any] = settings["zero_optimization"]
     return zero
 

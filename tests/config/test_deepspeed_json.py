@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from aliquot.config import deepspeed_json
 from aliquot.config.deepspeed_keys import RULES
 from aliquot.config.read_config import dump_config, dump_with_places, read_config, read_with_places
 from aliquot.config.schema import RunConfig
 from aliquot.core.errors import UserError
 from aliquot.data.batch_size import BatchSize, batch_size
+from aliquot.engines.deepspeed.deepspeed_settings import deepspeed_settings
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "deepspeed.md"
 RUN = "model: {path: some/model}\ndata: {path: text.txt}\n"
@@ -229,7 +229,7 @@ OF_TRANSFORMERS: dict[str, Any] = {
 def test_the_json_of_transformers_is_taken_as_it_is(write: Any) -> None:
     config = read_config(write(OF_TRANSFORMERS))
     assert config.train.lr_scheduler_type == "constant"
-    given, _ = deepspeed_json.settings(config, world_size=2, hidden_size=64)
+    given, _ = deepspeed_settings(config, world_size=2, hidden_size=64)
     assert "auto" not in json.dumps(given) and "fp16" not in given
     assert given["zero_optimization"]["reduce_bucket_size"] == 64 * 64
     # DeepSpeed's warm-up is along a logarithm unless it is told otherwise: with one, that must be said.
@@ -243,7 +243,7 @@ def test_auto_is_harmless_at_every_key(write: Any, path: str) -> None:
     if "scheduler" in settings:
         settings["scheduler"].setdefault("type", "auto")
     config = read_config(write(settings))
-    given, _ = deepspeed_json.settings(config, world_size=2, hidden_size=64)
+    given, _ = deepspeed_settings(config, world_size=2, hidden_size=64)
     assert "auto" not in json.dumps(given)
 
 
@@ -269,15 +269,15 @@ def test_three_batch_numbers_must_multiply_out(write: Any) -> None:
     }
     config = read_config(write(settings))
     with pytest.raises(UserError, match=r"train_batch_size is 64, .* 1 x .* 4 x 2 ranks is 8"):
-        deepspeed_json.settings(config, world_size=2, hidden_size=64)
-    deepspeed_json.settings(config, world_size=16, hidden_size=64)
+        deepspeed_settings(config, world_size=2, hidden_size=64)
+    deepspeed_settings(config, world_size=16, hidden_size=64)
     message = failure(write({**settings, "train_batch_size": "auto"}, "global_batch_size: 8"))
     assert "two of them fix the third" in message and "run.yaml:3" in message and "ds.json" in message
 
 
 def test_two_batch_numbers_fix_the_third(write: Any) -> None:
     config = read_config(write({**JOB, "train_batch_size": 32, "gradient_accumulation_steps": 4}))
-    deepspeed_json.settings(config, world_size=4, hidden_size=64)
+    deepspeed_settings(config, world_size=4, hidden_size=64)
     assert batch_size(config.train, 4) == BatchSize(32, 2)
 
 
@@ -285,7 +285,7 @@ def test_what_deepspeed_gets(write: Any) -> None:
     settings = changed("zero_optimization.reduce_bucket_size", "auto")
     settings["activation_checkpointing"] = {"partition_activations": True}
     config = read_config(write(settings, "max_grad_norm: 0.7"))
-    given, lines = deepspeed_json.settings(config, world_size=2, hidden_size=64)
+    given, lines = deepspeed_settings(config, world_size=2, hidden_size=64)
     assert given["zero_optimization"] == {**JOB["zero_optimization"], "reduce_bucket_size": 64 * 64}
     assert given["bf16"] == {"enabled": True} and given["gradient_clipping"] == 0.7
     assert (given["train_batch_size"], given["gradient_accumulation_steps"]) == (2, 1)
