@@ -18,7 +18,7 @@ import typer.main
 import aliquot
 from aliquot.cli.main import app
 from aliquot.config.read_config import read_config
-from aliquot.core.errors import UserError, kinds
+from aliquot.core.errors import UserError, user_error_types
 from aliquot.distributed.stop_signal import Terminated
 from aliquot.doctor.examine import CHECKS
 from tests import docs_reference
@@ -141,7 +141,7 @@ def test_every_finding_is_explained() -> None:
 
 def test_every_error_id_is_explained() -> None:
     """Those of the kinds of UserError, and those that are written behind a line by hand."""
-    code = {kind.id for kind in (*kinds(), Terminated)} - {UserError.id}
+    code = {kind.id for kind in (*user_error_types(), Terminated)} - {UserError.id}
     by_hand = {found[1] for text in said("distributed") if (found := re.search(r" \[([a-z-]+)\]$", text))}
     assert by_hand == {"hung", "peer-lost", "killed", "crash"}
     assert set(re.findall("^### `(.+)`$", _troubleshooting("Errors"), re.MULTILINE)) == code | by_hand

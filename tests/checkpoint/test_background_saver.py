@@ -17,7 +17,7 @@ from aliquot.checkpoint.live_parts import FromHost, LiveParts
 from aliquot.checkpoint.restore import restore
 from aliquot.config.schema import CheckpointSection
 from aliquot.core.errors import UserError
-from aliquot.core.on_rank_0 import Alone
+from aliquot.core.on_rank_0 import SingleRank
 from aliquot.tensor_io.parts import KINDS, Part
 from tests import warm
 
@@ -60,7 +60,7 @@ def saver_of(
 ) -> Saver:
     section = CheckpointSection.model_validate(settings)
     warn = ([] if warnings is None else warnings).append
-    return Saver(root, store, TENSORS, {}, Alone(), section, warn, beat=beat)
+    return Saver(root, store, TENSORS, {}, SingleRank(), section, warn, beat=beat)
 
 
 def poll(saver: Saver) -> None:
@@ -69,7 +69,7 @@ def poll(saver: Saver) -> None:
 
 def assert_saved(root: Path, step: int, expected: dict[tuple[str, str], Tensor]) -> None:
     restored = Store()
-    state = restore(root / f"step-{step:08d}", restored, TENSORS, Alone())
+    state = restore(root / f"step-{step:08d}", restored, TENSORS, SingleRank())
     assert state == {"step": step}
     for key, values in expected.items():
         assert torch.equal(restored.values[key], values), key
@@ -125,7 +125,7 @@ def test_a_save_takes_as_long_as_was_worked_on_it(tmp_path: Path) -> None:
     """It is noticed when ranks meet next, after an evaluation perhaps."""
     told: list[tuple[int, float, float]] = []
     section, store = CheckpointSection(), Store()
-    saver = Saver(tmp_path, store, TENSORS, {}, Alone(), section, [].append, saved=lambda *each: told.append(each))
+    saver = Saver(tmp_path, store, TENSORS, {}, SingleRank(), section, [].append, saved=lambda *each: told.append(each))
     saver.start(1, {"step": 1})
     time.sleep(0.05)
     saver.finish()

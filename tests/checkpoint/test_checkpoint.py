@@ -26,7 +26,7 @@ from aliquot.checkpoint.directories import complete_directories, newest, retain,
 from aliquot.checkpoint.restore import restore, restore_newest
 from aliquot.checkpoint.save import save
 from aliquot.core.errors import DamagedCheckpoint, ResumeError, StorageError, UserError, WeightsFileError
-from aliquot.core.on_rank_0 import Alone
+from aliquot.core.on_rank_0 import SingleRank
 from aliquot.tensor_io.checksums import BLOCK_BYTES
 from aliquot.tensor_io.manifest import verify
 from aliquot.tensor_io.parts import Part
@@ -38,12 +38,12 @@ CONFIG = {"config.json": b'{"model_type": "llama"}', "tokenizer.json": b"{}"}
 
 
 def save_small(root: Path, step: int = 100, ranks: Any = None, keep: int = 9, tensors: Tensors = SMALL) -> Path:
-    ranks = ranks or Alone()
+    ranks = ranks or SingleRank()
     return save(root, step, FakeStore(tensors, ranks.rank, ranks.world_size), tensors, STATE, CONFIG, ranks, keep)
 
 
 def restore_small(directory: Path, ranks: Any = None, tensors: Tensors = SMALL) -> dict[str, Any]:
-    ranks = ranks or Alone()
+    ranks = ranks or SingleRank()
     store = FakeStore(tensors, ranks.rank, ranks.world_size, zeros=True)
     state = restore(directory, store, tensors, ranks)
     assert store.is_original()
@@ -136,7 +136,7 @@ def test_a_flipped_bit_anywhere_is_damage(name: str, tmp_path: Path) -> None:
         flip(file, bit)
         with pytest.raises(DamagedCheckpoint):
             verify(directory)
-        assert restore_newest(tmp_path, store, SMALL, Alone()) == (before, STATE), f"bit {bit}"
+        assert restore_newest(tmp_path, store, SMALL, SingleRank()) == (before, STATE), f"bit {bit}"
         flip(file, bit)
     assert restore_small(directory) == STATE
 
@@ -166,7 +166,7 @@ def test_a_file_that_a_node_does_not_come_to_is_no_damage(
     monkeypatch.setattr(restore_module, "fill", fails)
     told = "no checkpoint here is whole" if damaged else "cannot read this checkpoint, which need not be damaged"
     with pytest.raises(ResumeError, match=told):
-        restore_newest(tmp_path, FakeStore(SMALL, zeros=True), SMALL, Alone())
+        restore_newest(tmp_path, FakeStore(SMALL, zeros=True), SMALL, SingleRank())
     monkeypatch.setattr(restore_module, "fill", read)
     assert restore_small(directory) == STATE
 
@@ -184,7 +184,7 @@ def test_a_missing_file_makes_it_incomplete(name: str, tmp_path: Path, caplog: p
 
 def test_restore_newest_goes_back_to_a_good_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = FakeStore(SMALL, zeros=True)
-    assert restore_newest(tmp_path / "absent", store, SMALL, Alone()) is None
+    assert restore_newest(tmp_path / "absent", store, SMALL, SingleRank()) is None
     for step in (5, 6, 7):
         save_small(tmp_path, step)
     flip(tmp_path / "step-00000007" / "model.safetensors", 8 * 600)  # found only by reading
@@ -198,7 +198,7 @@ def test_restore_newest_goes_back_to_a_good_one(tmp_path: Path, caplog: pytest.L
     assert run_world(2, work) == [((tmp_path / "step-00000005", STATE), True)] * 2
     (tmp_path / "step-00000005" / "state.json").unlink()
     with pytest.raises(UserError, match="no checkpoint here is whole"):
-        restore_newest(tmp_path, store, SMALL, Alone())
+        restore_newest(tmp_path, store, SMALL, SingleRank())
     assert "step-00000007/model.safetensors: damaged" in caplog.text
 
 
@@ -213,14 +213,14 @@ def test_what_takes_the_place_of_a_damaged_one_is_tried_once(tmp_path: Path) -> 
         asked.append(directory.name)
         return directory
 
-    found = restore_newest(tmp_path, store, SMALL, Alone(), instead=the_same)
+    found = restore_newest(tmp_path, store, SMALL, SingleRank(), instead=the_same)
     assert found == (tmp_path / "step-00000006", STATE) and asked == ["step-00000007"]
 
     def mended(directory: Path) -> Path:
         flip(directory / "model.safetensors", 8 * 600)
         return directory
 
-    assert restore_newest(tmp_path, store, SMALL, Alone(), instead=mended) == (tmp_path / "step-00000007", STATE)
+    assert restore_newest(tmp_path, store, SMALL, SingleRank(), instead=mended) == (tmp_path / "step-00000007", STATE)
 
 
 def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
@@ -286,14 +286,14 @@ def test_what_counts_as_saved_is_there_and_nothing_else(tmp_path: Path, monkeypa
 def test_names_that_a_checkpoint_needs_are_refused(tmp_path: Path) -> None:
     for name in ("state.json", "manifest.json", "../config.json", "model.safetensors"):
         with pytest.raises(ValueError, match="beside the weights"):
-            save(tmp_path, 1, FakeStore(SMALL), SMALL, STATE, {name: b""}, Alone(), 1)
+            save(tmp_path, 1, FakeStore(SMALL), SMALL, STATE, {name: b""}, SingleRank(), 1)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_parts_that_do_not_cover_the_model_are_found(tmp_path: Path) -> None:
     first_of_two = FakeStore(SMALL, rank=0, world_size=2)
     with pytest.raises(ValueError, match="the parts of all ranks"):
-        save(tmp_path, 1, first_of_two, SMALL, STATE, CONFIG, Alone(), 1)
+        save(tmp_path, 1, first_of_two, SMALL, STATE, CONFIG, SingleRank(), 1)
     assert list(tmp_path.iterdir()) == []
 
 

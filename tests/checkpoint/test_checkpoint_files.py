@@ -17,7 +17,7 @@ from aliquot.checkpoint.checkpoint_files import SCALES
 from aliquot.checkpoint.restore import restore
 from aliquot.checkpoint.save import save
 from aliquot.core.errors import DamagedCheckpoint, ResumeError
-from aliquot.core.on_rank_0 import Alone
+from aliquot.core.on_rank_0 import SingleRank
 from aliquot.optim.moments import decoded, encoded
 from aliquot.optim.sizes import block_numel
 from aliquot.tensor_io.manifest import verify
@@ -80,7 +80,7 @@ def test_how_large_they_are_and_that_others_can_read_them(tmp_path: Path) -> Non
     numel = sum(math.prod(shape) for _, shape in LARGE)
     sizes = {}
     for states in ("fp32", "bf16", "int8"):
-        directory = saved(tmp_path / states, states, LARGE, Alone())
+        directory = saved(tmp_path / states, states, LARGE, SingleRank())
         sizes[states] = sum(file.stat().st_size for file in directory.iterdir()) / numel
     assert 12 <= sizes["fp32"] < 12.1 and 8 <= sizes["bf16"] < 8.1 and 6 <= sizes["int8"] < 6.1
     stored = load_file(directory / "exp_avg_sq.safetensors")
@@ -92,24 +92,24 @@ def test_how_large_they_are_and_that_others_can_read_them(tmp_path: Path) -> Non
 
 def test_a_store_that_keeps_more_takes_what_was_stored_frugally(tmp_path: Path) -> None:
     """And one that keeps less takes the exact values of old."""
-    directory = saved(tmp_path, "int8", SMALL, Alone())
-    assert restores(directory, "int8", SMALL, Alone())
-    exact = save(tmp_path, 8, FrugalStore("int8", SMALL), SMALL, {"step": 7}, {}, Alone(), 9)
-    assert restores(exact, "int8", SMALL, Alone())
+    directory = saved(tmp_path, "int8", SMALL, SingleRank())
+    assert restores(directory, "int8", SMALL, SingleRank())
+    exact = save(tmp_path, 8, FrugalStore("int8", SMALL), SMALL, {"step": 7}, {}, SingleRank(), 9)
+    assert restores(exact, "int8", SMALL, SingleRank())
 
 
 def test_parts_that_cut_a_block_are_refused(tmp_path: Path) -> None:
-    directory = saved(tmp_path, "int8", SMALL, Alone())
+    directory = saved(tmp_path, "int8", SMALL, SingleRank())
     store = FrugalStore("int8", SMALL, zeros=True)
     cut = Part("lm_head.weight", (13, 6), "exp_avg", 0, 7)
     store._parts = [cut if part.name == cut.name and part.kind == cut.kind else part for part in store._parts]
     with pytest.raises(ResumeError, match=r"lm_head\.weight: this checkpoint has frugal moments"):
-        restore(directory, store, SMALL, Alone())
+        restore(directory, store, SMALL, SingleRank())
 
 
 @pytest.mark.parametrize(("name", "shape"), [("odd" + SCALES, [68]), ("odd" + SCALES, [0]), ("odd", [67, 514])])
 def test_scales_that_are_not_those_of_the_codes_are_damage(tmp_path: Path, name: str, shape: list[int]) -> None:
-    directory = saved(tmp_path, "int8", LARGE, Alone())
+    directory = saved(tmp_path, "int8", LARGE, SingleRank())
     file = directory / "exp_avg.safetensors"
     data = file.read_bytes()
     length = int.from_bytes(data[:8], "little")
@@ -126,7 +126,7 @@ def test_scales_that_are_not_those_of_the_codes_are_damage(tmp_path: Path, name:
     file.write_bytes(len(text).to_bytes(8, "little") + text + tail[:at] + bytes(len(tail) - at + moved))
     store = FrugalStore("int8", LARGE, zeros=True)
     with pytest.raises(DamagedCheckpoint):
-        restore(directory, store, LARGE, Alone())
+        restore(directory, store, LARGE, SingleRank())
 
 
 @given(rows=st.integers(1, 9), row=st.integers(2, 600), seed=st.integers(0, 99))

@@ -14,7 +14,7 @@ from torch import Tensor
 from aliquot.checkpoint.background_saver import Saver
 from aliquot.checkpoint.live_parts import FromGpu, FromHost, copies_from
 from aliquot.config.schema import CheckpointSection
-from aliquot.core.on_rank_0 import Alone
+from aliquot.core.on_rank_0 import SingleRank
 from aliquot.tensor_io.parts import Part
 from tests.checkpoint.test_background_saver import TENSORS, Store, assert_saved, poll
 
@@ -82,7 +82,7 @@ def test_copies_wait_for_what_was_launched_before_the_save_alone(
 ) -> None:
     cuda = Cuda(monkeypatch)
     store = OnGpu(cuda)
-    saver = Saver(tmp_path, store, TENSORS, {}, Alone(), CheckpointSection(), lambda _: None, copies=FromGpu)
+    saver = Saver(tmp_path, store, TENSORS, {}, SingleRank(), CheckpointSection(), lambda _: None, copies=FromGpu)
     expected = {key: values.clone() for key, values in store.values.items()}
     store.gate.clear()
     cuda.launched = 7

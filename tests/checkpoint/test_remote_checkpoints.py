@@ -24,7 +24,7 @@ from aliquot.checkpoint.remote_upload import Mirror
 from aliquot.checkpoint.save import save
 from aliquot.config.schema import CheckpointSection
 from aliquot.core.errors import DamagedCheckpoint, ResumeError, StorageError
-from aliquot.core.on_rank_0 import Alone
+from aliquot.core.on_rank_0 import SingleRank
 from aliquot.stores.open_store import open_store
 from aliquot.tensor_io.manifest import verify
 from aliquot.tensor_io.parts import KINDS, Part
@@ -102,7 +102,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 def saved(root: Path, step: int, keep: int = 2, tensors: Tensors = SMALL) -> Path:
     files = {"config.json": b"{}", "empty.txt": b""}
-    return save(root, step, Store(float(step), tensors), tensors, {"step": step}, files, Alone(), keep)
+    return save(root, step, Store(float(step), tensors), tensors, {"step": step}, files, SingleRank(), keep)
 
 
 def copy(
@@ -111,7 +111,9 @@ def copy(
     """All of `steps` at once, and wait."""
     section = CheckpointSection.model_validate({"on_error": "stop" if warned is None else "warn", **settings})
     told: list[str] = []
-    mirror = Mirror(url, root, ranks or Alone(), section, told.append, (warned if warned is not None else []).append)
+    mirror = Mirror(
+        url, root, ranks or SingleRank(), section, told.append, (warned if warned is not None else []).append
+    )
     for step in steps:
         mirror.start(step)
     mirror.finish()
@@ -154,7 +156,7 @@ def test_a_copy_that_is_there_is_not_sent_again_and_another_of_its_step_is_repla
     store.put("readme.txt", b"a person's own")
     copy(tmp_path / "here", url, 7)
     shutil.rmtree(local)
-    save(tmp_path / "here", 7, Store(0.5, SMALL), SMALL, {"step": 7}, {}, Alone(), 2)
+    save(tmp_path / "here", 7, Store(0.5, SMALL), SMALL, {"step": 7}, {}, SingleRank(), 2)
     copy(tmp_path / "here", url, 7)
     assert in_store(url, local.name) == files_of(local)
     assert {name.partition("/")[0] for name in store.list()} == {local.name, "readme.txt"}
@@ -179,7 +181,7 @@ def test_a_checkpoint_that_was_just_saved_replaces_a_copy_of_its_step(tmp_path: 
     copy(tmp_path / "here", url, 7)
     store, name = open_store(url), f"{local.name}/model.safetensors"
     store.put(name, b"x" + store.read(name, 1, store.list()[name]))
-    mirror = Mirror(url, tmp_path / "here", Alone(), CheckpointSection(), print, print)
+    mirror = Mirror(url, tmp_path / "here", SingleRank(), CheckpointSection(), print, print)
     mirror.start(7, new=True)
     mirror.finish()
     assert in_store(url, local.name) == files_of(local)
@@ -204,7 +206,7 @@ def test_a_hiccup_of_the_file_system_here_does_not_end_the_run(
 
     url = f"file://{tmp_path}/there"
     saved(tmp_path / "here", 1, keep=9)
-    instance = Mirror(url, tmp_path / "here", Alone(), CheckpointSection(), print, print)
+    instance = Mirror(url, tmp_path / "here", SingleRank(), CheckpointSection(), print, print)
     monkeypatch.setattr(remote_upload, "retain", stale)
     instance.start(1)
     instance.finish()
@@ -217,7 +219,7 @@ def test_what_waits_is_not_removed_when_a_newer_one_is_published(tmp_path: Path)
     root = tmp_path / "here"
     for step in (1, 2):
         saved(root, step, keep=9)
-    mirror = Mirror(url, root, Alone(), CheckpointSection(keep=1), print, print)
+    mirror = Mirror(url, root, SingleRank(), CheckpointSection(keep=1), print, print)
     mirror.start(1)
     mirror.start(2)
     saved(root, 3, keep=9)
@@ -266,7 +268,7 @@ def test_a_server_that_dies_in_the_middle_does_not_hold_steps_up(tmp_path: Path,
     server.fault = die
     warned: list[str] = []
     settings = CheckpointSection.model_validate({"on_error": "warn"})
-    mirror = Mirror(URL, tmp_path, Alone(), settings, print, warned.append)
+    mirror = Mirror(URL, tmp_path, SingleRank(), settings, print, warned.append)
     mirror.start(1)
     steps = 0
     while not warned:
@@ -331,9 +333,9 @@ def test_a_mirror_that_cannot_be_reached_does_not_begin_a_run_anew(tmp_path: Pat
     server.stop()
     warned: list[str] = []
     with pytest.raises(StorageError, match=r"checkpoint.mirror: .*cannot be reached"):
-        fetch_newer(CheckpointSection(on_error="warn"), URL, tmp_path, Alone(), warned.append)
+        fetch_newer(CheckpointSection(on_error="warn"), URL, tmp_path, SingleRank(), warned.append)
     saved(tmp_path, 4)
-    fetch_newer(CheckpointSection(on_error="warn"), URL, tmp_path, Alone(), warned.append)
+    fetch_newer(CheckpointSection(on_error="warn"), URL, tmp_path, SingleRank(), warned.append)
     assert "going on from" in warned[0]
 
 
@@ -341,14 +343,14 @@ def test_a_url_to_begin_from_and_weights_for_an_export(tmp_path: Path, url: str)
     local = saved(tmp_path / "first", 5)
     copy(tmp_path / "first", url, 5)
     begin = CheckpointSection(resume=f"{url}/step-00000005")
-    fetch_newer(begin, None, tmp_path / "second", Alone(), print)
+    fetch_newer(begin, None, tmp_path / "second", SingleRank(), print)
     assert files_of(tmp_path / "second/step-00000005") == files_of(local)
     with fetched_weights(f"{url}/step-00000005", tmp_path / "out", all_files=False) as directory:
         assert (directory / "model.safetensors").read_bytes() == (local / "model.safetensors").read_bytes()
         assert (directory / "exp_avg.safetensors").stat().st_blocks == 0
     assert not list(tmp_path.glob(".out*"))
     with pytest.raises(DamagedCheckpoint, match="step-00000009: no complete checkpoint there"):
-        fetch_newer(CheckpointSection(resume=f"{url}/step-00000009"), None, tmp_path / "third", Alone(), print)
+        fetch_newer(CheckpointSection(resume=f"{url}/step-00000009"), None, tmp_path / "third", SingleRank(), print)
 
 
 def test_what_proves_damaged_here_is_fetched_again(tmp_path: Path, url: str) -> None:
@@ -377,7 +379,7 @@ def test_what_proves_damaged_here_is_fetched_again(tmp_path: Path, url: str) -> 
     store.remove(["step-00000005/state.json"])
     shutil.rmtree(here / "step-00000005")
     assert fetch(here / "step-00000006") == [None, None]
-    assert fetch_instead(CheckpointSection(), None, damaged.parent, Alone(), warned.append) is None
+    assert fetch_instead(CheckpointSection(), None, damaged.parent, SingleRank(), warned.append) is None
 
 
 def test_a_path_to_begin_from_where_nothing_in_the_mirror_is_whole(tmp_path: Path, url: str) -> None:
@@ -386,5 +388,5 @@ def test_a_path_to_begin_from_where_nothing_in_the_mirror_is_whole(tmp_path: Pat
     copy(tmp_path / "lost", url, 5)
     open_store(url).remove(["step-00000005/state.json"])
     with pytest.raises(ResumeError, match=r"or a checkpoint\.resume: PATH"):
-        fetch_newer(CheckpointSection(), url, tmp_path / "here", Alone(), print)
-    fetch_newer(CheckpointSection(resume=str(tmp_path)), url, tmp_path / "here", Alone(), print)
+        fetch_newer(CheckpointSection(), url, tmp_path / "here", SingleRank(), print)
+    fetch_newer(CheckpointSection(resume=str(tmp_path)), url, tmp_path / "here", SingleRank(), print)

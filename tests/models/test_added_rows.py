@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from aliquot.core.on_rank_0 import Alone
+from aliquot.core.on_rank_0 import SingleRank
 from aliquot.models.added_rows import new_rows
 from aliquot.models.load import load_weights
 from aliquot.tensor_io.bytemap import ByteMap
@@ -61,7 +61,7 @@ def test_old_rows_stay_and_new_ones_are_the_same_at_any_world_size(tmp_path: Pat
 def test_rows_that_nobody_added_are_still_missing(tmp_path: Path) -> None:
     stored(tmp_path)
     with pytest.raises(Exception, match=r"of the wrong shape: embed.weight is \[8, 4\] instead of \[11, 4\]"):
-        load_weights(FakeStore(MODEL, zeros=True), tmp_path, MODEL, {}, Alone())
+        load_weights(FakeStore(MODEL, zeros=True), tmp_path, MODEL, {}, SingleRank())
 
 
 def test_the_distribution_is_that_of_transformers(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_the_distribution_is_that_of_transformers(tmp_path: Path) -> None:
     old = torch.randn(200, 6) @ mixing + 0.01 * torch.randn(6)
     save_file({"embed.weight": old}, tmp_path / "model.safetensors")
     entry = ByteMap.of_directory(tmp_path).entries["embed.weight"]
-    ours = torch.cat([new_rows(entry, f"seed:{batch}", 500, Alone()) for batch in range(8)])
+    ours = torch.cat([new_rows(entry, f"seed:{batch}", 500, SingleRank()) for batch in range(8)])
     sizes = {"hidden_size": 6, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=200, tie_word_embeddings=True, **sizes))
     model.get_input_embeddings().weight = nn.Parameter(old.clone())

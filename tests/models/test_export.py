@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from aliquot.checkpoint.save import save
 from aliquot.core.errors import DamagedCheckpoint, RunDirectoryError, UsageError, UserError
-from aliquot.core.on_rank_0 import Alone
+from aliquot.core.on_rank_0 import SingleRank
 from aliquot.models import meta
 from aliquot.models.export import export, export_checkpoint
 from aliquot.models.load import load_weights
@@ -33,7 +33,7 @@ def export_small(out_dir: Path, ranks: Any, limit: int = 400) -> None:
 
 
 def checkpoint(root: Path) -> Path:
-    return save(root, 1, FakeStore(SMALL), SMALL, {"step": 1}, CONFIG, Alone(), 1)
+    return save(root, 1, FakeStore(SMALL), SMALL, {"step": 1}, CONFIG, SingleRank(), 1)
 
 
 def test_files_do_not_depend_on_the_world_size(tmp_path: Path) -> None:
@@ -64,10 +64,10 @@ def test_what_transformers_keeps_in_fp32_is_exported_as_fp32(tmp_path: Path, off
     files = {"config.json": json.dumps(config.to_dict()).encode()}
     store, out = FakeStore(built.tensors), tmp_path / "out"
     if offline:
-        export_checkpoint(save(tmp_path, 1, store, built.tensors, {"step": 1}, files, Alone(), 1), out, "bfloat16")
+        export_checkpoint(save(tmp_path, 1, store, built.tensors, {"step": 1}, files, SingleRank(), 1), out, "bfloat16")
     else:
         published = published_of(built.model, built.tensors)
-        export(store, built.tensors, out, torch.bfloat16, files, Alone(), published=published, exact=built.exact)
+        export(store, built.tensors, out, torch.bfloat16, files, SingleRank(), published=published, exact=built.exact)
     loaded = AutoModelForCausalLM.from_pretrained(out, dtype="auto").state_dict()
     weights = {part.name: value_of(part) for part in store.parts() if part.kind == "weight"}
     assert len(built.exact) == 2
@@ -108,10 +108,10 @@ def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
     assert str(answers[0]) == f"{tmp_path / 'out'}: exists and is not empty: give another directory, or remove it first"
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "thesis.tex"]
     (tmp_path / "out" / "thesis.tex").unlink()
-    export_small(tmp_path / "out", Alone())
+    export_small(tmp_path / "out", SingleRank())
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="exists"):
-        export_small(tmp_path / "file", Alone())
+        export_small(tmp_path / "file", SingleRank())
 
 
 def test_values_that_float16_does_not_hold_are_said(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_failed_export_leaves_nothing(tmp_path: Path) -> None:
 def test_leftovers_of_a_killed_export_are_removed(tmp_path: Path) -> None:
     (tmp_path / ".out.partial-00112233").mkdir()
     (tmp_path / ".other.partial-00112233").mkdir()
-    export_small(tmp_path / "out", Alone())
+    export_small(tmp_path / "out", SingleRank())
     assert sorted(path.name for path in tmp_path.iterdir()) == [".other.partial-00112233", "out"]
 
 

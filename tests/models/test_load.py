@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from aliquot.core.errors import UserError, WeightsFileError
-from aliquot.core.on_rank_0 import Alone
+from aliquot.core.on_rank_0 import SingleRank
 from aliquot.models.load import load_weights
 from tests.tensor_io.world import FakeStore, PipedRanks, Tensors, run_world, value_of
 
@@ -29,7 +29,7 @@ def values(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
 
 
 def load(directory: Path, ranks: Any = None, dtype: torch.dtype = torch.float32) -> int:
-    ranks = ranks or Alone()
+    ranks = ranks or SingleRank()
     store = FakeStore(MODEL, ranks.rank, ranks.world_size, zeros=True)
     read_bytes = load_weights(store, directory, MODEL, TIED, ranks)
     for part, held in store.values.items():
@@ -54,7 +54,7 @@ def test_shards_with_different_dtypes(tmp_path: Path) -> None:
     index = {name: f"model-0000{1 + (name in stored)}-of-00002.safetensors" for name in (*first, *stored)}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     store = FakeStore(MODEL, kinds=["weight"], zeros=True)
-    load_weights(store, tmp_path, MODEL, TIED, Alone())
+    load_weights(store, tmp_path, MODEL, TIED, SingleRank())
     for part, held in store.values.items():
         assert torch.equal(held, value_of(part).to(torch.bfloat16 if part.name in first else torch.float32).float())
 
@@ -135,4 +135,4 @@ def test_weights_whose_sum_is_infinite_are_finite(tmp_path: Path) -> None:
     stored = values()
     stored["model.embed_tokens.weight"].fill_(3e38)
     save_file(stored, tmp_path / "model.safetensors")
-    load_weights(FakeStore(MODEL, kinds=["weight"], zeros=True), tmp_path, MODEL, TIED, Alone())
+    load_weights(FakeStore(MODEL, kinds=["weight"], zeros=True), tmp_path, MODEL, TIED, SingleRank())

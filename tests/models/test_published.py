@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from aliquot.core.errors import WeightsFileError
-from aliquot.core.on_rank_0 import Alone, RankGroup
+from aliquot.core.on_rank_0 import RankGroup, SingleRank
 from aliquot.loaders.sharded import load_sharded
 from aliquot.models.export import export
 from aliquot.models.load import load_weights
@@ -125,9 +125,9 @@ def test_the_layout_of_the_model_itself_is_loaded_too(saved: tuple[Any, Path], t
     model, _ = saved
     weights = weights_of(model)
     tensors = [(name, tuple(weight.shape)) for name, weight in weights.items()]
-    export(Held(weights, 0, 1), tensors, tmp_path / "out", torch.float32, {}, Alone())
+    export(Held(weights, 0, 1), tensors, tmp_path / "out", torch.float32, {}, SingleRank())
     store = Held({name: torch.zeros_like(weight) for name, weight in weights.items()}, 0, 1)
-    load_weights(store, tmp_path / "out", tensors, {}, Alone(), published=published_of(model, tensors))
+    load_weights(store, tmp_path / "out", tensors, {}, SingleRank(), published=published_of(model, tensors))
     assert store.equals(weights)
 
 
@@ -156,11 +156,11 @@ def test_what_transformers_does_not_load_is_passed_over(kind: str, beside: list[
     tensors = [(name, tuple(weight.shape)) for name, weight in weights.items()]
     store = Held({name: torch.zeros_like(weight) for name, weight in weights.items()}, 0, 1)
     options: dict[str, Any] = {"published": published_of(model, tensors), "tell": told.append}
-    load_weights(store, tmp_path, tensors, {}, Alone(), names=StoredNames.of_model(model), **options)
+    load_weights(store, tmp_path, tensors, {}, SingleRank(), names=StoredNames.of_model(model), **options)
     assert store.equals(weights)
     assert told == [f"{tmp_path}: 2 tensors that transformers does not load are left out, {min(beside)} for one"]
     with pytest.raises(WeightsFileError, match=f"not of this model: .*{beside[0]}"):
-        load_weights(store, tmp_path, tensors, {}, Alone(), **options)
+        load_weights(store, tmp_path, tensors, {}, SingleRank(), **options)
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(model.config)
     loaded = load_sharded(empty, tmp_path)
@@ -198,7 +198,7 @@ def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
     weights = weights_of(model)
     tensors = [(name, tuple(weight.shape)) for name, weight in weights.items()]
     with pytest.raises(WeightsFileError, match=r"missing: model\.layers\.0\.block_sparse_moe\.experts\.3\.w2\.weight"):
-        load_weights(Held(weights, 0, 1), tmp_path, tensors, {}, Alone(), published=published_of(model, tensors))
+        load_weights(Held(weights, 0, 1), tmp_path, tensors, {}, SingleRank(), published=published_of(model, tensors))
 
 
 def test_models_that_are_stored_as_they_are_held() -> None:

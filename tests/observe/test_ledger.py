@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from aliquot.core.on_rank_0 import Alone
+from aliquot.core.on_rank_0 import SingleRank
 from aliquot.machine.memory import reset_peak_rss
 from aliquot.observe.ledger import _SHORT, Ledger, tables
 
@@ -71,7 +71,7 @@ def test_file_and_table_show_the_largest_over_the_ranks(tmp_path: Path) -> None:
     told: Any = Ledger(0)
     told.plan = {"fits": True}
     told.mark("first step", {})
-    told.publish(tmp_path / "ledger.json", Alone(), {"engine": "host", "machine": {"cpu": "some"}})
+    told.publish(tmp_path / "ledger.json", SingleRank(), {"engine": "host", "machine": {"cpu": "some"}})
     written = json.loads((tmp_path / "ledger.json").read_text())
     assert written == {
         "engine": "host", "machine": {"cpu": "some"}, "plan": {"fits": True}, "rows": told.rows(),

@@ -18,7 +18,7 @@ from aliquot.config.adapter_section import AdapterSection
 from aliquot.config.read_evaluation import read_evaluation
 from aliquot.config.schema import ModelSection
 from aliquot.core.errors import UserError
-from aliquot.core.on_rank_0 import Alone
+from aliquot.core.on_rank_0 import SingleRank
 from aliquot.data.batch_size import batch_size
 from aliquot.data.batches import Batches
 from aliquot.data.prepare import prepare
@@ -154,7 +154,7 @@ def test_training_goes_on_from_a_directory_of_peft(folder: Path, base: Path, lor
     for directory in (folder / "of-peft", lora / "checkpoints" / "step-00000006"):
         own = plain.Whole(built.saved)
         beside_model = resolve(read.model).fingerprint
-        load_adapter(own, directory, built.adapter.saves, beside_model, Alone())
+        load_adapter(own, directory, built.adapter.saves, beside_model, SingleRank())
         saved = load_file(folder / "of-peft" / "adapter_model.safetensors")
         assert all(torch.equal(own.values[each.source], saved[each.name]) for each in built.adapter.saves)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from aliquot.core.on_rank_0 import Alone
+from aliquot.core.on_rank_0 import SingleRank
 from aliquot.observe.console import Display
 from aliquot.run.export_run import _is_own, _keep_foreign
 from aliquot.tensor_io.publish import publish_together
@@ -52,7 +52,7 @@ def test_a_file_that_comes_while_an_export_is_made_is_kept_with_what_was_there(t
             (target / comes).write_text(comes)
             (directory / "config.json").write_text("new")
 
-        publish_together(target, Alone(), lambda _: None, write, lambda *_: None, replace=True, spare=spare)
+        publish_together(target, SingleRank(), lambda _: None, write, lambda *_: None, replace=True, spare=spare)
         assert [path.name for path in target.iterdir()] == ["config.json"]
 
     target.mkdir()

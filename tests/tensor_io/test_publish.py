@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from aliquot.core.errors import DamagedCheckpoint, StorageError, TrainingError, UserError
-from aliquot.core.on_rank_0 import Alone, on_first, together
+from aliquot.core.on_rank_0 import SingleRank, gather_results, run_on_rank_0
 from aliquot.tensor_io.publish import (
     check_names,
     check_space,
@@ -62,9 +62,9 @@ def test_an_error_reaches_all_and_leaves_nothing(tmp_path: Path, stage: str, ran
 
 def test_a_directory_with_content_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    publish(tmp_path / "out", Alone())  # empty: taken
+    publish(tmp_path / "out", SingleRank())  # empty: taken
     with pytest.raises(UserError, match="not empty"):
-        publish(tmp_path / "out", Alone())
+        publish(tmp_path / "out", SingleRank())
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -82,7 +82,7 @@ def test_the_disk_has_all_of_it_before_it_has_its_name(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(os, "fsync", noted_fsync)
     monkeypatch.setattr(Path, "rename", noted_rename)
-    publish(tmp_path / "out", Alone())
+    publish(tmp_path / "out", SingleRank())
     named = next(at for at, event in enumerate(events) if event.endswith(" becomes out"))
     partial = events[named].partition(" ")[0]
     assert set(events[:named]) == {"of-0", "written", partial}
@@ -101,7 +101,7 @@ def fails_for_names(directory: Path) -> Callable[[Path], None]:
 def test_what_the_disk_may_not_have_named_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aliquot.tensor_io.publish.sync", fails_for_names(tmp_path))
     with pytest.raises(UserError, match="Input/output error"):
-        publish(tmp_path / "out", Alone())
+        publish(tmp_path / "out", SingleRank())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -116,9 +116,9 @@ def test_what_is_to_be_replaced_stays_until_the_new_one_is_whole(
         if stage == "sync":
             patched.setattr("aliquot.tensor_io.publish.sync", fails_for_names(tmp_path))
         with pytest.raises(StorageError):
-            publish(target, Alone(), stage, replace=True)
+            publish(target, SingleRank(), stage, replace=True)
     assert [path.name for path in target.iterdir()] == ["former"]
-    publish(target, Alone(), replace=True)
+    publish(target, SingleRank(), replace=True)
     assert sorted(path.name for path in target.iterdir()) == ["of-0", "written"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -182,7 +182,9 @@ def test_names() -> None:
 
 
 def test_together_gives_all_answers() -> None:
-    answers = run_world(3, lambda ranks: (together(ranks, lambda: ranks.rank * 10), on_first(ranks, lambda: "first")))
+    answers = run_world(
+        3, lambda ranks: (gather_results(ranks, lambda: ranks.rank * 10), run_on_rank_0(ranks, lambda: "first"))
+    )
     assert answers == [([0, 10, 20], "first")] * 3
 
 
@@ -191,18 +193,19 @@ def test_kinds_of_errors() -> None:
         if ranks.rank == 1:
             raise DamagedCheckpoint("damaged", "file")
 
-    answers = run_world(2, lambda ranks: together(ranks, lambda: work(ranks)))
+    answers = run_world(2, lambda ranks: gather_results(ranks, lambda: work(ranks)))
     assert [(type(answer), str(answer)) for answer in answers] == [(DamagedCheckpoint, "rank 1: file: damaged")] * 2
 
     def alike(ranks: PipedRanks) -> None:
         raise UserError("bad", "file")
 
-    assert [str(a) for a in run_world(2, lambda ranks: together(ranks, lambda: alike(ranks)))] == ["file: bad"] * 2
+    answers = run_world(2, lambda ranks: gather_results(ranks, lambda: alike(ranks)))
+    assert [str(answer) for answer in answers] == ["file: bad"] * 2
 
     def bug(ranks: PipedRanks) -> int:
         return 1 // ranks.rank
 
-    zero, one = run_world(2, lambda ranks: together(ranks, lambda: bug(ranks)))
+    zero, one = run_world(2, lambda ranks: gather_results(ranks, lambda: bug(ranks)))
     assert isinstance(zero, ZeroDivisionError)
     assert isinstance(one, TrainingError) and str(one).startswith("rank 0: ZeroDivisionError")
 

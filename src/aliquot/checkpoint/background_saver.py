@@ -19,7 +19,7 @@ from aliquot.checkpoint.live_parts import Copies, FromHost, LiveParts
 from aliquot.checkpoint.save import Draft
 from aliquot.config.schema import CheckpointSection
 from aliquot.core.errors import StorageError, UserError
-from aliquot.core.on_rank_0 import RankGroup, on_first
+from aliquot.core.on_rank_0 import RankGroup, run_on_rank_0
 from aliquot.optim.sizes import States
 from aliquot.tensor_io.bytemap import Shape
 from aliquot.tensor_io.checksums import Piece
@@ -89,11 +89,11 @@ class Saver:
         self._step, self._stall_s, self._worked_s = step, 0.0, 0.0
         with self._standing_still():
             try:
-                on_first(self._ranks, self._may_publish)
+                run_on_rank_0(self._ranks, self._may_publish)
                 self._draft = Draft.begin(
                     self._root, step, self._tensors, state, self._config_files, self._ranks, self._states, self._learned
                 )
-                on_first(self._ranks, self._may_publish)  # the draft may lie in a directory that was put here just now
+                run_on_rank_0(self._ranks, self._may_publish)  # the run directory may have been replaced just now
             except UserError as error:
                 if self._draft is not None and self._ranks.rank == 0:
                     self._draft.abandon()
@@ -199,7 +199,7 @@ class Saver:
 
     def _give_up(self, error: UserError) -> None:
         """Collective."""
-        on_first(self._ranks, self._may_publish)  # in a directory that is gone every write fails
+        run_on_rank_0(self._ranks, self._may_publish)  # in a directory that is gone every write fails
         if self._settings.on_error == "stop" or not isinstance(error, StorageError):
             raise error
         self._failed(self._step)

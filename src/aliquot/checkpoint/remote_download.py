@@ -12,7 +12,7 @@ from aliquot.checkpoint.directories import name_best, newest, step_of
 from aliquot.checkpoint.remote_files import Range, checked, complete_steps, in_threads, ranges_of, share_of, split_url
 from aliquot.config.schema import CheckpointSection
 from aliquot.core.errors import DamagedCheckpoint, ResumeError, StorageError, writing
-from aliquot.core.on_rank_0 import Alone, RankGroup, on_first
+from aliquot.core.on_rank_0 import RankGroup, SingleRank, run_on_rank_0
 from aliquot.stores.base import Store
 from aliquot.stores.open_store import is_url, open_store
 from aliquot.tensor_io.checksums import BLOCK_BYTES
@@ -54,7 +54,7 @@ def fetch_newer(
             return [list(split_url(settings.resume))]
         return newer
 
-    candidates = on_first(ranks, look)
+    candidates = run_on_rank_0(ranks, look)
     damaged = False
     while candidates:
         url, folder = candidates.pop()
@@ -62,7 +62,7 @@ def fetch_newer(
             fetch(url, folder, root, ranks)
             return
         except StorageError as error:
-            if settings.on_error == "stop" or on_first(ranks, lambda: newest(root) is None):
+            if settings.on_error == "stop" or run_on_rank_0(ranks, lambda: newest(root) is None):
                 raise
             warn(f"checkpoint.mirror: {error}; going on from what is here")
             return
@@ -71,7 +71,7 @@ def fetch_newer(
                 raise
             warn(f"skipping a damaged checkpoint: {url}: {error}")
             damaged = True
-    if damaged and settings.resume == "auto" and on_first(ranks, lambda: newest(root) is None):
+    if damaged and settings.resume == "auto" and run_on_rank_0(ranks, lambda: newest(root) is None):
         raise ResumeError(
             f"no checkpoint in {mirror} is whole: choose another run.name to begin anew, or a checkpoint.resume: PATH"
         )
@@ -95,7 +95,7 @@ def fetch_instead(
         return [name for name in complete_steps(open_store(mirror)) if first < step_of(Path(name)) <= last]
 
     try:
-        candidates = on_first(ranks, look)
+        candidates = run_on_rank_0(ranks, look)
         while candidates:
             folder = candidates.pop()
             try:
@@ -117,13 +117,13 @@ def fetch_best(mirror: str | None, best: Path, ranks: RankGroup, warn: Callable[
     if mirror is None:
         return False
     try:
-        if not on_first(ranks, lambda: best.name in complete_steps(open_store(mirror))):
+        if not run_on_rank_0(ranks, lambda: best.name in complete_steps(open_store(mirror))):
             return False
         fetch(mirror, best.name, best.parent, ranks)
     except (DamagedCheckpoint, StorageError) as error:
         warn(f"the checkpoint that evaluated best could not be fetched: {mirror}: {error}")
         return False
-    on_first(ranks, lambda: name_best(best.parent, step_of(best)))
+    run_on_rank_0(ranks, lambda: name_best(best.parent, step_of(best)))
     return True
 
 
@@ -132,7 +132,7 @@ def fetch(url: str, folder: str, root: Path, ranks: RankGroup) -> Path:
 
     Raises on every rank: DamagedCheckpoint where what arrives is not what was saved, StorageError.
     """
-    text = on_first(ranks, lambda: _manifest_of(open_store(url), folder).decode())
+    text = run_on_rank_0(ranks, lambda: _manifest_of(open_store(url), folder).decode())
     manifest = parse_manifest(text.encode(), f"{url}/{folder}/{MANIFEST}")
     target = root / folder
 
@@ -164,7 +164,7 @@ def fetched_weights(url: str, beside: Path, all_files: bool) -> Iterator[Path]:
         directory = begin_alone(target)
     try:
         _lay_out(manifest, directory, wanted)
-        _fetch(store, folder, manifest, directory, wanted, Alone())
+        _fetch(store, folder, manifest, directory, wanted, SingleRank())
         write_file(directory / MANIFEST, data)
         yield directory
     finally:

@@ -14,7 +14,7 @@ from aliquot.checkpoint.directories import directory_of, is_name, newest, retain
 from aliquot.checkpoint.remote_files import Range, checked, complete_steps, in_threads, ranges_of, share_of
 from aliquot.config.schema import CheckpointSection
 from aliquot.core.errors import StorageError, TrainingError, UserError
-from aliquot.core.on_rank_0 import RankGroup, on_first
+from aliquot.core.on_rank_0 import RankGroup, run_on_rank_0
 from aliquot.stores.base import Store
 from aliquot.stores.open_store import open_store
 from aliquot.tensor_io.checksums import BLOCK_BYTES
@@ -242,7 +242,7 @@ class Mirror:
         """What has been sent looks incomplete, and the next copy removes it. Collective."""
         if self._copy is not None:
             self._copy.stop()
-        on_first(self._ranks, self._may_publish)  # in a directory that is gone every read fails
+        run_on_rank_0(self._ranks, self._may_publish)  # in a directory that is gone every read fails
         text = f"checkpoint.mirror: step {self._step} could not be copied, the checkpoint here is good: {error}"
         if self._settings.on_error == "stop" or not isinstance(error, StorageError):
             self._waiting = []  # no other copy is begun by a run that ends

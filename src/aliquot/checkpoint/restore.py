@@ -20,7 +20,7 @@ from aliquot.checkpoint.checkpoint_files import StoredParts, held, values_of
 from aliquot.checkpoint.continuity import tensors_follow_from
 from aliquot.checkpoint.directories import STATE, STEMS, complete_directories, directories, newest, step_of
 from aliquot.core.errors import DamagedCheckpoint, ResumeError, UserError, WeightsFileError
-from aliquot.core.on_rank_0 import RankGroup, on_first, together
+from aliquot.core.on_rank_0 import RankGroup, gather_results, run_on_rank_0
 from aliquot.tensor_io.bytemap import ByteMap, Shape, check_tensors
 from aliquot.tensor_io.checksums import BlockChecksums, Piece
 from aliquot.tensor_io.jsonfile import read_json
@@ -97,10 +97,10 @@ def restore(
             fill(stored.values(), entries, checksums)
         return checksums.pieces()
 
-    manifest = on_first(ranks, lambda: _manifest_of_whole(directory))
-    together(ranks, lambda: _check_seen(directory, manifest))
-    pieces = together(ranks, read)
-    return on_first(ranks, lambda: _verified(directory, list(chain(*pieces))))
+    manifest = run_on_rank_0(ranks, lambda: _manifest_of_whole(directory))
+    gather_results(ranks, lambda: _check_seen(directory, manifest))
+    pieces = gather_results(ranks, read)
+    return run_on_rank_0(ranks, lambda: _verified(directory, list(chain(*pieces))))
 
 
 def _manifest_of_whole(directory: Path) -> str:
@@ -194,9 +194,9 @@ def _newest(root: Path, below: int | None, ranks: RankGroup) -> Path | None:
             )
         return str(found) if found is not None else None
 
-    found = on_first(ranks, find)
+    found = run_on_rank_0(ranks, find)
     step = -1 if found is None else step_of(Path(found))
-    newer = together(ranks, lambda: platform.node() if _newest_whole(root, below) > step else "")
+    newer = gather_results(ranks, lambda: platform.node() if _newest_whole(root, below) > step else "")
     if (other := next(filter(None, newer), None)) is not None:
         raise ResumeError(
             f"{other} sees a newer checkpoint here than rank 0 does, which would train that again and replace it: every"

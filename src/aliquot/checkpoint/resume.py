@@ -12,7 +12,7 @@ from aliquot.checkpoint.remote_files import split_url
 from aliquot.checkpoint.restore import restore, restore_newest
 from aliquot.config.schema import CheckpointSection
 from aliquot.core.errors import DamagedCheckpoint, ResumeError
-from aliquot.core.on_rank_0 import RankGroup, on_first
+from aliquot.core.on_rank_0 import RankGroup, run_on_rank_0
 from aliquot.stores.open_store import is_url
 from aliquot.tensor_io.bytemap import Shape
 from aliquot.tensor_io.parts import PartStore
@@ -40,7 +40,7 @@ def resume(
     if wanted == "never":
         return None
     given = Path(wanted)
-    if wanted != "auto" and not is_url(wanted) and not on_first(ranks, lambda: _has_begun(given, root)):
+    if wanted != "auto" and not is_url(wanted) and not run_on_rank_0(ranks, lambda: _has_begun(given, root)):
         try:
             return given, restore(given, store, tensors, ranks, learned, config)
         except DamagedCheckpoint as error:
@@ -49,7 +49,7 @@ def resume(
     if restored is not None:
         # A run that was killed while it removed its last old checkpoint may be complete, and will save no more.
         best = Evaluations.of(restored[1]).best_step if settings.best else None
-        on_first(ranks, lambda: tidy(root, settings.keep, restored[0], best))
+        run_on_rank_0(ranks, lambda: tidy(root, settings.keep, restored[0], best))
     return restored
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from aliquot.checkpoint.checkpoint_files import StoredParts, held, laid_out
 from aliquot.checkpoint.directories import STATE, STEMS, clean, directory_of, tidy
-from aliquot.core.on_rank_0 import RankGroup, on_first, together
+from aliquot.core.on_rank_0 import RankGroup, gather_results, run_on_rank_0
 from aliquot.optim.sizes import States
 from aliquot.tensor_io.bytemap import Shape
 from aliquot.tensor_io.checksums import BlockChecksums, Piece, combine_pieces
@@ -56,8 +56,8 @@ def save(
     """
     draft = Draft.begin(root, step, tensors, state, config_files, ranks, states, learned)
     try:
-        written = together(ranks, lambda: draft.write(store))
-        on_first(ranks, lambda: draft.publish(written, keep))
+        written = gather_results(ranks, lambda: draft.write(store))
+        run_on_rank_0(ranks, lambda: draft.publish(written, keep))
     except Exception:
         if ranks.rank == 0:
             draft.abandon()
@@ -104,7 +104,7 @@ class Draft:
         """Rank 0 makes the directory and lays the files out. Collective; arguments and errors as of `save`."""
         small_files = {STATE: json.dumps(state, indent=1).encode(), **config_files}
         draft = cls(root, step, tensors, small_files, sorted(config_files), states, learned)
-        on_first(ranks, lambda: clean(root))
+        run_on_rank_0(ranks, lambda: clean(root))
         draft.partial = begin(draft.target, ranks, draft._prepare)
         return draft
 

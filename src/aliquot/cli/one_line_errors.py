@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import typer
 
-from aliquot.core.errors import StorageError, UserError, refusal, storage_error
+from aliquot.core.errors import StorageError, UserError, resource_error, storage_error
 from aliquot.distributed.rank_errors import LAST_WORDS
 
 
@@ -21,7 +21,7 @@ def one_line_errors(debug: bool) -> Iterator[None]:
         with one_line_interrupt():
             yield
     except Exception as error:
-        told = error if isinstance(error, UserError) else refusal(error) or _of_storage(error)
+        told = error if isinstance(error, UserError) else resource_error(error) or _of_storage(error)
         if debug or told is None:
             raise
         _say(told.line)

@@ -11,7 +11,7 @@ from aliquot.cluster.job_view import NODE, JobView
 from aliquot.cluster.manifests import ManifestObject, dig, mapping, of_kind
 from aliquot.cluster.quantity import GIB, MIB, parse_bytes, parse_millicores
 from aliquot.config.cluster_section import longest_job_name
-from aliquot.core.errors import has_user
+from aliquot.core.errors import has_url_credentials
 from aliquot.planner.plan import Plan
 
 RESERVED_ENV = frozenset({"PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"})
@@ -194,7 +194,7 @@ def check_config_maps(manifests: Sequence[ManifestObject]) -> Iterator[RuleFindi
     """Look for URLs that hold a password, as the mirror's in a run's configuration may."""
     for each in of_kind(list(manifests), "ConfigMap"):
         for name, text in mapping(each.get("data")).items():
-            if has_user(str(text)):
+            if has_url_credentials(str(text)):
                 yield finding(
                     "secret-value", each, f"data {name} has a URL with a user name or password in it",
                     "the URL without them, and valueFrom: {secretKeyRef: {name: ..., key: ...}} in the pods' env",

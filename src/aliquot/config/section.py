@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel, BeforeValidator, ConfigDict, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from aliquot.core.errors import has_user
+from aliquot.core.errors import has_url_credentials
 from aliquot.core.paths import with_home
 
 # What fp32 and 64 bits hold: beyond, what computes with it fails in its own way.
@@ -53,7 +53,7 @@ class Section(BaseModel):
         for text in _texts(value):
             if "\0" in text or any("\ud800" <= sign <= "\udfff" for sign in text):
                 raise PydanticCustomError(OF_KEY, f"has what is no text: {text!a}")
-            if _URL.match(text) and has_user(text):
+            if _URL.match(text) and has_url_credentials(text):
                 raise PydanticCustomError(OF_KEY, _NO_PASSWORDS)
         if isinstance(value, float) and value and not _SMALLEST <= abs(value) <= _LARGEST:
             raise PydanticCustomError(OF_KEY, f"is {value:g}: give one from {_SMALLEST:g} to {_LARGEST:g}")

@@ -1,6 +1,6 @@
-"""Errors that are for the person, not for the programmer. The one module that every other may import.
+"""Errors for the person who runs aliquot, shown as one line, and how to show text that strangers wrote.
 
-Each kind has an id, which is printed behind its line and explained in docs/troubleshooting.md.
+Each error type has an id, which is printed after the line and explained in docs/troubleshooting.md.
 """
 
 from __future__ import annotations
@@ -13,41 +13,43 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
-# What a disk or a file server in trouble says, and not of what has been asked.
-_FAILING = {
+# Error numbers of a disk or a file server in trouble: the same request may succeed later.
+_STORAGE_FAILURES = {
     errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.ESHUTDOWN,
     errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ECONNREFUSED, errno.ECONNRESET,
     errno.ECONNABORTED, errno.EREMOTEIO, errno.ENOLCK, errno.EAGAIN, errno.EBUSY,
 }  # fmt: skip
 
-# Only a file system says these; an error of a write that fails so names no file.
-_OF_FILES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE}
+# Error numbers that only a file system returns; the error of such a write names no file.
+_FILE_SYSTEM_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE}
 
 
-# Characters that a terminal obeys, or that change the order in which it shows others: all but newline and tab.
+# Control characters of a terminal without newline and tab, and characters that reverse the order of text.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _USER_OF_URL = re.compile(r"(?<=[A-Za-z0-9]:/)/?[^\r\n/?#]*@")  # pathlib removes the second slash
 
 
 def printable(text: str) -> str:
-    """Return `text` with its control characters escaped, for a terminal: text of strangers could drive it."""
-    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+    """Return `text` with its control characters escaped, because text of strangers could drive a terminal."""
+    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
-def has_user(text: str) -> bool:
-    """Whether a URL in `text` holds a user name or a password, which reports, dashboards and manifests would show."""
+def has_url_credentials(text: str) -> bool:
+    """Return whether a URL in `text` holds a user name or a password, which reports and manifests would show."""
     return _USER_OF_URL.search(text) is not None
 
 
 def one_line(path: str | Path) -> str:
-    """A path as messages show it: it may have newlines in it."""
+    """Return a path on one line, for messages: a path may contain newlines."""
     return str(path).replace("\r", "\\r").replace("\n", "\\n")
 
 
 class UserError(Exception):
     """Bad input: shown as one line without a traceback; the process exits with code 2.
 
-    `message` says what is wrong and what to do; `where` (a file, or file:line) is put in front of it.
+    Args:
+        message: what is wrong and what to do.
+        where: a file, or file:line, put in front of the message.
     """
 
     id: ClassVar[str] = "input"
@@ -61,97 +63,97 @@ class UserError(Exception):
 
     @property
     def line(self) -> str:
-        """What a person is shown: of a library's words the first line, without control characters and passwords."""
+        """The text for the person: one line, without control characters and passwords."""
         first = str(self).strip().partition("\n")[0]
         return f"{printable(_USER_OF_URL.sub('/...@', first))} [{self.id}]"
 
 
 class ConfigError(UserError, id="config"):
-    """A run configuration, or an override of it, that is wrong by itself."""
+    """A run configuration, or an override, is wrong."""
 
 
 class DeepspeedConfigError(UserError, id="deepspeed-config"):
-    """A DeepSpeed JSON that is wrong, contradicts the run configuration, or asks for what is not supported."""
+    """A DeepSpeed JSON is wrong, contradicts the run configuration, or sets something unsupported."""
 
 
 class UsageError(UserError, id="usage"):
-    """A function or command was called with what it cannot take."""
+    """A function or command was called with unusable arguments."""
 
 
 class LaunchError(UserError, id="launch"):
-    """The environment or the placement of ranks makes no run."""
+    """The environment or the placement of ranks does not allow a run."""
 
 
 class RendezvousError(UserError, id="rendezvous"):
-    """The nodes or ranks of a run have not found each other: those that are late may be there next time."""
+    """Nodes or ranks did not join in time; the next attempt may succeed."""
 
     exit_code = 1
 
 
 class NodesDifferError(UserError, id="nodes-differ"):
-    """The nodes of a run do not have the same configuration, software, data, model or run directory."""
+    """The nodes of a run differ in configuration, software, data, model or run directory."""
 
 
 class DeviceError(UserError, id="device"):
-    """A device that is not there."""
+    """A device is missing."""
 
 
 class EngineError(UserError, id="engine"):
-    """Settings that the engine does not have."""
+    """The engine does not support a setting."""
 
 
 class MissingToolError(UserError, id="missing-tool"):
-    """A compiler, program or optional package that is needed and not installed."""
+    """A compiler, program or optional package is not installed."""
 
 
 class ModelFilesError(UserError, id="model-files"):
-    """No model is where one should be, or its files are not readable."""
+    """A model is missing, or its files are not readable."""
 
 
 class UnsupportedModelError(UserError, id="unsupported-model"):
-    """A model of a kind that cannot be trained here."""
+    """aliquot does not train models of this type."""
 
 
 class WeightsFileError(UserError, id="weights-file"):
-    """A safetensors file or index that is damaged or does not fit the model."""
+    """A safetensors file or index is damaged or does not fit the model."""
 
 
 class TokenizerError(UserError, id="tokenizer"):
-    """No tokenizer, or one that fits neither data nor model."""
+    """A tokenizer is missing, or does not fit the data or the model."""
 
 
 class DataError(UserError, id="data"):
-    """Texts or records that cannot be read or hold nothing to learn from."""
+    """Texts or records cannot be read or contain nothing to train on."""
 
 
 class DataCacheError(UserError, id="data-cache"):
-    """Prepared tokens that are damaged."""
+    """Prepared tokens are damaged."""
 
 
 class StorageError(UserError, id="disk"):
-    """A file system that is full or not writable, or an object store that refuses."""
+    """A file system is full or not writable, or an object store refuses a request."""
 
 
 class StorageFailureError(StorageError, id="storage"):
-    """A file system or an object store that fails or does not answer: it may the next time."""
+    """A file system or an object store fails or does not answer; the next attempt may succeed."""
 
     exit_code = 1
 
 
 class RunDirectoryError(UserError, id="run-directory"):
-    """A directory that is not what it should be: another's, a run's that goes on, no run's."""
+    """A directory is no run, belongs to another run, or another process is training into it."""
 
 
 class ResumeError(UserError, id="resume"):
-    """A run that cannot continue from its checkpoints as it is configured now."""
+    """A run cannot continue from its checkpoints with the present configuration."""
 
 
 class DamagedCheckpoint(UserError, id="damaged-checkpoint"):
-    """A checkpoint that is incomplete or whose bytes are not those that were saved. An older one may be good."""
+    """A checkpoint is incomplete or its checksums do not match. An older checkpoint may be good."""
 
 
 class PlanError(UserError, id="plan"):
-    """Nothing to plan for."""
+    """A plan cannot be made."""
 
 
 class DoesNotFitError(UserError, id="does-not-fit"):
@@ -159,71 +161,73 @@ class DoesNotFitError(UserError, id="does-not-fit"):
 
 
 class InstanceError(UserError, id="instances"):
-    """An EC2 type that is not known, or AWS did not say."""
+    """An EC2 instance type is unknown, or AWS did not describe it."""
 
 
 class ManifestError(UserError, id="manifest"):
-    """A manifest that cannot be read."""
+    """A manifest cannot be read."""
 
 
 class ClusterError(UserError, id="cluster"):
-    """A `cluster:` section from which no job can be made."""
+    """A `cluster:` section does not describe a job."""
 
 
 class TrainingError(UserError, id="training"):
-    """A run that was well formed had to stop: a lost or hung rank. One line; exits with code 1."""
+    """A well-formed run had to stop, for example because a rank was lost. Exits with code 1."""
 
     exit_code = 1
 
 
 class SelfTestError(TrainingError, id="engine-check"):
-    """What an engine checks before it trains gave a wrong result."""
+    """The start-up proof of an engine gave a wrong result."""
 
 
 class CutOffError(TrainingError, id="cut-off"):
-    """The other nodes of a run have begun a newer round without this one."""
+    """The other nodes of an elastic run began a newer round without this node."""
 
 
 class DivergedError(TrainingError, id="diverged"):
-    """A loss or gradient norm that is not finite."""
+    """A loss or gradient norm is not finite."""
 
 
-def kinds(of: type[UserError] = UserError) -> Iterator[type[UserError]]:
-    """UserError and all kinds of it: a process that is told of an error by name raises the same."""
-    yield of
-    for kind in of.__subclasses__():
-        yield from kinds(kind)
+def user_error_types(base: type[UserError] = UserError) -> Iterator[type[UserError]]:
+    """Yield `base` and all its subclasses, with which a process raises an error that another process named."""
+    yield base
+    for subclass in base.__subclasses__():
+        yield from user_error_types(subclass)
 
 
-def storage_error(told: str, error: OSError, where: str | Path | None = None) -> StorageError:
-    """`told` as what it is: a StorageFailureError where a disk or a file server is in trouble."""
-    return (StorageFailureError if error.errno in _FAILING else StorageError)(told, where)
+def storage_error(message: str, error: OSError, where: str | Path | None = None) -> StorageError:
+    """Return `message` as a StorageError; as a StorageFailureError if `error` says that a disk or server fails."""
+    return (StorageFailureError if error.errno in _STORAGE_FAILURES else StorageError)(message, where)
 
 
-def refusal(error: BaseException) -> UserError | None:
-    """The line for the person where the operating system has refused memory, or more of a file; None for any other
-    error. Torch's allocator says ENOMEM in the words of a RuntimeError."""
+def resource_error(error: BaseException) -> UserError | None:
+    """Return the UserError for an operating system that refused memory or space in a file; None for other errors.
+
+    Torch's allocator reports ENOMEM as a RuntimeError.
+    """
     if isinstance(error, UserError):
         return None
     number = error.errno if isinstance(error, OSError) else None
-    told = str(error).strip().partition("\n")[0]
-    if isinstance(error, MemoryError) or number == errno.ENOMEM or "Cannot allocate memory" in told:
+    text = str(error).strip().partition("\n")[0]
+    if isinstance(error, MemoryError) or number == errno.ENOMEM or "Cannot allocate memory" in text:
         return DoesNotFitError(
-            f"out of memory: {told or 'Cannot allocate memory'}. Raise the limit (ulimit -v, the container's), or look"
+            f"out of memory: {text or 'Cannot allocate memory'}. Raise the limit (ulimit -v, the container's), or look"
             " at what `aliquot plan` says is needed"
         )
     if isinstance(error, OSError) and number == errno.EFBIG:
         largest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         limit = "the file system's limit" if largest == resource.RLIM_INFINITY else f"{largest} bytes (ulimit -f)"
         return StorageError(f"a file or shared memory would be larger than {limit}. Raise it", error.filename)
-    if isinstance(error, OSError) and number in _OF_FILES:
-        return storage_error(error.strerror or told, error, error.filename)
+    if isinstance(error, OSError) and number in _FILE_SYSTEM_ERRORS:
+        return storage_error(error.strerror or text, error, error.filename)
     return None
 
 
 @contextmanager
 def reading(path: Path | None) -> Iterator[None]:
-    """Raise OSError as StorageError: cannot read."""
+    """Raise an OSError in the block as a StorageError: cannot read."""
     try:
         yield
     except OSError as error:
@@ -232,7 +236,7 @@ def reading(path: Path | None) -> Iterator[None]:
 
 @contextmanager
 def writing(path: Path | None) -> Iterator[None]:
-    """Raise OSError as StorageError: cannot write."""
+    """Raise an OSError in the block as a StorageError: cannot write."""
     try:
         yield
     except OSError as error:  # disk full, quota, read-only, no permission

@@ -1,11 +1,14 @@
-"""Do something on every rank such that an error on any is raised on all: nobody waits for a rank that failed."""
+"""Run work on rank 0 or on all ranks such that an error on one rank is raised on every rank.
+
+No rank then waits for a rank that failed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from aliquot.core.errors import TrainingError, UserError, kinds, storage_error
+from aliquot.core.errors import TrainingError, UserError, storage_error, user_error_types
 
 T = TypeVar("T")
 
@@ -20,12 +23,12 @@ class RankGroup(Protocol):
     def world_size(self) -> int: ...
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank gives a JSON value and gets the values of all, in rank order."""
+        """Send a JSON value to all ranks and return the values of all ranks, in rank order."""
         ...
 
 
-class Alone:
-    """One process that is all the ranks there are."""
+class SingleRank:
+    """The group of one process that is the whole run."""
 
     rank = 0
     world_size = 1
@@ -34,50 +37,47 @@ class Alone:
         return [value]
 
 
-def together(ranks: RankGroup, work: Callable[[], T]) -> list[T]:
-    """Run `work` on this rank and return what it returned, a JSON value, on every rank. Collective.
+def gather_results(ranks: RankGroup, work: Callable[[], T]) -> list[T]:
+    """Run `work` on every rank and return the results of all ranks, which are JSON values, on every rank. Collective.
 
-    Raises on all ranks the UserError of the first rank whose `work` raised one, which it names unless all raised the
-    same; any other exception is raised as it is where it occurred and as a TrainingError on the other ranks.
+    Raises:
+        UserError: `work` raised one on some rank; the first such rank is named unless all ranks raised the same.
+        TrainingError: `work` raised something else on another rank. On that rank the exception itself is raised.
     """
-    return _together(ranks, work, name_rank=True)
+    return _run(ranks, work, names_rank=True)
 
 
-def on_each(ranks: RankGroup, work: Callable[[], T]) -> T:
-    """What `work` returned on this rank, whatever it is. Collective; raises as `together` does."""
-    found: list[T] = []
-    together(ranks, lambda: found.append(work()))
-    return found[0]
+def run_on_all_ranks(ranks: RankGroup, work: Callable[[], T]) -> T:
+    """Run `work` on every rank and return this rank's result. Collective; raises as `gather_results` does."""
+    results: list[T] = []
+    gather_results(ranks, lambda: results.append(work()))
+    return results[0]
 
 
-def on_first(ranks: RankGroup, work: Callable[[], T]) -> T:
-    """Run `work` on rank 0 only and return what it returned, a JSON value, on every rank. Collective."""
-    return _together(ranks, lambda: work() if ranks.rank == 0 else None, name_rank=False)[0]  # type: ignore[return-value]
+def run_on_rank_0(ranks: RankGroup, work: Callable[[], T]) -> T:
+    """Run `work` on rank 0 only and return its result, a JSON value, on every rank. Collective."""
+    return _run(ranks, lambda: work() if ranks.rank == 0 else None, names_rank=False)[0]  # type: ignore[return-value]
 
 
-def _together(ranks: RankGroup, work: Callable[[], T], name_rank: bool) -> list[T]:
+def _run(ranks: RankGroup, work: Callable[[], T], names_rank: bool) -> list[T]:
     failure: Exception | None = None
-    answer: list[Any] = []
+    result: list[Any] = []
     try:
-        answer = [work()]
+        result = [work()]
+    except OSError as error:
+        failure = storage_error(error.strerror or str(error), error, error.filename)
     except Exception as error:
-        failure = _for_the_person(error)
-    kind = type(failure).__name__ if failure is not None else None
-    replies = ranks.gather({"answer": answer, "kind": kind, "error": str(failure)})
-    failed = [(rank, reply) for rank, reply in enumerate(replies) if reply["kind"] is not None]
+        failure = error
+    name = type(failure).__name__ if failure is not None else None
+    replies = ranks.gather({"result": result, "error_type": name, "error": str(failure)})
+    failed = [(rank, reply) for rank, reply in enumerate(replies) if reply["error_type"] is not None]
     if not failed:
-        return [reply["answer"][0] for reply in replies]
+        return [reply["result"][0] for reply in replies]
     if failure is not None and not isinstance(failure, UserError):
         raise failure
-    rank, reply = failed[0]
-    known = {kind.__name__: kind for kind in kinds()}
-    message = reply["error"] if reply["kind"] in known else f"{reply['kind']}: {reply['error']}"
-    if name_rank and any(other["error"] != reply["error"] for other in replies):
+    rank, first = failed[0]
+    types = {error_type.__name__: error_type for error_type in user_error_types()}
+    message = first["error"] if first["error_type"] in types else f"{first['error_type']}: {first['error']}"
+    if names_rank and any(reply["error"] != first["error"] for reply in replies):
         message = f"rank {rank}: {message}"
-    raise known.get(reply["kind"], TrainingError)(message) from failure
-
-
-def _for_the_person(error: Exception) -> Exception:
-    if isinstance(error, OSError):
-        return storage_error(error.strerror or str(error), error, error.filename)
-    return error
+    raise types.get(first["error_type"], TrainingError)(message) from failure

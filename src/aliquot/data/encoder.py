@@ -23,7 +23,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from aliquot.core.errors import TrainingError, UserError, kinds
+from aliquot.core.errors import TrainingError, UserError, user_error_types
 from aliquot.core.interpreter import python_command
 from aliquot.models.remote_code import without_code
 
@@ -205,7 +205,7 @@ class EncoderProcess:
             failure = self.connection.recv_bytes()
             if failure:
                 kind, _, text = failure.decode().partition(" ")
-                raise next(known for known in kinds() if known.__name__ == kind)(text)
+                raise next(known for known in user_error_types() if known.__name__ == kind)(text)
             counts, ids, mask, more = (self.connection.recv_bytes() for _ in range(4))
         except (EOFError, ConnectionError) as error:
             raise self._lost() from error

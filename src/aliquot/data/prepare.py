@@ -13,7 +13,7 @@ from typing import Any
 
 from aliquot.config.schema import DataSection
 from aliquot.core.errors import DataError, TokenizerError
-from aliquot.core.on_rank_0 import on_first, together
+from aliquot.core.on_rank_0 import gather_results, run_on_rank_0
 from aliquot.core.paths import cache_root
 from aliquot.data.cache import publishing
 from aliquot.data.chat import ENCODING
@@ -164,10 +164,10 @@ def prepare_together(
                 section, model_dir, vocab_size, progress, config, added, added_special, adapter_dir
             ).to_json()
 
-    first = on_first(ranks, build)
+    first = run_on_rank_0(ranks, build)
     own = ranks.topology
     node = str(own.node_rank)
-    told = together(ranks, lambda: [node, build() if own.local_rank == 0 and ranks.rank > 0 else ""])
+    told = gather_results(ranks, lambda: [node, build() if own.local_rank == 0 and ranks.rank > 0 else ""])
     return Prepared.from_json(next((found for of_node, found in told if of_node == node and found), first))
 
 

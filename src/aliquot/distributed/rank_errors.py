@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from aliquot.core.errors import TrainingError, UserError, printable, refusal
+from aliquot.core.errors import TrainingError, UserError, printable, resource_error
 from aliquot.core.textfile import open_unlinked, publish_text
 from aliquot.distributed.bounded_call import within_a_moment
 
@@ -95,7 +95,7 @@ def report_error(error: Exception, debug: bool = False) -> int:
     """
     rank = int(os.environ.get("RANK", "0"))
     text = "".join(traceback.format_exception(error))
-    error = refusal(error) or error
+    error = resource_error(error) or error
     kind = classify(error)
     message = error.line if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     code = error.exit_code if isinstance(error, UserError) else 1

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from aliquot.core.errors import UsageError
-from aliquot.core.on_rank_0 import Alone, RankGroup
+from aliquot.core.on_rank_0 import RankGroup, SingleRank
 from aliquot.distributed.collectives.json_values import JSON, gather
 from aliquot.models.load import load_weights
 from aliquot.models.materialise import compute_buffers, materialise, saved_buffers, tied_weights
@@ -58,7 +58,7 @@ def load_sharded(
     device = _device(built, mesh)
     compute_buffers(built)
     materialise(built, device, device, dtype)
-    ranks: RankGroup = Members(device) if dist.is_available() and dist.is_initialized() else Alone()
+    ranks: RankGroup = Members(device) if dist.is_available() and dist.is_initialized() else SingleRank()
     aliases = {_plain(alias): _plain(name) for alias, name in tied.items()}
     tensors = tensors_of(built)
     published, names = published_of(built, tensors), StoredNames.of_model(built)

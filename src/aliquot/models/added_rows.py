@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from aliquot.core.on_rank_0 import RankGroup, together
+from aliquot.core.on_rank_0 import RankGroup, gather_results
 from aliquot.tensor_io.header import TensorEntry
 from aliquot.tensor_io.parts import InMemory, Part, PartStore
 from aliquot.tensor_io.range_io import RangeReader
@@ -82,7 +82,7 @@ def new_rows(entry: TensorEntry, drawn_from: str, count: int, ranks: RankGroup) 
         found = [_sums(entry, width, edges[chunk], edges[chunk + 1], f"{drawn_from}:{chunk}", count) for chunk in own]
         return [base64.b64encode(total.numpy().tobytes()).decode() for total in found]
 
-    told = together(ranks, sums)
+    told = gather_results(ranks, sums)
     total = torch.zeros(count + 1, width + 1, dtype=torch.float64)
     for chunk in range(_CHUNKS):  # in order: the same sum at any world size
         data = base64.b64decode(told[chunk % ranks.world_size][chunk // ranks.world_size])

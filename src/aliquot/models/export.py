@@ -13,7 +13,7 @@ import torch
 
 from aliquot.config.adapter_section import CONFIG_FILE
 from aliquot.core.errors import RunDirectoryError, UsageError
-from aliquot.core.on_rank_0 import Alone, RankGroup, on_first
+from aliquot.core.on_rank_0 import RankGroup, SingleRank, run_on_rank_0
 from aliquot.models.adapter import BASE, STEM, saves_of
 from aliquot.models.merge import MergedWeights
 from aliquot.models.published import Published, PublishedParts, published_of, tensors_of
@@ -87,7 +87,7 @@ def export(
         drain(store, {"weight": layout.byte_map(partial).entries}, watch=watch)
         return tell()
 
-    on_first(ranks, make_way)
+    run_on_rank_0(ranks, make_way)
     publish_together(out_dir, ranks, prepare, write, lambda partial, told: check(told), replace, spare)
 
 
@@ -97,7 +97,7 @@ def export_checkpoint(
     dtype: Literal["bfloat16", "float16", "float32"] | torch.dtype,
     verify: bool = True,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    ranks: RankGroup = Alone(),  # noqa: B008 (it holds nothing)
+    ranks: RankGroup = SingleRank(),  # noqa: B008 (it holds nothing)
     merge: bool = False,
     base: str | None = None,
     files: Mapping[str, bytes] | None = None,
@@ -118,7 +118,7 @@ def export_checkpoint(
     manifest = read_manifest(checkpoint_dir)
     if verify:
         exported = [name for name in manifest.files if not name.startswith("exp_avg")]
-        on_first(ranks, lambda: verify_descriptions(checkpoint_dir, manifest, exported))
+        run_on_rank_0(ranks, lambda: verify_descriptions(checkpoint_dir, manifest, exported))
     source = ByteMap.of_directory(checkpoint_dir)
     config_files = files
     if config_files is None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from aliquot.core.errors import WeightsFileError
-from aliquot.core.on_rank_0 import RankGroup, together
+from aliquot.core.on_rank_0 import RankGroup, gather_results
 from aliquot.models.adapter import BASE, STEM
 from aliquot.models.added_rows import OldRows, add_rows
 from aliquot.models.export import STATE
@@ -73,7 +73,7 @@ def load_weights(
         return fill(target, {"weight": found}, watch=watch, check=_check_finite)
 
     grown: dict[str, TensorEntry] = {}
-    read_bytes = together(ranks, read)[ranks.rank]
+    read_bytes = gather_results(ranks, read)[ranks.rank]
     add_rows(store, grown, dict(tensors), seed, ranks)
     return read_bytes
 
@@ -101,7 +101,7 @@ def load_adapter(
         target = store if of_checkpoint else PublishedStore(store, saves)
         fill(target, {"weight": stored}, check=_check_finite)
 
-    together(ranks, read)
+    gather_results(ranks, read)
 
 
 def _check_finite(entry: TensorEntry, start: int, values: Tensor) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aliquot.core.on_rank_0 import Alone, RankGroup
+from aliquot.core.on_rank_0 import RankGroup, SingleRank
 from aliquot.tensor_io.bytemap import ByteMap, Shape
 from aliquot.tensor_io.header import TensorEntry
 from aliquot.tensor_io.parts import Part, row_ranges
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class StoredWeights:
-    def __init__(self, source: ByteMap, reader: RangeReader, ranks: RankGroup = Alone()) -> None:  # noqa: B008 (it holds nothing)
+    def __init__(self, source: ByteMap, reader: RangeReader, ranks: RankGroup = SingleRank()) -> None:  # noqa: B008 (it holds nothing)
         self.entries = source.entries
         self._reader = reader
         self._ranks = ranks

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, replace
 
 from aliquot.config.schema import RunConfig
-from aliquot.core.on_rank_0 import on_first
+from aliquot.core.on_rank_0 import run_on_rank_0
 from aliquot.data.header import irregularities
 from aliquot.distributed.config_consistency import check_configs
 from aliquot.distributed.device import choose_device
@@ -72,7 +72,7 @@ def evaluate_model(config: RunConfig) -> dict[str, Evaluation]:
 def _evaluate(run: Attempt) -> dict[str, Evaluation]:
     ranks, display = run.ranks, run.display
     check_configs(ranks, run.config)
-    run = replace(run, config=_within(run.config, on_first(ranks, lambda: resolve(run.config.model).positions)))
+    run = replace(run, config=_within(run.config, run_on_rank_0(ranks, lambda: resolve(run.config.model).positions)))
     inputs = setup.read_inputs(run)
     setup.check_inputs(run, inputs)
     model = setup.build_model(run, inputs)

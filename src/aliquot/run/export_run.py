@@ -15,7 +15,7 @@ from aliquot.checkpoint.directories import complete_directories, directory_of, s
 from aliquot.checkpoint.evaluation_history import Evaluations
 from aliquot.checkpoint.remote_download import fetch_best
 from aliquot.core.errors import DamagedCheckpoint, UserError
-from aliquot.core.on_rank_0 import on_first
+from aliquot.core.on_rank_0 import run_on_rank_0
 from aliquot.models.adapter import STEM
 from aliquot.models.export import export, export_checkpoint
 from aliquot.models.generate import continuation
@@ -32,7 +32,7 @@ def is_exported(run: Attempt, start: Start) -> bool:
     """Whether the export of a run that begins at its end holds the weights that it should. Collective."""
     best, target = start.evaluations.kept_step(run.config.checkpoint), run.directory.export
     wanted = start.step if best is None else best
-    found = on_first(run.ranks, lambda: (target.exists(), exported_step(target)))
+    found = run_on_rank_0(run.ranks, lambda: (target.exists(), exported_step(target)))
     if found[0] and found[1] != wanted:
         run.display.line(f"{target} does not hold the weights of step {wanted}: it is made again")
     return found[1] == wanted
@@ -55,7 +55,7 @@ def export_run(
     dtype = export_dtype(wanted, inputs.source.dtype if adapter is None else torch.float32, precision)
     best = evaluations.kept_step(run.config.checkpoint)
     kept = None if best is None else directory_of(root, best)
-    if kept is not None and on_first(run.ranks, lambda: kept not in complete_directories(root)):
+    if kept is not None and run_on_rank_0(run.ranks, lambda: kept not in complete_directories(root)):
         run.display.warning(f"step {best} evaluated best, but could not be saved: the last weights are exported")
         kept = None
     if adapter is None and (told := older_transformers(inputs.source.config.model_type)) is not None:

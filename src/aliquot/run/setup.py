@@ -15,7 +15,7 @@ from aliquot.checkpoint.evaluation_history import Evaluations
 from aliquot.checkpoint.remote_download import fetch_best, fetch_instead, fetch_newer
 from aliquot.checkpoint.resume import began_elsewhere, resume
 from aliquot.config.schema import RunConfig
-from aliquot.core.on_rank_0 import on_each, on_first, together
+from aliquot.core.on_rank_0 import gather_results, run_on_all_ranks, run_on_rank_0
 from aliquot.data.batch_size import batch_size
 from aliquot.data.batches import Batches, EvalBatches, Position
 from aliquot.data.examples import examples
@@ -61,9 +61,9 @@ def check_directory(run: Attempt) -> None:
     own. Collective; raises NodesDifferError on every rank."""
     if run.ranks.world_size == 1:
         return
-    name = on_first(run.ranks, run.directory.show)
+    name = run_on_rank_0(run.ranks, run.directory.show)
     try:
-        together(run.ranks, lambda: run.directory.find(name) if run.ranks.rank > 0 else None)
+        gather_results(run.ranks, lambda: run.directory.find(name) if run.ranks.rank > 0 else None)
     finally:
         if run.ranks.rank == 0:
             run.directory.hide(name)
@@ -72,13 +72,13 @@ def check_directory(run: Attempt) -> None:
 def read_inputs(run: Attempt) -> Inputs:
     config, ranks = run.config, run.ranks
     import_models()
-    on_first(ranks, lambda: bool(resolve(config.model)))  # from the hub only rank 0 downloads
-    source = on_each(ranks, lambda: _source(config))
+    run_on_rank_0(ranks, lambda: bool(resolve(config.model)))  # from the hub only rank 0 downloads
+    source = run_on_all_ranks(ranks, lambda: _source(config))
     beside, largest = source.config.to_dict(), source.largest_vocabulary
     added = config.model.add_tokens, config.model.add_special_tokens
     learned = None if config.adapter is None else config.adapter.directory
     told = run.display.progress
-    day = config.data.chat_template_date or date.fromisoformat(on_first(ranks, lambda: str(run.directory.day())))
+    day = config.data.chat_template_date or date.fromisoformat(run_on_rank_0(ranks, lambda: str(run.directory.day())))
     section = config.data.model_copy(update={"chat_template_date": day})
     data = prepare_together(section, source.directory, largest, ranks, told, beside, *added, learned)
 
@@ -88,10 +88,10 @@ def read_inputs(run: Attempt) -> Inputs:
         source.check_length(config.data.sequence_length)  # its padding token may have become another
         return tokenizer
 
-    tokenizer = on_each(ranks, adopted)
+    tokenizer = run_on_all_ranks(ranks, adopted)
     size = batch_size(config.train, ranks.world_size)
     epochs = None if config.train.max_steps else config.train.num_train_epochs
-    found = Traits(**on_first(ranks, lambda: vars(traits(source.config, config.data.sequence_length))))
+    found = Traits(**run_on_rank_0(ranks, lambda: vars(traits(source.config, config.data.sequence_length))))
     fills_up = keeps_large_kernels(ranks.topology.device, config.train.precision)
 
     def packed() -> tuple[Batches, int, dict[str, EvalBatches]]:
@@ -99,7 +99,7 @@ def read_inputs(run: Attempt) -> Inputs:
         held_out = EvalBatches.of(data, config.data, size, found.packs, fills_up)
         return batches, batches.total_steps(config.train.max_steps), held_out
 
-    batches, total_steps, held_out = on_each(ranks, packed)
+    batches, total_steps, held_out = run_on_all_ranks(ranks, packed)
     schedule = Schedule.of(config.train, total_steps)
     return Inputs(source, found, data, tokenizer, size, batches, held_out, total_steps, schedule)
 
@@ -146,7 +146,7 @@ def foresee(run: Attempt, inputs: Inputs, force: bool) -> dict[str, Any]:
         warn = run.display.warning
         return plan_before(run.config, topology, cores, workload, vocabulary, force, warn, advise, done, least)
 
-    return on_first(run.ranks, plan)
+    return run_on_rank_0(run.ranks, plan)
 
 
 def build_model(run: Attempt, inputs: Inputs) -> Model:
@@ -261,7 +261,7 @@ def _evaluations(run: Attempt, inputs: Inputs, where: Path, state: dict[str, Any
     if not run.config.checkpoint.best or found.best_step is None:
         return found
     best = directory_of(root, found.best_step)
-    if on_first(run.ranks, lambda: best in complete_directories(root)):
+    if run_on_rank_0(run.ranks, lambda: best in complete_directories(root)):
         return found
     if fetch_best(mirror, best, run.ranks, run.display.warning):
         return found
@@ -296,7 +296,7 @@ def introduce(run: Attempt, inputs: Inputs, model: Model, start: Start) -> None:
     data += [day_line(inputs.data.day)] if inputs.data.day else []
     summary.begin(run.display, config, run.about, *data, *connections, *notes)
     if start.step == 0:
-        on_first(ranks, lambda: _show_data(run, inputs))
+        run_on_rank_0(ranks, lambda: _show_data(run, inputs))
 
 
 def _show_data(run: Attempt, inputs: Inputs) -> None:

@@ -11,7 +11,7 @@ from functools import partial
 from aliquot.checkpoint.directories import complete_directories
 from aliquot.checkpoint.remote_upload import Mirror
 from aliquot.config.schema import RunConfig
-from aliquot.core.on_rank_0 import on_first
+from aliquot.core.on_rank_0 import run_on_rank_0
 from aliquot.distributed.config_consistency import check_configs
 from aliquot.distributed.device import choose_device
 from aliquot.distributed.heartbeat import Presence
@@ -66,9 +66,9 @@ def train(config: RunConfig, force: bool = False) -> Result:
     ):
         try:
             with directory.locked() if topology.is_first else nullcontext():
-                on_first(ranks, partial(check_installed, config.observe.report_to))
-                on_first(ranks, partial(_check_mirror, config))
-                on_first(ranks, exporter.listen)
+                run_on_rank_0(ranks, partial(check_installed, config.observe.report_to))
+                run_on_rank_0(ranks, partial(_check_mirror, config))
+                run_on_rank_0(ranks, exporter.listen)
                 about = {"placement": placement, "machine": ranks.broadcast(machine)}
                 ledger = Ledger(ranks.rank, gpu_of(topology.device), offloads=config.shard.offload == "cpu")
                 run = Attempt(config, ranks, directory, display, exporter, ledger, about)
@@ -81,8 +81,8 @@ def train(config: RunConfig, force: bool = False) -> Result:
 def _train(run: Attempt, presence: Presence, stop: StopSignal, force: bool) -> Result:
     run.ledger.mark("process start", {})
     check_configs(run.ranks, run.config)
-    on_first(run.ranks, lambda: put_back(run.directory.checkpoints))
-    on_first(run.ranks, lambda: run.directory.check(run.config))
+    run_on_rank_0(run.ranks, lambda: put_back(run.directory.checkpoints))
+    run_on_rank_0(run.ranks, lambda: run.directory.check(run.config))
     setup.check_directory(run)
     presence.doing = "reading and tokenising the data"
     inputs = setup.read_inputs(run)
@@ -94,8 +94,8 @@ def _train(run: Attempt, presence: Presence, stop: StopSignal, force: bool) -> R
     presence.doing = "loading weights"
     start = setup.fill_model(run, inputs, model)
     inputs = inputs.behind(start, run.config.train)
-    on_first(run.ranks, lambda: run.directory.begin(run.config))
-    on_first(run.ranks, lambda: run.directory.keep_day(inputs.data.day))
+    run_on_rank_0(run.ranks, lambda: run.directory.begin(run.config))
+    run_on_rank_0(run.ranks, lambda: run.directory.keep_day(inputs.data.day))
     presence.doing = "making the engine ready"
     model.engine.ready()
     run.ledger.mark("optimizer state", model.engine.counters().memory())

@@ -15,7 +15,7 @@ from aliquot.checkpoint.live_parts import copies_from
 from aliquot.checkpoint.remote_upload import Mirror
 from aliquot.core.errors import DivergedError, RunDirectoryError, TrainingError, UserError
 from aliquot.core.intervals import is_due
-from aliquot.core.on_rank_0 import on_first
+from aliquot.core.on_rank_0 import run_on_rank_0
 from aliquot.data.answer_ends import answer_ends
 from aliquot.data.batches import StepBatch
 from aliquot.data.batches_ahead import BatchesAhead
@@ -362,7 +362,7 @@ class Training:
         run.ledger.mark(STEADY_PEAK, self._engine.counters().memory())
         self._record.finish()
         trained, exported = (run, self._inputs, self._model), None
-        on_first(run.ranks, run.directory.check_publish)
+        run_on_rank_0(run.ranks, run.directory.check_publish)
         if exports:
             self._presence.doing = "exporting the model"
             try:

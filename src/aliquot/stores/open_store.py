@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import unquote
 
-from aliquot.core.errors import MissingToolError, UsageError, has_user
+from aliquot.core.errors import MissingToolError, UsageError, has_url_credentials
 from aliquot.stores.base import Store
 
 
@@ -15,7 +15,7 @@ def is_url(text: str) -> bool:
 
 def open_store(url: str) -> Store:
     """Nothing is asked of it yet. Raises UserError where a package is missing, and for a file:// of another machine."""
-    if has_user(url):
+    if has_url_credentials(url):
         raise UsageError(f"{url} has a user name or password in it: give credentials by the environment instead")
     if url.startswith("file://"):
         from aliquot.stores.local_store import LocalStore

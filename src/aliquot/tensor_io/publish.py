@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from aliquot.core.errors import StorageError, writing
-from aliquot.core.on_rank_0 import RankGroup, on_first, together
+from aliquot.core.on_rank_0 import RankGroup, gather_results, run_on_rank_0
 
 T = TypeVar("T")
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?:partial|trash|former)-[0-9a-f]{8}")
@@ -43,8 +43,8 @@ def publish_together(
 
     partial = begin(target, ranks, prepare)
     try:
-        written = together(ranks, lambda: write(partial))
-        on_first(ranks, lambda: publish(written))
+        written = gather_results(ranks, lambda: write(partial))
+        run_on_rank_0(ranks, lambda: publish(written))
     except Exception:
         if ranks.rank == 0:
             remove_directory(partial)
@@ -53,7 +53,7 @@ def publish_together(
 
 def begin(target: Path, ranks: RankGroup, prepare: Callable[[Path], None]) -> Path:
     """The directory beside `target` that is to become it, made and prepared by rank 0. Collective."""
-    return Path(on_first(ranks, lambda: str(_prepared(target, prepare))))
+    return Path(run_on_rank_0(ranks, lambda: str(_prepared(target, prepare))))
 
 
 def begin_alone(target: Path) -> Path:
