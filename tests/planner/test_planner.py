@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -54,6 +55,13 @@ def test_phases_are_those_of_the_ledger(engine: str) -> None:
     assert made.peak_bytes_per_rank == max(phase.per_rank(2) for phase in made.phases)
     columns = {name for names in COLUMNS.values() for name in names}
     assert all(set(phase.private_bytes) <= columns for phase in made.phases), "the table leaves something out"
+
+
+@pytest.mark.parametrize("sections", [{}, {"shard": {"engine": "host", "offload": "disk", "memory": 0.5}}])
+def test_plan_survives_json(sections: dict[str, Any]) -> None:
+    made = planned(ranks=1, **sections)
+    assert bool(made.on_disk) == bool(sections)
+    assert Plan.from_json(json.loads(json.dumps(made.as_json()))) == made
 
 
 def test_dashboards_take_memory_beside_the_ranks() -> None:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from aliquot.config.schema import RunConfig
 from aliquot.core.errors import EngineError
@@ -62,7 +63,7 @@ def test_no_more_goes_there_than_must(excess: int) -> None:
     if found.gradients:
         assert found.states == everything.states
         assert all(dict(found.states)[each] >= count for each, count in found.gradients)
-    assert OnDisk.of_json(json.loads(json.dumps(vars(found)))) == found
+    assert TypeAdapter(OnDisk).validate_python(json.loads(json.dumps(vars(found)))) == found
 
 
 @pytest.mark.parametrize("excess", [1, 3 * LARGE, 8 * LARGE, 11 * LARGE, 64 * 14 * LARGE])
@@ -102,7 +103,7 @@ def test_frozen_layers_go_there_when_all_else_is() -> None:
     fewer = spilled(shape, LAYOUT, True, lambda on_disk: 2.0 - on_disk.layers)
     assert fewer.layers == 2 and fewer.frozen == everything.frozen
     assert not spilled(shape, LAYOUT, True, lambda on_disk: 1.0 - bool(on_disk.gradients)).frozen
-    assert OnDisk.of_json(json.loads(json.dumps(vars(everything)))) == everything
+    assert TypeAdapter(OnDisk).validate_python(json.loads(json.dumps(vars(everything)))) == everything
     config = planned_config(LLAMA, train=frozen)
     size, moved = (
         [of(disk_use(config, shape, LAYOUT, replace(everything, layers=count), 3)) for count in (0, 4)]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
 
 Shape = tuple[int, ...]
 Counts = tuple[tuple[Shape, int], ...]
@@ -19,13 +18,6 @@ class OnDisk:
     # the input embedding stay in memory: a look-up adds to rows that lie anywhere.
     layers: int = 0  # decoder layers, evenly spread, whose weights are there and read for each use: those in `states`,
     frozen: tuple[Shape, ...] = ()  # and of what learns nothing those of these shapes
-
-    @classmethod
-    def of_json(cls, fields: Mapping[str, Any]) -> Self:
-        shapes = {
-            name: tuple((tuple(shape), count) for shape, count in fields[name]) for name in ("states", "gradients")
-        }
-        return cls(**shapes, layers=fields["layers"], frozen=tuple(tuple(shape) for shape in fields["frozen"]))
 
     def __bool__(self) -> bool:
         return bool(self.states or self.layers)

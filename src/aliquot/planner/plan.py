@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Self
+
+from pydantic import TypeAdapter
 
 from aliquot.engines.state_placement import Counts, OnDisk, Unsharded
 
@@ -164,6 +166,30 @@ class Plan:
         if self.usd_per_hour is None or not self.steps:
             return None
         return self.usd_per_hour * self.total_s / 3600
+
+    @property
+    def allocator_cache_bytes(self) -> int:
+        """Freed memory that the allocator of a rank may keep at the steady peak while layers stream from disk.
+
+        The planner counts twice the largest block as allocator slack: one half is this cache, the other half holes
+        between tensors that live on.
+        """
+        return self.phases[-1].private_bytes["allocator"] // 2
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Read what `as_json` returned, also after a round trip through JSON text. Ignore the derived values."""
+        return TypeAdapter(cls).validate_python(values)
+
+    def as_record(self) -> dict[str, Any]:
+        """Return `as_json` with the peak of each phase, as `ledger.json` and the events of a run keep it."""
+        return self.as_json() | {
+            "peak_bytes": self._peaks(self.phases),
+            "host_peak_bytes": self._peaks(self.host_phases),
+        }
+
+    def _peaks(self, phases: tuple[PhaseMemory, ...]) -> dict[str, int]:
+        return {phase.name: phase.per_rank(self.ranks_per_node) for phase in phases}
 
     def as_json(self) -> dict[str, Any]:
         """Every field, and what follows from them, under the names that `aliquot plan --json` prints."""

@@ -25,6 +25,7 @@ from aliquot.observe.ledger import Ledger
 from aliquot.observe.prometheus import Exporter
 from aliquot.observe.run_directory import RunDirectory
 from aliquot.optim.schedule import Schedule
+from aliquot.planner.plan import Plan
 from aliquot.tensor_io.parts import ChosenParts, PartStore
 
 
@@ -88,6 +89,7 @@ class Model:
     engine_name: str
     clock: StepClock
     notes: tuple[str, ...]  # for the person, of the engine
+    plan: Plan | None  # that the engine was built by
 
     @property
     def saved(self) -> PartStore:

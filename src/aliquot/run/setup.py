@@ -29,7 +29,7 @@ from aliquot.distributed.ranks import group_lines
 from aliquot.engines.base import Engine
 from aliquot.engines.select import engine_class, engine_spec
 from aliquot.engines.startup_proof import prove
-from aliquot.engines.state_placement import OnDisk, Unsharded
+from aliquot.engines.state_placement import SHARDED
 from aliquot.machine.allocator import give_back
 from aliquot.machine.cpu import read_cpu
 from aliquot.machine.kept_memory import KeptMemory
@@ -49,7 +49,8 @@ from aliquot.observe.clock import StepClock
 from aliquot.observe.timeline import timeline_of
 from aliquot.optim.schedule import Schedule
 from aliquot.planner.compute_ceiling import ceiling
-from aliquot.planner.preflight import plan_before
+from aliquot.planner.plan import Plan
+from aliquot.planner.preflight import PlanRequest, plan_run
 from aliquot.run.data_sanity import doubts
 from aliquot.run.run_context import Attempt, Inputs, Model, Start
 
@@ -128,28 +129,32 @@ def check_inputs(run: Attempt, inputs: Inputs) -> None:
     check_same(run.ranks, told)
 
 
-def foresee(run: Attempt, inputs: Inputs, force: bool) -> dict[str, Any]:
+def foresee(run: Attempt, inputs: Inputs, force: bool) -> Plan | None:
+    """Plan the run on rank 0 and return the plan on every rank; None if no plan can be made. Collective."""
     found = ceiling(run.ranks, run.config.train.precision)  # and all that plans go by
     run.about.update(ceiling_flops_per_s=found.flops_per_s, ceiling_is_sure=found.is_sure)
 
     least = min(run.ranks.gather(memory_limit()))
 
-    def plan() -> dict[str, Any]:
+    def plan() -> dict[str, Any] | None:
         evaluated = sum(batches.epoch.packing.sequences for batches in inputs.held_out.values())
         workload = replace(inputs.batches.workload(), eval_sequences=evaluated or None)
-        vocabulary = inputs.source.config.vocab_size
-        topology, cores = run.ranks.topology, run.ranks.allowed_cores
         # Advice takes a dozen plans, each for as many nodes as there are: seconds in which all of them stand still.
         advise = not goes_on()
         saved = newest(run.directory.checkpoints)
         done = 0 if saved is None else step_of(saved)
-        warn = run.display.warning
-        return plan_before(run.config, topology, cores, workload, vocabulary, force, warn, advise, done, least)
+        request = PlanRequest(
+            run.config, run.ranks.topology, run.ranks.allowed_cores, workload,
+            vocabulary=inputs.source.config.vocab_size, steps_done=done, memory_bytes=least,
+        )  # fmt: skip
+        made = plan_run(request, force, advise, run.display.warning)
+        return None if made is None else made.as_json()
 
-    return run_on_rank_0(run.ranks, plan)
+    values = run_on_rank_0(run.ranks, plan)
+    return None if values is None else Plan.from_json(values)
 
 
-def build_model(run: Attempt, inputs: Inputs) -> Model:
+def build_model(run: Attempt, inputs: Inputs, plan: Plan | None = None) -> Model:
     topology, ledger = run.ranks.topology, run.ledger
     if run.config.train.precision == "bf16" and topology.device == "cpu" and not (cpu := read_cpu()).multiplies_bf16:
         run.display.warning(
@@ -162,12 +167,12 @@ def build_model(run: Attempt, inputs: Inputs) -> Model:
             f"{rounded[0]} and its like ({len(rounded)}) are computed with in bf16, where transformers keeps fp32;"
             " masters and exports of them are fp32, and train.freeze would keep them as they are"
         )
-    engine_name, engine_type = engine_class(run.config, topology, built.numel, ledger.plan.get("engine"))
+    engine_name, engine_type = engine_class(run.config, topology, built.numel, None if plan is None else plan.engine)
     clock = StepClock(lambda: engine.counters().inside_s(), timeline_of(topology.device))
 
     kept = None
-    if ledger.plan.get("scratch_bytes_per_node"):
-        kept = KeptMemory(ledger.plan["phases"][-1]["private_bytes"]["allocator"] // 2)  # planner/engine_memory.py
+    if plan is not None and plan.scratch_bytes_per_node:
+        kept = KeptMemory(plan.allocator_cache_bytes)
 
     def phase_ended(name: str) -> None:
         if kept is not None:
@@ -175,10 +180,9 @@ def build_model(run: Attempt, inputs: Inputs) -> Model:
         ledger.mark(f"first {name}", lambda: engine.counters().memory())
         clock.ended(name)
 
-    on_disk = OnDisk.of_json(ledger.plan["on_disk"]) if "on_disk" in ledger.plan else None
     spec = engine_spec(
-        run.config, topology, engine_name, built, phase_ended, lambda name: ledger.mark(name, {}), on_disk,
-        Unsharded(**ledger.plan.get("unsharded", {})),
+        run.config, topology, engine_name, built, phase_ended, lambda name: ledger.mark(name, {}),
+        on_disk=None if plan is None else plan.on_disk, unsharded=SHARDED if plan is None else plan.unsharded,
     )  # fmt: skip
     if engine_name != "deepspeed":  # which can be started once in a process
         prove(inputs.source.config, built.traits, engine_type, spec, topology)
@@ -191,7 +195,7 @@ def build_model(run: Attempt, inputs: Inputs) -> Model:
             layer.register_forward_pre_hook(kept.check)
         built.model.get_decoder().register_forward_hook(kept.check)
     ledger.mark("model built", engine.counters().memory())
-    return Model(built, published, names, engine, engine_name, clock, spec.notes)
+    return Model(built, published, names, engine, engine_name, clock, spec.notes, plan)
 
 
 def _load_source(run: Attempt, inputs: Inputs, model: Model) -> None:

@@ -88,9 +88,10 @@ def _train(run: Attempt, presence: Presence, stop: StopSignal, force: bool) -> R
     inputs = setup.read_inputs(run)
     setup.check_inputs(run, inputs)
     presence.doing = "planning"
-    run.ledger.plan = setup.foresee(run, inputs, force)
+    plan = setup.foresee(run, inputs, force)
+    run.ledger.plan = {} if plan is None else plan.as_record()
     presence.doing = "building the model"
-    model = setup.build_model(run, inputs)
+    model = setup.build_model(run, inputs, plan)
     presence.doing = "loading weights"
     start = setup.fill_model(run, inputs, model)
     inputs = inputs.behind(start, run.config.train)

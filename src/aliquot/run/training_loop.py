@@ -81,7 +81,7 @@ class Training:
         if model.built.adapter is not None:
             self._files = model.built.adapter.files(self._files, str(run.config.model.path))
         saving = run.config.checkpoint
-        if run.ledger.plan.get("scratch_bytes_per_node"):
+        if model.plan is not None and model.plan.scratch_bytes_per_node:
             saving = saving.model_copy(update={"buffer_bytes": 0})  # copies of what does not fit would not fit either
         self._saver = Saver(
             run.directory.checkpoints, model.saved, model.built.saved, self._files, run.ranks, saving,
