@@ -12,7 +12,7 @@ from aliquot.config.schema import RunConfig
 from aliquot.engines.rank_memory import Held
 from aliquot.planner.micro_batch_cost import MicroBatchCost
 from aliquot.planner.plan import PhaseMemory
-from aliquot.tensor_io.transfer import MEMORY_BYTES
+from aliquot.tensor_io.piece_size import MEMORY_BYTES
 
 MIB = 1 << 20
 

@@ -36,7 +36,7 @@ from aliquot.planner.saves import saves_of
 from aliquot.planner.timing import MicroBatchTime, Owned, StepTime, evaluation_time, step_time
 from aliquot.planner.traffic import checkpoint_bytes, traffic
 from aliquot.planner.unsharding import most_unsharded
-from aliquot.tensor_io.transfer import MEMORY_BYTES
+from aliquot.tensor_io.piece_size import MEMORY_BYTES
 
 _MOST_MICRO_BATCHES = 4096  # of a rank, to find a step of which that is true
 DISK_BYTES_PER_S = 0.5e9  # a node, assumed: a volume or file system of the cloud; local NVMe is faster

@@ -21,11 +21,9 @@ from aliquot.tensor_io.checksums import BlockChecksums
 from aliquot.tensor_io.header import TensorEntry
 from aliquot.tensor_io.mapped_memory import mapped_tensor
 from aliquot.tensor_io.parts import InMemory, Kind, Part, PartSource, PartStore
+from aliquot.tensor_io.piece_size import DEPTH, PIECE_BYTES
 from aliquot.tensor_io.range_io import SourceFile, TargetFile, too_large_to_keep
 
-DEPTH = 6  # pieces under way: two more than threads, so that none waits while the calling thread converts
-PIECE_BYTES = 4 << 20  # of a file; DEPTH buffers of this size are all the memory that a pipeline has
-MEMORY_BYTES = (DEPTH + 4) * PIECE_BYTES  # the buffers of a pipeline, and a piece of bytes as fp32
 THREADS = 4  # more gain nothing on a local disk; a network file system wants several requests at once
 
 Maps = Mapping[Kind, Mapping[str, TensorEntry]]  # where the tensors of each kind lie; other kinds stay untouched
