@@ -81,7 +81,7 @@ def main() -> None:
 
 def measure(shape: str, rounds: int, steps: int) -> list[Measured]:
     """What rank 0 measured in each round."""
-    from aliquot.distributed.allocator_preload import with_allocator
+    from aliquot.machine.allocator import with_allocator
 
     taken = []
     environ = {"LD_PRELOAD": with_allocator(os.environ).get("LD_PRELOAD", "")}

@@ -60,10 +60,10 @@ def aliquot_steps(
     it holds small random numbers."""
     from transformers import AutoConfig
 
-    from aliquot.distributed.allocator_preload import tune
     from aliquot.engines.base import EngineSpec
     from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
     from aliquot.engines.host.host_engine import HostEngine
+    from aliquot.machine.allocator import tune
     from aliquot.models import initialize, meta
     from aliquot.models.batch import MicroBatch
 

@@ -197,7 +197,7 @@ def wire() -> list[Row]:
     from tests.multinode.namespaces import INTERFACE, two_hosts, why_not
 
     from aliquot.config.read_config import validate
-    from aliquot.distributed.rank_layout import RankLayout
+    from aliquot.distributed.topology import RankLayout
     from aliquot.models.shaped_model import shaped_model
     from aliquot.planner.traffic import traffic
 

@@ -113,7 +113,7 @@ def _plan(given: argparse.Namespace, hosts: int, link: str, reduce_dtype: str) -
     """Of hosts that are a core each of this machine, measured while all of them compute."""
     from aliquot.config.read_config import validate
     from aliquot.data.workload import Workload
-    from aliquot.distributed.rank_layout import RankLayout
+    from aliquot.distributed.topology import RankLayout
     from aliquot.planner.calibrate import make_known
     from aliquot.planner.planned_machine import Machine
     from aliquot.planner.planned_model import PlannedModel

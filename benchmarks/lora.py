@@ -44,7 +44,7 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, default=2)
     arguments.add_argument("--rounds", type=int, default=2)
     given = arguments.parse_args()
-    from aliquot.distributed.allocator_preload import with_allocator
+    from aliquot.machine.allocator import with_allocator
     from aliquot.machine.cpu import read_cpu
 
     fast = {"avx512_bf16", "amx_bf16", "sve_bf16"} & set(read_cpu().isa)

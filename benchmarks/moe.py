@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def steps_of(shape: str, given: argparse.Namespace) -> list[Row]:
-    from aliquot.distributed.allocator_preload import with_allocator
+    from aliquot.machine.allocator import with_allocator
 
     taken: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in CONTESTANTS}
     environ = {"LD_PRELOAD": with_allocator(os.environ).get("LD_PRELOAD", "")}

@@ -56,7 +56,7 @@ def main() -> None:
     arguments.add_argument("--rounds", type=int, default=1)
     arguments.add_argument("--json", type=Path)
     given = arguments.parse_args()
-    from aliquot.distributed.allocator_preload import with_allocator
+    from aliquot.machine.allocator import with_allocator
 
     lengths = row_lengths(given.text, given.tokenizer)
     file = Path("/tmp") / f"aliquot-seed-job-{os.getpid()}.json"

@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def measure(shape: str, rounds: int, steps: int) -> dict[str, list[list[Measured]]]:
-    from aliquot.distributed.allocator_preload import with_allocator
+    from aliquot.machine.allocator import with_allocator
 
     taken: dict[str, list[list[Measured]]] = defaultdict(list)
     preload = with_allocator(os.environ).get("LD_PRELOAD", "")

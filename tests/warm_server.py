@@ -29,9 +29,7 @@ from typing import Any, NoReturn
 
 REQUEST_BYTES = 1 << 20
 NO_DIRECTORY = Path("/proc/self/fdinfo/none")  # what a path has in front for `-P`
-RESTARTS = (
-    "ALIQUOT_ALLOCATOR"  # a process that is not restarted for another allocator; see distributed/allocator_preload.py
-)
+RESTARTS = "ALIQUOT_ALLOCATOR"  # a process that is not restarted for another allocator; see machine/allocator.py
 IMPORTED = (
     "datasets", "peft.tuners.lora", "safetensors.torch", "tensorboard.compat.proto.summary_pb2",
     "torch.distributed.fsdp", "torch.distributed.launcher.api", "torch.profiler", "torch.testing",
@@ -47,7 +45,7 @@ def main() -> None:
     for found in pkgutil.walk_packages(aliquot.__path__, "aliquot."):
         if found.name not in (
             "aliquot.__main__",
-            "aliquot.distributed.rank_start",
+            "aliquot.distributed.rank_process",
             "aliquot.distributed.fork_server",
         ):  # those are run
             importlib.import_module(found.name)

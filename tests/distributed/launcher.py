@@ -23,7 +23,7 @@ import os, signal, sys, time
 from pathlib import Path
 from aliquot.config.schema import LaunchSection
 from aliquot.machine.cpu import read_cpu
-from aliquot.distributed.placement import place
+from aliquot.distributed.topology import place
 from aliquot.distributed.ranks import Ranks
 topology, text = place(LaunchSection(), os.environ, read_cpu(), "cpu")
 ranks = Ranks.join(topology, timeout_s=60)

@@ -18,7 +18,7 @@ from pathlib import Path
 from aliquot.config.schema import LaunchSection
 from aliquot.distributed import forked_rank
 from aliquot.distributed.elastic import start_elastic_ranks
-from aliquot.distributed.local_group import prepare
+from aliquot.distributed.launcher import prepare
 from aliquot.distributed.membership import Run
 
 module, folder = sys.argv[1], Path.cwd()

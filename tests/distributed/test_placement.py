@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from aliquot.distributed.numa_binding import bind_memory, core_sets, has_policy, prefer_node
 from hypothesis import given
 from hypothesis import strategies as st
 
 from aliquot.config.schema import LaunchSection
 from aliquot.core.errors import UserError
-from aliquot.distributed.device import check_gpus
-from aliquot.distributed.numa_memory import bind_memory, has_policy, prefer_node
-from aliquot.distributed.placement import core_sets, place, threads_per_rank
+from aliquot.distributed.topology import check_gpus, place, threads_per_rank
 from aliquot.machine.cpu import CpuFacts
 
 
@@ -188,7 +187,7 @@ def test_memory_is_preferred_from_the_own_node(tmp_path: Path) -> None:
 def test_pinning_reaches_threads_that_run_already() -> None:
     import threading
 
-    from aliquot.distributed.ranks import pin
+    from aliquot.distributed.numa_binding import pin
 
     allowed = os.sched_getaffinity(0)
     release = threading.Event()

@@ -40,8 +40,8 @@ import os, sys
 from aliquot.config.schema import LaunchSection
 from aliquot.core.errors import UserError
 from aliquot.machine.cpu import read_cpu
-from aliquot.distributed.local_ranks import told_local_ranks
-from aliquot.distributed.placement import place
+from aliquot.distributed.rendezvous import told_local_ranks
+from aliquot.distributed.topology import place
 from aliquot.distributed.ranks import Ranks
 print("joins", flush=True)
 if len(sys.argv) > 2:

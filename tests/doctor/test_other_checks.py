@@ -185,7 +185,7 @@ from types import SimpleNamespace
 from aliquot.config.schema import LaunchSection
 from aliquot.doctor import two_ranks
 from aliquot.machine.cpu import read_cpu
-from aliquot.distributed.placement import place
+from aliquot.distributed.topology import place
 from aliquot.distributed.ranks import Ranks
 ranks = Ranks.join(place(LaunchSection(), os.environ, read_cpu(), "cpu")[0], 60)
 print(two_ranks._average(ranks), two_ranks._average(SimpleNamespace(rank=0, world_size=2)))

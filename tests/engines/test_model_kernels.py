@@ -11,15 +11,15 @@ from torch.profiler import ProfilerActivity, profile
 
 from aliquot.engines import model_kernels
 from aliquot.engines.model_kernels import transposing_pass
-from aliquot.machine import kernels
+from aliquot.machine import matmul
 
 TOKENS, WIDTH, INNER = 96, 80, 130
 
 
 @pytest.fixture(autouse=True)
 def small_ones_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_FEWEST_COLUMNS", 64)
-    monkeypatch.setattr(kernels, "_SMALLEST_RIGHT_SIDE", 1)
+    monkeypatch.setattr(matmul, "_FEWEST_COLUMNS", 64)
+    monkeypatch.setattr(matmul, "_SMALLEST_RIGHT_SIDE", 1)
 
 
 class Layer(nn.Module):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from aliquot.distributed.rank_layout import RankLayout
+from aliquot.distributed.topology import RankLayout
 from aliquot.engines.fsdp.fsdp_memory import fsdp_memory
 from aliquot.engines.state_placement import SHARDED, Unsharded
 from aliquot.models.shaped_model import shaped_model

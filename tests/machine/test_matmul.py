@@ -1,4 +1,4 @@
-"""The ceiling of MFU is measured with products that this machine can do several of in a third of a second."""
+"""Matrix products: which kernel runs, and their rate."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import time
 import pytest
 import torch
 
-from aliquot.machine.matmul import _AT_ONCE, matmul_rate
+from aliquot.machine import matmul
+from aliquot.machine.matmul import _AT_ONCE, matmul_kernel, matmul_rate
 
 
 @pytest.mark.parametrize("at_once", [1, 16])  # the CPU's, and a GPU's
@@ -29,3 +30,19 @@ def test_sizes_are_those_that_the_machine_can_do(
     assert matmul_rate("cpu", "bf16", lambda: barriers.append(len(sizes))) == pytest.approx(flops_per_s)
     assert max(sizes) == sizes[-1] == largest
     assert len(barriers) == 1 and len(sizes) - barriers[0] >= 3
+
+
+@pytest.mark.parametrize(
+    ("name", "keeps"),
+    [("brg_matmul:avx512_core_bf16", True), ("gemm:jit", True), ("MKL", False), ("not oneDNN", False)],
+)
+def test_onednn_alone_keeps_kernels(name: str, keeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matmul, "matmul_kernel", lambda _: name)
+    assert matmul.keeps_kernels("bf16") == keeps
+
+
+def test_the_kernel_is_what_onednn_reports(capfd: object) -> None:
+    kernel = matmul_kernel("bf16")
+    assert kernel and "onednn" not in kernel
+    print("standard output is back")
+    assert "standard output is back" in capfd.readouterr().out  # type: ignore[attr-defined]

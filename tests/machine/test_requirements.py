@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from aliquot.core.errors import MissingToolError
-from aliquot.machine.requirements import check_requirements
+from aliquot.machine.facts import check_requirements
 from tests.docs_pages import ROOT
 from tests.runs import command
 

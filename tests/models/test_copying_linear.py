@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from aliquot.machine import kernels
+from aliquot.machine import matmul
 from aliquot.models.copying_linear import CopyingLinear, copy_in_backward, weight_gradient
 
 
 @pytest.fixture(autouse=True)
 def small_ones_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_FEWEST_COLUMNS", 64)
-    monkeypatch.setattr(kernels, "_SMALLEST_RIGHT_SIDE", 1)
+    monkeypatch.setattr(matmul, "_FEWEST_COLUMNS", 64)
+    monkeypatch.setattr(matmul, "_SMALLEST_RIGHT_SIDE", 1)
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 320), (320, 64)])  # which side is copied
@@ -59,5 +59,5 @@ def test_few_tokens_are_multiplied_as_they_are() -> None:
     """A copy for them would take longer than it saves, and torch's own product is the same to the bit."""
     x, gradient = torch.randn(100, 256).bfloat16(), torch.randn(100, 64).bfloat16()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "_SMALLEST_RIGHT_SIDE", 100 * 256 + 1)
+        patch.setattr(matmul, "_SMALLEST_RIGHT_SIDE", 100 * 256 + 1)
         assert torch.equal(weight_gradient(gradient, x), torch.mm(gradient.t(), x))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aliquot.machine import kernels
+from aliquot.machine import matmul
 from aliquot.planner.live_storages import Live
 from aliquot.planner.micro_batch_cost import Step, Work
 from aliquot.planner.planned_model import PlannedModel
@@ -67,8 +67,8 @@ def test_copies_are_told_apart_by_what_makes_them_slow() -> None:
 
 
 def test_copies_for_amx_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_FEWEST_COLUMNS", 64)
-    monkeypatch.setattr(kernels, "_SMALLEST_RIGHT_SIDE", 1)
+    monkeypatch.setattr(matmul, "_FEWEST_COLUMNS", 64)
+    monkeypatch.setattr(matmul, "_SMALLEST_RIGHT_SIDE", 1)
     model = PlannedModel(planned_config(LLAMA))
     plain, copying = (
         model.cost(Step("bf16", "none", "cpu", True, False, copies_transposed=copies), (0, 300, 512), 500)

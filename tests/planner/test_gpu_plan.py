@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from aliquot.catalogue.instances import instances
-from aliquot.distributed.rank_layout import RankLayout
+from aliquot.distributed.topology import RankLayout
 from aliquot.engines.state_placement import SHARDED, Unsharded
 from aliquot.observe.ledger import PHASES
 from aliquot.planner import fit, planned_model

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from aliquot.config.schema import RunConfig
 from aliquot.data.workload import Workload
-from aliquot.distributed.rank_layout import RankLayout
+from aliquot.distributed.topology import RankLayout
 from aliquot.models import calls
 from aliquot.models.materialise import materialise
 from aliquot.models.shaped_model import shaped_model

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from aliquot.core.errors import UserError
 from aliquot.data.workload import Workload
-from aliquot.distributed.rank_layout import RankLayout
+from aliquot.distributed.topology import RankLayout
 from aliquot.engines.host.host_memory import published_bytes
 from aliquot.engines.state_placement import Unsharded
 from aliquot.machine.cpu import read_cpu

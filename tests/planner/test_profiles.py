@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import aliquot
-from aliquot.distributed.rank_layout import RankLayout
+from aliquot.distributed.topology import RankLayout
 from aliquot.machine.cpu import read_cpu
 from aliquot.observe import recorder
 from aliquot.planner import calibrate, compute_ceiling, profiles

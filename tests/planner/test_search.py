@@ -17,7 +17,7 @@ from aliquot.config.read_config import read_config
 from aliquot.core.errors import EngineError
 from aliquot.data.batch_size import batch_size
 from aliquot.data.workload import Workload
-from aliquot.distributed.rank_layout import RankLayout
+from aliquot.distributed.topology import RankLayout
 from aliquot.planner import fit, search
 from aliquot.planner.planned_machine import Machine
 from aliquot.planner.planned_model import PlannedModel

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aliquot.distributed.rank_layout import RankLayout
+from aliquot.distributed.topology import RankLayout
 from aliquot.planner.save_buffer_bytes import snapshot_bytes
 from aliquot.planner.timing import MicroBatchTime
 from tests.planner.shapes import LLAMA, planned_config

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 from aliquot.config.schema import RunConfig
 from aliquot.core.errors import EngineError
 from aliquot.data.workload import Workload
-from aliquot.distributed.rank_layout import RankLayout
+from aliquot.distributed.topology import RankLayout
 from aliquot.engines.host.host_memory import disk_use
 from aliquot.engines.state_placement import OnDisk, first_of
 from aliquot.machine.cpu import read_cpu

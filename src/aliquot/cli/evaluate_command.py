@@ -46,8 +46,8 @@ def command(
     """
     from aliquot.config.read_evaluation import read_evaluation
     from aliquot.distributed import launcher
-    from aliquot.distributed.allocator_preload import restart_with_allocator
     from aliquot.distributed.auto_ranks import crowding_warning, with_automatic_ranks
+    from aliquot.machine.allocator import restart_with_allocator
 
     with one_line_errors(debug):
         options = {"data.sequence_length": sequence_length, "launch.ranks": ranks}

@@ -28,7 +28,7 @@ from aliquot.cli import (
 )
 from aliquot.cli.one_line_errors import one_line_errors
 from aliquot.core.errors import UsageError
-from aliquot.machine.compile_cache import set_compile_cache
+from aliquot.machine.torch_compile import set_compile_cache
 
 # Commands that need no torch run everywhere; `doctor` reports an unsupported version as a finding.
 _WITHOUT_TORCH = {"cluster", "doctor", "instances", "report"}
@@ -68,7 +68,7 @@ def main(
 ) -> None:
     """Train Hugging Face causal language models with all state sharded 1/N over N ranks."""
     if context.invoked_subcommand not in _WITHOUT_TORCH:
-        from aliquot.machine.requirements import check_requirements
+        from aliquot.machine.facts import check_requirements
 
         with one_line_errors(debug=False):
             check_requirements()

@@ -29,8 +29,8 @@ def command(
     from aliquot.config.key_locations import naming_places
     from aliquot.config.read_config import read_with_places
     from aliquot.distributed import launcher
-    from aliquot.distributed.allocator_preload import restart_with_allocator
     from aliquot.distributed.auto_ranks import crowding_warning, with_automatic_ranks
+    from aliquot.machine.allocator import restart_with_allocator
     from aliquot.machine.memory import memory_limit
     from aliquot.observe.run_directory import RunDirectory
     from aliquot.planner.fit import check_start
@@ -80,8 +80,8 @@ def _rounds(launch: LaunchSection, settings: RunConfig, arguments: list[str], au
 
     from aliquot.checkpoint.directories import newest, step_of
     from aliquot.core.errors import LaunchError, StorageError
+    from aliquot.distributed.launcher import prepare
     from aliquot.distributed.leader_lease import is_finished
-    from aliquot.distributed.local_group import prepare
     from aliquot.observe.run_directory import RunDirectory
 
     if settings.train.global_batch_size is None or settings.checkpoint.resume == "never":  # of PET_NNODES

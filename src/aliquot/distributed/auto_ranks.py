@@ -21,7 +21,7 @@ import math
 from pathlib import Path
 
 from aliquot.config.schema import LaunchSection, RunConfig
-from aliquot.distributed.placement import threads_per_rank
+from aliquot.distributed.topology import threads_per_rank
 from aliquot.machine.cpu import CpuFacts, read_cpu
 from aliquot.machine.memory import memory_limit
 

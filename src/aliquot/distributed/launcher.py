@@ -19,10 +19,10 @@ from pydantic import ValidationError
 
 from aliquot.config.schema import LaunchSection
 from aliquot.core.errors import LaunchError
-from aliquot.distributed.local_group import prepare, run_local_ranks
-from aliquot.distributed.placement import check_port
+from aliquot.distributed.local_group import run_local_ranks
 from aliquot.distributed.rank_errors import LOG_DIRECTORY
 from aliquot.distributed.run_secret import common_secret
+from aliquot.distributed.topology import check_port
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR")  # the rest is found out: local_ranks.py
 _SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torchrun's, in seconds, where its command line says none

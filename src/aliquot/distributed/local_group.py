@@ -58,8 +58,6 @@ def run_local_ranks(
     from torch.distributed.elastic.rendezvous import RendezvousError as ElasticRendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from aliquot.distributed.agent_rendezvous import BACKEND, configuration
-
     for name in (
         "torch.distributed.elastic",
         "torch.distributed.launcher",
@@ -89,7 +87,7 @@ def run_local_ranks(
     )
     # The elastic launcher substitutes ${...} in arguments that are strings; $$ is its escape for a plain $.
     program, *command = python_command(
-        "-m", "aliquot.distributed.rank_start", str(os.getpid()), str(log_directory), *argv
+        "-m", "aliquot.distributed.rank_process", str(os.getpid()), str(log_directory), *argv
     )
     words = LastWords()
     environ = {LAST_WORDS: words.place, SECRET: group.secret}

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 
-from aliquot.distributed.placement import number
 from aliquot.distributed.rendezvous import meet_hosts
+from aliquot.distributed.topology import number
 
 _PLACE = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 

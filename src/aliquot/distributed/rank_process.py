@@ -9,8 +9,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from aliquot.distributed.allocator_preload import with_allocator
 from aliquot.distributed.rank_errors import LOG_DIRECTORY, error_file, log_file
+from aliquot.machine.allocator import with_allocator
 
 _PR_SET_PDEATHSIG = 1
 

@@ -1,6 +1,6 @@
 """What runs first in a rank that our launcher started: tie its life to the launcher, give it its log, become the rank.
 
-`python -m aliquot.distributed.rank_start LAUNCHER_PID LOG_DIRECTORY ARGUMENT...` becomes `python ARGUMENT...`:
+`python -m aliquot.distributed.rank_process LAUNCHER_PID LOG_DIRECTORY ARGUMENT...` becomes `python ARGUMENT...`:
 the death signal, the redirected streams and the process id stay.
 """
 

@@ -19,16 +19,15 @@ import torch.distributed as dist
 import torch.distributed.nn
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # public, but not re-exported
 
-from aliquot.distributed.allocator_preload import tune
 from aliquot.distributed.collectives import json_values
 from aliquot.distributed.collectives.json_values import JSON
 from aliquot.distributed.collectives.peers import host_identity
-from aliquot.distributed.device import check_gpus
 from aliquot.distributed.gloo_interface import address_of, check_interface, choose_interface, gloo_interface
-from aliquot.distributed.numa_memory import bind_memory, prefer_node
+from aliquot.distributed.numa_binding import bind_memory, prefer_node
 from aliquot.distributed.rendezvous import meet_ranks
 from aliquot.distributed.signed_store import SignedStore
-from aliquot.distributed.topology import Topology
+from aliquot.distributed.topology import Topology, check_gpus
+from aliquot.machine.allocator import tune
 
 
 class Ranks:

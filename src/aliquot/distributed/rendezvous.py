@@ -32,10 +32,9 @@ from aliquot.config.schema import LaunchSection
 from aliquot.core.errors import LaunchError, NodesDifferError, RendezvousError
 from aliquot.distributed.collectives.peers import host_identity
 from aliquot.distributed.gloo_interface import address_here, address_of, gloo_interface, listening_address
-from aliquot.distributed.placement import check_port, number
 from aliquot.distributed.run_secret import SECRET, SECRET_FILE, new_secret
 from aliquot.distributed.signed_store import SignedStore, signed
-from aliquot.distributed.topology import Topology
+from aliquot.distributed.topology import Topology, check_port, number
 
 _NAME = re.compile(r"[\w.-]+|[0-9a-fA-F:]+(%\w+)?")  # of a host, IPv6 addresses included
 _POLL_S = 0.1

@@ -9,8 +9,8 @@ import platform
 from aliquot.config.schema import LaunchSection
 from aliquot.core.errors import UserError
 from aliquot.distributed.auto_ranks import most_cpu_ranks
-from aliquot.distributed.numa_memory import has_policy, prefer_node
-from aliquot.distributed.placement import core_sets, threads_per_rank
+from aliquot.distributed.numa_binding import core_sets, has_policy, prefer_node
+from aliquot.distributed.topology import threads_per_rank
 from aliquot.doctor.finding import Finding, Level, Subject
 from aliquot.machine.cgroup import read
 from aliquot.machine.cpu import format_cpu_list, numa_nodes, parse_cpu_list, siblings
@@ -57,7 +57,7 @@ def request_amx() -> str | None:
 
 def check_kernels(subject: Subject) -> Finding:
     """What oneDNN reports of a bf16 product, against what the CPU could do."""
-    from aliquot.machine.kernels import matmul_kernel
+    from aliquot.machine.matmul import matmul_kernel
 
     kernel, isa = matmul_kernel("bf16"), subject.cpu.isa
     found = f"bf16 {kernel}, fp32 {matmul_kernel('fp32')}"

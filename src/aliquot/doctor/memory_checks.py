@@ -6,9 +6,8 @@ import os
 import re
 import resource
 
-from aliquot.distributed.allocator_preload import with_allocator
 from aliquot.doctor.finding import Finding, Subject
-from aliquot.machine.allocator import VARIABLE
+from aliquot.machine.allocator import VARIABLE, with_allocator
 from aliquot.machine.cgroup import groups, read
 from aliquot.machine.memory import memory_limit
 

@@ -19,8 +19,8 @@ from aliquot.config.schema import LaunchSection
 from aliquot.distributed.collectives.json_values import gather
 from aliquot.distributed.collectives.peers import Peers
 from aliquot.distributed.collectives.reduce import add_sum
-from aliquot.distributed.placement import place
 from aliquot.distributed.ranks import Ranks
+from aliquot.distributed.topology import place
 from aliquot.machine.cpu import read_cpu
 from aliquot.machine.matmul import matmul_rate
 

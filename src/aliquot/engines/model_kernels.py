@@ -1,6 +1,6 @@
 """train.compile: each decoder layer through torch.compile, attention left as it is.
 
-Fuses what lies between the matrix products. The first step takes half a minute longer; compiled kernels are kept, so
+Fuses what lies between the matrix products. The first step takes half a minute longer; compiled matmul are kept, so
 that the next run starts faster.
 """
 
@@ -17,10 +17,9 @@ from torch import Tensor
 
 from aliquot.core.errors import MissingToolError
 from aliquot.engines.base import EngineSpec
-from aliquot.machine import kernels
-from aliquot.machine.compile_cache import compiled
-from aliquot.machine.inductor import kernel_options
-from aliquot.machine.kernels import copies_transposed, copy_pays, keeps_kernels
+from aliquot.machine import matmul
+from aliquot.machine.matmul import copies_transposed, copy_pays, keeps_kernels
+from aliquot.machine.torch_compile import compiled, kernel_options
 from aliquot.models.copying_linear import copy_in_backward
 from aliquot.models.structure import decoder_layers
 from aliquot.nn.attention.base import AttentionBackend
@@ -85,7 +84,7 @@ def meet_kernels(attention: AttentionBackend | None, spec: EngineSpec, edges: tu
 def transposing_pass() -> CustomGraphPass:
     """A pass over what torch.compile makes of a layer: a product's transposed left side becomes a copy of it.
 
-    oneDNN's AMX kernels take 2.6 times as long for a product whose left side is transposed, and every gradient of a
+    oneDNN's AMX matmul take 2.6 times as long for a product whose left side is transposed, and every gradient of a
     linear layer's weight is one: of the gradient of its output, transposed, and its input. The copy takes half of what
     it saves.
     """
@@ -104,7 +103,7 @@ def transposing_pass() -> CustomGraphPass:
 
         def uuid(self) -> Any:
             """Of this pass in the key of what torch.compile keeps from run to run."""
-            return get_hash_for_files((__file__, kernels.__file__))
+            return get_hash_for_files((__file__, matmul.__file__))
 
     return TransposingPass()
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from aliquot.machine.kernels import copy_pays
+from aliquot.machine.matmul import copy_pays
 
 _MANY = 1 << 20  # tokens
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from aliquot.machine.compile_cache import compiled
-from aliquot.machine.inductor import kernel_options
+from aliquot.machine.torch_compile import compiled, kernel_options
 from aliquot.optim.master_weights import PairedWeights, Weights
 from aliquot.optim.moments import ExactMoment, Moment, Noise
 from aliquot.optim.sizes import BLOCK, SCRATCH_ROWS

@@ -10,7 +10,7 @@ from aliquot.config.schema import RunConfig
 from aliquot.core.errors import UserError
 from aliquot.data.batch_size import batch_size
 from aliquot.data.workload import Workload
-from aliquot.distributed.rank_layout import RankLayout
+from aliquot.distributed.topology import RankLayout
 from aliquot.planner.plan import Plan
 from aliquot.planner.planner import Planner
 from aliquot.planner.search import NO_NAMES, Names, in_a_line, with_settings

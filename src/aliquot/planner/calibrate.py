@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aliquot.core.errors import PlanError
-from aliquot.distributed.allocator_preload import tune
-from aliquot.distributed.rank_layout import RankLayout
+from aliquot.distributed.topology import RankLayout
+from aliquot.machine.allocator import tune
 from aliquot.machine.cpu import read_cpu
 from aliquot.planner.measure_rates import QUICK, THOROUGH, Tables, measure_rates, medians
 from aliquot.planner.planned_machine import Machine

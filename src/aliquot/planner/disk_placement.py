@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-from aliquot.distributed.rank_layout import RankLayout
+from aliquot.distributed.topology import RankLayout
 from aliquot.engines.state_placement import Counts, OnDisk
 from aliquot.models.model_shape import ModelShape, Shape, numel, padded_share
 from aliquot.offload.windows import SMALLEST

@@ -108,7 +108,7 @@ def phases(
     # The largest block does not find its place again once smaller ones lie where it was.
     slack = cost.largest_bytes + held.holes
     if held.streamed:
-        # A part of it is kept unused (machine/kept_memory.py); the rest are holes of what a layer took and gave back,
+        # A part of it is kept unused (machine/allocator.py); the rest are holes of what a layer took and gave back,
         # between what the others have saved.
         slack = max(2 * slack, most - cost.saved_bytes)
     steady = {"gathered": max(held.forward, held.backward), "activations": most - max(held.forward, held.backward)}

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from aliquot.config.schema import RunConfig
 from aliquot.data.workload import Workload
-from aliquot.distributed.rank_layout import RankLayout
+from aliquot.distributed.topology import RankLayout
 from aliquot.planner.plan import Plan
 from aliquot.planner.planner import Planner
 

@@ -13,7 +13,7 @@ from aliquot.nn.row_counts import row_counts, row_lengths
 from aliquot.planner.micro_batch_cost import MicroBatchCost
 
 _KEPT_KERNELS = 1024  # by oneDNN
-_KERNEL_BYTES, _AMX_KERNEL_BYTES = 80 << 10, 835 << 10  # see machine/kernels.py
+_KERNEL_BYTES, _AMX_KERNEL_BYTES = 80 << 10, 835 << 10  # see machine/matmul.py
 
 
 def kernel_shapes(
@@ -44,7 +44,7 @@ def kernel_bytes(
 
 
 def _fills_up(config: RunConfig, isa: tuple[str, ...]) -> bool:
-    """As keeps_large_kernels (machine/kernels.py), of which micro-batches are filled up, has it of this machine."""
+    """As keeps_large_kernels (machine/matmul.py), of which micro-batches are filled up, has it of this machine."""
     return config.train.precision == "bf16" and "amx_bf16" in isa
 
 

@@ -53,7 +53,7 @@ def measure_rates(agree: Agree, effort: Effort, of_core: float = 1.0) -> Tables:
     import torch
 
     from aliquot.distributed.collectives.weight_patch import WeightPatches, most_bytes
-    from aliquot.machine.kernels import copies_transposed, copy_pays
+    from aliquot.machine.matmul import copies_transposed, copy_pays
     from aliquot.planner.measure_updates import measure_updates
 
     def of_shared_core() -> float:

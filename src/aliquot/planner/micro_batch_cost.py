@@ -28,7 +28,7 @@ class Step:
     head_gradient: bool  # the head's gradient exists as a whole; engine host writes it into its ring piece by piece
     compiled: bool = False  # decoder layers
     logits_bytes: int = HOST_BYTES  # that the loss keeps at once
-    copies_transposed: bool = False  # products with a transposed left side are made from copies (machine/kernels.py)
+    copies_transposed: bool = False  # products with a transposed left side are made from copies (machine/matmul.py)
 
 
 WORKS = ("forward", "backward", "evaluation")  # passes of a micro-batch

@@ -13,8 +13,7 @@ from aliquot.config.schema import RunConfig
 from aliquot.core.errors import DeviceError, PlanError
 from aliquot.distributed.auto_ranks import cpu_ranks
 from aliquot.distributed.launcher import with_environment
-from aliquot.distributed.placement import threads_per_rank
-from aliquot.distributed.rank_layout import RankLayout
+from aliquot.distributed.topology import RankLayout, threads_per_rank
 from aliquot.machine.cpu import CpuFacts, read_cpu
 from aliquot.machine.memory import memory_limit
 

@@ -11,7 +11,7 @@ from aliquot.config.schema import RunConfig
 from aliquot.core.intervals import times_due
 from aliquot.data.batch_size import BatchSize, batch_size
 from aliquot.data.workload import Workload
-from aliquot.distributed.rank_layout import RankLayout
+from aliquot.distributed.topology import RankLayout
 from aliquot.engines.deepspeed.deepspeed_memory import building, deepspeed_memory
 from aliquot.engines.fsdp.fsdp_memory import fsdp_memory
 from aliquot.engines.host.host_memory import RING_BYTES, disk_use, host_memory

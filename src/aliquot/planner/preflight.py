@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from aliquot.config.schema import RunConfig
 from aliquot.core.errors import DoesNotFitError, PlanError, StorageError, UserError
 from aliquot.data.workload import Workload
-from aliquot.distributed.rank_layout import RankLayout
-from aliquot.distributed.topology import Topology
+from aliquot.distributed.topology import RankLayout, Topology
 from aliquot.machine.cpu import read_cpu
 from aliquot.planner import fit
 from aliquot.planner.advice import with_advice

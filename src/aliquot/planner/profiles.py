@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from aliquot.core.paths import cache_root
 from aliquot.core.textfile import publish_text
-from aliquot.distributed.rank_layout import RankLayout
+from aliquot.distributed.topology import RankLayout
 from aliquot.machine.cpu import CpuFacts
 from aliquot.optim.sizes import States
 from aliquot.planner.measure_rates import Tables

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
-from aliquot.distributed.rank_layout import RankLayout
+from aliquot.distributed.topology import RankLayout
 from aliquot.machine.cpu import FLOP_PER_CYCLE
 from aliquot.optim.sizes import States
 from aliquot.planner.planned_machine import Machine

@@ -7,7 +7,7 @@ checkpoint/live_parts.py makes them, in fp32, of the parts that the drain would 
 from __future__ import annotations
 
 from aliquot.config.schema import RunConfig
-from aliquot.distributed.rank_layout import RankLayout
+from aliquot.distributed.topology import RankLayout
 from aliquot.planner.timing import MicroBatchTime
 
 # Of the rate that disks were measured at: others may write there, and training has the cores. Of one that nobody has

@@ -15,7 +15,7 @@ from aliquot.config.schema import LaunchSection, RunConfig
 from aliquot.core.errors import UserError
 from aliquot.data.batch_size import BatchSize, batch_size
 from aliquot.data.workload import Workload
-from aliquot.distributed.rank_layout import RankLayout
+from aliquot.distributed.topology import RankLayout
 from aliquot.planner import fit
 from aliquot.planner.disks import has_room
 from aliquot.planner.fewest_nodes import with_fewest_nodes

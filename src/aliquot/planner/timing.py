@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Self
 
-from aliquot.distributed.rank_layout import RankLayout
+from aliquot.distributed.topology import RankLayout
 from aliquot.engines.host.host_memory import DiskUse
 from aliquot.engines.rank_memory import Held
 from aliquot.engines.state_placement import Unsharded

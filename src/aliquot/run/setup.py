@@ -32,8 +32,7 @@ from aliquot.engines.startup_proof import prove
 from aliquot.engines.state_placement import SHARDED
 from aliquot.machine.allocator import give_back
 from aliquot.machine.cpu import read_cpu
-from aliquot.machine.kept_memory import KeptMemory
-from aliquot.machine.kernels import keeps_large_kernels
+from aliquot.machine.matmul import keeps_large_kernels
 from aliquot.machine.memory import memory_limit
 from aliquot.models import initialize, meta
 from aliquot.models.computed import computed

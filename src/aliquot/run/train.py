@@ -13,13 +13,12 @@ from aliquot.checkpoint.remote_upload import Mirror
 from aliquot.config.schema import RunConfig
 from aliquot.core.on_rank_0 import run_on_rank_0
 from aliquot.distributed.config_consistency import check_configs
-from aliquot.distributed.device import choose_device
 from aliquot.distributed.heartbeat import Presence
 from aliquot.distributed.idle_watchdog import Stillness
-from aliquot.distributed.local_ranks import told_local_ranks
-from aliquot.distributed.placement import place
 from aliquot.distributed.ranks import Ranks
+from aliquot.distributed.rendezvous import told_local_ranks
 from aliquot.distributed.stop_signal import StopSignal
+from aliquot.distributed.topology import choose_device, place
 from aliquot.distributed.watchdog import Watchdog
 from aliquot.machine.cpu import read_cpu
 from aliquot.machine.facts import machine_facts

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from aliquot.machine import kernels
+from aliquot.machine import matmul
 from aliquot.nn.loss import head_loss as head_loss_module
 from aliquot.nn.loss.base import Chosen, GradientRows, HeadLoss
 from aliquot.nn.loss.head_loss import FusedLoss, choose, head_loss_on
@@ -33,7 +33,7 @@ head_loss = head_loss_on("cpu")
 def small_ones_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or nothing here would be large enough for a transposed copy."""
     for limit in ("_FEWEST_ROWS", "_FEWEST_COLUMNS", "_SMALLEST_RIGHT_SIDE"):
-        monkeypatch.setattr(kernels, limit, 1)
+        monkeypatch.setattr(matmul, limit, 1)
     monkeypatch.setattr(head_loss_module, "_LOGITS_COLUMNS", 40)  # of 101
 
 

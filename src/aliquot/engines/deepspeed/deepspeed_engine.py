@@ -22,7 +22,7 @@ from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.deepspeed.deepspeed_setup import adamw, building_phases, prepare_ops, prepare_states, set_steps
 from aliquot.engines.model_kernels import compile_layers, meet_kernels
 from aliquot.loaders.zero3 import cast_parameters, import_deepspeed, partition, partition_range
-from aliquot.machine.kernels import copies_transposed
+from aliquot.machine.matmul import copies_transposed
 from aliquot.models import calls, recompute
 from aliquot.models.batch import MicroBatch
 from aliquot.nn.attention.base import Documents

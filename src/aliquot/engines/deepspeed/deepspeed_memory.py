@@ -22,7 +22,7 @@ from __future__ import annotations
 from typing import Any
 
 from aliquot.config.schema import RunConfig
-from aliquot.distributed.rank_layout import RankLayout
+from aliquot.distributed.topology import RankLayout
 from aliquot.engines.deepspeed.deepspeed_settings import deepspeed_settings
 from aliquot.engines.rank_memory import Held
 from aliquot.models.model_shape import ModelShape, Shape, numel

@@ -31,7 +31,7 @@ from aliquot.engines.fsdp.fsdp_collectives import Stage, check_collectives
 from aliquot.engines.fsdp.fsdp_wrapping import add_fused_loss, group_numel, groups_of, share_memory
 from aliquot.engines.global_norm import global_norm
 from aliquot.engines.model_kernels import compile_or_copy, meet_kernels
-from aliquot.machine.kernels import copies_transposed
+from aliquot.machine.matmul import copies_transposed
 from aliquot.models import calls, recompute
 from aliquot.models.batch import MicroBatch
 from aliquot.models.materialise import materialise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aliquot.config.schema import RunConfig
-from aliquot.distributed.rank_layout import RankLayout
+from aliquot.distributed.topology import RankLayout
 from aliquot.engines.rank_memory import Held
 from aliquot.engines.state_placement import SHARDED, Unsharded
 from aliquot.models.model_shape import ModelShape

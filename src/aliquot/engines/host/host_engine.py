@@ -41,7 +41,7 @@ from aliquot.engines.host.streamed_layers import Layers, StreamedLayers, layers_
 from aliquot.engines.host.weight_publication import ForwardOrder, LateUpdate, Publication
 from aliquot.engines.model_kernels import compile_or_copy, meet_kernels
 from aliquot.machine.cpu import numa_nodes
-from aliquot.machine.kernels import copies_transposed
+from aliquot.machine.matmul import copies_transposed
 from aliquot.models import calls, recompute
 from aliquot.models.batch import MicroBatch
 from aliquot.nn.attention.base import Documents

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
-from aliquot.machine.compile_cache import compiled
+from aliquot.machine.torch_compile import compiled
 from aliquot.nn.attention.causal import causal
 
 if TYPE_CHECKING:

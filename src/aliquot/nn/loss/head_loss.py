@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aliquot.machine.kernels import copy_pays
+from aliquot.machine.matmul import copy_pays
 from aliquot.nn.loss.base import IGNORE, Chosen, GradientRows, summed_cross_entropy
 from aliquot.nn.loss.logits_room import HOST_BYTES, ROW_COUNTS, logits_room
 from aliquot.nn.loss.softmax_gradient import to_gradient_, to_gradient_compiled_
@@ -36,7 +36,7 @@ def head_loss_on(
 ) -> FusedLoss:
     """On CPU the rows that are worked on in fp32, their probabilities and themselves stay in a core's own cache; on a
     GPU they are enough to keep it busy, and can be `compiled`. `logits_bytes`: for a planned machine; None: what this
-    one has room for. `copies_transposed`: see machine/kernels.py."""
+    one has room for. `copies_transposed`: see machine/matmul.py."""
     if logits_bytes is None:
         memory = None if device == "cpu" else torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         logits_bytes = logits_room(memory)

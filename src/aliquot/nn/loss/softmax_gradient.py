@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aliquot.machine.compile_cache import compiled
+from aliquot.machine.torch_compile import compiled
 
 
 def to_gradient_(logits: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:

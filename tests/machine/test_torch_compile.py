@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch._inductor import config
 
 from aliquot.core.errors import StorageError
-from aliquot.machine.compile_cache import compiled, set_compile_cache
+from aliquot.machine import torch_compile
+from aliquot.machine.cpu import read_cpu
+from aliquot.machine.torch_compile import compiled, set_compile_cache
 from tests import warm
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "aliquot"
@@ -86,4 +93,32 @@ def test_a_user_without_a_writable_cache_gets_a_temporary_one(tmp_path: Path, mo
 
 
 def test_everything_is_compiled_through_it() -> None:
-    assert [file.name for file in SOURCE.rglob("*.py") if "torch.compile(" in file.read_text()] == ["compile_cache.py"]
+    assert [file.name for file in SOURCE.rglob("*.py") if "torch.compile(" in file.read_text()] == ["torch_compile.py"]
+
+
+@pytest.fixture(autouse=True)
+def asked_anew() -> Iterator[None]:
+    torch_compile.kernel_options.cache_clear()
+    yield
+    torch_compile.kernel_options.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("model", "isa", "march", "expected"),
+    [
+        ("Intel(R) Xeon(R) Processor", ("avx512f", "avx2"), None, {"cpp.march": "x86-64-v4"}),
+        ("Intel(R) Core(TM) i7", ("avx2",), None, None),
+        ("AMD EPYC 9R14", ("avx512f", "avx2"), None, None),
+        ("Intel(R) Xeon(R) Processor", ("avx512f", "avx2"), "native", None),  # somebody has chosen
+    ],
+)
+def test_long_vectors_on_intel(
+    monkeypatch: pytest.MonkeyPatch, model: str, isa: tuple[str, ...], march: str | None, expected: Any
+) -> None:
+    monkeypatch.setattr(torch_compile, "read_cpu", lambda: replace(read_cpu(), model=model, isa=isa))
+    with config.patch({"cpp.march": march}):
+        assert torch_compile.kernel_options() == expected
+
+
+def test_torch_takes_them() -> None:
+    torch.compile(lambda x: x + 1, options=torch_compile.kernel_options() or {"cpp.march": "x86-64-v3"})

@@ -5,6 +5,7 @@ torch's own is /tmp/torchinductor_USER, whoever made that directory, and torch r
 
 from __future__ import annotations
 
+import functools
 import os
 import stat
 import tempfile
@@ -15,6 +16,7 @@ from typing import Any
 
 from aliquot.core.errors import StorageError
 from aliquot.core.paths import cache_root
+from aliquot.machine.cpu import read_cpu
 
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -69,3 +71,22 @@ def _fault(directory: Path) -> str | None:
     if found.st_uid != os.geteuid():
         return f"belongs to user {found.st_uid}"
     return f"has mode {stat.S_IMODE(found.st_mode):04o}" if found.st_mode & 0o022 else None
+
+
+@functools.cache
+def kernel_options() -> dict[str, Any] | None:
+    """The `options` of torch.compile for kernels on this CPU; None: its own.
+
+    For Intel's CPUs compilers prefer vectors of half the length that Inductor's code is written for. They then write
+    what it reinterprets from float to int to the stack in two halves, which is read as one, and presumably waited for:
+    the update of optim/adamw.py takes 2.3 times as long. The code's own instructions do not depend on this.
+    """
+    cpu = read_cpu()
+    if not cpu.model.startswith("Intel") or "avx512f" not in cpu.isa:
+        return None
+    import torch._inductor as inductor
+    from torch._inductor import config
+
+    if "cpp.march" not in inductor.list_options() or config.cpp.march is not None:
+        return None
+    return {"cpp.march": "x86-64-v4"}
