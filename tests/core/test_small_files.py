@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from aliquot.config.schema import ModelSection
 from aliquot.core.errors import UserError
 from aliquot.core.run_lock import LOCK
-from aliquot.core.textfile import open_unlinked, publish_text, read_small_file
+from aliquot.core.small_files import open_unlinked, publish_text, read_small_file
 from aliquot.models.model_files import model_files
 from aliquot.models.remote_code import without_code
 from aliquot.models.source import resolve
@@ -120,7 +120,7 @@ def test_a_link_in_a_run_directory_truncates_nothing(tmp_path: Path) -> None:
     assert (run / "stacks-rank-0.txt").read_text() == "stacks" and not (run / "stacks-rank-0.txt").is_symlink()
 
 
-WRITES_OF_RUNS = ("distributed", "observe", "core/textfile.py", "core/run_lock.py")
+WRITES_OF_RUNS = ("distributed", "observe", "core/small_files.py", "core/run_lock.py")
 
 
 def test_files_of_runs_are_opened_without_links() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from aliquot.core.errors import StorageError
-from aliquot.core.textfile import open_unlinked
+from aliquot.core.small_files import open_unlinked
 from aliquot.observe import events
 from aliquot.observe.events import Events, command_line
 

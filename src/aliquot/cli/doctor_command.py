@@ -25,7 +25,7 @@ def command(
     """Examine this machine: each finding with what it means for training and its fix. Exit code 1 on a problem."""
     with one_line_errors(debug):
         from aliquot.core.errors import writing
-        from aliquot.core.textfile import publish_text
+        from aliquot.core.small_files import publish_text
         from aliquot.doctor.examine import examine
         from aliquot.doctor.finding import Subject
 

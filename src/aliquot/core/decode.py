@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from aliquot.core.textfile import LFS_POINTER, LIMIT_BYTES, is_lfs_pointer, read_small_file
+from aliquot.core.small_files import LFS_POINTER, LIMIT_BYTES, is_lfs_pointer, read_small_file
 
 DEEPEST = 100  # levels; configurations and records have at most 30, and recursion takes a few frames a level
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from aliquot.core.boot import boot_id
 from aliquot.core.errors import RunDirectoryError, one_line, storage_error
-from aliquot.core.textfile import open_unlinked
+from aliquot.core.small_files import open_unlinked
 
 LOCK, BEATING_LOCK = ".lock", ".lock.held"
 BEAT_S = 5.0

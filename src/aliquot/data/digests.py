@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from aliquot.core.textfile import publish_text
+from aliquot.core.small_files import publish_text
 from aliquot.data.cache import digest_of_file
 
 _COARSEST_CLOCK_S = 2.0

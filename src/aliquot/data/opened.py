@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from aliquot.core.errors import DataError
-from aliquot.core.textfile import LFS_POINTER, is_lfs_pointer
+from aliquot.core.small_files import LFS_POINTER, is_lfs_pointer
 
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
 _ALIASES = {".ndjson": ".jsonl", ".jsonlines": ".jsonl"}

@@ -21,7 +21,7 @@ import psutil
 # Public, but not re-exported for type checkers.
 from torch.distributed import DistError, HashStore, Store  # type: ignore[attr-defined]
 
-from aliquot.core.textfile import open_unlinked
+from aliquot.core.small_files import open_unlinked
 from aliquot.distributed.bounded_call import within_a_moment
 from aliquot.distributed.rank_errors import RankError, end_rank
 from aliquot.distributed.stacks import of_all_ranks, told_standing_still

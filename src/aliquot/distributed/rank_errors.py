@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 from aliquot.core.errors import TrainingError, UserError, printable, resource_error
-from aliquot.core.textfile import open_unlinked, publish_text
+from aliquot.core.small_files import open_unlinked, publish_text
 from aliquot.distributed.bounded_call import within_a_moment
 
 LOG_DIRECTORY = "ALIQUOT_LOG_DIRECTORY"  # set by our launcher in its ranks, and only there

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from aliquot.core.textfile import open_unlinked
+from aliquot.core.small_files import open_unlinked
 from aliquot.distributed.rank_errors import RankError, end_rank
 from aliquot.distributed.stacks import of_all_ranks, told_standing_still
 

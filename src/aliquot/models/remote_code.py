@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from aliquot.core.errors import ModelFilesError, UnsupportedModelError
-from aliquot.core.textfile import check_small, refuse_link
+from aliquot.core.small_files import check_small, refuse_link
 
 _SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "additional_chat_templates/*.jinja")
 

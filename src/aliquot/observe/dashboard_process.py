@@ -16,7 +16,7 @@ from typing import Any, Protocol, TextIO
 import yaml
 
 from aliquot.core.decode import BoundedLoader
-from aliquot.core.textfile import publish_text
+from aliquot.core.small_files import publish_text
 from aliquot.observe.events import ENDS
 
 LAST_WORDS_S = 20.0  # from the end of a run on

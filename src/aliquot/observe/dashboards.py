@@ -12,7 +12,7 @@ from typing import Any
 
 from aliquot.core.errors import MissingToolError
 from aliquot.core.interpreter import python_command
-from aliquot.core.textfile import open_unlinked
+from aliquot.core.small_files import open_unlinked
 from aliquot.observe.dashboard_process import LAST_WORDS_S
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from aliquot.core.errors import writing
-from aliquot.core.textfile import open_unlinked
+from aliquot.core.small_files import open_unlinked
 
 ENDS = ("end", "stopped", "failed")
 

@@ -15,7 +15,7 @@ from typing import Any
 from rich.table import Table
 
 from aliquot.core.errors import writing
-from aliquot.core.textfile import publish_text
+from aliquot.core.small_files import publish_text
 from aliquot.distributed.ranks import Ranks
 from aliquot.machine.gpu_memory import Gpu
 from aliquot.machine.memory import memory_use, peak_pss, reset_peak_rss

@@ -13,7 +13,7 @@ from typing import Any
 
 from aliquot.config.schema import ObserveSection
 from aliquot.core.errors import StorageError, writing
-from aliquot.core.textfile import open_unlinked, publish_text
+from aliquot.core.small_files import open_unlinked, publish_text
 from aliquot.observe.dashboards import Dashboard
 from aliquot.observe.kubeflow import KubeflowStatus
 from aliquot.observe.prometheus import Exporter

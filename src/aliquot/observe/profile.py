@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aliquot.core.errors import StorageError, writing
-from aliquot.core.textfile import publish_text
+from aliquot.core.small_files import publish_text
 from aliquot.observe.clock import PARTS, StepClock
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from aliquot.config.read_config import dump_config
 from aliquot.config.schema import RunConfig
 from aliquot.core.errors import NodesDifferError, RunDirectoryError, storage_error
 from aliquot.core.run_lock import BEATING_LOCK, LOCK, RunLock
-from aliquot.core.textfile import publish_text, read_small_file
+from aliquot.core.small_files import publish_text, read_small_file
 from aliquot.distributed.leader_lease import ROUND, ROUNDS, check_round
 from aliquot.distributed.run_secret import SECRET_FILE
 from aliquot.machine.mounts import mount_of

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from aliquot.core.errors import writing
-from aliquot.core.textfile import open_unlinked
+from aliquot.core.small_files import open_unlinked
 
 
 class TensorBoard:

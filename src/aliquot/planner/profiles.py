@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from aliquot.core.paths import cache_root
-from aliquot.core.textfile import publish_text
+from aliquot.core.small_files import publish_text
 from aliquot.distributed.topology import RankLayout
 from aliquot.machine.cpu import CpuFacts
 from aliquot.optim.sizes import States

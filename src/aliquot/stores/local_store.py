@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from aliquot.core.errors import DamagedCheckpoint, reading, writing
-from aliquot.core.textfile import publish_bytes
+from aliquot.core.small_files import publish_bytes
 
 _PART_BYTES = 64 << 20
 

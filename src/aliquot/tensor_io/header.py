@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from aliquot.core.errors import WeightsFileError, reading
-from aliquot.core.textfile import LFS_POINTER, LIMIT_BYTES, is_lfs_pointer
+from aliquot.core.small_files import LFS_POINTER, LIMIT_BYTES, is_lfs_pointer
 from aliquot.tensor_io.jsonfile import parse_json
 
 DTYPES: dict[str, torch.dtype] = {

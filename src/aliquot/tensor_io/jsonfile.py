@@ -7,7 +7,7 @@ from typing import Any
 
 from aliquot.core.decode import decode_json_object
 from aliquot.core.errors import WeightsFileError, reading
-from aliquot.core.textfile import read_small_file
+from aliquot.core.small_files import read_small_file
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -16,7 +16,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_small(path: Path) -> bytes:
-    """As textfile.read_small_file. Raises UserError."""
+    """Return what `small_files.read_small_file` returns. Raises UserError."""
     try:
         with reading(path):
             return read_small_file(path)

@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from aliquot.core.errors import RunDirectoryError
-from aliquot.core.textfile import publish_text
+from aliquot.core.small_files import publish_text
 from aliquot.observe.report import compare, figures, memory_figures, run_facts
 from aliquot.observe.report.expert_figures import expert_figures
 from aliquot.observe.report.figure import Figure

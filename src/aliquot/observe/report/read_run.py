@@ -15,7 +15,7 @@ import yaml
 from aliquot.core.decode import decode_json, load_yaml
 from aliquot.core.errors import RunDirectoryError
 from aliquot.core.run_lock import LOCK
-from aliquot.core.textfile import read_small_file
+from aliquot.core.small_files import read_small_file
 from aliquot.observe.events import ENDS
 from aliquot.observe.ledger import PHASES
 from aliquot.observe.run_directory import HEADER, RunDirectory

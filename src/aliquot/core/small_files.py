@@ -1,7 +1,7 @@
-"""Small files: read those that strangers may have put there, and publish those of ours in one piece.
+"""Small files: read files that strangers may have placed, and publish files atomically.
 
-Whoever reads a published file sees the old content or the new one, never a half. Files open without following a link.
-A clone without git-lfs has a pointer in the place of a file.
+A reader of a published file sees the old content or the new content, never a part. Files of a run open without
+following a link, because a stranger may have placed the link.
 """
 
 from __future__ import annotations
@@ -20,16 +20,20 @@ _SNAPSHOTS, _BLOBS = "snapshots", "blobs"  # of the hub's cache, where snapshots
 def read_small_file(path: Path, limit: int = LIMIT_BYTES, anywhere: bool = False) -> bytes:
     """Return the content of a regular file of at most `limit` bytes.
 
-    Raises ValueError for any other file, and for a link that leads out of the file's directory, unless it may lead
-    `anywhere`, because a person has named the file. Raises OSError as open() does.
+    Args:
+        anywhere: allow a link that leads out of the file's directory, for a file that a person has named.
+
+    Raises:
+        ValueError: any other file, or a link that leads out of the directory.
+        OSError: as `open` raises it.
     """
     if not anywhere:
         refuse_link(path, path.parent)
-    # O_NONBLOCK: opening a fifo would wait for ever. It has no effect on a regular file.
+    # O_NONBLOCK: opening a fifo would wait for ever. The flag has no effect on a regular file.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         _refuse_unfit(os.fstat(file.fileno()), limit)
         data = file.read(limit + 1)
-    if len(data) > limit:  # those of /proc have no size
+    if len(data) > limit:  # files of /proc have no size
         raise ValueError(f"larger than {limit} bytes")
     return data
 
@@ -40,23 +44,28 @@ def check_small(path: Path, limit: int = LIMIT_BYTES) -> None:
 
 
 def refuse_link(path: Path, directory: Path) -> None:
-    """Raise ValueError where `path` leads out of `directory`, or of the hub's cache if `directory` is a snapshot."""
-    target, home = path.resolve(), directory.resolve()
-    blobs = home.parents[1] / _BLOBS if home.parent.name == _SNAPSHOTS else home
-    if not target.is_relative_to(home) and not target.is_relative_to(blobs):
-        raise ValueError(f"a link to {target}, which is outside of its directory: put a copy in the place of the link")
+    """Raise ValueError if `path` leads out of `directory`, or out of the hub's cache if `directory` is a snapshot."""
+    target, root = path.resolve(), directory.resolve()
+    blobs = root.parents[1] / _BLOBS if root.parent.name == _SNAPSHOTS else root
+    if not target.is_relative_to(root) and not target.is_relative_to(blobs):
+        raise ValueError(f"a link to {target}, which is outside of its directory: replace the link by a copy")
 
 
-def _refuse_unfit(found: os.stat_result, limit: int) -> None:
-    if not stat.S_ISREG(found.st_mode):
+def _refuse_unfit(status: os.stat_result, limit: int) -> None:
+    if not stat.S_ISREG(status.st_mode):
         raise ValueError("not a regular file")
-    if found.st_size > limit:
-        raise ValueError(f"{found.st_size} bytes, which is more than {limit}")
+    if status.st_size > limit:
+        raise ValueError(f"{status.st_size} bytes, which is more than {limit}")
 
 
 def open_unlinked(path: Path, mode: Literal["w", "a", "wb", "ab", "ab+"], **options: Any) -> IO[Any]:
-    """open() to write in a directory of a run. Raises OSError where `path` is a link, which a stranger may have put
-    there; a file to overwrite is replaced by a new one, whoever else has a name for it."""
+    """Open a file of a run for writing, as `open` does, but never through a link.
+
+    An existing file to overwrite is replaced by a new file, so that other names of the old file keep its content.
+
+    Raises:
+        OSError: `path` is a link, or cannot be written.
+    """
     flags = (os.O_RDWR if "+" in mode else os.O_WRONLY) | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     if "a" in mode:
         flags |= os.O_APPEND
@@ -71,24 +80,25 @@ LFS_POINTER = "a git-lfs pointer, not the file itself: fetch it first (git lfs p
 
 
 def is_lfs_pointer(start: bytes) -> bool:
-    """Whether a file that begins so is the three lines that git-lfs leaves of a file that it has not fetched."""
+    """Return whether `start` begins the short text that a clone without git-lfs has in place of a file."""
     return start.startswith(b"version https://git-lfs.github.com/spec/")
 
 
 def publish_text(path: Path, text: str) -> None:
-    """Write `text` beside `path`, force it to the disk, rename it into place."""
+    """Replace `path` by a file of `text` atomically: write a draft, force the draft to disk, rename it."""
     publish_bytes(path, text.encode())
 
 
 def publish_bytes(path: Path, data: bytes) -> None:
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    """Replace `path` by a file of `data` atomically."""
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with open_unlinked(beside, "wb") as file:
+        with open_unlinked(draft, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(path)
-    except OSError:  # a full disk is not made fuller
+        draft.replace(path)
+    except OSError:  # leave no draft on a full disk
         with suppress(OSError):
-            beside.unlink()
+            draft.unlink()
         raise
