@@ -13,10 +13,10 @@ from aliquot.data.batch_size import BatchSize, batch_size
 from aliquot.data.workload import Workload
 from aliquot.distributed.topology import RankLayout
 from aliquot.engines.deepspeed.deepspeed_memory import building, deepspeed_memory
+from aliquot.engines.engine_choice import chosen_engine
 from aliquot.engines.fsdp.fsdp_memory import fsdp_memory
 from aliquot.engines.host.host_memory import RING_BYTES, disk_use, host_memory
 from aliquot.engines.rank_memory import Held
-from aliquot.engines.select import chosen_engine
 from aliquot.engines.state_placement import SHARDED, OnDisk, Unsharded
 from aliquot.models.model_shape import ModelShape, padded_share
 from aliquot.nn.loss.logits_room import logits_room
