@@ -43,11 +43,7 @@ def main() -> None:
     import aliquot
 
     for found in pkgutil.walk_packages(aliquot.__path__, "aliquot."):
-        if found.name not in (
-            "aliquot.__main__",
-            "aliquot.distributed.rank_process",
-            "aliquot.distributed.fork_server",
-        ):  # those are run
+        if found.name not in ("aliquot.__main__", "aliquot.distributed.fork_server"):  # importing them acts
             importlib.import_module(found.name)
     for name in IMPORTED:
         importlib.import_module(name)
@@ -143,6 +139,7 @@ def _interpret(arguments: list[str]) -> None:
         case ["-P", "-m", module, *rest]:
             sys.argv = [module, *rest]
             sys.path[0] = str(NO_DIRECTORY)
+            sys.modules.pop(module, None)  # a fresh interpreter has not imported it, and runpy warns if it is there
             runpy.run_module(module, run_name="__main__", alter_sys=True)
         case ["-P", *rest]:
             _interpret(rest)

@@ -18,13 +18,12 @@ from typing import Literal
 from pydantic import ValidationError
 
 from aliquot.config.schema import LaunchSection
-from aliquot.core.errors import LaunchError
-from aliquot.distributed.local_group import run_local_ranks
+from aliquot.core.errors import LaunchError, StorageError
 from aliquot.distributed.rank_errors import LOG_DIRECTORY
 from aliquot.distributed.run_secret import common_secret
 from aliquot.distributed.topology import check_port
 
-RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR")  # the rest is found out: local_ranks.py
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR")  # the rest is inferred: rendezvous.infer_local_ranks
 _SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torchrun's, in seconds, where its command line says none
 _TORCHRUN_SHUTDOWN_S = 30  # its default
 
@@ -113,6 +112,7 @@ def start_ranks(
     """
     log_directory = prepare(log_directory)
     launch = with_environment(launch, os.environ)
+    from aliquot.distributed.local_group import run_local_ranks
     from aliquot.distributed.rendezvous import meet_nodes, single_node
 
     if launch.most_nodes > 1:
@@ -124,6 +124,16 @@ def start_ranks(
     if ended.lines:
         print("\n".join(ended.lines), file=sys.stderr)
     return ended.code
+
+
+def prepare(directory: Path) -> Path:
+    """Where the ranks' logs go, made. Raises StorageError."""
+    directory = directory.absolute()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"cannot write the ranks' logs: {error.strerror}", directory) from None
+    return directory
 
 
 @contextmanager

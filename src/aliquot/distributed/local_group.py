@@ -8,19 +8,32 @@ import os
 import signal
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from aliquot.core.errors import RendezvousError, StorageError
+from torch.distributed import DistError
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError as ElasticRendezvousError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from aliquot.core.errors import RendezvousError
 from aliquot.core.interpreter import python_command
 from aliquot.distributed.forked_rank import end_forked_ranks, forked_rank, forking
 from aliquot.distributed.leader_lease import ROUND
 from aliquot.distributed.rank_errors import LAST_WORDS, LastWords
 from aliquot.distributed.rank_failures import explain, explain_stop
+from aliquot.distributed.rendezvous import NodeGroup
 from aliquot.distributed.run_secret import SECRET
 from aliquot.distributed.stop_signal import STOP_SIGNALS
 
-if TYPE_CHECKING:  # it imports torch
-    from aliquot.distributed.rendezvous import NodeGroup
+BACKEND = "aliquot"
+_GROUP = "group"
 
 
 @dataclass(frozen=True)
@@ -33,16 +46,6 @@ class Ended:
     told: bool = False  # it was this launcher that was told to stop
 
 
-def prepare(directory: Path) -> Path:
-    """Where the ranks' logs go, made. Raises StorageError."""
-    directory = directory.absolute()
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"cannot write the ranks' logs: {error.strerror}", directory) from None
-    return directory
-
-
 def run_local_ranks(
     ranks: int, group: NodeGroup, argv: list[str], log_directory: Path, grace_s: float, round: int | None = None
 ) -> Ended:
@@ -52,12 +55,6 @@ def run_local_ranks(
     Rank 0 talks on this console, rank N into rank-N.log of `log_directory`. When a rank dies, all end. Raises
     RendezvousError where the nodes do not come together, and TrainingError where that server has ended.
     """
-    from torch.distributed import DistError
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError as ElasticRendezvousError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
     for name in (
         "torch.distributed.elastic",
         "torch.distributed.launcher",
@@ -70,7 +67,7 @@ def run_local_ranks(
         min_nodes=group.nodes,
         max_nodes=group.nodes,
         nproc_per_node=ranks,
-        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # rank_start redirects; the elastic launcher writes nothing
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # rank_process redirects; the elastic launcher writes nothing
         run_id=group.run_id,
         rdzv_backend=BACKEND,
         rdzv_configs=configuration(group),
@@ -114,3 +111,47 @@ def run_local_ranks(
             end_forked_ranks()
         words.close()
     return Ended(0)
+
+
+class AgentRendezvous(RendezvousHandler):
+    """Hand the agent the store of its group; the ranks meet in the same store."""
+
+    def __init__(self, group: NodeGroup) -> None:
+        self._group = group
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        group = self._group
+        bootstrap = RendezvousStoreInfo(group.address, group.port)
+        return RendezvousInfo(group.store.below("agents"), group.node, group.nodes, bootstrap)
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._group.run_id
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def configuration(group: NodeGroup) -> dict[str, NodeGroup]:
+    """Register the handler with torch, and return what LaunchConfig passes to it as `rdzv_configs`."""
+    rendezvous_handler_registry.register(BACKEND, _create)
+    return {_GROUP: group}
+
+
+def _create(parameters: RendezvousParameters) -> RendezvousHandler:
+    return AgentRendezvous(parameters.config[_GROUP])

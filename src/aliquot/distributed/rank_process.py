@@ -1,4 +1,8 @@
-"""What the process of a rank has of its launcher: its life, its log, its environment."""
+"""What the process of a rank has of its launcher: its life, its log, its environment.
+
+`python -m aliquot.distributed.rank_process LAUNCHER_PID LOG_DIRECTORY ARGUMENT...` becomes `python ARGUMENT...`:
+the death signal, the redirected streams and the process id stay.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from aliquot.core.interpreter import become_python
 from aliquot.distributed.rank_errors import LOG_DIRECTORY, error_file, log_file
 from aliquot.machine.allocator import with_allocator
 
@@ -41,3 +46,16 @@ def rank_environment(environ: Mapping[str, str], directory: Path) -> dict[str, s
     found.setdefault("PYTHONUNBUFFERED", "1")  # what a killed rank wrote is in its log
     found.setdefault("PYTHONFAULTHANDLER", "1")
     return found
+
+
+def main() -> None:
+    launcher, directory, arguments = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
+    end_with_parent()
+    if os.getppid() != launcher:  # it died before the line above
+        sys.exit(1)
+    open_log(directory, int(os.environ["RANK"]))
+    become_python(arguments, rank_environment(os.environ, directory))
+
+
+if __name__ == "__main__":
+    main()

@@ -6,9 +6,8 @@ import gc
 import os
 import platform
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Self
 
 import torch
@@ -23,7 +22,7 @@ from aliquot.distributed.collectives import json_values
 from aliquot.distributed.collectives.json_values import JSON
 from aliquot.distributed.collectives.peers import host_identity
 from aliquot.distributed.gloo_interface import address_of, check_interface, choose_interface, gloo_interface
-from aliquot.distributed.numa_binding import bind_memory, prefer_node
+from aliquot.distributed.numa_binding import bind_memory, pin, prefer_node
 from aliquot.distributed.rendezvous import meet_ranks
 from aliquot.distributed.signed_store import SignedStore
 from aliquot.distributed.topology import Topology, check_gpus
@@ -127,18 +126,6 @@ class Ranks:
         # theirs; then the collection is the time in which gloo's threads come to rest.)
         gc.collect()
         dist.destroy_process_group()
-
-
-def pin(cores: tuple[int, ...]) -> None:
-    """Confine this process, the threads that libraries have started already included, to these logical CPUs."""
-    for thread in _threads():
-        with suppress(ProcessLookupError):  # it ended meanwhile
-            os.sched_setaffinity(thread, cores)
-
-
-def _threads() -> Iterator[int]:
-    for task in Path("/proc/self/task").iterdir():
-        yield int(task.name)
 
 
 def group_lines(ranks: Ranks, transport: str) -> list[str]:

@@ -13,7 +13,7 @@ from aliquot.distributed.config_consistency import check_configs
 from aliquot.distributed.heartbeat import Presence
 from aliquot.distributed.idle_watchdog import Stillness
 from aliquot.distributed.ranks import Ranks
-from aliquot.distributed.rendezvous import told_local_ranks
+from aliquot.distributed.rendezvous import infer_local_ranks
 from aliquot.distributed.topology import choose_device, place
 from aliquot.machine.cpu import read_cpu
 from aliquot.models.source import resolve
@@ -48,7 +48,7 @@ def evaluate_model(config: RunConfig) -> dict[str, Evaluation]:
     Every rank calls it with the same config (config/read_evaluation.py makes one) and gets the same. An engine takes
     as much address space as for training, but memory for weights and activations alone. Raises UserError.
     """
-    with told_local_ranks(os.environ, config.launch.join_timeout_s) as bound:
+    with infer_local_ranks(os.environ, config.launch.join_timeout_s) as bound:
         topology, placement = place(config.launch, os.environ, read_cpu(), choose_device(config.launch.device), bound)
         ranks = Ranks.join(topology, _TIMEOUT_S, config.launch.join_timeout_s)
     display = Display(config.observe.console, enabled=topology.is_first)

@@ -30,7 +30,7 @@ from aliquot.engines.base import Engine
 from aliquot.engines.select import engine_class, engine_spec
 from aliquot.engines.startup_proof import prove
 from aliquot.engines.state_placement import SHARDED
-from aliquot.machine.allocator import give_back
+from aliquot.machine.allocator import KeptMemory, give_back
 from aliquot.machine.cpu import read_cpu
 from aliquot.machine.matmul import keeps_large_kernels
 from aliquot.machine.memory import memory_limit

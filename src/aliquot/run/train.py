@@ -16,7 +16,7 @@ from aliquot.distributed.config_consistency import check_configs
 from aliquot.distributed.heartbeat import Presence
 from aliquot.distributed.idle_watchdog import Stillness
 from aliquot.distributed.ranks import Ranks
-from aliquot.distributed.rendezvous import told_local_ranks
+from aliquot.distributed.rendezvous import infer_local_ranks
 from aliquot.distributed.stop_signal import StopSignal
 from aliquot.distributed.topology import choose_device, place
 from aliquot.distributed.watchdog import Watchdog
@@ -47,7 +47,7 @@ def train(config: RunConfig, force: bool = False) -> Result:
     Every rank calls it with the same config. `force`: even if the plan says that it does not fit. Raises UserError for
     bad input, TrainingError for a run that must stop.
     """
-    with told_local_ranks(os.environ, config.launch.join_timeout_s) as bound:
+    with infer_local_ranks(os.environ, config.launch.join_timeout_s) as bound:
         topology, placement = place(config.launch, os.environ, read_cpu(), choose_device(config.launch.device), bound)
         machine = machine_facts() if topology.is_first else None
         ranks = Ranks.join(topology, _PREPARATION_TIMEOUT_S, config.launch.join_timeout_s)
