@@ -27,7 +27,7 @@ import yaml
 
 import aliquot
 from aliquot.checkpoint.directories import directories
-from aliquot.distributed.stop_signal import Terminated
+from aliquot.distributed.signals import Terminated
 from aliquot.tensor_io.manifest import verify
 from tests.runs import OVERFITTING, curve, other_text, write_config
 

@@ -19,7 +19,7 @@ import aliquot
 from aliquot.cli.main import app
 from aliquot.config.read_config import read_config
 from aliquot.core.errors import UserError, user_error_types
-from aliquot.distributed.stop_signal import Terminated
+from aliquot.distributed.signals import Terminated
 from aliquot.doctor.examine import CHECKS
 from tests import docs_reference
 from tests.docs_pages import NEEDS, PAGES, ROOT, Block, blocks, header, links

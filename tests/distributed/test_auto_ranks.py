@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aliquot.distributed.numa_binding import core_sets
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from aliquot.config.schema import LaunchSection, RunConfig
 from aliquot.distributed.auto_ranks import cpu_ranks, crowding_warning, most_cpu_ranks, with_automatic_ranks
+from aliquot.distributed.numa_binding import core_sets
 from aliquot.distributed.topology import threads_per_rank
 from aliquot.machine.cpu import CpuFacts
 from tests.runs import command, write_config

@@ -15,7 +15,7 @@ import pytest
 from aliquot.config.schema import LaunchSection
 from aliquot.core.errors import UserError
 from aliquot.distributed.launcher import mode, with_environment
-from aliquot.distributed.stacks import told_standing_still
+from aliquot.distributed.watchdog import describe_stuck_ranks
 from tests import warm
 from tests.distributed.launcher import JOIN, environment, run, start
 
@@ -184,14 +184,14 @@ def test_a_rank_that_does_not_even_say_where_it_is(tmp_path: Path) -> None:
     for file in (stopped, left):
         file.touch()
     os.utime(stopped, (1e9, 1e9))  # clocks are set, and those of file servers are others
-    assert told_standing_still(own, 2).startswith("; nothing is heard of rank 0: stopped, or on a host that")
+    assert describe_stuck_ranks(own, 2).startswith("; nothing is heard of rank 0: stopped, or on a host that")
     stopped.write_text(waits)
-    assert told_standing_still(own, 2) == ""
+    assert describe_stuck_ranks(own, 2) == ""
     polls = '  File "/aliquot/engines/host/weight_publication.py", line 9 in need\n'
     stopped.write_text(f"Thread 1:\n{polls}")  # for the counters of other ranks
-    assert told_standing_still(own, 2) == ""
+    assert describe_stuck_ranks(own, 2) == ""
     stopped.write_text(f"Thread 1:\n{polls.replace(' need', ' _update')}")
-    assert "; rank 0 stands still at weight_publication.py:9 in _update" in told_standing_still(own, 2)
+    assert "; rank 0 stands still at weight_publication.py:9 in _update" in describe_stuck_ranks(own, 2)
 
 
 def test_watchdog_that_is_beaten_lets_the_run_go_on(tmp_path: Path) -> None:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from aliquot.distributed.numa_binding import bind_memory, core_sets, has_policy, prefer_node
 from hypothesis import given
 from hypothesis import strategies as st
 
 from aliquot.config.schema import LaunchSection
 from aliquot.core.errors import UserError
+from aliquot.distributed.numa_binding import bind_memory, core_sets, has_policy, prefer_node
 from aliquot.distributed.topology import check_gpus, place, threads_per_rank
 from aliquot.machine.cpu import CpuFacts
 

@@ -15,15 +15,16 @@ from torch.distributed import DistNetworkError, DistStoreError
 from aliquot.core.errors import StorageError, TrainingError, UserError, writing
 from aliquot.distributed import rank_errors
 from aliquot.distributed.rank_errors import (
-    LAST_WORDS,
+    ERROR_LOG,
     LOG_DIRECTORY,
-    LastWords,
+    ErrorLog,
     RankError,
     classify,
+    explain_failure,
+    explain_stop,
     record_error,
     report_error,
 )
-from aliquot.distributed.rank_failures import explain, explain_stop
 
 NO_LOGS = Path("/nowhere")
 
@@ -82,7 +83,7 @@ def said(rank: int, kind: rank_errors.Kind, time: float, message: str = "what ha
 
 
 def first_line(failures: dict[int, Dead], *words: RankError) -> str:
-    return explain(failures, words, NO_LOGS)[0][0]
+    return explain_failure(failures, words, NO_LOGS)[0][0]
 
 
 def test_cause_comes_before_echo_and_before_the_launchers_own_signal() -> None:
@@ -95,7 +96,7 @@ def test_cause_comes_before_echo_and_before_the_launchers_own_signal() -> None:
 
 def test_a_run_that_saved_because_another_node_was_stopped_ends_as_one_that_was() -> None:
     saved = [RankError(0, "training", "saved [terminated]", "", 7.0, 143)]
-    assert explain({0: Dead(143)}, saved, NO_LOGS) == (["aliquot: rank 0: saved [terminated]"], 143, "training")
+    assert explain_failure({0: Dead(143)}, saved, NO_LOGS) == (["aliquot: rank 0: saved [terminated]"], 143, "training")
     assert explain_stop(signal.SIGTERM, saved) == (["aliquot: rank 0: saved [terminated]"], 143)
     assert explain_stop(signal.SIGTERM, []) == (["aliquot: stopped by SIGTERM"], 143)  # before there was anything
     words = [*saved, said(1, "training", 9.0, "no space left [disk]"), said(2, "peer_lost", 6.0)]
@@ -117,9 +118,17 @@ def test_the_cause_of_an_echo_is_looked_for_in_ranks_that_torch_does_not_tell_of
 
 
 def test_silent_deaths() -> None:
-    assert explain({1: Dead(3)}, [], NO_LOGS) == (["aliquot: rank 1 ended with exit code 3 [crash]"], 1, "killed")
-    assert explain({1: Dead(-40)}, [], NO_LOGS) == (["aliquot: rank 1 was killed by signal 40 [killed]"], 1, "killed")
-    assert explain({0: Dead(-signal.SIGTERM)}, [], NO_LOGS) == (
+    assert explain_failure({1: Dead(3)}, [], NO_LOGS) == (
+        ["aliquot: rank 1 ended with exit code 3 [crash]"],
+        1,
+        "killed",
+    )
+    assert explain_failure({1: Dead(-40)}, [], NO_LOGS) == (
+        ["aliquot: rank 1 was killed by signal 40 [killed]"],
+        1,
+        "killed",
+    )
+    assert explain_failure({0: Dead(-signal.SIGTERM)}, [], NO_LOGS) == (
         ["aliquot: rank 0 was killed by SIGTERM [killed]"],
         1,
         "killed",
@@ -128,7 +137,7 @@ def test_silent_deaths() -> None:
 
 def test_bad_input_is_code_2_and_one_line(tmp_path: Path) -> None:
     (tmp_path / "rank-1.log").write_text("text")
-    assert explain({1: Dead(2)}, [said(1, "user", 100.0)], tmp_path) == (["aliquot: what happened"], 2, "user")
+    assert explain_failure({1: Dead(2)}, [said(1, "user", 100.0)], tmp_path) == (["aliquot: what happened"], 2, "user")
 
 
 @pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, 2), (errno.EACCES, 2), (errno.ESTALE, 1), (errno.EIO, 1)])
@@ -163,8 +172,8 @@ def test_what_is_recorded_is_read_by_the_launcher_and_lies_beside_the_log(
 ) -> None:
     error = RankError(3, "crash", 'KeyError: "ö"', "Traceback ...\n", 12.5)
     assert not record_error(error)
-    words = LastWords()
-    monkeypatch.setenv(LAST_WORDS, words.place)
+    words = ErrorLog()
+    monkeypatch.setenv(ERROR_LOG, words.path)
     monkeypatch.setenv(LOG_DIRECTORY, str(tmp_path))
     assert record_error(error) and record_error(replace(error, rank=4))
     assert words.read() == [error, replace(error, rank=4)]
@@ -174,8 +183,8 @@ def test_what_is_recorded_is_read_by_the_launcher_and_lies_beside_the_log(
 
 
 def test_long_words_of_many_ranks_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = LastWords()
-    monkeypatch.setenv(LAST_WORDS, words.place)
+    words = ErrorLog()
+    monkeypatch.setenv(ERROR_LOG, words.path)
     errors = [RankError(rank, "crash", "x", f"{rank}" * 50_000, 1.0) for rank in range(8)]
     threads = [threading.Thread(target=lambda each=each: [record_error(each) for _ in range(20)]) for each in errors]  # type: ignore[misc]
     for thread in threads:
@@ -195,10 +204,10 @@ def test_a_full_disk_takes_no_words_from_the_launcher(
     full, line = StorageError("cannot write: No space left on device", "model.bin"), "model.bin: cannot write: No space"
     assert report_error(full) == 2
     assert capsys.readouterr().err.startswith(f"aliquot: {line}")
-    words = LastWords()
-    monkeypatch.setenv(LAST_WORDS, words.place)
+    words = ErrorLog()
+    monkeypatch.setenv(ERROR_LOG, words.path)
     assert report_error(full) == 2
-    assert not capsys.readouterr().err and explain({0: Dead(2)}, words.read(), tmp_path)[1:] == (2, "user")
+    assert not capsys.readouterr().err and explain_failure({0: Dead(2)}, words.read(), tmp_path)[1:] == (2, "user")
     words.close()
 
 

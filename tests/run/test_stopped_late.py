@@ -15,7 +15,7 @@ import pytest
 import aliquot
 from aliquot.checkpoint import save
 from aliquot.core.errors import StorageError
-from aliquot.distributed.stop_signal import Terminated
+from aliquot.distributed.signals import Terminated
 from aliquot.observe.recorder import Recorder
 from aliquot.run import export_run
 from tests.runs import curve, other_text, write_config

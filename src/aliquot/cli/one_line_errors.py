@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import typer
 
 from aliquot.core.errors import StorageError, UserError, resource_error, storage_error
-from aliquot.distributed.rank_errors import LAST_WORDS
+from aliquot.distributed.rank_errors import ERROR_LOG
 
 
 @contextmanager
@@ -34,7 +34,7 @@ def one_line_interrupt() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        if not {"RANK", LAST_WORDS} <= os.environ.keys():  # else the launcher that has started this rank says so
+        if not {"RANK", ERROR_LOG} <= os.environ.keys():  # else the launcher that has started this rank says so
             _say("stopped by SIGINT")
         raise typer.Exit(128 + signal.SIGINT) from None
 

@@ -19,7 +19,7 @@ _MANAGER = "aliquot.io/render"
 _ANCESTOR = {pod.ANCESTOR: "trainer"}
 _FRAMEWORK = {"trainer.kubeflow.org/framework": "torch"}
 
-# What the trainer exits with: aliquot.core.errors and aliquot.distributed.stop_signal.
+# What the trainer exits with: aliquot.core.errors and aliquot.distributed.signals.
 _BAD_INPUT, _STOPPED = 2, 143
 _SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # of torchrun, under which the SDK's function runs, in seconds
 _BEFORE_KUBELET_S = 20  # it ends its ranks

@@ -33,8 +33,7 @@ from aliquot.distributed.local_group import Ended, run_local_ranks
 from aliquot.distributed.membership import BEAT_S, ENDING_S, SILENT_S, Leader, Run
 from aliquot.distributed.rendezvous import meet_round
 from aliquot.distributed.run_secret import common_secret
-from aliquot.distributed.signals import obeying_second_signal
-from aliquot.distributed.stop_signal import STOP_SIGNALS
+from aliquot.distributed.signals import STOP_SIGNALS, first_and_second_signal
 
 _POLL_S = 0.1
 _CONNECT_S = 2.0
@@ -56,7 +55,7 @@ def start_elastic_ranks(
     start_server(logs, modules)
     claims = Claims(run_directory)
     node = _Node(launch, claims, automatic, run)
-    with obeying_second_signal(node.told_to_stop, node.told_again):
+    with first_and_second_signal(node.told_to_stop, node.told_again):
         return _all_rounds(node, claims, launch, argv, logs, grace_s, run, modules)
 
 

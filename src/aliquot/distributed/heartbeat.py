@@ -1,8 +1,8 @@
-"""Nodes say again and again that they are there, so that a cut cable ends a run in whatever it is doing.
+"""A heartbeat between nodes, so that a cut cable ends a run in whatever the run is doing.
 
-A collective waits for its peers as long as they may work: to tokenise a corpus, to write an export. A peer that is out
-of reach sends nothing, not even that its connection is closed. So one rank of each node writes into the store in which
-they have met, beside all work; node 0 watches the others, and they watch node 0.
+A collective waits for its peers as long as they may work, for example to tokenise a corpus or to write an export. A
+peer that is out of reach sends nothing, not even that its connection is closed. So rank 0 of each node writes a beat
+into the rendezvous store, besides all other work. Node 0 watches all nodes, and all nodes watch node 0.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import platform
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, Self, cast
 
 # Public, but not re-exported for type checkers.
@@ -19,37 +20,37 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from aliquot.distributed.rank_errors import RankError, end_rank
 from aliquot.distributed.topology import Topology
 
-_EVERY_S = 1.0
-_LAST_WORD_S = 1.0
+_INTERVAL_S = 1.0
+_FAREWELL_S = 1.0
 
 
-class Presence:
-    """A context, of every rank. `doing`, in words, is what the other nodes will say of this one if it is lost.
+class Heartbeat:
+    """A context of every rank. Ends this process when another node is lost.
 
-    Without a word from a node for `timeout_s` this process ends with code 1, and its line says what was going on; so it
-    does at once where a node says that it ends.
-    `store` None: there is nobody else.
+    Without a beat of a node for `timeout_s` this process ends with code 1, and its error line names the activity of
+    both nodes. The process ends at once when another node announces its end.
     """
 
-    def __init__(self, topology: Topology, store: Store | None, timeout_s: float) -> None:
-        self.doing = "beginning"
+    def __init__(self, topology: Topology, store: Store | None, timeout_s: float, activity: Callable[[], str]) -> None:
+        """`store`: the rendezvous store; None for a single rank. `activity`: what this node does now, in words."""
         self._topology = topology
         self._timeout_s = timeout_s
-        self._every_s = min(_EVERY_S, timeout_s / 4)
-        self._over = threading.Event()
-        self._failure: Exception | None = None  # of the last attempt to say or hear something
+        self._activity = activity
+        self._interval_s = min(_INTERVAL_S, timeout_s / 4)
+        self._is_over = threading.Event()
+        self._failure: Exception | None = None  # of the last exchange with the store
         self._store: Store | None = None
         if store is None or topology.nodes == 1 or topology.local_rank > 0:
             return
-        others = range(1, topology.nodes) if topology.node_rank == 0 else [0]
-        self._heard_at = dict.fromkeys(others, time.monotonic())
-        self._told: dict[int, dict[str, str | int]] = {}
-        # A connection of its own, because others wait in the store's. Whoever talks to what a cut cable leads to may
-        # never get an answer, so another thread looks at the clock.
-        own: Store = cast(Any, store).clone()  # which type checkers are not told of
-        self._store = own
-        for work in (lambda: self._talk(own), self._watch):
-            threading.Thread(target=work, name="aliquot-presence", daemon=True).start()
+        watched = range(1, topology.nodes) if topology.node_rank == 0 else [0]
+        self._heard_at = dict.fromkeys(watched, time.monotonic())
+        self._last_beats: dict[int, dict[str, str | int]] = {}
+        # The clone has a connection of its own, because other threads wait in the store's connection. The type stubs do
+        # not know clone(). A request over a cut cable may never return, so a second thread watches the clock.
+        clone: Store = cast(Any, store).clone()
+        self._store = clone
+        for work in (lambda: self._exchange_beats(clone), self._watch_clock):
+            threading.Thread(target=work, name="aliquot-heartbeat", daemon=True).start()
 
     def __enter__(self) -> Self:
         return self
@@ -58,67 +59,68 @@ class Presence:
         self.stop()
 
     def stop(self) -> None:
-        """From here on no node waits for another. May be called again."""
-        self._over.set()
+        """Stop beating and watching. May be called again."""
+        self._is_over.set()
 
-    def leave(self, why: str) -> None:
-        """Say that this node's part in the run ends, `stopped by SIGTERM` for example, unless that takes too long.
+    def announce_end(self, reason: str) -> None:
+        """Tell the other nodes why this node ends, `stopped by SIGTERM` for example.
 
-        Returns when the others have had time to hear it, who would else be told of lost connections alone.
+        Returns after the others have had time to hear the reason; otherwise they would only report lost connections.
         """
-        if self._topology.nodes == 1 or self._over.is_set():
+        if self._topology.nodes == 1 or self._is_over.is_set():
             return
         if (store := self._store) is not None:
             self.stop()
-            told = json.dumps(self._own(0) | {"left": why})
-            # Whoever talks to what a cut cable leads to may never get an answer.
-            word = threading.Thread(target=store.set, args=(self._place(), told), daemon=True)
-            word.start()
-            word.join(_LAST_WORD_S)
-        time.sleep(2 * self._every_s)
+            beat = json.dumps(self._beat(0) | {"left": reason})
+            # The request runs in a thread because it may never return over a cut cable.
+            request = threading.Thread(target=store.set, args=(self._key(self._topology.node_rank), beat), daemon=True)
+            request.start()
+            request.join(_FAREWELL_S)
+        time.sleep(2 * self._interval_s)
 
-    def _own(self, beats: int) -> dict[str, str | int]:
-        return {"beats": beats, "doing": self.doing, "host": platform.node()}
+    def _beat(self, count: int) -> dict[str, str | int]:
+        return {"beats": count, "doing": self._activity(), "host": platform.node()}
 
-    def _place(self) -> str:
-        return f"presence/{self._topology.node_rank}"
+    @staticmethod
+    def _key(node: int) -> str:
+        return f"heartbeat/{node}"
 
-    def _talk(self, store: Store) -> None:
-        beats = 0
-        while not self._over.wait(self._every_s if beats else 0):
-            beats += 1
+    def _exchange_beats(self, store: Store) -> None:
+        count = 0
+        while not self._is_over.wait(self._interval_s if count else 0):
+            count += 1
             try:
-                store.set(self._place(), json.dumps(self._own(beats)))
-                for other in self._heard_at:
-                    if not store.check([f"presence/{other}"]):
+                store.set(self._key(self._topology.node_rank), json.dumps(self._beat(count)))
+                for node in self._heard_at:
+                    if not store.check([self._key(node)]):
                         continue
-                    told = json.loads(store.get(f"presence/{other}"))
-                    if told != self._told.get(other):
-                        self._told[other], self._heard_at[other] = told, time.monotonic()
-                        if why := told.get("left"):
-                            self._end(f"node {other} ({told['host']}) was {why} while {told['doing']}")
+                    beat = json.loads(store.get(self._key(node)))
+                    if beat != self._last_beats.get(node):
+                        self._last_beats[node], self._heard_at[node] = beat, time.monotonic()
+                        if reason := beat.get("left"):
+                            self._end(f"node {node} ({beat['host']}) was {reason} while {beat['doing']}")
             except Exception as error:
-                # Node 0 has ended, and its ranks' connections with it; or it is out of reach. Whatever else it is, a
-                # thread that ended here would have all others end the run for a node that is well.
+                # Node 0 has ended or is out of reach. For any other error the thread must go on, too: without its beats
+                # the other nodes would end the run, although this node is well.
                 self._failure = error
-                time.sleep(self._every_s)
+                time.sleep(self._interval_s)
             else:
                 self._failure = None
 
-    def _watch(self) -> None:
-        while not self._over.wait(self._every_s):
+    def _watch_clock(self) -> None:
+        while not self._is_over.wait(self._interval_s):
             for node, heard_at in self._heard_at.items():
                 if (silent_s := time.monotonic() - heard_at) > self._timeout_s:
-                    self._end(self._silent(node, silent_s))
+                    self._end(self._describe_silence(node, silent_s))
 
-    def _silent(self, node: int, silent_s: float) -> str:
-        told = self._told.get(node)
-        which = f"node {node} ({told['host']}, {told['doing']})" if told else f"node {node}"
+    def _describe_silence(self, node: int, silent_s: float) -> str:
+        beat = self._last_beats.get(node)
+        name = f"node {node} ({beat['host']}, {beat['doing']})" if beat else f"node {node}"
         return (
-            f"no word from {which} for {silent_s:.0f} s (launch.step_timeout_s), while node"
-            f" {self._topology.node_rank} was {self.doing}: is it gone, or is the network between them cut?"
+            f"no word from {name} for {silent_s:.0f} s (launch.step_timeout_s), while node"
+            f" {self._topology.node_rank} was {self._activity()}: is it gone, or is the network between them cut?"
         )
 
     def _end(self, message: str) -> None:
-        why = "" if self._failure is None else f"{type(self._failure).__name__}: {self._failure}\n"
-        end_rank(RankError(self._topology.rank, "peer_lost", message, f"{message}\n{why}", time.time()))
+        failure = "" if self._failure is None else f"{type(self._failure).__name__}: {self._failure}\n"
+        end_rank(RankError(self._topology.rank, "peer_lost", message, f"{message}\n{failure}", time.time()))

@@ -26,11 +26,10 @@ from aliquot.core.errors import RendezvousError
 from aliquot.core.interpreter import python_command
 from aliquot.distributed.forked_rank import end_forked_ranks, forked_rank, forking
 from aliquot.distributed.leader_lease import ROUND
-from aliquot.distributed.rank_errors import LAST_WORDS, LastWords
-from aliquot.distributed.rank_failures import explain, explain_stop
+from aliquot.distributed.rank_errors import ERROR_LOG, ErrorLog, explain_failure, explain_stop
 from aliquot.distributed.rendezvous import NodeGroup
 from aliquot.distributed.run_secret import SECRET
-from aliquot.distributed.stop_signal import STOP_SIGNALS
+from aliquot.distributed.signals import STOP_SIGNALS
 
 BACKEND = "aliquot"
 _GROUP = "group"
@@ -86,8 +85,8 @@ def run_local_ranks(
     program, *command = python_command(
         "-m", "aliquot.distributed.rank_process", str(os.getpid()), str(log_directory), *argv
     )
-    words = LastWords()
-    environ = {LAST_WORDS: words.place, SECRET: group.secret}
+    errors = ErrorLog()
+    environ = {ERROR_LOG: errors.path, SECRET: group.secret}
     os.environ.update(environ)
     try:
         if round is None:
@@ -96,10 +95,10 @@ def run_local_ranks(
             with forking():
                 elastic_launch(config, forked_rank)({ROUND: str(round), **environ}, log_directory, argv)
     except ChildFailedError as failed:
-        lines, code, kind = explain(failed.failures, words.read(), log_directory)
+        lines, code, kind = explain_failure(failed.failures, errors.read(), log_directory)
         return Ended(code, tuple(lines), kind)
     except SignalException as stopped:
-        lines, code = explain_stop(signal.Signals(stopped.sigval), words.read())
+        lines, code = explain_stop(signal.Signals(stopped.sigval), errors.read())
         return Ended(code, tuple(lines), "stopped", told=True)
     except (DistError, ElasticRendezvousError) as error:
         raise RendezvousError(
@@ -109,7 +108,7 @@ def run_local_ranks(
     finally:
         if round is not None:
             end_forked_ranks()
-        words.close()
+        errors.close()
     return Ended(0)
 
 

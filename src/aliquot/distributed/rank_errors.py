@@ -1,8 +1,9 @@
-"""How a rank says what ended it: to its launcher, so that the cause is shown first and the echo not.
+"""The error that ended each rank, and the choice of the one error that a person sees.
 
-When one rank dies its peers die of the lost connection a moment later. Each rank records its error with a kind, and
-`peer_lost` ones are only the echo. The launcher has a file in memory for what its own ranks say, which no full disk and
-no other run takes from it; for people, and for a report, each error lies beside the rank's log, too.
+When one rank dies its peers die of the lost connection a moment later. So each rank records its error with a kind, and
+`peer_lost` marks the errors that only follow another. The launcher has a file in memory for the errors of its ranks: no
+full disk and no other run can take that file away. A copy of each error lies beside the rank's log for people and
+reports.
 """
 
 from __future__ import annotations
@@ -10,19 +11,21 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import sys
 import time
 import traceback
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal, NoReturn, Protocol
 
 from aliquot.core.errors import TrainingError, UserError, printable, resource_error
 from aliquot.core.small_files import open_unlinked, publish_text
-from aliquot.distributed.bounded_call import within_a_moment
+from aliquot.distributed.bounded_call import bounded_call
 
-LOG_DIRECTORY = "ALIQUOT_LOG_DIRECTORY"  # set by our launcher in its ranks, and only there
-LAST_WORDS = "ALIQUOT_LAST_WORDS"  # where ranks find that file of their launcher
+LOG_DIRECTORY = "ALIQUOT_LOG_DIRECTORY"  # our launcher sets this variable in its ranks; nobody else does
+ERROR_LOG = "ALIQUOT_LAST_WORDS"  # the path of the launcher's ErrorLog
 
 Kind = Literal["user", "training", "crash", "peer_lost"]
 
@@ -40,7 +43,7 @@ _GLOO_PEER = re.compile(r"gloo/transport.* \[([^\[\]]+)\]:\d")
 
 @dataclass(frozen=True)
 class RankError:
-    """One rank's last words."""
+    """The error that ended one rank."""
 
     rank: int
     kind: Kind
@@ -64,16 +67,17 @@ class RankError:
         return f"rank {self.rank} failed: {first} [crash]"
 
 
-class LastWords:
-    """What the ranks of one start have said of their ends: a file in memory that is gone with this process."""
+class ErrorLog:
+    """The errors of the ranks that one launcher has started, in a file in memory that ends with the launcher."""
 
     def __init__(self) -> None:
         self._descriptor = os.memfd_create("aliquot-last-words")
-        self.place = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def read(self) -> list[RankError]:
-        words = os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0).decode()
-        return [RankError(**json.loads(line)) for line in words.splitlines()]
+        """Return the errors in the order in which ranks have written them."""
+        text = os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0).decode()
+        return [RankError(**json.loads(line)) for line in text.splitlines()]
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -88,10 +92,13 @@ def error_file(directory: Path, rank: int) -> Path:
 
 
 def report_error(error: Exception, debug: bool = False) -> int:
-    """Tell the person, or the launcher, what ended this rank; the exit code: 2 for bad input, 1 otherwise.
+    """Report what ended this rank to the launcher or, without a launcher, to the person.
 
     Under our launcher the error goes to a file, its traceback to the rank's log, and nothing to the console that all
     ranks share. Otherwise one line goes to stderr, followed by the traceback if `debug`.
+
+    Returns:
+        The exit code: 2 for bad input, 128 + signal for a run that was told to stop, 1 otherwise.
     """
     rank = int(os.environ.get("RANK", "0"))
     text = "".join(traceback.format_exception(error))
@@ -99,14 +106,14 @@ def report_error(error: Exception, debug: bool = False) -> int:
     kind = classify(error)
     message = error.line if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     code = error.exit_code if isinstance(error, UserError) else 1
-    own = RankError(rank, kind, message, text, time.time(), code)
-    recorded = record_error(own)
+    rank_error = RankError(rank, kind, message, text, time.time(), code)
+    is_recorded = record_error(rank_error)
     if kind == "peer_lost":
-        # The first rank to exit has all others ended: leave the one that failed the time to say why.
+        # The first exit of a rank ends all ranks. The rank that failed needs time to record its error.
         time.sleep(1.0)
-    # Under torchrun every rank meets the same bad input; one a node says so.
-    if not recorded and not (kind == "user" and os.environ.get("LOCAL_RANK", "0") != "0"):
-        print(f"aliquot: {own.line}", file=sys.stderr)
+    # Under torchrun every rank raises the same error for bad input; one rank of each node prints it.
+    if not is_recorded and not (kind == "user" and os.environ.get("LOCAL_RANK", "0") != "0"):
+        print(f"aliquot: {rank_error.line}", file=sys.stderr)
         if debug:
             print(text, file=sys.stderr)
         elif kind == "crash":
@@ -115,43 +122,45 @@ def report_error(error: Exception, debug: bool = False) -> int:
 
 
 def end_rank(error: RankError) -> NoReturn:
-    """Say it and end with code 1, whatever the main thread waits for: a log on a file server that does not answer is
-    not waited for."""
+    """Report `error` and end this process with code 1, even if the main thread or a file server does not answer."""
 
-    def say() -> None:
+    def report() -> None:
         if not record_error(error):
             print(f"aliquot: {error.line}", file=sys.stderr, flush=True)
 
-    within_a_moment(say)
+    bounded_call(report)
     os._exit(1)
 
 
 def record_error(error: RankError) -> bool:
-    """Tell our launcher, and write it beside the log. False: it did not start this rank, or nothing can be written."""
-    told, directory = _tell_launcher(error), os.environ.get(LOG_DIRECTORY)
+    """Send the error to our launcher, and write it beside the rank's log.
+
+    Returns False if our launcher did not start this rank, or if nothing can be written.
+    """
+    is_sent, directory = _send_to_launcher(error), os.environ.get(LOG_DIRECTORY)
     if directory is None:
-        return told
+        return is_sent
     try:
         with open_unlinked(log_file(Path(directory), error.rank), "a", encoding="utf-8") as log:
             log.write(error.traceback if error.kind != "user" else f"{time.ctime(error.time)}: {error.message}\n")
         publish_text(error_file(Path(directory), error.rank), json.dumps(asdict(error)))
-    except OSError:  # the disk is full, which may be the very error
-        return told
+    except OSError:  # a full disk, for example, which may be the error itself
+        return is_sent
     return True
 
 
-def _tell_launcher(error: RankError) -> bool:
-    place = os.environ.get(LAST_WORDS)
-    if place is None:
+def _send_to_launcher(error: RankError) -> bool:
+    path = os.environ.get(ERROR_LOG)
+    if path is None:
         return False
     try:
-        words = os.open(place, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-    except OSError:  # it has ended
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+    except OSError:  # the launcher has ended
         return False
     try:
-        os.write(words, f"{json.dumps(asdict(error))}\n".encode())  # at once: others write, too
+        os.write(descriptor, f"{json.dumps(asdict(error))}\n".encode())  # one call, because other ranks write, too
     finally:
-        os.close(words)
+        os.close(descriptor)
     return True
 
 
@@ -172,3 +181,81 @@ def _is_connection_error(error: BaseException) -> bool:
     if isinstance(error, ConnectionError) or type(error).__name__ in _CONNECTION_ERRORS:
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _CONNECTION_WORDS)
+
+
+class DeadRank(Protocol):
+    """A dead process as torch's elastic launcher describes it."""
+
+    @property
+    def exitcode(self) -> int: ...  # negative: the signal that killed the process
+
+    @property
+    def timestamp(self) -> int: ...  # seconds since the epoch, rounded down
+
+
+def explain_failure(
+    dead_ranks: Mapping[int, DeadRank], errors: Sequence[RankError], log_directory: Path
+) -> tuple[list[str], int, str]:
+    """Choose the failure that caused the others.
+
+    Args:
+        dead_ranks: by global rank. torch may name only the first rank that exits, so the cause may be among `errors`.
+        errors: what all ranks of this launcher have recorded, in this order.
+        log_directory: the directory of the ranks' logs.
+
+    Returns:
+        The lines for the person. The exit code of the launcher: 2 for bad input, 143 if all was saved because another
+        node was told to stop, else 1. The kind of the error, or "killed" if a rank died without an error.
+    """
+    recorded: dict[int, RankError | None] = dict.fromkeys(dead_ranks) | {error.rank: error for error in errors}
+    rank = min(dead_ranks, key=lambda rank: _order(dead_ranks[rank], recorded[rank], errors))
+    error = recorded[rank]
+    lines = [f"aliquot: {_describe(rank, dead_ranks[rank], error)}"]
+    if _order(dead_ranks[rank], error, errors)[0] > 0:
+        causes = (error for error in errors if error.kind != "peer_lost" and error.exit_code <= 2)
+        if (cause := next(causes, None)) is not None:
+            rank, error, lines = cause.rank, cause, [f"aliquot: {cause.line}"]
+    if error is not None and error.exit_code != 1:
+        return lines, error.exit_code, error.kind
+    more = f"  more in {log_file(log_directory, rank)}"
+    bounded_call(lambda: lines.append(more) if log_file(log_directory, rank).exists() else None)
+    return lines, 1, "killed" if error is None else error.kind
+
+
+def explain_stop(number: signal.Signals, errors: Sequence[RankError]) -> tuple[list[str], int]:
+    """Say how the ranks of this launcher ended after the launcher was told to stop.
+
+    Returns:
+        The lines for the person. The exit code: 128 + signal, unless a rank failed, for example because it could not
+        save.
+    """
+    stopped = 128 + number
+    failed = [error for error in errors if error.exit_code != stopped and error.kind != "peer_lost"]
+    obeyed = [error for error in errors if error.exit_code == stopped]
+    if not obeyed:
+        failed = failed or list(errors)  # a lost rank that no other error explains: it did not save
+    for error in (failed or obeyed)[:1]:
+        return [f"aliquot: {error.line}"], error.exit_code if failed else stopped
+    return [f"aliquot: stopped by {number.name}"], stopped
+
+
+def _order(dead: DeadRank, error: RankError | None, errors: Sequence[RankError]) -> tuple[int, float]:
+    """Sort causes before their consequences, then by the order of `errors`, because clocks may be set meanwhile."""
+    if error is not None:
+        return (2 if error.kind == "peer_lost" else 0), errors.index(error)
+    position = sum(error.time < dead.timestamp for error in errors) - 0.5
+    if dead.exitcode == -signal.SIGTERM:
+        return 3, position  # the launcher itself ends the ranks that are left so
+    if dead.exitcode == -signal.SIGABRT:
+        return 1, position  # torch may abort after a lost connection
+    return 0, position
+
+
+def _describe(rank: int, dead: DeadRank, error: RankError | None) -> str:
+    if error is not None:
+        return error.line
+    if dead.exitcode >= 0:
+        return f"rank {rank} ended with exit code {dead.exitcode} [crash]"
+    number = -dead.exitcode
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    return f"rank {rank} was killed by {name}{' (out of memory?)' if number == signal.SIGKILL else ''} [killed]"

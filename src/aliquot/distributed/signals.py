@@ -1,4 +1,9 @@
-"""A second Ctrl-C to the launcher of a node whose ranks finish a step and save after the first: they are ended."""
+"""The signals that ask a run to stop, and a thread that hears them.
+
+Python runs a signal handler in the main thread, after the call in which that thread waits: a library that trains a
+tokenizer, or the wait for ranks. So a thread acts instead: the interpreter writes the number of each signal into a
+pipe, which the thread reads. run/shutdown.py decides what a rank does, distributed/elastic.py what a launcher does.
+"""
 
 from __future__ import annotations
 
@@ -9,33 +14,67 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from aliquot.distributed.stop_signal import SAME_S, STOP_SIGNALS
+from aliquot.core.errors import TrainingError
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# systemd and scancel signal every process of a control group: the ranks, and the launcher, which signals the ranks
+# again. A signal within this time after the first one is the same request.
+REPEAT_S = 2.0
+
+
+class Terminated(TrainingError, id="terminated"):
+    """The run stopped because of signal `number`, with all saved."""
+
+    def __init__(self, number: int, message: str) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name} {message}")
+        self.exit_code = 128 + number
+
+
+class SignalListener:
+    """A thread that calls `handle` with the number of each stop signal of this process, until `close`.
+
+    Make one on the main thread only. The signals need handlers of Python, whatever those handlers do.
+    """
+
+    def __init__(self, handle: Callable[[int], None]) -> None:
+        read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._former = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        threading.Thread(target=self._listen, args=(read, handle), name="aliquot-signals", daemon=True).start()
+
+    @staticmethod
+    def _listen(pipe: int, handle: Callable[[int], None]) -> None:
+        while numbers := os.read(pipe, 1):
+            if numbers[0] in STOP_SIGNALS:
+                handle(numbers[0])
+        os.close(pipe)
+
+    def close(self) -> None:
+        """Stop listening. The thread ends when it has read what is in the pipe."""
+        signal.set_wakeup_fd(self._former)
+        os.close(self._write)
 
 
 @contextmanager
-def obeying_second_signal(asked: Callable[[str], None], ends: Callable[[str], None]) -> Iterator[None]:
-    """Call `asked` with the name of the first signal that comes, and `ends` with that of another one, which is not the
-    first told again. In a thread: the main thread waits for ranks. Their handlers are whoever else's."""
-    read, told = os.pipe()
-    os.set_blocking(told, False)
-    former = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+def first_and_second_signal(on_first: Callable[[str], None], on_second: Callable[[str], None]) -> Iterator[None]:
+    """Call `on_first` with the name of the first stop signal, and `on_second` with the name of any later one.
 
-    def listen() -> None:
-        first: float | None = None
-        while number := os.read(read, 1):
-            if number[0] not in STOP_SIGNALS:
-                continue
-            name = signal.Signals(number[0]).name
-            if first is None:
-                first = time.monotonic()
-                asked(name)
-            elif time.monotonic() > first + SAME_S:
-                ends(name)
-        os.close(read)
+    A launcher ends its ranks at the second Ctrl-C, because ranks finish a step and save after the first. A repetition
+    of the first signal within REPEAT_S does not count. The handlers of the signals belong to the caller.
+    """
+    first_at: float | None = None
 
-    threading.Thread(target=listen, name="aliquot-second-signal", daemon=True).start()
+    def handle(number: int) -> None:
+        nonlocal first_at
+        name = signal.Signals(number).name
+        if first_at is None:
+            first_at = time.monotonic()
+            on_first(name)
+        elif time.monotonic() > first_at + REPEAT_S:
+            on_second(name)
+
+    listener = SignalListener(handle)
     try:
         yield
     finally:
-        signal.set_wakeup_fd(former)
-        os.close(told)
+        listener.close()

@@ -1,26 +1,57 @@
-"""A run that hangs: when no step ends for too long, every rank writes down where it is, and the run ends."""
+"""Watchdogs: a run that hangs ends, after every rank has written the stacks of its threads.
+
+`Watchdog` times training steps. `IdleWatchdog` watches the rest of a run, where work may take any time: tokenising a
+corpus or loading weights uses the CPU or a disk, a run that hangs uses neither. The error line of both names the ranks
+for which the other ranks wait.
+"""
 
 from __future__ import annotations
 
 import faulthandler
+import re
+import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self, cast
+
+import psutil
+
+# Public, but not re-exported for type checkers.
+from torch.distributed import DistError, HashStore, Store  # type: ignore[attr-defined]
 
 from aliquot.core.small_files import open_unlinked
+from aliquot.distributed.bounded_call import bounded_call
 from aliquot.distributed.rank_errors import RankError, end_rank
-from aliquot.distributed.stacks import of_all_ranks, told_standing_still
+from aliquot.distributed.topology import Topology
+from aliquot.machine.memory import unwritten_bytes
+
+_CHECKS = 30  # idle checks in a row that end a run; a process that was stopped meanwhile has made no checks
+_STACKS_AHEAD = 2  # ranks check at different times, so they write stacks this many checks before the end
+_LONGEST_INTERVAL_S = 60.0
+# An idle rank uses a thousandth of a core for its heartbeat, and a hundredth of a core and 4 KiB/s for progress bars.
+# A slow network costs little CPU time, but its bytes are read or written.
+_BUSY_CORES = 0.02
+_BUSY_BYTES_PER_S = 16384
+
+_FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)$')
+_RANK_OF_FILE = re.compile(r"(\d+)\.txt$")
+_SAME_HANG_S = 60.0  # stack files whose times differ by more are of different hangs
+_WAITING = re.compile(  # "file function" of a frame that waits for other ranks
+    r"torch/distributed/|aliquot/distributed/(?:collectives/|ranks\.py) "
+    r"|engines/host/(?:weight_publication\.py need|gradient_exchange\.py _left)$"
+)
 
 
 class Watchdog:
-    """Started at once; call `beat` whenever there is progress and `stop` at the end.
+    """A context of every rank, from the first step on: call `beat` whenever a step ends, and `stop` at the end.
 
-    Without a beat for `timeout_s` the stacks of all Python threads go to `stack_file`, from a C thread that needs no
-    GIL, so also when a native call holds it. `grace_s` later the process ends with code 1: the first rank to exit has
-    all others ended, and they are to write their stacks too.
+    Without a beat for `timeout_s` the stacks of all Python threads go to `stack_file`. A C thread writes them, which
+    needs no GIL, because a native call may hold it. `grace_s` later the process ends with code 1: the first exit of a
+    rank ends all ranks, and all of them shall write their stacks before.
     """
 
     def __init__(
@@ -29,15 +60,15 @@ class Watchdog:
         stack_file: Path,
         rank: int,
         world_size: int,
-        doing: Callable[[], str],
+        activity: Callable[[], str],
         grace_s: float = 3.0,
     ) -> None:
-        """`doing`: in words, what goes on."""
-        self.timeout_s = timeout_s
-        self.grace_s = grace_s
-        self.stack_file = stack_file
-        self.rank, self.world_size = rank, world_size
-        self._doing = doing
+        """`activity`: what this rank does now, in words."""
+        self._timeout_s = timeout_s
+        self._grace_s = grace_s
+        self._stack_file = stack_file
+        self._rank, self._world_size = rank, world_size
+        self._activity = activity
         stack_file.parent.mkdir(parents=True, exist_ok=True)
         self._stacks = open_unlinked(stack_file, "w", encoding="utf-8")
         self._stopped = threading.Event()
@@ -47,8 +78,8 @@ class Watchdog:
     def beat(self) -> None:
         if self._stopped.is_set():
             return
-        self._last = time.monotonic()
-        faulthandler.dump_traceback_later(self.timeout_s, file=self._stacks)  # replaces the one before
+        self._last_beat = time.monotonic()
+        faulthandler.dump_traceback_later(self._timeout_s, file=self._stacks)  # replaces the timer of the last beat
 
     def __enter__(self) -> Self:
         return self
@@ -57,23 +88,232 @@ class Watchdog:
         self.stop()
 
     def stop(self) -> None:
-        """From here on nothing is timed. May be called again."""
+        """Stop timing. May be called again."""
         if self._stopped.is_set():
             return
         self._stopped.set()
         faulthandler.cancel_dump_traceback_later()
         self._stacks.close()
-        with suppress(OSError):  # somebody may have removed it
-            if self.stack_file.stat().st_size == 0:
-                self.stack_file.unlink()
+        with suppress(OSError):  # a person may have removed the file
+            if self._stack_file.stat().st_size == 0:
+                self._stack_file.unlink()
 
     def _wait(self) -> None:
-        while (left := self._last + self.timeout_s + self.grace_s - time.monotonic()) > 0:
-            if self._stopped.wait(left):
+        while (left_s := self._last_beat + self._timeout_s + self._grace_s - time.monotonic()) > 0:
+            if self._stopped.wait(left_s):
                 return
-        stacks = self.stack_file.with_name(of_all_ranks(self.stack_file))
         message = (
-            f"no progress for {self.timeout_s:g} s (launch.step_timeout_s) while {self._doing()}"
-            f"{told_standing_still(self.stack_file, self.world_size)}; where every rank was: {stacks} [hung]"
+            f"no progress for {self._timeout_s:g} s (launch.step_timeout_s) while {self._activity()}"
+            f"{describe_stuck_ranks(self._stack_file, self._world_size)}; where every rank was:"
+            f" {_all_ranks(self._stack_file)} [hung]"
         )
-        end_rank(RankError(self.rank, "training", message, f"{message}\n", time.time()))
+        end_rank(RankError(self._rank, "training", message, f"{message}\n", time.time()))
+
+
+class IdleWatchdog:
+    """A context of every rank that ends the run when no rank has done anything for `timeout_s`.
+
+    All ranks write their stacks to `stack_file` (None: to stderr), and the run ends with code 1. A rank that does not
+    write its stacks, because its host does not answer, gets `timeout_s` more.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        store: Store | None,
+        timeout_s: float,
+        stack_file: Path | None,
+        activity: Callable[[], str],
+    ) -> None:
+        """`store`: the rendezvous store; None for a single rank. `activity`: what this rank does now, in words."""
+        self._topology = topology
+        self._timeout_s = timeout_s
+        self._interval_s = min(_LONGEST_INTERVAL_S, timeout_s / _CHECKS)
+        self._checks = round(timeout_s / self._interval_s)
+        self._stack_file = stack_file
+        self._activity = activity
+        # The clone has a connection of its own, because other threads wait in the store's connection. The type stubs do
+        # not know clone().
+        self._store: Store = HashStore() if store is None else cast(Any, store).clone()
+        self._is_over = threading.Event()
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._run, name="aliquot-idle-watchdog", daemon=True).start()
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._is_over.set()
+        # The run went on. After an error the stacks stay: this rank may only have lost the rank that reports the hang.
+        if kind is None and self._stack_file is not None:
+            self._stack_file.unlink(missing_ok=True)
+
+    def _run(self) -> None:
+        with suppress(DistError):  # node 0 has ended or is out of reach: heartbeat.py reports it
+            self._check_all()
+
+    def _check_all(self) -> None:
+        meter, last_count, idle_checks = _WorkMeter(), 0, 0
+        while not self._is_over.wait(self._interval_s):
+            # The key counts the checks, of all ranks, at which a rank had worked.
+            count = self._store.add("idle-watchdog", int(meter.has_worked(self._interval_s)))
+            idle_checks = idle_checks + 1 if count == last_count else 0
+            last_count = count
+            stacks_key = f"idle-watchdog-stacks-{last_count}"  # counts the ranks that have written stacks of this hang
+            if idle_checks == self._checks - _STACKS_AHEAD:
+                if bounded_call(self._write_stacks):
+                    self._store.add(stacks_key, 1)
+                meter.has_worked(self._interval_s)  # do not count the work of writing stacks
+            all_written = idle_checks >= self._checks and self._store.add(stacks_key, 0) >= self._topology.world_size
+            if (all_written or idle_checks >= 2 * self._checks) and not self._is_over.is_set():
+                self._end()
+
+    def _write_stacks(self) -> None:
+        if self._stack_file is None:
+            faulthandler.dump_traceback(sys.stderr)
+            return
+        self._stack_file.parent.mkdir(parents=True, exist_ok=True)
+        with open_unlinked(self._stack_file, "w") as file:
+            faulthandler.dump_traceback(file)
+
+    def _end(self) -> None:
+        stuck, place = "", "above"
+        if self._stack_file is not None:
+            stuck = describe_stuck_ranks(self._stack_file, self._topology.world_size)
+            place = str(_all_ranks(self._stack_file))
+        message = (
+            f"no rank has computed, read or written anything for {self._timeout_s:g} s (launch.step_timeout_s) while"
+            f" {self._activity()}{stuck}; where every rank was: {place} [hung]"
+        )
+        end_rank(RankError(self._topology.rank, "training", message, f"{message}\n", time.time()))
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a process has done since it began."""
+
+    cpu_s: float = 0.0
+    disk_bytes: int = 0  # read from a disk or written to it
+    all_bytes: int = 0  # read and written, pipes and most sockets included
+
+
+class _WorkMeter:
+    """Measures the work of this process and of its children, which tokenise. Use it in one thread."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._last: dict[tuple[int, float], _Work] = {}
+        self._measuring_bytes = 0
+        self._unwritten_bytes = unwritten_bytes()  # the minimum since a process has worked
+        self.has_worked(1.0)
+
+    def has_worked(self, seconds: float) -> bool:
+        """Whether the processes have worked since the last call, about `seconds` ago, or the kernel wrote for them."""
+        bytes_before = _io_bytes(self._process)[1]
+        work: dict[tuple[int, float], _Work] = {}
+        for process in self._process.children(recursive=True):
+            with suppress(psutil.Error):  # the child has ended, or may not be inspected
+                cpu = process.cpu_times()
+                work[process.pid, process.create_time()] = _Work(cpu.user + cpu.system, *_io_bytes(process))
+        # A thread that waits in fsync does nothing while the kernel writes for it. Only a new minimum of unwritten
+        # bytes counts as progress, because other processes may write for ever.
+        unwritten = unwritten_bytes()
+        kernel_writes = unwritten < self._unwritten_bytes and _waits_for_disk()
+        disk_bytes, bytes_after = _io_bytes(self._process)
+        # The meter's own CPU time and bytes do not count.
+        self._measuring_bytes += bytes_after - bytes_before
+        cpu_s = time.process_time() - time.thread_time()
+        work[self._process.pid, 0.0] = _Work(cpu_s, disk_bytes, bytes_after - self._measuring_bytes)
+        changes = [(now, self._last.get(process, _Work())) for process, now in work.items()]
+        self._last = work
+        has_worked = (
+            sum(now.cpu_s - before.cpu_s for now, before in changes) > _BUSY_CORES * seconds
+            or sum(now.disk_bytes - before.disk_bytes for now, before in changes) > 0
+            or sum(now.all_bytes - before.all_bytes for now, before in changes) > _BUSY_BYTES_PER_S * seconds
+            or kernel_writes
+        )
+        if has_worked:
+            self._unwritten_bytes = unwritten
+        return has_worked
+
+
+def _waits_for_disk() -> bool:
+    """Whether a thread of this process is in the state D, in which it waits for a disk."""
+    for thread in Path("/proc/self/task").glob("*/stat"):
+        with suppress(OSError):  # the thread has ended
+            if thread.read_text().rpartition(")")[2].split()[0] == "D":
+                return True
+    return False
+
+
+def _io_bytes(process: psutil.Process) -> tuple[int, int]:
+    """Return the bytes that the process exchanged with disks, and all bytes that it has read and written."""
+    try:
+        io = process.io_counters()
+    except (psutil.Error, OSError, NotImplementedError):  # some containers hide the counters
+        return 0, 0
+    return io.read_bytes + io.write_bytes, io.read_chars + io.write_chars
+
+
+def describe_stuck_ranks(stack_file: Path, world_size: int) -> str:
+    """Return words for an error line that name the ranks for which the others wait, or the ranks that do not answer.
+
+    Args:
+        stack_file: the stacks of this rank. The other ranks' files lie beside it.
+        world_size: files of higher ranks are of an earlier, larger run.
+
+    Returns:
+        An empty string if no rank or every rank waits for others, or if the files cannot be read in three seconds.
+    """
+    words: list[str] = []
+    bounded_call(lambda: words.append(_describe(stack_file, world_size)))
+    return words[0] if words else ""
+
+
+def _describe(stack_file: Path, world_size: int) -> str:
+    files = _stack_files(stack_file, world_size)
+    if stuck := _stuck_ranks(stack_file, files):
+        places = ", ".join(f"rank {rank} stands still at {place}" for rank, place in stuck.items())
+        return f"; {places}{', and the others wait for it' * (len(stuck) == 1)}"
+    silent = [str(rank) for rank, file in files.items() if file != stack_file and file.stat().st_size == 0]
+    if silent:
+        return f"; nothing is heard of rank {', '.join(silent)}: stopped, or on a host that does not answer"
+    return ""
+
+
+def _stack_files(stack_file: Path, world_size: int) -> dict[int, Path]:
+    """The files of all ranks of this run, by rank."""
+    files = {
+        int(number[1]): file
+        for file in stack_file.parent.glob(_all_ranks(stack_file).name)
+        if (number := _RANK_OF_FILE.search(file.name))
+    }
+    return {rank: file for rank, file in sorted(files.items()) if rank < world_size}
+
+
+def _all_ranks(stack_file: Path) -> Path:
+    """A glob pattern of the stack files of all ranks."""
+    return stack_file.with_name(_RANK_OF_FILE.sub("*.txt", stack_file.name))
+
+
+def _stuck_ranks(stack_file: Path, files: dict[int, Path]) -> dict[int, str]:
+    """The ranks that do not wait for others, with `file:line in function`. Empty if those are none or all ranks."""
+    written_at = stack_file.stat().st_mtime
+    files = {rank: file for rank, file in files.items() if abs(file.stat().st_mtime - written_at) < _SAME_HANG_S}
+    stuck = {}
+    for rank, file in files.items():
+        frames = _main_thread_frames(file.read_text(errors="replace"))
+        if frames and not any(_WAITING.search(f"{frame['file']} {frame['name']}") for frame in frames):
+            stuck[rank] = f"{Path(frames[0]['file']).name}:{frames[0]['line']} in {frames[0]['name']}"
+    return stuck if len(stuck) < len(files) else {}
+
+
+def _main_thread_frames(text: str) -> list[re.Match[str]]:
+    """The frames of the thread that faulthandler writes last, from the innermost to the script."""
+    thread = re.split(r"^(?:Current thread|Thread) .*$", text, flags=re.MULTILINE)[-1]
+    frames: list[re.Match[str]] = []
+    for line in thread.splitlines():
+        if (frame := _FRAME.match(line)) is not None:
+            frames.append(frame)
+            if frame["name"] == "<module>":  # the program that started the script may wait in torch, too
+                break
+    return frames

@@ -14,7 +14,7 @@ from typing import Any, Self
 from aliquot.config.schema import RunConfig
 from aliquot.core.errors import StorageError, UserError
 from aliquot.distributed.ranks import Ranks
-from aliquot.distributed.stop_signal import Terminated
+from aliquot.distributed.signals import Terminated
 from aliquot.machine.gpu_memory import Gpu
 from aliquot.machine.memory import SparingPss
 from aliquot.observe.clock import OWN_WORK, PARTS, StepClock

@@ -10,11 +10,11 @@ from aliquot.config.schema import RunConfig
 from aliquot.core.on_rank_0 import run_on_rank_0
 from aliquot.data.header import irregularities
 from aliquot.distributed.config_consistency import check_configs
-from aliquot.distributed.heartbeat import Presence
-from aliquot.distributed.idle_watchdog import Stillness
+from aliquot.distributed.heartbeat import Heartbeat
 from aliquot.distributed.ranks import Ranks
 from aliquot.distributed.rendezvous import infer_local_ranks
 from aliquot.distributed.topology import choose_device, place
+from aliquot.distributed.watchdog import IdleWatchdog
 from aliquot.machine.cpu import read_cpu
 from aliquot.models.source import resolve
 from aliquot.observe.console import Display
@@ -23,7 +23,7 @@ from aliquot.observe.prometheus import Exporter
 from aliquot.observe.run_directory import RunDirectory
 from aliquot.run import setup
 from aliquot.run.evaluate import evaluate
-from aliquot.run.run_context import Attempt
+from aliquot.run.run_context import Activity, Attempt, Stage
 
 _TIMEOUT_S = 24 * 3600.0  # as in run/train.py
 
@@ -53,17 +53,17 @@ def evaluate_model(config: RunConfig) -> dict[str, Evaluation]:
         ranks = Ranks.join(topology, _TIMEOUT_S, config.launch.join_timeout_s)
     display = Display(config.observe.console, enabled=topology.is_first)
     exporter = Exporter(config.observe, config.run.name)
-    timeout_s = config.launch.step_timeout_s
+    timeout_s, activity = config.launch.step_timeout_s, Activity()
     with (
         ranks.closing(),
-        Presence(topology, ranks.store, timeout_s) as presence,
-        Stillness(topology, ranks.store, timeout_s, None, lambda: presence.doing),
+        Heartbeat(topology, ranks.store, timeout_s, activity.describe),
+        IdleWatchdog(topology, ranks.store, timeout_s, None, activity.describe),
     ):
-        presence.doing = "evaluating a model"
+        activity.enter(Stage.EVALUATE_MODEL)
         try:
             ledger, directory = Ledger(ranks.rank), RunDirectory(config.run.directory)
             about = {"placement": placement}
-            return _evaluate(Attempt(config, ranks, directory, display, exporter, ledger, about))
+            return _evaluate(Attempt(config, ranks, directory, display, exporter, ledger, activity, about))
         finally:
             display.finish()
 

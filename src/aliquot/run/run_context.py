@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,40 @@ from aliquot.planner.plan import Plan
 from aliquot.tensor_io.parts import ChosenParts, PartStore
 
 
+class Stage(Enum):
+    """What a rank does, in the words of an error line: `... while planning`."""
+
+    START = "beginning"
+    READ_DATA = "reading and tokenising the data"
+    PLAN = "planning"
+    BUILD_MODEL = "building the model"
+    LOAD_WEIGHTS = "loading weights"
+    START_ENGINE = "making the engine ready"
+    STEP = "in step {step}"
+    COMPILE_EVALUATION = "compiling what evaluates"
+    EVALUATE = "evaluating"
+    SAVE = "saving step {step}"
+    FINISH_SAVE = "finishing a checkpoint"
+    COPY_TO_MIRROR = "copying checkpoints to the mirror"
+    EXPORT = "exporting the model"
+    SAMPLE = "generating the sample"
+    EVALUATE_MODEL = "evaluating a model"
+
+
+class Activity:
+    """The stage in which this rank is. Heartbeat and watchdogs name it when a node is lost or the run hangs."""
+
+    def __init__(self) -> None:
+        self._words = Stage.START.value
+
+    def enter(self, stage: Stage, step: int = 0, saving: int | None = None) -> None:
+        """`step`: the step of a stage that has one; `saving`: the step whose checkpoint is written meanwhile."""
+        self._words = stage.value.format(step=step) + ("" if saving is None else f", and saving step {saving}")
+
+    def describe(self) -> str:
+        return self._words
+
+
 @dataclass(frozen=True)
 class Attempt:
     """What an attempt at a run has before there is anything to train: who takes part, and where everything is told."""
@@ -39,6 +74,7 @@ class Attempt:
     display: Display
     exporter: Exporter
     ledger: Ledger
+    activity: Activity
     about: dict[str, Any]  # placement, machine, model, engine: what it is made of, as JSON
 
 

@@ -13,13 +13,11 @@ from aliquot.checkpoint.remote_upload import Mirror
 from aliquot.config.schema import RunConfig
 from aliquot.core.on_rank_0 import run_on_rank_0
 from aliquot.distributed.config_consistency import check_configs
-from aliquot.distributed.heartbeat import Presence
-from aliquot.distributed.idle_watchdog import Stillness
+from aliquot.distributed.heartbeat import Heartbeat
 from aliquot.distributed.ranks import Ranks
 from aliquot.distributed.rendezvous import infer_local_ranks
-from aliquot.distributed.stop_signal import StopSignal
 from aliquot.distributed.topology import choose_device, place
-from aliquot.distributed.watchdog import Watchdog
+from aliquot.distributed.watchdog import IdleWatchdog, Watchdog
 from aliquot.machine.cpu import read_cpu
 from aliquot.machine.facts import machine_facts
 from aliquot.machine.gpu_memory import gpu_of
@@ -31,13 +29,14 @@ from aliquot.observe.recorder import Recorder
 from aliquot.observe.run_directory import RunDirectory
 from aliquot.planner.compute_ceiling import ceiling
 from aliquot.run import export_run, setup
-from aliquot.run.run_context import Attempt, Start
+from aliquot.run.run_context import Activity, Attempt, Stage, Start
+from aliquot.run.shutdown import Shutdown
 from aliquot.run.training_loop import Result, Training
 from aliquot.stores.open_store import open_store
 from aliquot.tensor_io.publish import put_back
 
 # Only training steps are on the watchdog's clock: reading data and weights may take long. A rank that dies ends the
-# run at once anyway, a node that is lost soon (presence.py), and a run in which nobody does anything (stillness.py).
+# run at once anyway, a node that is lost soon (heartbeat.py), and a run in which nobody does anything (IdleWatchdog).
 _PREPARATION_TIMEOUT_S = 30 * 24 * 3600.0  # a terabyte of text takes more than a day
 
 
@@ -53,15 +52,19 @@ def train(config: RunConfig, force: bool = False) -> Result:
         ranks = Ranks.join(topology, _PREPARATION_TIMEOUT_S, config.launch.join_timeout_s)
     display = Display(config.observe.console, enabled=topology.is_first)
     exporter = Exporter(config.observe, config.run.name)
-    directory = RunDirectory(config.run.directory)
+    directory, activity = RunDirectory(config.run.directory), Activity()
     stacks, timeout_s = directory.logs / f"still-rank-{topology.rank}.txt", config.launch.step_timeout_s
     with (
         ranks.closing(),
-        Presence(topology, ranks.store, timeout_s) as presence,
-        Stillness(topology, ranks.store, timeout_s, stacks, lambda: presence.doing),
-        StopSignal(
-            config.checkpoint.grace_s, topology.is_first, partial(_would_be_lost, directory), presence.leave
-        ) as stop,
+        Heartbeat(topology, ranks.store, timeout_s, activity.describe) as heartbeat,
+        IdleWatchdog(topology, ranks.store, timeout_s, stacks, activity.describe),
+        Shutdown(
+            config.checkpoint.grace_s,
+            topology.is_first,
+            partial(_describe_loss, directory),
+            heartbeat.announce_end,
+            has_mirror=config.checkpoint.mirror is not None,
+        ) as shutdown,
     ):
         try:
             with directory.locked() if topology.is_first else nullcontext():
@@ -70,33 +73,33 @@ def train(config: RunConfig, force: bool = False) -> Result:
                 run_on_rank_0(ranks, exporter.listen)
                 about = {"placement": placement, "machine": ranks.broadcast(machine)}
                 ledger = Ledger(ranks.rank, gpu_of(topology.device), offloads=config.shard.offload == "cpu")
-                run = Attempt(config, ranks, directory, display, exporter, ledger, about)
-                return _train(run, presence, stop, force)
+                run = Attempt(config, ranks, directory, display, exporter, ledger, activity, about)
+                return _train(run, heartbeat, shutdown, force)
         finally:
             display.finish()
             exporter.close()
 
 
-def _train(run: Attempt, presence: Presence, stop: StopSignal, force: bool) -> Result:
+def _train(run: Attempt, heartbeat: Heartbeat, shutdown: Shutdown, force: bool) -> Result:
     run.ledger.mark("process start", {})
     check_configs(run.ranks, run.config)
     run_on_rank_0(run.ranks, lambda: put_back(run.directory.checkpoints))
     run_on_rank_0(run.ranks, lambda: run.directory.check(run.config))
     setup.check_directory(run)
-    presence.doing = "reading and tokenising the data"
+    run.activity.enter(Stage.READ_DATA)
     inputs = setup.read_inputs(run)
     setup.check_inputs(run, inputs)
-    presence.doing = "planning"
+    run.activity.enter(Stage.PLAN)
     plan = setup.foresee(run, inputs, force)
     run.ledger.plan = {} if plan is None else plan.as_record()
-    presence.doing = "building the model"
+    run.activity.enter(Stage.BUILD_MODEL)
     model = setup.build_model(run, inputs, plan)
-    presence.doing = "loading weights"
+    run.activity.enter(Stage.LOAD_WEIGHTS)
     start = setup.fill_model(run, inputs, model)
     inputs = inputs.behind(start, run.config.train)
     run_on_rank_0(run.ranks, lambda: run.directory.begin(run.config))
     run_on_rank_0(run.ranks, lambda: run.directory.keep_day(inputs.data.day))
-    presence.doing = "making the engine ready"
+    run.activity.enter(Stage.START_ENGINE)
     model.engine.ready()
     run.ledger.mark("optimizer state", model.engine.counters().memory())
     setup.introduce(run, inputs, model, start)
@@ -106,7 +109,7 @@ def _train(run: Attempt, presence: Presence, stop: StopSignal, force: bool) -> R
     if why := setup.complete(run, inputs, start):
         run.display.line(f"this run is complete at step {start.step}: {why}, or choose another run.name")
         mirror = _mirror(run, start, run.display.warning)
-        presence.doing = "copying checkpoints to the mirror"
+        run.activity.enter(Stage.COPY_TO_MIRROR)
         mirror.finish()
         evaluated = not inputs.held_out or start.evaluations.last_step == start.step
         if evaluated and (not run.config.checkpoint.export or export_run.is_exported(run, start)):
@@ -120,11 +123,11 @@ def _train(run: Attempt, presence: Presence, stop: StopSignal, force: bool) -> R
             steps_before=start.step, total_steps=inputs.total_steps,
         ) as record,
         Watchdog(
-            run.config.launch.step_timeout_s, stacks, run.ranks.rank, run.ranks.world_size, lambda: presence.doing
+            run.config.launch.step_timeout_s, stacks, run.ranks.rank, run.ranks.world_size, run.activity.describe
         ) as watchdog,
     ):  # fmt: skip
         mirror = _mirror(run, start, record.warn, watchdog.beat)
-        training = Training(run, inputs, model, start, record, stop, watchdog, mirror, presence)
+        training = Training(run, inputs, model, start, record, shutdown, watchdog, mirror, heartbeat)
         training.all_steps()
         return training.finish()
 
@@ -148,6 +151,6 @@ def _mirror(run: Attempt, start: Start, warn: Callable[[str], None], beat: Calla
     return mirror
 
 
-def _would_be_lost(directory: RunDirectory) -> str:
+def _describe_loss(directory: RunDirectory) -> str:
     kept = complete_directories(directory.checkpoints)
     return f"losing what came after {kept[-1].name}" if kept else "losing all that it has trained"

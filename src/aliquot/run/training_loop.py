@@ -20,8 +20,7 @@ from aliquot.data.answer_ends import answer_ends
 from aliquot.data.batches import StepBatch
 from aliquot.data.batches_ahead import BatchesAhead
 from aliquot.data.batches_to_gpu import ToGpu
-from aliquot.distributed.heartbeat import Presence
-from aliquot.distributed.stop_signal import StopSignal, Terminated
+from aliquot.distributed.heartbeat import Heartbeat
 from aliquot.distributed.watchdog import Watchdog
 from aliquot.machine.allocator import FreedMemory
 from aliquot.models.computed import computed
@@ -35,7 +34,8 @@ from aliquot.observe.ledger import STEADY_PEAK
 from aliquot.observe.recorder import Recorder
 from aliquot.run import export_run
 from aliquot.run.evaluate import compile_evaluation, evaluate
-from aliquot.run.run_context import Attempt, Inputs, Model, Start
+from aliquot.run.run_context import Attempt, Inputs, Model, Stage, Start
+from aliquot.run.shutdown import Phase, Shutdown
 
 
 @dataclass(frozen=True)
@@ -59,17 +59,17 @@ class Training:
         model: Model,
         start: Start,
         record: Recorder,
-        stop: StopSignal,
+        shutdown: Shutdown,
         watchdog: Watchdog,
         mirror: Mirror,
-        presence: Presence,
+        heartbeat: Heartbeat,
     ) -> None:
         self._run = run
-        self._presence = presence
+        self._heartbeat = heartbeat
         self._inputs = inputs
         self._model = model
         self._record = record
-        self._stop = stop
+        self._shutdown = shutdown
         self._watchdog = watchdog
         self._mirror = mirror
         self._engine = model.engine
@@ -104,17 +104,14 @@ class Training:
         ranks, first, stop = self._run.ranks, self._done, self._inputs.total_steps
         given_up = self._evaluation_is_due() and self._evaluations.last_step != first  # or the one before all steps
         if given_up and (stopping := self._evaluate()):
-            self._stop.obeyed()
-            raise Terminated(stopping, f"before step {first + 1}: start again to continue")
+            raise self._shutdown.stopped_before(stopping, first + 1)
         if given_up and 0 < first == self._evaluations.last_step:
             # Or it would be evaluated again; and what was best may be of another run.
             self._saver.start(first, self._state(), self._evaluations.kept_step(self._run.config.checkpoint))
         to_gpu = ToGpu() if ranks.topology.device == "cuda" else None
         with BatchesAhead(self._inputs.batches, ranks.rank, ranks.world_size, first, stop, to_gpu) as batches:
             while self._done < self._end:
-                saving = self._saver.under_way
-                beside = "" if saving is None else f", and saving step {saving}"
-                self._presence.doing = f"in step {self._done + 1}{beside}"
+                self._run.activity.enter(Stage.STEP, self._done + 1, saving=self._saver.under_way)
                 self._record.begin()
                 batch = batches.take(self._done)
                 stopping, metrics = self._step(self._done, batch)
@@ -135,7 +132,7 @@ class Training:
         # The one exchange of small values in a step: all ranks decide by the same numbers what they do next.
         own = {
             "loss": summed,
-            "stop": self._stop.requested,
+            "stop": self._shutdown.requested,
             "save": saver.report(),
             "mirror": self._mirror.report(),
             "freed": self._freed.is_due(step),
@@ -156,7 +153,7 @@ class Training:
         if not math.isfinite(grad_norm):
             raise self._diverged(step, f"the gradient norm is {grad_norm}")
         self._done = step + 1
-        self._stop.nothing_to_save = None
+        self._shutdown.enter(Phase.STEPS, self._done)
         self._tokens += batch.tokens
         flops = model_flops(self._model.built.matmul_flops, batch.tokens, batch.lengths, self._attention_widths)
         record.end(batch.tokens, flops, saver.under_way)
@@ -178,31 +175,24 @@ class Training:
             self._compile_evaluation()
         if not stopping and self._evaluation_is_due():
             if self._saver.under_way == self._evaluations.kept_step(config.checkpoint):
-                self._presence.doing = f"saving step {self._saver.under_way}"
+                self._run.activity.enter(Stage.SAVE, self._saver.under_way or 0)
                 self._saver.finish()  # what is compared with is the best that could be saved
             stopping = self._evaluate()
         last, best = done == self._end, self._evaluations.kept_step(config.checkpoint)
         if stopping and self._saver.under_way is not None and self._no_time_for_another():
-            raise self._terminated(stopping, "checkpoint.grace_s was too short for another")
+            raise self._shutdown.stopped(
+                stopping, done, self._saved_step, "checkpoint.grace_s was too short for another"
+            )
         at_end = last and config.checkpoint.last
         if at_end or stopping or best == done or is_due(config.checkpoint.every, done):
-            self._presence.doing = f"saving step {done}"
+            self._run.activity.enter(Stage.SAVE, done)
             with self._record.between_steps("checkpoint"):
                 self._saver.finish()
                 best = self._evaluations.kept_step(config.checkpoint)  # without one that could not be saved
                 self._saver.start(done, self._state(), best)
         if stopping and not last:
             self._finish_saving()
-            raise self._terminated(stopping, "it could not be saved")
-
-    def _terminated(self, stopping: int, why_not: str) -> Terminated:
-        """When nothing more will be saved. `why_not`: the last step, if it is not."""
-        self._stop.obeyed()
-        done, saved = self._done, self._saved_step
-        if saved == done:
-            return Terminated(stopping, f"after step {done}, which is saved: start again to continue")
-        kept = f"saved is step {saved}" if saved else "nothing is saved"
-        return Terminated(stopping, f"after step {done}; {kept}, because {why_not}: start again to continue")
+            raise self._shutdown.stopped(stopping, self._done, self._saved_step)
 
     def _experts(self) -> dict[str, object]:
         """How evenly they were chosen, of a mixture, and what that has added to the loss."""
@@ -223,7 +213,7 @@ class Training:
         if self._run.config.train.compile == "none" or not self._inputs.held_out:
             return
         self._run.display.line("compiling what evaluates, before the second step")
-        self._presence.doing = "compiling what evaluates"
+        self._run.activity.enter(Stage.COMPILE_EVALUATION)
         for batches in self._inputs.held_out.values():
             compile_evaluation(self._engine, batches, self._run.ranks)
             self._watchdog.beat()
@@ -233,7 +223,7 @@ class Training:
         ranks, held_out = self._run.ranks, self._inputs.held_out
         if not held_out:
             return 0
-        self._presence.doing = "evaluating"
+        self._run.activity.enter(Stage.EVALUATE)
         total, before = sum(batches.count(ranks.world_size) for batches in held_out.values()), 0
 
         def progress(done: int, _: int) -> None:
@@ -265,19 +255,18 @@ class Training:
         """After the checkpoint that is under way: whether the next, begun now, would be killed. Collective."""
         before = self._saved_step
         self._saver.finish()
-        left_s = self._run.ranks.gather(self._stop.left_s - self._saver.worked_s)
+        left_s = self._run.ranks.gather(self._shutdown.left_s - self._saver.worked_s)
         if min(left_s) > 0 or self._saved_step == before:  # or it could not be saved: what is lost is lost anyway
             return False
         self._finish_saving()
         return True
 
     def _finish_saving(self) -> None:
-        self._presence.doing = "finishing a checkpoint"
+        self._run.activity.enter(Stage.FINISH_SAVE)
         self._saver.finish()
-        if self._saved_step == self._done:
-            copied = ", but not in checkpoint.mirror yet" if self._run.config.checkpoint.mirror else ""
-            self._stop.saved = f"after step {self._done}, which is saved{copied}: start again to continue"
-        self._presence.doing = "copying checkpoints to the mirror"
+        if self._saved_step == self._done and self._shutdown.phase is not Phase.SETUP:
+            self._shutdown.enter(Phase.COPYING, self._done)
+        self._run.activity.enter(Stage.COPY_TO_MIRROR)
         self._mirror.finish()
 
     def _saved(self, step: int, seconds: float, stall_s: float) -> None:
@@ -293,14 +282,14 @@ class Training:
 
     def _give_up(self, _: object) -> None:
         """An export, of which all would be lost: a checkpoint can be saved in the time that is left."""
-        if self._stop.requested:
+        if self._shutdown.requested:
             raise TrainingError("told to stop before the export was done")
         if (lost := self._run.directory.why_lost()) is not None:
             raise RunDirectoryError(lost)
 
     def _stopped(self) -> int:
         """The signal by which any rank was told to stop, or 0. Collective."""
-        return int(max(self._run.ranks.gather(self._stop.requested)))
+        return int(max(self._run.ranks.gather(self._shutdown.requested)))
 
     def _mean_loss(self, step: int, sums: list[float], predicted: int) -> float:
         """The loss of the global batch: the mean over all of its predicted tokens."""
@@ -353,18 +342,18 @@ class Training:
             self._finish_saving()
         self._watchdog.stop()
         if stopping:
-            raise self._terminated(stopping, "it could not be saved")
+            raise self._shutdown.stopped(stopping, self._done, self._saved_step)
         # With a checkpoint of the last step a signal ends the run at once; without, the export is all that is kept.
         if self._saved_step == self._done:
-            self._stop.nothing_to_save = f"after step {self._done}, the last, which is saved: start again for the rest"
-        elif not exports:
-            self._stop.nothing_to_save = f"after step {self._done}, the last, which could not be saved"
+            self._shutdown.enter(Phase.EXPORT, self._done)
+        else:
+            self._shutdown.enter(Phase.SOLE_EXPORT if exports else Phase.UNSAVED, self._done)
         run.ledger.mark(STEADY_PEAK, self._engine.counters().memory())
         self._record.finish()
         trained, exported = (run, self._inputs, self._model), None
         run_on_rank_0(run.ranks, run.directory.check_publish)
         if exports:
-            self._presence.doing = "exporting the model"
+            self._run.activity.enter(Stage.EXPORT)
             try:
                 exported = export_run.export_run(*trained, self._files, self._evaluations, self._done, self._give_up)
             except UserError:  # the same on every rank
@@ -372,17 +361,16 @@ class Training:
                     self._saver.start(self._done, self._state(), self._evaluations.kept_step(run.config.checkpoint))
                     self._finish_saving()
                 if stopping := self._stopped():
-                    raise self._terminated(stopping, "it could not be saved") from None
+                    raise self._shutdown.stopped(stopping, self._done, self._saved_step) from None
                 raise
-            self._stop.nothing_to_save = f"after step {self._done}, the last, which is exported"
+            self._shutdown.enter(Phase.DONE, self._done)
             if stopping := self._stopped():  # when it was almost done
-                self._stop.obeyed()
-                raise Terminated(stopping, self._stop.nothing_to_save)
-        self._presence.doing = "generating the sample"
+                raise self._shutdown.stopped_after_export(stopping, self._done)
+        self._run.activity.enter(Stage.SAMPLE)
         said = export_run.sample(*trained)
         # Of an attempt that had nothing left but this, memory says nothing about the run.
         rows = [] if self._done == self._start.step else run.ledger.publish(run.directory.ledger, run.ranks, run.about)
-        self._presence.stop()
+        self._heartbeat.stop()
         if run.ranks.rank == 0:
             speed = self._record.meter.overall()
             summary.finish(run.display, run.directory, rows, speed, said, exported, run.ledger.plan)

@@ -1,4 +1,4 @@
-"""The first signal asks, the second one ends; after all is saved the first one does."""
+"""Shutdown: the first signal asks, a second one ends the process; once all is saved the first one does."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from collections.abc import Iterator
 import pytest
 
 from aliquot.core.errors import TrainingError
-from aliquot.distributed.stop_signal import StopSignal
+from aliquot.run.shutdown import Shutdown
 
 RANK = """
 import os, signal, sys, time
-from aliquot.distributed import stop_signal
-from aliquot.distributed.stop_signal import StopSignal
-stop_signal.SAME_S = 0.5
+from aliquot.run import shutdown
+from aliquot.run.shutdown import Phase, Shutdown
+shutdown.REPEAT_S = 0.5
 signal.signal(signal.SIGINT, signal.SIG_IGN if sys.argv[2] == "background" else signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup, which ignores it
-with StopSignal(grace_s=float(sys.argv[1]), tells=True, kept=lambda: "losing 3 steps") as stop:
-    stop.nothing_to_save = {"saved": "after the last step, which is saved"}.get(sys.argv[2])
+with Shutdown(grace_s=float(sys.argv[1]), speaks=True, describe_loss=lambda: "losing 3 steps") as stop:
+    stop.enter({"saved": Phase.EXPORT}.get(sys.argv[2], Phase.STEPS), 5)
     print("ready", flush=True)
     while not stop.requested:
         time.sleep(0.01)
@@ -44,7 +44,7 @@ given_back = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIG
 assert given_back == [signal.SIG_DFL, signal.default_int_handler]
 """
 
-BEFORE_ITS_FIRST_STEP = RANK.replace("stop.nothing_to_save =", "_ =")
+BEFORE_ITS_FIRST_STEP = RANK.replace("stop.enter(", "print, (")
 
 
 @contextlib.contextmanager
@@ -77,7 +77,7 @@ def test_the_first_asks_and_the_second_ends(number: signal.Signals) -> None:
 
 
 def test_who_only_copies_what_is_saved_when_the_time_is_over_has_saved_it() -> None:
-    saved = '    stop.saved = "after step 5, which is saved"\n'
+    saved = "    stop.enter(Phase.COPYING, 5)\n"
     program = RANK.replace("    print(stop.requested", f"{saved}    print(stop.requested")
     with started(0.3, "hangs", program) as process:
         process.send_signal(signal.SIGTERM)
@@ -87,7 +87,7 @@ def test_who_only_copies_what_is_saved_when_the_time_is_over_has_saved_it() -> N
 
 
 def test_who_only_copies_what_is_saved_loses_nothing_when_told_again() -> None:
-    saved = '    stop.saved = "after step 5, which is saved"\n'
+    saved = "    stop.enter(Phase.COPYING, 5)\n"
     with started(60, "hangs", RANK.replace("    print(stop.requested", f"{saved}    print(stop.requested")) as process:
         process.send_signal(signal.SIGTERM)
         assert process.stdout is not None and process.stdout.readline() == f"{int(signal.SIGTERM)}\n"
@@ -95,11 +95,12 @@ def test_who_only_copies_what_is_saved_loses_nothing_when_told_again() -> None:
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=20)
     assert process.returncode == 130
-    assert errors.splitlines()[1] == "aliquot: SIGINT, told to stop again: ended after step 5, which is saved"
+    ended = "ended after step 5, which is saved: start again to continue"
+    assert errors.splitlines()[1] == f"aliquot: SIGINT, told to stop again: {ended}"
 
 
 def test_a_run_directory_that_does_not_answer_keeps_no_signal_from_being_obeyed() -> None:
-    program = RANK.replace('kept=lambda: "losing 3 steps"', "kept=lambda: time.sleep(600)")
+    program = RANK.replace('describe_loss=lambda: "losing 3 steps"', "describe_loss=lambda: time.sleep(600)")
     with started(4, "hangs", program) as process:
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=20)
@@ -147,7 +148,7 @@ def test_a_thread_has_no_signals() -> None:
 
     def inside() -> None:
         try:
-            StopSignal(1, True, lambda: "")
+            Shutdown(1, True, lambda: "")
         except TrainingError as error:
             raised.append(error)
 
@@ -175,7 +176,7 @@ def test_before_the_first_step_there_is_nothing_to_wait_for() -> None:
 def test_a_main_thread_that_cannot_hear_it_ends_all_the_same() -> None:
     """As while a library trains a tokenizer. Other nodes are told, too."""
     never = "import ctypes; lock = ctypes.CDLL(None).pthread_mutex_lock; mutex = bytes(64); lock(mutex); lock(mutex)"
-    program = BEFORE_ITS_FIRST_STEP.replace("as stop", ", ending=print) as stop")
+    program = BEFORE_ITS_FIRST_STEP.replace("as stop", ", announce_end=print) as stop")
     program = program.replace('"losing 3 steps")', '"losing 3 steps"').replace("time.sleep(0.01)", never, 1)
     with started(60, "hangs", program) as process:
         process.send_signal(signal.SIGINT)
@@ -193,7 +194,7 @@ def test_what_is_not_saved_in_time_is_said() -> None:
 
 def test_when_all_is_saved_a_report_may_take_its_time() -> None:
     """Or dashboards that do not answer: the run has done what it was asked for."""
-    program = RANK.replace("    while sys.argv[2] !=", "    stop.obeyed()\n    time.sleep(1)\n    while sys.argv[2] !=")
+    program = RANK.replace("    while sys.argv[2] !=", "    stop.disarm()\n    time.sleep(1)\n    while sys.argv[2] !=")
     with started(0.5, "obeys", program) as process:
         process.send_signal(signal.SIGTERM)
         output, errors = process.communicate(timeout=20)
@@ -204,4 +205,5 @@ def test_after_the_last_save_a_signal_ends_at_once() -> None:
     with started(60, "saved") as process:
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=20)
-    assert process.returncode == 143 and "after the last step, which is saved [terminated]" in errors
+    assert process.returncode == 143
+    assert "after step 5, the last, which is saved: start again for the rest [terminated]" in errors

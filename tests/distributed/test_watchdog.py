@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from aliquot.distributed import idle_watchdog
+from aliquot.distributed import watchdog
 from tests.distributed.launcher import JOIN, run
 
 WATCHED = (
     JOIN
     + """
 import subprocess
-from aliquot.distributed.idle_watchdog import Stillness
+from aliquot.distributed.watchdog import IdleWatchdog
 own = Path(sys.argv[1]) / f"still-rank-{ranks.rank}.txt"
 def waits_for_a_file_that_does_not_come():
     time.sleep(600)
@@ -31,7 +31,7 @@ def writes(seconds):
             file.write(bytes(4096))
             os.fsync(file.fileno())
             time.sleep(0.04)
-with Stillness(topology, ranks.store, 2.0, own, lambda: "loading weights"):
+with IdleWatchdog(topology, ranks.store, 2.0, own, lambda: "loading weights"):
 """
 )
 
@@ -61,7 +61,7 @@ def test_a_run_in_which_nobody_does_anything_says_who_stands_where(tmp_path: Pat
 
 def test_a_log_that_cannot_be_written_keeps_no_run_from_ending(tmp_path: Path) -> None:
     """As on a file server that does not answer: to open a pipe that nobody reads waits, too."""
-    body = WATCHED.replace("with Stillness", "os.mkfifo(own)\nwith Stillness") + WAITS
+    body = WATCHED.replace("with IdleWatchdog", "os.mkfifo(own)\nwith IdleWatchdog") + WAITS
     code, _, err = run(tmp_path, body, str(tmp_path))
     assert code == 1
     assert "no rank has computed, read or written anything for 2 s (launch.step_timeout_s)" in err.splitlines()[0]
@@ -69,11 +69,11 @@ def test_a_log_that_cannot_be_written_keeps_no_run_from_ending(tmp_path: Path) -
 
 def test_what_the_kernel_writes_for_one_who_waits_for_it_is_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     left, waits = iter([9, 7, 8, 7, 6, 5]), iter([True, True, False])
-    monkeypatch.setattr(idle_watchdog, "unwritten_bytes", lambda: next(left))
-    monkeypatch.setattr(idle_watchdog, "_waits_for_a_disk", lambda: next(waits))
-    monkeypatch.setattr(idle_watchdog, "_io", lambda process: (0, 0))
-    work = idle_watchdog._Work()  # which looks once
-    assert [work.since_last_look(1e6) for _ in range(4)] == [False, False, True, False]
+    monkeypatch.setattr(watchdog, "unwritten_bytes", lambda: next(left))
+    monkeypatch.setattr(watchdog, "_waits_for_disk", lambda: next(waits))
+    monkeypatch.setattr(watchdog, "_io_bytes", lambda process: (0, 0))
+    work = watchdog._WorkMeter()  # which looks once
+    assert [work.has_worked(1e6) for _ in range(4)] == [False, False, True, False]
 
 
 @pytest.mark.parametrize(
@@ -91,10 +91,10 @@ def test_a_rank_that_was_stopped_has_not_stood_still(tmp_path: Path) -> None:
     body = """
         import os, signal, subprocess, sys, time
         from pathlib import Path
-        from aliquot.distributed.idle_watchdog import Stillness
+        from aliquot.distributed.watchdog import IdleWatchdog
         from aliquot.distributed.topology import Topology
         alone = Topology(0, 1, 0, 1, 0, 1, "cpu", 1, ())
-        with Stillness(alone, None, 2.0, Path(sys.argv[1]) / "still-rank-0.txt", lambda: "planning"):
+        with IdleWatchdog(alone, None, 2.0, Path(sys.argv[1]) / "still-rank-0.txt", lambda: "planning"):
             time.sleep(0.5)
             subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {os.getpid()}"])
             os.kill(os.getpid(), signal.SIGSTOP)

@@ -1,0 +1,246 @@
+"""What a signal that asks a run to stop does in each phase of the run.
+
+SIGTERM (a spot reclaim, the deletion of a pod), SIGINT (Ctrl-C) and SIGHUP (the terminal closes) are the same request.
+
+| phase       | the first signal lets finish  | saves              | gives up               | exit code    |
+|-------------|-------------------------------|--------------------|------------------------|--------------|
+| SETUP       | nothing: ends at once         | nothing            | what was read or built | 128 + signal |
+| STEPS       | the optimizer step of all ranks | a checkpoint     | an evaluation          | 128 + signal |
+| COPYING     | copies to the mirror          | it is saved        | nothing                | 128 + signal |
+| EXPORT      | nothing: ends at once         | it is saved        | export and sample      | 128 + signal |
+| SOLE_EXPORT | nothing of the export         | a checkpoint       | export and sample      | 128 + signal |
+| UNSAVED     | nothing: ends at once         | it cannot be saved | the sample             | 128 + signal |
+| DONE        | nothing: ends at once         | it is exported     | the sample             | 128 + signal |
+
+`checkpoint.grace_s` after the first signal the process ends whatever it does: with code 1 if work is lost, else with
+128 + signal. A second signal ends it at once with 128 + signal. `_POLICIES` has the lines that the person reads.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import partial
+from types import FrameType
+from typing import Self
+
+from aliquot.core.errors import TrainingError
+from aliquot.distributed.bounded_call import bounded_call
+from aliquot.distributed.leader_lease import ROUND
+from aliquot.distributed.rank_errors import report_error
+from aliquot.distributed.signals import REPEAT_S, STOP_SIGNALS, SignalListener, Terminated
+
+_ANNOUNCE_S = 30.0  # longer than it takes to report an error and to announce the end to other nodes
+
+
+class Phase(Enum):
+    """How much of the run's work would be lost, from its beginning to its end."""
+
+    SETUP = auto()  # before the first optimizer step of this process
+    STEPS = auto()  # optimizer steps and evaluations: some work is in no checkpoint
+    COPYING = auto()  # the newest step is in a checkpoint, which may not be in the mirror yet
+    EXPORT = auto()  # all steps are done and saved; export and sample remain
+    SOLE_EXPORT = auto()  # all steps are done, and only the export will hold them (checkpoint.last: false)
+    UNSAVED = auto()  # all steps are done, could not be saved, and there is no export
+    DONE = auto()  # the export is complete; the sample remains
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The outcome of a signal in one phase, as the end of the line for the person.
+
+    Attributes:
+        at_once: if the first signal ends the process at once; None if the run goes on until it has saved.
+        if_cut: if the grace period is over or a second signal comes; None if work is lost then.
+    """
+
+    at_once: str | None
+    if_cut: str | None
+
+
+_IS_SAVED = "after step {step}, which is saved{mirror}: start again to continue"
+_IS_EXPORTED = "after step {step}, the last, which is exported"
+_POLICIES = {
+    Phase.SETUP: Policy("before the first step was done: nothing is lost", None),
+    Phase.STEPS: Policy(None, None),
+    Phase.COPYING: Policy(None, _IS_SAVED),
+    Phase.EXPORT: Policy("after step {step}, the last, which is saved: start again for the rest", _IS_SAVED),
+    Phase.SOLE_EXPORT: Policy(None, None),
+    Phase.UNSAVED: Policy("after step {step}, the last, which could not be saved", None),
+    Phase.DONE: Policy(_IS_EXPORTED, _IS_EXPORTED),
+}
+
+
+class Shutdown:
+    """A context on the main thread that obeys stop signals. Tell it with `enter` in which phase the run is.
+
+    `requested` is the number of the first signal, or 0. In a round of an elastic run a second signal does not end the
+    process, because the node and the leader may both send the first one. At the end the signals get their former
+    handlers back.
+    """
+
+    def __init__(
+        self,
+        grace_s: float,
+        speaks: bool,
+        describe_loss: Callable[[], str],
+        announce_end: Callable[[str], None] = lambda _: None,
+        has_mirror: bool = False,
+    ) -> None:
+        """Hear signals from now on.
+
+        Args:
+            grace_s: seconds from the first signal to the end of the process, saved or not.
+            speaks: whether this rank says that a signal has come.
+            describe_loss: what a second signal would lose, by the last checkpoint; read from the run directory.
+            announce_end: called with the reason before the process ends at once; tells the other nodes.
+            has_mirror: whether checkpoints are copied to a mirror.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            raise TrainingError("signals come to the main thread alone: train there")
+        self.requested = 0
+        self._state = (Phase.SETUP, 0)  # with the last step; one value, because another thread reads it
+        self._loss = "and what is lost by that cannot be told: the run directory does not answer"
+        self._grace_s = grace_s
+        self._speaks = speaks
+        self._describe_loss = describe_loss
+        self._announce_end = announce_end
+        self._mirror = ", but not in checkpoint.mirror yet" if has_mirror else ""
+        self._deadline: threading.Timer | None = None
+        self._is_ending = False
+        self._requested_at = math.inf
+        # A shell ignores Ctrl-C for a process in its background, and nohup ignores SIGHUP: those stay ignored.
+        self._former = {
+            number: signal.getsignal(number)
+            for number in STOP_SIGNALS
+            if signal.getsignal(number) is not signal.SIG_IGN
+        }
+        self._listener = SignalListener(self._handle)
+        for number in self._former:
+            signal.signal(number, _do_nothing)
+
+    @property
+    def phase(self) -> Phase:
+        return self._state[0]
+
+    def enter(self, phase: Phase, step: int) -> None:
+        """From now on the run is in `phase`. `step`: the last optimizer step that is done."""
+        self._state = (phase, step)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the process ends, saved or not; infinite before the first signal."""
+        return self._requested_at + self._grace_s - time.monotonic()
+
+    def disarm(self) -> None:
+        """End the grace period: nothing more will be saved, and reports and dashboards have their own time limits."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+
+    def stopped(self, number: int, step: int, saved_step: int, obstacle: str = "it could not be saved") -> Terminated:
+        """Return the error that ends the run after all is saved that will be saved.
+
+        Args:
+            number: the signal, which another rank may have received.
+            step: the last optimizer step.
+            saved_step: the step of the newest checkpoint; 0 if there is none.
+            obstacle: why `step` is not saved, if it is not.
+        """
+        self.disarm()
+        if saved_step == step:
+            return Terminated(number, _IS_SAVED.format(step=step, mirror=""))
+        newest = f"saved is step {saved_step}" if saved_step else "nothing is saved"
+        return Terminated(number, f"after step {step}; {newest}, because {obstacle}: start again to continue")
+
+    def stopped_before(self, number: int, step: int) -> Terminated:
+        """Return the error that ends a run which gave up the evaluation before its first step, `step`."""
+        self.disarm()
+        return Terminated(number, f"before step {step}: start again to continue")
+
+    def stopped_after_export(self, number: int, step: int) -> Terminated:
+        """Return the error that ends a run in which the signal came when the export was almost complete."""
+        self.disarm()
+        return Terminated(number, _IS_EXPORTED.format(step=step))
+
+    def _handle(self, number: int) -> None:
+        """Obey a signal, in the listener's thread."""
+        if number not in self._former:
+            return
+        phase, step = self._state
+        if (at_once := _POLICIES[phase].at_once) is not None:
+            self._is_ending = True
+            error = Terminated(number, at_once.format(step=step))
+            bounded_call(partial(report_error, error))
+            bounded_call(partial(self._announce_end, f"stopped by {signal.Signals(number).name}"))
+            os._exit(error.exit_code)
+        if not self.requested:
+            self._request(number)
+        elif ROUND not in os.environ and time.monotonic() > self._requested_at + REPEAT_S:
+            kept = self._kept()
+            ended = f"ended, {self._loss}" if kept is None else f"ended {kept}"
+            self._say(f"{signal.Signals(number).name}, told to stop again: {ended}")
+            os._exit(128 + number)
+
+    def _request(self, number: int) -> None:
+        self.requested, self._requested_at = number, time.monotonic()
+        self._deadline = threading.Timer(self._grace_s, self._end_late, [number])
+        self._deadline.daemon = True
+        self._deadline.start()
+        if self._speaks:
+            bounded_call(self._read_loss)
+        again = "" if ROUND in os.environ else f"; once more ends the run at once, {self._loss}"
+        self._say(f"{signal.Signals(number).name}: it saves and stops once all ranks have finished the step{again}")
+
+    def _read_loss(self) -> None:
+        self._loss = self._describe_loss()
+
+    def _say(self, text: str) -> None:
+        if self._speaks:
+            # Not through sys.stderr, which the main thread may have locked when the signal came.
+            bounded_call(partial(os.write, 2, f"aliquot: {text}\n".encode()))
+
+    def _end_late(self, number: int) -> None:
+        """End the process because the grace period is over."""
+        error: TrainingError
+        if (kept := self._kept()) is not None:
+            error = Terminated(number, kept)
+        else:
+            name = signal.Signals(number).name
+            error = TrainingError(f"not saved within checkpoint.grace_s = {self._grace_s:g} s of {name}")
+        bounded_call(partial(report_error, error))
+        os._exit(error.exit_code)
+
+    def _kept(self) -> str | None:
+        """The outcome if the process ends now; None if work is lost."""
+        phase, step = self._state
+        if (if_cut := _POLICIES[phase].if_cut) is None:
+            return None
+        return if_cut.format(step=step, mirror=self._mirror)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_ending:  # the error that ended the context only says that other nodes have heard of the end
+            time.sleep(_ANNOUNCE_S)
+        self.disarm()
+        for number, former in self._former.items():
+            signal.signal(number, self._obey_later if self.requested else former)
+        self._listener.close()
+
+    def _obey_later(self, number: int, _frame: FrameType | None) -> None:
+        """Handle a signal after this context: a repetition of the first must not hide the last lines of a run."""
+        if time.monotonic() > self._requested_at + REPEAT_S:
+            for stop_signal, former in self._former.items():
+                signal.signal(stop_signal, former)
+            signal.raise_signal(number)
+
+
+def _do_nothing(_number: int, _frame: FrameType | None) -> None:
+    """Handle a signal in the main thread: the listener's thread does the work."""
