@@ -25,8 +25,7 @@ from aliquot.cluster.render import documents
 from aliquot.config.read_config import read_config
 from aliquot.core.errors import UserError
 from aliquot.planner.plan import PhaseMemory
-from aliquot.planner.planned_machine import Machine
-from aliquot.planner.pod_limits import in_pod
+from aliquot.planner.planned_machine import Machine, in_pod
 from tests.cluster.cases import cluster_section, config, cpu_job, disk_job, dynamic_storage, gpu_job, plan
 from tests.cluster.crd import TRAINERS
 from tests.conftest import REPOSITORY

@@ -19,7 +19,7 @@ from aliquot.config.read_config import read_config
 from aliquot.data.batch_size import BatchSize, batch_size
 from aliquot.data.workload import Workload
 from aliquot.planner.offers import Offer, Spot, _restart_s, offers, undominated
-from aliquot.planner.offers_picture import svg, unbeaten
+from aliquot.planner.pictures import offers_svg, pareto_optimal
 from tests.conftest import REPOSITORY
 
 CONFIG = REPOSITORY / "examples" / "llama3-8b-cpu.yaml"
@@ -105,9 +105,9 @@ def test_time_is_money(found: list[Offer]) -> None:
     fast = offers(SETTINGS, Workload.assumed(SETTINGS), TOKENS, "time", SPOT, [32], [1, 2], [1, 2], "c7i.24xlarge")
     assert fast[0].plan.nodes == 2
     assert fast[0].total_s <= min(each.total_s for each in found)
-    line = unbeaten([*found, *fast])
+    line = pareto_optimal([*found, *fast])
     assert [each.usd for each in line] == sorted((each.usd for each in line), reverse=True)
-    picture = svg(found, "a <title>")
+    picture = offers_svg(found, "a <title>")
     assert picture.count("<circle") == len(found) and "a &lt;title&gt;" in picture
 
 

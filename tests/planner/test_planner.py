@@ -24,7 +24,7 @@ from aliquot.observe.ledger import PHASES
 from aliquot.planner import fit
 from aliquot.planner.advice import _compiled, _planned, with_advice
 from aliquot.planner.engine_memory import COMPILER_BYTES
-from aliquot.planner.memory_picture import svg
+from aliquot.planner.pictures import memory_svg
 from aliquot.planner.plan import Plan
 from aliquot.planner.planned_machine import Machine
 from aliquot.planner.planned_model import PlannedModel
@@ -390,7 +390,7 @@ def test_the_picture_is_svg_with_every_phase() -> None:
     from xml.etree import ElementTree
 
     made = planned()
-    root = ElementTree.fromstring(svg(made))
+    root = ElementTree.fromstring(memory_svg(made))
     words = " ".join(root.itertext())
     assert all(word in words for phase in made.phases for word in phase.name.split())
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aliquot.config.schema import RunConfig
-from aliquot.planner.saves import Saves, saves_of
+from aliquot.planner.checkpoint_cost import Saves, saves_of
 from tests.planner.shapes import LLAMA, planned_config
 
 GB = 10**9

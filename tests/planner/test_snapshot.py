@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aliquot.distributed.topology import RankLayout
-from aliquot.planner.save_buffer_bytes import snapshot_bytes
+from aliquot.planner.checkpoint_cost import snapshot_bytes
 from aliquot.planner.timing import MicroBatchTime
 from tests.planner.shapes import LLAMA, planned_config
 

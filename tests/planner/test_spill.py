@@ -26,7 +26,7 @@ from aliquot.models.model_shape import numel
 from aliquot.models.shaped_model import shaped_model
 from aliquot.planner import search
 from aliquot.planner.disk_placement import MARGIN, spilled
-from aliquot.planner.disks import short_disks
+from aliquot.planner.fit import short_disks
 from aliquot.planner.planned_machine import Machine
 from aliquot.planner.planned_model import PlannedModel
 from aliquot.planner.planner import Planner, plan

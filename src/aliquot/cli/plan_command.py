@@ -85,13 +85,11 @@ def command(
         from aliquot.planner import fit, report, search
         from aliquot.planner.advice import with_advice
         from aliquot.planner.calibrate import make_known
-        from aliquot.planner.disks import short_disks, with_disks
-        from aliquot.planner.fewest_nodes import with_fewest_nodes
-        from aliquot.planner.memory_picture import svg
-        from aliquot.planner.planned_machine import chosen
+        from aliquot.planner.fit import short_disks
+        from aliquot.planner.pictures import memory_svg
+        from aliquot.planner.planned_machine import chosen, in_pod, with_disks
         from aliquot.planner.planned_model import PlannedModel
         from aliquot.planner.planner import Planner
-        from aliquot.planner.pod_limits import in_pod
 
         for option, value in (("--memory", memory), ("--network", network)):
             if value is not None and not value <= _MOST:  # nan is not, either
@@ -138,7 +136,7 @@ def command(
             doing("what the run needs")
             plan = with_advice(planner.plan(settings, layout, workload), planner, settings, layout, workload, names)
             problems = fit.problems(plan, machine)
-            least = with_fewest_nodes(planner, settings, layout, workload) if nodes is None else None
+            least = planner.plan_on_fewest_nodes(settings, layout, workload) if nodes is None else None
             short = layout
             if least is not None and not problems:
                 problems = [f"with launch.nodes {least.nodes} left, {each}" for each in fit.problems(least, machine)]
@@ -167,7 +165,7 @@ def command(
                 console.print(report.alternatives(better, plan))
         if picture is not None:
             with writing(picture):
-                picture.write_text(svg(plan))
+                picture.write_text(memory_svg(plan))
             print(f"picture         {picture}", file=sys.stderr)
         gc.freeze()  # nothing more comes: else the first collection looks through all that was imported, 0.2 s
     raise typer.Exit(1 if problems else 0)

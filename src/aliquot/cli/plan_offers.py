@@ -42,7 +42,7 @@ def print_offers(
     from aliquot.core.errors import writing
     from aliquot.data.workload import Workload
     from aliquot.planner.offers import NODES, RANKS, Spot, offers
-    from aliquot.planner.offers_picture import svg
+    from aliquot.planner.pictures import offers_svg
     from aliquot.planner.report import saves_less
 
     count = _number(tokens)
@@ -90,7 +90,7 @@ def print_offers(
         )
     if picture is not None:
         with writing(picture):
-            picture.write_text(svg(found, what))
+            picture.write_text(offers_svg(found, what))
 
 
 def _number(text: str) -> int:

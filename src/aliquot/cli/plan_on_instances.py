@@ -21,10 +21,9 @@ def planner_of(config: RunConfig) -> Callable[[str, int], Plan]:
     Raises UserError where there is no such model.
     """
     from aliquot.data.workload import Workload
-    from aliquot.planner.planned_machine import Machine
+    from aliquot.planner.planned_machine import Machine, in_pod
     from aliquot.planner.planned_model import PlannedModel
     from aliquot.planner.planner import Planner
-    from aliquot.planner.pod_limits import in_pod
 
     model = PlannedModel(config)
 

@@ -1,4 +1,4 @@
-"""What goes to disk: what does not fit into memory, in the order of how rarely it is touched, and no more than that."""
+"""What leaves a rank's memory because it does not fit, and what a GPU keeps whole because it does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 from typing import Literal
 
 from aliquot.distributed.topology import RankLayout
-from aliquot.engines.state_placement import Counts, OnDisk
+from aliquot.engines.state_placement import Counts, OnDisk, Unsharded
 from aliquot.models.model_shape import ModelShape, Shape, numel, padded_share
 from aliquot.offload.windows import SMALLEST
 from aliquot.planner.fit import UNCERTAINTY
@@ -68,3 +68,14 @@ def _fewest(with_count: Callable[[int], OnDisk], most: int, too_much: Callable[[
 def _with_weights(chosen: OnDisk, kind: Kind, each: Shape, count: int) -> OnDisk:
     counts: Counts = (*getattr(chosen, kind), (each, count)) if count else getattr(chosen, kind)
     return replace(chosen, states=counts) if kind == "states" else replace(chosen, gradients=counts)
+
+
+def most_unsharded(micro_batches: int, fits: Callable[[Unsharded], bool]) -> Unsharded:
+    """The most that fits, of a rank with so many micro-batches a step.
+
+    Weights first: a byte of them that is kept saves (2 x micro-batches - 1) bytes of gathering, a byte of gradients
+    micro-batches - 1 of reducing.
+    """
+    several = micro_batches > 1
+    choices = [Unsharded(True, several), Unsharded(True, False), Unsharded(False, several)]
+    return next((each for each in choices if fits(each)), Unsharded())

@@ -18,10 +18,9 @@ from aliquot.core.errors import PlanError, UserError
 from aliquot.data.batch_size import batch_size
 from aliquot.data.workload import Workload
 from aliquot.planner.plan import Plan
-from aliquot.planner.planned_machine import Machine
+from aliquot.planner.planned_machine import Machine, in_pod
 from aliquot.planner.planned_model import PlannedModel
 from aliquot.planner.planner import Planner
-from aliquot.planner.pod_limits import in_pod
 from aliquot.planner.search import with_settings
 
 NODES = (1, 2, 4, 8, 16)

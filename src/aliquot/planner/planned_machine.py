@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Self
@@ -18,6 +20,7 @@ from aliquot.machine.cpu import CpuFacts, read_cpu
 from aliquot.machine.memory import memory_limit
 
 GIB = 1 << 30
+_PIECE_BYTES, _PIECES = 4 << 20, 4
 
 # Cores of one socket on EC2, at most, by maker and generation: Cascade Lake 24, Ice Lake 32, Sapphire Rapids 48,
 # Granite Rapids 96; Milan 48, Genoa and Turin 96; Graviton 96. Families with numbers of their own (x2idn, u-6tb1): 48.
@@ -194,3 +197,50 @@ def _gpus() -> tuple[int, str | None, int | None]:
         return 0, None, None
     properties = torch.cuda.get_device_properties(0)
     return count, str(properties.name), int(properties.total_memory)
+
+
+def in_pod(machine: Machine, config: RunConfig) -> Machine:
+    """`machine`, where it is no EC2 type or `config` has no section `cluster`."""
+    if config.cluster is None or (node := machine.instance) is None:
+        return machine
+    return replace(
+        machine,
+        cores=max(1, min(machine.cores, config.cluster.pod_cpus(node.allocatable_cpu_millicores))),
+        memory_bytes=max(1, config.cluster.pod_memory_bytes(node.allocatable_memory_bytes)),
+    )
+
+
+def with_disks(machine: Machine, config: RunConfig) -> Machine:
+    """With the rates of this machine's disks: of the one that checkpoints go to, measured in a tenth of a second, and
+    of the one that `config` puts states on, in half of one. Raises StorageError."""
+    if not machine.here:
+        return machine
+    if config.cluster is None:
+        machine = replace(machine, written_bytes_per_s=_written_bytes_per_s(existing_directory(config.run.directory)))
+    if config.shard.offload != "disk":
+        return machine
+    from aliquot.offload.stream import disk_rate
+
+    return replace(machine, disk_bytes_per_s=disk_rate(config.offload_directory))
+
+
+def _written_bytes_per_s(directory: Path) -> float | None:
+    """As checkpoints are written: through the page cache, and fsynced. None: nothing can be written there."""
+    piece, fastest = os.urandom(_PIECE_BYTES), 0.0
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            for _ in range(2):  # others may have written meanwhile
+                file.seek(0)
+                began = time.perf_counter()
+                for _ in range(_PIECES):
+                    file.write(piece)
+                file.flush()
+                os.fsync(file.fileno())
+                fastest = max(fastest, _PIECES * _PIECE_BYTES / (time.perf_counter() - began))
+    except OSError:  # which the run itself will tell of
+        return None
+    return fastest
+
+
+def existing_directory(directory: Path) -> Path:
+    return next(each for each in (directory.absolute(), *directory.absolute().parents) if each.is_dir())

@@ -22,20 +22,17 @@ from aliquot.models.model_shape import ModelShape, padded_share
 from aliquot.nn.loss.logits_room import logits_room
 from aliquot.planner import fit
 from aliquot.planner.calibrate import make_known
-from aliquot.planner.disk_placement import MARGIN, spilled
+from aliquot.planner.checkpoint_cost import checkpoint_bytes, saves_beside, saves_of, snapshot_bytes
+from aliquot.planner.disk_placement import MARGIN, most_unsharded, spilled
 from aliquot.planner.engine_memory import beside_bytes, beside_on_cpu, beside_on_gpu, evaluates, host_phases, phases
-from aliquot.planner.kernel_shapes import kernel_bytes, kernel_shapes
-from aliquot.planner.micro_batch_cost import MicroBatchCost, Step
+from aliquot.planner.micro_batch_cost import MicroBatchCost, Step, kernel_bytes, kernel_shapes
 from aliquot.planner.plan import DISK_PART, PhaseMemory, Plan
 from aliquot.planner.planned_machine import GIB, Machine
 from aliquot.planner.planned_model import PlannedModel
 from aliquot.planner.profiles import rates_of
 from aliquot.planner.rates import Rates, estimated
-from aliquot.planner.save_buffer_bytes import saves_beside, snapshot_bytes
-from aliquot.planner.saves import saves_of
 from aliquot.planner.timing import MicroBatchTime, Owned, StepTime, evaluation_time, step_time
-from aliquot.planner.traffic import checkpoint_bytes, traffic
-from aliquot.planner.unsharding import most_unsharded
+from aliquot.planner.traffic import traffic
 from aliquot.tensor_io.piece_size import MEMORY_BYTES
 
 _MOST_MICRO_BATCHES = 4096  # of a rank, to find a step of which that is true
@@ -210,6 +207,16 @@ class Planner:
             kernel_shapes=kernel_shapes(config, self.shape, cost, size, self.machine.isa),
             usd_per_hour=None if hourly is None else hourly * layout.nodes,
         )
+
+    def plan_on_fewest_nodes(self, config: RunConfig, layout: RankLayout, workload: Workload) -> Plan | None:
+        """Plan the run on the fewest nodes that may remain of an elastic run, where each node holds most.
+
+        None if the number of nodes is fixed, or if `layout` has no more than the fewest.
+        """
+        fewest = config.launch.fewest_nodes
+        if not config.launch.nodes_may_change or fewest >= layout.nodes:
+            return None
+        return self.plan(config, replace(layout, nodes=fewest), workload)
 
     def engine(self, config: RunConfig, layout: RankLayout) -> str:
         """That the config means, whether or not it fits. Raises UserError for settings that it cannot follow."""

@@ -12,10 +12,9 @@ from aliquot.distributed.topology import RankLayout, Topology
 from aliquot.machine.cpu import read_cpu
 from aliquot.planner import fit
 from aliquot.planner.advice import with_advice
-from aliquot.planner.disks import short_disks, with_disks
-from aliquot.planner.fewest_nodes import with_fewest_nodes
+from aliquot.planner.fit import short_disks
 from aliquot.planner.plan import Plan
-from aliquot.planner.planned_machine import Machine
+from aliquot.planner.planned_machine import Machine, with_disks
 from aliquot.planner.planned_model import PlannedModel
 from aliquot.planner.planner import Planner
 from aliquot.planner.search import remedies
@@ -64,7 +63,7 @@ def plan_run(request: PlanRequest, force: bool, advise: bool, warn: Callable[[st
         problems = "; ".join(fit.problems(plan, machine))
         refuse = fit.hopeless(plan) and not force
         advice = remedies(planner, config, layout, workload, done) if problems and refuse else None
-        smallest = with_fewest_nodes(planner, config, layout, workload)
+        smallest = planner.plan_on_fewest_nodes(config, layout, workload)
         full_disks = short_disks(config, plan, done)
         if not full_disks and smallest is not None:
             full_disks = short_disks(config, smallest, done)

@@ -17,8 +17,7 @@ from aliquot.data.batch_size import BatchSize, batch_size
 from aliquot.data.workload import Workload
 from aliquot.distributed.topology import RankLayout
 from aliquot.planner import fit
-from aliquot.planner.disks import has_room
-from aliquot.planner.fewest_nodes import with_fewest_nodes
+from aliquot.planner.fit import has_room
 from aliquot.planner.plan import Plan
 from aliquot.planner.planner import Planner
 
@@ -157,7 +156,7 @@ def _fits_on_fewest(candidate: Candidate, planner: Planner, config: RunConfig, w
     own = {key: value for key, value in candidate.changes.items() if not key.startswith("launch.")}
     settings = {key: value for key, value in own.items() if value != "null"}  # the batch's two sizes fix the third
     try:
-        left = with_fewest_nodes(planner, with_settings(config, settings), candidate.layout, workload)
+        left = planner.plan_on_fewest_nodes(with_settings(config, settings), candidate.layout, workload)
     except UserError:
         return False
     return left is None or not fit.problems(left, planner.machine)

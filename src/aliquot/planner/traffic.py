@@ -15,7 +15,6 @@ from aliquot.engines.deepspeed.deepspeed_memory import KEPT_NUMEL, persistent_nu
 from aliquot.engines.host.host_memory import published_bytes, sent_itemsize
 from aliquot.engines.state_placement import SHARDED, Unsharded
 from aliquot.models.model_shape import ModelShape, numel
-from aliquot.optim.sizes import moment_bytes
 
 _ONE_BY_ONE, _INTERVALS = 1000, 64
 
@@ -85,13 +84,6 @@ def _exported_itemsize(config: RunConfig, shape: ModelShape) -> int:
     if config.model.path is not None:
         return shape.dtype_bytes
     return 4 if config.train.precision == "fp32" else 2
-
-
-def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """Master weights as fp32, moments as they are kept (checkpoint/checkpoint_files.py)."""
-    states = config.train.optimizer_states
-    moments = sum(2 * count * moment_bytes(states, numel(each), numel(each[1:])) for each, count in shape.alike.items())
-    return 4 * (shape.numel if config.adapter is None else shape.learned_numel) + moments
 
 
 def _staged(config: RunConfig, shape: ModelShape, layout: RankLayout, compute: int) -> int:

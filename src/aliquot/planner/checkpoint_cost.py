@@ -1,14 +1,48 @@
-"""Copies of what is being saved: of parts that are not on disk yet when the next update comes.
-
-checkpoint/live_parts.py makes them, in fp32, of the parts that the drain would come to last, as far as
-`checkpoint.buffer_bytes` goes.
-"""
+"""What checkpoints cost a run: seconds for which steps wait, and memory for copies of unsaved parts."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from aliquot.config.schema import RunConfig
+from aliquot.core.intervals import is_due, times_either_due
 from aliquot.distributed.topology import RankLayout
+from aliquot.models.model_shape import ModelShape, numel
+from aliquot.optim.sizes import moment_bytes
 from aliquot.planner.timing import MicroBatchTime
+
+
+@dataclass(frozen=True)
+class Saves:
+    waited: int  # training stands still for all of each
+    beside: int  # that go on beside steps
+    stall_s: float  # for which steps wait, of all those together
+
+
+def saves_of(
+    config: RunConfig,
+    steps: int,
+    checkpoint_bytes: int,
+    bytes_per_s: float,
+    ranks: int,
+    step_s: float,
+    until_update_s: float,
+) -> Saves:
+    """Of a whole run, as if with `checkpoint.best` each evaluation were the best so far. `until_update_s`: from the
+    beginning of a step."""
+    saving = config.checkpoint
+    best = config.train.eval_steps if saving.best else 0
+    between = times_either_due(saving.every, best, steps)
+    ends = is_due(saving.every, steps) or is_due(best, steps)  # counted among those
+    at_end = saving.last or ends or bool(best)
+    if not saving.asynchronous:
+        return Saves(between + (at_end and not ends), 0, 0.0)
+    beside = between - ends
+    save_s = checkpoint_bytes / bytes_per_s
+    not_copied_s = max(0, checkpoint_bytes - ranks * saving.buffer_bytes) / bytes_per_s - until_update_s
+    not_ended_s = save_s - step_s * min(every for every in (saving.every, best, steps) if every) if steps else 0.0
+    return Saves(int(at_end), beside, beside * max(0.0, not_copied_s, not_ended_s))
+
 
 # Of the rate that disks were measured at: others may write there, and training has the cores. Of one that nobody has
 # measured: what a run needs must not depend on it.
@@ -55,3 +89,10 @@ def snapshot_bytes(
     at_update = micro_batches * (forward_s + backward_s)
     # Made where activations were, which return with the next forward pass: what is written until then adds nothing.
     return max(left_after(at_update + forward_s), left_after(at_update) - freed_bytes)
+
+
+def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> int:
+    """Master weights as fp32, moments as they are kept (checkpoint/checkpoint_files.py)."""
+    states = config.train.optimizer_states
+    moments = sum(2 * count * moment_bytes(states, numel(each), numel(each[1:])) for each, count in shape.alike.items())
+    return 4 * (shape.numel if config.adapter is None else shape.learned_numel) + moments
