@@ -228,11 +228,12 @@ def _write(descriptor: int, memory: memoryview, offset: int, early: bool) -> Non
 
 
 def _save(out: Path, ranks: Any, measured: Measured) -> Any:
+    from aliquot.checkpoint.checkpoint_files import CheckpointSpec
     from aliquot.checkpoint.save import save
 
     tensors = llama_tensors(LLAMA_500M)
     store = Rows(tensors, ranks.rank)
-    return lambda: save(out, 1, store, tensors, {}, {}, ranks, keep=1)
+    return lambda: save(out, 1, store, CheckpointSpec(tensors), {}, ranks, keep=1)
 
 
 def _sharded(numbers: dict[str, Any]) -> Any:
@@ -287,6 +288,8 @@ def _stall(out: Path, ranks: Any, measured: Measured) -> Any:
     from transformers import AutoConfig
 
     from aliquot.checkpoint.background_saver import Saver
+    from aliquot.checkpoint.background_task import SaveEvents
+    from aliquot.checkpoint.checkpoint_files import CheckpointSpec
     from aliquot.config.schema import CheckpointSection
     from aliquot.engines.base import EngineSpec
     from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
@@ -304,7 +307,7 @@ def _stall(out: Path, ranks: Any, measured: Measured) -> Any:
     def saver(asynchronous: bool) -> Any:
         settings = CheckpointSection.model_validate({"async": asynchronous})
         folder = out / str(asynchronous)
-        return Saver(folder, engine, built.tensors, {}, ranks, settings, warn=print)
+        return Saver(folder, engine, CheckpointSpec(built.tensors), ranks, settings, SaveEvents(print))
 
     def step(saving: Any) -> tuple[float, float]:
         """Seconds of the step, and of those the ones in which the saver held the training thread."""

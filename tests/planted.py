@@ -151,7 +151,7 @@ FAULTS = (
     Fault(
         "saved-while-it-changes", "checkpoint/live_parts.py",
         "an update does not wait until a checkpoint has read what it changes",
-        "lambda: self._stopped or (not self._reading and self._left <= self._copies.keys()), timeout_s",
+        "lambda: self._stopped or (not self._live_reads and self._unread <= self._copies.keys()), timeout_s",
         "lambda: True, timeout_s",
         ("tests/checkpoint",),
     ),

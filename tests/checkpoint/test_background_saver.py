@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from aliquot.checkpoint.background_saver import Saver
+from aliquot.checkpoint.background_task import SaveEvents
+from aliquot.checkpoint.checkpoint_files import CheckpointSpec
 from aliquot.checkpoint.directories import complete_directories
-from aliquot.checkpoint.live_parts import FromHost, LiveParts
+from aliquot.checkpoint.live_parts import CpuCopier, LiveParts
 from aliquot.checkpoint.restore import restore
 from aliquot.config.schema import CheckpointSection
 from aliquot.core.errors import UserError
@@ -60,7 +62,7 @@ def saver_of(
 ) -> Saver:
     section = CheckpointSection.model_validate(settings)
     warn = ([] if warnings is None else warnings).append
-    return Saver(root, store, TENSORS, {}, SingleRank(), section, warn, beat=beat)
+    return Saver(root, store, CheckpointSpec(TENSORS), SingleRank(), section, SaveEvents(warn, heartbeat=beat))
 
 
 def poll(saver: Saver) -> None:
@@ -69,7 +71,7 @@ def poll(saver: Saver) -> None:
 
 def assert_saved(root: Path, step: int, expected: dict[tuple[str, str], Tensor]) -> None:
     restored = Store()
-    state = restore(root / f"step-{step:08d}", restored, TENSORS, SingleRank())
+    state = restore(root / f"step-{step:08d}", restored, CheckpointSpec(TENSORS), SingleRank())
     assert state == {"step": step}
     for key, values in expected.items():
         assert torch.equal(restored.values[key], values), key
@@ -125,7 +127,8 @@ def test_a_save_takes_as_long_as_was_worked_on_it(tmp_path: Path) -> None:
     """It is noticed when ranks meet next, after an evaluation perhaps."""
     told: list[tuple[int, float, float]] = []
     section, store = CheckpointSection(), Store()
-    saver = Saver(tmp_path, store, TENSORS, {}, SingleRank(), section, [].append, saved=lambda *each: told.append(each))
+    events = SaveEvents([].append, on_saved=lambda *saved: told.append(saved))
+    saver = Saver(tmp_path, store, CheckpointSpec(TENSORS), SingleRank(), section, events)
     saver.start(1, {"step": 1})
     time.sleep(0.05)
     saver.finish()
@@ -166,7 +169,7 @@ def test_a_save_that_fails(tmp_path: Path, policy: str) -> None:
 
 def test_live_parts_end_a_drain_that_nobody_wants() -> None:
     store = Store()
-    live = LiveParts(store, 0, FromHost())
+    live = LiveParts(store, 0, CpuCopier())
     live.stop()
     with pytest.raises(Exception, match="given up"):
         live.read(store.parts()[0], 0, torch.empty(1))
@@ -178,7 +181,7 @@ def test_live_parts_end_a_drain_that_nobody_wants() -> None:
 SLOW = """
 import sys, time
 from pathlib import Path
-from aliquot.checkpoint import background_saver
+from aliquot.checkpoint import background_task
 from aliquot.distributed.watchdog import Watchdog
 from tests.checkpoint.test_background_saver import Store, TENSORS, saver_of
 
@@ -187,7 +190,7 @@ class Slow(Store):
         time.sleep(float(sys.argv[2]))
         super().read(part, start, out)
 
-background_saver._ASKED_S = 0.05
+background_task._PROGRESS_INTERVAL_S = 0.05
 folder = Path(sys.argv[1])
 store, watchdog = Slow(), Watchdog(1.2, folder / "stacks.txt", 0, 1, lambda: "saving step 5", grace_s=0.1)
 saver = saver_of(folder, store, beat=watchdog.beat, buffer_bytes=0)

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from aliquot.checkpoint import restore as restore_module
+from aliquot.checkpoint.checkpoint_files import CheckpointSpec
 from aliquot.checkpoint.directories import complete_directories, newest, retain, step_of
 from aliquot.checkpoint.restore import restore, restore_newest
 from aliquot.checkpoint.save import save
@@ -39,13 +40,21 @@ CONFIG = {"config.json": b'{"model_type": "llama"}', "tokenizer.json": b"{}"}
 
 def save_small(root: Path, step: int = 100, ranks: Any = None, keep: int = 9, tensors: Tensors = SMALL) -> Path:
     ranks = ranks or SingleRank()
-    return save(root, step, FakeStore(tensors, ranks.rank, ranks.world_size), tensors, STATE, CONFIG, ranks, keep)
+    return save(
+        root,
+        step,
+        FakeStore(tensors, ranks.rank, ranks.world_size),
+        CheckpointSpec(tensors, CONFIG),
+        STATE,
+        ranks,
+        keep,
+    )
 
 
 def restore_small(directory: Path, ranks: Any = None, tensors: Tensors = SMALL) -> dict[str, Any]:
     ranks = ranks or SingleRank()
     store = FakeStore(tensors, ranks.rank, ranks.world_size, zeros=True)
-    state = restore(directory, store, tensors, ranks)
+    state = restore(directory, store, CheckpointSpec(tensors), ranks)
     assert store.is_original()
     return state
 
@@ -136,7 +145,7 @@ def test_a_flipped_bit_anywhere_is_damage(name: str, tmp_path: Path) -> None:
         flip(file, bit)
         with pytest.raises(DamagedCheckpoint):
             verify(directory)
-        assert restore_newest(tmp_path, store, SMALL, SingleRank()) == (before, STATE), f"bit {bit}"
+        assert restore_newest(tmp_path, store, CheckpointSpec(SMALL), SingleRank()) == (before, STATE), f"bit {bit}"
         flip(file, bit)
     assert restore_small(directory) == STATE
 
@@ -166,7 +175,7 @@ def test_a_file_that_a_node_does_not_come_to_is_no_damage(
     monkeypatch.setattr(restore_module, "fill", fails)
     told = "no checkpoint here is whole" if damaged else "cannot read this checkpoint, which need not be damaged"
     with pytest.raises(ResumeError, match=told):
-        restore_newest(tmp_path, FakeStore(SMALL, zeros=True), SMALL, SingleRank())
+        restore_newest(tmp_path, FakeStore(SMALL, zeros=True), CheckpointSpec(SMALL), SingleRank())
     monkeypatch.setattr(restore_module, "fill", read)
     assert restore_small(directory) == STATE
 
@@ -184,7 +193,7 @@ def test_a_missing_file_makes_it_incomplete(name: str, tmp_path: Path, caplog: p
 
 def test_restore_newest_goes_back_to_a_good_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = FakeStore(SMALL, zeros=True)
-    assert restore_newest(tmp_path / "absent", store, SMALL, SingleRank()) is None
+    assert restore_newest(tmp_path / "absent", store, CheckpointSpec(SMALL), SingleRank()) is None
     for step in (5, 6, 7):
         save_small(tmp_path, step)
     flip(tmp_path / "step-00000007" / "model.safetensors", 8 * 600)  # found only by reading
@@ -193,12 +202,12 @@ def test_restore_newest_goes_back_to_a_good_one(tmp_path: Path, caplog: pytest.L
     def work(ranks: PipedRanks) -> tuple[Any, bool]:
         logging.disable()
         store = FakeStore(SMALL, ranks.rank, ranks.world_size, zeros=True)
-        return restore_newest(tmp_path, store, SMALL, ranks), store.is_original()
+        return restore_newest(tmp_path, store, CheckpointSpec(SMALL), ranks), store.is_original()
 
     assert run_world(2, work) == [((tmp_path / "step-00000005", STATE), True)] * 2
     (tmp_path / "step-00000005" / "state.json").unlink()
     with pytest.raises(UserError, match="no checkpoint here is whole"):
-        restore_newest(tmp_path, store, SMALL, SingleRank())
+        restore_newest(tmp_path, store, CheckpointSpec(SMALL), SingleRank())
     assert "step-00000007/model.safetensors: damaged" in caplog.text
 
 
@@ -213,20 +222,23 @@ def test_what_takes_the_place_of_a_damaged_one_is_tried_once(tmp_path: Path) -> 
         asked.append(directory.name)
         return directory
 
-    found = restore_newest(tmp_path, store, SMALL, SingleRank(), instead=the_same)
+    found = restore_newest(tmp_path, store, CheckpointSpec(SMALL), SingleRank(), replace_damaged=the_same)
     assert found == (tmp_path / "step-00000006", STATE) and asked == ["step-00000007"]
 
     def mended(directory: Path) -> Path:
         flip(directory / "model.safetensors", 8 * 600)
         return directory
 
-    assert restore_newest(tmp_path, store, SMALL, SingleRank(), instead=mended) == (tmp_path / "step-00000007", STATE)
+    assert restore_newest(tmp_path, store, CheckpointSpec(SMALL), SingleRank(), replace_damaged=mended) == (
+        tmp_path / "step-00000007",
+        STATE,
+    )
 
 
 def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
     directory = save_small(tmp_path)
     other = [("new", (3,)), *((name, (1,) if name == "model.scale" else shape) for name, shape in SMALL[1:])]
-    answers = run_world(2, lambda ranks: restore(directory, FakeStore(other), other, ranks))
+    answers = run_world(2, lambda ranks: restore(directory, FakeStore(other), CheckpointSpec(other), ranks))
     assert [type(answer) for answer in answers] == [WeightsFileError] * 2
     for part in ("missing: new", "not of this model: model.embed_tokens.weight", "model.scale is [] instead of [1]"):
         assert part in str(answers[0])
@@ -286,14 +298,14 @@ def test_what_counts_as_saved_is_there_and_nothing_else(tmp_path: Path, monkeypa
 def test_names_that_a_checkpoint_needs_are_refused(tmp_path: Path) -> None:
     for name in ("state.json", "manifest.json", "../config.json", "model.safetensors"):
         with pytest.raises(ValueError, match="beside the weights"):
-            save(tmp_path, 1, FakeStore(SMALL), SMALL, STATE, {name: b""}, SingleRank(), 1)
+            save(tmp_path, 1, FakeStore(SMALL), CheckpointSpec(SMALL, {name: b""}), STATE, SingleRank(), 1)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_parts_that_do_not_cover_the_model_are_found(tmp_path: Path) -> None:
     first_of_two = FakeStore(SMALL, rank=0, world_size=2)
     with pytest.raises(ValueError, match="the parts of all ranks"):
-        save(tmp_path, 1, first_of_two, SMALL, STATE, CONFIG, SingleRank(), 1)
+        save(tmp_path, 1, first_of_two, CheckpointSpec(SMALL, CONFIG), STATE, SingleRank(), 1)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -319,7 +331,7 @@ def test_a_rank_killed_while_saving_leaves_nothing_that_looks_complete(victim: i
             if ranks.rank == victim:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        save(tmp_path, 6, HookedStore(SMALL, ranks, die), SMALL, STATE, CONFIG, ranks, 9)
+        save(tmp_path, 6, HookedStore(SMALL, ranks, die), CheckpointSpec(SMALL, CONFIG), STATE, ranks, 9)
 
     assert [type(answer) for answer in run_world(2, work)] == [Died, Died]
     assert newest(tmp_path) == tmp_path / "step-00000005"
@@ -400,7 +412,7 @@ def test_a_disk_that_fills_up_while_saving(small_disk: Path) -> None:
                     while other.write(bytes(4096)):
                         pass
 
-        save(small_disk, 6, HookedStore(large, ranks, fill_up), large, STATE, CONFIG, ranks, 9)
+        save(small_disk, 6, HookedStore(large, ranks, fill_up), CheckpointSpec(large, CONFIG), STATE, ranks, 9)
 
     message = error_of(run_world(2, work))
     # The rank is named unless both met the full disk in the same file.

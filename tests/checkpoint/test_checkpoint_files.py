@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from aliquot.checkpoint.checkpoint_files import SCALES
+from aliquot.checkpoint.checkpoint_files import SCALES, CheckpointSpec
 from aliquot.checkpoint.restore import restore
 from aliquot.checkpoint.save import save
 from aliquot.core.errors import DamagedCheckpoint, ResumeError
@@ -52,12 +52,12 @@ def kept(states: str, part: Part, values: torch.Tensor) -> torch.Tensor:
 
 def saved(root: Path, states: Any, tensors: Tensors, ranks: Any) -> Path:
     store = FrugalStore(states, tensors, ranks.rank, ranks.world_size)
-    return save(root, 7, store, tensors, {"step": 7}, {}, ranks, 9, states)
+    return save(root, 7, store, CheckpointSpec(tensors, moment_format=states), {"step": 7}, ranks, 9)
 
 
 def restores(directory: Path, states: str, tensors: Tensors, ranks: Any) -> bool:
     store = FrugalStore(states, tensors, ranks.rank, ranks.world_size, zeros=True)
-    assert restore(directory, store, tensors, ranks) == {"step": 7}
+    assert restore(directory, store, CheckpointSpec(tensors), ranks) == {"step": 7}
     expected = FrugalStore(states, tensors, ranks.rank, ranks.world_size)
     return all(torch.equal(store.values[part], expected.values[part]) for part in expected.parts())
 
@@ -94,7 +94,7 @@ def test_a_store_that_keeps_more_takes_what_was_stored_frugally(tmp_path: Path) 
     """And one that keeps less takes the exact values of old."""
     directory = saved(tmp_path, "int8", SMALL, SingleRank())
     assert restores(directory, "int8", SMALL, SingleRank())
-    exact = save(tmp_path, 8, FrugalStore("int8", SMALL), SMALL, {"step": 7}, {}, SingleRank(), 9)
+    exact = save(tmp_path, 8, FrugalStore("int8", SMALL), CheckpointSpec(SMALL), {"step": 7}, SingleRank(), 9)
     assert restores(exact, "int8", SMALL, SingleRank())
 
 
@@ -104,7 +104,7 @@ def test_parts_that_cut_a_block_are_refused(tmp_path: Path) -> None:
     cut = Part("lm_head.weight", (13, 6), "exp_avg", 0, 7)
     store._parts = [cut if part.name == cut.name and part.kind == cut.kind else part for part in store._parts]
     with pytest.raises(ResumeError, match=r"lm_head\.weight: this checkpoint has frugal moments"):
-        restore(directory, store, SMALL, SingleRank())
+        restore(directory, store, CheckpointSpec(SMALL), SingleRank())
 
 
 @pytest.mark.parametrize(("name", "shape"), [("odd" + SCALES, [68]), ("odd" + SCALES, [0]), ("odd", [67, 514])])
@@ -126,7 +126,7 @@ def test_scales_that_are_not_those_of_the_codes_are_damage(tmp_path: Path, name:
     file.write_bytes(len(text).to_bytes(8, "little") + text + tail[:at] + bytes(len(tail) - at + moved))
     store = FrugalStore("int8", LARGE, zeros=True)
     with pytest.raises(DamagedCheckpoint):
-        restore(directory, store, LARGE, SingleRank())
+        restore(directory, store, CheckpointSpec(LARGE), SingleRank())
 
 
 @given(rows=st.integers(1, 9), row=st.integers(2, 600), seed=st.integers(0, 99))

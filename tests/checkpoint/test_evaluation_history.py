@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aliquot.checkpoint.directories import directories, directory_of, name_best
-from aliquot.checkpoint.evaluation_history import Evaluations
+from aliquot.checkpoint.evaluation_history import EvaluationHistory
 
 
-def after(losses: list[float], threshold: float = 0.0) -> Evaluations:
-    found = Evaluations()
+def after(losses: list[float], threshold: float = 0.0) -> EvaluationHistory:
+    found = EvaluationHistory()
     for step, loss in enumerate(losses, 1):
         found = found.after(step, loss, threshold)
     return found
@@ -30,18 +30,18 @@ def test_as_transformers_counts(losses: list[float], threshold: float) -> None:
     assert (found.best_loss, found.best_step) == (min(losses), losses.index(min(losses)) + 1)
     if all(abs((one - other) - threshold) > 1e-9 for one in losses for other in losses):  # not by rounding
         assert found.without_improvement == since
-    assert not found.are_enough(None)
-    assert found.are_enough(found.without_improvement) and not found.are_enough(found.without_improvement + 1)
+    assert not found.exhausts(None)
+    assert found.exhausts(found.without_improvement) and not found.exhausts(found.without_improvement + 1)
 
 
 def test_one_that_could_not_be_saved_is_not_the_best() -> None:
     found = after([3.0, 2.0, 1.0])
-    assert found.without_saved(2) == found
-    lost = found.without_saved(3)
+    assert found.without_checkpoint(2) == found
+    lost = found.without_checkpoint(3)
     assert (lost.best_step, lost.best_loss, lost.last_step) == (2, 2.0, 3)
     again = lost.after(4, 1.5, 0.0)
     assert (again.best_step, again.best_loss) == (4, 1.5)
-    assert after([3.0]).without_saved(1).after(2, 9.0, 0.0).best_step == 2
+    assert after([3.0]).without_checkpoint(1).after(2, 9.0, 0.0).best_step == 2
 
 
 @given(st.lists(st.floats(allow_nan=True), max_size=5))
@@ -49,8 +49,8 @@ def test_the_state_of_a_checkpoint_carries_them(losses: list[float]) -> None:
     found = after([loss if loss > 0 else math.nan for loss in losses])
     told = json.loads(json.dumps({"evaluations": found.to_json()}, allow_nan=False))
     if found.best_step is not None:
-        assert Evaluations.of(told) == found
-    assert Evaluations.of({}) == Evaluations()
+        assert EvaluationHistory.from_state(told) == found
+    assert EvaluationHistory.from_state({}) == EvaluationHistory()
 
 
 @pytest.mark.parametrize("names", [[3], [3, 7], [3, None], [None]])

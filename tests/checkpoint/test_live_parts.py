@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from aliquot.checkpoint.background_saver import Saver
-from aliquot.checkpoint.live_parts import FromGpu, FromHost, copies_from
+from aliquot.checkpoint.background_task import SaveEvents
+from aliquot.checkpoint.checkpoint_files import CheckpointSpec
+from aliquot.checkpoint.live_parts import CpuCopier, GpuCopier, copier_for
 from aliquot.config.schema import CheckpointSection
 from aliquot.core.on_rank_0 import SingleRank
 from aliquot.tensor_io.parts import Part
@@ -82,7 +84,8 @@ def test_copies_wait_for_what_was_launched_before_the_save_alone(
 ) -> None:
     cuda = Cuda(monkeypatch)
     store = OnGpu(cuda)
-    saver = Saver(tmp_path, store, TENSORS, {}, SingleRank(), CheckpointSection(), lambda _: None, copies=FromGpu)
+    events = SaveEvents(lambda _: None)
+    saver = Saver(tmp_path, store, CheckpointSpec(TENSORS), SingleRank(), CheckpointSection(), events, GpuCopier)
     expected = {key: values.clone() for key, values in store.values.items()}
     store.gate.clear()
     cuda.launched = 7
@@ -101,4 +104,4 @@ def test_copies_wait_for_what_was_launched_before_the_save_alone(
 
 
 def test_only_a_rank_on_a_gpu_has_streams() -> None:
-    assert copies_from("cpu") is FromHost and copies_from("cuda") is FromGpu
+    assert copier_for("cpu") is CpuCopier and copier_for("cuda") is GpuCopier

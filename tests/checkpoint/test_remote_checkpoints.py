@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from aliquot.checkpoint import remote_upload
+from aliquot.checkpoint.background_task import SaveEvents
+from aliquot.checkpoint.checkpoint_files import CheckpointSpec
 from aliquot.checkpoint.directories import complete_directories, retain
-from aliquot.checkpoint.remote_download import fetch_instead, fetch_newer, fetched_weights
+from aliquot.checkpoint.remote_download import fetch_newer, fetch_replacement, fetched_weights
 from aliquot.checkpoint.remote_files import complete_steps
-from aliquot.checkpoint.remote_upload import Mirror
+from aliquot.checkpoint.remote_upload import Uploader
 from aliquot.checkpoint.save import save
 from aliquot.config.schema import CheckpointSection
 from aliquot.core.errors import DamagedCheckpoint, ResumeError, StorageError
@@ -102,7 +104,9 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 def saved(root: Path, step: int, keep: int = 2, tensors: Tensors = SMALL) -> Path:
     files = {"config.json": b"{}", "empty.txt": b""}
-    return save(root, step, Store(float(step), tensors), tensors, {"step": step}, files, SingleRank(), keep)
+    return save(
+        root, step, Store(float(step), tensors), CheckpointSpec(tensors, files), {"step": step}, SingleRank(), keep
+    )
 
 
 def copy(
@@ -111,13 +115,12 @@ def copy(
     """All of `steps` at once, and wait."""
     section = CheckpointSection.model_validate({"on_error": "stop" if warned is None else "warn", **settings})
     told: list[str] = []
-    mirror = Mirror(
-        url, root, ranks or SingleRank(), section, told.append, (warned if warned is not None else []).append
-    )
+    events = SaveEvents((warned if warned is not None else []).append, told.append)
+    mirror = Uploader(url, root, ranks or SingleRank(), section, events)
     for step in steps:
         mirror.start(step)
     mirror.finish()
-    assert mirror.needed == []
+    assert mirror.protected_steps == []
 
 
 def files_of(directory: Path) -> dict[str, bytes]:
@@ -156,7 +159,7 @@ def test_a_copy_that_is_there_is_not_sent_again_and_another_of_its_step_is_repla
     store.put("readme.txt", b"a person's own")
     copy(tmp_path / "here", url, 7)
     shutil.rmtree(local)
-    save(tmp_path / "here", 7, Store(0.5, SMALL), SMALL, {"step": 7}, {}, SingleRank(), 2)
+    save(tmp_path / "here", 7, Store(0.5, SMALL), CheckpointSpec(SMALL), {"step": 7}, SingleRank(), 2)
     copy(tmp_path / "here", url, 7)
     assert in_store(url, local.name) == files_of(local)
     assert {name.partition("/")[0] for name in store.list()} == {local.name, "readme.txt"}
@@ -181,8 +184,8 @@ def test_a_checkpoint_that_was_just_saved_replaces_a_copy_of_its_step(tmp_path: 
     copy(tmp_path / "here", url, 7)
     store, name = open_store(url), f"{local.name}/model.safetensors"
     store.put(name, b"x" + store.read(name, 1, store.list()[name]))
-    mirror = Mirror(url, tmp_path / "here", SingleRank(), CheckpointSection(), print, print)
-    mirror.start(7, new=True)
+    mirror = Uploader(url, tmp_path / "here", SingleRank(), CheckpointSection(), SaveEvents(print, print))
+    mirror.start(7, just_saved=True)
     mirror.finish()
     assert in_store(url, local.name) == files_of(local)
 
@@ -206,7 +209,7 @@ def test_a_hiccup_of_the_file_system_here_does_not_end_the_run(
 
     url = f"file://{tmp_path}/there"
     saved(tmp_path / "here", 1, keep=9)
-    instance = Mirror(url, tmp_path / "here", SingleRank(), CheckpointSection(), print, print)
+    instance = Uploader(url, tmp_path / "here", SingleRank(), CheckpointSection(), SaveEvents(print, print))
     monkeypatch.setattr(remote_upload, "retain", stale)
     instance.start(1)
     instance.finish()
@@ -219,11 +222,11 @@ def test_what_waits_is_not_removed_when_a_newer_one_is_published(tmp_path: Path)
     root = tmp_path / "here"
     for step in (1, 2):
         saved(root, step, keep=9)
-    mirror = Mirror(url, root, SingleRank(), CheckpointSection(keep=1), print, print)
+    mirror = Uploader(url, root, SingleRank(), CheckpointSection(keep=1), SaveEvents(print, print))
     mirror.start(1)
     mirror.start(2)
     saved(root, 3, keep=9)
-    retain(root, 1, root / "step-00000003", mirror.needed)  # as the end of a save does
+    retain(root, 1, root / "step-00000003", mirror.protected_steps)  # as the end of a save does
     assert len(complete_directories(root)) == 3
     mirror.finish()
     assert complete_steps(open_store(url)) == ["step-00000002"]
@@ -268,7 +271,7 @@ def test_a_server_that_dies_in_the_middle_does_not_hold_steps_up(tmp_path: Path,
     server.fault = die
     warned: list[str] = []
     settings = CheckpointSection.model_validate({"on_error": "warn"})
-    mirror = Mirror(URL, tmp_path, SingleRank(), settings, print, warned.append)
+    mirror = Uploader(URL, tmp_path, SingleRank(), settings, SaveEvents(warned.append, print))
     mirror.start(1)
     steps = 0
     while not warned:
@@ -366,7 +369,7 @@ def test_what_proves_damaged_here_is_fetched_again(tmp_path: Path, url: str) -> 
 
     def fetch(directory: Path, on_error: str = "warn") -> list[Path | None]:
         settings, found = CheckpointSection.model_validate({"on_error": on_error}), []
-        as_ranks(2, lambda ranks: found.append(fetch_instead(settings, url, directory, ranks, warned.append)))
+        as_ranks(2, lambda ranks: found.append(fetch_replacement(settings, url, directory, ranks, warned.append)))
         return found
 
     assert fetch(here / "step-00000006") == [here / "step-00000006"] * 2
@@ -379,7 +382,7 @@ def test_what_proves_damaged_here_is_fetched_again(tmp_path: Path, url: str) -> 
     store.remove(["step-00000005/state.json"])
     shutil.rmtree(here / "step-00000005")
     assert fetch(here / "step-00000006") == [None, None]
-    assert fetch_instead(CheckpointSection(), None, damaged.parent, SingleRank(), warned.append) is None
+    assert fetch_replacement(CheckpointSection(), None, damaged.parent, SingleRank(), warned.append) is None
 
 
 def test_a_path_to_begin_from_where_nothing_in_the_mirror_is_whole(tmp_path: Path, url: str) -> None:

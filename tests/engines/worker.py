@@ -38,7 +38,7 @@ from aliquot.models.batch import MicroBatch
 from aliquot.models.published import Published, PublishedStore
 from aliquot.offload.scratch_file import ScratchFile
 from aliquot.optim import adamw, sizes, squared_norm
-from aliquot.tensor_io.parts import InMemory
+from aliquot.tensor_io.parts import ViewableStore
 from tests.engines import cases
 from tests.processes import as_ranks
 
@@ -153,7 +153,7 @@ def fill_again(engine: Engine) -> None:
         values = torch.empty(part.numel)
         engine.read(part, part.start, values)
         engine.write(part, part.start, torch.zeros(part.numel))
-        place = engine.view(part) if isinstance(engine, InMemory) else None
+        place = engine.view(part) if isinstance(engine, ViewableStore) else None
         if place is None:
             engine.write(part, part.start, values)
         else:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from aliquot.checkpoint.live_parts import copies_from
+from aliquot.checkpoint.live_parts import copier_for
 from aliquot.machine.gpu_memory import Gpu
 from aliquot.models.batch import MicroBatch
 from aliquot.nn.attention.base import Documents, Scoring
@@ -85,7 +85,7 @@ def test_the_loss_waits_for_nothing(compiled: bool) -> None:
 
 def test_parts_are_copied_beside_the_kernels() -> None:
     values = torch.randn(1 << 20, device=DEVICE)
-    copies = copies_from(DEVICE)()
+    copies = copier_for(DEVICE)()
     room = copies.room(values.numel())
     assert room.is_pinned() == (DEVICE == "cuda")
     with copies.copying():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from aliquot.checkpoint.continuity import check_model
+from aliquot.checkpoint.resume import check_model
 from aliquot.core.errors import ResumeError
 from aliquot.models.computed import computed
 

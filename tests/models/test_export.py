@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from aliquot.checkpoint.checkpoint_files import CheckpointSpec
 from aliquot.checkpoint.save import save
 from aliquot.core.errors import DamagedCheckpoint, RunDirectoryError, UsageError, UserError
 from aliquot.core.on_rank_0 import SingleRank
@@ -33,7 +34,7 @@ def export_small(out_dir: Path, ranks: Any, limit: int = 400) -> None:
 
 
 def checkpoint(root: Path) -> Path:
-    return save(root, 1, FakeStore(SMALL), SMALL, {"step": 1}, CONFIG, SingleRank(), 1)
+    return save(root, 1, FakeStore(SMALL), CheckpointSpec(SMALL, CONFIG), {"step": 1}, SingleRank(), 1)
 
 
 def test_files_do_not_depend_on_the_world_size(tmp_path: Path) -> None:
@@ -64,7 +65,11 @@ def test_what_transformers_keeps_in_fp32_is_exported_as_fp32(tmp_path: Path, off
     files = {"config.json": json.dumps(config.to_dict()).encode()}
     store, out = FakeStore(built.tensors), tmp_path / "out"
     if offline:
-        export_checkpoint(save(tmp_path, 1, store, built.tensors, {"step": 1}, files, SingleRank(), 1), out, "bfloat16")
+        export_checkpoint(
+            save(tmp_path, 1, store, CheckpointSpec(built.tensors, files), {"step": 1}, SingleRank(), 1),
+            out,
+            "bfloat16",
+        )
     else:
         published = published_of(built.model, built.tensors)
         export(store, built.tensors, out, torch.bfloat16, files, SingleRank(), published=published, exact=built.exact)
@@ -91,7 +96,7 @@ def test_transformers_reads_it(tmp_path: Path, tied: bool) -> None:
         store = FakeStore(tensors, ranks.rank, ranks.world_size, zeros=True)
         load_weights(store, tmp_path / "source", tensors, aliases, ranks)
         export(store, tensors, tmp_path / "out", torch.float32, files, ranks, max_shard_bytes=8000)
-        save(tmp_path, 3, store, tensors, {}, files, ranks, 1)
+        save(tmp_path, 3, store, CheckpointSpec(tensors, files), {}, ranks, 1)
 
     assert run_world(2, work) == [None, None]
     ids = torch.arange(7)[None]

@@ -1,206 +1,192 @@
-"""Saving beside training: the parts drain to disk in a thread while the next forward and backward run.
+"""Save checkpoints while training continues: a thread writes the parts during the next forward and backward passes.
 
-Collectives happen on the training thread alone, at moments that all ranks share: each step every rank gathers a small
-`report`, and `poll` acts on the reports of all ranks. So a save ends a step or two after it was started:
+Only the training thread runs collectives, at moments that all ranks share: in each step every rank gathers a small
+`report`, and `poll` acts on the reports of all ranks. A save therefore ends one or two steps after its last write:
 
-start -> (drain on every rank) -> poll: all drained, pieces gathered -> (publish on rank 0) -> poll: published
+start -> (every rank writes) -> poll: all ranks have written, gather checksums -> (rank 0 publishes) -> poll: published
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from aliquot.checkpoint.background_task import Background, Report, failure, wait_together
-from aliquot.checkpoint.live_parts import Copies, FromHost, LiveParts
+from aliquot.checkpoint.background_task import BackgroundTask, SaveEvents, TaskReport, first_failure, wait_on_all_ranks
+from aliquot.checkpoint.checkpoint_files import CheckpointSpec
+from aliquot.checkpoint.directories import Retention
+from aliquot.checkpoint.live_parts import CpuCopier, HostCopier, LiveParts
 from aliquot.checkpoint.save import Draft
 from aliquot.config.schema import CheckpointSection
 from aliquot.core.errors import StorageError, UserError
 from aliquot.core.on_rank_0 import RankGroup, run_on_rank_0
-from aliquot.optim.sizes import States
-from aliquot.tensor_io.bytemap import Shape
 from aliquot.tensor_io.checksums import Piece
 from aliquot.tensor_io.parts import PartSource
 from aliquot.tensor_io.transfer import Progress
 
 
 class Saver:
-    """Saves one checkpoint at a time. `warn` is told of one that failed where `checkpoint.on_error` is warn.
+    """Saves one checkpoint at a time.
 
-    `saved` is told of each one that is published, on every rank: its step, the seconds that it took to come about, and
-    those that training stood still for it here; `failed` of the step of one of which `warn` is told. `spare` tells of
-    which steps checkpoints are still needed, although newer ones take their place. `may_publish` raises UserError on
-    rank 0 where none must appear; it is asked before a checkpoint is begun, before it is published, and for the cause
-    of one that failed. `copies` makes what copies from where the store computes.
+    Args:
+        spec: contents of every checkpoint, the same on every rank.
+        make_copier: makes the copier from the engine's device into host memory, at the start of a save.
     """
 
     def __init__(
         self,
         root: Path,
         store: PartSource,
-        tensors: Sequence[tuple[str, Shape]],
-        config_files: Mapping[str, bytes],
+        spec: CheckpointSpec,
         ranks: RankGroup,
         settings: CheckpointSection,
-        warn: Callable[[str], None],
-        saved: Callable[[int, float, float], None] = lambda *_: None,
-        failed: Callable[[int], None] = lambda _: None,
-        beat: Callable[[], None] = lambda: None,
-        states: States = "fp32",
-        learned: Collection[str] | None = None,
-        spare: Callable[[], Collection[int]] = lambda: (),
-        may_publish: Callable[[], None] = lambda: None,
-        copies: Callable[[], Copies] = FromHost,
+        events: SaveEvents,
+        make_copier: Callable[[], HostCopier] = CpuCopier,
     ) -> None:
-        self._copies = copies
-        self._may_publish = may_publish
-        self._spare = spare
         self._root = root
         self._store = store
-        self._tensors = tensors
-        self._config_files = config_files
+        self._spec = spec
         self._ranks = ranks
         self._settings = settings
-        self._warn = warn
-        self._saved = saved
-        self._failed = failed
-        self._beat = beat
-        self._states = states
-        self._learned = learned
+        self._events = events
+        self._make_copier = make_copier
         self._written_bytes = 0
         self._step = 0
         self._best: int | None = None
         self._worked_s = 0.0
         self._stall_s = 0.0
         self._draft: Draft | None = None
-        self._live: LiveParts | None = None  # None: drained, rank 0 publishes
-        self._work: Background | None = None
+        self._live: LiveParts | None = None  # None: all parts are written, rank 0 publishes
+        self._task: BackgroundTask | None = None
 
     def start(self, step: int, state: Mapping[str, Any], best: int | None = None) -> None:
-        """Begin to save; without `checkpoint.async` also end. Collective. Raises UserError as `poll` does.
+        """Begin to save; without `checkpoint.async` also wait for the end. Collective. Raises UserError as `poll` does.
 
-        `best`: the step whose checkpoint is kept beside the newest, perhaps this one.
+        Args:
+            best: the step whose checkpoint retention keeps in addition to the newest ones; it may be `step` itself.
         """
         self.finish()
         self._best = best
         self._step, self._stall_s, self._worked_s = step, 0.0, 0.0
-        with self._standing_still():
+        check_directory = self._events.check_directory
+        with self._count_stall():
             try:
-                run_on_rank_0(self._ranks, self._may_publish)
-                self._draft = Draft.begin(
-                    self._root, step, self._tensors, state, self._config_files, self._ranks, self._states, self._learned
-                )
-                run_on_rank_0(self._ranks, self._may_publish)  # the run directory may have been replaced just now
+                run_on_rank_0(self._ranks, check_directory)
+                self._draft = Draft.begin(self._root, step, self._spec, state, self._ranks)
+                run_on_rank_0(self._ranks, check_directory)  # somebody may have replaced the directory just now
             except UserError as error:
                 if self._draft is not None and self._ranks.rank == 0:
                     self._draft.abandon()
                 self._draft = None
-                self._give_up(error)
+                self._fail(error)
                 return
             self._written_bytes = 0
-            draft, live = self._draft, LiveParts(self._store, self._settings.buffer_bytes, self._copies())
+            draft, live = self._draft, LiveParts(self._store, self._settings.buffer_bytes, self._make_copier())
             self._live = live
-            self._work = Background("aliquot-saver", lambda: draft.write(live, self._count), on_error=live.stop)
+            self._task = BackgroundTask(
+                "aliquot-saver", lambda: draft.write(live, self._record_progress), on_error=live.stop
+            )
         if not self._settings.asynchronous:
             self.finish()
 
     @property
     def best(self) -> int | None:
-        """The step that was best when the newest save began."""
+        """The best step at the beginning of the newest save."""
         return self._best
 
     @property
-    def under_way(self) -> int | None:
-        """The step whose checkpoint is being saved."""
-        return self._step if self._work is not None else None
+    def current_step(self) -> int | None:
+        """The step of the save that is in progress; None if no save is."""
+        return self._step if self._task is not None else None
 
     @property
     def worked_s(self) -> float:
-        """Seconds that this rank has spent on the newest save, which takes longer to be noticed beside training."""
+        """Seconds that this rank worked on the newest save. The save itself takes longer, because its end is noticed
+        only at the next poll."""
         return self._worked_s
 
-    def report(self) -> Report | None:
-        """Where this rank stands, for the reports that `poll` takes; None: nothing is being saved."""
-        return self._work.report() if self._work is not None else None
+    def report(self) -> TaskReport | None:
+        """Return the progress of this rank, which `poll` takes from all ranks; None if no save is in progress."""
+        return self._task.report() if self._task is not None else None
 
-    def poll(self, reports: Sequence[Report | None]) -> None:
-        """Go on as far as all ranks have come. Collective, with the reports of all ranks gathered at one moment.
+    def poll(self, reports: Sequence[TaskReport | None]) -> None:
+        """Begin the next phase of the save if all ranks are ready. Collective, with the reports of all ranks gathered
+        at one moment.
 
-        Raises the same UserError on every rank where a rank could not write and `checkpoint.on_error` is stop.
+        Raises the same UserError on every rank if a rank could not write and `checkpoint.on_error` is stop.
         """
         states = [report for report in reports if report is not None]
-        if self._draft is None or self._work is None or not states:
+        if self._draft is None or self._task is None or not states:
             return
-        if (failed := failure(states)) is not None:
+        if (error := first_failure(states)) is not None:
             self._abandon()
-            self._give_up(failed)
+            self._fail(error)
         elif all(state["done"] for state in states):
-            self._advance(self._draft, self._work)
+            self._advance(self._draft, self._task)
 
     def before_update(self) -> None:
-        """Return when the live weights and moments may change."""
+        """Return when the optimizer may change the weights and moments."""
         if (live := self._live) is not None:
-            with self._standing_still():
+            with self._count_stall():
                 self._wait(live.release)
 
     def finish(self) -> None:
-        """Wait for the save that is under way. Collective."""
-        while (work := self._work) is not None:
-            with self._standing_still():
-                self._wait(work.join)
+        """Wait for the end of the save that is in progress. Collective."""
+        while (task := self._task) is not None:
+            with self._count_stall():
+                self._wait(task.join)
                 reports = self._ranks.gather(self.report())
             self.poll(reports)
 
-    def _wait(self, arrived: Callable[[float], bool]) -> None:
-        wait_together(self._ranks, arrived, lambda: self._written_bytes, self._beat)
+    def _wait(self, wait: Callable[[float], bool]) -> None:
+        wait_on_all_ranks(self._ranks, wait, lambda: self._written_bytes, self._events.heartbeat)
 
-    def _count(self, progress: Progress) -> None:
+    def _record_progress(self, progress: Progress) -> None:
         self._written_bytes = progress.done_bytes
 
-    def _advance(self, draft: Draft, work: Background) -> None:
-        self._worked_s += work.seconds
+    def _advance(self, draft: Draft, task: BackgroundTask) -> None:
+        self._worked_s += task.seconds
         if self._live is None:
-            self._draft = self._work = None
-            # Not until now, when ranks meet: an evaluation may lie between.
-            self._saved(self._step, max(self._worked_s, self._stall_s), self._stall_s)
+            self._draft = self._task = None
+            # The wall clock would count an evaluation between the end of the save and this poll.
+            self._events.on_saved(self._step, max(self._worked_s, self._stall_s), self._stall_s)
             return
         self._live = None
-        pieces: list[list[Piece]] = self._ranks.gather(work.result)
-        keep, best, spare = self._settings.keep, self._best, self._spare()
+        pieces: list[list[Piece]] = self._ranks.gather(task.result)
+        retention = Retention(self._settings.keep, self._best, self._events.protected_steps())
 
         def publish() -> None:
             if self._ranks.rank == 0:
-                self._may_publish()
-                draft.publish(pieces, keep, best, spare)
+                self._events.check_directory()
+                draft.publish(pieces, retention)
 
-        self._work = Background("aliquot-saver", publish)
+        self._task = BackgroundTask("aliquot-saver", publish)
 
     def _abandon(self) -> None:
-        """Every rank stops writing before rank 0 removes what was written."""
-        assert self._draft is not None and self._work is not None
+        """Stop the writes of every rank, then let rank 0 remove the partial checkpoint."""
+        assert self._draft is not None and self._task is not None
         if self._live is not None:
             self._live.stop()
-        self._work.join()
+        self._task.join()
         self._ranks.gather(None)
         if self._ranks.rank == 0:
             self._draft.abandon()
-        self._draft = self._live = self._work = None
+        self._draft = self._live = self._task = None
 
     @contextmanager
-    def _standing_still(self) -> Iterator[None]:
-        begun = time.perf_counter()
+    def _count_stall(self) -> Iterator[None]:
+        start = time.perf_counter()
         try:
             yield
         finally:
-            self._stall_s += time.perf_counter() - begun
+            self._stall_s += time.perf_counter() - start
 
-    def _give_up(self, error: UserError) -> None:
-        """Collective."""
-        run_on_rank_0(self._ranks, self._may_publish)  # in a directory that is gone every write fails
+    def _fail(self, error: UserError) -> None:
+        """Raise or warn, by `checkpoint.on_error`. Collective."""
+        run_on_rank_0(self._ranks, self._events.check_directory)  # in a directory that was removed every write fails
         if self._settings.on_error == "stop" or not isinstance(error, StorageError):
             raise error
-        self._failed(self._step)
-        self._warn(f"a checkpoint could not be saved, training goes on: {error}")
+        self._events.on_failed(self._step)
+        self._events.warn(f"a checkpoint could not be saved, training goes on: {error}")

@@ -1,85 +1,110 @@
-"""Work in a thread of which all ranks hear at the next step, and waiting for it together."""
+"""Run a save or an upload in a thread: all ranks learn its outcome at the next step, or wait for it together."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from aliquot.core.errors import CutOffError, RunDirectoryError, StorageError, StorageFailureError, UserError
 from aliquot.core.on_rank_0 import RankGroup
 from aliquot.machine.memory import unwritten_bytes
 
-Report = dict[str, Any]
+TaskReport = dict[str, Any]
 
-_ASKED_S = 0.5  # ranks that wait for each other tell how far they are
+_PROGRESS_INTERVAL_S = 0.5  # ranks that wait for each other exchange their progress this often
 
 
-class Background:
-    """Something done in a thread: whether it is over, and what came of it."""
+def _ignore(*_: object) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class SaveEvents:
+    """The run's callbacks of saves and uploads; each rank calls them."""
+
+    warn: Callable[[str], None]  # a save or an upload failed and `checkpoint.on_error` is warn
+    inform: Callable[[str], None] = _ignore
+    on_saved: Callable[[int, float, float], None] = _ignore  # step, seconds of the save, seconds training stood still
+    on_failed: Callable[[int], None] = _ignore  # the step of a save that `warn` reports
+    heartbeat: Callable[[], None] = _ignore
+    # Rank 0 calls it before a checkpoint is begun and before it is published, and for the cause of a failed one. It
+    # raises UserError if the run directory no longer belongs to this run.
+    check_directory: Callable[[], None] = _ignore
+    protected_steps: Callable[[], Collection[int]] = tuple  # checkpoints that retention must not remove yet
+
+
+class BackgroundTask:
+    """Work in a thread: whether it has ended, its result and its error."""
 
     def __init__(self, name: str, work: Callable[[], Any], on_error: Callable[[], None] = lambda: None) -> None:
         self.result: Any = None
-        self.seconds = 0.0  # that it took
+        self.seconds = 0.0  # duration of the work
         self._error: str | None = None
-        self._kind: str | None = None  # of the error
+        self._error_id: str | None = None
         self._on_error = on_error
         self._thread = threading.Thread(target=self._run, args=[work], name=name, daemon=True)
         self._thread.start()
 
     def _run(self, work: Callable[[], Any]) -> None:
-        began = time.perf_counter()
+        start = time.perf_counter()
         try:
             self.result = work()
-        # Whatever it is, it must reach the training thread, which alone can tell the other ranks.
+        # Every exception must reach the training thread, because only that thread can inform the other ranks.
         except Exception as error:
             self._error = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-            self._kind = error.id if isinstance(error, UserError) else StorageError.id
+            self._error_id = error.id if isinstance(error, UserError) else StorageError.id
             self._on_error()
         finally:
-            self.seconds = time.perf_counter() - began
+            self.seconds = time.perf_counter() - start
 
-    def report(self) -> Report:
-        return {"done": not self._thread.is_alive(), "error": self._error, "kind": self._kind}
+    def report(self) -> TaskReport:
+        """Return the state of the work as JSON, for the other ranks."""
+        return {"done": not self._thread.is_alive(), "error": self._error, "kind": self._error_id}
 
     def join(self, timeout_s: float | None = None) -> bool:
+        """Wait until the work has ended; return whether it has."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
 
-def failure(reports: Sequence[Report]) -> UserError | None:
-    """The error of the first rank that has failed, the same on every rank; None if no rank has.
+def first_failure(reports: Sequence[TaskReport]) -> UserError | None:
+    """Return the error of the first rank that failed, the same on every rank; None if no rank failed.
 
-    Other kinds than StorageError end the run whatever `checkpoint.on_error` is.
+    An error that is no StorageError ends the run whatever `checkpoint.on_error` is.
     """
-    final = {kind.id: kind for kind in (CutOffError, RunDirectoryError)}
+    fatal = {kind.id: kind for kind in (CutOffError, RunDirectoryError)}
     for rank, report in enumerate(reports):
-        if report["error"] and report["kind"] in final:
-            return final[report["kind"]](report["error"])
+        if report["error"] and report["kind"] in fatal:
+            return fatal[report["kind"]](report["error"])
         if report["error"]:
             kind = StorageFailureError if report["kind"] == StorageFailureError.id else StorageError
             return kind(f"rank {rank}: {report['error']}")
     return None
 
 
-def wait_together(
-    ranks: RankGroup, arrived: Callable[[float], bool], written_bytes: Callable[[], int], beat: Callable[[], None]
+def wait_on_all_ranks(
+    ranks: RankGroup, wait: Callable[[float], bool], written_bytes: Callable[[], int], heartbeat: Callable[[], None]
 ) -> None:
-    """Until `arrived`, which takes seconds to wait at most, is true on every rank. Collective.
+    """Wait until `wait`, which blocks for at most the given seconds, returns True on every rank. Collective.
 
-    A slow disk is not a hang: as long as any rank writes, or its machine has less and less left to write, `beat` is
-    called on all of them.
+    A slow disk is not a hang: every rank calls `heartbeat` as long as any rank writes, or the kernel of any node has
+    fewer bytes left to write back.
     """
-    before: list[tuple[int, int]] = []
+    previous: list[tuple[int, int]] = []  # of each rank: bytes written, lowest count of bytes to write back
     while True:
-        own = arrived(_ASKED_S)
-        told = ranks.gather([own, written_bytes(), unwritten_bytes()])
-        if all(there for there, _, _ in told):
-            beat()
+        is_done = wait(_PROGRESS_INTERVAL_S)
+        answers = ranks.gather([is_done, written_bytes(), unwritten_bytes()])
+        if all(done for done, _, _ in answers):
+            heartbeat()
             return
-        now = [(written, left) for _, written, left in told]
-        lowest = [min(left, low) for (_, left), (_, low) in zip(now, before or now, strict=True)]
-        if any(written > past or left < low for (written, left), (past, low) in zip(now, before, strict=False)):
-            beat()
-        before = [(written, low) for (written, _), low in zip(now, lowest, strict=True)]
+        current = [(written, unwritten) for _, written, unwritten in answers]
+        lowest = [min(unwritten, low) for (_, unwritten), (_, low) in zip(current, previous or current, strict=True)]
+        if any(
+            written > before or unwritten < low
+            for (written, unwritten), (before, low) in zip(current, previous, strict=False)
+        ):
+            heartbeat()
+        previous = [(written, low) for (written, _), low in zip(current, lowest, strict=True)]

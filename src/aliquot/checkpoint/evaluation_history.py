@@ -1,4 +1,4 @@
-"""What the evaluations of a run have found so far: which was best, and for how long none was better."""
+"""The history of a run's evaluations: the best one, and the number of evaluations without improvement since."""
 
 from __future__ import annotations
 
@@ -11,43 +11,45 @@ from aliquot.config.schema import CheckpointSection
 
 
 @dataclass(frozen=True)
-class Evaluations:
-    """Part of every checkpoint's state, so that a run that goes on knows it. Losses are evaluation losses."""
+class EvaluationHistory:
+    """Part of the state in every checkpoint, so that a resumed run knows it. Losses are evaluation losses."""
 
-    best_step: int | None = None  # None: there was no evaluation yet
+    best_step: int | None = None  # None: no evaluation yet
     best_loss: float = math.inf
-    without_improvement: int = 0  # evaluations in a row, the newest ones
+    without_improvement: int = 0  # the newest evaluations in a row
     last_step: int | None = None
-    # What was best before. No part of the state: a checkpoint is only there where what it calls the best is.
-    former: tuple[int | None, float] = field(default=(None, math.inf), compare=False)
+    # The previous best step and loss. They are not in the state: the checkpoint of the state's best step always exists.
+    previous_best: tuple[int | None, float] = field(default=(None, math.inf), compare=False)
 
     def after(self, step: int, loss: float, threshold: float) -> Self:
-        """With the evaluation after `step`; one that is not lower by more than `threshold` is no improvement.
+        """Return the history including the evaluation after `step`.
 
-        The best one is the lowest, by however little, as in transformers.
+        A loss counts as improvement if it is lower than the best by more than `threshold`. The best evaluation is the
+        lowest by any margin, as in transformers.
         """
         improved = self.best_step is None or loss < self.best_loss - threshold
-        known = (self.best_step, self.best_loss)
-        best, former = ((step, loss), known) if loss < self.best_loss else (known, self.former)
-        return type(self)(*best, 0 if improved else self.without_improvement + 1, step, former)
+        old_best = (self.best_step, self.best_loss)
+        best, previous = ((step, loss), old_best) if loss < self.best_loss else (old_best, self.previous_best)
+        return type(self)(*best, 0 if improved else self.without_improvement + 1, step, previous)
 
-    def without_saved(self, step: int) -> Self:
-        """The checkpoint of `step` could not be saved: if it was the best, the best is the one before it again."""
+    def without_checkpoint(self, step: int) -> Self:
+        """Return the history after the save of `step` failed: if that step was the best, the previous best replaces
+        it."""
         if step != self.best_step:
             return self
-        best_step, best_loss = self.former
-        return replace(self, best_step=best_step, best_loss=best_loss, former=(None, math.inf))
+        best_step, best_loss = self.previous_best
+        return replace(self, best_step=best_step, best_loss=best_loss, previous_best=(None, math.inf))
 
-    def kept_step(self, settings: CheckpointSection) -> int | None:
-        """That of the checkpoint which is kept because it evaluated best."""
+    def retained_step(self, settings: CheckpointSection) -> int | None:
+        """Return the step whose checkpoint `checkpoint.best` exempts from retention."""
         return self.best_step if settings.best else None
 
-    def are_enough(self, patience: int | None) -> bool:
-        """Whether train.early_stopping_patience is at its end."""
+    def exhausts(self, patience: int | None) -> bool:
+        """Return whether train.early_stopping_patience evaluations in a row brought no improvement."""
         return patience is not None and self.without_improvement >= patience
 
-    def told(self) -> str:
-        """For people."""
+    def summary(self) -> str:
+        """Describe the best evaluation for the log."""
         since = f", and none of the {self.without_improvement} evaluations since was better by enough"
         best = f"evaluation loss {self.best_loss:.4f} after step {self.best_step}"
         return (best if self.best_step else "what was best is gone") + (since if self.without_improvement else "")
@@ -55,9 +57,9 @@ class Evaluations:
     def to_json(self) -> dict[str, Any]:
         if self.best_step is None:
             return {}  # JSON has no infinity
-        return {key: value for key, value in asdict(self).items() if key != "former"}
+        return {key: value for key, value in asdict(self).items() if key != "previous_best"}
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> Self:
-        """Those in a checkpoint's state."""
+    def from_state(cls, state: Mapping[str, Any]) -> Self:
+        """Read the history from the state of a checkpoint."""
         return cls(**state.get("evaluations", {}))

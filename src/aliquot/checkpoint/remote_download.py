@@ -1,4 +1,4 @@
-"""Download checkpoints from a store before a run resumes, or for an export."""
+"""Download checkpoints from a store: from the mirror or a URL before a run resumes, or for an export."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from aliquot.checkpoint.directories import name_best, newest, step_of
-from aliquot.checkpoint.remote_files import Range, checked, complete_steps, in_threads, ranges_of, share_of, split_url
+from aliquot.checkpoint.remote_files import (
+    FileRange,
+    complete_steps,
+    share_of_rank,
+    split_files,
+    split_url,
+    transfer_in_threads,
+    verified_block,
+)
 from aliquot.config.schema import CheckpointSection
 from aliquot.core.errors import DamagedCheckpoint, ResumeError, StorageError, writing
 from aliquot.core.on_rank_0 import RankGroup, SingleRank, run_on_rank_0
@@ -30,32 +38,33 @@ from aliquot.tensor_io.publish import (
 def fetch_newer(
     settings: CheckpointSection, mirror: str | None, root: Path, ranks: RankGroup, warn: Callable[[str], None]
 ) -> None:
-    """Afterwards `root` holds what this run goes on from, if anything does. Collective.
+    """Fetch the newest checkpoint to `root` if the mirror or a URL in `checkpoint.resume` has a newer one. Collective.
 
-    Raises UserError where the mirror holds checkpoints that `resume: never` would mix with others, where it cannot be
-    reached and nothing is here, and where neither it nor a URL that is named holds a checkpoint that is whole.
+    Raises:
+        UserError: the mirror holds checkpoints that `resume: never` would mix with new ones; the mirror cannot be
+            reached and `root` holds no checkpoint; or all checkpoints of the mirror and the URL are damaged.
     """
 
-    def look() -> list[list[str]]:
-        here, found = newest(root), []
+    def find_newer() -> list[list[str]]:
+        latest, names = newest(root), []
         try:
-            found = complete_steps(open_store(mirror)) if mirror is not None else []
+            names = complete_steps(open_store(mirror)) if mirror is not None else []
         except StorageError as error:
-            if here is None or settings.on_error == "stop":
+            if latest is None or settings.on_error == "stop":
                 raise StorageError(f"checkpoint.mirror: {error}") from None
-            warn(f"checkpoint.mirror: {error}; going on from {here}")
-        if found and settings.resume == "never":
+            warn(f"checkpoint.mirror: {error}; going on from {latest}")
+        if names and settings.resume == "never":
             raise ResumeError(
-                f"checkpoint.resume is `never`, and {mirror} holds {found[-1]}; choose another run.name, or resume:"
+                f"checkpoint.resume is `never`, and {mirror} holds {names[-1]}; choose another run.name, or resume:"
                 " auto"
             )
-        newer = [[mirror or "", name] for name in found if here is None or step_of(Path(name)) > step_of(here)]
-        if here is None and not newer and is_url(settings.resume):
+        newer = [[mirror or "", name] for name in names if latest is None or step_of(Path(name)) > step_of(latest)]
+        if latest is None and not newer and is_url(settings.resume):
             return [list(split_url(settings.resume))]
         return newer
 
-    candidates = run_on_rank_0(ranks, look)
-    damaged = False
+    candidates = run_on_rank_0(ranks, find_newer)
+    found_damage = False
     while candidates:
         url, folder = candidates.pop()
         try:
@@ -70,32 +79,36 @@ def fetch_newer(
             if is_url(settings.resume) and not candidates:
                 raise
             warn(f"skipping a damaged checkpoint: {url}: {error}")
-            damaged = True
-    if damaged and settings.resume == "auto" and run_on_rank_0(ranks, lambda: newest(root) is None):
+            found_damage = True
+    if found_damage and settings.resume == "auto" and run_on_rank_0(ranks, lambda: newest(root) is None):
         raise ResumeError(
             f"no checkpoint in {mirror} is whole: choose another run.name to begin anew, or a checkpoint.resume: PATH"
         )
 
 
-def fetch_instead(
+def fetch_replacement(
     settings: CheckpointSection, mirror: str | None, damaged: Path, ranks: RankGroup, warn: Callable[[str], None]
 ) -> Path | None:
-    """The mirror's copy of a checkpoint that has proved `damaged` takes its place, or the next older one that is newer
-    than what is here: where it lies. None: the mirror has none that is whole. Collective.
+    """Replace the checkpoint `damaged` by the mirror's copy, or else fetch the next older copy that is newer than the
+    undamaged local ones. Collective.
 
-    Raises UserError where the mirror does not answer and `checkpoint.on_error` is stop.
+    Returns:
+        The fetched checkpoint; None if the mirror has no undamaged one.
+
+    Raises:
+        UserError: the mirror does not answer and `checkpoint.on_error` is stop.
     """
     if mirror is None:
         return None
-    root, last = damaged.parent, step_of(damaged)
+    root, last_step = damaged.parent, step_of(damaged)
 
-    def look() -> list[str]:
-        before = newest(root, last)
-        first = -1 if before is None else step_of(before)
-        return [name for name in complete_steps(open_store(mirror)) if first < step_of(Path(name)) <= last]
+    def find_candidates() -> list[str]:
+        before = newest(root, last_step)
+        first_step = -1 if before is None else step_of(before)
+        return [name for name in complete_steps(open_store(mirror)) if first_step < step_of(Path(name)) <= last_step]
 
     try:
-        candidates = run_on_rank_0(ranks, look)
+        candidates = run_on_rank_0(ranks, find_candidates)
         while candidates:
             folder = candidates.pop()
             try:
@@ -113,7 +126,7 @@ def fetch_instead(
 
 
 def fetch_best(mirror: str | None, best: Path, ranks: RankGroup, warn: Callable[[str], None]) -> bool:
-    """Whether `best`, which is not here any more, is here again, out of the mirror. Collective."""
+    """Fetch the best checkpoint, which is missing locally; return whether the mirror had it. Collective."""
     if mirror is None:
         return False
     try:
@@ -128,11 +141,11 @@ def fetch_best(mirror: str | None, best: Path, ranks: RankGroup, warn: Callable[
 
 
 def fetch(url: str, folder: str, root: Path, ranks: RankGroup) -> Path:
-    """Checkpoint `folder` of the store at `url` becomes `root/folder`, every rank reading its share once. Collective.
+    """Download checkpoint `folder` of the store at `url` to `root/folder`; every rank reads its share. Collective.
 
-    Raises on every rank: DamagedCheckpoint where what arrives is not what was saved, StorageError.
+    Raises on every rank: DamagedCheckpoint if the data are not those that were saved, StorageError.
     """
-    text = run_on_rank_0(ranks, lambda: _manifest_of(open_store(url), folder).decode())
+    text = run_on_rank_0(ranks, lambda: _read_manifest(open_store(url), folder).decode())
     manifest = parse_manifest(text.encode(), f"{url}/{folder}/{MANIFEST}")
     target = root / folder
 
@@ -142,36 +155,40 @@ def fetch(url: str, folder: str, root: Path, ranks: RankGroup) -> Path:
     publish_together(
         target,
         ranks,
-        prepare=lambda partial: _lay_out(manifest, partial, manifest.files),
-        write=lambda partial: _fetch(open_store(url), folder, manifest, partial, manifest.files, ranks),
+        prepare=lambda partial: _create_files(manifest, partial, manifest.files),
+        write=lambda partial: _fetch_share(open_store(url), manifest, manifest.files, (folder, partial), ranks),
         finish=finish,
-        replace=True,  # what is there is damaged
+        replace=True,  # an existing directory is damaged
     )
     return target
 
 
 @contextmanager
-def fetched_weights(url: str, beside: Path, all_files: bool) -> Iterator[Path]:
-    """A checkpoint at `url` in a directory for a while, next to `beside`; of moments only sizes, unless `all_files`."""
+def fetched_weights(url: str, output: Path, all_files: bool) -> Iterator[Path]:
+    """Download the checkpoint at `url` into a temporary directory next to `output`.
+
+    Args:
+        all_files: also download the moments; otherwise their files have their size, but no content.
+    """
     parent, folder = split_url(url)
     store = open_store(parent)
-    data = _manifest_of(store, folder)
+    data = _read_manifest(store, folder)
     manifest = parse_manifest(data, f"{url}/{MANIFEST}")
-    wanted = {name for name in manifest.files if all_files or not name.startswith("exp_avg")}
-    target = beside.resolve().with_name(f"{beside.name}.fetched")
+    names = {name for name in manifest.files if all_files or not name.startswith("exp_avg")}
+    target = output.resolve().with_name(f"{output.name}.fetched")
     with writing(target):
         clean_leftovers(target.parent, re.compile(re.escape(target.name)))
         directory = begin_alone(target)
     try:
-        _lay_out(manifest, directory, wanted)
-        _fetch(store, folder, manifest, directory, wanted, SingleRank())
+        _create_files(manifest, directory, names)
+        _fetch_share(store, manifest, names, (folder, directory), SingleRank())
         write_file(directory / MANIFEST, data)
         yield directory
     finally:
         remove_directory(directory)
 
 
-def _manifest_of(store: Store, folder: str) -> bytes:
+def _read_manifest(store: Store, folder: str) -> bytes:
     name = f"{folder}/{MANIFEST}"
     size_bytes = store.list().get(name)
     if size_bytes is None:
@@ -179,25 +196,27 @@ def _manifest_of(store: Store, folder: str) -> bytes:
     return store.read(name, 0, size_bytes)
 
 
-def _lay_out(manifest: Manifest, directory: Path, wanted: Collection[str]) -> None:
-    """Files of their size, which take no room before they are written."""
-    check_space(directory, sum(manifest.files[name].bytes for name in wanted))
+def _create_files(manifest: Manifest, directory: Path, names: Collection[str]) -> None:
+    """Create all files at their size; they are sparse until their content is written. Check the space for `names`."""
+    check_space(directory, sum(manifest.files[name].bytes for name in names))
     for name, record in manifest.files.items():
         with writing(directory / name), (directory / name).open("xb") as file:
             file.truncate(record.bytes)
 
 
-def _fetch(
-    store: Store, folder: str, manifest: Manifest, directory: Path, wanted: Collection[str], ranks: RankGroup
+def _fetch_share(
+    store: Store, manifest: Manifest, names: Collection[str], route: tuple[str, Path], ranks: RankGroup
 ) -> None:
-    """This rank's share of the wanted files into `directory`."""
+    """Download this rank's share of the files `names`; the route leads from a folder of the store to a directory."""
+    folder, directory = route
 
-    def fetch_block(part: Range) -> None:
-        data = checked(store.read(f"{folder}/{part.name}", part.start, part.stop), manifest, part, part.start)
-        with writing(directory / part.name), (directory / part.name).open("r+b") as file:
-            file.seek(part.start)
+    def fetch_block(item: FileRange) -> None:
+        data = verified_block(store.read(f"{folder}/{item.name}", item.start, item.stop), manifest, item, item.start)
+        with writing(directory / item.name), (directory / item.name).open("r+b") as file:
+            file.seek(item.start)
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
 
-    in_threads(fetch_block, share_of(ranges_of(manifest, wanted, lambda _: BLOCK_BYTES), ranks.rank, ranks.world_size))
+    ranges = split_files(manifest, names, lambda _: BLOCK_BYTES)
+    transfer_in_threads(fetch_block, share_of_rank(ranges, ranks.rank, ranks.world_size))

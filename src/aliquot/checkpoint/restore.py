@@ -1,7 +1,7 @@
 """Restore a checkpoint at any world size: every rank reads only its own ranges.
 
-Each rank checksums the bytes that it reads; combined over all ranks these are the checksums of every block of every
-file, and they must be those of the manifest. So the whole checkpoint is read once and verified.
+Each rank computes checksums of the bytes that it reads. Combined over all ranks they are the checksums of every block
+of every file, which must equal those of the manifest. The ranks together so read the checkpoint once and verify it.
 """
 
 from __future__ import annotations
@@ -11,17 +11,16 @@ import errno
 import hashlib
 import logging
 import platform
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from aliquot.checkpoint.checkpoint_files import StoredParts, held, values_of
-from aliquot.checkpoint.continuity import tensors_follow_from
+from aliquot.checkpoint.checkpoint_files import CheckpointSpec, StoredParts, values_of
 from aliquot.checkpoint.directories import STATE, STEMS, complete_directories, directories, newest, step_of
 from aliquot.core.errors import DamagedCheckpoint, ResumeError, UserError, WeightsFileError
 from aliquot.core.on_rank_0 import RankGroup, gather_results, run_on_rank_0
-from aliquot.tensor_io.bytemap import ByteMap, Shape, check_tensors
+from aliquot.tensor_io.bytemap import ByteMap, check_tensors
 from aliquot.tensor_io.checksums import BlockChecksums, Piece
 from aliquot.tensor_io.jsonfile import read_json
 from aliquot.tensor_io.manifest import MANIFEST, check_read, read_manifest, verify_descriptions
@@ -30,81 +29,98 @@ from aliquot.tensor_io.transfer import fill
 
 _log = logging.getLogger(__name__)
 
-_OUT_OF_REACH = {
+# Errors of a node that cannot reach the files: they say nothing about the checkpoint.
+_UNREACHABLE = {
     errno.EACCES, errno.EPERM, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN,
     errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.EMFILE, errno.ENFILE, errno.ENOMEM,
 }  # fmt: skip
+
+ExplainMismatch = Callable[[Mapping[str, Any]], str]  # state of a checkpoint -> changed settings that explain it, or ""
+
+
+def _explain_nothing(_: Mapping[str, Any]) -> str:
+    return ""
 
 
 def restore_newest(
     root: Path,
     store: PartStore,
-    tensors: Sequence[tuple[str, Shape]],
+    spec: CheckpointSpec,
     ranks: RankGroup,
-    learned: Collection[str] | None = None,
-    instead: Callable[[Path], Path | None] = lambda _: None,
-    settings: Mapping[str, Any] | None = None,
+    replace_damaged: Callable[[Path], Path | None] = lambda _: None,
+    explain_mismatch: ExplainMismatch = _explain_nothing,
 ) -> tuple[Path, dict[str, Any]] | None:
-    """Restore the newest checkpoint under `root` that is whole, warning of each newer one that is not. Collective.
+    """Restore the newest undamaged checkpoint under `root` and warn of each damaged newer one. Collective.
 
-    Its directory and state; None if `root` holds no checkpoint. `instead`: what is to take the place of a damaged one,
-    and lies under `root` then; None: there is nothing but what is there. `settings` as of `restore`. Raises UserError
-    where none of those it holds is whole.
+    Args:
+        replace_damaged: puts a replacement of a damaged checkpoint under `root` and returns its directory, or returns
+            None if it has no replacement.
+
+    Returns:
+        The checkpoint's directory and state; None if `root` holds no checkpoint.
+
+    Raises:
+        UserError: `root` holds checkpoints, all of them damaged; or an error of `restore`.
     """
     below: int | None = None
     replaced: set[Path] = set()
-    while directory := _newest(root, below, ranks):
+    while directory := _newest_on_rank_0(root, below, ranks):
         try:
-            return directory, restore(directory, store, tensors, ranks, learned, settings)
+            return directory, restore(directory, store, spec, ranks, explain_mismatch)
         except DamagedCheckpoint as error:
             if ranks.rank == 0:
                 _log.warning("skipping a damaged checkpoint: %s", error)
         below = step_of(directory)
-        if directory not in replaced and (found := instead(directory)) is not None:
-            replaced.add(found)
-            below = step_of(found) + 1
+        if directory not in replaced and (replacement := replace_damaged(directory)) is not None:
+            replaced.add(replacement)
+            below = step_of(replacement) + 1
     return None
 
 
 def restore(
     directory: Path,
     store: PartStore,
-    tensors: Sequence[tuple[str, Shape]],
+    spec: CheckpointSpec,
     ranks: RankGroup,
-    learned: Collection[str] | None = None,
-    settings: Mapping[str, Any] | None = None,
+    explain_mismatch: ExplainMismatch = _explain_nothing,
 ) -> dict[str, Any]:
-    """Fill all parts of `store` from a checkpoint; the state that was saved with it. Collective.
+    """Fill all parts of `store` from a checkpoint and return the state that was saved with it. Collective.
 
-    `tensors` and `learned` as they were saved with. Raises on every rank: UserError where they are not those of the
-    checkpoint, naming what of `settings`, the configuration, is not as it was, or where another rank does not see what
-    rank 0 does; DamagedCheckpoint where it is not what was saved (the parts then hold nothing of use).
+    Args:
+        spec: the tensors to restore, those with which the checkpoint was saved.
+        explain_mismatch: names changed settings if the tensors of the checkpoint differ from those of `spec`.
+
+    Raises:
+        DamagedCheckpoint: the files are not those that were saved. The parts then hold nothing of use.
+        UserError: the tensors of the checkpoint are not those of `spec`, or a rank sees another checkpoint than rank 0.
+            Both kinds are raised on every rank.
     """
 
     def read() -> list[Piece]:
         checksums = BlockChecksums()
-        with _damage():
-            maps = _maps(directory)
-            every = {kind: values_of(found.entries) for kind, found in maps.items()}
-        for kind, values in every.items():
-            wanted = held(tensors, kind, learned)
-            with _why_others(directory, settings):
-                check_tensors(wanted, values, directory, set(values) - {name for name, _ in wanted})
-        entries = {kind: found.entries for kind, found in maps.items()}
+        with _as_damage():
+            maps = _byte_maps(directory)
+            values_of_kind = {kind: values_of(byte_map.entries) for kind, byte_map in maps.items()}
+        for kind, values in values_of_kind.items():
+            tensors = spec.tensors_of(kind)
+            with _mismatch_explained(directory, explain_mismatch):
+                check_tensors(tensors, values, directory, set(values) - {name for name, _ in tensors})
+        entries = {kind: byte_map.entries for kind, byte_map in maps.items()}
         stored = StoredParts(store, entries)
-        with _damage():
+        with _as_damage():
             fill(stored.scales(), entries, checksums)
             fill(stored.values(), entries, checksums)
         return checksums.pieces()
 
-    manifest = run_on_rank_0(ranks, lambda: _manifest_of_whole(directory))
-    gather_results(ranks, lambda: _check_seen(directory, manifest))
+    digest = run_on_rank_0(ranks, lambda: _verify_descriptions(directory))
+    gather_results(ranks, lambda: _check_visible(directory, digest))
     pieces = gather_results(ranks, read)
-    return run_on_rank_0(ranks, lambda: _verified(directory, list(chain(*pieces))))
+    return run_on_rank_0(ranks, lambda: _verified_state(directory, list(chain(*pieces))))
 
 
-def _manifest_of_whole(directory: Path) -> str:
-    with _damage():
+def _verify_descriptions(directory: Path) -> str:
+    """Verify all headers and small files; return the digest of the manifest."""
+    with _as_damage():
         manifest = read_manifest(directory)
         manifest.record(STATE)
         verify_descriptions(directory, manifest, manifest.files)
@@ -115,98 +131,99 @@ def _digest(directory: Path) -> str:
     return hashlib.sha256((directory / MANIFEST).read_bytes()).hexdigest()
 
 
-def _check_seen(directory: Path, manifest: str) -> None:
-    """Of a checkpoint that is whole where rank 0 looks: elsewhere it is not damaged, but another or not there."""
+def _check_visible(directory: Path, digest: str) -> None:
+    """Raise UserError unless this node sees the checkpoint of rank 0, which is complete there. A difference is no
+    damage."""
     try:
         read_manifest(directory)
-        why = None if _digest(directory) == manifest else "another one lies here"
+        reason = None if _digest(directory) == digest else "another one lies here"
     except (DamagedCheckpoint, OSError) as error:
-        why = str(error)
-    if why is not None:
+        reason = str(error)
+    if reason is not None:
         raise ResumeError(
-            f"{platform.node()} does not see this checkpoint as rank 0 does ({why}): every node needs its files, on"
+            f"{platform.node()} does not see this checkpoint as rank 0 does ({reason}): every node needs its files, on"
             " a file system that all share",
             directory,
         )
 
 
-def _verified(directory: Path, pieces: list[Piece]) -> dict[str, Any]:
-    """Check all that the ranks read; the state, which was verified before."""
-    with _damage():
+def _verified_state(directory: Path, pieces: list[Piece]) -> dict[str, Any]:
+    """Check the bytes that the ranks have read; return the state, which is verified before."""
+    with _as_damage():
         manifest = read_manifest(directory)
-        head_bytes = {path: count for found in _maps(directory).values() for path, count in found.header_bytes.items()}
-        check_read(directory, manifest, head_bytes, pieces)
+        maps = _byte_maps(directory).values()
+        header_bytes = {path: count for byte_map in maps for path, count in byte_map.header_bytes.items()}
+        check_read(directory, manifest, header_bytes, pieces)
         return read_json(directory / STATE)
 
 
-def _maps(directory: Path) -> dict[Kind, ByteMap]:
+def _byte_maps(directory: Path) -> dict[Kind, ByteMap]:
     return {kind: ByteMap.of_directory(directory, stem) for kind, stem in STEMS.items()}
 
 
 @contextlib.contextmanager
-def _why_others(directory: Path, settings: Mapping[str, Any] | None) -> Iterator[None]:
-    """Tensors that are not those of the model are not what a person has written: name what they follow from."""
+def _mismatch_explained(directory: Path, explain_mismatch: ExplainMismatch) -> Iterator[None]:
+    """Name the changed settings, because a person has written settings and no tensors."""
     try:
         yield
     except WeightsFileError as error:
-        if settings is None:
-            raise
-        with _damage():
-            changed = tensors_follow_from(read_json(directory / STATE), settings)
+        with _as_damage():
+            changed = explain_mismatch(read_json(directory / STATE))
         if not changed:
             raise
         raise ResumeError(f"{error}. {changed}: set it back, or start anew under another run.name") from None
 
 
 @contextlib.contextmanager
-def _damage() -> Iterator[None]:
-    """Whatever is wrong with the files of a checkpoint means that it is damaged; that this node does not come to them
-    does not."""
+def _as_damage() -> Iterator[None]:
+    """Turn errors of files into DamagedCheckpoint, except errors of a node that cannot reach them."""
     try:
         yield
     except (UserError, OSError) as error:
-        if _number(error) in _OUT_OF_REACH:
-            told = f"{platform.node()} cannot read this checkpoint, which need not be damaged: {error}"
-            raise ResumeError(f"{told}; mend that and start again") from error
+        if _errno(error) in _UNREACHABLE:
+            reason = f"{platform.node()} cannot read this checkpoint, which need not be damaged: {error}"
+            raise ResumeError(f"{reason}; mend that and start again") from error
         if isinstance(error, DamagedCheckpoint):
             raise
         raise DamagedCheckpoint(str(error)) from error
 
 
-def _number(error: BaseException | None) -> int | None:
-    """Of the operating system's error that was the reason."""
+def _errno(error: BaseException | None) -> int | None:
+    """Return the number of the operating system's error that caused `error`."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return None if error is None else error.errno
 
 
-def _newest(root: Path, below: int | None, ranks: RankGroup) -> Path | None:
-    """What rank 0 finds. Raises UserError if that is nothing although there are checkpoints, or older than what another
-    node finds."""
+def _newest_on_rank_0(root: Path, below: int | None, ranks: RankGroup) -> Path | None:
+    """Find the newest complete checkpoint that rank 0 sees.
+
+    Raises UserError if `root` holds checkpoints, but none is complete, or if another node sees a newer one.
+    """
 
     def find() -> str | None:
-        found = newest(root, below)
-        if found is None and directories(root):
+        directory = newest(root, below)
+        if directory is None and directories(root):
             raise ResumeError(
                 "no checkpoint here is whole: move this directory away, and the run begins anew, or where"
                 " checkpoint.resume says",
                 root,
             )
-        return str(found) if found is not None else None
+        return str(directory) if directory is not None else None
 
-    found = run_on_rank_0(ranks, find)
-    step = -1 if found is None else step_of(Path(found))
-    newer = gather_results(ranks, lambda: platform.node() if _newest_whole(root, below) > step else "")
-    if (other := next(filter(None, newer), None)) is not None:
+    directory = run_on_rank_0(ranks, find)
+    step = -1 if directory is None else step_of(Path(directory))
+    nodes = gather_results(ranks, lambda: platform.node() if _newest_complete_step(root, below) > step else "")
+    if (node := next(filter(None, nodes), None)) is not None:
         raise ResumeError(
-            f"{other} sees a newer checkpoint here than rank 0 does, which would train that again and replace it: every"
+            f"{node} sees a newer checkpoint here than rank 0 does, which would train that again and replace it: every"
             " node needs this directory, on a file system that all share",
             root,
         )
-    return None if found is None else Path(found)
+    return None if directory is None else Path(directory)
 
 
-def _newest_whole(root: Path, below: int | None) -> int:
-    """Its step; -1: there is none."""
+def _newest_complete_step(root: Path, below: int | None) -> int:
+    """Return the newest complete step below `below`, or -1."""
     steps = map(step_of, complete_directories(root))
     return max((step for step in steps if below is None or step < below), default=-1)

@@ -1,71 +1,85 @@
-"""From where a run goes on: what `checkpoint.resume` means."""
+"""Resume a run: the meaning of `checkpoint.resume`, and the settings that must not change between save and resume."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from aliquot.checkpoint.directories import STATE, newest, tidy
-from aliquot.checkpoint.evaluation_history import Evaluations
+from aliquot.checkpoint.checkpoint_files import CheckpointSpec
+from aliquot.checkpoint.directories import STATE, Retention, newest, tidy
+from aliquot.checkpoint.evaluation_history import EvaluationHistory
 from aliquot.checkpoint.remote_files import split_url
 from aliquot.checkpoint.restore import restore, restore_newest
 from aliquot.config.schema import CheckpointSection
 from aliquot.core.errors import DamagedCheckpoint, ResumeError
 from aliquot.core.on_rank_0 import RankGroup, run_on_rank_0
 from aliquot.stores.open_store import is_url
-from aliquot.tensor_io.bytemap import Shape
 from aliquot.tensor_io.parts import PartStore
+
+_MAX_SHOWN = 3
+_VOCABULARY_KEYS = ("tokenizer", "tokenizer_vocab_size")
+_NOT_SET = object()
 
 
 def resume(
     settings: CheckpointSection,
     root: Path,
     store: PartStore,
-    tensors: Sequence[tuple[str, Shape]],
+    spec: CheckpointSpec,
     ranks: RankGroup,
-    learned: Collection[str] | None = None,
-    instead: Callable[[Path], Path | None] = lambda _: None,
-    config: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any],
+    replace_damaged: Callable[[Path], Path | None] = lambda _: None,
 ) -> tuple[Path, dict[str, Any]] | None:
-    """Restore what `settings.resume` (auto, never or a path) names; its directory and state, or None to start anew.
+    """Restore the checkpoint that `settings.resume` (auto, never, a path or a URL) selects. Collective.
 
-    What a URL names has been fetched by remote_download.py and is the run's own. `instead` as of `restore_newest`,
-    `config` as `settings` of `restore`.
+    With a path, the run under `root` begins from that checkpoint. Once it has checkpoints of its own it resumes from
+    those, so that a restarted job makes progress. remote_download.py has fetched the checkpoint of a URL to `root`.
 
-    A path is where the run under `root` begins: once it has checkpoints of its own it goes on from those, so that a
-    restarted job makes progress. Collective. Raises UserError for a path that is no checkpoint, or that would go back.
+    Args:
+        config: the run's configuration as JSON, to explain tensors that differ.
+        replace_damaged: as of `restore_newest`.
+
+    Returns:
+        The checkpoint's directory and state; None if the run starts from scratch.
+
+    Raises:
+        UserError: the path is no checkpoint, or is older than the run's own checkpoints; or an error of `restore`.
     """
-    wanted = settings.resume
-    if wanted == "never":
+    if settings.resume == "never":
         return None
-    given = Path(wanted)
-    if wanted != "auto" and not is_url(wanted) and not run_on_rank_0(ranks, lambda: _has_begun(given, root)):
+
+    def explain_mismatch(state: Mapping[str, Any]) -> str:
+        return _changed_tensor_settings(state, config)
+
+    source = Path(settings.resume)
+    is_path = settings.resume != "auto" and not is_url(settings.resume)
+    if is_path and not run_on_rank_0(ranks, lambda: _has_begun(source, root)):
         try:
-            return given, restore(given, store, tensors, ranks, learned, config)
+            return source, restore(source, store, spec, ranks, explain_mismatch)
         except DamagedCheckpoint as error:
             raise DamagedCheckpoint(f"{error}; checkpoint.resume names it: take another one, or auto") from None
-    restored = restore_newest(root, store, tensors, ranks, learned, instead, config)
+    restored = restore_newest(root, store, spec, ranks, replace_damaged, explain_mismatch)
     if restored is not None:
         # A run that was killed while it removed its last old checkpoint may be complete, and will save no more.
-        best = Evaluations.of(restored[1]).best_step if settings.best else None
-        run_on_rank_0(ranks, lambda: tidy(root, settings.keep, restored[0], best))
+        best = EvaluationHistory.from_state(restored[1]).best_step if settings.best else None
+        run_on_rank_0(ranks, lambda: tidy(root, restored[0], Retention(settings.keep, best)))
     return restored
 
 
-def began_elsewhere(settings: CheckpointSection, mirror: str | None, root: Path, where: Path) -> bool:
-    """Whether what was restored, `where`, is of another run, with which this one began: a path, or fetched from a URL
-    that is not in the run's own `mirror`."""
-    if where.resolve().parent != root.resolve():
+def is_from_another_run(settings: CheckpointSection, mirror: str | None, root: Path, directory: Path) -> bool:
+    """Return whether the restored checkpoint `directory` is of another run: a path, or fetched from a URL outside the
+    `mirror` of this run."""
+    if directory.resolve().parent != root.resolve():
         return True
     if not is_url(settings.resume):
         return False
     store, name = split_url(settings.resume)
-    return name == where.name and store != mirror
+    return name == directory.name and store != mirror
 
 
 def _has_begun(directory: Path, root: Path) -> bool:
-    """Whether the run under `root` that starts from `directory` has checkpoints of its own."""
+    """Return whether the run under `root` that starts from `directory` has checkpoints of its own."""
     if not (directory / STATE).is_file():
         raise ResumeError(
             "checkpoint.resume: no checkpoint here; give a directory like checkpoints/step-00000100", directory
@@ -78,3 +92,90 @@ def _has_begun(directory: Path, root: Path) -> bool:
             f"checkpoint.resume: this run already has the newer {latest.name}; choose another run.name", directory
         )
     return True
+
+
+def check_continuity(state: Mapping[str, Any], determinants: Mapping[str, Any], directory: Path) -> None:
+    """Raise UserError that names each changed determinant.
+
+    Determinants are the settings that data order depends on; of an adapter also its scaling and its base model.
+    """
+    saved = state["determinants"]
+    changed = [key for key, value in determinants.items() if saved.get(key) != value]
+    if not changed:
+        return
+    changes = "; ".join(f"{key} was {saved.get(key)!r} and is {determinants[key]!r}" for key in changed)
+    remedy = "start anew under another run.name"
+    if not any(key.startswith(("adapter", "model")) for key in changed):  # otherwise these weights do not suit the run
+        remedy += f" with {'adapter' if state['config'].get('adapter') else 'model'}.path set to this directory"
+    raise ResumeError(f"cannot continue on the same data: {changes}. Set it back, or {remedy}", directory)
+
+
+def check_model(state: Mapping[str, Any], model: Mapping[str, Any], directory: Path) -> str | None:
+    """Compare the model's configuration with the one saved, because the same weights compute differently under another.
+
+    Args:
+        model: as of models/computed.py.
+
+    Returns:
+        A warning if the configuration differs and the version of transformers too, because versions may read the same
+        file differently. None if nothing differs, or for older checkpoints, which do not hold the configuration.
+
+    Raises:
+        UserError: the configuration differs; it names each key.
+    """
+    saved = state.get("model")
+    if saved is None:
+        return None
+    before, now = saved["config"], model["config"]
+    common_keys = before.keys() & now.keys()
+    changes = list(_differences({key: before[key] for key in common_keys}, {key: now[key] for key in common_keys}))
+    if not changes:
+        return None
+    message = f"the model's configuration is another: {_first_few(changes)}"
+    if saved["transformers"] != model["transformers"]:
+        return f"{message}; transformers was {saved['transformers']} and is {model['transformers']}"
+    raise ResumeError(f"{message}. Set it back, or start anew under another run.name", directory)
+
+
+def changed_settings(state: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+    """Return a line `section.key was A and is B` for each setting that differs from the saved configuration."""
+    return [
+        f"{section}.{key} was {before!r} and is {config[section][key]!r}"
+        for section in ("model", "data", "train")
+        for key, before in state["config"][section].items()
+        if key in config[section] and config[section][key] != before
+    ]
+
+
+def _changed_tensor_settings(state: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """Describe changes of the settings that determine the tensors and which of them are trained; empty if none."""
+
+    def tensor_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+        data = {key: config.get("data", {}).get(key) for key in _VOCABULARY_KEYS}
+        train = {"freeze": config.get("train", {}).get("freeze")}
+        return {
+            "model": config.get("model") or {},
+            "data": data,
+            "train": train,
+            "adapter": config.get("adapter") or {},
+        }
+
+    return _first_few(list(_differences(tensor_settings(state.get("config", {})), tensor_settings(config))))
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key in sorted({*before, *now}):
+        old, new = before.get(key, _NOT_SET), now.get(key, _NOT_SET)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from _differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            yield f"{prefix}{key} was {_short(old)} and is {_short(new)}"
+
+
+def _first_few(changes: list[str]) -> str:
+    more = f", and {len(changes) - _MAX_SHOWN} more" if len(changes) > _MAX_SHOWN else ""
+    return "; ".join(changes[:_MAX_SHOWN]) + more
+
+
+def _short(value: Any) -> str:
+    return "not set" if value is _NOT_SET else repr(value)[:100]

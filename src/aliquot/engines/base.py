@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from aliquot.distributed.topology import Topology
 from aliquot.engines.state_placement import SHARDED, OnDisk, Unsharded
 from aliquot.models.batch import MicroBatch
-from aliquot.tensor_io.parts import InMemory, PartStore
+from aliquot.tensor_io.parts import PartStore, ViewableStore
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Counters:
         return self.reduce_s, self.wait_s
 
 
-class Engine(PartStore, InMemory, Protocol):
+class Engine(PartStore, ViewableStore, Protocol):
     """One model, its gradients and its optimizer state, 1/N of each on this rank.
 
     Its parts are this rank's weights and both moments; empty parts are left out.

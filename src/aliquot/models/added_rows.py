@@ -18,7 +18,7 @@ from torch import Tensor
 
 from aliquot.core.on_rank_0 import RankGroup, gather_results
 from aliquot.tensor_io.header import TensorEntry
-from aliquot.tensor_io.parts import InMemory, Part, PartStore
+from aliquot.tensor_io.parts import Part, PartStore, ViewableStore
 from aliquot.tensor_io.range_io import RangeReader
 
 _CHUNKS = 16
@@ -50,7 +50,7 @@ class OldRows:
         self._store.write(self._whole[part], start, values)
 
     def view(self, part: Part) -> Tensor | None:
-        whole = self._store.view(self._whole[part]) if isinstance(self._store, InMemory) else None
+        whole = self._store.view(self._whole[part]) if isinstance(self._store, ViewableStore) else None
         return whole if whole is None else whole[: part.numel]
 
 

@@ -22,7 +22,7 @@ from aliquot.models.stored_weights import StoredWeights, in_order
 from aliquot.models.structure import kept_in_fp32
 from aliquot.tensor_io.bytemap import ByteMap, Shape
 from aliquot.tensor_io.checksums import BlockChecksums, Piece
-from aliquot.tensor_io.file_layout import FilesLayout, Laid
+from aliquot.tensor_io.file_layout import FilesLayout, LayoutEntry
 from aliquot.tensor_io.jsonfile import parse_json, read_json, read_small
 from aliquot.tensor_io.manifest import check_read, read_manifest, verify_descriptions
 from aliquot.tensor_io.parts import PartSource
@@ -67,7 +67,7 @@ def export(
         store, tensors = PublishedParts(store, published), tensors_of(published)
         exact = {each.name for each in published if each.source in exact}
     out_dir = out_dir.resolve()  # "." and links have no name beside which to write
-    laid = [Laid(name, shape, torch.float32 if name in exact else dtype) for name, shape in tensors]
+    laid = [LayoutEntry(name, shape, torch.float32 if name in exact else dtype) for name, shape in tensors]
     layout = FilesLayout.of_tensors(laid, max_shard_bytes, stem)
 
     def make_way() -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from aliquot.tensor_io.bytemap import Shape
-from aliquot.tensor_io.parts import InMemory, Part, PartSource, PartStore
+from aliquot.tensor_io.parts import Part, PartSource, PartStore, ViewableStore
 
 _log = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class PublishedParts:
 
     def view(self, part: Part) -> Tensor | None:
         held, shift = self._held[part]
-        whole = self._store.view(held) if isinstance(self._store, InMemory) else None
+        whole = self._store.view(held) if isinstance(self._store, ViewableStore) else None
         return None if whole is None else whole[part.start + shift - held.start :][: part.numel]
 
 

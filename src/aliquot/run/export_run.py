@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from aliquot.checkpoint.directories import complete_directories, directory_of, step_of
-from aliquot.checkpoint.evaluation_history import Evaluations
+from aliquot.checkpoint.evaluation_history import EvaluationHistory
 from aliquot.checkpoint.remote_download import fetch_best
 from aliquot.core.errors import DamagedCheckpoint, UserError
 from aliquot.core.on_rank_0 import run_on_rank_0
@@ -30,7 +30,7 @@ _WEIGHTS = re.compile(rf"(model|{STEM})(-\d{{5}}-of-\d{{5}})?\.safetensors(\.ind
 
 def is_exported(run: Attempt, start: Start) -> bool:
     """Whether the export of a run that begins at its end holds the weights that it should. Collective."""
-    best, target = start.evaluations.kept_step(run.config.checkpoint), run.directory.export
+    best, target = start.evaluations.retained_step(run.config.checkpoint), run.directory.export
     wanted = start.step if best is None else best
     found = run_on_rank_0(run.ranks, lambda: (target.exists(), exported_step(target)))
     if found[0] and found[1] != wanted:
@@ -43,7 +43,7 @@ def export_run(
     inputs: Inputs,
     model: Model,
     files: Mapping[str, bytes],
-    evaluations: Evaluations,
+    evaluations: EvaluationHistory,
     done: int,
     watch: Watch,
 ) -> Path:
@@ -53,7 +53,7 @@ def export_run(
     wanted, precision, adapter = run.config.model.dtype, run.config.train.precision, built.adapter
     # An adapter is small, and added to what is much larger.
     dtype = export_dtype(wanted, inputs.source.dtype if adapter is None else torch.float32, precision)
-    best = evaluations.kept_step(run.config.checkpoint)
+    best = evaluations.retained_step(run.config.checkpoint)
     kept = None if best is None else directory_of(root, best)
     if kept is not None and run_on_rank_0(run.ranks, lambda: kept not in complete_directories(root)):
         run.display.warning(f"step {best} evaluated best, but could not be saved: the last weights are exported")
@@ -63,7 +63,7 @@ def export_run(
     spare = partial(_keep_foreign, target.resolve(), files, run.display)
     how: dict[str, Any] = {"replace": True, "watch": watch, "spare": spare}
     if kept is not None and best != done and _export_kept(run, kept, target, dtype, of_step(files, step_of(kept)), how):
-        run.display.line(f"exported is what evaluated best: {evaluations.told()}")
+        run.display.line(f"exported is what evaluated best: {evaluations.summary()}")
         return target
     files = of_step(files, done)
     if adapter is None:

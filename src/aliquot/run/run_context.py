@@ -7,7 +7,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from aliquot.checkpoint.evaluation_history import Evaluations
+from aliquot.checkpoint.evaluation_history import EvaluationHistory
 from aliquot.config.schema import RunConfig, TrainSection
 from aliquot.data.batch_size import BatchSize
 from aliquot.data.batches import Batches, EvalBatches, Position
@@ -27,7 +27,7 @@ from aliquot.observe.prometheus import Exporter
 from aliquot.observe.run_directory import RunDirectory
 from aliquot.optim.schedule import Schedule
 from aliquot.planner.plan import Plan
-from aliquot.tensor_io.parts import ChosenParts, PartStore
+from aliquot.tensor_io.parts import PartStore, SelectedParts
 
 
 class Stage(Enum):
@@ -131,7 +131,7 @@ class Model:
     def saved(self) -> PartStore:
         """What of it a checkpoint holds."""
         whole = self.built.adapter is None
-        return self.engine if whole else ChosenParts(self.engine, {name for name, _ in self.built.saved})
+        return self.engine if whole else SelectedParts(self.engine, {name for name, _ in self.built.saved})
 
 
 @dataclass(frozen=True)
@@ -143,4 +143,4 @@ class Start:
     resumed_from: Path | None = None
     position: Position = field(default_factory=lambda: Position(0, 0))  # in the data
     ends: tuple[int, ...] = ()  # where they ended within a batch: data/steps.py
-    evaluations: Evaluations = field(default_factory=Evaluations)
+    evaluations: EvaluationHistory = field(default_factory=EvaluationHistory)

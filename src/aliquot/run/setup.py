@@ -9,11 +9,11 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from aliquot.checkpoint.continuity import changes, check_continuity, check_model
+from aliquot.checkpoint.checkpoint_files import CheckpointSpec
 from aliquot.checkpoint.directories import complete_directories, directory_of, newest, step_of
-from aliquot.checkpoint.evaluation_history import Evaluations
-from aliquot.checkpoint.remote_download import fetch_best, fetch_instead, fetch_newer
-from aliquot.checkpoint.resume import began_elsewhere, resume
+from aliquot.checkpoint.evaluation_history import EvaluationHistory
+from aliquot.checkpoint.remote_download import fetch_best, fetch_newer, fetch_replacement
+from aliquot.checkpoint.resume import changed_settings, check_continuity, check_model, is_from_another_run, resume
 from aliquot.config.schema import RunConfig
 from aliquot.core.on_rank_0 import gather_results, run_on_all_ranks, run_on_rank_0
 from aliquot.data.batch_size import batch_size
@@ -219,8 +219,8 @@ def fill_model(run: Attempt, inputs: Inputs, model: Model) -> Start:
     fetch_newer(config.checkpoint, config.mirror, root, run.ranks, told)
     settings = config.model_dump(mode="json", by_alias=True)
     resumed = resume(
-        config.checkpoint, root, model.saved, built.saved, run.ranks, built.learned,
-        lambda damaged: fetch_instead(config.checkpoint, config.mirror, damaged, run.ranks, told), settings,
+        config.checkpoint, root, model.saved, CheckpointSpec(built.saved, trained=built.learned), run.ranks, settings,
+        lambda damaged: fetch_replacement(config.checkpoint, config.mirror, damaged, run.ranks, told),
     )  # fmt: skip
     if resumed is not None:
         where, state = resumed
@@ -236,7 +236,7 @@ def fill_model(run: Attempt, inputs: Inputs, model: Model) -> Start:
                 f"the engine is {model.engine_name}, but this checkpoint was saved by {before}: losses agree up to"
                 f" rounding, not bit for bit. Set shard.engine={before} to continue exactly"
             )
-        for change in changes(state, settings):
+        for change in changed_settings(state, settings):
             run.display.line(f"changed since: {change}")
     elif config.adapter is not None and (learned := config.adapter.directory) is not None:
         assert built.adapter is not None
@@ -252,15 +252,15 @@ def fill_model(run: Attempt, inputs: Inputs, model: Model) -> Start:
     return start
 
 
-def _evaluations(run: Attempt, inputs: Inputs, where: Path, state: dict[str, Any]) -> Evaluations:
+def _evaluations(run: Attempt, inputs: Inputs, where: Path, state: dict[str, Any]) -> EvaluationHistory:
     """Those of the checkpoint's state, without the best one where it is not there any more; none of another run, and
     none on other data."""
-    root, mirror, found = run.directory.checkpoints, run.config.mirror, Evaluations.of(state)
-    if began_elsewhere(run.config.checkpoint, mirror, root, where):
-        return Evaluations()
+    root, mirror, found = run.directory.checkpoints, run.config.mirror, EvaluationHistory.from_state(state)
+    if is_from_another_run(run.config.checkpoint, mirror, root, where):
+        return EvaluationHistory()
     if None not in (before := state.get("evaluated"), now := inputs.evaluated) and before != now:
         run.display.warning("other data are evaluated on than before: what was best is forgotten")
-        return Evaluations()
+        return EvaluationHistory()
     if not run.config.checkpoint.best or found.best_step is None:
         return found
     best = directory_of(root, found.best_step)
@@ -275,8 +275,8 @@ def _evaluations(run: Attempt, inputs: Inputs, where: Path, state: dict[str, Any
 def complete(run: Attempt, inputs: Inputs, start: Start) -> str | None:
     """What a person does about a run that has no step left; None: it has."""
     train = run.config.train
-    if start.evaluations.are_enough(train.early_stopping_patience):
-        return f"it stopped early, {start.evaluations.told()}; raise train.early_stopping_patience"
+    if start.evaluations.exhausts(train.early_stopping_patience):
+        return f"it stopped early, {start.evaluations.summary()}; raise train.early_stopping_patience"
     if start.step < inputs.total_steps:
         return None
     return f"raise {'train.max_steps' if train.max_steps else 'train.num_train_epochs'}"

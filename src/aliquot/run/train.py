@@ -8,8 +8,9 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
+from aliquot.checkpoint.background_task import SaveEvents
 from aliquot.checkpoint.directories import complete_directories
-from aliquot.checkpoint.remote_upload import Mirror
+from aliquot.checkpoint.remote_upload import Uploader
 from aliquot.config.schema import RunConfig
 from aliquot.core.on_rank_0 import run_on_rank_0
 from aliquot.distributed.config_consistency import check_configs
@@ -138,14 +139,15 @@ def _check_mirror(config: RunConfig) -> None:
         open_store(config.mirror)
 
 
-def _mirror(run: Attempt, start: Start, warn: Callable[[str], None], beat: Callable[[], None] = lambda: None) -> Mirror:
-    """With the checkpoints of this run on their way there of which one that was killed may have left a part."""
+def _mirror(
+    run: Attempt, start: Start, warn: Callable[[str], None], beat: Callable[[], None] = lambda: None
+) -> Uploader:
+    """Re-queue uploads that a killed attempt left unfinished."""
     config, root = run.config, run.directory.checkpoints
-    mirror = Mirror(
-        config.mirror, root, run.ranks, config.checkpoint, run.display.line, warn, beat, run.directory.check_publish
-    )
+    events = SaveEvents(warn, run.display.line, heartbeat=beat, check_directory=run.directory.check_publish)
+    mirror = Uploader(config.mirror, root, run.ranks, config.checkpoint, events)
     if start.resumed_from is not None and start.resumed_from.parent.resolve() == root.resolve():
-        best = start.evaluations.kept_step(config.checkpoint)
+        best = start.evaluations.retained_step(config.checkpoint)
         for step in sorted({start.step, *([] if best is None else [best])}):
             mirror.start(step, best)
     return mirror

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 
 from aliquot.checkpoint.background_saver import Saver
+from aliquot.checkpoint.background_task import SaveEvents
+from aliquot.checkpoint.checkpoint_files import CheckpointSpec
 from aliquot.checkpoint.directories import newest
-from aliquot.checkpoint.live_parts import copies_from
-from aliquot.checkpoint.remote_upload import Mirror
+from aliquot.checkpoint.live_parts import copier_for
+from aliquot.checkpoint.remote_upload import Uploader
 from aliquot.core.errors import DivergedError, RunDirectoryError, TrainingError, UserError
 from aliquot.core.intervals import is_due
 from aliquot.core.on_rank_0 import run_on_rank_0
@@ -61,7 +63,7 @@ class Training:
         record: Recorder,
         shutdown: Shutdown,
         watchdog: Watchdog,
-        mirror: Mirror,
+        mirror: Uploader,
         heartbeat: Heartbeat,
     ) -> None:
         self._run = run
@@ -84,10 +86,14 @@ class Training:
         if model.plan is not None and model.plan.scratch_bytes_per_node:
             saving = saving.model_copy(update={"buffer_bytes": 0})  # copies of what does not fit would not fit either
         self._saver = Saver(
-            run.directory.checkpoints, model.saved, model.built.saved, self._files, run.ranks, saving,
-            warn=record.warn, saved=self._saved, failed=self._not_saved, beat=watchdog.beat,
-            states=run.config.train.optimizer_states, learned=model.built.learned, spare=lambda: mirror.needed,
-            may_publish=run.directory.check_publish, copies=copies_from(run.ranks.topology.device),
+            run.directory.checkpoints, model.saved,
+            CheckpointSpec(model.built.saved, self._files, run.config.train.optimizer_states, model.built.learned),
+            run.ranks, saving,
+            SaveEvents(
+                record.warn, on_saved=self._saved, on_failed=self._not_saved, heartbeat=watchdog.beat,
+                check_directory=run.directory.check_publish, protected_steps=lambda: mirror.protected_steps,
+            ),
+            copier_for(run.ranks.topology.device),
         )  # fmt: skip
         self._attention_widths = attention_widths(inputs.source.config)
         self._start = start
@@ -107,11 +113,11 @@ class Training:
             raise self._shutdown.stopped_before(stopping, first + 1)
         if given_up and 0 < first == self._evaluations.last_step:
             # Or it would be evaluated again; and what was best may be of another run.
-            self._saver.start(first, self._state(), self._evaluations.kept_step(self._run.config.checkpoint))
+            self._saver.start(first, self._state(), self._evaluations.retained_step(self._run.config.checkpoint))
         to_gpu = ToGpu() if ranks.topology.device == "cuda" else None
         with BatchesAhead(self._inputs.batches, ranks.rank, ranks.world_size, first, stop, to_gpu) as batches:
             while self._done < self._end:
-                self._run.activity.enter(Stage.STEP, self._done + 1, saving=self._saver.under_way)
+                self._run.activity.enter(Stage.STEP, self._done + 1, saving=self._saver.current_step)
                 self._record.begin()
                 batch = batches.take(self._done)
                 stopping, metrics = self._step(self._done, batch)
@@ -156,7 +162,7 @@ class Training:
         self._shutdown.enter(Phase.STEPS, self._done)
         self._tokens += batch.tokens
         flops = model_flops(self._model.built.matmul_flops, batch.tokens, batch.lengths, self._attention_widths)
-        record.end(batch.tokens, flops, saver.under_way)
+        record.end(batch.tokens, flops, saver.current_step)
         self._watchdog.beat()
         if any(report["freed"] for report in reports):
             self._freed.give_back(self._done)
@@ -174,12 +180,12 @@ class Training:
         if not stopping and done == self._start.step + 1 < self._end:
             self._compile_evaluation()
         if not stopping and self._evaluation_is_due():
-            if self._saver.under_way == self._evaluations.kept_step(config.checkpoint):
-                self._run.activity.enter(Stage.SAVE, self._saver.under_way or 0)
+            if self._saver.current_step == self._evaluations.retained_step(config.checkpoint):
+                self._run.activity.enter(Stage.SAVE, self._saver.current_step or 0)
                 self._saver.finish()  # what is compared with is the best that could be saved
             stopping = self._evaluate()
-        last, best = done == self._end, self._evaluations.kept_step(config.checkpoint)
-        if stopping and self._saver.under_way is not None and self._no_time_for_another():
+        last, best = done == self._end, self._evaluations.retained_step(config.checkpoint)
+        if stopping and self._saver.current_step is not None and self._no_time_for_another():
             raise self._shutdown.stopped(
                 stopping, done, self._saved_step, "checkpoint.grace_s was too short for another"
             )
@@ -188,7 +194,7 @@ class Training:
             self._run.activity.enter(Stage.SAVE, done)
             with self._record.between_steps("checkpoint"):
                 self._saver.finish()
-                best = self._evaluations.kept_step(config.checkpoint)  # without one that could not be saved
+                best = self._evaluations.retained_step(config.checkpoint)  # without one that could not be saved
                 self._saver.start(done, self._state(), best)
         if stopping and not last:
             self._finish_saving()
@@ -247,9 +253,9 @@ class Training:
         """Whether it is the best evaluation, and whether there have been enough without a better one."""
         settings = self._run.config.train
         self._evaluations = self._evaluations.after(self._done, loss, settings.early_stopping_threshold)
-        if self._evaluations.are_enough(settings.early_stopping_patience) and self._done < self._end:
+        if self._evaluations.exhausts(settings.early_stopping_patience) and self._done < self._end:
             self._end = self._done
-            self._record.stopped_early(self._evaluations.told())
+            self._record.stopped_early(self._evaluations.summary())
 
     def _no_time_for_another(self) -> bool:
         """After the checkpoint that is under way: whether the next, begun now, would be killed. Collective."""
@@ -272,13 +278,13 @@ class Training:
     def _saved(self, step: int, seconds: float, stall_s: float) -> None:
         self._record.saved(step, seconds, stall_s)
         self._saved_step = step
-        self._mirror.start(step, self._saver.best, new=True)
+        self._mirror.start(step, self._saver.best, just_saved=True)
         self._freed.give_back(self._done)
 
     def _not_saved(self, step: int) -> None:
         """What was best before it is the best again; at the end the weights themselves are there to be exported."""
         if self._run.config.checkpoint.best and step != self._end:
-            self._evaluations = self._evaluations.without_saved(step)
+            self._evaluations = self._evaluations.without_checkpoint(step)
 
     def _give_up(self, _: object) -> None:
         """An export, of which all would be lost: a checkpoint can be saved in the time that is left."""
@@ -338,7 +344,7 @@ class Training:
         run, exports = self._run, self._run.config.checkpoint.export
         self._finish_saving()
         if (stopping := self._stopped()) and self._saved_step != self._done:  # there will be no export, either
-            self._saver.start(self._done, self._state(), self._evaluations.kept_step(run.config.checkpoint))
+            self._saver.start(self._done, self._state(), self._evaluations.retained_step(run.config.checkpoint))
             self._finish_saving()
         self._watchdog.stop()
         if stopping:
@@ -358,7 +364,7 @@ class Training:
                 exported = export_run.export_run(*trained, self._files, self._evaluations, self._done, self._give_up)
             except UserError:  # the same on every rank
                 if self._saved_step != self._done:  # checkpoint.last is false: what was trained is nowhere else
-                    self._saver.start(self._done, self._state(), self._evaluations.kept_step(run.config.checkpoint))
+                    self._saver.start(self._done, self._state(), self._evaluations.retained_step(run.config.checkpoint))
                     self._finish_saving()
                 if stopping := self._stopped():
                     raise self._shutdown.stopped(stopping, self._done, self._saved_step) from None

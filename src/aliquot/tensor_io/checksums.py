@@ -32,7 +32,7 @@ class BlockChecksums:
             offset += len(data[:room])
             data = data[room:]
 
-    def add_heads(self, head_bytes: Mapping[Path, int]) -> None:
+    def add_headers(self, head_bytes: Mapping[Path, int]) -> None:
         """Read the first so many bytes of each file, those before its tensors, and add them. Raises OSError."""
         for path, count in head_bytes.items():
             with path.open("rb") as file:

@@ -22,13 +22,13 @@ from aliquot.tensor_io.publish import write_file
 
 
 @dataclass(frozen=True)
-class Laid:
+class LayoutEntry:
     """A tensor that is to be stored."""
 
     name: str
     shape: Shape
     dtype: torch.dtype
-    beside: bool = False  # in the file of the one before it
+    same_file: bool = False  # as the tensor before it
 
     @property
     def size_bytes(self) -> int:
@@ -41,7 +41,7 @@ class FileLayout:
 
     name: str
     header: bytes
-    tensors: tuple[Laid, ...]
+    tensors: tuple[LayoutEntry, ...]
     file_bytes: int
 
 
@@ -58,15 +58,15 @@ class FilesLayout:
         cls, tensors: Sequence[tuple[str, Shape]], dtype: torch.dtype, max_shard_bytes: int, stem: str
     ) -> FilesLayout:
         """`of_tensors` for tensors of one dtype."""
-        return cls.of_tensors([Laid(name, shape, dtype) for name, shape in tensors], max_shard_bytes, stem)
+        return cls.of_tensors([LayoutEntry(name, shape, dtype) for name, shape in tensors], max_shard_bytes, stem)
 
     @classmethod
-    def of_tensors(cls, tensors: Sequence[Laid], max_shard_bytes: int, stem: str) -> FilesLayout:
+    def of_tensors(cls, tensors: Sequence[LayoutEntry], max_shard_bytes: int, stem: str) -> FilesLayout:
         """In the order given; a file is full when the next tensor would take it past `max_shard_bytes`."""
-        shards: list[list[Laid]] = [[]]
+        shards: list[list[LayoutEntry]] = [[]]
         shard_bytes = 0
         for tensor in tensors:
-            if shards[-1] and not tensor.beside and shard_bytes + tensor.size_bytes > max_shard_bytes:
+            if shards[-1] and not tensor.same_file and shard_bytes + tensor.size_bytes > max_shard_bytes:
                 shards.append([])
                 shard_bytes = 0
             shards[-1].append(tensor)
@@ -105,7 +105,7 @@ class FilesLayout:
             write_file(directory / name, data)
 
 
-def _file(name: str, tensors: Sequence[Laid]) -> FileLayout:
+def _file(name: str, tensors: Sequence[LayoutEntry]) -> FileLayout:
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:

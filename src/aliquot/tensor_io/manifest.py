@@ -142,7 +142,7 @@ def check_read(directory: Path, manifest: Manifest, header_bytes: Mapping[Path, 
     Raises DamagedCheckpoint.
     """
     heads = BlockChecksums()
-    heads.add_heads(header_bytes)
+    heads.add_headers(header_bytes)
     sizes = {path.name: manifest.record(path.name).bytes for path in header_bytes}
     check_blocks(directory, manifest, combine_pieces(chain(heads.pieces(), pieces), sizes))
 

@@ -59,7 +59,7 @@ class PartStore(PartSource, Protocol):
 
 
 @runtime_checkable
-class InMemory(Protocol):
+class ViewableStore(Protocol):
     """A store whose parts can be read and written where they lie. From any other they are copied, as fp32."""
 
     def view(self, part: Part) -> Tensor | None:
@@ -67,7 +67,7 @@ class InMemory(Protocol):
         ...
 
 
-class ChosenParts:
+class SelectedParts:
     """The parts of `store` that belong to tensors of these names."""
 
     def __init__(self, store: PartStore, names: Collection[str]) -> None:
@@ -84,4 +84,4 @@ class ChosenParts:
         self._store.write(part, start, values)
 
     def view(self, part: Part) -> Tensor | None:
-        return self._store.view(part) if isinstance(self._store, InMemory) else None
+        return self._store.view(part) if isinstance(self._store, ViewableStore) else None

@@ -20,7 +20,7 @@ from aliquot.core.errors import UsageError
 from aliquot.tensor_io.checksums import BlockChecksums
 from aliquot.tensor_io.header import TensorEntry
 from aliquot.tensor_io.mapped_memory import mapped_tensor
-from aliquot.tensor_io.parts import InMemory, Kind, Part, PartSource, PartStore
+from aliquot.tensor_io.parts import Kind, Part, PartSource, PartStore, ViewableStore
 from aliquot.tensor_io.piece_size import DEPTH, PIECE_BYTES
 from aliquot.tensor_io.range_io import SourceFile, TargetFile, too_large_to_keep
 
@@ -137,7 +137,7 @@ class _Transfer:
     def __init__(self, store: PartSource, maps: Maps, watch: Watch | None) -> None:
         pairs = [(part, maps[part.kind][part.name]) for part in store.parts() if part.kind in maps]
         self._pairs = sorted(pairs, key=lambda pair: (pair[1].file, pair[1].offset, pair[0].start))
-        self._view = store.view if isinstance(store, InMemory) else lambda part: None
+        self._view = store.view if isinstance(store, ViewableStore) else lambda part: None
         self._watch = watch
         self._began = time.perf_counter()
         self._total_bytes = sum(part.numel * entry.itemsize for part, entry in pairs)
