@@ -262,7 +262,7 @@ def update_of_disk(folder: Path, numel: int = 100_000_000, repeats: int = 3) -> 
     """Of a model of one weight, exact states and gradient on disk, one rank."""
     import torch
 
-    from aliquot.distributed.collectives.shared import Memory
+    from aliquot.distributed.collectives.shared_memory import Memory
     from aliquot.engines.host.host_disk import HostDisk
     from aliquot.engines.host.host_states import HostStates
     from aliquot.engines.host.host_sums import HostSums

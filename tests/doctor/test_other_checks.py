@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from aliquot.cli.main import app
 from aliquot.core.errors import UsageError
-from aliquot.doctor import examine, measure, network_checks, software_checks
+from aliquot.doctor import examine, network_checks, software_checks, two_ranks
 from aliquot.doctor.examine import CHECKS
 from aliquot.doctor.finding import Subject
 from tests import warm
@@ -152,8 +152,8 @@ def test_versions(versions: dict[str, str], level: str, words: str) -> None:
 
 def test_what_two_ranks_may_find() -> None:
     right = {"wrong": [[], []], "rates": {"bf16": [2e11, 1e11], "fp32": [5e10, 5e10]}, "threads": 1}
-    assert measure.judge_self_test(right).level == "ok"
-    wrong = measure.judge_self_test({**right, "wrong": [[], ["average by FSDP2 on gloo"]]})
+    assert two_ranks.judge_self_test(right).level == "ok"
+    wrong = two_ranks.judge_self_test({**right, "wrong": [[], ["average by FSDP2 on gloo"]]})
     assert wrong.level == "problem" and wrong.found == "wrong: average by FSDP2 on gloo"
 
 
@@ -173,7 +173,7 @@ def test_what_two_ranks_may_find() -> None:
 )
 def test_matmul_rates(tmp_path: Path, flags: str, bf16: float, fp32: float, level: str) -> None:
     told = {"rates": {"bf16": [bf16, 9e15], "fp32": [fp32, 9e15]}, "threads": 1}
-    finding = measure.judge_matmul(told, subject(machine(tmp_path, flags=flags)))
+    finding = two_ranks.judge_matmul(told, subject(machine(tmp_path, flags=flags)))
     assert finding.level == level, said(finding)
 
 
@@ -198,10 +198,10 @@ ranks.close()
 
 @pytest.mark.long
 def test_two_ranks_that_cannot_be_joined() -> None:
-    told = measure.run_two_ranks(Subject(environ=environment(GLOO_SOCKET_IFNAME="eth77")))
-    finding = measure.judge_self_test(told)
+    told = two_ranks.run_two_ranks(Subject(environ=environment(GLOO_SOCKET_IFNAME="eth77")))
+    finding = two_ranks.judge_self_test(told)
     assert finding.level == "problem" and "GLOO_SOCKET_IFNAME is eth77" in finding.found, said(finding)
-    assert measure.judge_matmul(told, HERE).level == "warning"
+    assert two_ranks.judge_matmul(told, HERE).level == "warning"
 
 
 def test_findings_that_cannot_be_written_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +223,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert good.returncode == any(finding["level"] == "problem" for finding in findings.values())
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(measure, "run_two_ranks", lambda subject: {"trouble": "not tried"})
+    monkeypatch.setattr(two_ranks, "run_two_ranks", lambda subject: {"trouble": "not tried"})
     arguments = ["doctor", "--run-directory", str(tmp_path), "--port", "29533", "--peers", "no-such-host.invalid"]
     bad = CliRunner().invoke(app, arguments)
     assert bad.exit_code == 1 and "Traceback" not in bad.stderr

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from aliquot.doctor import cpu_checks, measure, memory_checks, network_checks, software_checks, storage_checks
+from aliquot.doctor import cpu_checks, memory_checks, network_checks, software_checks, storage_checks
 from aliquot.doctor.finding import Finding, Subject
 
 CHECKS: tuple[Callable[[Subject], Finding], ...] = (
@@ -42,6 +42,8 @@ def examine(subject: Subject) -> Iterator[Finding]:
     network_checks.peers(subject)
     for check in CHECKS:
         yield check(subject)
-    told = measure.run_two_ranks(subject)
-    yield measure.judge_self_test(told)
-    yield measure.judge_matmul(told, subject)
+    from aliquot.doctor import two_ranks  # imports torch, which takes seconds
+
+    told = two_ranks.run_two_ranks(subject)
+    yield two_ranks.judge_self_test(told)
+    yield two_ranks.judge_matmul(told, subject)

@@ -9,7 +9,7 @@ from functools import cache
 
 from aliquot.config.schema import RunConfig
 from aliquot.data.batch_size import micro_batch_tokens
-from aliquot.distributed.collectives.patch_size import BLOCK, CODE_BYTES
+from aliquot.distributed.collectives.buffer_sizes import BLOCK, CODE_BYTES
 from aliquot.distributed.topology import RankLayout
 from aliquot.engines.deepspeed.deepspeed_memory import KEPT_NUMEL, persistent_numel
 from aliquot.engines.host.host_memory import published_bytes, sent_itemsize

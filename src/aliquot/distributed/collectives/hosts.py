@@ -11,7 +11,7 @@ import torch
 
 from aliquot.core.errors import LaunchError
 from aliquot.distributed.collectives.peers import Peers
-from aliquot.distributed.collectives.shared import Memory
+from aliquot.distributed.collectives.shared_memory import Memory
 from aliquot.distributed.collectives.wire import Wire
 
 

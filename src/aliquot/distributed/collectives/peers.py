@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from aliquot.core.boot import boot_id
-from aliquot.distributed.collectives.shared import Memory
+from aliquot.distributed.collectives.shared_memory import Memory
 
 _SPIN_S = 50e-6  # most waits are shorter than what it costs to sleep
 _JOIN_TIMEOUT_S = 300.0

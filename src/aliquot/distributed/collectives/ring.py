@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aliquot.distributed.collectives.alignment import aligned
+from aliquot.distributed.collectives.buffer_sizes import aligned
 from aliquot.distributed.collectives.peers import Peers
 
 PUBLISHED, READ = 1, 2  # kinds of token

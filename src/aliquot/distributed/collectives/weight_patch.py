@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from aliquot.distributed.collectives.message_checksums import checksum, not_as_sent
-from aliquot.distributed.collectives.patch_size import BLOCK
+from aliquot.distributed.collectives.buffer_sizes import BLOCK
+from aliquot.distributed.collectives.messages import checksum, not_as_sent
 
 _TABLE = np.dtype([("bytes", "<i4"), ("wide", "<i4"), ("checksum", "<u8")])  # of each block, before all of them
 # A weight's code is its difference plus one: 0, 1, 2, or 3 for all that are not -1, 0, 1.

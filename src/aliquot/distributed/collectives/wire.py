@@ -6,21 +6,22 @@ turns: a cloud's network gives one connection a part of what it gives a host.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from aliquot.distributed.collectives.message_checksums import Tally, not_as_sent
+from aliquot.distributed.collectives.messages import Tally, not_as_sent
 from aliquot.distributed.collectives.peers import PeerLost
-from aliquot.distributed.collectives.transfers import Transfers
 
 _PIECE_BYTES = 16 << 20
 _CONNECTIONS = 4  # of a host to each other one, at least
@@ -59,6 +60,39 @@ class TensorSums:
         for tensor in self._of[h]:
             if tensor.numel():
                 yield from torch.split(tensor, max(1, most_bytes // self.sent_dtype.itemsize))
+
+
+class Transfers:
+    """Each is waited for after those that were begun before it."""
+
+    def __init__(self, name: str) -> None:
+        self._begun: SimpleQueue[tuple[dist.Work, Future[None], Exception] | None] = SimpleQueue()
+        # A daemon: where a rank ends by an error its peers are told by that end, and what it waits for never comes.
+        self._thread = threading.Thread(target=self._wait, name=name, daemon=True)
+        self._thread.start()
+
+    def add(self, work: dist.Work, lost: Exception) -> Future[None]:
+        """Done when `work` is; raises `lost` where that fails."""
+        over: Future[None] = Future()
+        self._begun.put((work, over, lost))
+        return over
+
+    def close(self) -> None:
+        """When all are over."""
+        self._begun.put(None)
+        self._thread.join()
+
+    def _wait(self) -> None:
+        while (begun := self._begun.get()) is not None:
+            work, over, lost = begun
+            try:
+                work.wait()
+            except Exception as error:  # it is raised where the transfer was wanted
+                lost.__cause__ = error
+                over.set_exception(lost)
+            else:
+                over.set_result(None)
+            del begun, work, over, lost
 
 
 class Wire:

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from aliquot.core.errors import SelfTestError
-from aliquot.distributed.collectives.buffer_pool import Rooms
-from aliquot.distributed.collectives.message_checksums import Tally
+from aliquot.distributed.collectives.messages import Rooms, Tally
 from aliquot.distributed.collectives.wire import Wire, add_hosts
 from aliquot.engines.host.host_memory import EXCHANGE_BYTES
 from aliquot.engines.host.host_sums import HostSums

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from aliquot.core.errors import SelfTestError
-from aliquot.distributed.collectives.alignment import aligned
+from aliquot.distributed.collectives.buffer_sizes import aligned
 from aliquot.distributed.collectives.hosts import Hosts
 from aliquot.distributed.collectives.reduce import RoundingNoise, add_rows_rounded, add_sum, add_sum_rounded
 from aliquot.distributed.collectives.ring import Piece, Ring

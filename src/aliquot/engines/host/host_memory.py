@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from aliquot.config.schema import RunConfig
 from aliquot.data.batch_size import batch_size, micro_batch_tokens
-from aliquot.distributed.collectives.alignment import aligned
+from aliquot.distributed.collectives.buffer_sizes import aligned
 from aliquot.distributed.topology import RankLayout
 from aliquot.engines.rank_memory import Held
 from aliquot.engines.state_placement import OnDisk, streamed_layers

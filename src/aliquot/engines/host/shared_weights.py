@@ -11,9 +11,9 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from aliquot.distributed.collectives.alignment import aligned
+from aliquot.distributed.collectives.buffer_sizes import aligned
 from aliquot.distributed.collectives.hosts import Hosts
-from aliquot.distributed.collectives.shared import Memory
+from aliquot.distributed.collectives.shared_memory import Memory
 from aliquot.models.materialise import replace_tensors, tied_weights
 from aliquot.optim.adamw import decays
 

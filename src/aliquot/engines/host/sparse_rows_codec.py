@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from aliquot.distributed.collectives.alignment import aligned
-from aliquot.distributed.collectives.message_checksums import not_as_sent
+from aliquot.distributed.collectives.buffer_sizes import aligned
+from aliquot.distributed.collectives.messages import not_as_sent
 
 _ALL = -1
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from aliquot.distributed.collectives.buffer_pool import Rooms
-from aliquot.distributed.collectives.patch_size import BLOCK
+from aliquot.distributed.collectives.buffer_sizes import BLOCK
+from aliquot.distributed.collectives.messages import Rooms
 from aliquot.distributed.collectives.peers import Peers
 from aliquot.distributed.collectives.progress_counters import POLL_S, ProgressCounters
 from aliquot.distributed.collectives.weight_patch import WeightPatches, check, checksums, most_bytes

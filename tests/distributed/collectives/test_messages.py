@@ -1,4 +1,4 @@
-"""A tally of messages changes with any bit of any of them, and with their order."""
+"""Messages between hosts: checksums notice any bit and any order, and buffers are used again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aliquot.distributed.collectives.message_checksums import Tally
+from aliquot.distributed.collectives.messages import Rooms, Tally
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 
@@ -32,3 +32,24 @@ def test_any_bit_counts(lengths: list[int], seed: int, data: st.DataObject) -> N
 def test_order_counts() -> None:
     first, second = torch.randn(100), torch.randn(33)
     assert tally([first, second]) != tally([second, first])
+
+
+def test_a_room_is_used_again_and_what_fits_nothing_makes_way() -> None:
+    rooms = Rooms(torch.float32, most_bytes=4000)
+    first, second = rooms.take(500), rooms.take(500)
+    rooms.give(first)
+    rooms.give(second)
+    assert rooms.take(500) is second
+    other = rooms.take(300)  # for which the first is dropped
+    assert rooms.take(500) is not first
+    rooms.give(other)
+    assert rooms.take(300) is other
+
+
+def test_no_more_is_kept_than_there_is_room_for() -> None:
+    rooms = Rooms(torch.uint8, most_bytes=10)
+    kept, dropped = rooms.take(8), rooms.take(8)
+    rooms.give(kept)
+    rooms.give(dropped)
+    assert rooms.take(8) is kept
+    assert rooms.take(8) is not dropped
