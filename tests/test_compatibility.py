@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from aliquot.config.evaluation_config import read_evaluation_config
 from aliquot.config.read_config import read_config
-from aliquot.config.read_evaluation import read_evaluation
 from aliquot.models.export import export_checkpoint
 from aliquot.observe.report.read_run import read_run
 from aliquot.run.evaluate_model import evaluate_model
@@ -72,7 +72,7 @@ def test_reported(earlier: Path, name: str) -> None:
 
 def test_loaded(earlier: Path) -> None:
     """An export is evaluated as at the end of its run; a checkpoint of an adapter is merged into its model."""
-    settings = read_evaluation("model/export", "model.yaml", ["train.precision=fp32"])
+    settings = read_evaluation_config("model/export", "model.yaml", ["train.precision=fp32"])
     assert evaluate_model(settings)[""].loss == pytest.approx(curve(earlier / "model", "eval_loss")[5], rel=1e-4)
     adapter, base, merged = earlier / "adapter/checkpoints/step-00000003", earlier / "model/export", earlier / "merged"
     export_checkpoint(adapter, merged, "float32", merge=True, base=str(base))

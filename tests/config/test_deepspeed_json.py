@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from aliquot.config.deepspeed_keys import RULES
-from aliquot.config.read_config import dump_config, dump_with_places, read_config, read_with_places
+from aliquot.config.read_config import dump_config, dump_with_locations, read_config, read_with_locations
 from aliquot.config.schema import RunConfig
 from aliquot.core.errors import UserError
 from aliquot.data.batch_size import BatchSize, batch_size
@@ -65,7 +65,7 @@ def test_values_fill_what_is_silent_and_say_where_they_come_from(write: Any) -> 
             "params": {"warmup_num_steps": 10, "warmup_type": "linear", "warmup_max_lr": 2e-5, "total_num_steps": 100},
         },
     }
-    config, places = read_with_places(write(settings, "logging_steps: 7"))
+    config, places = read_with_locations(write(settings, "logging_steps: 7"))
     train = config.train
     assert (train.per_device_train_batch_size, train.gradient_accumulation_steps) == (2, 4)
     assert (train.max_grad_norm, train.learning_rate, train.weight_decay) == (0.5, 2e-5, 0.1)
@@ -101,8 +101,10 @@ def test_a_null_is_silent(write: Any) -> None:
 
 
 def test_the_complete_config_is_printed_with_where_each_value_was_written(write: Any, tmp_path: Path) -> None:
-    config, places = read_with_places(write(changed("gradient_clipping", 0.5), "logging_steps: 7"), ["run.name=mine"])
-    printed = dump_with_places(config, places)
+    config, places = read_with_locations(
+        write(changed("gradient_clipping", 0.5), "logging_steps: 7"), ["run.name=mine"]
+    )
+    printed = dump_with_locations(config, places)
     lines = {line.strip().partition(":")[0]: line for line in printed.splitlines() if line.startswith("  ")}
     assert re.search(r"max_grad_norm: 0\.5  # .*ds\.json:\d+$", lines["max_grad_norm"])
     assert re.search(r"logging_steps: 7  # .*run\.yaml:3$", lines["logging_steps"])

@@ -11,10 +11,10 @@ from pydantic import BaseModel
 from typer.testing import CliRunner
 
 from aliquot.cli.main import app
-from aliquot.config.key_locations import naming_places
+from aliquot.config.key_locations import locate_errors
 from aliquot.config.read_config import read_config
 from aliquot.config.schema import RunConfig
-from aliquot.config.section import PLACE
+from aliquot.config.section import PATH
 from aliquot.core.errors import ConfigError, DataError, UserError
 
 PLACES = {("train", "freeze"): "run.yaml:9", ("data", "path"): "run.yaml:4"}
@@ -30,7 +30,7 @@ PLACES = {("train", "freeze"): "run.yaml:9", ("data", "path"): "run.yaml:4"}
     ids=["written", "says where", "default"],
 )
 def test_an_error_that_begins_with_a_key_says_where_that_was_written(error: UserError, expected: str) -> None:
-    with pytest.raises(UserError) as caught, naming_places(PLACES):
+    with pytest.raises(UserError) as caught, locate_errors(PLACES):
         raise error
     assert caught.value is error and str(error) == expected and error.line == f"{expected} [{error.id}]"
 
@@ -70,7 +70,7 @@ def test_every_key_that_is_a_path_is_declared_as_a_place() -> None:
         (each, name, field) for each, name, field in fields if Path in {field.annotation, *get_args(field.annotation)}
     ]
     assert {name for _, name, _ in paths} >= {"directory", "config", "offload_directory", "cache_directory"}
-    assert [(each.__name__, name) for each, name, field in paths if PLACE not in field.metadata] == []
+    assert [(each.__name__, name) for each, name, field in paths if PATH not in field.metadata] == []
 
 
 def test_a_place_may_be_in_a_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

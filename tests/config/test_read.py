@@ -9,7 +9,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aliquot.config.read_config import dump_config, known_keys, read_config
+from aliquot.config.key_hints import known_keys
+from aliquot.config.read_config import dump_config, read_config
 from aliquot.core.errors import UserError
 from aliquot.data.batch_size import batch_size
 

@@ -40,8 +40,8 @@ CLAIM = Claim(1, "host", ("127.0.0.1",), 0, "word")
 
 def test_nodes_are_a_number_or_a_range(tmp_path: Path) -> None:
     launch = LaunchSection(nodes="2:4")
-    assert (launch.fewest_nodes, launch.most_nodes, launch.nodes_may_change) == (2, 4, True)
-    assert (LaunchSection(nodes=3).fewest_nodes, LaunchSection(nodes=3).nodes_may_change) == (3, False)
+    assert (launch.fewest_nodes, launch.most_nodes, launch.is_elastic) == (2, 4, True)
+    assert (LaunchSection(nodes=3).fewest_nodes, LaunchSection(nodes=3).is_elastic) == (3, False)
     assert mode(LaunchSection(nodes="1:1"), {}) == "launcher"
     file = write_config(tmp_path)
     assert read_config(file, ["launch.nodes=2:4"]).launch.nodes == "2:4"  # in YAML 1.1 it is 124

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import aliquot
 from aliquot.config.adapter_section import AdapterSection
-from aliquot.config.read_evaluation import read_evaluation
+from aliquot.config.evaluation_config import read_evaluation_config
 from aliquot.config.schema import ModelSection
 from aliquot.core.errors import UserError
 from aliquot.core.on_rank_0 import SingleRank
@@ -168,7 +168,7 @@ def test_an_adapter_is_evaluated_and_continues_texts_beside_its_model(folder: Pa
     """As an export, as a checkpoint."""
     found = curve(lora, "eval_loss")[6]
     for directory in (lora / "export", lora / "checkpoints" / "step-00000006"):
-        told = evaluate_model(read_evaluation(str(directory), str(folder / "lora.yaml"), ["launch.ranks=1"]))[""]
+        told = evaluate_model(read_evaluation_config(str(directory), str(folder / "lora.yaml"), ["launch.ranks=1"]))[""]
         assert told.loss == pytest.approx(found, rel=1e-6)
     said = [next(generate(at, ["the rank"], 4, 0.0, 1)) for at in (lora / "export", directory)]
     assert said[0] == said[1]
@@ -183,23 +183,23 @@ def test_an_adapter_whose_model_has_moved_says_so_and_takes_its_new_place(
     (own / "adapter_config.json").write_text(json.dumps(settings))
     expected = r"adapter_config.json: base_model_name_or_path names the model .*gone, which is not there: .* --base$"
     with pytest.raises(UserError, match=expected):
-        read_evaluation(str(own), config, [])
+        read_evaluation_config(str(own), config, [])
     with pytest.raises(UserError, match=expected):
         next(generate(own, ["the rank"], 4, 0.0, 1))
-    assert read_evaluation(str(own), config, [], str(base)).model.path == str(base)
+    assert read_evaluation_config(str(own), config, [], str(base)).model.path == str(base)
     said = command(
         "generate", own, "--prompt", "the rank", "--max-new-tokens", "4", "--temperature", "0", "--base", base
     )
     assert said.stdout.strip("\n") == next(generate(lora / "export", ["the rank"], 4, 0.0, 1)).strip("\n"), said.stderr
     with pytest.raises(UserError, match=r"--base: .* is no adapter"):
-        read_evaluation(str(base), config, [], str(base))
+        read_evaluation_config(str(base), config, [], str(base))
 
 
 def test_an_adapter_says_how_its_documents_begin(folder: Path, base: Path, lora: Path, tmp_path: Path) -> None:
     """Its tokenizer and its aliquot.json go before those of the model beside it."""
     own = shutil.copytree(lora / "export", tmp_path / "own")
     (own / "aliquot.json").write_text('{"prefix": []}')
-    read = read_evaluation(str(own), str(folder / "lora.yaml"), [])
+    read = read_evaluation_config(str(own), str(folder / "lora.yaml"), [])
     assert read.data.tokenizer == str(own) and read.adapter is not None and read.adapter.directory == own
     models_own = read.data.model_copy(update={"tokenizer": None})
     of_model, of_adapter = (prepare(models_own, base, 512, adapter_dir=at).prefix for at in (None, own))

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import aliquot
-from aliquot.config.read_evaluation import read_evaluation
+from aliquot.config.evaluation_config import read_evaluation_config
 from aliquot.core.errors import UserError
 from aliquot.run.evaluate_model import evaluate_model
 from tests.runs import command, curve, write_config
@@ -28,7 +28,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("model", "step"), [("export", 6), ("checkpoints/step-00000003", 3)])
 def test_as_the_run_has_found_it(run: Path, model: str, step: int) -> None:
     directory = run.parent / "run"
-    found = evaluate_model(read_evaluation(str(directory / model), str(run), []))[""]
+    found = evaluate_model(read_evaluation_config(str(directory / model), str(run), []))[""]
     assert found.loss == pytest.approx(curve(directory, "eval_loss")[step], rel=1e-6)
     assert found.perplexity == pytest.approx(curve(directory, "eval_perplexity")[step], rel=1e-6)
     assert found.bits_per_byte == pytest.approx(curve(directory, "eval_bits_per_byte")[step], rel=1e-6)
@@ -63,7 +63,7 @@ def test_a_text_as_transformers_reads_it(run: Path, tmp_path: Path, ranks: int) 
 def test_sequences_are_no_longer_than_the_model_can_read(run: Path) -> None:
     """1024 tokens where nobody has said how many; this one knows 64 positions."""
     text = str(run.parent / "text.txt")
-    told = evaluate_model(read_evaluation(str(run.parent / "run" / "export"), text, ["launch.ranks=1"]))[""]
+    told = evaluate_model(read_evaluation_config(str(run.parent / "run" / "export"), text, ["launch.ranks=1"]))[""]
     assert told.sequence_length == 64 and math.isfinite(told.loss)
 
 
@@ -78,7 +78,7 @@ def test_cuts_that_may_not_be_exact_are_told(run: Path, tmp_path: Path) -> None:
 
 def test_the_config_of_a_run_on_nodes_that_come_and_go(run: Path) -> None:
     launch = ["launch.nodes='1:4'", "train.global_batch_size=4"]
-    read = read_evaluation(str(run.parent / "run" / "export"), str(run), launch)
+    read = read_evaluation_config(str(run.parent / "run" / "export"), str(run), launch)
     assert read.launch.nodes == 1
 
 
@@ -99,7 +99,7 @@ def test_the_config_of_a_run_on_nodes_that_come_and_go(run: Path) -> None:
 )
 def test_bad_input_is_one_line(run: Path, model: str, data: str, overrides: list[str], expected: str) -> None:
     with pytest.raises(UserError, match=expected) as caught:
-        evaluate_model(read_evaluation(str(run.parent / model), str(run.parent / data), overrides))
+        evaluate_model(read_evaluation_config(str(run.parent / model), str(run.parent / data), overrides))
     assert "\n" not in str(caught.value)
 
 
@@ -109,4 +109,4 @@ def test_bad_input_is_one_line(run: Path, model: str, data: str, overrides: list
 )
 def test_a_model_that_nothing_can_be_called_is_one_line(run: Path, model: str, told: str) -> None:
     with pytest.raises(UserError, match=told):
-        read_evaluation(model, str(run), [])
+        read_evaluation_config(model, str(run), [])

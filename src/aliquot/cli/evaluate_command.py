@@ -44,7 +44,7 @@ def command(
 
     It is launched as `aliquot train` is: local ranks that it starts itself, torchrun, or a TrainJob.
     """
-    from aliquot.config.read_evaluation import read_evaluation
+    from aliquot.config.evaluation_config import read_evaluation_config
     from aliquot.distributed import launcher
     from aliquot.distributed.auto_ranks import crowding_warning, with_automatic_ranks
     from aliquot.machine.allocator import restart_with_allocator
@@ -53,7 +53,7 @@ def command(
         options = {"data.sequence_length": sequence_length, "launch.ranks": ranks}
         given = [f"{key}={value}" for key, value in options.items() if value is not None]
         quiet = ["observe.console=quiet"] if as_json else []
-        settings = read_evaluation(model, data, [*(overrides or []), *given, *quiet], base)
+        settings = read_evaluation_config(model, data, [*(overrides or []), *given, *quiet], base)
         placed, reason = with_automatic_ranks(launcher.with_environment(settings.launch, os.environ), settings)
         if launcher.mode(placed, os.environ) == "launcher":
             if reason is None and (warning := crowding_warning(placed, settings)) is not None:

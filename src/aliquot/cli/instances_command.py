@@ -147,7 +147,7 @@ def _fitting(types: Sequence[InstanceType], file: Path, nodes: int | None) -> di
     count = nodes or (config.cluster.most_nodes if config.cluster is not None else config.launch.most_nodes)
     settings = placed(config) if config.cluster is not None else config
     # Of nodes that come and go the fewest must hold the run, too.
-    left = settings.launch.fewest_nodes if settings.launch.nodes_may_change and nodes is None else count
+    left = settings.launch.fewest_nodes if settings.launch.is_elastic and nodes is None else count
     refused, found = [], {}
     with progress() as doing:
         doing("what the model needs")

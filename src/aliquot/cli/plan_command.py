@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from aliquot.cli.one_line_errors import one_line_errors
-from aliquot.config.key_locations import naming_places
+from aliquot.config.key_locations import locate_errors
 
 if TYPE_CHECKING:
-    from aliquot.config.key_locations import Keys, Location
+    from aliquot.config.key_locations import KeyPath, Location
     from aliquot.config.schema import RunConfig
 
 _MOST = 1e9  # GiB or Gbit/s; far above, sizes in bytes become infinite
@@ -73,13 +73,13 @@ def command(
 
     from aliquot.planner.planned_model import collecting_no_garbage
 
-    places: dict[Keys, Location] = {}
-    with one_line_errors(debug), naming_places(places), collecting_no_garbage():
+    places: dict[KeyPath, Location] = {}
+    with one_line_errors(debug), locate_errors(places), collecting_no_garbage():
         from rich.console import Console
 
         from aliquot.cli.plan_offers import print_offers
         from aliquot.cli.progress import progress
-        from aliquot.config.read_config import dump_with_places, read_with_places
+        from aliquot.config.read_config import dump_with_locations, read_with_locations
         from aliquot.core.errors import PlanError, UsageError, writing
         from aliquot.data.workload import Workload
         from aliquot.planner import fit, report, search
@@ -105,10 +105,10 @@ def command(
                 raise typer.Exit(0)
         if config is None:
             raise PlanError("give a run configuration to plan, or --calibrate")
-        settings, written = read_with_places(config, overrides or [])
+        settings, written = read_with_locations(config, overrides or [])
         places.update(written)
         if print_config:
-            print(dump_with_places(settings, places), end="")
+            print(dump_with_locations(settings, places), end="")
             return
         if tokens is not None:
             if memory is not None or cores is not None or network is not None:

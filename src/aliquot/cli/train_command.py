@@ -12,7 +12,7 @@ import typer
 from aliquot.cli.one_line_errors import one_line_errors, one_line_interrupt
 
 if TYPE_CHECKING:
-    from aliquot.config.key_locations import Keys, Location
+    from aliquot.config.key_locations import KeyPath, Location
     from aliquot.config.schema import LaunchSection, RunConfig
 
 
@@ -26,8 +26,8 @@ def command(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """Train a model: one process, N local ranks that it starts itself, or a rank under torchrun or a TrainJob."""
-    from aliquot.config.key_locations import naming_places
-    from aliquot.config.read_config import read_with_places
+    from aliquot.config.key_locations import locate_errors
+    from aliquot.config.read_config import read_with_locations
     from aliquot.distributed import launcher
     from aliquot.distributed.auto_ranks import crowding_warning, with_automatic_ranks
     from aliquot.machine.allocator import restart_with_allocator
@@ -35,10 +35,10 @@ def command(
     from aliquot.observe.run_directory import RunDirectory
     from aliquot.planner.fit import check_start
 
-    places: dict[Keys, Location] = {}
-    with one_line_errors(debug), naming_places(places):
+    places: dict[KeyPath, Location] = {}
+    with one_line_errors(debug), locate_errors(places):
         given = [*(overrides or []), *(["observe.console=quiet"] if quiet else [])]
-        settings, written = read_with_places(config, given)
+        settings, written = read_with_locations(config, given)
         places.update(written)
         placed, reason = with_automatic_ranks(launcher.with_environment(settings.launch, os.environ), settings)
         mode = launcher.mode(placed, os.environ)
@@ -46,7 +46,7 @@ def command(
             check_start(settings, int(placed.ranks), memory_limit())
         if mode == "launcher":
             directory = RunDirectory(settings.run.directory)
-            if not placed.nodes_may_change:
+            if not placed.is_elastic:
                 directory.check(settings)  # before anything is made in it
             if reason is not None:
                 print(f"aliquot: launch.ranks: auto is {placed.ranks} here, by {reason}", file=sys.stderr)
@@ -54,7 +54,7 @@ def command(
                 print(f"aliquot: {warning}", file=sys.stderr, flush=True)
             arguments, automatic = ["-m", "aliquot", *sys.argv[1:]], reason is not None
             grace_s = settings.checkpoint.grace_s
-            if placed.nodes_may_change:
+            if placed.is_elastic:
                 raise typer.Exit(_rounds(placed, settings, arguments, automatic))
             raise typer.Exit(
                 launcher.start_ranks(placed, arguments, directory.logs, grace_s, automatic, directory.path)
@@ -66,7 +66,7 @@ def command(
 
     with one_line_interrupt():
         try:
-            with naming_places(places):
+            with locate_errors(places):
                 train(settings, force)
         # The boundary of a rank: whatever ended it is reported once, in the way that suits who started it.
         except Exception as error:

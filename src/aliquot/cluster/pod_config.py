@@ -41,7 +41,7 @@ def shipped_config(job: Job) -> dict[str, Any]:
         values["model"]["config"] = _shape(config.model.config)
     values["launch"].update(
         device=plan.device,
-        nodes=job.section.nodes if job.section.nodes_may_change else plan.nodes,
+        nodes=job.section.nodes if job.section.is_elastic else plan.nodes,
         ranks=plan.ranks_per_node,
         threads_per_rank=plan.threads_per_rank,
     )

@@ -10,7 +10,7 @@ from aliquot.cluster.job import EFA, GPU
 from aliquot.cluster.job_view import NODE, JobView
 from aliquot.cluster.manifests import ManifestObject, dig, mapping, of_kind
 from aliquot.cluster.quantity import GIB, MIB, parse_bytes, parse_millicores
-from aliquot.config.cluster_section import longest_job_name
+from aliquot.config.cluster_section import max_job_name_length
 from aliquot.core.errors import has_url_credentials
 from aliquot.planner.plan import Plan
 
@@ -35,7 +35,7 @@ def check_job(job: JobView, trainer: str | None, plan: Plan | None, grace_s: flo
 
 
 def _name(job: JobView) -> Iterator[RuleFinding]:
-    name, most = job.manifest.name, longest_job_name(job.nodes)
+    name, most = job.manifest.name, max_job_name_length(job.nodes)
     if len(name) > most:
         yield finding(
             "name-too-long", job.manifest, f"{len(name)} letters, and with {job.nodes} nodes it may have {most}",

@@ -70,7 +70,7 @@ def training_runtime(job: Job) -> Document:
         "metadata": {"name": job.name, "namespace": job.section.namespace, "labels": {**labels(job), **_FRAMEWORK}},
         "spec": {
             "mlPolicy": {"numNodes": job.plan.nodes, "torch": {}},
-            "template": {"spec": _job_set(job, pod_spec, _ANCESTOR, elastic=job.section.nodes_may_change)},
+            "template": {"spec": _job_set(job, pod_spec, _ANCESTOR, elastic=job.section.is_elastic)},
         },
     }
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from aliquot.config.section import PLACE, Section
+from aliquot.config.section import PATH, Section
 from aliquot.core.decode import read_json_object
 from aliquot.core.errors import ConfigError, ModelFilesError, UserError
 from aliquot.core.paths import looks_local, with_home
@@ -15,7 +15,7 @@ from aliquot.core.paths import looks_local, with_home
 
 class AdapterSection(Section):
     type: Literal["lora"] = Field("lora", description="LoRA, through peft: pip install 'aliquot[lora]'.")
-    path: Annotated[str | None, PLACE] = Field(
+    path: Annotated[str | None, PATH] = Field(
         None,
         description="Begin with the adapter in this directory, saved by peft or a run; r, alpha and so on are its own.",
     )
@@ -56,7 +56,7 @@ def _plain(value: Any) -> Any:
     return sorted(value) if isinstance(value, list) else value
 
 
-CONFIG_FILE = "adapter_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 _NAMES = {
     "r": "r", "lora_alpha": "alpha", "target_modules": "target_modules", "use_rslora": "use_rslora",
     "lora_dropout": "dropout",
@@ -78,18 +78,18 @@ def adapter_settings(directory: Path) -> dict[str, Any]:
     if fields.get("peft_type") != "LORA" or others:
         what = f"it has {others[0]}" if others else f"peft_type is {fields.get('peft_type')}"
         raise ConfigError(
-            f"not an adapter of the plain kind: {what}, and adapter.type is lora", directory / CONFIG_FILE
+            f"not an adapter of the plain kind: {what}, and adapter.type is lora", directory / ADAPTER_CONFIG
         )
     modules = fields.get("target_modules")
     if isinstance(modules, str) and modules != "all-linear":
         raise ConfigError(
             f"target_modules is the pattern {modules!r}: write the names that it finds as a list there",
-            directory / CONFIG_FILE,
+            directory / ADAPTER_CONFIG,
         )
     return {ours: fields[theirs] for theirs, ours in _NAMES.items() if theirs in fields}
 
 
-def model_beside(directory: Path, base: str | None = None) -> str:
+def adapter_base_model(directory: Path, base: str | None = None) -> str:
     """The model that the adapter in `directory` is for: `base`, else the one that its configuration names.
 
     Raises UserError where neither says it, and where that model has moved.
@@ -98,22 +98,22 @@ def model_beside(directory: Path, base: str | None = None) -> str:
         return base
     name = _fields(directory).get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
-        raise ConfigError("base_model_name_or_path does not say which model it is for", directory / CONFIG_FILE)
+        raise ConfigError("base_model_name_or_path does not say which model it is for", directory / ADAPTER_CONFIG)
     if looks_local(name) and not with_home(name).is_dir():
         raise ModelFilesError(
             f"base_model_name_or_path names the model {name}, which is not there: say where it is now by --base",
-            directory / CONFIG_FILE,
+            directory / ADAPTER_CONFIG,
         )
     return name
 
 
 def _fields(directory: Path) -> dict[str, Any]:
-    file = directory / CONFIG_FILE
+    file = directory / ADAPTER_CONFIG
     try:
         return read_json_object(file)
     except FileNotFoundError:
         raise ConfigError(
-            f"no {CONFIG_FILE} here: give a directory that peft or a run with an adapter has saved", directory
+            f"no {ADAPTER_CONFIG} here: give a directory that peft or a run with an adapter has saved", directory
         ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(str(error), file) from None

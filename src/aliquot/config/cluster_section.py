@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from aliquot.config.launch_section import NodeCount, OnNodes
+from aliquot.config.launch_section import NodeCount, SectionWithNodes
 from aliquot.config.section import Section
 
 _MIB = 1 << 20
@@ -25,7 +25,7 @@ Subdomain = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z
 AbsolutePath = Annotated[str, Field(pattern=r"^/[^\x00-\x1f\x7f:]+$", max_length=1024)]
 
 
-def longest_job_name(nodes: int) -> int:
+def max_job_name_length(nodes: int) -> int:
     """Letters: JobSet names the last pod NAME-node-0-INDEX-abcde, which must be a DNS label."""
     return _POD_NAME - len(f"-node-0-{nodes - 1}-abcde")
 
@@ -97,7 +97,7 @@ class SecretSection(Section):
     key: Annotated[str, Field(pattern=r"^[-._a-zA-Z0-9]+$")] = "token"
 
 
-class ClusterSection(OnNodes):
+class ClusterSection(SectionWithNodes):
     """Where the run's manifests are to work. `aliquot cluster render` writes them, `check` checks them."""
 
     name: Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$", max_length=50)] | None = Field(
@@ -148,7 +148,7 @@ class ClusterSection(OnNodes):
 
     @model_validator(mode="after")
     def pods_have_names(self) -> Self:
-        if self.name is not None and len(self.name) > (most := longest_job_name(self.most_nodes)):
+        if self.name is not None and len(self.name) > (most := max_job_name_length(self.most_nodes)):
             raise ValueError(f"cluster.name has {len(self.name)} letters; with {self.nodes} nodes at most {most}")
         return self
 

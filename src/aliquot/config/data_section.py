@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from aliquot.config.section import PLACE, Section
+from aliquot.config.section import PATH, Section
 
 _NAME = r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"
 
@@ -17,12 +17,12 @@ _NAME = r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"
 class RecordsSection(Section):
     """Files or a dataset, and which fields of their records are read."""
 
-    path: Annotated[str | list[str] | None, PLACE] = Field(
+    path: Annotated[str | list[str] | None, PATH] = Field(
         None,
         description="Files, directories or globs of .txt, .md, .py, .jsonl, .json, .csv, .parquet, as they are or as"
         " .gz or .zst; or `stdlib`, Python's own.",
     )
-    dataset: Annotated[str | None, PLACE] = Field(None, description="A name for datasets.load_dataset.")
+    dataset: Annotated[str | None, PATH] = Field(None, description="A name for datasets.load_dataset.")
     dataset_config: str | None = Field(None, description="Its configuration, for example wikitext-2-raw-v1.")
     split: str = Field("train", description="Its split.")
     text_field: str | None = Field(
@@ -80,7 +80,7 @@ class DataSection(RecordsSection):
     train_on: Literal["completions", "all"] = Field(
         "completions", description="completions: the loss is on answers alone, where records have them; all: on all."
     )
-    chat_template: Annotated[str | None, PLACE] = Field(
+    chat_template: Annotated[str | None, PATH] = Field(
         None,
         description="A Jinja template, or the path of one, in place of the tokenizer's; `none`: prompts and completions"
         " as they are.",
@@ -98,7 +98,7 @@ class DataSection(RecordsSection):
     )
     add_bos: bool | None = Field(None, description="Begin each document with bos. Default: the model's convention.")
     add_eos: bool | None = Field(None, description="End each document with eos. Default: true if there is one.")
-    tokenizer: Annotated[str | None, PLACE] = Field(
+    tokenizer: Annotated[str | None, PATH] = Field(
         None, description="Directory, tokenizer.json or hub id. Default: the model's own."
     )
     tokenizer_vocab_size: PositiveInt | None = Field(
@@ -112,7 +112,7 @@ class DataSection(RecordsSection):
         description="Pack documents, exactly isolated. false: each is a sequence, unpadded but for what makes "
         "micro-batches one of few lengths, with AMX.",
     )
-    eval_path: Annotated[str | list[str] | None, PLACE] = Field(None, description="Files to evaluate on, as data.path.")
+    eval_path: Annotated[str | list[str] | None, PATH] = Field(None, description="Files to evaluate on, as data.path.")
     eval_split: str | None = Field(None, description="A split of data.dataset to evaluate on.")
     eval_fraction: float = Field(
         0.0,
@@ -129,7 +129,7 @@ class DataSection(RecordsSection):
         description="Processes that tokenise. Default: the physical cores. Records with answers of megabytes take 1 GiB"
         " of memory in each, and those of more than 4 MiB are left out.",
     )
-    cache_directory: Annotated[Path | None, PLACE] = Field(
+    cache_directory: Annotated[Path | None, PATH] = Field(
         None, description="Default: $ALIQUOT_CACHE, else ~/.cache/aliquot."
     )
 

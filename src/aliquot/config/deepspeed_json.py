@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from aliquot.config.deepspeed_keys import RULES, Fate, rule_of
+from aliquot.config.deepspeed_keys import RULES, KeyRule, rule_for
 from aliquot.core.decode import BoundedLoader, TooDeepError, decode_json
 from aliquot.core.errors import DeepspeedConfigError
 from aliquot.core.paths import with_home
@@ -167,7 +167,7 @@ def _check_kinds(values: Mapping[str, Any], locations: Locations, above: str = "
 def _check(found: Mapping[str, Any], train: Mapping[str, Any], locations: Locations) -> None:
     _check_kinds(found, locations)
     for path, value in leaves(found):
-        rule = rule_of(path)
+        rule = rule_for(path)
         section = path.rpartition(".")[0]
         if rule is None and not any(key.startswith(f"{path}.") for key in RULES):
             near = difflib.get_close_matches(path, sorted(RULES), 1, 0.6)
@@ -183,10 +183,10 @@ def _check(found: Mapping[str, Any], train: Mapping[str, Any], locations: Locati
     _check_scheduler(found.get("scheduler", {}), train, locations)
 
 
-def _harmless(rule: Fate, path: str, value: object, found: Mapping[str, Any]) -> bool:
+def _harmless(rule: KeyRule, path: str, value: object, found: Mapping[str, Any]) -> bool:
     if value == AUTO:
         return True
-    if path.count(".") == 1 and rule_of(path.partition(".")[0]) is rule:
+    if path.count(".") == 1 and rule_for(path.partition(".")[0]) is rule:
         section = found[path.partition(".")[0]]
         return section.get("enabled") is False or section.get("enabled") == AUTO
     return any(
@@ -224,7 +224,7 @@ def _check_scheduler(scheduler: Mapping[str, Any], train: Mapping[str, Any], loc
 def _meant(found: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], Any]]:
     """((key of the JSON, key of the run config), value) for everything that fills the run config; not "auto"."""
     for path, value in leaves(found):
-        rule = rule_of(path)
+        rule = rule_for(path)
         if value == AUTO or rule is None:
             continue
         if path == "optimizer.params.betas":

@@ -1,4 +1,4 @@
-"""Where the keys of a configuration were written, for errors that name one."""
+"""Where the keys of a configuration were written, for errors that name a key."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from contextlib import contextmanager
 from aliquot.core.errors import UserError
 
 Location = str  # "file:line", or "command line"
-Keys = tuple[str, ...]
+KeyPath = tuple[str, ...]
 
-_KEY = re.compile(r"[a-z_]+(?:\.[a-z_0-9]+)+")
+_DOTTED_KEY = re.compile(r"[a-z_]+(?:\.[a-z_0-9]+)+")
 
 
-def place_of_first(text: str, places: Mapping[Keys, Location]) -> Location | None:
-    """Where the first key in `text` was written that was written at all."""
-    found = (places.get(tuple(key.split("."))) for key in _KEY.findall(text))
-    return next((place for place in found if place is not None), None)
+def location_of_first_key(text: str, locations: Mapping[KeyPath, Location]) -> Location | None:
+    """Return where the first key in `text` that has a location was written."""
+    candidates = (locations.get(tuple(key.split("."))) for key in _DOTTED_KEY.findall(text))
+    return next((location for location in candidates if location is not None), None)
 
 
 @contextmanager
-def naming_places(places: Mapping[Keys, Location]) -> Iterator[None]:
-    """An error that begins with a key, as those about its value do, says where that was written."""
+def locate_errors(locations: Mapping[KeyPath, Location]) -> Iterator[None]:
+    """Put the location of a key in front of a UserError that begins with that key, as errors about a value do."""
     try:
         yield
     except UserError as error:
-        key = _KEY.match(str(error))
-        place = places.get(tuple(key[0].split("."))) if key is not None else None
-        if place is not None:
-            error.args = (f"{place}: {error}",)
+        key = _DOTTED_KEY.match(str(error))
+        location = locations.get(tuple(key[0].split("."))) if key is not None else None
+        if location is not None:
+            error.args = (f"{location}: {error}",)
         raise

@@ -22,12 +22,12 @@ def _checked(text: str) -> str:
 NodeCount = Annotated[int, Field(gt=0, le=999_999)] | Annotated[str, AfterValidator(_checked)]
 
 
-def may_change(nodes: int | str) -> bool:
+def is_elastic(nodes: int | str) -> bool:
     """Whether nodes may come and go."""
     return ":" in str(nodes)
 
 
-class OnNodes(Section):
+class SectionWithNodes(Section):
     """A section with a key `nodes`, which it declares itself, at its place among the others."""
 
     if TYPE_CHECKING:
@@ -42,14 +42,14 @@ class OnNodes(Section):
         return int(str(self.nodes).rpartition(":")[2])
 
     @property
-    def nodes_may_change(self) -> bool:
-        return may_change(self.nodes)
+    def is_elastic(self) -> bool:
+        return is_elastic(self.nodes)
 
 
 _MOST_RANKS = 4096  # of a node: more processes than any has cores
 
 
-class LaunchSection(OnNodes):
+class LaunchSection(SectionWithNodes):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where torch sees a GPU.")
     ranks: Annotated[int, Field(gt=0, le=_MOST_RANKS)] | Literal["auto"] = Field(
         "auto",

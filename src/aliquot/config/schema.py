@@ -19,14 +19,14 @@ from pydantic import (
     model_validator,
 )
 
-from aliquot.config import schedules
+from aliquot.config import schedule_settings
 from aliquot.config.adapter_section import AdapterSection
 from aliquot.config.cluster_section import ClusterSection
 from aliquot.config.data_section import DataSection as DataSection
 from aliquot.config.deepspeed_json import fill_from_deepspeed
 from aliquot.config.launch_section import LaunchSection as LaunchSection
-from aliquot.config.launch_section import may_change
-from aliquot.config.section import PLACE, Section
+from aliquot.config.launch_section import is_elastic
+from aliquot.config.section import PATH, Section
 from aliquot.core.errors import UserError
 
 
@@ -34,15 +34,15 @@ class RunSection(Section):
     name: str = Field(
         "run", min_length=1, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", description="Names the run directory."
     )
-    directory: Annotated[Path, PLACE] = Field(
+    directory: Annotated[Path, PATH] = Field(
         Path("runs"), description="Where everything of this run is written; default runs/<name>."
     )
     seed: int = Field(42, ge=0, lt=2**63, description="Fixes initial weights, document order and sampling.")
 
 
 class ModelSection(Section):
-    path: Annotated[str | None, PLACE] = Field(None, description="A Hugging Face model directory, or a hub id.")
-    config: Annotated[dict[str, Any] | Path | None, PLACE] = Field(
+    path: Annotated[str | None, PATH] = Field(None, description="A Hugging Face model directory, or a hub id.")
+    config: Annotated[dict[str, Any] | Path | None, PATH] = Field(
         None, description="From scratch: a dict with `model_type`, or the path of a config.json."
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
@@ -76,7 +76,7 @@ class TrainSection(Section):
     per_device_train_batch_size: PositiveInt = Field(1, description="Sequences of a micro-batch, which is one rank's.")
     gradient_accumulation_steps: PositiveInt | None = Field(None, description="Micro-batches per rank and step.")
     learning_rate: PositiveFloat = Field(5e-5, description="The highest, after warm-up.")
-    lr_scheduler_type: schedules.Kind = Field(
+    lr_scheduler_type: schedule_settings.Kind = Field(
         "linear", description="After warm-up, as transformers defines it; constant stays there."
     )
     lr_scheduler_kwargs: dict[str, Any] = Field(
@@ -119,13 +119,15 @@ class TrainSection(Section):
     @field_validator("lr_scheduler_type", mode="before")
     @classmethod
     def function_of_the_step(cls, value: Any) -> Any:
-        if isinstance(value, str) and value in schedules.REFUSED:
-            raise ValueError(f"it {schedules.REFUSED[value]}; choose one of {', '.join(schedules.SETTINGS)}")
+        if isinstance(value, str) and value in schedule_settings.REFUSED:
+            raise ValueError(
+                f"it {schedule_settings.REFUSED[value]}; choose one of {', '.join(schedule_settings.SETTINGS)}"
+            )
         return value
 
     @model_validator(mode="after")
     def schedule(self) -> Self:
-        schedules.schedule_settings(self.lr_scheduler_type, self.lr_scheduler_kwargs, self.learning_rate)
+        schedule_settings.validate_schedule(self.lr_scheduler_type, self.lr_scheduler_kwargs, self.learning_rate)
         return self
 
 
@@ -148,7 +150,7 @@ class ShardSection(Section):
         description="cpu: weights, gradients and moments of a GPU run in host memory; engines fsdp, deepspeed."
         " disk: what does not fit into memory, moments first, then gradient sums; engine host.",
     )
-    offload_directory: Annotated[Path | None, PLACE] = Field(
+    offload_directory: Annotated[Path | None, PATH] = Field(
         None, description="On a fast disk of each node, for offload: disk. Default: the run directory."
     )
     memory: PositiveFloat | None = Field(
@@ -163,7 +165,7 @@ class CheckpointSection(Section):
     every: NonNegativeInt = Field(0, description="Save every so many steps; 0 = only at the end.")
     last: bool = Field(True, description="Save at the end, too; false: what is left there is the export.")
     keep: PositiveInt = Field(2, description="Complete checkpoints kept; older ones are removed.")
-    resume: Annotated[str, PLACE] = Field(
+    resume: Annotated[str, PATH] = Field(
         "auto",
         description="auto: the newest complete checkpoint of this run, here or in the mirror; never; a PATH or URL.",
     )
@@ -301,12 +303,12 @@ class RunConfig(Section):
         if self.cluster is not None:
             counts["cluster.nodes"] = self.cluster.nodes
         for key, nodes in counts.items():
-            if may_change(nodes) and self.train.global_batch_size is None:
+            if is_elastic(nodes) and self.train.global_batch_size is None:
                 raise ValueError(
                     f"{key} {nodes}: with nodes that come and go the batch of a step would change:"
                     " give train.global_batch_size, or train.global_batch_tokens"
                 )
-            if may_change(nodes) and self.checkpoint.resume == "never":
+            if is_elastic(nodes) and self.checkpoint.resume == "never":
                 raise ValueError(
                     f"{key} {nodes}: each time that nodes go or come the run goes on from its newest checkpoint:"
                     " leave checkpoint.resume: never out"

@@ -20,15 +20,15 @@ _NO_PASSWORDS = (
     "is a URL with a user name or password in it: the run directory, reports, dashboards and manifests would show it."
     " Take it out, and give credentials by the environment or a file of the store's client"
 )
-OF_KEY = "of_key"  # the kind of an error whose message goes on where the key has been named
+ABOUT_KEY = "about_key"  # the kind of an error whose message goes on where the key has been named
 
 
 def _place(value: Any) -> Any:
     """Refuse an empty path, which Python takes for the working directory, and replace ~ and ~NAME."""
     if value in ("", []):
-        raise PydanticCustomError(OF_KEY, "is empty")
+        raise PydanticCustomError(ABOUT_KEY, "is empty")
     if isinstance(value, list) and "" in value:
-        raise PydanticCustomError(OF_KEY, "has an empty path")
+        raise PydanticCustomError(ABOUT_KEY, "has an empty path")
     return [_expanded(path) for path in value] if isinstance(value, list) else _expanded(value)
 
 
@@ -40,7 +40,7 @@ def _expanded(value: Any) -> Any:
     return value if str(path).startswith("~") else str(path)
 
 
-PLACE = BeforeValidator(_place)  # of a key that names a file, a directory, a hub id, or several
+PATH = BeforeValidator(_place)  # of a key that names a file, a directory, a hub id, or several
 
 
 class Section(BaseModel):
@@ -52,13 +52,13 @@ class Section(BaseModel):
         """No file has a name with NUL in it, no text file a lone surrogate, no URL of a configuration a password."""
         for text in _texts(value):
             if "\0" in text or any("\ud800" <= sign <= "\udfff" for sign in text):
-                raise PydanticCustomError(OF_KEY, f"has what is no text: {text!a}")
+                raise PydanticCustomError(ABOUT_KEY, f"has what is no text: {text!a}")
             if _URL.match(text) and has_url_credentials(text):
-                raise PydanticCustomError(OF_KEY, _NO_PASSWORDS)
+                raise PydanticCustomError(ABOUT_KEY, _NO_PASSWORDS)
         if isinstance(value, float) and value and not _SMALLEST <= abs(value) <= _LARGEST:
-            raise PydanticCustomError(OF_KEY, f"is {value:g}: give one from {_SMALLEST:g} to {_LARGEST:g}")
+            raise PydanticCustomError(ABOUT_KEY, f"is {value:g}: give one from {_SMALLEST:g} to {_LARGEST:g}")
         if isinstance(value, int) and abs(value) > _LARGEST_INTEGER:
-            raise PydanticCustomError(OF_KEY, "is too large: give one below 2^63")
+            raise PydanticCustomError(ABOUT_KEY, "is too large: give one below 2^63")
         return value
 
     @model_validator(mode="before")

@@ -39,7 +39,7 @@ def mode(launch: LaunchSection, environ: Mapping[str, str]) -> Literal["rank", "
     if "RANK" in environ and environ.get("WORLD_SIZE", "1") != "1":
         raise LaunchError(f"RANK is set, so this is one rank of many, but {', '.join(missing)} is not: use torchrun")
     launch = with_environment(launch, environ)
-    several = launch.most_nodes > 1 or launch.nodes_may_change
+    several = launch.most_nodes > 1 or launch.is_elastic
     return "launcher" if several or launch.ranks not in (1, "auto") else "alone"
 
 
@@ -80,7 +80,7 @@ def _nodes(launch: LaunchSection, environ: Mapping[str, str]) -> int | str:
         except ValidationError:
             raise LaunchError(f"the environment variable PET_NNODES is {text!r}: give a number, or MIN:MAX") from None
     nodes = _integer(environ, "PET_NNODES", 1)
-    return f"{min(launch.fewest_nodes, nodes)}:{nodes}" if launch.nodes_may_change else nodes
+    return f"{min(launch.fewest_nodes, nodes)}:{nodes}" if launch.is_elastic else nodes
 
 
 def _with_exported(launch: LaunchSection, environ: Mapping[str, str]) -> LaunchSection:

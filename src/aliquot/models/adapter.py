@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from aliquot.config.adapter_section import CONFIG_FILE, AdapterSection
+from aliquot.config.adapter_section import ADAPTER_CONFIG, AdapterSection
 from aliquot.core.errors import ConfigError, MissingToolError
 from aliquot.core.paths import with_home
 from aliquot.models.initialize import Fills, record_added
@@ -44,9 +44,9 @@ class Adapter:
         self.settings.base_model_name_or_path = str(directory.resolve()) if directory.is_dir() else path
         with tempfile.TemporaryDirectory() as folder:
             self.settings.save_pretrained(folder)
-            own = (Path(folder) / CONFIG_FILE).read_bytes()
+            own = (Path(folder) / ADAPTER_CONFIG).read_bytes()
         of_weights = ("config.json", "generation_config.json")
-        return {CONFIG_FILE: own} | {name: data for name, data in of_model.items() if name not in of_weights}
+        return {ADAPTER_CONFIG: own} | {name: data for name, data in of_model.items() if name not in of_weights}
 
 
 def adapt(model: PreTrainedModel, section: AdapterSection) -> tuple[Adapter, Fills]:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from aliquot.config.adapter_section import CONFIG_FILE
+from aliquot.config.adapter_section import ADAPTER_CONFIG
 from aliquot.core.errors import RunDirectoryError, UsageError
 from aliquot.core.on_rank_0 import RankGroup, SingleRank, run_on_rank_0
 from aliquot.models.adapter import BASE, STEM, saves_of
@@ -136,7 +136,7 @@ def export_checkpoint(
         tell, every = checksums.pieces, {"replace": replace, "watch": watch, "spare": spare, **how}
         export(store, tensors, out_dir, stored, files, ranks, max_shard_bytes, tell, check, **every)
 
-    adapter = config_files.get(CONFIG_FILE)
+    adapter = config_files.get(ADAPTER_CONFIG)
     if merge and adapter is None:
         raise UsageError("--merge: this is a checkpoint of a whole model, not of an adapter", checkpoint_dir)
     with RangeReader(checksums if verify else None) as reader, RangeReader() as of_base:

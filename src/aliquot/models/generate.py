@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aliquot.config.adapter_section import CONFIG_FILE, model_beside
+from aliquot.config.adapter_section import ADAPTER_CONFIG, adapter_base_model
 from aliquot.core.errors import ModelFilesError, TokenizerError, UsageError
 from aliquot.models.bounded_rendering import bounded_rendering
 from aliquot.models.export import STATE, export_checkpoint
@@ -59,21 +59,21 @@ def load(directory: Path, base: str | None = None) -> Loaded:
     where `directory` holds none with a tokenizer."""
     if not directory.is_dir():
         raise ModelFilesError("no such directory", directory)
-    if not any((directory / name).is_file() for name in ("config.json", CONFIG_FILE)):
+    if not any((directory / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
         raise ModelFilesError(
             "no config.json here; give an export, an adapter or a Hugging Face model directory", directory
         )
-    if (directory / CONFIG_FILE).is_file() and (directory / STATE).is_file():
+    if (directory / ADAPTER_CONFIG).is_file() and (directory / STATE).is_file():
         with tempfile.TemporaryDirectory() as folder:  # transformers knows adapters by the names of their exports
             export_checkpoint(directory, Path(folder) / "export", "float32")
             return load(Path(folder) / "export", base)
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    adapts = (directory / CONFIG_FILE).is_file()
+    adapts = (directory / ADAPTER_CONFIG).is_file()
     if base is not None and not adapts:
         raise UsageError("--base: this is no adapter, and only an adapter has a base model: leave it out", directory)
-    whole = local_directory(model_beside(directory, base)) if adapts else directory
+    whole = local_directory(adapter_base_model(directory, base)) if adapts else directory
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
     try:

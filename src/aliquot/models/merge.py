@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from aliquot.config.adapter_section import CONFIG_FILE
+from aliquot.config.adapter_section import ADAPTER_CONFIG
 from aliquot.core.errors import ModelFilesError, WeightsFileError
 from aliquot.models.fingerprint import fingerprint
 from aliquot.models.model_files import with_ends
@@ -37,7 +37,7 @@ class MergedWeights:
     ) -> None:
         """`settings`: peft's, as JSON. `reader`: of the model's files. `base`: where they are, if not where they were.
         `beside`: their fingerprint. Raises UserError where those do not belong."""
-        fields = parse_json(settings, CONFIG_FILE)
+        fields = parse_json(settings, ADAPTER_CONFIG)
         named = base or str(fields["base_model_name_or_path"])
         try:
             self._directory = local_directory(named, HUB_FILES)
@@ -61,7 +61,7 @@ class MergedWeights:
     def files(self, of_adapter: Mapping[str, bytes]) -> dict[str, bytes]:
         """What lies beside them: the model's configurations, and what the adapter was learned with about text."""
         own = [name for name in ("config.json", "generation_config.json") if (self._directory / name).is_file()]
-        about_text = {name: data for name, data in of_adapter.items() if name != CONFIG_FILE}
+        about_text = {name: data for name, data in of_adapter.items() if name != ADAPTER_CONFIG}
         return with_ends(about_text | {name: read_small(self._directory / name) for name in own})
 
     def parts(self) -> Sequence[Part]:

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aliquot.config.adapter_section import CONFIG_FILE
+from aliquot.config.adapter_section import ADAPTER_CONFIG
 from aliquot.config.schema import ModelSection
 from aliquot.core.decode import read_json_object
 from aliquot.core.errors import ConfigError, ModelFilesError, UnsupportedModelError
@@ -189,7 +189,7 @@ def _read_json(file: Path, key: str) -> dict[str, Any]:
     try:
         return read_json_object(file, anywhere=key == "model.config")
     except FileNotFoundError:
-        if (file.parent / CONFIG_FILE).is_file():
+        if (file.parent / ADAPTER_CONFIG).is_file():
             raise ModelFilesError(
                 f"{key}: an adapter, not a model: aliquot export CHECKPOINT OUT --merge makes one of it", file.parent
             ) from None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from aliquot.config import schedules
+from aliquot.config import schedule_settings
 from aliquot.config.schema import TrainSection
 from aliquot.core.errors import ConfigError
 
@@ -21,14 +21,16 @@ class Schedule:
     peak: float
     warmup_steps: int
     total_steps: int
-    settings: schedules.Constant
+    settings: schedule_settings.Constant
 
     @classmethod
     def of(cls, train: TrainSection, total_steps: int) -> Self:
         """Raises UserError for phases that are longer than the run."""
-        settings = schedules.schedule_settings(train.lr_scheduler_type, train.lr_scheduler_kwargs, train.learning_rate)
+        settings = schedule_settings.validate_schedule(
+            train.lr_scheduler_type, train.lr_scheduler_kwargs, train.learning_rate
+        )
         warmup_steps = warmup(train.warmup_steps, train.warmup_ratio, total_steps)
-        if isinstance(settings, schedules.WarmupStableDecay) and settings.num_stable_steps is None:
+        if isinstance(settings, schedule_settings.WarmupStableDecay) and settings.num_stable_steps is None:
             phases = warmup_steps + settings.num_decay_steps
             if phases > total_steps:
                 raise ConfigError(
@@ -53,13 +55,13 @@ def warmup(steps: int | None, ratio: float, total_steps: int) -> int:
     return math.ceil(ratio * total_steps) if steps is None else steps
 
 
-def _rising(settings: schedules.Constant, step: int, steps: int) -> float:
+def _rising(settings: schedule_settings.Constant, step: int, steps: int) -> float:
     """The rate of a step of the warm-up as a part of the peak."""
     done = step / steps
-    if isinstance(settings, schedules.CosineWarmupWithMinLr):  # is at the peak in the last step
+    if isinstance(settings, schedule_settings.CosineWarmupWithMinLr):  # is at the peak in the last step
         lowest = settings.warmup_lr_rate
         return (step + 1) / steps if lowest is None else _above(lowest, step / max(1, steps - 1))
-    if isinstance(settings, schedules.WarmupStableDecay):
+    if isinstance(settings, schedule_settings.WarmupStableDecay):
         shapes = {"linear": done, "cosine": 1.0 - _waves(0.5, done), "1-sqrt": 1.0 - math.sqrt(1.0 - done)}
         return _above(settings.min_lr_ratio, shapes[settings.warmup_type])
     return done
@@ -68,39 +70,39 @@ def _rising(settings: schedules.Constant, step: int, steps: int) -> float:
 # Each: the rate of a step after the warm-up as a part of the peak.
 
 
-def _constant(of: Schedule, settings: schedules.Constant, step: int) -> float:
+def _constant(of: Schedule, settings: schedule_settings.Constant, step: int) -> float:
     return 1.0
 
 
-def _linear(of: Schedule, settings: schedules.Linear, step: int) -> float:
+def _linear(of: Schedule, settings: schedule_settings.Linear, step: int) -> float:
     return max(0.0, 1.0 - of.progress(step))
 
 
-def _cosine(of: Schedule, settings: schedules.Cosine, step: int) -> float:
+def _cosine(of: Schedule, settings: schedule_settings.Cosine, step: int) -> float:
     return max(0.0, _waves(settings.num_cycles, of.progress(step)))
 
 
-def _cosine_with_restarts(of: Schedule, settings: schedules.CosineWithRestarts, step: int) -> float:
+def _cosine_with_restarts(of: Schedule, settings: schedule_settings.CosineWithRestarts, step: int) -> float:
     progress = of.progress(step)
     return 0.0 if progress >= 1.0 else max(0.0, _waves(0.5, settings.num_cycles * progress % 1.0))
 
 
-def _cosine_with_min_lr(of: Schedule, settings: schedules.CosineWithMinLr, step: int) -> float:
+def _cosine_with_min_lr(of: Schedule, settings: schedule_settings.CosineWithMinLr, step: int) -> float:
     # With a warm-up of its own it is at its end in the last step, the others would be in the one after.
-    step += isinstance(settings, schedules.CosineWarmupWithMinLr)
+    step += isinstance(settings, schedule_settings.CosineWarmupWithMinLr)
     return max(0.0, _above(settings.lowest(of.peak), _waves(settings.num_cycles, of.progress(step))))
 
 
-def _polynomial(of: Schedule, settings: schedules.Polynomial, step: int) -> float:
+def _polynomial(of: Schedule, settings: schedule_settings.Polynomial, step: int) -> float:
     return _above(settings.lr_end / of.peak, (1.0 - of.progress(step)) ** settings.power)
 
 
-def _inverse_sqrt(of: Schedule, settings: schedules.InverseSqrt, step: int) -> float:
+def _inverse_sqrt(of: Schedule, settings: schedule_settings.InverseSqrt, step: int) -> float:
     timescale = settings.timescale or of.warmup_steps or 10_000
     return 1.0 / math.sqrt((step - of.warmup_steps + timescale) / timescale)
 
 
-def _warmup_stable_decay(of: Schedule, settings: schedules.WarmupStableDecay, step: int) -> float:
+def _warmup_stable_decay(of: Schedule, settings: schedule_settings.WarmupStableDecay, step: int) -> float:
     decay_steps, stable_steps = settings.num_decay_steps, settings.num_stable_steps
     if stable_steps is None:
         stable_steps = of.total_steps - of.warmup_steps - decay_steps
@@ -114,16 +116,16 @@ def _warmup_stable_decay(of: Schedule, settings: schedules.WarmupStableDecay, st
     return max(0.0, _above(settings.min_lr_ratio, shapes[settings.decay_type]))
 
 
-_AFTER_WARMUP: Mapping[type[schedules.Constant], Callable[[Schedule, Any, int], float]] = {
-    schedules.Constant: _constant,
-    schedules.Linear: _linear,
-    schedules.Cosine: _cosine,
-    schedules.CosineWithRestarts: _cosine_with_restarts,
-    schedules.CosineWithMinLr: _cosine_with_min_lr,
-    schedules.CosineWarmupWithMinLr: _cosine_with_min_lr,
-    schedules.Polynomial: _polynomial,
-    schedules.InverseSqrt: _inverse_sqrt,
-    schedules.WarmupStableDecay: _warmup_stable_decay,
+_AFTER_WARMUP: Mapping[type[schedule_settings.Constant], Callable[[Schedule, Any, int], float]] = {
+    schedule_settings.Constant: _constant,
+    schedule_settings.Linear: _linear,
+    schedule_settings.Cosine: _cosine,
+    schedule_settings.CosineWithRestarts: _cosine_with_restarts,
+    schedule_settings.CosineWithMinLr: _cosine_with_min_lr,
+    schedule_settings.CosineWarmupWithMinLr: _cosine_with_min_lr,
+    schedule_settings.Polynomial: _polynomial,
+    schedule_settings.InverseSqrt: _inverse_sqrt,
+    schedule_settings.WarmupStableDecay: _warmup_stable_decay,
 }
 
 

@@ -214,7 +214,7 @@ class Planner:
         None if the number of nodes is fixed, or if `layout` has no more than the fewest.
         """
         fewest = config.launch.fewest_nodes
-        if not config.launch.nodes_may_change or fewest >= layout.nodes:
+        if not config.launch.is_elastic or fewest >= layout.nodes:
             return None
         return self.plan(config, replace(layout, nodes=fewest), workload)
 

@@ -251,7 +251,7 @@ def _told(before: RankLayout, after: RankLayout, launch: LaunchSection, names: N
     told: dict[str, object] = {}
     if before.nodes != after.nodes:
         told["launch.nodes"] = after.nodes
-        may_change = launch.nodes_may_change and names.get("launch.nodes") != "--nodes"
+        may_change = launch.is_elastic and names.get("launch.nodes") != "--nodes"
         if may_change and before.nodes == launch.fewest_nodes and after.nodes < launch.most_nodes:
             told["launch.nodes"] = f"{after.nodes}:{launch.most_nodes}"  # as many as may be left are what is changed
     if before.ranks_per_node != after.ranks_per_node:

@@ -45,7 +45,7 @@ def evaluate_model(config: RunConfig) -> dict[str, Evaluation]:
     """Evaluate `config.model` on each set of evaluation data of `config`, by name, as this process's rank. The one that
     has no name is called "". Nothing is written.
 
-    Every rank calls it with the same config (config/read_evaluation.py makes one) and gets the same. An engine takes
+    Every rank calls it with the same config (config/evaluation_config.py makes one) and gets the same. An engine takes
     as much address space as for training, but memory for weights and activations alone. Raises UserError.
     """
     with infer_local_ranks(os.environ, config.launch.join_timeout_s) as bound:

@@ -7,7 +7,7 @@ from copy import deepcopy
 from typing import Any
 
 from aliquot.config.deepspeed_json import AUTO, leaves
-from aliquot.config.deepspeed_keys import RULES, rule_of
+from aliquot.config.deepspeed_keys import RULES, rule_for
 from aliquot.config.schema import RunConfig
 from aliquot.core.errors import DeepspeedConfigError
 
@@ -60,7 +60,7 @@ def _without_auto(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _lines(given: Mapping[str, Any]) -> list[str]:
     paths = [path for path, _ in leaves(given)]
-    overridden = [(path, rule) for path in paths if (rule := rule_of(path)) is not None and rule.kind == "overridden"]
+    overridden = [(path, rule) for path in paths if (rule := rule_for(path)) is not None and rule.kind == "overridden"]
     if not paths:
         return []
     lines = [f"DeepSpeed: {len(paths) - len(overridden)} keys of its JSON honoured, {len(overridden)} overridden"]
@@ -68,7 +68,7 @@ def _lines(given: Mapping[str, Any]) -> list[str]:
 
 
 def _kind(path: str) -> str:
-    rule = rule_of(path)
+    rule = rule_for(path)
     below = [RULES[key].kind for key in RULES if key.startswith(f"{path}.")]
     return rule.kind if rule is not None else ("honoured" if "honoured" in below else "overridden")
 

@@ -113,7 +113,7 @@ _OF_THE_LOSS = "follows the losses of the run, not the step alone, so that a res
 REFUSED = {"reduce_lr_on_plateau": _OF_THE_LOSS, "greedy": _OF_THE_LOSS}
 
 
-def schedule_settings(kind: Kind, given: Mapping[str, Any], peak: float) -> Constant:
+def validate_schedule(kind: Kind, given: Mapping[str, Any], peak: float) -> Constant:
     """`given` as the settings of schedule `kind`. Raises ValueError, one line, for a key or value that is not its."""
     model = SETTINGS[kind]
     try:

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from aliquot.config.adapter_section import CONFIG_FILE, AdapterSection, model_beside
+from aliquot.config.adapter_section import ADAPTER_CONFIG, AdapterSection, adapter_base_model
 from aliquot.config.data_section import DataSection, RecordsSection
-from aliquot.config.key_locations import Keys, Location
-from aliquot.config.launch_section import may_change
+from aliquot.config.key_locations import KeyPath, Location
+from aliquot.config.launch_section import is_elastic
 from aliquot.config.read_config import apply_override, read_config, validate
 from aliquot.config.schema import (
     CheckpointSection,
@@ -20,7 +20,7 @@ from aliquot.config.schema import (
     ShardSection,
     TrainSection,
 )
-from aliquot.config.section import OF_KEY
+from aliquot.config.section import ABOUT_KEY
 from aliquot.core.errors import ConfigError, UsageError
 from aliquot.core.paths import with_home
 
@@ -29,7 +29,7 @@ _Section = TypeVar("_Section", ModelSection, AdapterSection)
 _TOGETHER = 64  # sequences that the automatic number of ranks shares out; the result does not depend on it
 
 
-def read_evaluation(model: str, data: str, overrides: Sequence[str], base: str | None = None) -> RunConfig:
+def read_evaluation_config(model: str, data: str, overrides: Sequence[str], base: str | None = None) -> RunConfig:
     """`model`, or an adapter beside its own, on the text at `data`, or on what a run's YAML configuration evaluates on.
 
     `base`: where the model of an adapter lies, if it has moved.
@@ -43,14 +43,14 @@ def read_evaluation(model: str, data: str, overrides: Sequence[str], base: str |
             raise ConfigError("has nothing to evaluate on: set data.eval_path, or give the text instead", data)
     else:
         values: dict[str, Any] = {"model": {"path": model}, "data": {"path": data, "eval_path": data}}
-        locations: dict[Keys, Location] = {}
+        locations: dict[KeyPath, Location] = {}
         for override in overrides:
             apply_override(values, override, locations)
         read = validate(values, locations, "command line")
         for override in overrides:
             _check_not_said(override)
     train, shard, of_model = read.train, read.shard, _at(ModelSection, model)
-    adapter = model if (with_home(model) / CONFIG_FILE).is_file() else None
+    adapter = model if (with_home(model) / ADAPTER_CONFIG).is_file() else None
     if base is not None and adapter is None:
         raise UsageError(f"--base: {model} is no adapter, and only an adapter has a base model: leave it out")
     own = None if adapter is None else with_home(adapter)
@@ -58,7 +58,7 @@ def read_evaluation(model: str, data: str, overrides: Sequence[str], base: str |
     tokenizer = {"tokenizer": str(own) if beside else None, "tokenizer_vocab_size": None}
     return RunConfig(
         run=read.run,
-        model=of_model if adapter is None else _at(ModelSection, model_beside(with_home(adapter), base)),
+        model=of_model if adapter is None else _at(ModelSection, adapter_base_model(with_home(adapter), base)),
         adapter=None if adapter is None else _at(AdapterSection, adapter),
         data=read.data.model_copy(update=tokenizer | _without_training(read.data)),
         train=TrainSection(
@@ -73,7 +73,7 @@ def read_evaluation(model: str, data: str, overrides: Sequence[str], base: str |
         ),
         checkpoint=CheckpointSection(resume="never"),
         observe=read.observe.model_copy(update={"prometheus": None}),
-        launch=read.launch.model_copy(update={"nodes": 1} if may_change(read.launch.nodes) else {}),
+        launch=read.launch.model_copy(update={"nodes": 1} if is_elastic(read.launch.nodes) else {}),
     )
 
 
@@ -94,7 +94,7 @@ def _at(section: type[_Section], path: str) -> _Section:
         return section(path=path)
     except ValidationError as error:
         told = error.errors()[0]
-        named = "the argument MODEL " if told["type"] == OF_KEY else ""
+        named = "the argument MODEL " if told["type"] == ABOUT_KEY else ""
         raise ConfigError(named + str(told["msg"]).removeprefix("Value error, ")) from None
 
 

@@ -1,12 +1,21 @@
-"""What things are called elsewhere: in transformers' TrainingArguments, TRL, axolotl, LLaMA-Factory and torchtitan.
+"""What to write instead of an unknown key of a configuration.
 
-Data for the line that answers an unknown key.
+The tables hold the names of transformers' TrainingArguments, TRL, axolotl, LLaMA-Factory and torchtitan.
 """
 
 from __future__ import annotations
 
-# Our key, with the value where that says it -> their names for it.
-_OURS = {
+import difflib
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from pydantic import BaseModel
+
+from aliquot.config.key_locations import KeyPath
+from aliquot.config.schema import RunConfig
+
+# A key of aliquot, with a value if the value is part of the meaning -> its names in other trainers.
+_EQUIVALENTS = {
     # run
     "run.name": "run_name experiment_name wandb_name wandb_run_id job_name",
     "run.directory": "output_dir output_directory overwrite_output_dir logging_dir dump_folder out_dir save_dir"
@@ -124,8 +133,8 @@ _OURS = {
     "launch.join_timeout_s": "init_timeout_seconds",
 }
 
-# Why there is nothing of the kind -> their names for it.
-_NONE = {
+# The reason why aliquot has no such key -> its names in other trainers.
+_UNSUPPORTED = {
     "bf16 needs no loss scaling: use train.precision: bf16": "fp16 float16 fp16_full_eval half",
     "products are computed in train.precision, bf16 or fp32": "tf32 allow_tf32 float32_matmul_precision",
     "weights are trained in train.precision, and none are of 8 or 4 bits": "fp8 fp8_config load_in_8bit load_in_4bit"
@@ -192,15 +201,66 @@ _NONE = {
     "LoRA is of the plain kind": "use_dora peft_use_dora pissa_init relora",
 }  # fmt: skip
 
-OURS = {name: key for key, names in _OURS.items() for name in names.split()}
-NONE = {name: reason for reason, names in _NONE.items() for name in names.split()}
+EQUIVALENTS = {name: key for key, names in _EQUIVALENTS.items() for name in names.split()}
+UNSUPPORTED = {name: reason for reason, names in _UNSUPPORTED.items() for name in names.split()}
+
+_MIN_SIMILARITY = 0.8  # of a spelling to a key; below it a suggestion would be absurd
 
 
-def answer(name: str) -> str | None:
-    """What is told of a key that has this name, or dotted name, elsewhere; None: nobody is known to use it."""
+def suggestion(keys: KeyPath, value: object) -> str:
+    """Return what to write instead of an unknown key, to append to an error; empty if nothing is near.
+
+    In this order: the keys for the contents of a section of another trainer, the key for a name of another trainer, the
+    section in which a key of this name is, the nearest spelling.
+    """
+    section, name = [key for key in keys[:-1] if not key.isdigit()], keys[-1]  # without its place in a list
+    known = known_keys()
+    siblings = {path[-1]: path for path in known if list(path[:-1]) == section}
+    candidates = sorted(siblings.keys() | EQUIVALENTS.keys() | UNSUPPORTED.keys())
+    near = difflib.get_close_matches(name, candidates, 1, _MIN_SIMILARITY)
+    answer = _hint_for_section(value) if isinstance(value, dict) and not near else None
+    answer = answer or hint(".".join(keys))
+    if answer is not None:
+        return f"; {answer}"
+    if elsewhere := sorted(".".join(path) for path in known if path[-1] == name):
+        return f"; did you mean {elsewhere[0]}?"
+    if near and near[0] not in siblings:
+        return f"; did you mean {near[0]}? {hint(near[0])}"
+    dotted = [".".join(siblings[near[0]])] if near else []
+    dotted = dotted or difflib.get_close_matches(".".join(keys), sorted(map(".".join, known)), 1, _MIN_SIMILARITY)
+    return f"; did you mean {dotted[0]}?" if dotted else ""
+
+
+def hint(name: str) -> str | None:
+    """Return what aliquot calls the key, or dotted key, `name` of another trainer; None for an unknown name."""
     plain = name.lower().replace("-", "_")
     last = plain.rpartition(".")[2]
-    found = next((each for each in (plain, last) if each in OURS or each in NONE), "")
-    if found in OURS:
-        return f"it is {OURS[found]} here"
-    return f"aliquot has none: {NONE[found]}" if found in NONE else None
+    known = next((key for key in (plain, last) if key in EQUIVALENTS or key in UNSUPPORTED), "")
+    if known in EQUIVALENTS:
+        return f"it is {EQUIVALENTS[known]} here"
+    return f"aliquot has none: {UNSUPPORTED[known]}" if known in UNSUPPORTED else None
+
+
+def _hint_for_section(values: dict[Any, Any]) -> str | None:
+    """Return where aliquot has the keys of a section of another trainer."""
+    places = {path[-1]: ".".join(path) for path in reversed(known_keys()) if len(path) == 2}
+    hints = []
+    for name in map(str, values):
+        place = EQUIVALENTS.get(name, places.get(name))
+        hints += [f"its {name} is {place} here"] if place is not None else []
+    return ", ".join(hints) or None
+
+
+def known_keys() -> list[KeyPath]:
+    """Return every key of the schema: sections, `section.key`, and keys of sections inside sections and lists."""
+    return list(_keys_below(RunConfig, ()))
+
+
+def _keys_below(model: type[BaseModel], prefix: KeyPath) -> Iterator[KeyPath]:
+    for name, field in model.model_fields.items():
+        path = (*prefix, field.alias or name)
+        yield path
+        types = [field.annotation, *get_args(field.annotation)]  # a section, `section | None`, a list of sections
+        for candidate in [*types, *(inner for outer in types for inner in get_args(outer))]:
+            if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+                yield from _keys_below(candidate, path)

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from transformers import TrainingArguments
 
-from aliquot.config import other_names
-from aliquot.config.read_config import known_keys, read_config
+from aliquot.config import key_hints
+from aliquot.config.key_hints import known_keys
+from aliquot.config.read_config import read_config
 from aliquot.config.schema import RunConfig, TrainSection
 from aliquot.core.errors import UserError
 
@@ -58,14 +59,14 @@ def test_every_field_of_trl_is_answered(tmp_path: Path) -> None:
 
 
 def test_every_name_leads_somewhere() -> None:
-    assert not other_names.OURS.keys() & other_names.NONE.keys()
-    for name in (*other_names.OURS, *other_names.NONE):
-        assert answered(f"; {other_names.answer(name)}"), name
+    assert not key_hints.EQUIVALENTS.keys() & key_hints.UNSUPPORTED.keys()
+    for name in (*key_hints.EQUIVALENTS, *key_hints.UNSUPPORTED):
+        assert answered(f"; {key_hints.hint(name)}"), name
 
 
 def test_our_own_names_are_not_taken_for_those_of_others() -> None:
     ours = {path[-1] for path in known_keys()}
-    assert {name for name in other_names.OURS if name in ours} <= {"seed"}
+    assert {name for name in key_hints.EQUIVALENTS if name in ours} <= {"seed"}
 
 
 @pytest.mark.parametrize(
