@@ -294,7 +294,7 @@ def _stall(out: Path, ranks: Any, measured: Measured) -> Any:
     from aliquot.engines.base import EngineSpec
     from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
     from aliquot.models import initialize, meta
-    from aliquot.models.batch import MicroBatch
+    from aliquot.models.micro_batch import MicroBatch
 
     built = meta.build(AutoConfig.for_model(**llama_config(LLAMA_125M)))
     spec = EngineSpec("bf16", SEQUENCE, built.traits.plain_head)

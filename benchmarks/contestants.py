@@ -65,7 +65,7 @@ def aliquot_steps(
     from aliquot.engines.host.host_engine import HostEngine
     from aliquot.machine.allocator import tune
     from aliquot.models import initialize, meta
-    from aliquot.models.batch import MicroBatch
+    from aliquot.models.micro_batch import MicroBatch
 
     tune()
     built = meta.build(AutoConfig.for_model(**config), adapter=adapter)

@@ -39,7 +39,7 @@ from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
 from aliquot.engines.host.host_engine import HostEngine
 from aliquot.engines.startup_proof import prove
 from aliquot.models import initialize, meta
-from aliquot.models.batch import MicroBatch
+from aliquot.models.micro_batch import MicroBatch
 from aliquot.models.narrow import has_dropout, narrow
 from aliquot.models.source import resolve
 from aliquot.models.traits import Traits, traits

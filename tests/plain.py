@@ -17,7 +17,7 @@ from aliquot.config.adapter_section import AdapterSection
 from aliquot.config.schema import TrainSection
 from aliquot.data.batches import Batches
 from aliquot.models import initialize, meta
-from aliquot.models.batch import MicroBatch
+from aliquot.models.micro_batch import MicroBatch
 from aliquot.tensor_io.parts import Part
 
 

@@ -123,7 +123,7 @@ FAULTS = (
         ("tests/models/test_export.py", "tests/run/test_train.py"),
     ),
     Fault(
-        "pieces-do-not-overlap", "data/pieces.py",
+        "pieces-do-not-overlap", "data/packing_arrays.py",
         "of a long document the first token of each later piece is never predicted",
         "begin = offsets[document] + nth * (sequence_length - 1)",
         "begin = offsets[document] + nth * sequence_length",

@@ -14,8 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from aliquot.core.errors import ModelFilesError, UsageError
-from aliquot.models.chat import Chat
-from aliquot.models.generate import chat_ids, continuation, load
+from aliquot.models.generate import Chat, chat_ids, continuation, load
 from tests import warm
 from tests.data.stores import byte_level
 from tests.runs import command

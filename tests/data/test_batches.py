@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aliquot.data.batches import Batches, EvalBatches, Position, StepBatch
-from aliquot.data.streams import TrainStore
+from aliquot.data.data_order import TrainStore
 from aliquot.data.token_store import TokenStore
-from aliquot.models.batch import IGNORE, MicroBatch
+from aliquot.models.micro_batch import IGNORE, MicroBatch
 from aliquot.nn.row_counts import filled_row, row_lengths
 from tests.data.stores import memory_store, numbered
 

@@ -8,11 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aliquot.core.errors import UserError
-from aliquot.data.best_fit import best_fit
-from aliquot.data.kept_arrays import NewArrays
-from aliquot.data.orders import shuffle
+from aliquot.data.disk_arrays import NewArrays, shuffle
 from aliquot.data.packing import Packing
-from aliquot.data.pieces import Pieces, split
+from aliquot.data.packing_arrays import Pieces, best_fit, split
 from aliquot.data.token_store import TokenStore
 from tests.data.stores import memory_store, numbered
 

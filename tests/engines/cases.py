@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from aliquot.config.adapter_section import AdapterSection
-from aliquot.models.batch import MicroBatch
+from aliquot.models.micro_batch import MicroBatch
 
 STEPS = 5
 FAR = 20  # steps in which what is rounded shows

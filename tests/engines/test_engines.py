@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from aliquot.models import calls
+from aliquot.models import model_calls
 from aliquot.nn.attention.base import Documents
 from aliquot.nn.attention.document_attention import IMPLEMENTATION, attention_on
 from aliquot.nn.loss.base import summed_cross_entropy
@@ -239,7 +239,7 @@ def test_bf16_gradients_are_summed_in_fp32_over_micro_batches_and_ranks(runs: Ru
         batch = micro_batch(sequence)
         model.zero_grad()
         row = Documents(batch.edges, attention_on("cpu"))
-        logits = calls.logits(model, batch.input_ids, batch.position_ids, row)
+        logits = model_calls.logits(model, batch.input_ids, batch.position_ids, row)
         (summed_cross_entropy(logits, batch.labels) * (1 / predicted(documents(0)))).backward()
         for summed, parameter in zip(total, model.parameters(), strict=True):
             summed += parameter.grad.float()

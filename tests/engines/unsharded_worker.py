@@ -19,7 +19,7 @@ from aliquot.engines.base import EngineSpec
 from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
 from aliquot.engines.state_placement import Unsharded
 from aliquot.models import initialize, meta
-from aliquot.models.batch import MicroBatch
+from aliquot.models.micro_batch import MicroBatch
 from tests.engines import cases
 from tests.processes import as_ranks
 

@@ -34,7 +34,7 @@ from aliquot.engines.host.host_engine import HostEngine
 from aliquot.engines.host.shared_weights import Owned
 from aliquot.engines.state_placement import OnDisk
 from aliquot.models import initialize, meta, recompute
-from aliquot.models.batch import MicroBatch
+from aliquot.models.micro_batch import MicroBatch
 from aliquot.models.published import Published, PublishedStore
 from aliquot.offload.scratch_file import ScratchFile
 from aliquot.optim import adamw, sizes, squared_norm

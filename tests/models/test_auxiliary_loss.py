@@ -7,13 +7,13 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from aliquot.models import calls
+from aliquot.models import model_calls
 from aliquot.models.narrow import narrow
 from aliquot.models.traits import redraw
 from aliquot.nn.attention.base import AttentionBackend, Documents
 from aliquot.nn.attention.document_attention import IMPLEMENTATION, register
 from aliquot.nn.attention.tiled_attention import TiledAttention
-from aliquot.nn.experts.load import mean_balance, noted_balance
+from aliquot.nn.experts.routing import mean_balance, noted_balance
 from aliquot.nn.loss.base import IGNORE
 
 
@@ -36,8 +36,8 @@ def test_equals_transformers_own(model_type: str, backend: AttentionBackend | No
     labels = torch.cat([ids[1:], torch.full((4,), IGNORE)])
     documents = Documents(edges, backend)
     positions = torch.cat([torch.arange(20), torch.arange(3)])
-    summed = calls.whole_logits_loss(own, row, positions, labels, documents)
-    calls.with_auxiliary(own, summed / 19, 1 / 19, labels, documents).backward()
+    summed = model_calls.whole_logits_loss(own, row, positions, labels, documents)
+    model_calls.with_auxiliary(own, summed / 19, 1 / 19, labels, documents).backward()
     noted = noted_balance(own)
     assert noted[1] == 19 and noted_balance(own) == []
     other = [noted[0] * 4, noted[1] * 2]  # of a rank with twice as many tokens and twice the loss
@@ -51,4 +51,4 @@ def test_equals_transformers_own(model_type: str, backend: AttentionBackend | No
 
 def test_a_model_that_is_not_asked_to_has_none() -> None:
     summed = torch.ones(())
-    assert calls.with_auxiliary(nn.Linear(1, 1), summed, 1.0, torch.zeros(4), Documents((0, 4), None)) is summed
+    assert model_calls.with_auxiliary(nn.Linear(1, 1), summed, 1.0, torch.zeros(4), Documents((0, 4), None)) is summed

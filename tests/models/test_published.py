@@ -18,7 +18,7 @@ from aliquot.loaders.sharded import load_sharded
 from aliquot.models.export import export
 from aliquot.models.load import load_weights
 from aliquot.models.published import Published, PublishedParts, published_of
-from aliquot.models.stored_names import StoredNames
+from aliquot.models.stored_weights import StoredNames
 from aliquot.tensor_io.parts import Part, row_ranges
 from tests.tensor_io.world import run_world
 

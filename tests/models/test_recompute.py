@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from aliquot.core.errors import UserError
-from aliquot.models import calls
+from aliquot.models import model_calls
 from aliquot.models.recompute import enable
 from aliquot.nn.attention.base import Documents
 from aliquot.nn.attention.document_attention import IMPLEMENTATION, attention_on, register
@@ -58,7 +58,7 @@ def trained(model: dict[str, Any], mode: str, dtype: torch.dtype) -> Pass:
     positions = torch.cat([torch.arange(b - a) for a, b in pairwise(EDGES)])
     with Products() as forward:
         documents = Documents(EDGES, attention_on("cpu", selective=mode == "selective"))
-        hidden = calls.hidden_states(built, ids, positions, documents)
+        hidden = model_calls.hidden_states(built, ids, positions, documents)
     with Products() as backward:
         hidden.float().square().sum().backward()
     gradients = [weight.grad for weight in built.parameters() if weight.grad is not None]

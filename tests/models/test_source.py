@@ -24,7 +24,7 @@ from aliquot.config.schema import ModelSection
 from aliquot.core.errors import UserError
 from aliquot.data.tokenizer import load_tokenizer
 from aliquot.models import meta
-from aliquot.models.fingerprint import fingerprint
+from aliquot.models.model_identity import fingerprint
 from aliquot.models.source import model_on_meta, resolve
 from aliquot.tensor_io.bytemap import ByteMap
 from tests.engines.cases import SMALL

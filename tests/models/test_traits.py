@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PretrainedConfig
 
 from aliquot.core.errors import UnsupportedModelError
-from aliquot.models import calls
+from aliquot.models import model_calls
 from aliquot.models.narrow import has_dropout, narrow
 from aliquot.models.traits import LENGTHS, traits
 from aliquot.nn.attention.base import Documents
@@ -107,7 +107,7 @@ def test_frequencies_are_those_of_each_document(rope: str) -> None:
     ids = torch.randint(4, 128, (edges[-1],))
     positions = torch.cat([torch.arange(b - a) for a, b in pairwise(edges)])
     with torch.no_grad():
-        found = calls.logits(model, ids, positions, Documents(edges, None))[0]
+        found = model_calls.logits(model, ids, positions, Documents(edges, None))[0]
         for start, stop in pairwise(edges):
             fresh = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
             fresh.load_state_dict(model.state_dict())

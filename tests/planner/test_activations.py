@@ -11,7 +11,7 @@ from torch import nn
 
 from aliquot.config.schema import RunConfig
 from aliquot.engines.activation_meter import SavedBytes
-from aliquot.models import calls, meta
+from aliquot.models import meta, model_calls
 from aliquot.models.materialise import materialise
 from aliquot.models.recompute import enable
 from aliquot.models.shaped_model import ShapedModel, shaped_model
@@ -56,7 +56,9 @@ def measured(model: nn.Module, mode: str) -> int:
     rows = embedding(ids).detach().requires_grad_(embedding.weight.requires_grad)
     saved = SavedBytes(mode)  # type: ignore[arg-type]
     with saved.measure():
-        calls.hidden_states(model, rows, ids, Documents(EDGES, attention_on("cpu", selective=mode == "selective")))
+        model_calls.hidden_states(
+            model, rows, ids, Documents(EDGES, attention_on("cpu", selective=mode == "selective"))
+        )
     return saved.peak_bytes
 
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from aliquot.config.schema import RunConfig
 from aliquot.data.workload import Workload
 from aliquot.distributed.topology import RankLayout
-from aliquot.models import calls
+from aliquot.models import model_calls
 from aliquot.models.materialise import materialise
 from aliquot.models.shaped_model import shaped_model
 from aliquot.nn.attention.base import Documents
@@ -94,7 +94,7 @@ def test_a_model_meets_no_more(model: dict[str, Any], rows: Callable[[random.Ran
             ids = torch.randint(0, 256, (edges[-1],), generator=generator)
             labels = torch.where(torch.rand(len(ids), generator=generator) < draw.random(), IGNORE, ids)
             positions = torch.cat([torch.arange(b - a) for a, b in pairwise(edges)])
-            hidden = calls.hidden_states(real, ids, positions, Documents(edges, TiledAttention()))
+            hidden = model_calls.hidden_states(real, ids, positions, Documents(edges, TiledAttention()))
             head_loss_on("cpu")(hidden, real.get_output_embeddings().weight, labels, 1.0)[1].backward()
     most = planned(config)
     # The head's rows and those of a micro-batch are of any combination, few of which come in thirty draws.

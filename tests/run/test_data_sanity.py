@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from aliquot.models.batch import MicroBatch
+from aliquot.models.micro_batch import MicroBatch
 from aliquot.nn.loss.base import IGNORE
 from aliquot.run.data_sanity import with_prefix
 from tests.runs import command, trained, write_config

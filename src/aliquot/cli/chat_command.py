@@ -15,7 +15,7 @@ from aliquot.cli.one_line_errors import one_line_errors
 from aliquot.core.errors import UserError, printable
 
 if TYPE_CHECKING:
-    from aliquot.models.chat import Chat
+    from aliquot.models.generate import Chat
 
 
 def command(
@@ -38,8 +38,7 @@ def command(
     Ctrl-C ends a reply. Lines may come from a pipe; then each reply is a paragraph on standard output.
     """
     with one_line_errors(debug):
-        from aliquot.models.chat import Chat
-        from aliquot.models.generate import load
+        from aliquot.models.generate import Chat, load
 
         chat = Chat(load(model_dir, base), max_new_tokens, temperature, seed)
         for line in _lines():

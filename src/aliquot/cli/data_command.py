@@ -34,10 +34,9 @@ def show(
         from aliquot.config.read_config import read_config
         from aliquot.data.batch_size import batch_size
         from aliquot.data.batches import Batches, EvalBatches
-        from aliquot.data.examples import examples
-        from aliquot.data.header import day_line, header, warnings
+        from aliquot.data.data_order import TrainStore
+        from aliquot.data.data_summary import day_line, examples, header, warnings
         from aliquot.data.prepare import prepare
-        from aliquot.data.streams import TrainStore
         from aliquot.models.source import DESCRIPTION_FILES, resolve
         from aliquot.observe.console import Display
         from aliquot.observe.run_directory import RunDirectory

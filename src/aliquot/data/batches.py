@@ -15,15 +15,13 @@ import numpy.typing as npt
 from aliquot.config.data_section import DataSection
 from aliquot.core.errors import DataError, ResumeError
 from aliquot.data.batch_size import BatchSize
+from aliquot.data.data_order import Mixture, Steps, Stream, TrainStore, drawn_seed
 from aliquot.data.layout import Group, Layout
-from aliquot.data.mixture import Mixture
 from aliquot.data.packing import Packing
 from aliquot.data.prepare import Prepared
-from aliquot.data.steps import Steps
-from aliquot.data.streams import Stream, TrainStore, drawn_seed
 from aliquot.data.token_store import TokenStore
 from aliquot.data.workload import Workload
-from aliquot.models.batch import MicroBatch
+from aliquot.models.micro_batch import MicroBatch
 
 _PLANNED_SEQUENCES = 64  # that a plan looks at
 

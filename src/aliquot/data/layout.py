@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from aliquot.data.token_store import TokenStore
-from aliquot.models.batch import MicroBatch
+from aliquot.models.micro_batch import MicroBatch
 from aliquot.nn.loss.base import IGNORE
 from aliquot.nn.row_counts import filler
 

@@ -16,10 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from aliquot.data.index import fill_epoch, fill_packing
-from aliquot.data.kept_arrays import Arrays, NewArrays, held_arrays, kept_arrays
-from aliquot.data.orders import ascending, shuffle
-from aliquot.data.pieces import Pieces
+from aliquot.data.disk_arrays import Arrays, NewArrays, ascending, held_arrays, kept_arrays, shuffle
+from aliquot.data.packing_arrays import Pieces, fill_epoch, fill_packing
 from aliquot.data.token_store import TokenStore
 from aliquot.data.workload import MAPPED_PIECES
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 
 from aliquot.config.data_section import DataSection, RecordsSection
 from aliquot.core.errors import ConfigError, DataError
-from aliquot.data.digests import digests
+from aliquot.data.cache import digests
 from aliquot.data.documents import (
     RECORDS,
     Document,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from aliquot.distributed.topology import Topology
 from aliquot.engines.state_placement import SHARDED, OnDisk, Unsharded
-from aliquot.models.batch import MicroBatch
+from aliquot.models.micro_batch import MicroBatch
 from aliquot.tensor_io.parts import PartStore, ViewableStore
 
 

@@ -19,12 +19,12 @@ from aliquot.core.errors import SelfTestError, UnsupportedModelError
 from aliquot.distributed.collectives.json_values import gather
 from aliquot.distributed.topology import Topology
 from aliquot.engines.base import Engine, EngineSpec
-from aliquot.models import calls, meta
-from aliquot.models.batch import MicroBatch
+from aliquot.models import meta, model_calls
+from aliquot.models.micro_batch import MicroBatch
 from aliquot.models.narrow import built, narrow
 from aliquot.models.traits import Traits, eager_copy, example, quiet
 from aliquot.nn.attention.base import Documents
-from aliquot.nn.attention.reference_attention import ReferenceAttention
+from aliquot.nn.attention.plain_attention import ReferenceAttention
 from aliquot.nn.loss.base import IGNORE
 from aliquot.nn.loss.head_loss import head_loss_on
 
@@ -52,9 +52,9 @@ def prove(config: PretrainedConfig, traits: Traits, kind: type[Engine], spec: En
         losses = []
         for row in rows:
             documents = Documents(edges, None)
-            loss = calls.whole_logits_loss(model, row.input_ids, row.position_ids, row.labels, documents)
+            loss = model_calls.whole_logits_loss(model, row.input_ids, row.position_ids, row.labels, documents)
             losses.append(float(loss.detach()))
-            calls.with_auxiliary(model, loss * scale, scale, row.labels, documents).backward()  # type: ignore[no-untyped-call]
+            model_calls.with_auxiliary(model, loss * scale, scale, row.labels, documents).backward()  # type: ignore[no-untyped-call]
         weights = model.state_dict()  # and the buffers that a checkpoint holds, which learn nothing
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         expected = {name: gradients.get(name, torch.zeros_like(weight)).view(-1) for name, weight in weights.items()}
@@ -84,10 +84,10 @@ def _run_in_bf16(config: PretrainedConfig, traits: Traits, fused_loss: bool) -> 
     documents = Documents(row.edges, ReferenceAttention() if traits.packs else None)
     try:
         if fused_loss:
-            hidden = calls.hidden_states(model, row.input_ids, row.position_ids, documents)
+            hidden = model_calls.hidden_states(model, row.input_ids, row.position_ids, documents)
             loss = head_loss_on("cpu")(hidden, model.get_output_embeddings().weight, row.labels, 1.0)[1]
         else:
-            loss = calls.whole_logits_loss(model, row.input_ids, row.position_ids, row.labels, documents)
+            loss = model_calls.whole_logits_loss(model, row.input_ids, row.position_ids, row.labels, documents)
         loss.backward()  # type: ignore[no-untyped-call]
     except Exception as error:  # each model's code fails in its own way on weights of another dtype than its buffers
         told = " ".join(str(error).split())[:200]

@@ -19,7 +19,7 @@ from aliquot.models.load import load_weights
 from aliquot.models.materialise import compute_buffers, materialise, saved_buffers, tied_weights
 from aliquot.models.published import published_of
 from aliquot.models.remote_code import without_code
-from aliquot.models.stored_names import StoredNames
+from aliquot.models.stored_weights import StoredNames
 from aliquot.models.structure import decoder_layers
 from aliquot.tensor_io.bytemap import Shape
 from aliquot.tensor_io.parts import Part

@@ -25,7 +25,7 @@ from aliquot.models.load import load_weights
 from aliquot.models.materialise import compute_buffers, replace_tensors, saved_buffers, tied_weights
 from aliquot.models.published import published_of
 from aliquot.models.remote_code import without_code
-from aliquot.models.stored_names import StoredNames
+from aliquot.models.stored_weights import StoredNames
 from aliquot.tensor_io.parts import Part
 from aliquot.tensor_io.transfer import Watch
 

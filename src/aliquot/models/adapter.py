@@ -19,7 +19,7 @@ from aliquot.core.errors import ConfigError, MissingToolError
 from aliquot.core.paths import with_home
 from aliquot.models.initialize import Fills, record_added
 from aliquot.models.published import Published, published_of
-from aliquot.nn.experts.modules import weights_of
+from aliquot.nn.experts.expert_modules import weights_of
 from aliquot.tensor_io.bytemap import Shape
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from aliquot.models.adapter import BASE, STEM
 from aliquot.models.added_rows import OldRows, add_rows
 from aliquot.models.export import STATE
 from aliquot.models.published import Published, PublishedStore, tensors_of
-from aliquot.models.stored_names import StoredNames, is_computed
+from aliquot.models.stored_weights import StoredNames, is_computed
 from aliquot.tensor_io.bytemap import ByteMap, Shape, check_tensors
 from aliquot.tensor_io.header import TensorEntry
 from aliquot.tensor_io.jsonfile import read_json

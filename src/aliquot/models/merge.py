@@ -12,11 +12,10 @@ from torch import Tensor
 
 from aliquot.config.adapter_section import ADAPTER_CONFIG
 from aliquot.core.errors import ModelFilesError, WeightsFileError
-from aliquot.models.fingerprint import fingerprint
 from aliquot.models.model_files import with_ends
+from aliquot.models.model_identity import fingerprint
 from aliquot.models.source import HUB_FILES, local_directory, model_on_meta
-from aliquot.models.stored_names import StoredNames
-from aliquot.models.stored_weights import StoredWeights, in_order
+from aliquot.models.stored_weights import StoredNames, StoredWeights, in_order
 from aliquot.models.structure import kept_in_fp32
 from aliquot.tensor_io.bytemap import ByteMap
 from aliquot.tensor_io.jsonfile import parse_json, read_small

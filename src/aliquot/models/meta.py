@@ -1,26 +1,28 @@
-"""Build a model on the meta device: its structure, names and shapes without one byte of weights."""
+"""Build a model on the meta device: names, shapes and initialisation of its weights, without a byte of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from aliquot.config.adapter_section import AdapterSection
-from aliquot.core.errors import UnsupportedModelError
+from aliquot.core.errors import ConfigError, UnsupportedModelError
 from aliquot.models import initialize
 from aliquot.models.adapter import Adapter, adapt
-from aliquot.models.frozen import freeze
 from aliquot.models.materialise import freeze_buffers, tied_weights
 from aliquot.models.narrow import for_training, has_dropout
 from aliquot.models.remote_code import without_code
 from aliquot.models.structure import decoder_layers, kept_in_fp32, matmul_flops, matmul_parameters
 from aliquot.models.traits import Traits, traits
 from aliquot.nn.attention.document_attention import register
-from aliquot.nn.experts.modules import weights_of
+from aliquot.nn.experts.expert_modules import weights_of
 from aliquot.nn.experts.sorted_experts import IMPLEMENTATION, suits
 from aliquot.nn.experts.sorted_experts import register as register_experts
 
@@ -132,3 +134,17 @@ def _check_layout(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(f"{kind}: no decoder layers found: model not supported")
     if model.get_input_embeddings() is None:
         raise UnsupportedModelError(f"{kind}: no input embedding found: model not supported")
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Freeze the weights whose names match any of `patterns`, of which each must match some. Raises ConfigError."""
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    for pattern in patterns:
+        found = [weight for name, weight in weights.items() if fnmatchcase(name, pattern)]
+        if not found:
+            near = get_close_matches(pattern, weights, n=1, cutoff=0.0)
+            raise ConfigError(f"train.freeze: no weight is named {pattern}; one is {near[0]}, and `*.bias` means many")
+        for weight in found:
+            weight.requires_grad_(False)
+    if not any(weight.requires_grad for weight in weights.values()):
+        raise ConfigError("train.freeze: nothing is left to learn")

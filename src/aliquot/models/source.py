@@ -100,7 +100,7 @@ class ModelSource:
     @cached_property
     def fingerprint(self) -> str | None:
         """Of the weights as they are when this is first asked for; None: there are none."""
-        from aliquot.models.fingerprint import fingerprint
+        from aliquot.models.model_identity import fingerprint
 
         return None if self.directory is None else fingerprint(self.directory)
 

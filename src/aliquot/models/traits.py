@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from aliquot.core.errors import UnsupportedModelError
-from aliquot.models import calls
+from aliquot.models import model_calls
 from aliquot.models.narrow import VOCABULARY, built, narrow
 from aliquot.nn.attention.base import Documents
 from aliquot.nn.attention.document_attention import IMPLEMENTATION, register
-from aliquot.nn.attention.reference_attention import ReferenceAttention
+from aliquot.nn.attention.plain_attention import ReferenceAttention
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -153,7 +153,7 @@ def _logits_alone(model: PreTrainedModel) -> Tensor:
     ids, positions, edges = example(model)
     try:
         with torch.no_grad():
-            found = calls.logits(model, ids, positions, Documents(edges, None))
+            found = model_calls.logits(model, ids, positions, Documents(edges, None))
     except Exception as error:
         kind = type(model).__name__
         raise UnsupportedModelError(f"{kind} does not run on token ids alone: {_line(error)}") from error
@@ -175,7 +175,7 @@ def _check_causal(model: PreTrainedModel, alone: Tensor) -> None:
     seen = LENGTHS[0] // 2
     ids[seen : LENGTHS[0]] = ids[: LENGTHS[0] - seen].clone()
     with torch.no_grad():
-        changed = calls.logits(model, ids, positions, Documents(edges, None))
+        changed = model_calls.logits(model, ids, positions, Documents(edges, None))
     if not agree(changed[:, :seen], alone[:, :seen]):
         raise UnsupportedModelError(
             f"{type(model).__name__} sees tokens that follow: there is nothing to predict. Not a causal language model"
@@ -188,7 +188,7 @@ def _decoded(model: PreTrainedModel, embed: bool = False) -> Tensor | None:
     with torch.no_grad():
         tokens = F.embedding(ids, model.get_input_embeddings().weight) if embed else ids
         try:
-            return calls.hidden_states(model, tokens, positions, Documents(edges, None))
+            return model_calls.hidden_states(model, tokens, positions, Documents(edges, None))
         except (
             AttributeError,
             TypeError,
@@ -215,7 +215,7 @@ def _looks_up(model: PreTrainedModel, of_ids: Tensor | None) -> bool:
 
 
 def _why_alone(config: PretrainedConfig, model: PreTrainedModel, alone: Tensor) -> str | None:
-    if not calls.accepts(model, "position_ids"):
+    if not model_calls.accepts(model, "position_ids"):
         return "it takes no positions"
     try:
         packed = built(narrow(config), IMPLEMENTATION)
@@ -224,9 +224,9 @@ def _why_alone(config: PretrainedConfig, model: PreTrainedModel, alone: Tensor) 
         with torch.no_grad():
             # In training: what is dropped in attention is asked for there.
             packed.train()
-            calls.logits(packed, ids, positions, Documents(edges, ReferenceAttention()))
+            model_calls.logits(packed, ids, positions, Documents(edges, ReferenceAttention()))
             packed.eval()
-            row = calls.logits(packed, ids, positions, Documents(edges, ReferenceAttention()))
+            row = model_calls.logits(packed, ids, positions, Documents(edges, ReferenceAttention()))
     except UnsupportedModelError as error:
         return str(error)
     except Exception as error:

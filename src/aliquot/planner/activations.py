@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from aliquot.engines.host.host_memory import piece_edges
-from aliquot.models import calls
+from aliquot.models import model_calls
 from aliquot.models.copying_linear import copy_in_backward
 from aliquot.models.model_shape import ModelShape
 from aliquot.models.recompute import enable
@@ -27,8 +27,7 @@ from aliquot.nn import row_counts
 from aliquot.nn.attention import tile_sizes
 from aliquot.nn.attention.base import AttentionBackend, Documents, Scoring
 from aliquot.nn.attention.document_attention import attention_on
-from aliquot.nn.experts.base import pass_over, send_to
-from aliquot.nn.experts.modules import experts_weights, weights_of
+from aliquot.nn.experts.expert_modules import experts_weights, pass_over, send_to, weights_of
 from aliquot.nn.loss.base import IGNORE, GradientRows
 from aliquot.nn.loss.head_loss import choose, head_loss_on
 from aliquot.planner.live_storages import Live, Product
@@ -91,13 +90,13 @@ def _run(shaped: ShapedModel, step: Step, edges: tuple[int, ...], predicted: int
             """What is alive after the layers, and the loss."""
             documents = Documents(edges, attention)
             if not traits.plain_head:
-                loss = calls.whole_logits_loss(model, ids, ids, ids, documents)
+                loss = model_calls.whole_logits_loss(model, ids, ids, ids, documents)
                 return live.live_bytes, loss
             head_loss = head_loss_on(step.device, live.two_for_all, step.logits_bytes, step.copies_transposed)
             head, chosen = model.get_output_embeddings().weight, choose(labels)
             of_host = not step.head_gradient and torch.is_grad_enabled()
             room = head_loss.room(chosen, labels, head) if of_host else None
-            hidden = calls.hidden_states(model, inputs, ids, documents)
+            hidden = model_calls.hidden_states(model, inputs, ids, documents)
             saved_bytes, before = live.live_bytes - (0 if room is None else room.nbytes), live.products.copy()
             in_a_ring = of_host and head.requires_grad
             sink = _rows_in_a_ring(shape, step, live) if in_a_ring else None

@@ -11,7 +11,7 @@ import torch
 
 from aliquot.distributed.ranks import Ranks
 from aliquot.engines.base import Engine
-from aliquot.models.batch import MicroBatch
+from aliquot.models.micro_batch import MicroBatch
 from aliquot.nn.loss.base import IGNORE
 
 _MUCH_BETTER = 0.5  # nats a token

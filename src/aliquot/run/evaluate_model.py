@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from aliquot.config.schema import RunConfig
 from aliquot.core.on_rank_0 import run_on_rank_0
-from aliquot.data.header import irregularities
+from aliquot.data.data_summary import irregularities
 from aliquot.distributed.config_consistency import check_configs
 from aliquot.distributed.heartbeat import Heartbeat
 from aliquot.distributed.ranks import Ranks

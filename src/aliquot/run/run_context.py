@@ -18,7 +18,7 @@ from aliquot.models import meta
 from aliquot.models.adapter import BASE
 from aliquot.models.published import Published
 from aliquot.models.source import ModelSource
-from aliquot.models.stored_names import StoredNames
+from aliquot.models.stored_weights import StoredNames
 from aliquot.models.traits import Traits
 from aliquot.observe.clock import StepClock
 from aliquot.observe.console import Display
@@ -142,5 +142,5 @@ class Start:
     tokens: int = 0
     resumed_from: Path | None = None
     position: Position = field(default_factory=lambda: Position(0, 0))  # in the data
-    ends: tuple[int, ...] = ()  # where they ended within a batch: data/steps.py
+    ends: tuple[int, ...] = ()  # where they ended within a batch: data/data_order.py
     evaluations: EvaluationHistory = field(default_factory=EvaluationHistory)

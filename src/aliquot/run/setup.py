@@ -18,8 +18,7 @@ from aliquot.config.schema import RunConfig
 from aliquot.core.on_rank_0 import gather_results, run_on_all_ranks, run_on_rank_0
 from aliquot.data.batch_size import batch_size
 from aliquot.data.batches import Batches, EvalBatches, Position
-from aliquot.data.examples import examples
-from aliquot.data.header import day_line, header, warnings
+from aliquot.data.data_summary import day_line, examples, header, warnings
 from aliquot.data.prepare import prepare_together
 from aliquot.data.tokenizer import largest_token
 from aliquot.distributed.config_consistency import check_same
@@ -35,12 +34,11 @@ from aliquot.machine.cpu import read_cpu
 from aliquot.machine.matmul import keeps_large_kernels
 from aliquot.machine.memory import memory_limit
 from aliquot.models import initialize, meta
-from aliquot.models.computed import computed
-from aliquot.models.fingerprint import fingerprint
 from aliquot.models.load import load_adapter, load_weights
+from aliquot.models.model_identity import computed, fingerprint
 from aliquot.models.published import published_of
 from aliquot.models.source import ModelSource, import_models, resolve
-from aliquot.models.stored_names import StoredNames
+from aliquot.models.stored_weights import StoredNames
 from aliquot.models.structure import decoder_layers
 from aliquot.models.traits import Traits, traits
 from aliquot.observe import summary

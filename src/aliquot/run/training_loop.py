@@ -19,17 +19,16 @@ from aliquot.core.errors import DivergedError, RunDirectoryError, TrainingError,
 from aliquot.core.intervals import is_due
 from aliquot.core.on_rank_0 import run_on_rank_0
 from aliquot.data.answer_ends import answer_ends
+from aliquot.data.batch_prefetch import BatchesAhead, ToGpu
 from aliquot.data.batches import StepBatch
-from aliquot.data.batches_ahead import BatchesAhead
-from aliquot.data.batches_to_gpu import ToGpu
 from aliquot.distributed.heartbeat import Heartbeat
 from aliquot.distributed.watchdog import Watchdog
 from aliquot.machine.allocator import FreedMemory
-from aliquot.models.computed import computed
 from aliquot.models.model_files import model_files
+from aliquot.models.model_identity import computed
 from aliquot.models.structure import attention_widths
-from aliquot.nn.experts.load import counted, mean_balance, noted_balance, spread
-from aliquot.nn.experts.modules import has_experts
+from aliquot.nn.experts.expert_modules import has_experts
+from aliquot.nn.experts.routing import counted, mean_balance, noted_balance, spread
 from aliquot.observe import summary
 from aliquot.observe.flops import model_flops
 from aliquot.observe.ledger import STEADY_PEAK

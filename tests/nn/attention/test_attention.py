@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from aliquot.core.errors import UnsupportedModelError
-from aliquot.models import calls
+from aliquot.models import model_calls
 from aliquot.nn.attention.base import Documents
 from aliquot.nn.attention.document_attention import IMPLEMENTATION, attention_on, document_attention, register
 from aliquot.nn.loss.base import summed_cross_entropy
@@ -31,7 +31,7 @@ def build(shape: dict[str, object], implementation: str = IMPLEMENTATION) -> tor
 def logits_of(model: torch.nn.Module, sequence: list[torch.Tensor]) -> torch.Tensor:
     batch = micro_batch(sequence)
     documents = Documents(batch.edges, attention_on("cpu"))
-    return calls.logits(model, batch.input_ids, batch.position_ids, documents)
+    return model_calls.logits(model, batch.input_ids, batch.position_ids, documents)
 
 
 def three_documents() -> list[torch.Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aliquot.nn.attention.base import AttentionBackend, Documents, Scoring
-from aliquot.nn.attention.reference_attention import ReferenceAttention
+from aliquot.nn.attention.plain_attention import ReferenceAttention
 from aliquot.nn.attention.tile_sizes import kept_numel
 from aliquot.nn.attention.tiled_attention import TiledAttention
 from aliquot.nn.attention.tiles import cut

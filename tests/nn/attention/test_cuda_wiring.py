@@ -18,7 +18,7 @@ from torch.nn.attention.varlen import varlen_attn
 from aliquot.engines.activation_meter import SavedBytes
 from aliquot.nn.attention.base import Documents, Scoring
 from aliquot.nn.attention.cuda_attention import CudaAttention, compiled_flex
-from aliquot.nn.attention.reference_attention import ReferenceAttention
+from aliquot.nn.attention.plain_attention import ReferenceAttention
 from tests.nn.attention.test_backends import HEAD_DIM, HEADS, SHORT, assert_equal, results
 
 LENGTHS = (*SHORT, 257)

@@ -15,10 +15,8 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from aliquot.nn.experts.base import send_to
-from aliquot.nn.experts.load import counted, spread
-from aliquot.nn.experts.modules import weights_of
-from aliquot.nn.experts.routing import route
+from aliquot.nn.experts.expert_modules import send_to, weights_of
+from aliquot.nn.experts.routing import counted, route, spread
 from aliquot.nn.experts.sorted_experts import IMPLEMENTATION, register, suits
 from aliquot.nn.row_counts import filled_up, row_counts
 

@@ -13,7 +13,7 @@ from aliquot.nn.loss import head_loss as head_loss_module
 from aliquot.nn.loss.base import Chosen, GradientRows, HeadLoss
 from aliquot.nn.loss.head_loss import FusedLoss, choose, head_loss_on
 from aliquot.nn.loss.logits_room import logits_room
-from aliquot.nn.loss.reference_loss import reference_loss
+from tests.nn.loss.reference_loss import reference_loss
 
 TOKENS, WIDTH, VOCABULARY = 37, 16, 101
 SCRATCH = 4 * VOCABULARY * 5  # five rows in fp32

@@ -23,8 +23,8 @@ from aliquot.engines.deepspeed.deepspeed_setup import adamw, building_phases, pr
 from aliquot.engines.model_kernels import compile_layers, meet_kernels
 from aliquot.loaders.zero3 import cast_parameters, import_deepspeed, partition, partition_range
 from aliquot.machine.matmul import copies_transposed
-from aliquot.models import calls, recompute
-from aliquot.models.batch import MicroBatch
+from aliquot.models import model_calls, recompute
+from aliquot.models.micro_batch import MicroBatch
 from aliquot.nn.attention.base import Documents
 from aliquot.nn.attention.document_attention import attention_on
 from aliquot.nn.loss.base import Chosen, HeadLoss
@@ -239,10 +239,10 @@ class _Training(nn.Module):
         chosen: Chosen | None,
     ) -> tuple[Tensor, Tensor]:
         if not self.fused:
-            loss = calls.whole_logits_loss(self.model, ids, positions, labels, documents)
+            loss = model_calls.whole_logits_loss(self.model, ids, positions, labels, documents)
             summed, scaled = loss.detach(), loss * scale
         else:
-            hidden = calls.hidden_states(self.model, ids, positions, documents)
+            hidden = model_calls.hidden_states(self.model, ids, positions, documents)
             head = cast(nn.Parameter, self.head.weight)
             summed, scaled = self.head_loss(hidden, head, labels, scale, chosen=chosen)
-        return summed, calls.with_auxiliary(self.model, scaled, scale, labels, documents)
+        return summed, model_calls.with_auxiliary(self.model, scaled, scale, labels, documents)

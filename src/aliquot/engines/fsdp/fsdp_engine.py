@@ -32,9 +32,9 @@ from aliquot.engines.fsdp.fsdp_wrapping import add_fused_loss, group_numel, grou
 from aliquot.engines.global_norm import global_norm
 from aliquot.engines.model_kernels import compile_or_copy, meet_kernels
 from aliquot.machine.matmul import copies_transposed
-from aliquot.models import calls, recompute
-from aliquot.models.batch import MicroBatch
+from aliquot.models import model_calls, recompute
 from aliquot.models.materialise import materialise
+from aliquot.models.micro_batch import MicroBatch
 from aliquot.nn.attention.base import Documents
 from aliquot.nn.attention.document_attention import attention_on
 from aliquot.nn.loss.head_loss import head_loss_on
@@ -224,11 +224,11 @@ class FsdpEngine:
         fed = (batch or MicroBatch.empty()).with_equal_calls().to(self._device)
         inputs = fed.input_ids, fed.position_ids, fed.labels, Documents(fed.edges, self._attention)
         if not self._fused:
-            loss = calls.whole_logits_loss(self._model, *inputs)
+            loss = model_calls.whole_logits_loss(self._model, *inputs)
             summed, scaled = loss.detach(), loss * scale
         else:
             summed, scaled = self._model.fused_loss(*inputs, scale, fed.chosen)  # type: ignore[operator]
-        return summed, calls.with_auxiliary(self._model, scaled, scale, fed.labels, inputs[-1])
+        return summed, model_calls.with_auxiliary(self._model, scaled, scale, fed.labels, inputs[-1])
 
     def step(self, learning_rate: float, max_grad_norm: float | None) -> StepResult:
         for shard in self._learning:

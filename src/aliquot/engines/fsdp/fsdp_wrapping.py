@@ -15,7 +15,7 @@ from aliquot.distributed.collectives.peers import Peers
 from aliquot.distributed.topology import Topology
 from aliquot.engines.base import EngineSpec
 from aliquot.engines.fsdp.fsdp_collectives import SharedAllGather, SharedReduceScatter, Stage
-from aliquot.models import calls
+from aliquot.models import model_calls
 from aliquot.models.structure import decoder_layers
 from aliquot.nn.attention.base import Documents
 from aliquot.nn.loss.base import Chosen, HeadLoss
@@ -84,7 +84,7 @@ def add_fused_loss(model: nn.Module, head_loss: HeadLoss) -> None:
         scale: float,
         chosen: Chosen | None,
     ) -> tuple[Tensor, Tensor]:
-        hidden = calls.hidden_states(model, ids, positions, documents)
+        hidden = model_calls.hidden_states(model, ids, positions, documents)
         result: tuple[Tensor, Tensor] = head.fused_loss(hidden, labels, scale, chosen)
         return result
 

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from aliquot.engines.host.host_gradients import HostGradients
 from aliquot.models.structure import decoder_layers
-from aliquot.nn.experts.modules import experts_weights
+from aliquot.nn.experts.expert_modules import experts_weights
 
 
 class RingGradients:
-    """Of weight `index` of the engine: see nn/experts/base.py."""
+    """Of weight `index` of the engine: see nn/experts/expert_modules.py."""
 
     def __init__(self, gradients: HostGradients, index: int, shape: tuple[int, ...]) -> None:
         self._gradients = gradients

@@ -42,12 +42,11 @@ from aliquot.engines.host.weight_publication import ForwardOrder, LateUpdate, Pu
 from aliquot.engines.model_kernels import compile_or_copy, meet_kernels
 from aliquot.machine.cpu import numa_nodes
 from aliquot.machine.matmul import copies_transposed
-from aliquot.models import calls, recompute
-from aliquot.models.batch import MicroBatch
+from aliquot.models import model_calls, recompute
+from aliquot.models.micro_batch import MicroBatch
 from aliquot.nn.attention.base import Documents
 from aliquot.nn.attention.document_attention import attention_on
-from aliquot.nn.experts.base import send_to
-from aliquot.nn.experts.modules import experts_weights
+from aliquot.nn.experts.expert_modules import experts_weights, send_to
 from aliquot.nn.loss.base import GradientRows
 from aliquot.nn.loss.head_loss import choose, head_loss_on
 from aliquot.optim.adamw import BlockedAdamW, FlatShard
@@ -254,17 +253,19 @@ class HostEngine:
         """The summed loss, detached, and what backward() starts from."""
         documents = Documents(batch.edges, self._attention)
         if not self._spec.fused_loss:
-            loss = calls.whole_logits_loss(self._model, batch.input_ids, batch.position_ids, batch.labels, documents)
-            return loss.detach(), calls.with_auxiliary(self._model, loss * scale, scale, batch.labels, documents)
+            loss = model_calls.whole_logits_loss(
+                self._model, batch.input_ids, batch.position_ids, batch.labels, documents
+            )
+            return loss.detach(), model_calls.with_auxiliary(self._model, loss * scale, scale, batch.labels, documents)
         tokens = batch.input_ids if rows is None else rows
         head = self._model.get_output_embeddings()  # type: ignore[operator]
         training, chosen = torch.is_grad_enabled(), choose(batch.labels)
         room = self._head_loss.room(chosen, batch.labels, head.weight) if training else None  # before layers save
-        hidden = calls.hidden_states(self._model, tokens, batch.position_ids, documents)
+        hidden = model_calls.hidden_states(self._model, tokens, batch.position_ids, documents)
         self._need_all()
         sink = self._head_sink(self._index_of(head.weight)) if training and head.weight.requires_grad else None
         summed, scaled = self._head_loss(hidden, head.weight, batch.labels, scale, sink, chosen, room)
-        return summed, calls.with_auxiliary(self._model, scaled, scale, batch.labels, documents)
+        return summed, model_calls.with_auxiliary(self._model, scaled, scale, batch.labels, documents)
 
     def _head_sink(self, index: int) -> GradientRows:
         row_numel = self._weights[index].row_numel

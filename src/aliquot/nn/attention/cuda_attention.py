@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 from torch.nn.attention.varlen import varlen_attn
 
 from aliquot.machine.torch_compile import compiled
-from aliquot.nn.attention.causal import causal
+from aliquot.nn.attention.plain_attention import causal
 
 if TYPE_CHECKING:
     from aliquot.nn.attention.base import Documents, Scoring

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from aliquot.core.errors import UnsupportedModelError
 from aliquot.nn.attention.base import Scoring
-from aliquot.nn.attention.causal import causal
+from aliquot.nn.attention.plain_attention import causal
 from aliquot.nn.attention.tiled_attention import TiledAttention
 
 if TYPE_CHECKING:

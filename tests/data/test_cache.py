@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from aliquot.data.digests import digests
+from aliquot.data.cache import digests
 
 
 def settled(file: Path, content: str) -> Path:
@@ -51,7 +51,7 @@ def test_kept_whatever_mtime_a_file_came_with_and_this_machines_clock_says(
     os.utime(file, (2**32, 2**32))
     changed_ns = file.stat().st_ctime_ns
     time.sleep(0.2)
-    monkeypatch.setattr("aliquot.data.digests._COARSEST_CLOCK_S", 0.1)
+    monkeypatch.setattr("aliquot.data.cache._COARSEST_CLOCK_S", 0.1)
     monkeypatch.setattr(time, "time_ns", lambda: changed_ns - 3600 * 10**9)
     digests([file], tmp_path / "cache")
     (kept_in,) = (tmp_path / "cache" / "digests").iterdir()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from aliquot.core.errors import UnsupportedModelError
-from aliquot.nn.experts.load import note_balance
+from aliquot.nn.experts.routing import note_balance
 from aliquot.nn.loss.base import IGNORE, summed_cross_entropy
 
 if TYPE_CHECKING:

@@ -21,11 +21,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aliquot.core.errors import UserError
-from aliquot.data.index import fill_epoch, fill_packing
-from aliquot.data.kept_arrays import NewArrays, held_arrays, kept_arrays
-from aliquot.data.orders import ascending, shuffle, stable_order
+from aliquot.data.disk_arrays import NewArrays, ascending, held_arrays, kept_arrays, shuffle, stable_order
 from aliquot.data.packing import Packing
-from aliquot.data.pieces import Pieces
+from aliquot.data.packing_arrays import Pieces, fill_epoch, fill_packing
 from aliquot.data.token_store import TokenStore
 from tests.data.stores import memory_store
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from aliquot.checkpoint.resume import check_model
 from aliquot.core.errors import ResumeError
-from aliquot.models.computed import computed
+from aliquot.models.model_identity import computed
 
 SIZES = {
     "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "head_dim": 8,

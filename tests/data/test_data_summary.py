@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from aliquot.data.examples import examples
-from aliquot.data.streams import TrainStore
+from aliquot.data.data_order import TrainStore
+from aliquot.data.data_summary import examples
 from tests.data.stores import byte_level, memory_store
 
 

@@ -1,10 +1,11 @@
-"""Sources in a fixed order: shares of tokens as their weights, found at any step without those before it."""
+"""The order of sequences: among sources, and over optimizer steps."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,8 @@ from aliquot.config.data_section import DataSection
 from aliquot.core.errors import UserError
 from aliquot.data.batch_size import BatchSize
 from aliquot.data.batches import Batches, StepBatch
-from aliquot.data.mixture import Mixture
+from aliquot.data.data_order import Mixture, Steps, TrainStore
 from aliquot.data.prepare import prepare
-from aliquot.data.streams import TrainStore
 from tests.data.stores import numbered
 from tests.data.test_batches import facts, in_order
 
@@ -181,3 +181,47 @@ def test_shares_of_real_text_are_the_weights(shared: Path, tmp_path: Path) -> No
         tokens = {stream.source.name: stream.counts(0, count)[1] for stream, count in ranges}
         shares = {name: own / sum(tokens.values()) for name, own in tokens.items()}
         assert shares == pytest.approx(weights, abs=0.005)
+
+
+@given(size=st.integers(1, 9), stages=st.lists(st.integers(1, 40), min_size=1, max_size=4))
+def test_stages_take_each_sequence_once_in_order(size: int, stages: list[int]) -> None:
+    """A run that ends at one sequence after the other, each time told to go on from where it was."""
+    taken: list[range] = []
+    ends: tuple[int, ...] = ()
+    stop = 0
+    for length in stages:
+        stop += length
+        steps = Steps(size, stop, ends)
+        before = len(taken)
+        assert not steps.of(steps.until(stop))
+        taken += [steps.of(step) for step in range(before, steps.until(stop))]
+        assert [steps.of(step) for step in range(len(taken))] == taken, "earlier steps are what they were"
+        ends = Steps(size, None, ends).going_on(len(taken), stop).ends
+    assert [each.start for each in taken] == [0, *(each.stop for each in taken[:-1])] and taken[-1].stop == stop
+    assert all(0 < len(each) <= size for each in taken)
+    # Within a stage only the last step is short.
+    short = [each.stop for each in taken if len(each) < size]
+    assert set(short) <= {sum(stages[:number]) for number in range(1, len(stages) + 1)}
+
+
+@given(size=st.integers(1, 9), step=st.integers(0, 50))
+def test_a_run_that_ends_between_batches_goes_on_as_if_it_had_not(size: int, step: int) -> None:
+    assert Steps(size).going_on(step, step * size) == Steps(size)
+    assert Steps(size).of(step) == range(step * size, (step + 1) * size)
+
+
+@pytest.mark.parametrize(("step", "sequence"), [(0, 1), (2, 5), (2, 11), (3, 0)])
+def test_where_a_run_cannot_have_ended(step: int, sequence: int) -> None:
+    with pytest.raises(ValueError, match=f"{step} steps do not end at sequence {sequence}"):
+        Steps(5).going_on(step, sequence)
+
+
+def test_lowering_the_end_leaves_no_step() -> None:
+    steps = Steps(5, 7, (12,))
+    assert (steps.until(7), [len(step) for step in map(steps.of, range(4))]) == (2, [5, 2, 0, 0])
+
+
+def test_all_of_the_stream_is_covered_after_an_end() -> None:
+    taken = [Steps(5, None, (7, 9)).of(step) for step in range(5)]
+    assert taken == [range(5), range(5, 7), range(7, 9), range(9, 14), range(14, 19)]
+    assert all(one.stop == other.start for one, other in pairwise(taken))

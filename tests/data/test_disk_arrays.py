@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aliquot.data.kept_arrays import NewArrays, kept_arrays
+from aliquot.data.disk_arrays import NewArrays, kept_arrays
 from aliquot.data.packing import Packing
 from aliquot.data.token_store import TokenStore
 from tests.data.stores import numbered
