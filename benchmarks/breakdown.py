@@ -218,12 +218,12 @@ def marks() -> list[tuple[Any, str, str]]:
 
     return [
         (Peers, "wait", _WAIT),
-        *((HostGradients, method, _STAGE) for method in ("arrived", "add_rows", "buffer", "publish", "finish")),
+        *((HostGradients, method, _STAGE) for method in ("stage", "add_rows", "buffer", "publish", "finish")),
         *((HostGradients, method, _SUM) for method in ("_sum", "_rows_of_owners", "_add_rows")),
         (HostSums, "squares", _NORM),
         (host_engine, "global_norm", _NORM),
         (BlockedAdamW, "step", _UPDATE),
-        (host_engine.HostEngine, "_updated", _PUBLISH),
+        (host_engine.HostEngine, "_mark_updated", _PUBLISH),
     ]
 
 

@@ -263,25 +263,26 @@ def update_of_disk(folder: Path, numel: int = 100_000_000, repeats: int = 3) -> 
     import torch
 
     from aliquot.distributed.collectives.shared_memory import Memory
-    from aliquot.engines.host.host_disk import HostDisk
+    from aliquot.engines.host.host_disk import HostDisk, StateFormat
     from aliquot.engines.host.host_states import HostStates
     from aliquot.engines.host.host_sums import HostSums
-    from aliquot.engines.host.shared_weights import Owned, Weight
+    from aliquot.engines.host.shared_weights import Counterparts, Weight, WeightShard
     from aliquot.engines.state_placement import OnDisk
     from aliquot.offload.stream import Move, Stream
     from aliquot.optim.adamw import BlockedAdamW
 
     torch.set_num_threads(1)
     shape = (numel // 1000, 1000)
-    weights, everything = [Weight("weight", shape, ((0, numel),), learns=True)], ((shape, 1),)
+    weights, everything = [Weight("weight", shape, ((0, numel),), True, torch.bfloat16)], ((shape, 1),)
     on_disk = OnDisk(everything, everything)
-    disk = HostDisk(folder, on_disk, weights, -1, [0], 0, "fp32", splits=True, kept_itemsize=4)
-    sums = HostSums(weights, [0], 0, torch.float32, "fp32", disk)
+    alone = Counterparts([0], 0)
+    disk = HostDisk(folder, on_disk, weights, -1, alone, StateFormat("fp32", splits=True, sum_itemsize=4))
+    sums = HostSums(weights, alone, torch.float32, "fp32", disk)
     sums.zero(0, 0)
-    sums.settle()
+    sums.flush()
     memory = Memory.create(2 * numel)
-    owned = [Owned((memory,), 0, torch.bfloat16, numel, 0, 1000, learns=True, decays=True)]
-    states = HostStates(owned, sums, "fp32", disk, frozenset())
+    shards = [WeightShard((memory,), 0, torch.bfloat16, numel, 0, 1000, trainable=True, decays=True)]
+    states = HostStates(shards, sums, "fp32", disk, frozenset(), compiled=False)
     optimizer = BlockedAdamW((0.9, 0.999), 1e-8, 0.1)
     moves = [
         Move(window.record.offset, window.record.size_bytes, window.record.fields["weight"][0])

@@ -95,7 +95,7 @@ FAULTS = (
     Fault(
         "layer-does-not-wait", "engines/host/host_engine.py",
         "a layer computes before its weights are updated, or have come from another host",
-        "                self._need(indices)", "                del indices",
+        "                self._wait_usable(indices)", "                del indices",
         ("tests/engines/test_host.py", "tests/engines/test_weight_publication.py"),
     ),
     Fault(

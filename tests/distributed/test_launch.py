@@ -187,11 +187,11 @@ def test_a_rank_that_does_not_even_say_where_it_is(tmp_path: Path) -> None:
     assert describe_stuck_ranks(own, 2).startswith("; nothing is heard of rank 0: stopped, or on a host that")
     stopped.write_text(waits)
     assert describe_stuck_ranks(own, 2) == ""
-    polls = '  File "/aliquot/engines/host/weight_publication.py", line 9 in need\n'
+    polls = '  File "/aliquot/engines/host/gradient_exchange.py", line 9 in _wait_for_space\n'
     stopped.write_text(f"Thread 1:\n{polls}")  # for the counters of other ranks
     assert describe_stuck_ranks(own, 2) == ""
-    stopped.write_text(f"Thread 1:\n{polls.replace(' need', ' _update')}")
-    assert "; rank 0 stands still at weight_publication.py:9 in _update" in describe_stuck_ranks(own, 2)
+    stopped.write_text(f"Thread 1:\n{polls.replace(' _wait_for_space', ' _update')}")
+    assert "; rank 0 stands still at gradient_exchange.py:9 in _update" in describe_stuck_ranks(own, 2)
 
 
 def test_watchdog_that_is_beaten_lets_the_run_go_on(tmp_path: Path) -> None:

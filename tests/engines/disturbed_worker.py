@@ -21,7 +21,7 @@ from aliquot.distributed.collectives.peers import PeerLost
 from aliquot.distributed.collectives.wire import Wire
 from aliquot.engines.host import gradient_exchange, weight_publication
 from aliquot.engines.host.host_engine import HostEngine
-from aliquot.engines.host.weight_publication import Publication
+from aliquot.engines.host.weight_publication import WeightPublication
 from tests.engines import cases, worker
 from tests.processes import as_ranks
 
@@ -88,7 +88,7 @@ class Moments:
         self._met: list[str] = []
         self._steps = 0
         HostEngine.step = self._counted(HostEngine.step)  # type: ignore[method-assign]
-        Publication.need = self._before(Publication.need, "needs")  # type: ignore[method-assign]
+        WeightPublication.wait_usable = self._before(WeightPublication.wait_usable, "needs")  # type: ignore[method-assign]
         Wire.receive = self._before(Wire.receive, "receives")  # type: ignore[method-assign]
         Wire.send = self._before(Wire.send, "sends")  # type: ignore[method-assign]
         Wire.compare = self._before(Wire.compare, "compares")  # type: ignore[method-assign]

@@ -14,10 +14,11 @@ import torch
 from aliquot.core.errors import SelfTestError
 from aliquot.distributed.collectives.hosts import Hosts
 from aliquot.distributed.collectives.peers import Peers
-from aliquot.engines.host.host_disk import HostDisk
+from aliquot.engines.host.host_disk import HostDisk, StateFormat
 from aliquot.engines.host.host_gradients import HostGradients
 from aliquot.engines.host.host_sums import HostSums
-from aliquot.engines.host.shared_weights import Weight
+from aliquot.engines.host.shared_weights import Counterparts, Weight
+from aliquot.engines.host.weight_order import GradientOrder
 from aliquot.engines.state_placement import OnDisk
 from aliquot.tensor_io.parts import row_ranges
 
@@ -32,9 +33,9 @@ def gradients(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[HostGr
     disk = None
     if request.param == "disk":
         on_disk = OnDisk(((SHAPE, 3),), ((SHAPE, 2),))
-        disk = HostDisk(tmp_path, on_disk, weights, 0, [0], 0, "fp32", splits=False, kept_itemsize=4)
-    summed = HostSums(weights, [0], 0, torch.float32, "fp32", disk)
-    yield HostGradients(hosts, weights, summed, [2, 1, 0], torch.float32, tokens=4, width=2)
+        disk = HostDisk(tmp_path, on_disk, weights, 0, Counterparts([0], 0), StateFormat("fp32", False, 4))
+    summed = HostSums(weights, Counterparts([0], 0), torch.float32, "fp32", disk)
+    yield HostGradients(hosts, weights, summed, GradientOrder([2, 1, 0]), torch.float32, tokens=4, width=2)
     hosts.peers.close()
     if disk is not None:
         disk.scratch.close()
@@ -46,7 +47,7 @@ def full(value: float) -> torch.Tensor:
 
 def sums(gradients: HostGradients) -> list[float]:
     gradients.finish()
-    on_disk = dict(zip(gradients._sums.spilled, gradients._sums.visit(0, 1 << 20, changes=False), strict=True))
+    on_disk = dict(zip(gradients._sums.on_disk, gradients._sums.visit(0, 1 << 20, changes=False), strict=True))
     found = [on_disk[i] if i in on_disk else gradients._sums.in_memory(0, i) for i in range(3)]
     assert all(len(of_weight.unique()) == 1 for of_weight in found)
     assert gradients._sums.squares() == pytest.approx([float(of_weight.square().sum()) for of_weight in found])
@@ -56,19 +57,19 @@ def sums(gradients: HostGradients) -> list[float]:
 def test_gradients_may_arrive_in_any_order(gradients: HostGradients) -> None:
     for value, order in ((1.0, (0, 1, 2)), (10.0, (2, 0, 1)), (100.0, (1, 2, 0))):
         for index in order:
-            gradients.arrived(index, full(value * (index + 1)))
+            gradients.stage(index, full(value * (index + 1)))
         gradients.end_micro_batch()
     assert sums(gradients) == [111, 222, 333]
 
 
 def test_a_weight_that_a_micro_batch_does_not_touch_adds_nothing(gradients: HostGradients) -> None:
-    gradients.arrived(1, full(5))
+    gradients.stage(1, full(5))
     gradients.end_micro_batch()
-    gradients.arrived(0, full(7))
-    gradients.arrived(1, full(1))
+    gradients.stage(0, full(7))
+    gradients.stage(1, full(1))
     gradients.end_micro_batch()
     assert sums(gradients) == [7, 6, 0]
-    gradients.arrived(2, full(3))  # the next step: nothing of the one before is left
+    gradients.stage(2, full(3))  # the next step: nothing of the one before is left
     gradients.end_micro_batch()
     assert sums(gradients) == [0, 0, 3]
 
@@ -78,7 +79,7 @@ def test_all_contributions_of_a_weight_add_up(gradients: HostGradients) -> None:
     for _ in range(2):
         gradients.buffer(0, 0, 6).fill_(1)
         gradients.publish()
-        gradients.arrived(0, full(10))
+        gradients.stage(0, full(10))
         gradients.end_micro_batch()
         gradients.add_rows(
             0, torch.tensor([0, 1, 2, 0]), torch.tensor([[100.0, 100], [200, 200], [200, 200], [100, 100]])
@@ -94,8 +95,8 @@ def test_a_piece_of_another_weight_is_never_summed(gradients: HostGradients) -> 
 
 
 def test_a_second_micro_batch_where_there_was_to_be_one_is_refused(gradients: HostGradients) -> None:
-    gradients._sums.passing = frozenset({1})
-    with pytest.raises(ValueError, match="was to have one"):
+    gradients._sums.transient = frozenset({1})
+    with pytest.raises(ValueError, match="expected one micro-batch per optimizer step, got a second one"):
         gradients.begin_micro_batch(0, last=False)
 
 
@@ -115,14 +116,16 @@ def rounded_sums(pauses: list[float], micro_batches: int = 6) -> list[torch.Tens
 
     def rank(own: int) -> list[torch.Tensor]:
         hosts = Hosts(peers[own], ((0, 1), (2, 3)), 0, (0, 0), None)
-        kept = HostSums(weights, [own, 2 + own], 0, torch.float32, "fp32", None, sent_dtype=torch.bfloat16)
-        gradients = HostGradients(hosts, weights, kept, [1, 0], torch.float32, tokens=4, width=2)
+        kept = HostSums(
+            weights, Counterparts([own, 2 + own], 0), torch.float32, "fp32", None, sent_dtype=torch.bfloat16
+        )
+        gradients = HostGradients(hosts, weights, kept, GradientOrder([1, 0]), torch.float32, tokens=4, width=2)
         for number in range(micro_batches):
             gradients.begin_micro_batch(1, last=number == micro_batches - 1)
             for index in (1, 0):
                 time.sleep(pauses[own])
                 seed = torch.Generator().manual_seed(100 * number + 10 * index + own)
-                gradients.arrived(index, torch.randn(shape, generator=seed))
+                gradients.stage(index, torch.randn(shape, generator=seed))
             gradients.end_micro_batch()
         gradients.finish()
         return [kept.in_memory(1, index) for index in (0, 1)]
@@ -138,11 +141,11 @@ def test_sums_in_bf16_do_not_stand_still() -> None:
     """Frugal states: 256 + 1 is 256 in bf16, to nearest."""
     hosts = Hosts.join(0, 0, lambda value: [value])
     weights = [Weight(name, (64, 64), ((0, 64 * 64),), True, torch.bfloat16) for name in ("dense", "looked up")]
-    kept = HostSums(weights, [0], 0, torch.bfloat16, "bf16", None)
-    gradients = HostGradients(hosts, weights, kept, [0], torch.float32, tokens=64, width=64)
+    kept = HostSums(weights, Counterparts([0], 0), torch.bfloat16, "bf16", None)
+    gradients = HostGradients(hosts, weights, kept, GradientOrder([0]), torch.float32, tokens=64, width=64)
     for number in range(600):
         gradients.begin_micro_batch(1, last=number == 599)
-        gradients.arrived(0, torch.ones(64, 64))
+        gradients.stage(0, torch.ones(64, 64))
         gradients.end_micro_batch()
         gradients.add_rows(1, torch.arange(64), torch.ones(64, 64))
     gradients.finish()

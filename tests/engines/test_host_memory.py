@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from aliquot.engines.host.gradient_order import GradientOrder
 
 from aliquot.distributed.topology import RankLayout
-from aliquot.engines.host.gradient_order import GradientOrder
 from aliquot.engines.host.host_memory import host_memory
 from aliquot.engines.host.host_sums import HostSums
 from aliquot.engines.host.shared_weights import Weight

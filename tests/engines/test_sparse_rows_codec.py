@@ -7,10 +7,10 @@ import torch
 
 from aliquot.core.errors import SelfTestError
 from aliquot.engines.host.sparse_rows_codec import (
-    decode_found,
     decode_rows,
-    encode_found,
+    decode_table,
     encode_rows,
+    encode_table,
     message_in,
     most_bytes,
     sum_rows,
@@ -26,11 +26,11 @@ def test_rows_arrive_as_they_were_sent(looked_up: int, dtype: torch.dtype) -> No
     marked[torch.randperm(rows, generator=generator)[:looked_up]] = True
     values = torch.randn(rows, width, generator=generator).to(dtype) * marked[:, None]
     room = torch.full((most_bytes(rows, width, dtype.itemsize),), 255, dtype=torch.uint8)  # what was there before
-    message = encode_rows(values, marked)
+    message = encode_table(values, marked)
     room[: len(message)] = message
     arrived = message_in(room, rows, width, dtype.itemsize, "they")
     assert torch.equal(arrived, message)
-    assert torch.equal(decode_rows(arrived, rows, width, dtype, "they"), values.view(-1))
+    assert torch.equal(decode_table(arrived, rows, width, dtype, "they"), values.view(-1))
     if looked_up < 40:
         assert len(message) < 64 + 4 * looked_up + 64 + looked_up * width * dtype.itemsize
 
@@ -41,10 +41,10 @@ def test_rows_that_follow_a_dense_sum_add_up(dtype: torch.dtype) -> None:
     rows, width = 50, 6
     first = torch.tensor([3, 7, 3]), torch.randn(3, width).to(dtype)
     for second in ((torch.tensor([7, 49]), torch.randn(2, width).to(dtype)), (first[0][:0], first[1][:0])):
-        sent = encode_found(second)
+        sent = encode_rows(second)
         message = message_in(sent, rows, width, dtype.itemsize, "they")
         assert torch.equal(message, sent) and len(sent) <= most_bytes(2, width, dtype.itemsize)
-        arrived = decode_found(message, rows, width, dtype, "they")
+        arrived = decode_rows(message, rows, width, dtype, "they")
         numbers, values = sum_rows([first, arrived], width)
         expected = torch.zeros(rows, width)
         for part in (first, second):
@@ -59,7 +59,7 @@ def test_rows_that_cannot_be_are_told(where: int, number: int) -> None:
     """Their count, or the number of one."""
     rows, width = 50, 6
     marked = torch.arange(rows) < 20
-    message = encode_rows(torch.randn(rows, width) * marked[:, None], marked)
+    message = encode_table(torch.randn(rows, width) * marked[:, None], marked)
     message[4 * where : 4 * where + 4] = torch.tensor([number], dtype=torch.int32).view(torch.uint8)
     with pytest.raises(SelfTestError, match=r"^they are not those that were sent"):
-        decode_rows(message_in(message, rows, width, 4, "they"), rows, width, torch.float32, "they")
+        decode_table(message_in(message, rows, width, 4, "they"), rows, width, torch.float32, "they")

@@ -31,7 +31,7 @@ from aliquot.engines.deepspeed.deepspeed_engine import DeepspeedEngine
 from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
 from aliquot.engines.host import gradient_exchange, host_memory, streamed_layers, weight_publication
 from aliquot.engines.host.host_engine import HostEngine
-from aliquot.engines.host.shared_weights import Owned
+from aliquot.engines.host.shared_weights import WeightShard
 from aliquot.engines.state_placement import OnDisk
 from aliquot.models import initialize, meta, recompute
 from aliquot.models.micro_batch import MicroBatch
@@ -167,7 +167,7 @@ def on_disk(kind: str, case: cases.Case, model: torch.nn.Module) -> OnDisk | Non
     frozen = tuple({tuple(each.shape): None for each in of_matrices if not each.requires_grad})
     if kind == "host-disk" and "deep" in case.name:
         streamed_layers.RESIDENT_LAYERS = 2
-        Owned.give_back = spoil  # type: ignore[method-assign]  # weights of this size fill no page
+        WeightShard.release_pages = spoil  # type: ignore[method-assign]  # weights of this size fill no page
         return OnDisk(tuple(matrices.items()), tuple(matrices.items()), layers=4, frozen=frozen)
     if kind.endswith("states-disk"):
         return OnDisk(tuple((shape, (count + 1) // 2) for shape, count in matrices.items()))
@@ -220,8 +220,8 @@ def flip_a_bit(rank: int, dtype: torch.dtype) -> None:
     Wire.receive = receive_another  # type: ignore[method-assign]
 
 
-def spoil(owned: Owned) -> None:
-    for copy in owned.copies:
+def spoil(shard: WeightShard) -> None:
+    for copy in shard.copies:
         copy.fill_(float("nan"))
 
 

@@ -42,7 +42,7 @@ _RANK_OF_FILE = re.compile(r"(\d+)\.txt$")
 _SAME_HANG_S = 60.0  # stack files whose times differ by more are of different hangs
 _WAITING = re.compile(  # "file function" of a frame that waits for other ranks
     r"torch/distributed/|aliquot/distributed/(?:collectives/|ranks\.py) "
-    r"|engines/host/(?:weight_publication\.py need|gradient_exchange\.py _left)$"
+    r"|engines/host/gradient_exchange\.py _wait_for_space$"
 )
 
 

@@ -1,4 +1,4 @@
-"""Where on disk what a rank of the host engine holds there is: a record for each window of its ranges."""
+"""The layout of a rank's scratch file: a record for each window of the ranges that the rank keeps on disk."""
 
 from __future__ import annotations
 
@@ -6,18 +6,32 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from aliquot.engines.host.shared_weights import Weight
-from aliquot.engines.state_placement import OnDisk, first_of
+from aliquot.config.on_disk import OnDisk, first_of
+from aliquot.engines.host.shared_weights import Counterparts, Weight
 from aliquot.offload.scratch_file import ScratchFile
 from aliquot.offload.windows import Record, paged, record, state_bytes, windows
 from aliquot.optim.sizes import States
 
-Place = tuple[int, int, int]  # host whose rank owns it, weight, window
+SumKey = tuple[int, int, int]  # the host whose rank owns the sums, the weight, the window
+
+
+@dataclass(frozen=True)
+class StateFormat:
+    """How a rank stores what an update reads and writes."""
+
+    states: States  # of the moments
+    splits: bool  # master weights are stored as the bf16 copy and the low halves
+    sum_itemsize: int  # bytes of an element of a gradient sum
+
+    @property
+    def weight_itemsize(self) -> int:
+        """Bytes of an element of a weight as forward and backward passes use it."""
+        return 2 if self.splits else 4
 
 
 @dataclass(frozen=True)
 class Window:
-    """Elements [start, stop) of this rank's range of a weight."""
+    """Elements [start, stop) of this rank's range of a weight, and their record on disk."""
 
     start: int
     stop: int
@@ -25,9 +39,14 @@ class Window:
 
 
 class HostDisk:
-    """`states[weight]`: the windows of a weight whose states lie on disk; `windows`: of what is frozen, too. `sums`:
-    offset and elements of each window of gradient sums that does, this rank's and those of its counterparts on the
-    other hosts."""
+    """A scratch file and the places in it.
+
+    Attributes:
+        states: by weight, the windows of optimizer state on disk.
+        windows: the same, with those of frozen weights on disk.
+        sums: offset in bytes and number of elements of each window of gradient sums on disk, for this rank and for its
+            counterparts on other hosts.
+    """
 
     def __init__(
         self,
@@ -35,45 +54,50 @@ class HostDisk:
         on_disk: OnDisk,
         weights: Sequence[Weight],
         embedding: int,
-        owners: Sequence[int],
-        own: int,
-        states: States,
-        splits: bool,
-        kept_itemsize: int,
+        counterparts: Counterparts,
+        state_format: StateFormat,
         streamed: Collection[int] = (),
     ) -> None:
-        """`embedding`: the weight that is looked up. `owners[host]`: the rank there that is this one's counterpart;
-        `own`: this host. `streamed`: the weights that themselves lie there, too, or alone. Raises StorageError.
+        """Lay out and allocate the file.
+
+        Args:
+            embedding: the weight whose rows are looked up; its sums stay in memory.
+            streamed: the weights of streamed layers, which lie on disk themselves.
+
+        Raises:
+            StorageError: the directory cannot hold the file.
         """
-        shapes = [weight.shape if weight.learns else None for weight in weights]
-        summed = set(first_of(shapes, on_disk.gradients, never=embedding))
+        shapes = [weight.shape if weight.trainable else None for weight in weights]
+        with_sums = set(first_of(shapes, on_disk.gradients, never=embedding))
         self.states: dict[int, list[Window]] = {}
-        self.sums: dict[Place, tuple[int, int]] = {}
+        self.sums: dict[SumKey, tuple[int, int]] = {}
         end = 0
         for index in first_of(shapes, on_disk.states):
-            weight, found = weights[index], []
-            for start, stop in windows(weight.numel_of(owners[own]), states, weight.row_numel):
-                sizes = {"gradient": (stop - start) * kept_itemsize} if index in summed else {}
+            weight, placed = weights[index], []
+            for start, stop in windows(weight.shard_numel(counterparts.rank), state_format.states, weight.row_numel):
+                numel = stop - start
+                sizes = {"gradient": numel * state_format.sum_itemsize} if index in with_sums else {}
                 if index in streamed:
-                    sizes["compute"] = (stop - start) * (2 if splits else 4)
-                placed = record(end, sizes | state_bytes(stop - start, states, weight.row_numel, splits))
-                found.append(Window(start, stop, placed))
-                end += placed.size_bytes
-            self.states[index] = found
+                    sizes["compute"] = numel * state_format.weight_itemsize
+                sizes |= state_bytes(numel, state_format.states, weight.row_numel, state_format.splits)
+                placed.append(Window(start, stop, record(end, sizes)))
+                end += placed[-1].record.size_bytes
+            self.states[index] = placed
         self.windows = dict(self.states)
         for index in sorted(set(streamed) - self.states.keys()):
-            weight, self.windows[index] = weights[index], []
-            for start, stop in windows(weight.numel_of(owners[own]), states, weight.row_numel):
-                placed = record(end, {"compute": (stop - start) * (2 if splits else 4)})
-                self.windows[index].append(Window(start, stop, placed))
-                end += placed.size_bytes
-        for index in sorted(summed):
-            for host, owner in enumerate(owners):
-                cut = windows(weights[index].numel_of(owner), states, weights[index].row_numel)
+            weight, placed = weights[index], []
+            for start, stop in windows(weight.shard_numel(counterparts.rank), state_format.states, weight.row_numel):
+                sizes = {"compute": (stop - start) * state_format.weight_itemsize}
+                placed.append(Window(start, stop, record(end, sizes)))
+                end += placed[-1].record.size_bytes
+            self.windows[index] = placed
+        for index in sorted(with_sums):
+            for host, owner in enumerate(counterparts.ranks):
+                cut = windows(weights[index].shard_numel(owner), state_format.states, weights[index].row_numel)
                 for number, (start, stop) in enumerate(cut):
-                    if host == own:
-                        offset = self.states[index][number].record.offset  # the sums are its first field
+                    if host == counterparts.host:
+                        offset = self.states[index][number].record.offset  # the sums are the record's first field
                     else:
-                        offset, end = end, end + paged((stop - start) * kept_itemsize)
+                        offset, end = end, end + paged((stop - start) * state_format.sum_itemsize)
                     self.sums[host, index, number] = (offset, stop - start)
         self.scratch = ScratchFile(directory, end)

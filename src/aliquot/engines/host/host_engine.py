@@ -1,14 +1,17 @@
 """The host engine: on CPU, one copy of the weights per NUMA node in shared memory, from which all its ranks compute.
 
-Forward and backward gather nothing. Master weights, moments and gradient sums are sharded over all ranks; gradients are
-summed in shared memory, and between hosts once per optimizer step. The order of a step:
+Forward and backward passes gather nothing. Master weights, moments and gradient sums are sharded over all ranks;
+gradients are summed in shared memory, and between hosts once per optimizer step. The order of a step:
 
-each micro-batch: forward, backward; every gradient is staged as it arises and summed by its owner   (host_gradients.py)
-    between hosts, of the last: sums that are complete go to their owner on another host          (gradient_exchange.py)
-step: sums complete, of all hosts -> norm, which all ranks wait for: nobody computes any more -> clip, AdamW, owners
-    write the shared weights -> barrier: the new weights may be read
-    between hosts instead of it: a layer that is to be used waits for its own new weights (weight_publication.py)
-    with states on disk, too, which come and go while the layers before it compute (weight_publication.py)
+1. Each micro-batch: forward and backward pass. Every gradient is staged as it arises, and its owner adds it to the sum
+   (host_gradients.py). In the last micro-batch of several hosts, complete sums leave for their owner on another host
+   (gradient_exchange.py).
+2. The step: when the sums of all hosts are complete, the ranks agree on the norm. No rank computes any more. Owners
+   clip, run AdamW and write the shared weights; after a barrier all ranks may read them.
+3. With several hosts, or with optimizer state on disk, there is no barrier. Each layer waits for its own new weights
+   instead (weight_publication.py).
+
+host_builder.py constructs the parts.
 """
 
 from __future__ import annotations
@@ -29,16 +32,9 @@ from aliquot.distributed.topology import Topology
 from aliquot.engines.activation_meter import SavedBytes
 from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.global_norm import global_norm
-from aliquot.engines.host.expert_gradients import RingGradients
-from aliquot.engines.host.gradient_order import GradientOrder
-from aliquot.engines.host.host_check import check_published, check_sums
-from aliquot.engines.host.host_disk import HostDisk
-from aliquot.engines.host.host_gradients import HostGradients
-from aliquot.engines.host.host_states import HostStates
-from aliquot.engines.host.host_sums import HostSums
-from aliquot.engines.host.shared_weights import SharedWeights, Weight
-from aliquot.engines.host.streamed_layers import Layers, StreamedLayers, layers_on_disk
-from aliquot.engines.host.weight_publication import ForwardOrder, LateUpdate, Publication
+from aliquot.engines.host.host_builder import build_parts, parameter_index
+from aliquot.engines.host.host_gradients import StagedExperts
+from aliquot.engines.host.streamed_layers import Layers
 from aliquot.engines.model_kernels import compile_or_copy, meet_kernels
 from aliquot.machine.cpu import numa_nodes
 from aliquot.machine.matmul import copies_transposed
@@ -49,9 +45,8 @@ from aliquot.nn.attention.document_attention import attention_on
 from aliquot.nn.experts.expert_modules import experts_weights, send_to
 from aliquot.nn.loss.base import GradientRows
 from aliquot.nn.loss.head_loss import choose, head_loss_on
-from aliquot.optim.adamw import BlockedAdamW, FlatShard
-from aliquot.optim.sizes import update_block
-from aliquot.tensor_io.parts import KINDS, Part, row_ranges
+from aliquot.optim.adamw import FlatShard
+from aliquot.tensor_io.parts import KINDS, Part
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -61,83 +56,32 @@ class HostEngine:
     """See engines/base.py for the contract of each method."""
 
     def __init__(self, model: nn.Module, spec: EngineSpec, hosts: Hosts, topology: Topology) -> None:
+        """Build the engine around a model on the meta device. Collective."""
         self._model = model
         self._spec = spec
         self._hosts = hosts
         self._rank = topology.rank
-        self._compute = spec.compute_dtype
-        self._weights = [
-            Weight(
-                name,
-                tuple(each.shape),
-                row_ranges(tuple(each.shape), topology.world_size),
-                each.requires_grad,
-                torch.float32 if name in spec.exact else self._compute,
-            )
-            for name, each in model.named_parameters()
-        ]
+
+        parts = build_parts(model, spec, hosts, topology)
+        self._weights, self._shared, self._disk = parts.weights, parts.shared, parts.disk
+        self._cuts_look_up = parts.cuts_look_up
+        self._sums, self._gradients = parts.sums, parts.gradients
+        self._states, self._optimizer = parts.states, parts.optimizer
+        self._forward_order, self._update_order = parts.forward_order, parts.update_order
+        self._publication, self._overlapped, self._streamed = parts.publication, parts.overlapped, parts.streamed
         self._index = {weight.name: index for index, weight in enumerate(self._weights)}
-        streamed = layers_on_disk(model, spec, several_hosts=hosts.wire is not None)
-        self._shared = SharedWeights(hosts, self._weights, touch=not streamed)
-        self._shared.place(model)
-        kept = torch.float32 if spec.optimizer_states == "fp32" else torch.bfloat16
-        embedding = cast(nn.Parameter, cast(nn.Module, model.get_input_embeddings()).weight)  # type: ignore[operator]
-        self._cuts_look_up = spec.looks_up and spec.fused_loss and embedding.requires_grad
-        states, owners = spec.optimizer_states, hosts.counterparts
-        self._disk = None
-        on_disk = frozenset(index for _, indices in streamed for index in indices)
-        if spec.on_disk:
-            of_rows, splits = self._index_of(embedding), self._compute == torch.bfloat16
-            places = (self._weights, of_rows, owners, hosts.own, states, splits, kept.itemsize)
-            self._disk = HostDisk(spec.offload_directory, spec.on_disk, *places, on_disk)
-        head = cast(nn.Parameter, model.get_output_embeddings().weight) if spec.fused_loss else None  # type: ignore[operator]
-        order = GradientOrder(model, head, embedding if self._cuts_look_up else None, spec.packs)
-        self._sums = HostSums(
-            self._weights, owners, hosts.own, kept, states, self._disk,
-            sent_dtype=torch.bfloat16 if spec.reduce_dtype == "bf16" else kept,
-            passing=order.dense_once if spec.micro_batches == 1 else (),
-        )  # fmt: skip
-        width = embedding.shape[1] if self._cuts_look_up else 1
-        self._gradients = HostGradients(
-            hosts, self._weights, self._sums, order.by_autograd, self._compute, spec.micro_batch_tokens, width,
-            order.head, order.looked_up,
-        )  # fmt: skip
-        owned = [self._shared.owned(index, self._rank) for index in range(len(self._weights))]
-        compiled = spec.compile == "layers"
-        self._states = HostStates(owned, self._sums, states, self._disk, on_disk, compiled)
-        self._optimizer = BlockedAdamW(
-            betas=(spec.adam_beta1, spec.adam_beta2),
-            epsilon=spec.adam_epsilon,
-            weight_decay=spec.weight_decay,
-            frugal=states != "fp32",
-            longest=max(update_block(states, own.row_numel) for own in owned if own.learns),
-            compiled=compiled,
-        )
-        self._learned_numel = sum(own.numel for own in owned if own.learns)
-        self._hooks = list(self._listen())
-        wanted = ForwardOrder(model, head)
-        self._order = self._states.order(wanted.all)  # of what learns
-        self._all_wanted = wanted.all
-        serve = self._gradients.ring.read_published
-        self._publication = self._late = None
-        if hosts.wire is not None:
-            of_hosts = (hosts.wire, hosts.peers, owners)
-            self._publication = Publication(*of_hosts, self._weights, self._shared.ranges, serve)
-        elif self._states.on_disk:
-            self._late = LateUpdate(hosts.peers, self._order, serve)
-        self._wanted_first = self._order
-        if spec.packs:
-            self._wanted_first = wanted.first
-            self._hooks += self._before_layers(wanted.layers)
-        self._layers = None
-        if self._disk is not None and streamed:
-            own = None if self._late is None else self._late.need_own
-            self._layers = StreamedLayers(hosts.peers, serve, self._disk, owned, streamed, own)
-        # Where a document is a call, a weight has several gradients, which autograd sums.
+        self._used_first = self._forward_order.first if spec.packs else self._update_order
+
+        # A layer first waits for its updated weights, then for its reading from the disk: hooks run in this order.
+        self._hooks = [*self._gradient_hooks(), *(self._layer_hooks(self._forward_order.layers) if spec.packs else ())]
+        if self._streamed is not None:
+            self._streamed.attach()
+        # If each document is a call, a weight has several gradients, which autograd sums.
         self._experts = experts_weights(model) if spec.packs else []
-        for of_experts in self._experts:
-            index = self._index_of(of_experts)
-            send_to(of_experts, RingGradients(self._gradients, index, self._weights[index].shape))
+        for weight in self._experts:
+            index = parameter_index(model, weight)
+            send_to(weight, StagedExperts(self._gradients, index, self._weights[index].shape))
+
         self._attention = attention_on("cpu", spec.packs, spec.gradient_checkpointing == "selective")
         self._head_loss = head_loss_on("cpu", copies_transposed=copies_transposed("cpu", spec.compute_dtype))
         self._steps = self._updates = 0
@@ -150,25 +94,25 @@ class HostEngine:
         compile_or_copy(meta, spec, topology)
         return cls(meta, spec, Hosts.join(topology.rank, node, gather), topology)
 
-    def _listen(self) -> Iterator[RemovableHandle]:
-        """Hooks that hand each gradient on as soon as autograd has completed it, a tied weight's once."""
+    def _gradient_hooks(self) -> Iterator[RemovableHandle]:
+        """Stage each gradient as soon as autograd has completed it, a tied weight's once."""
         for index, (_, parameter) in enumerate(self._model.named_parameters()):
             if not parameter.requires_grad:
                 continue
 
-            def leave(parameter: Tensor, index: int = index) -> None:
+            def stage(parameter: Tensor, index: int = index) -> None:
                 assert parameter.grad is not None
-                self._gradients.arrived(index, parameter.grad)
+                self._gradients.stage(index, parameter.grad)
                 parameter.grad = None
 
-            yield parameter.register_post_accumulate_grad_hook(leave)  # type: ignore[no-untyped-call]
+            yield parameter.register_post_accumulate_grad_hook(stage)  # type: ignore[no-untyped-call]
 
-    def _before_layers(self, layers: Layers) -> Iterator[RemovableHandle]:
+    def _layer_hooks(self, layers: Layers) -> Iterator[RemovableHandle]:
         """Have each layer wait for its own weights."""
         for layer, indices in layers:
 
             def wait(*_: Any, indices: Sequence[int] = indices) -> None:
-                self._need(indices)
+                self._wait_usable(indices)
 
             yield layer.register_forward_pre_hook(wait)
 
@@ -181,36 +125,32 @@ class HostEngine:
             Part(weight.name, weight.shape, kind, *weight.ranges[self._rank])
             for kind in KINDS
             for weight in self._weights
-            if (weight.numel_of if kind == "weight" else weight.learned_of)(self._rank)
+            if (weight.shard_numel if kind == "weight" else weight.trainable_numel)(self._rank)
         ]
 
     def read(self, part: Part, start: int, out: Tensor) -> None:
-        self._settle()
+        self._join_update()
         self._states.load(self._index[part.name], part.kind, start - part.start, out)
 
     def write(self, part: Part, start: int, values: Tensor) -> None:
         self._states.store(self._index[part.name], part.kind, start - part.start, values)
 
     def view(self, part: Part) -> Tensor | None:
-        self._settle()
+        self._join_update()
         return self._states.view(self._index[part.name], part.kind)
 
     def ready(self) -> None:
         self._states.put_away()
         self._publish_all()
-        check_sums(self._hosts, self._gradients.ring)
-        starts = [(index, *weight.ranges[self._rank]) for index, weight in enumerate(self._weights)]
-        if self._layers is not None:
-            starts = [each for each in starts if each[0] not in self._layers.weights]
-        views = [self._shared.view(index).view(-1) for index in range(len(self._weights))]
-        check_published([(index, start) for index, start, stop in starts if start < stop], views)
+        self._gradients.check()
+        self._shared.check_published(self._rank, frozenset() if self._streamed is None else self._streamed.weights)
 
     def restored(self, steps: int) -> None:
         self._optimizer.steps = self._steps = steps
 
     def backward(self, batch: MicroBatch | None, scale: float, last: bool) -> Tensor:
         self._model.train()
-        self._need(self._wanted_first)
+        self._wait_usable(self._used_first)
         self._gradients.begin_micro_batch(self._steps, last)
         batch = MicroBatch.empty() if batch is None else batch
         if self._spec.dropout:
@@ -218,22 +158,23 @@ class HostEngine:
         embedding = self._model.get_input_embeddings()  # type: ignore[operator]
         rows = None
         if self._cuts_look_up:
-            # The look-up's gradient is a row per token, not a whole table: cut the graph here and sum rows instead.
+            # The gradient of a look-up is a row per token, not a whole table: cut the graph here and sum rows instead.
             with torch.no_grad():
                 rows = F.embedding(batch.input_ids, embedding.weight)
             rows.requires_grad_()
         with self._activations.measure():
             summed, scaled = self._loss(batch, scale, rows)
         self._spec.phase("forward")
-        self._need_all()  # of layers that were left out, too: what comes next between hosts are gradients
-        if scaled.requires_grad:  # else the head alone learns, and has been told
+        # Skipped layers have not waited for their weights, and between hosts gradients follow after all weights.
+        self._wait_all_usable()
+        if scaled.requires_grad:  # otherwise only the head is trainable, and its gradient is staged already
             scaled.backward()  # type: ignore[no-untyped-call]
         meet_kernels(self._attention, self._spec, batch.edges)
         self._gradients.end_micro_batch()
         if rows is not None:
             self._add_embedding(embedding, batch.input_ids, rows.grad)
         if last and self._hosts.wire is not None:
-            # Here, where all ranks are: one that waits for room may wait for what others have not taken yet.
+            # Here, with all ranks: a rank that waits for space may wait for others to receive.
             self._gradients.finish()
             self._gradients.exchange()
         self._spec.phase("backward")
@@ -241,16 +182,16 @@ class HostEngine:
 
     def evaluate(self, batch: MicroBatch | None) -> Tensor:
         self._model.eval()
-        self._need_all()
+        self._wait_all_usable()
         if batch is None:
-            if self._layers is not None:
-                self._layers.pass_through()
+            if self._streamed is not None:
+                self._streamed.pass_through()
             return torch.zeros(())
         with torch.no_grad():
             return self._loss(batch, 1.0)[0]
 
     def _loss(self, batch: MicroBatch, scale: float, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The summed loss, detached, and what backward() starts from."""
+        """Return the summed loss, detached, and the loss that backward() starts from."""
         documents = Documents(batch.edges, self._attention)
         if not self._spec.fused_loss:
             loss = model_calls.whole_logits_loss(
@@ -260,10 +201,13 @@ class HostEngine:
         tokens = batch.input_ids if rows is None else rows
         head = self._model.get_output_embeddings()  # type: ignore[operator]
         training, chosen = torch.is_grad_enabled(), choose(batch.labels)
-        room = self._head_loss.room(chosen, batch.labels, head.weight) if training else None  # before layers save
+        # Before layers save activations, so that the logits lie in one block of memory.
+        room = self._head_loss.room(chosen, batch.labels, head.weight) if training else None
         hidden = model_calls.hidden_states(self._model, tokens, batch.position_ids, documents)
-        self._need_all()
-        sink = self._head_sink(self._index_of(head.weight)) if training and head.weight.requires_grad else None
+        self._wait_all_usable()
+        sink = None
+        if training and head.weight.requires_grad:
+            sink = self._head_sink(parameter_index(self._model, head.weight))
         summed, scaled = self._head_loss(hidden, head.weight, batch.labels, scale, sink, chosen, room)
         return summed, model_calls.with_auxiliary(self._model, scaled, scale, batch.labels, documents)
 
@@ -275,88 +219,88 @@ class HostEngine:
 
         return GradientRows(self._gradients.row_edges(index), buffer, self._gradients.publish)
 
-    def _index_of(self, parameter: nn.Parameter) -> int:
-        return next(i for i, own in enumerate(self._model.parameters()) if own is parameter)
-
     def _add_embedding(self, embedding: nn.Module, ids: Tensor, gradient: Tensor | None) -> None:
         weight = cast(nn.Parameter, embedding.weight)
         assert gradient is not None
-        if embedding.padding_idx is not None:  # as nn.Embedding: its row learns nothing from look-ups
+        if embedding.padding_idx is not None:  # as nn.Embedding: look-ups of the padding row do not train it
             used = ids != embedding.padding_idx
             ids, gradient = ids[used], gradient[used]
-        self._gradients.add_rows(self._index_of(weight), ids, gradient)
+        self._gradients.add_rows(parameter_index(self._model, weight), ids, gradient)
 
     def step(self, learning_rate: float, max_grad_norm: float | None) -> StepResult:
         if self._hosts.wire is None:
-            self._gradients.finish()  # not after each micro-batch: ranks need not wait for each other in between
-        # All ranks wait for each other here: nobody computes from the weights any more.
+            # Not after each micro-batch, so that ranks need not wait for each other in between.
+            self._gradients.finish()
+        # All ranks wait for each other here: no rank computes from the weights any more.
         with self._hosts.naming():
             norm = global_norm(self._sums.squares(), torch.device("cpu"))
-        if self._layers is not None:
-            self._layers.forget()
+        if self._streamed is not None:
+            self._streamed.evict_all()
         if math.isfinite(norm):
-            update = partial(self._optimizer.step, self._updating(), learning_rate, norm, max_grad_norm)
+            update = partial(self._optimizer.step, self._shards_to_update(), learning_rate, norm, max_grad_norm)
             self._steps += 1
             self._updates += 1
-            if self._late is not None:
-                self._late.begin(update)
+            if self._overlapped is not None:
+                self._overlapped.begin(update)
                 return StepResult(norm)
             if self._publication is not None:
-                self._publication.begin(self._order, raw=self._compute == torch.float32)
+                self._publication.begin(self._update_order, raw=self._spec.compute_dtype == torch.float32)
             update()
         if self._publication is None:
             self._hosts.peers.barrier()
         return StepResult(norm)
 
-    def _updating(self) -> Iterator[FlatShard]:
-        """Every shard; a weight of which all have been updated is on its way to the other hosts, and to be used."""
-        before = None
-        for index, shard in self._states.to_update(self._order):
-            if index != before:
-                if before is not None:
-                    self._updated(before)
+    def _shards_to_update(self) -> Iterator[FlatShard]:
+        """Yield every shard, and publish a weight when all its shards have been updated."""
+        current = None
+        for index, shard in self._states.to_update(self._update_order):
+            if index != current:
+                if current is not None:
+                    self._mark_updated(current)
                 if self._publication is not None:
-                    self._publication.changes(index)
-            before = index
+                    self._publication.before_update(index)
+            current = index
             yield shard
-        if before is not None:
-            self._updated(before)
+        if current is not None:
+            self._mark_updated(current)
 
-    def _updated(self, index: int) -> None:
+    def _mark_updated(self, index: int) -> None:
         if self._publication is not None:
-            self._publication.updated(index)
-        if self._late is not None:
-            self._late.updated(index)
+            self._publication.mark_updated(index)
+        if self._overlapped is not None:
+            self._overlapped.mark_updated(index)
 
     def _publish_all(self) -> None:
-        """Bring what the owners hold to every host; when this returns all ranks may read it."""
+        """Bring the owners' weights to every host; afterwards all ranks may read them."""
         if self._publication is None:
             self._hosts.peers.barrier()
             return
-        self._publication.begin(self._all_wanted, raw=True)
-        for index in self._all_wanted:
-            self._publication.updated(index)
-        self._publication.need(self._all_wanted)
+        weights = self._forward_order.all
+        self._publication.begin(weights, raw=True)
+        for index in weights:
+            self._publication.mark_updated(index)
+        self._publication.wait_usable(weights)
 
-    def _need_all(self) -> None:
-        """What owners have published is to be used."""
-        self._need(self._order)
+    def _wait_all_usable(self) -> None:
+        self._wait_usable(self._update_order)
 
-    def _need(self, indices: Sequence[int]) -> None:
-        for waited in (self._publication, self._late):
-            if waited is not None:
-                waited.need(indices)
+    def _wait_usable(self, indices: Sequence[int]) -> None:
+        """Wait until the updated values of these weights may be used."""
+        for pending in (self._publication, self._overlapped):
+            if pending is not None:
+                pending.wait_usable(indices)
 
-    def _settle(self) -> None:
-        """What this rank holds is as the last update leaves it. In any thread."""
-        if self._late is not None:
-            self._late.settle()
+    def _join_update(self) -> None:
+        """Wait, in any thread, until this rank's ranges are as the last update leaves them."""
+        if self._overlapped is not None:
+            self._overlapped.join()
 
     def counters(self) -> Counters:
         wire, scratch = self._hosts.wire, None if self._disk is None else self._disk.scratch
         moments_bytes = self._states.moments_bytes
+        trainable_numel = sum(weight.trainable_numel(self._rank) for weight in self._weights)
         # Gradients are read twice, for the norm and for the update; moments and master weights are read and written.
-        update_bytes = 2 * self._sums.size_bytes + 2 * moments_bytes + 2 * 4 * self._learned_numel
+        update_bytes = 2 * self._sums.size_bytes + 2 * moments_bytes + 2 * 4 * trainable_numel
         return Counters(
             weights_bytes=self._states.low_bytes,
             gradients_bytes=self._sums.size_bytes,
@@ -366,36 +310,36 @@ class HostEngine:
             wire_bytes=wire.sent_bytes if wire is not None else 0,
             shared_bytes=self._shared.size_bytes // self._hosts.peers.size
             + self._gradients.ring.size_bytes
-            - (0 if self._layers is None else self._layers.absent_bytes),
+            - (0 if self._streamed is None else self._streamed.absent_bytes),
             staged_bytes=self._gradients.staged_bytes,
             moved_bytes=self._gradients.moved_bytes + self._updates * update_bytes,
             reduce_s=self._gradients.ring.reading_s + (wire.waited_s if wire is not None else 0.0),
             wait_s=self._hosts.peers.waited_s
-            + sum(waited.waited_s for waited in (self._publication, self._late) if waited is not None),
+            + sum(pending.waited_s for pending in (self._publication, self._overlapped) if pending is not None),
             disk_read_bytes=0 if scratch is None else scratch.read_bytes,
             disk_written_bytes=0 if scratch is None else scratch.written_bytes,
         )
 
     def generate(self, ids: Tensor, **options: object) -> Tensor:
         self._model.eval()
-        self._need_all()
+        self._wait_all_usable()
         with torch.no_grad():
             result: Tensor = self._model.generate(ids, **options)  # type: ignore[operator]
         return result
 
     def close(self) -> None:
-        self._need_all()
-        if self._late is not None:
-            self._late.close()
+        self._wait_all_usable()
+        if self._overlapped is not None:
+            self._overlapped.close()
         if self._hosts.wire is not None:
             self._hosts.wire.close()
         # Engine, weight, hook, engine: a cycle through autograd's own memory, which Python's collector does not see.
         for hook in self._hooks:
             hook.remove()
-        for of_experts in self._experts:
-            send_to(of_experts, None)
-        if self._layers is not None:
-            self._layers.close()
+        for weight in self._experts:
+            send_to(weight, None)
+        if self._streamed is not None:
+            self._streamed.close()
         if self._disk is not None:
             self._disk.scratch.close()
         self._hosts.peers.close()

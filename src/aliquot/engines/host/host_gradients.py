@@ -1,10 +1,10 @@
-"""Gradients of the host engine: staged in shared memory as they arise, summed by their owners, never kept whole.
+"""Stage gradients in shared memory as they arise, and sum them where they are owned; no rank stores a whole gradient.
 
-Every rank stages the same pieces in the same order, whatever its autograd does first; each piece says whose it is, and
-a rank whose micro-batch did not touch a weight says that. Each owner adds to its fp32 part the sum over the ranks of
-its host, rank by rank: the result depends on neither speed nor chance. A rank holds the sums of its own part and, with
-several hosts, of its counterparts' parts on the others: those travel once a step, as soon as they are complete
-(gradient_exchange.py), and are only kept where a step has several micro-batches.
+Every rank stages the same pieces in the same order, whatever its autograd does first. A tag names the weight of a piece,
+and tells whether the rank's micro-batch has touched the weight at all. Each owner adds to its sums the pieces of the
+ranks of its host, rank by rank, so that the result depends on neither speed nor chance. A rank sums its own ranges and,
+if there are several hosts, the ranges of its counterparts on the others: the latter travel once a step, as soon as they
+are complete (gradient_exchange.py), and are stored only if a step has several micro-batches.
 """
 
 from __future__ import annotations
@@ -21,107 +21,119 @@ from aliquot.distributed.collectives.buffer_sizes import aligned
 from aliquot.distributed.collectives.hosts import Hosts
 from aliquot.distributed.collectives.reduce import RoundingNoise, add_rows_rounded, add_sum, add_sum_rounded
 from aliquot.distributed.collectives.ring import Piece, Ring
-from aliquot.engines.host.gradient_exchange import GradientExchange, SentPiece
+from aliquot.distributed.collectives.wire import TensorSums, Wire
+from aliquot.engines.host.gradient_exchange import ExchangePiece, GradientExchange
 from aliquot.engines.host.host_memory import TAG_BYTES, WINDOWS_AHEAD, looked_up_bytes, piece_edges, ring_bytes
 from aliquot.engines.host.host_sums import HostSums
-from aliquot.engines.host.shared_weights import Weight
+from aliquot.engines.host.shared_weights import Counterparts, Weight
 from aliquot.engines.host.sparse_rows_codec import Rows, sum_rows
+from aliquot.engines.host.weight_order import GradientOrder
+
+_CHECK_NUMEL = 1000
 
 
 class HostGradients:
+    """The way of a rank's gradients into sums; the ranks of a host make the same calls in the same order."""
+
     def __init__(
         self,
         hosts: Hosts,
         weights: Sequence[Weight],
         sums: HostSums,
-        order: Sequence[int],
-        compute: torch.dtype,
+        order: GradientOrder,
+        compute_dtype: torch.dtype,
         tokens: int,
         width: int,
-        before: Sequence[int] = (),
-        after: Sequence[int] = (),
     ) -> None:
-        """`order`: the weights whose gradients `arrived` is told of, in the order in which they are staged. `before`
-        and `after`: those that are told of by other ways in each micro-batch, before and after them. `tokens` x
-        `width`: the most rows of an embedding's gradient in one micro-batch. Collective.
+        """Share the staging memory. Collective over the host.
+
+        Args:
+            tokens: the most tokens of a micro-batch, and so of rows in the gradient of a look-up.
+            width: elements of a row of the embedding whose gradient arrives as rows; 1 if there is none.
         """
         self._hosts = hosts
         self._peers = hosts.peers
         self._weights = weights
-        self._dtype = compute
+        self._dtype = compute_dtype
         self._tokens, self._width = tokens, width
-        self._rows_bytes = looked_up_bytes(tokens, width, compute.itemsize)
-        longest = max(weight.row_numel for weight in weights if weight.learns)
-        self.ring = Ring(self._peers, ring_bytes(longest, self._rows_bytes, compute.itemsize))
-        self._owners = hosts.counterparts
+        self._rows_bytes = looked_up_bytes(tokens, width, compute_dtype.itemsize)
+        longest = max(weight.row_numel for weight in weights if weight.trainable)
+        self.ring = Ring(self._peers, ring_bytes(longest, self._rows_bytes, compute_dtype.itemsize))
+        self._counterparts = Counterparts(hosts.counterparts, hosts.own)
         self._sums = sums
-        self._order = order
-        self._turn = 0  # of which weight it is in this micro-batch
-        self._waiting: dict[int, Tensor] = {}  # gradients that came before their turn
+        self._order = order.dense
+        self._turn = 0  # the place in the order that this micro-batch has reached
+        self._early: dict[int, Tensor] = {}  # gradients that came before their turn
         self._contributions: Counter[int] = Counter()  # to each sum in this optimizer step: the first replaces
-        # In a micro-batch, of each weight: it is complete after the last of them.
-        self._expected = Counter([*before, *order, *after])
-        self._look_ups = Counter(after)
-        self._found: Counter[int] = Counter()
-        self._last = self._begins = True
-        self._micro_batch = (-1, 0)  # the optimizer step, and the number in it
-        self._noise: tuple[tuple[int, int], RoundingNoise] | None = None  # of the micro-batch that is summed
+        # How many gradients a weight gets in a micro-batch: its sum is complete after the last of them.
+        self._expected = Counter([*order.head, *order.dense, *order.looked_up])
+        self._look_ups = Counter(order.looked_up)
+        self._staged: Counter[int] = Counter()  # in this micro-batch
+        self._is_last = self._starts_exchange = True
+        self._micro_batch = (-1, 0)  # the optimizer step, and the number of the micro-batch in it
+        self._noise: tuple[tuple[int, int], RoundingNoise] | None = None  # of the micro-batch that is being summed
         self._exchange = None
-        self._looked_up: dict[int, list[Tensor]] = {}  # of each host's owner, the rows that a step has sums for
-        self._rows_follow: set[int] = set()  # weights whose rows travel after their dense sums: tied embeddings
+        self._looked_up: dict[int, list[Tensor]] = {}  # by weight and host, the rows that have sums in this step
+        self._adds_rows: set[int] = set()  # tied embeddings, whose rows travel after their dense sums
         if hosts.wire is not None:
-            dense, there = [*before, *order], {*sums.spilled}
-            complete = [index for at, index in enumerate(dense) if index not in dense[at + 1 :]]
-            self._rows_follow = {*after} & {*dense} - there
-            pieces = [
-                SentPiece(index, first * weights[index].row_numel, last * weights[index].row_numel)
-                for index in [*complete, *({*after} - {*dense})]
-                if index not in there
-                for first, last in pairwise(self.row_edges(index))
-            ]
-            pieces += [
-                SentPiece(index, 0, weights[index].numel, rows_follow=True) for index in sorted(self._rows_follow)
-            ]
-            self._looked_up = {
-                index: [
-                    torch.zeros(weights[index].numel_of(owner) // weights[index].row_numel, dtype=torch.bool)
-                    for owner in self._owners
-                ]
-                for index in {*after} - {*dense}
-            }
-            of_rows, most_rows = self._looked_up, tokens * self._peers.size
-            self._exchange = GradientExchange(hosts.wire, weights, sums, self._owners, pieces, of_rows, most_rows)
+            self._exchange = self._plan_exchange(hosts.wire, order)
         self.staged_bytes = 0
         self.moved_bytes = 0
 
-    def begin_micro_batch(self, step: int, last: bool) -> None:
-        """Of optimizer step `step`; `last`: what is complete with it leaves for other hosts."""
-        if not last and self._sums.passing:
-            raise ValueError(
-                "another micro-batch of a step that was to have one: its sums for other hosts are not kept"
-            )
-        before, number = self._micro_batch
-        self._micro_batch = (step, number + 1 if before == step else 0)
-        self._last = last
-        self._found.clear()
-        self._begins = last
+    def _plan_exchange(self, wire: Wire, order: GradientOrder) -> GradientExchange:
+        """List the pieces that hosts exchange: a weight after its last gradient, tied embeddings' rows at the end."""
+        weights, on_disk = self._weights, {*self._sums.on_disk}
+        dense, looked_up = [*order.head, *order.dense], {*order.looked_up}
+        complete = [index for at, index in enumerate(dense) if index not in dense[at + 1 :]]
+        self._adds_rows = looked_up & {*dense} - on_disk
+        pieces = [
+            ExchangePiece(index, first * weights[index].row_numel, last * weights[index].row_numel)
+            for index in [*complete, *(looked_up - {*dense})]
+            if index not in on_disk
+            for first, last in pairwise(self.row_edges(index))
+        ]
+        pieces += [ExchangePiece(index, 0, weights[index].numel, adds_rows=True) for index in sorted(self._adds_rows)]
+        self._looked_up = {
+            index: [
+                torch.zeros(weights[index].shard_numel(owner) // weights[index].row_numel, dtype=torch.bool)
+                for owner in self._counterparts.ranks
+            ]
+            for index in looked_up - {*dense}
+        }
+        most_rows = self._tokens * self._peers.size
+        return GradientExchange(wire, weights, self._sums, self._counterparts, pieces, self._looked_up, most_rows)
 
-    def arrived(self, index: int, gradient: Tensor) -> None:
-        """The gradient of weight `index`, of this rank's micro-batch, is complete."""
-        self._waiting[index] = gradient
-        while self._turn < len(self._order) and self._order[self._turn] in self._waiting:
+    def begin_micro_batch(self, step: int, last: bool) -> None:
+        """Begin a micro-batch of optimizer step `step`; after the `last` sums leave for other hosts."""
+        if not last and self._sums.transient:
+            raise ValueError(
+                "expected one micro-batch per optimizer step, got a second one, but sums for other hosts are not"
+                " stored; this is a bug in aliquot: please report it"
+            )
+        step_before, number = self._micro_batch
+        self._micro_batch = (step, number + 1 if step_before == step else 0)
+        self._is_last = last
+        self._staged.clear()
+        self._starts_exchange = last
+
+    def stage(self, index: int, gradient: Tensor) -> None:
+        """Stage the complete gradient of a weight, as soon as it is the weight's turn."""
+        self._early[index] = gradient
+        while self._turn < len(self._order) and self._order[self._turn] in self._early:
             self._stage_next()
 
-    def begin(self, index: int) -> bool:
-        """Whether the pieces of weight `index` may be staged one by one now, with `buffer` and `publish`; then they
-        must be. What comes after it in turn is staged when the next gradient arrives."""
+    def take_turn(self, index: int) -> bool:
+        """Take the turn of a weight if it has come; the caller must then stage all its pieces with `buffer`, `publish`.
+
+        Weights that follow in the order are staged when the next gradient arrives.
+        """
         if self._turn == len(self._order) or self._order[self._turn] != index:
             return False
         self._turn += 1
         return True
 
     def end_micro_batch(self) -> None:
-        """No further gradient will arrive: weights that have none are told as such."""
+        """Publish for the remaining weights that this rank has no gradient of them."""
         while self._turn < len(self._order):
             self._stage_next()
         self._turn = 0
@@ -129,36 +141,36 @@ class HostGradients:
     def _stage_next(self) -> None:
         index = self._order[self._turn]
         self._turn += 1
-        gradient = self._waiting.pop(index, None)
+        gradient = self._early.pop(index, None)
         row_numel = self._weights[index].row_numel
         for start, stop in pairwise(edge * row_numel for edge in self.row_edges(index)):
             buffer = self.buffer(index, start, stop)
             if gradient is not None:
                 buffer.copy_(gradient.reshape(-1)[start:stop])
-                self.moved_bytes += (stop - start) * self._dtype.itemsize  # a copy that the head's does not need
+                self.moved_bytes += (stop - start) * self._dtype.itemsize  # the head writes into the buffer itself
             self.publish(present=gradient is not None)
 
     def row_edges(self, index: int) -> tuple[int, ...]:
-        """Where the rows of weight `index` are cut into pieces."""
+        """Return the rows at which the gradient of a weight is cut into pieces."""
         weight = self._weights[index]
         return piece_edges(weight.numel // weight.row_numel, weight.row_numel, self._dtype.itemsize)
 
     def buffer(self, index: int, start: int, stop: int) -> Tensor:
-        """Room for elements [start, stop) of the gradient of weight `index`, flat; then call `publish`."""
+        """Return memory for elements [start, stop) of the gradient of a weight, flat; `publish` must follow."""
         self._piece = self.ring.stage(TAG_BYTES + (stop - start) * self._dtype.itemsize)
         self._range = (index, start, stop)
         at = TAG_BYTES // self._dtype.itemsize
         return self.ring.view(self._piece, self._peers.index, self._dtype, at, (stop - start,))
 
     def publish(self, present: bool = True) -> None:
-        """`present` false: this rank has nothing to add there."""
+        """Hand the buffer to the owners; not `present`: this rank adds nothing there."""
         index, start, stop = self._range
         self._tag(self._piece, self._peers.index).copy_(torch.tensor([index, start, present]))
         first = not self._contributions[index]
         completes, micro_batch = self._completes(index, self._look_ups[index]), self._micro_batch
         if stop == self._weights[index].numel:
             self._contributions[index] += 1
-            self._found[index] += 1
+            self._staged[index] += 1
         staged_bytes = (stop - start) * self._dtype.itemsize if present else 0
         self.staged_bytes += staged_bytes
         self.moved_bytes += staged_bytes
@@ -171,9 +183,9 @@ class HostGradients:
         self.ring.publish(self._piece, read)
 
     def add_rows(self, index: int, ids: Tensor, rows: Tensor) -> None:
-        """The gradient of a look-up: `rows` [T, E] belong to rows `ids` [T] of weight `index`."""
+        """Stage the gradient of a look-up: `rows` [T, E] belong to rows `ids` [T] of a weight."""
         piece = self.ring.stage(self._rows_bytes)
-        view = self._view(piece, self._peers.index)
+        view = self._rows_view(piece, self._peers.index)
         count = len(ids)
         view[0].fill_(count)
         view[1][:count] = ids
@@ -181,16 +193,16 @@ class HostGradients:
         first = not self._contributions[index]
         completes, micro_batch = self._completes(index, 0), self._micro_batch
         self._contributions[index] += 1
-        self._found[index] += 1
+        self._staged[index] += 1
         self.staged_bytes += count * (8 + self._width * self._dtype.itemsize)
 
         def read(piece: Piece) -> None:
-            of_owners = self._rows_of_owners(piece, index)
-            if completes and index in self._rows_follow:
+            rows_by_host = self._rows_of_owners(piece, index)
+            if completes and index in self._adds_rows:
                 assert self._exchange is not None
-                self._exchange.rows_completed(index, of_owners)
+                self._exchange.send_rows(index, rows_by_host)
                 return
-            self._add_rows(index, of_owners, first, micro_batch)
+            self._add_rows(index, rows_by_host, first, micro_batch)
             if completes:
                 for start, stop in pairwise(edge * self._width for edge in self.row_edges(index)):
                     self._complete(index, start, stop)
@@ -198,92 +210,91 @@ class HostGradients:
         self.ring.publish(piece, read)
 
     def finish(self) -> None:
-        """All of this host's sums are complete; what is added next belongs to the next optimizer step."""
+        """Complete all sums of this host; later gradients belong to the next optimizer step."""
         self.ring.drain()
         for index in range(len(self._weights)):
-            if not self._contributions[index]:  # nothing replaced the sum of the step before
-                for h in range(len(self._owners)):
-                    self._sums.zero(h, index)
+            if not self._contributions[index]:  # no gradient has replaced the sum of the step before
+                for host in range(len(self._counterparts.ranks)):
+                    self._sums.zero(host, index)
         self._contributions.clear()
-        self._sums.settle()
+        self._sums.flush()
 
     def exchange(self) -> None:
-        """Between hosts: what each owns becomes the sum over all of them; much of it has become that before."""
+        """Sum this rank's own ranges over all hosts; most pieces have been exchanged before."""
         if self._hosts.wire is not None and self._exchange is not None:
             self._exchange.finish()
             self.ring.beside = None
             self._hosts.wire.reduce_scatter(self._sums, WINDOWS_AHEAD)
 
-    def _completes(self, index: int, to_come: int) -> bool:
-        """Whether what is staged now for weight `index` is the last that this step adds to its sums, but for so many
-        look-ups."""
-        if self._begins and self._exchange is not None:
-            self._exchange.begin()  # not before: weights are received until the forward pass has used the last of them
-            self.ring.beside = self._exchange.settle
-            self._begins = False
-        return self._last and self._found[index] == self._expected[index] - to_come - 1
+    def _completes(self, index: int, look_ups_left: int) -> bool:
+        """Whether the gradient that is staged now is the last of this step for its weight, except for look-ups."""
+        if self._starts_exchange and self._exchange is not None:
+            self._exchange.begin()  # not earlier: weights are received until the forward pass has used the last one
+            self.ring.beside = self._exchange.poll
+            self._starts_exchange = False
+        return self._is_last and self._staged[index] == self._expected[index] - look_ups_left - 1
 
     def _complete(self, index: int, start: int, stop: int) -> None:
-        if self._exchange is not None and index not in self._sums.spilled:
-            self._exchange.completed(SentPiece(index, start, stop))
+        if self._exchange is not None and index not in self._sums.on_disk:
+            self._exchange.send(ExchangePiece(index, start, stop))
 
     def _sum(self, piece: Piece, index: int, start: int, stop: int, first: bool, micro_batch: tuple[int, int]) -> None:
         tags = [self._tag(piece, rank).tolist() for rank in range(self._peers.size)]
-        for rank, (of_index, of_start, _) in zip(self._peers.ranks, tags, strict=True):
-            if (of_index, of_start) != (index, start):
+        for rank, (tagged_index, tagged_start, _) in zip(self._peers.ranks, tags, strict=True):
+            if (tagged_index, tagged_start) != (index, start):
                 raise SelfTestError(
-                    f"rank {rank} hands on a gradient of {self._weights[of_index].name} where this rank expects one of"
-                    f" {self._weights[index].name}: nothing was summed"
+                    f"rank {rank} hands on a gradient of {self._weights[tagged_index].name} where this rank expects"
+                    f" one of {self._weights[index].name}: nothing was summed"
                 )
-        present = [rank for rank, (_, _, has_any) in enumerate(tags) if has_any]
+        present = [rank for rank, (_, _, is_present) in enumerate(tags) if is_present]
         at = TAG_BYTES // self._dtype.itemsize - start
-        for h, owner in enumerate(self._owners):
+        for host, owner in enumerate(self._counterparts.ranks):
             low, high = self._weights[index].ranges[owner]
-            a, b = max(start, low), min(stop, high)
-            if a >= b or not (present or first):
+            begin, end = max(start, low), min(stop, high)
+            if begin >= end or not (present or first):
                 continue
-            for sums, begin, end in self._sums.ranges(h, index, a - low, b - low, first):
+            for sums, first_element, last_element in self._sums.writable(host, index, begin - low, end - low, first):
                 if not present:
                     sums.zero_()
                     continue
-                count = end - begin
-                sources = [self.ring.view(piece, rank, self._dtype, at + low + begin, (count,)) for rank in present]
+                count = last_element - first_element
+                place = low + first_element
+                sources = [self.ring.view(piece, rank, self._dtype, at + place, (count,)) for rank in present]
                 if sums.dtype != torch.bfloat16:
                     add_sum(sums, sources, first)
                 else:
-                    noise = None if first else self._rounding(micro_batch)
-                    add_sum_rounded(sums, sources, first, noise, low + begin)
-                of_sum = sums.element_size() * (1 if first else 2)
-                self.moved_bytes += count * (len(sources) * self._dtype.itemsize + of_sum)
+                    add_sum_rounded(sums, sources, first, None if first else self._rounding(micro_batch), place)
+                sum_bytes = sums.element_size() * (1 if first else 2)
+                self.moved_bytes += count * (len(sources) * self._dtype.itemsize + sum_bytes)
 
     def _rows_of_owners(self, piece: Piece, index: int) -> list[Rows]:
-        """What was looked up of each owner's rows, summed over positions and ranks as a dense gradient's are."""
-        counts, ids, rows = zip(*(self._view(piece, rank) for rank in range(self._peers.size)), strict=True)
-        of_owners = []
-        for owner in self._owners:
+        """Return the looked-up rows of each owner's range, summed over positions and ranks like a dense gradient."""
+        counts, ids, rows = zip(*(self._rows_view(piece, rank) for rank in range(self._peers.size)), strict=True)
+        rows_by_host = []
+        for owner in self._counterparts.ranks:
             low, high = (edge // self._width for edge in self._weights[index].ranges[owner])
-            found = []
-            for count, own_ids, own_rows in zip(counts, ids, rows, strict=True):
-                used = own_ids[: int(count)]
+            parts = []
+            for count, rank_ids, rank_rows in zip(counts, ids, rows, strict=True):
+                used = rank_ids[: int(count)]
                 inside = ((used >= low) & (used < high)).nonzero().flatten()
-                found.append((used[inside] - low, own_rows[: int(count)][inside]))
-            of_owners.append(sum_rows(found, self._width))
-        return of_owners
+                parts.append((used[inside] - low, rank_rows[: int(count)][inside]))
+            rows_by_host.append(sum_rows(parts, self._width))
+        return rows_by_host
 
-    def _add_rows(self, index: int, of_owners: Sequence[Rows], first: bool, micro_batch: tuple[int, int]) -> None:
-        for h, (numbers, total) in enumerate(of_owners):
-            target = self._sums.in_memory(h, index).view(-1, self._width)
+    def _add_rows(self, index: int, rows_by_host: Sequence[Rows], first: bool, micro_batch: tuple[int, int]) -> None:
+        for host, (numbers, total) in enumerate(rows_by_host):
+            target = self._sums.in_memory(host, index).view(-1, self._width)
             if first:
                 target.zero_()
             if index in self._looked_up:
                 if first:
-                    self._looked_up[index][h].zero_()
-                self._looked_up[index][h][numbers] = True
+                    self._looked_up[index][host].zero_()
+                self._looked_up[index][host][numbers] = True
             if target.dtype != torch.bfloat16:
                 target.index_add_(0, numbers, total.to(target.dtype))
             elif len(numbers):
                 noise = None if first else self._rounding(micro_batch)
-                first_row = self._weights[index].ranges[self._owners[h]][0] // self._width
+                first_row = self._weights[index].ranges[self._counterparts.ranks[host]][0] // self._width
                 add_rows_rounded(target, numbers, total, first, noise, first_row)
 
     def _rounding(self, micro_batch: tuple[int, int]) -> RoundingNoise:
@@ -292,11 +303,11 @@ class HostGradients:
         return self._noise[1]
 
     def _tag(self, piece: Piece, rank: int) -> Tensor:
-        """What a piece of `publish` begins with: the weight, the first element, whether there is anything. int64 [3]"""
+        """Return the tag of a piece of `publish`, int64 [3]: the weight, the first element, whether it is present."""
         return self.ring.view(piece, rank, torch.int64, 0, (3,))
 
-    def _view(self, piece: Piece, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-        """count [], ids int64 [tokens] and rows [tokens, E] of a piece of `add_rows`."""
+    def _rows_view(self, piece: Piece, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return count [], ids int64 [tokens] and rows [tokens, E] of a piece of `add_rows`."""
         ids_at = aligned(8) // 8
         rows_at = (aligned(8) + aligned(8 * self._tokens)) // self._dtype.itemsize
         return (
@@ -304,3 +315,53 @@ class HostGradients:
             self.ring.view(piece, rank, torch.int64, ids_at, (self._tokens,)),
             self.ring.view(piece, rank, self._dtype, rows_at, (self._tokens, self._width)),
         )
+
+    def check(self) -> None:
+        """Sum known numbers through the ring and over the wire. Collective. Raises SelfTestError if a sum is wrong."""
+        hosts, ring, ranks = self._hosts, self.ring, self._peers.ranks
+        total = torch.zeros(_CHECK_NUMEL)
+        piece = ring.stage(4 * _CHECK_NUMEL)
+        ring.own(piece, torch.float32, (_CHECK_NUMEL,)).fill_(ranks[self._peers.index] + 1)
+
+        def read(piece: Piece) -> None:
+            views = [ring.view(piece, member, torch.float32, 0, (_CHECK_NUMEL,)) for member in range(len(ranks))]
+            add_sum(total, views, first=True)
+
+        ring.publish(piece, read)
+        ring.drain()
+        _expect("the ranks of this host", total, sum(rank + 1 for rank in ranks))
+        if hosts.wire is not None:
+            parts = [[torch.full((_CHECK_NUMEL,), float(self._counterparts.rank + 1))] for _ in hosts.table]
+            hosts.wire.reduce_scatter(TensorSums(parts, torch.float32), ahead=1)
+            _expect("the hosts", parts[hosts.own][0], sum(rank + 1 for rank in self._counterparts.ranks))
+
+
+def _expect(summed_over: str, total: Tensor, expected: int) -> None:
+    if not bool((total == expected).all()):
+        raise SelfTestError(
+            f"a sum over {summed_over} gave {total[0].item()} instead of {expected}: broken torch or memory?"
+        )
+
+
+class StagedExperts:
+    """Stages the gradient of a weight [experts, ...] expert by expert (see nn/experts/base.py)."""
+
+    def __init__(self, gradients: HostGradients, index: int, shape: tuple[int, ...]) -> None:
+        self._gradients = gradients
+        self._index = index
+        self._shape = shape
+        self._blocks = tuple(pairwise(gradients.row_edges(index)))
+        self._row_numel = shape[1] * shape[2]
+
+    def begin(self) -> Sequence[tuple[int, int]] | None:
+        return self._blocks if self._gradients.take_turn(self._index) else None
+
+    def buffer(self, first: int, last: int) -> Tensor:
+        start, stop = first * self._row_numel, last * self._row_numel
+        return self._gradients.buffer(self._index, start, stop).view(-1, *self._shape[1:])
+
+    def publish(self, present: bool) -> None:
+        self._gradients.publish(present)
+
+    def whole(self, gradient: Tensor) -> None:
+        self._gradients.stage(self._index, gradient)

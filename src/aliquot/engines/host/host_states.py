@@ -1,7 +1,8 @@
-"""Master weights and moments of a rank of the host engine, in memory or, window by window, on disk.
+"""Master weights and moments of a rank, in memory or, window by window, on disk.
 
-On disk lies all of them but what every rank computes from, the high halves of the masters, and of streamed layers that,
-too; of what is frozen nothing else. An update reads windows ahead of the arithmetic and writes them behind it.
+Forward and backward passes use bf16 copies, the high halves of the masters, which are shared and stay in memory. The
+low halves and the moments may lie on disk; of a streamed layer the bf16 copies, too; of a frozen weight only that copy.
+An update reads windows ahead of the arithmetic and writes them after it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from aliquot.engines.host.host_disk import HostDisk, Window
 from aliquot.engines.host.host_sums import HostSums
-from aliquot.engines.host.shared_weights import Owned
+from aliquot.engines.host.shared_weights import WeightShard
 from aliquot.offload.scratch_file import ScratchFile
 from aliquot.offload.stream import Move, Stream
 from aliquot.offload.windows import paged
@@ -28,185 +29,198 @@ from aliquot.tensor_io.parts import Kind
 
 
 class HostStates:
+    """The state of all ranges that a rank owns."""
+
     def __init__(
         self,
-        owned: Sequence[Owned],
+        shards: Sequence[WeightShard],
         sums: HostSums,
         states: States,
         disk: HostDisk | None,
         streamed: Collection[int],
         compiled: bool,
     ) -> None:
-        """`streamed`: the weights that lie on disk whole, of `disk`. `compiled`: the update is."""
+        """Allocate what is in memory.
+
+        Args:
+            shards: by weight.
+            streamed: the weights of streamed layers, which lie on disk themselves.
+            compiled: a compiled kernel makes the update.
+        """
         self._split = PairedWeights if compiled and states == "fp32" else SplitWeights
-        self._owned = owned
+        self._shards = shards
         self._sums = sums
         self._states = states
         self._streamed = streamed
-        self._updated = {} if disk is None else disk.states
+        self._updated_on_disk = {} if disk is None else disk.states
         self._windows = {} if disk is None else disk.windows
         self._scratch = None if disk is None else disk.scratch
-        self._at_hand: dict[Kind, _AtHand] = {}
-        self._handing = threading.Lock()  # a save reads in a thread of its own
-        self._shards: dict[int, FlatShard] = {}  # those in memory, by weight
+        self._loaded: dict[Kind, _LoadedField] = {}
+        self._loading = threading.Lock()  # because a save reads in a thread of its own
+        self._resident: dict[int, FlatShard] = {}
         self._frozen = {
-            index: self._weights(own, 0, own.numel, {})
-            for index, own in enumerate(owned)
-            if not own.learns and index not in self._windows
+            index: self._weights(shard, 0, shard.numel, {})
+            for index, shard in enumerate(shards)
+            if not shard.trainable and index not in self._windows
         }
-        for index, own in enumerate(owned):
-            if index not in self._updated and own.learns:
-                gradient = sums.own(index)
-                assert gradient is not None  # what has its sums on disk has its states there, too
-                self._shards[index] = self._shard(own, 0, own.numel, gradient, {})
+        for index, shard in enumerate(shards):
+            if index not in self._updated_on_disk and shard.trainable:
+                gradient = sums.local(index)
+                assert gradient is not None  # a weight with its sums on disk has its states there, too
+                self._resident[index] = self._flat_shard(shard, 0, shard.numel, gradient, {})
 
     @property
     def low_bytes(self) -> int:
-        """What the masters in memory have beyond what is computed from."""
-        found = (shard.weights for shard in self._shards.values())
-        return sum(weights.low.nbytes for weights in found if isinstance(weights, SplitWeights))
+        """Bytes of the low halves of masters in memory."""
+        weights = (shard.weights for shard in self._resident.values())
+        return sum(masters.low.nbytes for masters in weights if isinstance(masters, SplitWeights))
 
     @property
     def moments_bytes(self) -> int:
-        """In memory."""
-        return sum(shard.exp_avg.size_bytes + shard.exp_avg_sq.size_bytes for shard in self._shards.values())
+        """Bytes of the moments in memory."""
+        return sum(shard.exp_avg.size_bytes + shard.exp_avg_sq.size_bytes for shard in self._resident.values())
 
     @property
     def on_disk(self) -> bool:
-        """Whether states of any weight lie there."""
-        return bool(self._updated)
+        """Whether states of any weight lie on disk."""
+        return bool(self._updated_on_disk)
 
-    def order(self, wanted: Sequence[int]) -> list[int]:
-        """All weights as `to_update` comes to them: those in memory, then those on disk, each as they are `wanted`."""
-        return [index for where in (self._shards, self._updated) for index in wanted if index in where]
+    def update_order(self, forward_order: Sequence[int]) -> list[int]:
+        """Return the trainable weights as `to_update` visits them: first those in memory, then those on disk."""
+        return [index for place in (self._resident, self._updated_on_disk) for index in forward_order if index in place]
 
     def to_update(self, order: Sequence[int]) -> Iterator[tuple[int, FlatShard]]:
-        """Every shard and its weight, each to be updated before the next is asked for, which may be in another thread.
-        Raises StorageError."""
+        """Yield every shard with its weight; the caller updates one before it asks for the next, in any thread.
+
+        Raises:
+            StorageError: the disk fails.
+        """
         self.put_away()
-        visits = [(index, window) for index in order for window in self._updated.get(index, ())]
-        on_disk = None if self._scratch is None else Stream(self._scratch, [_move(window) for _, window in visits])
+        visits = [(index, window) for index in order for window in self._updated_on_disk.get(index, ())]
+        stream = None if self._scratch is None else Stream(self._scratch, [_move(window) for _, window in visits])
         for index in order:
-            if index in self._shards:
-                yield index, self._shards[index]
-        for (index, window), buffer in zip(visits, on_disk or (), strict=True):
+            if index in self._resident:
+                yield index, self._resident[index]
+        for (index, window), buffer in zip(visits, stream or (), strict=True):
             fields = {name: buffer[at : at + size] for name, (at, size) in window.record.fields.items()}
-            gradient = self._sums.own(index)
+            gradient = self._sums.local(index)
             if gradient is None:
                 gradient = fields["gradient"].view(self._sums.dtype)
             else:
                 gradient = gradient[window.start : window.stop]
-            yield index, self._shard(self._owned[index], window.start, window.stop, gradient, fields)
+            yield index, self._flat_shard(self._shards[index], window.start, window.stop, gradient, fields)
 
     def view(self, index: int, kind: Kind) -> Tensor | None:
-        """This rank's range where it lies as fp32 in memory; None: it does not, or there is more to write than that."""
-        store = None if self._on_disk(index, kind) else self._store(index, kind)
+        """Return this rank's range if it is resident as fp32; None if it is not, or if replicas must be written too."""
+        store = None if self._is_on_disk(index, kind) else self._store(index, kind)
         if isinstance(store, WholeWeights) and not store.is_alone:
             return None
         return store.values if isinstance(store, ExactMoment | WholeWeights) else None
 
     def load(self, index: int, kind: Kind, start: int, out: Tensor) -> None:
         """Fill fp32 `out` with elements of this rank's range from `start` on. Raises StorageError."""
-        for store, at, into in self._stores(index, kind, start, out, changes=False):
-            found = store.load(at, into)
-            if found is not into:
-                into.copy_(found)
+        for store, at, target in self._stores(index, kind, start, out, changes=False):
+            values = store.load(at, target)
+            if values is not target:
+                target.copy_(values)
 
     def store(self, index: int, kind: Kind, start: int, values: Tensor) -> None:
         """Set elements of this rank's range from `start` on. Raises StorageError."""
-        for store, at, some in self._stores(index, kind, start, values, changes=True):
-            store.store(at, some)
+        for store, at, source in self._stores(index, kind, start, values, changes=True):
+            store.store(at, source)
 
     def put_away(self) -> None:
-        """What `store` has changed is on disk when this returns. Raises StorageError."""
-        with self._handing:
-            while self._at_hand:
-                self._at_hand.popitem()[1].put_away()
+        """Write to disk what `store` has changed. Raises StorageError."""
+        with self._loading:
+            while self._loaded:
+                self._loaded.popitem()[1].put_away()
 
     def _stores(
         self, index: int, kind: Kind, start: int, values: Tensor, changes: bool
     ) -> Iterator[tuple[Store, int, Tensor]]:
-        """Stores, of each the place where a part of `values` belongs, and that part."""
-        if not self._on_disk(index, kind):
+        """Yield the stores that `values` belong to, the place in each, and the part of `values` there."""
+        if not self._is_on_disk(index, kind):
             yield self._store(index, kind), start, values
             return
         windows = self._windows[index]
-        with self._handing:
+        with self._loading:
             for window in windows[start // windows[0].stop :]:
                 low, high = max(start, window.start), min(start + values.numel(), window.stop)
                 if low < high:
-                    at_hand = self._hand(index, kind, window)
-                    at_hand.changed |= changes
-                    yield at_hand.store, low - window.start, values[low - start : high - start]
+                    field = self._load_field(index, kind, window)
+                    field.changed |= changes
+                    yield field.store, low - window.start, values[low - start : high - start]
 
-    def _hand(self, index: int, kind: Kind, window: Window) -> _AtHand:
-        found = self._at_hand.get(kind)
-        if found is None or found.window is not window:
-            if found is not None:
-                found.put_away()
+    def _load_field(self, index: int, kind: Kind, window: Window) -> _LoadedField:
+        field = self._loaded.get(kind)
+        if field is None or field.window is not window:
+            if field is not None:
+                field.put_away()
             assert self._scratch is not None
-            own, start, stop = self._owned[index], window.start, window.stop
+            shard, start, stop = self._shards[index], window.start, window.stop
             names = [name for name in ("compute", "weight") if name in window.record.fields]
             names = names if kind == "weight" else [kind]
-            spans = [window.record.fields[name] for name in names]  # side by side
+            spans = [window.record.fields[name] for name in names]  # adjacent
             first = spans[0][0]
             memory = mapped_tensor(spans[-1][0] + paged(spans[-1][1]) - first, torch.uint8)
             fields = {name: memory[at - first :][:size] for name, (at, size) in zip(names, spans, strict=True)}
             store: Store
             if kind == "weight":
-                store = self._weights(own, start, stop, fields)
+                store = self._weights(shard, start, stop, fields)
             else:
-                store = self._moment(own, start, stop, fields[kind], squared=kind == "exp_avg_sq")
+                store = self._moment(shard, start, stop, fields[kind], squared=kind == "exp_avg_sq")
             offset = window.record.offset + first
             self._scratch.read(offset, memory).result()
-            found = self._at_hand[kind] = _AtHand(self._scratch, window, offset, memory, store)
-        return found
+            field = self._loaded[kind] = _LoadedField(self._scratch, window, offset, memory, store)
+        return field
 
-    def _on_disk(self, index: int, kind: Kind) -> bool:
-        whole = kind == "weight" and self._owned[index].dtype == torch.float32
-        return bool(self._windows.get(index)) and (not whole or index in self._streamed)
+    def _is_on_disk(self, index: int, kind: Kind) -> bool:
+        is_shared_master = kind == "weight" and self._shards[index].dtype == torch.float32
+        return bool(self._windows.get(index)) and (not is_shared_master or index in self._streamed)
 
     def _store(self, index: int, kind: Kind) -> Store:
         if index in self._frozen:
             return self._frozen[index]
-        if index not in self._shards:  # of what is on disk, fp32 weights alone are not
-            own = self._owned[index]
-            return self._weights(own, 0, own.numel, {})
-        shard = self._shards[index]
-        stores: dict[str, Store] = {"weight": shard.weights, "exp_avg": shard.exp_avg, "exp_avg_sq": shard.exp_avg_sq}
+        if index not in self._resident:  # only the fp32 master of a weight with states on disk comes here
+            shard = self._shards[index]
+            return self._weights(shard, 0, shard.numel, {})
+        flat = self._resident[index]
+        stores: dict[str, Store] = {"weight": flat.weights, "exp_avg": flat.exp_avg, "exp_avg_sq": flat.exp_avg_sq}
         return stores[kind]
 
-    def _shard(self, own: Owned, start: int, stop: int, gradient: Tensor, fields: Mapping[str, Tensor]) -> FlatShard:
-        """Elements [start, stop) of a range. What is not in `fields` is made of zeros."""
+    def _flat_shard(
+        self, shard: WeightShard, start: int, stop: int, gradient: Tensor, fields: Mapping[str, Tensor]
+    ) -> FlatShard:
+        """Return elements [start, stop) of a range; states that are not in `fields` are new memory of zeros."""
         return FlatShard(
-            weights=self._weights(own, start, stop, fields),
-            exp_avg=self._moment(own, start, stop, fields.get("exp_avg"), squared=False),
-            exp_avg_sq=self._moment(own, start, stop, fields.get("exp_avg_sq"), squared=True),
+            weights=self._weights(shard, start, stop, fields),
+            exp_avg=self._moment(shard, start, stop, fields.get("exp_avg"), squared=False),
+            exp_avg_sq=self._moment(shard, start, stop, fields.get("exp_avg_sq"), squared=True),
             gradient=gradient,
-            decays=own.decays,
-            start=own.start + start,
+            decays=shard.decays,
+            start=shard.start + start,
         )
 
-    def _weights(self, own: Owned, start: int, stop: int, fields: Mapping[str, Tensor]) -> Weights:
+    def _weights(self, shard: WeightShard, start: int, stop: int, fields: Mapping[str, Tensor]) -> Weights:
         if "compute" in fields:
-            values, others = fields["compute"].view(own.dtype), []
+            values, replicas = fields["compute"].view(shard.dtype), []
         else:
-            values, *others = (copy[start:stop] for copy in own.copies)
-        if own.dtype == torch.float32:
-            return WholeWeights(values, others)
-        if not own.learns:
-            return RoundedWeights(values, others)
-        return self._split(values, others, fields.get("weight"))
+            values, *replicas = (copy[start:stop] for copy in shard.copies)
+        if shard.dtype == torch.float32:
+            return WholeWeights(values, replicas)
+        if not shard.trainable:
+            return RoundedWeights(values, replicas)
+        return self._split(values, replicas, fields.get("weight"))
 
-    def _moment(self, own: Owned, start: int, stop: int, memory: Tensor | None, squared: bool) -> Moment:
-        return moment(self._states, stop - start, own.row_numel, squared, memory)
+    def _moment(self, shard: WeightShard, start: int, stop: int, memory: Tensor | None, squared: bool) -> Moment:
+        return moment(self._states, stop - start, shard.row_numel, squared, memory)
 
 
 Store = Weights | Moment
 
 
 @dataclass
-class _AtHand:
+class _LoadedField:
     """One field of a window, in memory to be read or changed in pieces."""
 
     scratch: ScratchFile
@@ -222,7 +236,7 @@ class _AtHand:
 
 
 def _move(window: Window) -> Move:
-    """All of it is read; the gradient, its first field if it has one, is not written."""
+    """Read a whole record, and write it back without its first field if that is the gradient."""
     fields = window.record.fields
     return Move(
         window.record.offset,

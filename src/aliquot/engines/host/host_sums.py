@@ -1,7 +1,8 @@
-"""Gradient sums of the host engine, in memory or, window by window, on disk.
+"""Gradient sums of a rank, in memory or, window by window, on disk.
 
-`h` is a host, `index` a weight: the sums over this host's ranks of the rows that this rank's counterpart on host h
-owns. What h owns travels there once a step (gradient_exchange.py; what lies on disk, when the step ends).
+A rank has sums over the ranks of its host: for its own range of each weight and, for each other host, for the range
+that the rank's counterpart there owns. The latter travel to the counterpart once a step (gradient_exchange.py; sums on
+disk only when the step ends).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from aliquot.engines.host.host_disk import HostDisk
-from aliquot.engines.host.shared_weights import Weight
+from aliquot.engines.host.shared_weights import Counterparts, Weight
 from aliquot.offload.stream import Move, Stream
 from aliquot.offload.window_sums import WindowSums
 from aliquot.offload.windows import paged, windows
@@ -23,140 +24,148 @@ from aliquot.optim.squared_norm import block_squares
 
 
 class HostSums:
+    """Sums by host and weight; `host` is always the one whose rank owns the range."""
+
     def __init__(
         self,
         weights: Sequence[Weight],
-        owners: Sequence[int],
-        own: int,
+        counterparts: Counterparts,
         dtype: torch.dtype,
         states: States,
         disk: HostDisk | None,
         sent_dtype: torch.dtype | None = None,
-        passing: Collection[int] = (),
+        transient: Collection[int] = (),
     ) -> None:
-        """`owners[h]`: the rank on host h that is this one's counterpart, on host `own` itself. `sent_dtype`: of what
-        travels, by default that of what stays. `passing`: of these weights, but for those on disk, what others own is
-        not kept: it is given `room` for as long as it takes to leave.
+        """Allocate the sums.
+
+        Args:
+            dtype: of the sums for this rank's own ranges.
+            sent_dtype: of the sums for other hosts; None: `dtype`.
+            transient: weights whose sums for other hosts are sent at once and not stored. Such sums use memory of
+                `allocate_transient` until they have left. Does not apply to weights with sums on disk.
         """
-        self._own = own
-        self.room: Callable[[int], Tensor] = torch.empty
-        self._rooms: dict[tuple[int, int, int], Tensor] = {}  # filled, not yet on their way
+        self._host = counterparts.host
+        self.allocate_transient: Callable[[int], Tensor] = torch.empty
+        self._transient_sums: dict[tuple[int, int, int], Tensor] = {}  # (host, weight, start): filled, not yet sent
         self._disk = disk
         places = {} if disk is None else disk.sums
-        self._on_disk = None if disk is None else WindowSums(disk.scratch, places, dtype)
-        spilled = {index for _, index, _ in places}
-        self.passing = frozenset(passing) - spilled
+        self._window_sums = None if disk is None else WindowSums(disk.scratch, places, dtype)
+        on_disk = {index for _, index, _ in places}
+        self.transient = frozenset(transient) - on_disk
         self.dtype = dtype
         self.sent_dtype = dtype if sent_dtype is None else sent_dtype
-        self._spilled = sorted(spilled)
-        # None: on disk, or passing.
+        self.on_disk: Sequence[int] = sorted(on_disk)  # the weights whose sums lie on disk
+        # None: on disk, or transient.
         self._sums = [
             [
                 None
-                if index in spilled or self.passes(h, index)
-                else torch.zeros(weight.learned_of(owner), dtype=dtype if h == own else self.sent_dtype)
+                if index in on_disk or self.is_transient(host, index)
+                else torch.zeros(weight.trainable_numel(owner), dtype=dtype if host == self._host else self.sent_dtype)
                 for index, weight in enumerate(weights)
             ]
-            for h, owner in enumerate(owners)
+            for host, owner in enumerate(counterparts.ranks)
         ]
         self._windows = [
-            [windows(weight.learned_of(owner), states, weight.row_numel) for weight in weights] for owner in owners
+            [windows(weight.trainable_numel(owner), states, weight.row_numel) for weight in weights]
+            for owner in counterparts.ranks
         ]
         self._itemsize = dtype.itemsize
 
     @cached_property
     def size_bytes(self) -> int:
-        """In memory."""
+        """Bytes of the sums in memory."""
         return sum(tensor.nbytes for tensors in self._sums for tensor in tensors if tensor is not None)
 
-    def in_memory(self, h: int, index: int) -> Tensor:
-        """The sums of a weight that has them there, flat."""
-        found = self._sums[h][index]
-        assert found is not None
-        return found
+    def in_memory(self, host: int, index: int) -> Tensor:
+        """Return sums that are in memory, flat."""
+        sums = self._sums[host][index]
+        assert sums is not None
+        return sums
 
-    def own(self, index: int) -> Tensor | None:
-        """What this rank itself owns; None: it lies on disk."""
-        return self._sums[self._own][index]
+    def local(self, index: int) -> Tensor | None:
+        """Return the sums of the range that this rank owns; None: they lie on disk."""
+        return self._sums[self._host][index]
 
-    def ranges(self, h: int, index: int, a: int, b: int, first: bool) -> Iterator[tuple[Tensor, int, int]]:
-        """(sums, start, stop): memory in which elements [a, b), counted from the owner's first, are to be changed,
-        range by range, each until the next is asked for. `first`: they hold anything, and all get a value."""
-        whole = self._sums[h][index]
+    def is_transient(self, host: int, index: int) -> bool:
+        """Whether these sums are sent at once and not stored."""
+        return host != self._host and index in self.transient
+
+    def writable(
+        self, host: int, index: int, start: int, stop: int, overwrite: bool
+    ) -> Iterator[tuple[Tensor, int, int]]:
+        """Yield (sums, start, stop): memory in which to change elements [start, stop) of the owner's range.
+
+        Each tensor is valid until the next is asked for. With `overwrite` the tensors hold garbage, and the caller sets
+        every element.
+        """
+        whole = self._sums[host][index]
         if whole is not None:
-            yield whole[a:b], a, b
+            yield whole[start:stop], start, stop
             return
-        if self.passes(h, index):
-            self._rooms[h, index, a] = self.room(b - a)
-            yield self._rooms[h, index, a], a, b
+        if self.is_transient(host, index):
+            self._transient_sums[host, index, start] = self.allocate_transient(stop - start)
+            yield self._transient_sums[host, index, start], start, stop
             return
-        assert self._on_disk is not None
-        for number, (start, stop) in enumerate(self._windows[h][index]):
-            low, high = max(a, start), min(b, stop)
+        assert self._window_sums is not None
+        for number, (first, last) in enumerate(self._windows[host][index]):
+            low, high = max(start, first), min(stop, last)
             if low < high:
-                yield self._on_disk.open((h, index, number), first)[low - start : high - start], low, high
+                yield self._window_sums.open((host, index, number), overwrite)[low - first : high - first], low, high
 
-    def leaving(self, h: int, index: int, a: int, b: int) -> Tensor:
-        """Sums that are complete and host h's, elements [a, b) of what is its owner's."""
-        room = self._rooms.pop((h, index, a), None)
-        return self.in_memory(h, index)[a:b] if room is None else room
+    def outgoing(self, host: int, index: int, start: int, stop: int) -> Tensor:
+        """Return the complete sums for another host, elements [start, stop) of its owner's range."""
+        transient = self._transient_sums.pop((host, index, start), None)
+        return self.in_memory(host, index)[start:stop] if transient is None else transient
 
-    def zero(self, h: int, index: int) -> None:
-        if self.passes(h, index):
+    def zero(self, host: int, index: int) -> None:
+        """Set stored sums to zero."""
+        if self.is_transient(host, index):
             return
-        numel = self._windows[h][index][-1][1] if self._windows[h][index] else 0
-        for sums, _, _ in self.ranges(h, index, 0, numel, first=True):
+        numel = self._windows[host][index][-1][1] if self._windows[host][index] else 0
+        for sums, _, _ in self.writable(host, index, 0, numel, overwrite=True):
             sums.zero_()
 
-    def settle(self) -> None:
-        """Nothing will be added in this step: what belongs on disk is there when this returns."""
-        if self._on_disk is not None:
-            self._on_disk.settle()
+    def flush(self) -> None:
+        """Write to disk what belongs there, after the last change of a step."""
+        if self._window_sums is not None:
+            self._window_sums.settle()
 
     def squares(self) -> list[float]:
-        """Of each weight the sum of squares of what this rank owns, the same wherever it lies."""
-        return [math.fsum(self._squares(index)) for index in range(len(self._windows[self._own]))]
+        """Return the sum of squares of this rank's own sums of each weight, the same wherever the sums lie."""
+        return [math.fsum(self._squares(index)) for index in range(len(self._windows[self._host]))]
 
     def _squares(self, index: int) -> Iterator[float]:
-        whole = self._sums[self._own][index]
-        for number, (start, stop) in enumerate(self._windows[self._own][index]):
+        whole = self._sums[self._host][index]
+        for number, (start, stop) in enumerate(self._windows[self._host][index]):
             if whole is not None:
                 yield from block_squares(whole[start:stop])
             else:
-                assert self._on_disk is not None
-                yield from self._on_disk.squares[self._own, index, number]
+                assert self._window_sums is not None
+                yield from self._window_sums.squares[self._host, index, number]
 
-    def passes(self, h: int, index: int) -> bool:
-        return h != self._own and index in self.passing
+    def pieces(self, host: int, most_bytes: int) -> list[int]:
+        """Return the number of elements of each tensor that `visit` yields for the sums on disk (see wire.py)."""
+        return [stop - start for index in self.on_disk for start, stop in self._windows[host][index]]
 
-    @property
-    def spilled(self) -> Sequence[int]:
-        """The weights whose sums lie on disk."""
-        return self._spilled
-
-    def pieces(self, h: int, most_bytes: int) -> list[int]:
-        """Of what lies on disk and is host h's, the elements of each piece of `visit`."""
-        return [stop - start for index in self._spilled for start, stop in self._windows[h][index]]
-
-    def visit(self, h: int, most_bytes: int, changes: bool) -> Iterator[Tensor]:
-        """Those pieces one by one; with `changes` each is to be changed before the next is asked for."""
-        if not self._spilled:
+    def visit(self, host: int, most_bytes: int, changes: bool) -> Iterator[Tensor]:
+        """Yield the sums on disk window by window; with `changes` the caller changes each in place."""
+        if not self.on_disk:
             return
-        assert self._disk is not None and self._on_disk is not None
-        windows = [(index, *each) for index in self._spilled for each in enumerate(self._windows[h][index])]
-        moves = [Move(*self._place(h, i, number), written_from=0 if changes else None) for i, number, _ in windows]
-        on_disk = iter(Stream(self._disk.scratch, moves))
-        for index, number, (start, stop) in windows:
-            values = next(on_disk)[: (stop - start) * self._itemsize].view(self.dtype)
+        assert self._disk is not None and self._window_sums is not None
+        visited = [(index, *entry) for index in self.on_disk for entry in enumerate(self._windows[host][index])]
+        moves = [Move(*self._place(host, i, number), written_from=0 if changes else None) for i, number, _ in visited]
+        stream = iter(Stream(self._disk.scratch, moves))
+        for index, number, (start, stop) in visited:
+            values = next(stream)[: (stop - start) * self._itemsize].view(self.dtype)
             if changes:
                 yield values
-                self._on_disk.squares[h, index, number] = block_squares(values)
+                self._window_sums.squares[host, index, number] = block_squares(values)
             else:
                 yield values.to(self.sent_dtype, copy=True)
-        for _ in on_disk:  # the last one is written
+        for _ in stream:  # writes the last window
             pass
 
-    def _place(self, h: int, index: int, number: int) -> tuple[int, int]:
+    def _place(self, host: int, index: int, number: int) -> tuple[int, int]:
         assert self._disk is not None
-        offset, numel = self._disk.sums[h, index, number]
+        offset, numel = self._disk.sums[host, index, number]
         return offset, paged(numel * self._itemsize)

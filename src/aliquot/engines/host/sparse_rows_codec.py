@@ -1,7 +1,8 @@
-"""Gradient sums of an embedding on their way to another host: the rows that tokens have looked up, the rest is zero.
+"""Encode gradient sums of an embedding for another host: only the rows that tokens have looked up are not zero.
 
-A message is the number of rows, their numbers, and what is in them; where most were looked up, all rows and no numbers.
-Of an embedding that is the head, too, they follow the head's gradient and are added to its sum over all hosts.
+A message holds the number of rows, their row numbers, and their values. If tokens have looked up most rows, the message
+holds all rows and no row numbers. A tied embedding sends its looked-up rows separately, after the gradient of the head;
+the receiver adds them to the head's sum over all hosts.
 """
 
 from __future__ import annotations
@@ -14,69 +15,77 @@ from torch import Tensor
 from aliquot.distributed.collectives.buffer_sizes import aligned
 from aliquot.distributed.collectives.messages import not_as_sent
 
-_ALL = -1
+_ALL = -1  # in place of the number of rows
 
-Rows = tuple[Tensor, Tensor]  # numbers, int64 [n], and values [n, width]
+Rows = tuple[Tensor, Tensor]  # row numbers, int64 [n], and values [n, width]
 
 
 def most_bytes(rows: int, width: int, itemsize: int) -> int:
-    """Of the message about so many rows."""
+    """Return the size of the longest message about `rows` rows."""
     return aligned(4 * (1 + rows)) + rows * width * itemsize
 
 
-def encode_rows(values: Tensor, looked_up: Tensor) -> Tensor:
-    """uint8, of `values` [rows, width], zeros where `looked_up`, bool [rows], is false."""
+def encode_table(values: Tensor, looked_up: Tensor) -> Tensor:
+    """Encode `values` [rows, width], which are zero where `looked_up`, bool [rows], is false. Returns uint8."""
     rows = len(values)
-    found = looked_up.nonzero().flatten()
-    if 10 * len(found) < 9 * rows:
-        return encode_found((found, values[found]))
+    numbers = looked_up.nonzero().flatten()
+    if 10 * len(numbers) < 9 * rows:
+        return encode_rows((numbers, values[numbers]))
     return _message([_ALL], values)
 
 
-def encode_found(rows: Rows) -> Tensor:
-    """uint8; `most_bytes` of as many rows."""
+def encode_rows(rows: Rows) -> Tensor:
+    """Encode `rows` in at most `most_bytes(len(rows))`. Returns uint8."""
     numbers, values = rows
     return _message([len(numbers), *numbers.tolist()], values)
 
 
-def _message(numbers: list[int], sent: Tensor) -> Tensor:
+def _message(numbers: list[int], values: Tensor) -> Tensor:
     head = torch.tensor(numbers, dtype=torch.int32)
-    message = torch.zeros(aligned(head.nbytes) + sent.nbytes, dtype=torch.uint8)
+    message = torch.zeros(aligned(head.nbytes) + values.nbytes, dtype=torch.uint8)
     message[: head.nbytes] = head.view(torch.uint8)
-    message[aligned(head.nbytes) :] = sent.reshape(-1).view(torch.uint8)
+    message[aligned(head.nbytes) :] = values.reshape(-1).view(torch.uint8)
     return message
 
 
-def message_in(room: Tensor, rows: int, width: int, itemsize: int, who: str) -> Tensor:
-    """The message at the beginning of `room`, uint8. Raises SelfTestError, beginning with `who`, if there is none."""
-    count = int(room[:4].view(torch.int32))
+def message_in(buffer: Tensor, rows: int, width: int, itemsize: int, sender: str) -> Tensor:
+    """Return the message at the beginning of `buffer`, uint8.
+
+    Raises:
+        SelfTestError: there is no message about at most `rows` rows; the error begins with `sender`.
+    """
+    count = int(buffer[:4].view(torch.int32))
     if not _ALL <= count <= rows:
-        raise not_as_sent(who)
-    sent = rows if count == _ALL else count
-    return room[: aligned(4 * (1 + max(0, count))) + sent * width * itemsize]
+        raise not_as_sent(sender)
+    sent_rows = rows if count == _ALL else count
+    return buffer[: aligned(4 * (1 + max(0, count))) + sent_rows * width * itemsize]
 
 
-def decode_rows(message: Tensor, rows: int, width: int, dtype: torch.dtype, who: str) -> Tensor:
-    """What `encode_rows` made it of, flat. Raises SelfTestError, beginning with `who`, where there are no such rows."""
+def decode_table(message: Tensor, rows: int, width: int, dtype: torch.dtype, sender: str) -> Tensor:
+    """Return the values that `encode_table` has encoded, flat. Raises SelfTestError as `decode_rows`."""
     if int(message[:4].view(torch.int32)) == _ALL:
         return message[aligned(4) :].view(dtype)
-    numbers, values = decode_found(message, rows, width, dtype, who)
-    found = torch.zeros(rows, width, dtype=dtype)
-    found[numbers] = values
-    return found.view(-1)
+    numbers, values = decode_rows(message, rows, width, dtype, sender)
+    table = torch.zeros(rows, width, dtype=dtype)
+    table[numbers] = values
+    return table.view(-1)
 
 
-def decode_found(message: Tensor, rows: int, width: int, dtype: torch.dtype, who: str) -> Rows:
-    """What `encode_found` made it of, of an owner of so many rows. Raises as `decode_rows`."""
+def decode_rows(message: Tensor, rows: int, width: int, dtype: torch.dtype, sender: str) -> Rows:
+    """Return the rows that `encode_rows` has encoded, for an owner of `rows` rows.
+
+    Raises:
+        SelfTestError: a row number is impossible; the error begins with `sender`.
+    """
     count = int(message[:4].view(torch.int32))
     numbers = message[4 : 4 * (1 + max(0, count))].view(torch.int32).long()
     if count < 0 or (count and not 0 <= int(numbers.min()) <= int(numbers.max()) < rows):
-        raise not_as_sent(who)
+        raise not_as_sent(sender)
     return numbers, message[aligned(4 * (1 + count)) :].view(dtype).view(count, width)
 
 
 def sum_rows(parts: Sequence[Rows], width: int) -> Rows:
-    """The sum over `parts` in their order, fp32, of each row that any has; in a part a row may stand several times."""
+    """Sum `parts` in their order, in fp32. Row numbers may repeat within a part and are unique in the result."""
     unique, places = torch.unique(torch.cat([numbers for numbers, _ in parts]), return_inverse=True)
     total = torch.zeros(len(unique), width)
     at = 0

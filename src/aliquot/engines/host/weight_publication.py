@@ -1,9 +1,13 @@
-"""What owners make of their weights, on its way to the other hosts while the next forward pass begins.
+"""Updated weights on their way to the layers that compute with them, while the next forward pass begins.
 
-Messages go in the order in which a forward pass wants weights. A message holds the changed bits of a piece of a weight
-(distributed/collectives/weight_patch.py). Every rank receives what its counterparts own, and applies it when a
-layer is about to use it: no thread takes cores from those that compute. A layer waits until all ranks of its host have
-done so.
+Weights are updated in the order in which a forward pass uses them, and a layer waits only for its own.
+
+On one host with optimizer state on disk (`OverlappedUpdate`) the update runs in a thread: while a layer computes, the
+states of the next layers come from the disk and those of the previous ones return there.
+
+On several hosts (`WeightPublication`) each rank sends its updated weights to the other hosts. A message holds the
+changed bits of a piece of a weight (distributed/collectives/weight_patch.py). Every rank receives the ranges of its
+counterparts, and applies them when a layer is about to use them, so that no thread takes a core from computing ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from aliquot.distributed.collectives.buffer_sizes import BLOCK
 from aliquot.distributed.collectives.messages import Rooms
@@ -24,242 +28,258 @@ from aliquot.distributed.collectives.progress_counters import POLL_S, ProgressCo
 from aliquot.distributed.collectives.weight_patch import WeightPatches, check, checksums, most_bytes
 from aliquot.distributed.collectives.wire import Wire
 from aliquot.engines.host.host_memory import EXCHANGE_BYTES, PUBLISHED_NUMEL
-from aliquot.engines.host.shared_weights import Weight
-from aliquot.models.structure import decoder_layers
-
-RangeOf = Callable[[int, int], list[Tensor]]  # of a weight and a rank: what it owns, flat, in every shared copy
+from aliquot.engines.host.shared_weights import Counterparts, SharedWeights, Weight
 
 
-@dataclass
-class _Expected:
-    """A piece of a weight: what has changed in it, or, where `room` is None, its weights where they lie."""
+class OverlappedUpdate:
+    """An update in a thread of its own, in the order of weights that is given at the start.
 
-    index: int
-    host: int
-    start: int  # in what that host's rank owns
-    stop: int
-    room: Tensor | None
-    checksums: Tensor | None
-    arrival: Future[None]  # of its last message
+    The progress counter of a rank counts the weights that the rank has updated, over all updates.
+    """
 
-
-class ForwardOrder:
-    """The model's parameters, by index, as a forward pass wants them."""
-
-    def __init__(self, model: nn.Module, head: nn.Parameter | None) -> None:
-        """`head`: a parameter that is not used by the model itself, but after it."""
-        index = {id(parameter): at for at, parameter in enumerate(model.parameters())}
-        self.layers = [
-            (layer, [index[id(parameter)] for parameter in layer.parameters()]) for layer in decoder_layers(model)
-        ]
-        in_layers = dict.fromkeys(at for _, indices in self.layers for at in indices)
-        embedding = model.get_input_embeddings().weight  # type: ignore[operator]
-        last = [] if head is None or head is embedding else [index[id(head)]]
-        self.first = [at for at in index.values() if at not in in_layers and at not in last]
-        self.all = [*self.first, *in_layers, *last]
-
-
-class Publication:
-    def __init__(
-        self,
-        wire: Wire,
-        peers: Peers,
-        owners: Sequence[int],
-        weights: Sequence[Weight],
-        range_of: RangeOf,
-        serve: Callable[[], None],
-    ) -> None:
-        """`serve` is called while this rank waits for others of its host. Collective over the host."""
-        self._wire = wire
-        self._weights = weights
-        self._owners = owners
-        self._order: Sequence[int] = ()
-        self._places: dict[int, int] = {}
-        self._range_of = range_of
-        self._serve = serve
-        self._patches = WeightPatches()
-        self._old: Tensor | None = None
-        self._scratch = torch.empty(most_bytes(PUBLISHED_NUMEL), dtype=torch.uint8)
-        self._raw = True
-        self._progress = ProgressCounters(peers)
-        self._done = 0  # weights of earlier publications
-        self._arrived = 0  # of this publication's, how many are what their owners made of them
-        self._usable = 0  # and on all ranks of this host, as far as this one knows
-        self._to_expect: Iterator[tuple[int, int, int, int]] = iter(())
-        self._expected: deque[_Expected] = deque()
-        self._expected_bytes = 0
-        self._leaving: deque[Future[None]] = deque()
-        self._rooms = Rooms(torch.uint8, EXCHANGE_BYTES)
-        self.waited_s = 0.0  # for ranks of this host
-
-    def begin(self, order: Sequence[int], raw: bool) -> None:
-        """Nobody computes any more, on any host. `order`: of weights, in which they are updated and wanted. `raw`: they
-        travel as they are, not what has changed in them."""
-        assert self._arrived == len(self._order), "weights were to be used before they are replaced"
-        self._raw = raw
-        self._done += len(self._order)
-        self._order = order
-        self._places = {index: place for place, index in enumerate(order)}
-        self._arrived = self._usable = 0
-        self._to_expect = (
-            (index, host, start, stop)
-            for index in self._order
-            for host in self._wire.others
-            for start, stop in _cuts(self._weights[index].numel_of(self._owners[host]))
-        )
-        self._expect()
-
-    def changes(self, index: int) -> None:
-        """This rank is about to update what it owns of a weight."""
-        if not self._raw:
-            self._old = self._range_of(index, self._owners[self._wire.own])[0].clone()
-
-    def updated(self, index: int) -> None:
-        """It has been. Does not wait: others may be where they take nothing."""
-        own = self._range_of(index, self._owners[self._wire.own])[0]
-        for start, stop in _cuts(own.numel()):
-            values = own[start:stop]
-            if self._raw:
-                messages = [values, checksums(values)]
-            else:
-                assert self._old is not None
-                size = self._patches.encode(self._old[start:stop], values, self._scratch)
-                messages = [self._scratch[:size].clone()]
-            self._leaving += [self._wire.send(message, host) for message in messages for host in self._wire.others]
-        self._old = None
-        self._settle()
-
-    def need(self, indices: Sequence[int]) -> None:
-        """These weights, of which some may not be on their way, are about to be used: all ranks of this host come here.
-
-        Raises what the transfers raise, and SelfTestError where weights are not what was sent."""
-        count = 1 + max((self._places.get(index, -1) for index in indices), default=-1)
-        if count <= self._usable:
-            return
-        while self._arrived < count:
-            self._wire.wait(self._expected[0].arrival)
-            self._take_in()
-        self._progress.publish(self._done + self._arrived)
-        begun = time.perf_counter()
-
-        def meanwhile() -> None:
-            self._serve()
-            self._settle()
-
-        self._progress.wait(self._done + count, meanwhile=meanwhile)
-        self.waited_s += time.perf_counter() - begun
-        self._usable = count
-
-    def _settle(self) -> None:
-        """Whatever is over by now. Nobody uses, yet, what comes in."""
-        while self._expected and self._expected[0].arrival.done():
-            self._take_in()
-        while self._leaving and self._leaving[0].done():
-            self._leaving.popleft().result()
-
-    def _take_in(self) -> None:
-        """The oldest of what is expected, which has arrived."""
-        expected = self._expected.popleft()
-        expected.arrival.result()
-        index, owner = expected.index, self._owners[expected.host]
-        first, *others = [copy[expected.start : expected.stop] for copy in self._range_of(index, owner)]
-        who = f"weights of {self._weights[index].name} that rank {owner} has updated"
-        if expected.room is not None:
-            self._patches.decode(expected.room, first, who)
-            self._expected_bytes -= expected.room.nbytes
-            self._rooms.give(expected.room)
-        elif expected.checksums is not None:
-            check(first, expected.checksums, who)
-        for copy in others:
-            copy.copy_(first)
-        self._expect()
-
-    def _expect(self) -> None:
-        """Post receives as far as there is room for them; where weights lie there is."""
-        while self._expected_bytes < EXCHANGE_BYTES and (piece := next(self._to_expect, None)) is not None:
-            index, host, start, stop = piece
-            if self._raw:
-                own = torch.empty(-(-(stop - start) // BLOCK), dtype=torch.int64)
-                self._wire.receive(self._range_of(index, self._owners[host])[0][start:stop], host)
-                self._expected.append(_Expected(*piece, None, own, self._wire.receive(own, host)))
-                continue
-            size = most_bytes(stop - start)
-            room = self._rooms.take(size)
-            self._expected.append(_Expected(*piece, room, None, self._wire.receive(room, host)))
-            self._expected_bytes += size
-        self._arrived = self._places[self._expected[0].index] if self._expected else len(self._order)
-
-
-def _cuts(numel: int) -> Iterator[tuple[int, int]]:
-    return ((start, min(start + PUBLISHED_NUMEL, numel)) for start in range(0, numel, PUBLISHED_NUMEL))
-
-
-class LateUpdate:
     def __init__(self, peers: Peers, order: Sequence[int], serve: Callable[[], None]) -> None:
-        """`order`: of the weights that are updated. `serve` is called while this rank waits for others, which may wait
-        for what it does. Collective over the host."""
+        """Share the counters. Collective over the host.
+
+        Args:
+            order: of the updated weights.
+            serve: called while this rank waits for other ranks, which may wait for this rank's ring.
+        """
         self._serve = serve
         self._count = len(order)
         self._places = {index: place for place, index in enumerate(order)}
         self._progress = ProgressCounters(peers)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="aliquot-update")
         self._running: Future[None] | None = None
-        self._before = 0  # weights of earlier updates
-        self._usable = self._count  # of this one's, updated by all ranks of this host, as far as this one knows
+        self._count_before = 0  # weights of earlier updates
+        self._usable = self._count  # weights of this update that all ranks of the host have updated, for all we know
         self.waited_s = 0.0
 
     def begin(self, update: Callable[[], None]) -> None:
-        """Nobody computes any more on this host, and what was begun before has been needed as a whole. `update` updates
-        all weights in their order, and calls `updated` after each."""
+        """Start `update`, which updates all weights in order and calls `mark_updated` after each.
+
+        No rank of the host computes any more, and the previous update has been waited for as a whole.
+        """
         if self._running is not None:
-            self._before += self._count
+            self._count_before += self._count
         self._usable = 0
 
-        end = self._before + self._count  # by the time that `update` returns the next may have begun
+        end = self._count_before + self._count  # when `update` returns, the next one may have changed `_count_before`
 
         def run() -> None:
             update()
-            self._progress.publish(end)  # those of which this rank has no row, too
+            self._progress.publish(end)  # includes weights of which this rank owns no row
 
         self._running = self._thread.submit(run)
 
-    def updated(self, index: int) -> None:
-        """Within `update`: this rank's rows are as they will be used, or on their way to the disk."""
-        self._progress.publish(self._before + self._places[index] + 1)
+    def mark_updated(self, index: int) -> None:
+        """Publish, within `update`, that this rank's range of a weight may be used."""
+        self._progress.publish(self._count_before + self._places[index] + 1)
 
-    def need(self, indices: Sequence[int]) -> None:
-        """These weights are about to be used: all ranks of this host come here. Raises what the update has raised."""
-        count = self._place_behind(indices)
+    def wait_usable(self, indices: Sequence[int]) -> None:
+        """Wait until all ranks of the host have updated these weights. Every rank of the host calls this.
+
+        Raises:
+            Exception: the update has failed with it.
+        """
+        count = self._count_up_to(indices)
         if count <= self._usable:
             return
         begun = time.perf_counter()
 
         def meanwhile() -> None:
-            self._check()
+            self._raise_failure()
             self._serve()
 
-        self._progress.wait(self._before + count, meanwhile=meanwhile)
+        self._progress.wait(self._count_before + count, meanwhile=meanwhile)
         self._usable = count
         self.waited_s += time.perf_counter() - begun
 
-    def need_own(self, indices: Sequence[int]) -> None:
-        """As `need`, of this rank's rows alone, in any thread."""
-        count = 0 if self._running is None else self._place_behind(indices)
-        while self._progress.local() < self._before + count:
-            self._check()
+    def wait_updated_here(self, indices: Sequence[int]) -> None:
+        """Wait, in any thread, until this rank has updated its ranges of these weights. Raises as `wait_usable`."""
+        count = 0 if self._running is None else self._count_up_to(indices)
+        while self._progress.local() < self._count_before + count:
+            self._raise_failure()
             time.sleep(POLL_S)
 
-    def settle(self) -> None:
-        """This rank has updated all of its rows. In any thread. Raises what the update has raised."""
+    def join(self) -> None:
+        """Wait, in any thread, until this rank has updated all its ranges. Raises as `wait_usable`."""
         if self._running is not None:
             self._running.result()
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
 
-    def _place_behind(self, indices: Sequence[int]) -> int:
+    def _count_up_to(self, indices: Sequence[int]) -> int:
         return 1 + max((self._places.get(index, -1) for index in indices), default=-1)
 
-    def _check(self) -> None:
+    def _raise_failure(self) -> None:
         if self._running is not None and self._running.done():
             self._running.result()
+
+
+@dataclass
+class _Arrival:
+    """A piece of a weight of another host: a buffer for its changed bits, or, if None, the weights themselves."""
+
+    index: int
+    host: int
+    start: int  # counted from the first element that the host's rank owns
+    stop: int
+    buffer: Tensor | None
+    checksums: Tensor | None
+    transfer: Future[None]  # of the last message about the piece
+
+
+class WeightPublication:
+    """The exchange of updated weights between hosts.
+
+    The progress counter of a rank counts the weights that the rank has received and applied, over all publications.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        peers: Peers,
+        counterparts: Counterparts,
+        weights: Sequence[Weight],
+        shared: SharedWeights,
+        serve: Callable[[], None],
+    ) -> None:
+        """Share the counters. Collective over the host.
+
+        Args:
+            serve: called while this rank waits for other ranks of its host.
+        """
+        self._wire = wire
+        self._weights = weights
+        self._counterparts = counterparts
+        self._order: Sequence[int] = ()
+        self._places: dict[int, int] = {}
+        self._shared = shared
+        self._serve = serve
+        self._patches = WeightPatches()
+        self._old: Tensor | None = None  # this rank's range before its update
+        self._scratch = torch.empty(most_bytes(PUBLISHED_NUMEL), dtype=torch.uint8)
+        self._raw = True
+        self._progress = ProgressCounters(peers)
+        self._count_before = 0  # weights of earlier publications
+        self._arrived = 0  # weights of this publication that are complete on this rank
+        self._usable = 0  # weights of this publication that are complete on all ranks of the host, for all we know
+        self._to_receive: Iterator[tuple[int, int, int, int]] = iter(())
+        self._arrivals: deque[_Arrival] = deque()
+        self._arriving_bytes = 0
+        self._departures: deque[Future[None]] = deque()
+        self._pool = Rooms(torch.uint8, EXCHANGE_BYTES)
+        self.waited_s = 0.0  # for ranks of this host
+
+    def begin(self, order: Sequence[int], raw: bool) -> None:
+        """Begin a publication, when no rank of any host computes any more.
+
+        Args:
+            order: of the weights, in which they are updated and used.
+            raw: send the weights themselves, not their changed bits.
+        """
+        assert self._arrived == len(self._order), "every weight must be used before it is replaced"
+        self._raw = raw
+        self._count_before += len(self._order)
+        self._order = order
+        self._places = {index: place for place, index in enumerate(order)}
+        self._arrived = self._usable = 0
+        self._to_receive = (
+            (index, host, start, stop)
+            for index in self._order
+            for host in self._wire.others
+            for start, stop in _pieces(self._weights[index].shard_numel(self._counterparts.ranks[host]))
+        )
+        self._post_receives()
+
+    def before_update(self, index: int) -> None:
+        """Remember this rank's range of a weight, to find the bits that the update changes."""
+        if not self._raw:
+            self._old = self._copies(index, self._wire.own)[0].clone()
+
+    def mark_updated(self, index: int) -> None:
+        """Send this rank's updated range of a weight. Does not wait, because receivers may wait for this rank."""
+        updated = self._copies(index, self._wire.own)[0]
+        for start, stop in _pieces(updated.numel()):
+            values = updated[start:stop]
+            if self._raw:
+                messages = [values, checksums(values)]
+            else:
+                assert self._old is not None
+                size = self._patches.encode(self._old[start:stop], values, self._scratch)
+                messages = [self._scratch[:size].clone()]
+            self._departures += [self._wire.send(message, host) for message in messages for host in self._wire.others]
+        self._old = None
+        self._poll()
+
+    def wait_usable(self, indices: Sequence[int]) -> None:
+        """Wait until these weights are complete on all ranks of the host. Every rank of the host calls this.
+
+        Raises:
+            SelfTestError: weights are not what their owner has sent.
+            PeerLost: another host has ended.
+        """
+        count = 1 + max((self._places.get(index, -1) for index in indices), default=-1)
+        if count <= self._usable:
+            return
+        while self._arrived < count:
+            self._wire.wait(self._arrivals[0].transfer)
+            self._apply()
+        self._progress.publish(self._count_before + self._arrived)
+        begun = time.perf_counter()
+
+        def meanwhile() -> None:
+            self._serve()
+            self._poll()
+
+        self._progress.wait(self._count_before + count, meanwhile=meanwhile)
+        self.waited_s += time.perf_counter() - begun
+        self._usable = count
+
+    def _copies(self, index: int, host: int) -> list[Tensor]:
+        """Return the range of a weight that the rank of `host` owns, flat, in every shared copy."""
+        return self._shared.shard(index, self._counterparts.ranks[host]).copies
+
+    def _poll(self) -> None:
+        """Do everything that is possible without waiting. No rank uses the applied weights yet."""
+        while self._arrivals and self._arrivals[0].transfer.done():
+            self._apply()
+        while self._departures and self._departures[0].done():
+            self._departures.popleft().result()
+
+    def _apply(self) -> None:
+        """Apply the oldest arrival, whose transfer is over, to every copy of the weight."""
+        arrival = self._arrivals.popleft()
+        arrival.transfer.result()
+        first, *others = [copy[arrival.start : arrival.stop] for copy in self._copies(arrival.index, arrival.host)]
+        owner = self._counterparts.ranks[arrival.host]
+        sender = f"weights of {self._weights[arrival.index].name} that rank {owner} has updated"
+        if arrival.buffer is not None:
+            self._patches.decode(arrival.buffer, first, sender)
+            self._arriving_bytes -= arrival.buffer.nbytes
+            self._pool.give(arrival.buffer)
+        elif arrival.checksums is not None:
+            check(first, arrival.checksums, sender)
+        for copy in others:
+            copy.copy_(first)
+        self._post_receives()
+
+    def _post_receives(self) -> None:
+        """Post receives while their buffers fit into EXCHANGE_BYTES; raw weights need no buffer."""
+        while self._arriving_bytes < EXCHANGE_BYTES and (piece := next(self._to_receive, None)) is not None:
+            index, host, start, stop = piece
+            if self._raw:
+                sums = torch.empty(-(-(stop - start) // BLOCK), dtype=torch.int64)
+                self._wire.receive(self._copies(index, host)[0][start:stop], host)
+                self._arrivals.append(_Arrival(*piece, None, sums, self._wire.receive(sums, host)))
+                continue
+            size = most_bytes(stop - start)
+            buffer = self._pool.take(size)
+            self._arrivals.append(_Arrival(*piece, buffer, None, self._wire.receive(buffer, host)))
+            self._arriving_bytes += size
+        self._arrived = self._places[self._arrivals[0].index] if self._arrivals else len(self._order)
+
+
+def _pieces(numel: int) -> Iterator[tuple[int, int]]:
+    return ((start, min(start + PUBLISHED_NUMEL, numel)) for start in range(0, numel, PUBLISHED_NUMEL))

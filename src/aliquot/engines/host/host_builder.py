@@ -1,0 +1,150 @@
+"""Construct the parts of a host engine, in the one order that works.
+
+1. The list of weights, because every part names a weight by its index in this list.
+2. The layers that lie on disk, because shared memory must not allocate their pages.
+3. Shared memory. The model's meta parameters become views of it. Embedding and head are looked up afterwards, because
+   placing replaces the parameter objects.
+4. The scratch file, because sums and states have their places in it.
+5. Gradient sums, then the ring that fills them.
+6. Optimizer states, because the state of a weight refers to the memory of its gradient sum.
+7. Whatever delays the use of updated weights, because it follows the order in which the states are updated.
+8. Streamed layers, because reading a layer waits for its update.
+
+Steps 3, 5, 7 and 8 share memory among the ranks of the host, and step 3 places pages: they are collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import nn
+
+from aliquot.distributed.collectives.hosts import Hosts
+from aliquot.distributed.topology import Topology
+from aliquot.engines.base import EngineSpec
+from aliquot.engines.host.host_disk import HostDisk, StateFormat
+from aliquot.engines.host.host_gradients import HostGradients
+from aliquot.engines.host.host_states import HostStates
+from aliquot.engines.host.host_sums import HostSums
+from aliquot.engines.host.shared_weights import Counterparts, SharedWeights, Weight, WeightShard
+from aliquot.engines.host.streamed_layers import StreamedLayers, choose_streamed
+from aliquot.engines.host.weight_order import ForwardOrder, GradientOrder
+from aliquot.engines.host.weight_publication import OverlappedUpdate, WeightPublication
+from aliquot.optim.adamw import BlockedAdamW
+from aliquot.optim.sizes import update_block
+from aliquot.tensor_io.parts import row_ranges
+
+
+@dataclass(frozen=True)
+class HostParts:
+    """The parts of a host engine. At most one of `publication` and `overlapped` is there."""
+
+    weights: Sequence[Weight]
+    shared: SharedWeights
+    disk: HostDisk | None
+    cuts_look_up: bool  # the engine looks up embeddings itself, so that their gradient arrives as rows
+    sums: HostSums
+    gradients: HostGradients
+    states: HostStates
+    optimizer: BlockedAdamW
+    forward_order: ForwardOrder
+    update_order: Sequence[int]  # of the trainable weights
+    publication: WeightPublication | None  # several hosts: weights are used when they have come from the others
+    overlapped: OverlappedUpdate | None  # states on disk: weights are used when the thread has updated them
+    streamed: StreamedLayers | None
+
+
+def build_parts(model: nn.Module, spec: EngineSpec, hosts: Hosts, topology: Topology) -> HostParts:
+    """Construct all parts and place the model's parameters in shared memory. Collective."""
+    weights = _list_weights(model, spec, topology.world_size)
+    streamed_layers = choose_streamed(model, spec, several_hosts=hosts.wire is not None)
+    streamed = frozenset(index for _, indices in streamed_layers for index in indices)
+
+    shared = SharedWeights(hosts, weights, touch=not streamed_layers)
+    shared.place(model)
+    embedding = cast(nn.Parameter, cast(nn.Module, model.get_input_embeddings()).weight)  # type: ignore[operator]
+    head = cast(nn.Parameter, model.get_output_embeddings().weight) if spec.fused_loss else None  # type: ignore[operator]
+    cuts_look_up = spec.looks_up and spec.fused_loss and embedding.requires_grad
+    looked_up = embedding if cuts_look_up else None
+
+    states, counterparts = spec.optimizer_states, Counterparts(hosts.counterparts, hosts.own)
+    sum_dtype = torch.float32 if states == "fp32" else torch.bfloat16
+    disk = None
+    if spec.on_disk:
+        state_format = StateFormat(states, spec.compute_dtype == torch.bfloat16, sum_dtype.itemsize)
+        embedding_index = parameter_index(model, embedding)
+        disk = HostDisk(
+            spec.offload_directory, spec.on_disk, weights, embedding_index, counterparts, state_format, streamed
+        )
+
+    order = GradientOrder.from_model(model, head, looked_up, spec.packs)
+    sent_dtype = torch.bfloat16 if spec.reduce_dtype == "bf16" else sum_dtype
+    transient = order.complete_at_once if spec.micro_batches == 1 else ()
+    sums = HostSums(weights, counterparts, sum_dtype, states, disk, sent_dtype, transient)
+    width = 1 if looked_up is None else looked_up.shape[1]
+    gradients = HostGradients(hosts, weights, sums, order, spec.compute_dtype, spec.micro_batch_tokens, width)
+    serve = gradients.ring.read_published  # while a rank waits, the others may wait for it to read
+
+    shards = [shared.shard(index, topology.rank) for index in range(len(weights))]
+    held = HostStates(shards, sums, states, disk, streamed, spec.compile == "layers")
+    optimizer = _optimizer(spec, shards)
+
+    forward_order = ForwardOrder(model, head)
+    update_order = held.update_order(forward_order.all)
+    publication = overlapped = None
+    if hosts.wire is not None:
+        publication = WeightPublication(hosts.wire, hosts.peers, counterparts, weights, shared, serve)
+    elif held.on_disk:
+        overlapped = OverlappedUpdate(hosts.peers, update_order, serve)
+
+    streaming = None
+    if disk is not None and streamed_layers:
+        wait_updated = None if overlapped is None else overlapped.wait_updated_here
+        streaming = StreamedLayers(hosts.peers, serve, disk, shards, streamed_layers, wait_updated)
+    return HostParts(
+        weights=weights,
+        shared=shared,
+        disk=disk,
+        cuts_look_up=cuts_look_up,
+        sums=sums,
+        gradients=gradients,
+        states=held,
+        optimizer=optimizer,
+        forward_order=forward_order,
+        update_order=update_order,
+        publication=publication,
+        overlapped=overlapped,
+        streamed=streaming,
+    )
+
+
+def parameter_index(model: nn.Module, parameter: nn.Parameter) -> int:
+    """Return the place of a parameter in the list of weights."""
+    return next(index for index, weight in enumerate(model.parameters()) if weight is parameter)
+
+
+def _list_weights(model: nn.Module, spec: EngineSpec, world_size: int) -> list[Weight]:
+    return [
+        Weight(
+            name,
+            tuple(parameter.shape),
+            row_ranges(tuple(parameter.shape), world_size),
+            parameter.requires_grad,
+            torch.float32 if name in spec.exact else spec.compute_dtype,
+        )
+        for name, parameter in model.named_parameters()
+    ]
+
+
+def _optimizer(spec: EngineSpec, shards: Sequence[WeightShard]) -> BlockedAdamW:
+    return BlockedAdamW(
+        betas=(spec.adam_beta1, spec.adam_beta2),
+        epsilon=spec.adam_epsilon,
+        weight_decay=spec.weight_decay,
+        frugal=spec.optimizer_states != "fp32",
+        longest=max(update_block(spec.optimizer_states, shard.row_numel) for shard in shards if shard.trainable),
+        compiled=spec.compile == "layers",
+    )
