@@ -11,7 +11,8 @@ from aliquot.engines.host.gradient_order import GradientOrder
 from aliquot.distributed.topology import RankLayout
 from aliquot.engines.host.host_memory import host_memory
 from aliquot.engines.host.host_sums import HostSums
-from aliquot.engines.host.shared_weights import Weight
+from aliquot.engines.host.shared_weights import Counterparts, Weight
+from aliquot.engines.host.weight_order import GradientOrder
 from aliquot.engines.state_placement import OnDisk
 from aliquot.models.shaped_model import shaped_model
 from aliquot.tensor_io.parts import row_ranges
@@ -53,7 +54,7 @@ def test_what_is_planned_for_other_hosts_is_what_an_engine_keeps(model: dict[str
     shaped, layout = shaped_model(config), RankLayout(2, 1, 1, "cpu")
     built, traits = shaped.built.model, shaped.built.traits
     embedding, head = built.get_input_embeddings().weight, built.get_output_embeddings().weight
-    order = GradientOrder(
+    order = GradientOrder.from_model(
         built,
         head if traits.plain_head else None,
         embedding if traits.plain_head and traits.looks_up else None,
@@ -63,6 +64,6 @@ def test_what_is_planned_for_other_hosts_is_what_an_engine_keeps(model: dict[str
         Weight(name, tuple(each.shape), row_ranges(tuple(each.shape), 2), True, torch.bfloat16)
         for name, each in built.named_parameters()
     ]
-    passing = order.dense_once if micro_batches == 1 else ()
-    sums = HostSums(weights, [0, 1], 0, torch.float32, "fp32", None, passing=passing)
+    passing = order.complete_at_once if micro_batches == 1 else ()
+    sums = HostSums(weights, Counterparts([0, 1], 0), torch.float32, "fp32", None, transient=passing)
     assert host_memory(config, shaped.shape, layout, OnDisk()).gradients == sums.size_bytes

@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from aliquot.config.on_disk import OnDisk, first_of
 from aliquot.engines.host.shared_weights import Counterparts, Weight
+from aliquot.engines.state_placement import OnDisk, first_of
 from aliquot.offload.scratch_file import ScratchFile
 from aliquot.offload.windows import Record, paged, record, state_bytes, windows
 from aliquot.optim.sizes import States

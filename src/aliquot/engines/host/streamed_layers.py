@@ -17,7 +17,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from aliquot.config.on_disk import first_of, streamed_layers
 from aliquot.core.errors import EngineError
 from aliquot.distributed.collectives.peers import Peers
 from aliquot.distributed.collectives.progress_counters import POLL_S, ProgressCounters
@@ -25,6 +24,7 @@ from aliquot.engines.base import EngineSpec
 from aliquot.engines.host.host_disk import HostDisk
 from aliquot.engines.host.host_memory import RESIDENT_LAYERS
 from aliquot.engines.host.shared_weights import WeightShard
+from aliquot.engines.state_placement import first_of, streamed_layers
 from aliquot.models.structure import decoder_layers
 from aliquot.offload.stream import Move, Stream
 from aliquot.offload.windows import paged
