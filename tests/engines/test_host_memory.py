@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from aliquot.engines.host.gradient_order import GradientOrder
 
 from aliquot.distributed.topology import RankLayout
 from aliquot.engines.host.host_memory import host_memory
