@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerFast
 from aliquot.config.data_section import DataSection
 from aliquot.data.chat import ANSWERS_NOT_WRITTEN, NO_ANSWER, encode_record
 from aliquot.data.chat_template import CHANGED
-from aliquot.data.encoder import EncoderSpec
 from aliquot.data.formats import format_of
+from aliquot.data.text_encoder import EncoderSpec
 from tests.data.stores import byte_level
 
 Message = dict[str, Any]

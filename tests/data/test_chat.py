@@ -22,8 +22,7 @@ from aliquot.data.chat import (
     encode_record,
 )
 from aliquot.data.chat_template import ChatTemplate, LeftOut
-from aliquot.data.encode_spans import AS_TEXT, AS_TOKENS, TextEncoder
-from aliquot.data.encoder import EncoderSpec
+from aliquot.data.text_encoder import AS_TEXT, AS_TOKENS, EncoderSpec, TextEncoder
 from tests.data.stores import byte_level
 
 CHATML = (

@@ -11,8 +11,10 @@ import pytest
 
 from aliquot.config.data_section import DataSection
 from aliquot.core.errors import UserError
-from aliquot.data.documents import record_documents
-from aliquot.data.formats import MISSING_FIELD, UNREADABLE_CALL, format_of, is_learned, words
+from aliquot.data.chat_messages import UNREADABLE_CALL, is_learned
+from aliquot.data.documents import MISSING_FIELD
+from aliquot.data.formats import format_of, words
+from aliquot.data.records import record_documents
 
 ASKED, ANSWERED = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
 CHAT = {"messages": [ASKED, ANSWERED], "context": 0}

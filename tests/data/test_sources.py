@@ -18,9 +18,18 @@ import pytest
 from aliquot.config.schema import DataSection
 from aliquot.core.errors import UserError
 from aliquot.core.paths import cache_root
-from aliquot.data.documents import HALF_CHARACTER, HOLDS_NUL, KEY_TWICE, NO_RECORD, ROW_OF_OTHER_LENGTH
-from aliquot.data.files import CARD, HIDDEN, NO_FILE
-from aliquot.data.formats import MISSING_FIELD, UNKNOWN_ROLE, UNUSABLE_FLAG, WRONG_TYPE
+from aliquot.data.data_files import CARD, HIDDEN, NO_FILE
+from aliquot.data.documents import (
+    HALF_CHARACTER,
+    HOLDS_NUL,
+    KEY_TWICE,
+    MISSING_FIELD,
+    NO_RECORD,
+    ROW_OF_OTHER_LENGTH,
+    UNKNOWN_ROLE,
+    UNUSABLE_FLAG,
+    WRONG_TYPE,
+)
 from aliquot.data.sources import FileSource, HeldOut, source_of, sources_of
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -19,7 +19,6 @@ from aliquot.data.data_order import Mixture, Steps, Stream, TrainStore, drawn_se
 from aliquot.data.layout import Group, Layout
 from aliquot.data.packing import Packing
 from aliquot.data.prepare import Prepared
-from aliquot.data.token_store import TokenStore
 from aliquot.data.workload import Workload
 from aliquot.models.micro_batch import MicroBatch
 
@@ -244,66 +243,3 @@ class Batches:
 
     def _sequences_in(self, epochs: float) -> int:
         return max(1, math.ceil(epochs * self.epoch_sequences - 1e-6))
-
-
-class EvalBatches:
-    """All sequences of a store once, in a fixed order. Raises UserError where there is none."""
-
-    def __init__(
-        self,
-        store: TokenStore,
-        *,
-        sequence_length: int,
-        packing: bool,
-        micro_batch_size: int,
-        pad_id: int,
-        packs: bool = True,
-        fills_up: bool = False,
-    ) -> None:
-        self.store = store
-        self.packs = packs
-        self.fills_up = fills_up and packs and not packing
-        self.packed = packing
-        self.sequence_length = sequence_length
-        self.micro_batch_size = micro_batch_size
-        self.pad_id = pad_id
-        self.epoch = Packing.of(store, sequence_length, packing).in_order()
-        self.predicted = int(self.epoch.predicted.sum())  # over all ranks: what perplexity is taken over
-
-    @classmethod
-    def of(
-        cls, data: Prepared, section: DataSection, size: BatchSize, packs: bool = True, fills_up: bool = False
-    ) -> dict[str, Self]:
-        """The evaluation batches of a run by name: the one that has none is called ""; none without evaluation data."""
-        return {
-            name: cls(
-                store,
-                sequence_length=section.sequence_length,
-                packing=section.packing,
-                micro_batch_size=size.micro,
-                pad_id=data.pad_id,
-                packs=packs,
-                fills_up=fills_up,
-            )
-            for name, store in data.open_eval().items()
-        }
-
-    def count(self, world_size: int) -> int:
-        """Micro-batches of each rank."""
-        return -(-self.epoch.packing.sequences // (world_size * self.micro_batch_size))
-
-    def micro_batches(self, rank: int, world_size: int) -> Iterator[MicroBatch | None]:
-        """This rank's share; equally many on every rank, None where it has nothing left."""
-        return self._of_turns(range(self.count(world_size)), rank, world_size)
-
-    def first_and_last(self, rank: int, world_size: int) -> Iterator[MicroBatch | None]:
-        """Of this rank's share: what differs in length from the first, where sequences are packed, is the last."""
-        return self._of_turns(sorted({0, self.count(world_size) - 1}), rank, world_size)
-
-    def _of_turns(self, turns: Iterable[int], rank: int, world_size: int) -> Iterator[MicroBatch | None]:
-        layout = Layout([self.store], self.sequence_length, self.pad_id, self.packed, self.packs, self.fills_up)
-        size, stop = self.micro_batch_size, self.epoch.packing.sequences
-        starts = (start for turn in turns for start in range(turn * world_size * size, stop, size)[:world_size])
-        groups = (Group(0, start, range(start, min(start + size, stop))) for start in starts)
-        for _, found in layout.micro_batches(groups, rank, world_size, lambda _, at: self.epoch.sequence(at)):
-            yield found

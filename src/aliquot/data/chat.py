@@ -6,14 +6,13 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from aliquot.core.errors import TokenizerError
-from aliquot.data.answer_spans import of_turns, rendered_spans
+from aliquot.data.answers import has_words, is_silent, leaves_out, of_turns, rendered_spans
+from aliquot.data.chat_messages import is_learned
 from aliquot.data.chat_template import ChatTemplate, LeftOut, Messages, fit_messages
-from aliquot.data.encode_spans import TextEncoder
-from aliquot.data.formats import is_learned
-from aliquot.data.rendered_words import has_words, is_silent, leaves_out
+from aliquot.data.text_encoder import TextEncoder
 
 if TYPE_CHECKING:
-    from aliquot.data.encoder import EncoderSpec
+    from aliquot.data.text_encoder import EncoderSpec
 
 ENCODING = 4  # changes whenever other tokens or another mask come of a record
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from aliquot.core.decode import decode_json
 from aliquot.core.errors import TokenizerError, UserError
-from aliquot.data.formats import text_parts
+from aliquot.data.chat_messages import text_parts
 from aliquot.models.bounded_rendering import bounded_rendering
 
 Messages = list[dict[str, Any]]

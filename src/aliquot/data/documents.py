@@ -1,36 +1,40 @@
-"""What one document is, and how a file or a record becomes documents. Everything streams."""
+"""What a document is, why a record is left out, and how a plain text file becomes documents. Everything streams."""
 
 from __future__ import annotations
 
 import codecs
-import csv
 import io
-import itertools
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import BinaryIO, Literal, NamedTuple
 
-from aliquot.config.data_section import RecordsSection
-from aliquot.core.decode import TooDeepError, check_json_depth, decode_json
 from aliquot.core.errors import DataError
-from aliquot.data.formats import BadRecordError, Format, Kind, format_of
-from aliquot.data.json_objects import TwiceError, UniqueKeys, stands_twice, whole_object
-from aliquot.data.opened import not_text, opened, refuse_pointer, suffix_of
+from aliquot.data.data_files import not_text, opened
 
 Unit = Literal["file", "line", "block", "field"]
-
+Kind = Literal["text", "messages", "conversations", "prompt", "instruction"]
 PART_BYTES = 16 << 20  # of a file that is one document
-LONGEST_RECORD = 1 << 26  # bytes, or characters: it is held as a whole
-_BLOCK_CHARACTERS = 1 << 20
-_ROWS, _BATCH_BYTES = 512, 16 << 20  # of a table, at once
-_NO_TEXT = "no text has any. Leave this file out, or remove them (tr -d '\\0')"
+NO_TEXT = "no text has any. Leave this file out, or remove them (tr -d '\\0')"
 HOLDS_NUL = "a text with NUL characters, left out"
 NO_RECORD = "a line or an element that is no JSON record, left out"
 KEY_TWICE = "a record in which a key stands twice, left out"
 HALF_CHARACTER = "a record with half of a surrogate pair, left out"
 ROW_OF_OTHER_LENGTH = "a row with more or fewer values than the header has names, left out"
-_NEAR_THE_END = 16  # characters: what a JSON value can be cut within, strings apart
+MISSING_FIELD = "a record without a field that the format needs, left out"
+WRONG_TYPE = "a record with a field of the wrong type, left out"
+TOO_DEEP = "a record that nests too deeply, left out"
+NO_MESSAGES = "a record with messages that lack a role or are no objects, left out"
+UNKNOWN_ROLE = "a record with a role that no chat template knows, left out"
+NO_TEXT_CONTENT = "a record with message content other than text, left out"
+UNUSABLE_FLAG = "a record with a message flag that cannot be obeyed, left out"
+
+
+class BadRecordError(DataError, id="data"):
+    """A record that cannot be read. A run counts the record by `reason` and goes on with the next record."""
+
+    def __init__(self, message: str, where: str | Path | None = None, reason: str = WRONG_TYPE) -> None:
+        super().__init__(message, where)
+        self.reason = reason
 
 
 class Document(NamedTuple):
@@ -53,7 +57,7 @@ class Document(NamedTuple):
         return self.reason is not None and self.where != ""
 
 
-def _left_out(error: BadRecordError, done_bytes: int) -> Document:
+def left_out(error: BadRecordError, done_bytes: int) -> Document:
     return Document("", "text", done_bytes, reason=error.reason, where=str(error))
 
 
@@ -95,10 +99,10 @@ def _parts(file: BinaryIO, position: Callable[[], int], path: Path) -> Iterator[
         except UnicodeDecodeError as error:
             raise not_text(error, str(path), read_bytes - len(waiting)) from error
         if (at := block.find(b"\0")) >= 0:
-            nul = BadRecordError(f"a NUL byte at byte {read_bytes + at}: {_NO_TEXT}", path, HOLDS_NUL)
+            nul = BadRecordError(f"a NUL byte at byte {read_bytes + at}: {NO_TEXT}", path, HOLDS_NUL)
             if read_bytes or len(block) == PART_BYTES:  # a part of the file may have been given already
                 raise nul
-            yield _left_out(nul, position())
+            yield left_out(nul, position())
             return
         if not block:
             yield Document(text + more, "text", position())
@@ -119,10 +123,10 @@ def _lines(file: BinaryIO, position: Callable[[], int], path: Path, unit: Unit) 
         if nul is None:
             yield Document("".join(waiting), "text", position(), ended)
             return
-        error = BadRecordError(f"a NUL byte: {_NO_TEXT}", f"{path}:{nul}", HOLDS_NUL)
+        error = BadRecordError(f"a NUL byte: {NO_TEXT}", f"{path}:{nul}", HOLDS_NUL)
         if begun or not ended:
             raise error
-        yield _left_out(error, position())
+        yield left_out(error, position())
 
     for text, first, last in _parts_of_lines(file, path):
         number += first
@@ -160,278 +164,3 @@ def _parts_of_lines(file: BinaryIO, path: Path) -> Iterator[tuple[str, bool, boo
             text = text.removeprefix("\ufeff")
         yield text.rstrip("\r\n") if last else text, first, last
         number, first = number + last, last
-
-
-def record_documents(path: Path, section: RecordsSection) -> Iterator[Document]:
-    """One document a record of a .jsonl, .json, .csv or .parquet file; blank ones are among them.
-
-    A record that cannot be read is blank, too, with a reason. Raises UserError naming the file where its layout is
-    wrong or a part of it is missing, and naming file and line, or row, at a record of another format.
-    """
-    return RECORDS[suffix_of(path)](path, section)
-
-
-def _jsonl(path: Path, section: RecordsSection) -> Iterator[Document]:
-    with opened(path) as (file, position):
-        yield from _json_lines(file, position, path, section)
-
-
-def _json(path: Path, section: RecordsSection) -> Iterator[Document]:
-    """An array of records, a record a line, or one record over several lines."""
-    with opened(path) as (file, _):
-        start = file.read(1 << 16).removeprefix(codecs.BOM_UTF8).lstrip()
-    if start.startswith(b"{") and (whole := whole_object(path, start)) is not None:
-        record, twice = whole
-        yield _document(record, twice, None, section, str(path), path.stat().st_size)[0]
-        return
-    with opened(path) as (file, position):
-        read = _json_array if start.startswith(b"[") else _json_lines
-        yield from read(file, position, path, section)
-
-
-def _json_lines(file: BinaryIO, position: Callable[[], int], path: Path, section: RecordsSection) -> Iterator[Document]:
-    form: Format | None = None
-    for number, line in enumerate(_bounded(file, path), 1):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
-        try:
-            text, kind, form = _read(_record_in(line, where), form, section, where)
-            text = encodable(text, where) if b"\\u" in line else text
-        except BadRecordError as error:
-            yield _left_out(error, position())
-            continue
-        yield Document(text, kind, position(), where=where)
-
-
-def _record_in(line: bytes, where: str) -> Any:
-    try:
-        # Of bytes it would let surrogates pass.
-        text = line.removeprefix(codecs.BOM_UTF8).decode()
-        return decode_json(text, object_pairs_hook=UniqueKeys(refuse=True))
-    except UnicodeDecodeError as error:
-        raise not_text(error, where) from error
-    except TwiceError as error:
-        raise BadRecordError(str(error), where, KEY_TWICE) from error
-    except json.JSONDecodeError as error:
-        if not line.endswith(b"\n") and _is_cut(error, text):
-            message = f"the last record is cut off ({error}): a part of the file is missing. Fetch it again"
-            raise DataError(message, where) from error
-        raise BadRecordError(f"not a JSON record ({error}); write one record a line", where, NO_RECORD) from error
-    except ValueError as error:
-        raise BadRecordError(f"not a JSON record ({error}); write one record a line", where, NO_RECORD) from error
-
-
-def _is_cut(error: json.JSONDecodeError, text: str) -> bool:
-    return error.msg.startswith("Unterminated string") or error.pos >= len(text.rstrip())
-
-
-def _bounded(file: BinaryIO | io.TextIOWrapper, path: Path) -> Iterator[Any]:
-    """The lines of `file`. Raises DataError at one of more than LONGEST_RECORD: an archive of kilobytes may hold it."""
-    for number in itertools.count(1):
-        line = file.readline(LONGEST_RECORD + 1)
-        if len(line) > LONGEST_RECORD:
-            raise _too_long(f"{path}:{number}")
-        if not line:
-            return
-        yield line
-
-
-def _too_long(where: str | Path) -> DataError:
-    return DataError(f"a record of more than {LONGEST_RECORD >> 20} MiB: give its text as a file of its own", where)
-
-
-def _json_array(file: BinaryIO, position: Callable[[], int], path: Path, section: RecordsSection) -> Iterator[Document]:
-    form: Format | None = None
-    try:
-        for number, (record, twice) in enumerate(_elements(file, path), 1):
-            document, form = _document(record, twice, form, section, f"{path}, record {number}", position())
-            yield document
-    except UnicodeDecodeError as error:
-        raise DataError(f"not UTF-8 text ({error.reason})", path) from error
-    except TooDeepError as error:
-        raise DataError(f"not a JSON array of records ({error})", path) from None
-
-
-def _document(
-    record: Any, twice: str, form: Format | None, section: RecordsSection, where: str, done_bytes: int
-) -> tuple[Document, Format | None]:
-    """The document in a record of which `twice` says that a key stands twice, and the format of the next one."""
-    try:
-        if twice:
-            raise BadRecordError(twice, where, KEY_TWICE)
-        text, kind, form = _read(record, form, section, where)
-        return Document(encodable(text, where), kind, done_bytes, where=where), form
-    except BadRecordError as error:
-        return _left_out(error, done_bytes), form
-
-
-def _elements(file: BinaryIO, path: Path) -> Iterator[tuple[object, str]]:
-    """The elements of one JSON array, one at a time, with what is to be said of a key that stands twice."""
-    decode = codecs.getincrementaldecoder("utf-8-sig")().decode
-    keys = UniqueKeys()
-    scan = json.JSONDecoder(object_pairs_hook=keys).raw_decode
-    text, at, ended, number = "", 0, False, 0
-    while True:
-        while at < len(text) and (text[at].isspace() or text[at] == ("," if number else "[")):
-            number += text[at] == "["
-            at += 1
-        try:
-            if at < len(text) and text[at] == "]":
-                if not text[at + 1 :].strip() and not file.read(_BLOCK_CHARACTERS).strip():
-                    return
-                raise DataError("something follows the array of records", path)
-            keys.twice = ""
-            element, at = scan(text, at)
-        except json.JSONDecodeError as error:
-            cut = error.msg.startswith("Unterminated string") or error.pos >= len(text) - _NEAR_THE_END
-            if ended or not cut:
-                raise DataError(f"not a JSON array of records ({error.msg} in record {number})", path) from error
-            if len(text) - at > LONGEST_RECORD:
-                raise _too_long(path) from None
-            block = file.read(max(_BLOCK_CHARACTERS, len(text) - at))  # twice as much at least: each is scanned again
-            text, at, ended = text[at:] + decode(block, final=not block), 0, not block
-            check_json_depth(f"[{text}" if number else text)  # the array's own bracket is in the first text alone
-        except UnicodeDecodeError:
-            raise
-        except ValueError as error:  # an integer of thousands of digits
-            raise DataError(f"not a JSON array of records ({error})", path) from error
-        else:
-            number += 1
-            yield element, keys.twice
-
-
-def _csv(path: Path, section: RecordsSection) -> Iterator[Document]:
-    csv.field_size_limit(LONGEST_RECORD)
-    with opened(path) as (file, position):
-        decoded = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
-        rows = csv.reader(_bounded(decoded, path), strict=True)
-        try:
-            names = next(rows, [])
-            if twice := stands_twice([name for name in names if name], "column"):
-                raise DataError(twice, path)
-            form = format_of(section, names, path)
-            for row in rows:
-                if not row:
-                    continue
-                where = f"{path}:{rows.line_num}"
-                try:
-                    text, kind = form.read(_record_of_row(names, row, where), where)
-                    document = Document(encodable(text, where), kind, position(), where=where)
-                except BadRecordError as error:
-                    document = _left_out(error, position())
-                yield document
-        except csv.Error as error:
-            raise DataError(f"not CSV ({error})", f"{path}:{rows.line_num}") from error
-        except UnicodeDecodeError as error:
-            raise not_text(error, f"{path}, after line {rows.line_num}") from error
-
-
-def _record_of_row(names: list[str], row: list[str], where: str) -> dict[str, str]:
-    if len(row) != len(names):
-        message = f"{len(row)} values, but the first line names {len(names)}"
-        raise BadRecordError(message, where, ROW_OF_OTHER_LENGTH)
-    if any("\0" in value for value in row):
-        raise BadRecordError(f"a NUL byte: {_NO_TEXT}", where, HOLDS_NUL)
-    return dict(zip(names, row, strict=True))
-
-
-def _parquet(path: Path, section: RecordsSection) -> Iterator[Document]:
-    import pyarrow
-    import pyarrow.parquet
-
-    if path.suffix.lower() != ".parquet":
-        raise DataError("parquet is read in any order, which an archive is not: unpack it first", path)
-    size_bytes = path.stat().st_size
-    refuse_pointer(path)
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            if twice := stands_twice(file.schema_arrow.names, "column"):
-                raise DataError(twice, path)
-            form = format_of(section, file.schema_arrow.names, path)
-            rows = max(file.metadata.num_rows, 1)
-            row = 0
-            for record in _rows(file, form.columns(file.schema_arrow.names)):
-                row += 1
-                yield row_document(form, record, f"{path}, row {row}", size_bytes * row // rows)
-    except pyarrow.ArrowException as error:
-        raise DataError(f"not a readable parquet file ({error})", path) from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"not UTF-8 text ({error.reason})", f"{path}, after row {row}") from error
-
-
-def _rows(file: Any, columns: list[str]) -> Iterator[dict[str, Any]]:
-    """Of a parquet file, as many at once as their group's size, unpacked, says that memory is for."""
-    for index in range(file.num_row_groups):
-        group = file.metadata.row_group(index)
-        at_once = rows_at_once(group.total_byte_size, group.num_rows)
-        for batch in file.iter_batches(batch_size=at_once, row_groups=[index], columns=columns):
-            yield from batch.to_pylist()
-
-
-def rows_at_once(size_bytes: int, rows: int) -> int:
-    """Of a table of that size: while they are read they are held twice, as the table's and as Python's."""
-    return max(1, min(_ROWS, _BATCH_BYTES * rows // max(size_bytes, 1)))
-
-
-def row_document(form: Format, row: dict[str, Any], where: str, done_bytes: int) -> Document:
-    """The document in a row of a table; a blank one with a reason where the row cannot be read."""
-    try:
-        text, kind = form.read(as_written(row), where)
-        return Document(encodable(text, where), kind, done_bytes, where=where)
-    except BadRecordError as error:
-        return _left_out(error, done_bytes)
-
-
-RECORDS: dict[str, Callable[[Path, RecordsSection], Iterator[Document]]] = {
-    ".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet,
-}  # fmt: skip
-
-
-def as_written(record: dict[str, Any]) -> dict[str, Any]:
-    """A row of a table: in its lists each structure has the keys of all others, null where it was written without."""
-
-    def without_nulls(value: Any) -> Any:
-        if isinstance(value, list):
-            return [without_nulls(each) for each in value]
-        if isinstance(value, dict):
-            return {key: without_nulls(each) for key, each in value.items() if each is not None}
-        return value
-
-    return {key: without_nulls(value) for key, value in record.items()}
-
-
-def _read(record: Any, form: Format | None, section: RecordsSection, where: str) -> tuple[str, Kind, Format]:
-    """The document in `record`, and its format: that of the records before it, or found by its fields."""
-    if not isinstance(record, dict):
-        raise BadRecordError(f"a record must be a JSON object, not {type(record).__name__}", where, NO_RECORD)
-    form = form or _format_of(section, record, where)
-    form.check(record, where)
-    return *form.read(record, where), form
-
-
-def _format_of(section: RecordsSection, record: dict[str, Any], where: str) -> Format:
-    """As `format_of`; an object that is no record may hold a list of them."""
-    try:
-        return format_of(section, record, where)
-    except BadRecordError as error:
-        lists = {key: value for key, value in record.items() if isinstance(value, list) and value}
-        key = next((key for key, value in lists.items() if all(isinstance(each, dict) for each in value)), None)
-        if key is None:
-            raise
-        raise BadRecordError(
-            f"one JSON object with the keys {', '.join(record)}, of which {key!r} holds a list of {len(record[key])}:"
-            f" if those are the records, write that list alone (jq .{key} FILE > RECORDS.json)",
-            where,
-            error.reason,
-        ) from error
-
-
-def encodable(text: str, where: str) -> str:
-    """`text`, which UTF-8 can hold. Raises BadRecordError: JSON, also in a table, may escape half a character."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        message = "a field holds half of a surrogate pair, which is no text"
-        raise BadRecordError(message, where, HALF_CHARACTER) from error
-    return text

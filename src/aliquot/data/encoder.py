@@ -18,31 +18,19 @@ from itertools import accumulate, pairwise
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from aliquot.core.errors import TrainingError, UserError, user_error_types
 from aliquot.core.interpreter import python_command
+from aliquot.data.chat import encode_record
+from aliquot.data.text_encoder import EncoderSpec
 from aliquot.models.remote_code import without_code
 
 AT_ONCE_CHARACTERS = 1 << 16
 HOLDS_SPECIAL = "a text, or a piece of one, that holds special tokens, encoded as those"
-
-
-@dataclass(frozen=True)
-class EncoderSpec:
-    tokenizer: str  # a directory that save_pretrained wrote
-    fast: bool  # it has a tokenizer.json that needs no transformers
-    prefix: tuple[int, ...]  # before each document
-    suffix: tuple[int, ...]  # after it
-    drop_before: str | None = None  # characters at the begin of a later piece that have a token too many in front
-    answers: bool = False  # texts are records with answers, as formats.py writes them
-    templated: bool = False  # and go through the tokenizer's chat template
-    train_on: Literal["completions", "all"] = "completions"
-    special_tokens_as_text: bool = False  # those in texts, not those that a template writes
-    day: str | None = None  # ISO 8601, what a chat template takes for today
 
 
 @dataclass(frozen=True)
@@ -120,8 +108,6 @@ class Encoder:
         return replace(encoded, notes={HOLDS_SPECIAL: (len(held), held[0], "")}) if held else encoded
 
     def _encode_answers(self, texts: list[str]) -> Encoded:
-        from aliquot.data.chat import encode_record
-
         rows: list[list[int]] = []
         masks: list[list[int]] = []
         notes: dict[str, Note] = {}

@@ -10,16 +10,24 @@ as it is meant has `"left_out": reason`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from aliquot.config.data_section import RecordsSection
-from aliquot.core.decode import TooDeepError, check_depth, decode_json
+from aliquot.core.decode import TooDeepError, check_depth
 from aliquot.core.errors import DataError
-
-Kind = Literal["text", "messages", "conversations", "prompt", "instruction"]
+from aliquot.data.chat_messages import (
+    UNREADABLE_CALL,
+    calls_of,
+    is_call,
+    read_list,
+    read_message,
+    read_messages,
+    text_parts,
+)
+from aliquot.data.documents import MISSING_FIELD, TOO_DEEP, BadRecordError, Kind
 
 TITLES: dict[str, str] = {
     "text": "texts",
@@ -30,34 +38,6 @@ TITLES: dict[str, str] = {
 }
 _INPUTS, _OUTPUTS = ("input", "context"), ("output", "response")  # Alpaca's names, Dolly's
 _BESIDE = ("system", "tools")  # what may be beside a record's own fields
-_ROLES = {"system", "developer", "user", "assistant", "tool", "function", "ipython"}  # what templates know
-_ALIASES = {
-    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
-    "observation": "tool", "function_response": "tool", "function_call": "assistant",
-    "tool_response": "tool", "tool_call": "assistant",
-}  # fmt: skip
-_TOOLS = {"tool", "function", "ipython"}  # whose answers may be objects
-_CALLING_ROLES = ("function_call", "tool_call")  # ShareGPT's, ms-swift's: the content is a call, as JSON
-# Whether a message is learned: OpenAI's key, axolotl's, ms-swift's, and those of verl and others.
-_FLAGS = (
-    "weight", "train", "training", "train_detail", "loss", "loss_scale", "trainable", "loss_mask",
-)  # fmt: skip
-UNREADABLE_CALL = "a call of a function that cannot be read as one, left out"
-MISSING_FIELD = "a record without a field that the format needs, left out"
-WRONG_TYPE = "a record with a field of the wrong type, left out"
-TOO_DEEP = "a record that nests too deeply, left out"
-NO_MESSAGES = "a record with messages that lack a role or are no objects, left out"
-UNKNOWN_ROLE = "a record with a role that no chat template knows, left out"
-NO_TEXT_CONTENT = "a record with message content other than text, left out"
-UNUSABLE_FLAG = "a record with a message flag that cannot be obeyed, left out"
-
-
-class BadRecordError(DataError, id="data"):
-    """A record that cannot be read. A run counts the record by `reason` and goes on with the next record."""
-
-    def __init__(self, message: str, where: str | Path | None = None, reason: str = WRONG_TYPE) -> None:
-        super().__init__(message, where)
-        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -129,19 +109,6 @@ def words(text: str, kind: Kind) -> list[str]:
     return [part for part in record.values() if isinstance(part, str)]
 
 
-def text_parts(message: Mapping[str, Any]) -> list[str]:
-    """The texts of a message's content, which may be a list of parts, null or absent."""
-    content = message.get("content") or ""
-    if isinstance(content, str):
-        return [content]
-    return [part["text"] for part in content if _is_text(part)] if isinstance(content, list) else []
-
-
-def is_learned(message: Mapping[str, Any]) -> bool:
-    """Whether the assistant says it and no flag of the message says not to learn it."""
-    return message["role"] == "assistant" and all(message.get(flag) is None or message[flag] for flag in _FLAGS)
-
-
 def format_of(section: RecordsSection, names: Iterable[str], where: str | Path) -> Format:
     """The format that `section` names, else that of records with fields `names`. Raises UserError where it is none."""
     found = list(names)
@@ -199,12 +166,12 @@ def _text(value: object, field: str, where: str, expected: str = "text") -> str:
 
 def _prompted(prompt: str, completion: str, record: Mapping[str, Any], where: str) -> str:
     if isinstance(record[prompt], list) or isinstance(record[completion], list):
-        asked = _messages(record[prompt] or [], prompt, where, plain="user")
-        answered = _messages(record[completion] or [], completion, where, plain="assistant")
+        asked = read_messages(record[prompt] or [], prompt, where, plain="user")
+        answered = read_messages(record[completion] or [], completion, where, plain="assistant")
         whole = _with_system(asked + answered, record, where)
         return _conversation(whole, len(whole) - len(answered), _tools(record.get("tools"), where))
     parts = {"prompt": _text(record[prompt], prompt, where), "completion": _text(record[completion], completion, where)}
-    return _parts(parts, record, where)
+    return _with_context(parts, record, where)
 
 
 def _instructed(output: str, record: Mapping[str, Any], where: str) -> str:
@@ -214,9 +181,9 @@ def _instructed(output: str, record: Mapping[str, Any], where: str) -> str:
         "input": "".join(_text(record[field], field, where) for field in inputs),
         "output": _text(record[output], output, where),
     }
-    turns = _listed(record.get("history"), "history", where)
+    turns = read_list(record.get("history"), "history", where)
     if not turns:
-        return _parts(parts, record, where)
+        return _with_context(parts, record, where)
     messages = []
     for turn in turns:
         if not isinstance(turn, list) or len(turn) != 2:
@@ -228,16 +195,16 @@ def _instructed(output: str, record: Mapping[str, Any], where: str) -> str:
     return _conversation(_with_system(messages, record, where), 0, _tools(record.get("tools"), where))
 
 
-def _parts(parts: dict[str, str], record: Mapping[str, Any], where: str) -> str:
+def _with_context(parts: dict[str, str], record: Mapping[str, Any], where: str) -> str:
     if not any(part.strip() for part in parts.values()):
         return ""
     beside: dict[str, Any] = {"system": _text(record.get("system"), "system", where)}
     beside["tools"] = _tools(record.get("tools"), where)
-    return _json(parts | {key: part for key, part in beside.items() if part})
+    return _as_json(parts | {key: part for key, part in beside.items() if part})
 
 
 def _chat(value: object, record: Mapping[str, object], field: str, where: str) -> str:
-    messages = _with_system(_messages(value or [], field, where), record, where)
+    messages = _with_system(read_messages(value or [], field, where), record, where)
     return _conversation(messages, 0, _tools(record.get("tools"), where))
 
 
@@ -246,7 +213,7 @@ def _with_system(messages: list[dict[str, Any]], record: Mapping[str, object], w
     content = record.get("system")
     if not messages or not content:
         return messages
-    system = _message({"role": "system", "content": content}, "system", where)
+    system = read_message({"role": "system", "content": content}, "system", where)
     return messages if text_parts(messages[0]) == text_parts(system) else [system, *messages]
 
 
@@ -254,12 +221,12 @@ def _conversation(messages: list[dict[str, Any]], context: int, tools: list[Any]
     if not messages:
         return ""
     beside: dict[str, Any] = {"tools": tools} if tools else {}
-    if not all(_is_call(call) for message in messages for call in _calls(message)):
+    if not all(is_call(call) for message in messages for call in calls_of(message)):
         beside["left_out"] = UNREADABLE_CALL
-    return _json({"messages": messages, "context": context, **beside})
+    return _as_json({"messages": messages, "context": context, **beside})
 
 
-def _json(record: dict[str, Any]) -> str:
+def _as_json(record: dict[str, Any]) -> str:
     return json.dumps(record, ensure_ascii=False, default=_as_text)
 
 
@@ -272,116 +239,4 @@ def _as_text(value: Any) -> str:
 
 def _tools(value: object, where: str) -> list[Any]:
     """What a template is told that the assistant may call; tables often hold it as JSON."""
-    return _listed(value, "tools", where)
-
-
-def _listed(value: object, field: str, where: str) -> list[Any]:
-    """A list, or JSON that holds one; empty where there is none."""
-    if isinstance(value, str) and value.strip():
-        try:
-            value = decode_json(value)
-        except ValueError as error:
-            raise BadRecordError(
-                f"field {field!r} holds text that is not JSON ({error}): name it otherwise if it is for no template",
-                where,
-            ) from error
-    if not value or isinstance(value, str):
-        return []
-    if not isinstance(value, list):
-        raise BadRecordError(f"field {field!r} holds {type(value).__name__}, not a list", where)
-    return value
-
-
-def _messages(value: object, field: str, where: str, plain: str | None = None) -> list[dict[str, Any]]:
-    """`plain`: the role of a text that is no list."""
-    if isinstance(value, str) and plain is not None:
-        return [{"role": plain, "content": value}]
-    if isinstance(value, str) and not value.strip():
-        return []
-    if isinstance(value, str) and value.lstrip().startswith("["):  # tables often hold it as JSON
-        value = _listed(value, field, where)
-    if not isinstance(value, list):
-        raise BadRecordError(f"field {field!r} holds {type(value).__name__}, not a list of messages", where)
-    return [_message(message, field, where) for message in value]
-
-
-def _message(message: object, field: str, where: str) -> dict[str, Any]:
-    """The message as it is, with `role` and `content` where they are called `from` and `value`."""
-    role = (message.get("role") or message.get("from")) if isinstance(message, dict) else None
-    if not isinstance(message, dict) or not isinstance(role, str):
-        raise BadRecordError(
-            f"field {field!r} is a list, but not one of messages with `role` and `content`", where, NO_MESSAGES
-        )
-    known = _ALIASES.get(role.lower(), role.lower())
-    if known not in _ROLES:
-        raise BadRecordError(
-            f"a message's role is {role!r}; known are {', '.join(sorted(_ROLES | _ALIASES.keys()))}: rename it",
-            where,
-            UNKNOWN_ROLE,
-        )
-    others = {key: part for key, part in message.items() if key not in ("role", "from", "content", "value")}
-    content = [{"content": message[key]} for key in ("content", "value") if key in message][:1]
-    parts: dict[str, Any] = {"role": known, **(content[0] if content else {}), **others}
-    if known not in _TOOLS:
-        _check_content(parts.get("content"), where)
-    _check_flags(parts, where)
-    if role.lower() in _CALLING_ROLES:
-        return {**parts, "content": "", "tool_calls": _calls_in("".join(text_parts(parts)))}
-    if isinstance(called := parts.get("tool_calls"), str):  # tables often hold it as JSON
-        parts["tool_calls"] = _calls_in(called) if called.strip() else None
-    return parts
-
-
-def _check_content(content: object, where: str) -> None:
-    texts = content if isinstance(content, list) else []
-    if not (content is None or (isinstance(content, (str, list)) and all(map(_is_text, texts)))):
-        raise BadRecordError(
-            "a message's `content` must be text, or a list of parts of type `text`", where, NO_TEXT_CONTENT
-        )
-
-
-def _check_flags(message: Mapping[str, Any], where: str) -> None:
-    for flag in _FLAGS:
-        value = message.get(flag)
-        if value is not None and (not isinstance(value, (bool, int, float)) or value not in (0, 1)):
-            raise BadRecordError(
-                f"a message's `{flag}` is {value!r}: an answer is learned or not. Write 1 or 0, or true or false",
-                where,
-                UNUSABLE_FLAG,
-            )
-        if value and flag != "weight" and message["role"] != "assistant":
-            raise BadRecordError(
-                f"a message of role {message['role']!r} has `{flag}`: {value!r}, but answers of the assistant alone are"
-                " learned. Take the key away",
-                where,
-                UNUSABLE_FLAG,
-            )
-
-
-def _calls_in(text: str) -> list[Any]:
-    """The calls that `text` holds as JSON; what is none stays, to be left out."""
-    try:
-        value = decode_json(text)
-    except ValueError:
-        value = text
-    listed = value if isinstance(value, list) else [value]
-    return [call if not _is_named(call) else {"type": "function", "function": call} for call in listed]
-
-
-def _calls(message: Mapping[str, Any]) -> Iterator[Any]:
-    called = message.get("tool_calls") or []
-    yield from called if isinstance(called, list) else [None]
-    if message.get("function_call"):
-        yield message["function_call"]
-
-
-def _is_call(call: object) -> bool:
-    return _is_named(call.get("function", call)) if isinstance(call, dict) else False
-
-
-def _is_named(function: object) -> bool:
-    return isinstance(function, dict) and isinstance(function.get("name"), str)
-
-
-def _is_text(part: object) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+    return read_list(value, "tools", where)

@@ -19,8 +19,8 @@ from aliquot.data.cache import publishing
 from aliquot.data.chat import ENCODING
 from aliquot.data.chat_template import asks_for_the_day
 from aliquot.data.cuts import cut_of
-from aliquot.data.encoder import EncoderSpec
 from aliquot.data.sources import Source, joined, sources_of
+from aliquot.data.text_encoder import EncoderSpec
 from aliquot.data.token_store import FORMAT, TokenStore, counted, token_dtype
 from aliquot.data.tokenize import Progress, tokenize
 from aliquot.data.tokenizer import (

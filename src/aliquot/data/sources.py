@@ -16,19 +16,10 @@ from typing import Any, Literal, Protocol
 from aliquot.config.data_section import DataSection, RecordsSection
 from aliquot.core.errors import ConfigError, DataError
 from aliquot.data.cache import digests
-from aliquot.data.documents import (
-    RECORDS,
-    Document,
-    Unit,
-    record_documents,
-    refuse_bad_alone,
-    row_document,
-    rows_at_once,
-    text_documents,
-)
-from aliquot.data.files import find_files
+from aliquot.data.data_files import RECORD_SUFFIXES, find_files, suffix_of
+from aliquot.data.documents import Document, Unit, refuse_bad_alone, text_documents
 from aliquot.data.formats import Format, format_of
-from aliquot.data.opened import suffix_of
+from aliquot.data.records import record_documents, row_document, rows_at_once
 
 _NOT_READ = {".tsv", ".arrow", ".feather", ".orc", ".avro", ".xls", ".xlsx"}
 
@@ -158,16 +149,17 @@ class FileSource:
 
 
 def _unit(file: Path, unit: Unit | None) -> Unit:
-    records = suffix_of(file) in RECORDS
+    records = suffix_of(file) in RECORD_SUFFIXES
     if suffix_of(file) in _NOT_READ:
-        raise DataError(f"such tables are not read: convert it into one of {', '.join(RECORDS)}", file)
+        raise DataError(f"such tables are not read: convert it into one of {', '.join(RECORD_SUFFIXES)}", file)
     if unit is None:
         return "field" if records else "file"
     if records and unit != "field":
         raise DataError(f"data.document: {unit} is for plain text; a record's document is its `field`", file)
     if not records and unit == "field":
         raise DataError(
-            f"data.document: field is for records ({', '.join(RECORDS)}); plain text has file, line or block", file
+            f"data.document: field is for records ({', '.join(RECORD_SUFFIXES)}); plain text has file, line or block",
+            file,
         )
     return unit
 

@@ -8,17 +8,20 @@ others hold, of which formats the documents were, and what of them is not here, 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
 from aliquot.core.errors import DataCacheError
+from aliquot.data.encoder import Encoded
 
 FORMAT = 3
+_READ_TOKENS = 1 << 24  # of a store, from its beginning; a token that ends answers ends them there, too
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,68 @@ class TokenStore:
         return len(self.offsets) - 1
 
 
+class StoreWriter:
+    """The files of a token store, appended to in order."""
+
+    def __init__(self, directory: Path, dtype: np.dtype[Any], answers: bool) -> None:
+        self.directory, self.dtype, self.answers = directory, dtype, answers
+        self.formats: Counter[str] = Counter()
+        self.left_out: Counter[str] = Counter()
+        self.firsts: dict[str, str] = {}  # where the first of each reason is, and what there is to say of it
+        self.tokens = self.documents = 0
+        self.inexact_cuts = 0
+        self.useful = 0  # documents in which there is a token to predict
+        self.end = 0  # of the last complete document
+        self.text_bytes: int | None = 0
+        self.files: dict[str, BinaryIO] = {}
+
+    def __enter__(self) -> StoreWriter:
+        names = ["tokens", "offsets"] + (["mask"] if self.answers else [])
+        self.files = {name: (self.directory / f"{name}.bin").open("wb") for name in names}
+        self.files["offsets"].write(np.zeros(1, np.int64).tobytes())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self.files.values():
+            file.close()
+
+    def cut_anywhere(self) -> None:
+        self.inexact_cuts += 1
+
+    def leave_out(self, reason: str, count: int, first: str) -> None:
+        """Count records by the reason why they are not in the store; `first`: where the first of them is."""
+        self.left_out[reason] += count
+        if first:
+            self.firsts.setdefault(reason, first)
+
+    def write(self, encoded: Encoded, last: npt.NDArray[np.bool_], places: list[str]) -> None:
+        """Append the tokens of texts from `places`, of which those in `last` [texts] end a document. One without tokens
+        is none."""
+        ends = self.tokens + np.cumsum(encoded.counts)[last]
+        lengths = np.diff(ends, prepend=self.end)
+        ends = ends[lengths > 0]
+        self.useful += int((lengths > 1).sum())
+        self.files["tokens"].write(encoded.ids.astype(self.dtype).tobytes())
+        self.files["offsets"].write(ends.astype(np.int64).tobytes())
+        for reason, (count, index, detail) in encoded.notes.items():
+            self.leave_out(reason, count, ": ".join(filter(None, (places[index], detail))))
+        if self.answers:
+            self.files["mask"].write(encoded.mask.tobytes())
+        self.tokens += len(encoded.ids)
+        self.documents += len(ends)
+        if self.text_bytes is not None:
+            self.text_bytes = None if encoded.text_bytes is None else self.text_bytes + encoded.text_bytes
+        self.end = int(ends[-1]) if len(ends) else self.end
+
+    def finish(self) -> None:
+        """Write what the other files hold; called when they are closed."""
+        counts = {"documents": self.documents, "tokens": self.tokens, "text_bytes": self.text_bytes}
+        seen = {"formats": self.formats, "left_out": self.left_out, "inexact_cuts": self.inexact_cuts}
+        seen["firsts"] = self.firsts
+        facts = {"dtype": self.dtype.name, **counts, "answers": self.answers, **seen}
+        (self.directory / "store.json").write_text(json.dumps(facts))
+
+
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype(np.uint16 if vocab_size < 65536 else np.uint32)
 
@@ -66,3 +131,52 @@ def counted(reasons: Mapping[str, int], firsts: Mapping[str, str]) -> Iterator[s
     """How many records there are of each reason, and where the first is."""
     for reason, count in reasons.items():
         yield f"{count:,} x {reason}{f' (the first: {firsts[reason]})' if firsts.get(reason) else ''}"
+
+
+def answer_ends(stores: Iterable[TokenStore], tokenizer: Any, learns_all: bool) -> tuple[int, ...]:
+    """Return the added tokens (and eos) that are learned as the last token of an answer, in ascending order.
+
+    White space behind the token belongs to the answer (ChatML's newline). A token that also stands inside learned
+    answers does not end them: GPT-OSS ends its thoughts, too. Of a text without answers only eos counts.
+
+    Args:
+        stores: the training documents.
+        learns_all: whether the masks span whole chats, so that the end of one turn stands inside.
+    """
+    added = {tokenizer.eos_token_id, *tokenizer.added_tokens_decoder} - {None}
+    ends: set[int] = set()
+    for store in stores:
+        tokens, is_learned, last = _answers(store)
+        last = _before_blanks(tokens, is_learned, last, tokenizer)
+        found = set(np.unique(tokens[last]).tolist())
+        if store.mask is None:
+            ends |= found & {tokenizer.eos_token_id}
+            continue
+        is_learned[last] = False
+        inside = np.bincount(tokens[is_learned], minlength=max(added, default=0) + 1)
+        ends |= {token for token in found & added if learns_all or inside[token] == 0}
+    return tuple(sorted(ends))
+
+
+def _answers(store: TokenStore) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
+    """(tokens, whether each is learned, index of the last token of each answer) of the first documents."""
+    documents = max(1, int(np.searchsorted(store.offsets, _READ_TOKENS, side="right")) - 1)
+    offsets = np.asarray(store.offsets[: documents + 1])
+    tokens = np.asarray(store.tokens[: offsets[-1]])
+    if store.mask is None:
+        return tokens, np.ones(len(tokens), np.bool_), offsets[1:] - 1
+    is_learned = np.asarray(store.mask[: offsets[-1]]).astype(np.bool_)
+    goes_on = np.append(is_learned[1:], False)
+    goes_on[offsets[1:] - 1] = False
+    return tokens, is_learned, np.flatnonzero(is_learned & ~goes_on)
+
+
+def _before_blanks(
+    tokens: npt.NDArray[Any], is_learned: npt.NDArray[np.bool_], last: npt.NDArray[np.int64], tokenizer: Any
+) -> npt.NDArray[np.int64]:
+    while True:
+        blank = [token for token in np.unique(tokens[last]).tolist() if not tokenizer.decode([token]).strip()]
+        moves = np.isin(tokens[last], blank) & (last > 0) & is_learned[last - 1]
+        if not moves.any():
+            return last
+        last = last - moves

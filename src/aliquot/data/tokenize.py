@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -10,20 +9,20 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from aliquot.core.errors import DataError
 from aliquot.data.cuts import LONGEST_CHARACTERS, PIECE_CHARACTERS, Cut, pieces
 from aliquot.data.documents import Document
-from aliquot.data.encoder import Encoded, Encoder, EncoderProcess, EncoderSpec, Texts
+from aliquot.data.encoder import Encoded, Encoder, EncoderProcess, Texts
+from aliquot.data.text_encoder import EncoderSpec
+from aliquot.data.token_store import StoreWriter
 from aliquot.machine.cpu import read_cpu
 from aliquot.machine.memory import memory_limit
 
 Progress = Callable[[int, int], None]  # (bytes of the source done, of how many)
-
 CHUNK_CHARACTERS = 1 << 20
 CHUNK_TEXTS = 8192
 BLANK = "a blank record, left out"
@@ -146,68 +145,6 @@ def _chunks(documents: Iterator[Document], answers: bool, cut: Cut | None, write
 def _chunk(texts: list[tuple[str, bool, bool, str]], done_bytes: int) -> Chunk:
     text, first, last, places = zip(*texts, strict=True)
     return Chunk(Texts(list(text), np.array(first, bool), np.array(last, bool)), list(places), done_bytes)
-
-
-class StoreWriter:
-    """The files of a token store, appended to in order."""
-
-    def __init__(self, directory: Path, dtype: np.dtype[Any], answers: bool) -> None:
-        self.directory, self.dtype, self.answers = directory, dtype, answers
-        self.formats: Counter[str] = Counter()
-        self.left_out: Counter[str] = Counter()
-        self.firsts: dict[str, str] = {}  # where the first of each reason is, and what there is to say of it
-        self.tokens = self.documents = 0
-        self.inexact_cuts = 0
-        self.useful = 0  # documents in which there is a token to predict
-        self.end = 0  # of the last complete document
-        self.text_bytes: int | None = 0
-        self.files: dict[str, BinaryIO] = {}
-
-    def __enter__(self) -> StoreWriter:
-        names = ["tokens", "offsets"] + (["mask"] if self.answers else [])
-        self.files = {name: (self.directory / f"{name}.bin").open("wb") for name in names}
-        self.files["offsets"].write(np.zeros(1, np.int64).tobytes())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for file in self.files.values():
-            file.close()
-
-    def cut_anywhere(self) -> None:
-        self.inexact_cuts += 1
-
-    def leave_out(self, reason: str, count: int, first: str) -> None:
-        """Count records by the reason why they are not in the store; `first`: where the first of them is."""
-        self.left_out[reason] += count
-        if first:
-            self.firsts.setdefault(reason, first)
-
-    def write(self, encoded: Encoded, last: npt.NDArray[np.bool_], places: list[str]) -> None:
-        """Append the tokens of texts from `places`, of which those in `last` [texts] end a document. One without tokens
-        is none."""
-        ends = self.tokens + np.cumsum(encoded.counts)[last]
-        lengths = np.diff(ends, prepend=self.end)
-        ends = ends[lengths > 0]
-        self.useful += int((lengths > 1).sum())
-        self.files["tokens"].write(encoded.ids.astype(self.dtype).tobytes())
-        self.files["offsets"].write(ends.astype(np.int64).tobytes())
-        for reason, (count, index, detail) in encoded.notes.items():
-            self.leave_out(reason, count, ": ".join(filter(None, (places[index], detail))))
-        if self.answers:
-            self.files["mask"].write(encoded.mask.tobytes())
-        self.tokens += len(encoded.ids)
-        self.documents += len(ends)
-        if self.text_bytes is not None:
-            self.text_bytes = None if encoded.text_bytes is None else self.text_bytes + encoded.text_bytes
-        self.end = int(ends[-1]) if len(ends) else self.end
-
-    def finish(self) -> None:
-        """Write what the other files hold; called when they are closed."""
-        counts = {"documents": self.documents, "tokens": self.tokens, "text_bytes": self.text_bytes}
-        seen = {"formats": self.formats, "left_out": self.left_out, "inexact_cuts": self.inexact_cuts}
-        seen["firsts"] = self.firsts
-        facts = {"dtype": self.dtype.name, **counts, "answers": self.answers, **seen}
-        (self.directory / "store.json").write_text(json.dumps(facts))
 
 
 def _cores() -> int:

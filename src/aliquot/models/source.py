@@ -12,14 +12,21 @@ from typing import TYPE_CHECKING, Any
 from aliquot.config.adapter_section import ADAPTER_CONFIG
 from aliquot.config.schema import ModelSection
 from aliquot.core.decode import read_json_object
-from aliquot.core.errors import ConfigError, ModelFilesError, UnsupportedModelError
+from aliquot.core.errors import ConfigError, ModelFilesError
 from aliquot.core.paths import looks_local, with_home
-from aliquot.models.counts import refuse_absurd_counts
+from aliquot.models.config_checks import (
+    refuse_absurd_counts,
+    refuse_empty_window,
+    refuse_out_of_scope,
+    refuse_quantized,
+    without_quantization,
+)
 from aliquot.models.remote_code import without_code
 
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
 
 # What a run needs of a hub repository; never code, pickles or other frameworks' weights.
 DESCRIPTION_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # config and tokenizer
@@ -142,7 +149,7 @@ def resolve(section: ModelSection, hub_files: Sequence[str] = HUB_FILES) -> Mode
         directory = local_directory(section.path, hub_files)
         file = directory / "config.json"
         config = _parse_config(_read_json(file, "model.path"), str(file))
-        _refuse_quantized(config, str(file))
+        refuse_quantized(config, str(file))
         return ModelSource(config, directory, config.dtype)
     assert section.config is not None  # the schema demands one of the two
     if isinstance(section.config, Path):
@@ -151,7 +158,7 @@ def resolve(section: ModelSection, hub_files: Sequence[str] = HUB_FILES) -> Mode
     else:
         values = section.config
         config = _parse_config(values, "model.config")
-    return ModelSource(_unquantized(config), None, None, frozenset(values))
+    return ModelSource(without_quantization(config), None, None, frozenset(values))
 
 
 def model_on_meta(directory: Path) -> PreTrainedModel:
@@ -160,7 +167,7 @@ def model_on_meta(directory: Path) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     file = directory / "config.json"
-    config = _unquantized(_parse_config(_read_json(file, "config.json"), str(file)))
+    config = without_quantization(_parse_config(_read_json(file, "config.json"), str(file)))
     with torch.device("meta"):
         model: PreTrainedModel = without_code(AutoModelForCausalLM.from_config)(config)
     return model
@@ -224,67 +231,9 @@ def _parse_config(values: dict[str, Any], where: str) -> PretrainedConfig:
         config = AutoConfig.for_model(model_type, **values)
     except Exception as error:  # each configuration checks itself in its own way
         raise ModelFilesError(f"not a valid {model_type} configuration: {_one_line(error)}", where) from error
-    _refuse_out_of_scope(config, where)
-    _refuse_empty_window(config, where)
+    refuse_out_of_scope(config, where)
+    refuse_empty_window(config, where)
     return config
-
-
-def _refuse_empty_window(config: PretrainedConfig, where: str) -> None:
-    """An empty window masks every token, and transformers then attends to all of them, later ones too."""
-    text = config.get_text_config(decoder=True)
-    window, kinds = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
-    slides = kinds is None or any("sliding" in str(kind) for kind in kinds)
-    if isinstance(window, int) and window < 1 and slides:
-        raise ModelFilesError(
-            f"sliding_window is {window}: in such a window a token does not even see itself. Write null for attention"
-            " without a window",
-            where,
-        )
-
-
-def _refuse_out_of_scope(config: PretrainedConfig, where: str) -> None:
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModelError("encoder-decoder models are not supported", where)
-    if getattr(config, "vision_config", None) is not None:
-        raise UnsupportedModelError("vision models are not supported", where)
-    if getattr(config, "audio_config", None) is not None:
-        raise UnsupportedModelError("audio models are not supported", where)
-    dropped = [key for key, value in config.to_dict().items() if "layerdrop" in str(key) and value]
-    if dropped:
-        raise UnsupportedModelError(
-            f"layers that are left out at random are not supported: set {dropped[0]} to 0", where
-        )
-    if getattr(config, "z_loss_coefficient", None):
-        raise UnsupportedModelError("a loss of the logits' size is not supported: set z_loss_coefficient to 0", where)
-    if getattr(config, "attention_type", None) == "block_sparse":
-        raise UnsupportedModelError(
-            "attention over random blocks is not supported: set attention_type to original_full", where
-        )
-    if getattr(config, "is_decoder", None) is False:
-        config.is_decoder = True  # BERT and its kin see both ways unless told that they predict what follows
-
-
-def _quantization(config: PretrainedConfig) -> dict[str, Any] | None:
-    found = getattr(config, "quantization_config", None)
-    return found if found is None or isinstance(found, dict) else found.to_dict()
-
-
-def _unquantized(config: PretrainedConfig) -> PretrainedConfig:
-    """Without how somebody has stored such weights: those of a run begin, and are exported, as they are."""
-    if _quantization(config):
-        del config.quantization_config
-    return config
-
-
-def _refuse_quantized(config: PretrainedConfig, where: str) -> None:
-    """What computes with quantised weights is another function than the layers that are trained here."""
-    if settings := _quantization(config):
-        method = settings.get("quant_method", "quantised")
-        raise UnsupportedModelError(
-            f"weights that are stored as {method} (quantization_config) are not supported: take the model's unquantised"
-            " ones, or remove the key if these are",
-            where,
-        )
 
 
 def _one_line(error: Exception) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from aliquot.data.batches import EvalBatches
+from aliquot.data.eval_batches import EvalBatches
 from aliquot.distributed.ranks import Ranks
 from aliquot.engines.base import Engine
 

@@ -10,7 +10,8 @@ from typing import Any
 from aliquot.checkpoint.evaluation_history import EvaluationHistory
 from aliquot.config.schema import RunConfig, TrainSection
 from aliquot.data.batch_size import BatchSize
-from aliquot.data.batches import Batches, EvalBatches, Position
+from aliquot.data.batches import Batches, Position
+from aliquot.data.eval_batches import EvalBatches
 from aliquot.data.prepare import Prepared
 from aliquot.distributed.ranks import Ranks
 from aliquot.engines.base import Engine

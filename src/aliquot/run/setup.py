@@ -17,8 +17,9 @@ from aliquot.checkpoint.resume import changed_settings, check_continuity, check_
 from aliquot.config.schema import RunConfig
 from aliquot.core.on_rank_0 import gather_results, run_on_all_ranks, run_on_rank_0
 from aliquot.data.batch_size import batch_size
-from aliquot.data.batches import Batches, EvalBatches, Position
+from aliquot.data.batches import Batches, Position
 from aliquot.data.data_summary import day_line, examples, header, warnings
+from aliquot.data.eval_batches import EvalBatches
 from aliquot.data.prepare import prepare_together
 from aliquot.data.tokenizer import largest_token
 from aliquot.distributed.config_consistency import check_same

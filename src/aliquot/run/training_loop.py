@@ -18,9 +18,9 @@ from aliquot.checkpoint.remote_upload import Uploader
 from aliquot.core.errors import DivergedError, RunDirectoryError, TrainingError, UserError
 from aliquot.core.intervals import is_due
 from aliquot.core.on_rank_0 import run_on_rank_0
-from aliquot.data.answer_ends import answer_ends
 from aliquot.data.batch_prefetch import BatchesAhead, ToGpu
 from aliquot.data.batches import StepBatch
+from aliquot.data.token_store import answer_ends
 from aliquot.distributed.heartbeat import Heartbeat
 from aliquot.distributed.watchdog import Watchdog
 from aliquot.machine.allocator import FreedMemory

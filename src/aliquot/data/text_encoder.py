@@ -1,5 +1,7 @@
-"""The text of a record becomes tokens, and a mask of those in some of its stretches. Letters of special tokens which
-the record's author has written are told from the special tokens that a chat template writes."""
+"""Encode one text and mask the tokens of some of its stretches.
+
+Letters of special tokens that the record's author wrote are told from the special tokens that a chat template writes.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,9 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 from aliquot.core.errors import TokenizerError
 from aliquot.data.chat_template import ChatTemplate, LeftOut, Messages, Span
@@ -19,6 +21,20 @@ from aliquot.data.chat_template import ChatTemplate, LeftOut, Messages, Span
 AS_TEXT = "a record whose texts hold special tokens, encoded as text"
 AS_TOKENS = "a record whose texts hold special tokens, encoded as those"
 _MARKS = "\ue000\ue001"  # around what the author has written
+
+
+@dataclass(frozen=True)
+class EncoderSpec:
+    tokenizer: str  # a directory that save_pretrained wrote
+    fast: bool  # it has a tokenizer.json that needs no transformers
+    prefix: tuple[int, ...]  # before each document
+    suffix: tuple[int, ...]  # after it
+    drop_before: str | None = None  # characters at the begin of a later piece that have a token too many in front
+    answers: bool = False  # texts are records with answers, as formats.py writes them
+    templated: bool = False  # and go through the tokenizer's chat template
+    train_on: Literal["completions", "all"] = "completions"
+    special_tokens_as_text: bool = False  # those in texts, not those that a template writes
+    day: str | None = None  # ISO 8601, what a chat template takes for today
 
 
 class TextEncoder:

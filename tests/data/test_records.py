@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from aliquot.config.data_section import DataSection
 from aliquot.core.errors import UserError
 from aliquot.data import documents
-from aliquot.data.documents import Document, record_documents, text_documents
+from aliquot.data import records as records_module
+from aliquot.data.documents import Document, text_documents
+from aliquot.data.records import record_documents
 from aliquot.data.sources import FileSource
 
 TALKS = [{"text": f"row {n} \u00e9 {'x' * (n % 7)}"} for n in range(300)]
@@ -66,7 +68,7 @@ def texts(path: Path) -> list[str]:
 def test_the_same_documents_however_they_are_packed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes
 ) -> None:
-    monkeypatch.setattr(documents, "_BLOCK_CHARACTERS", 100)
+    monkeypatch.setattr(records_module, "_BLOCK_CHARACTERS", 100)
     (tmp_path / name).write_bytes(content)
     assert texts(tmp_path / name) == [talk["text"] for talk in TALKS]
     if ".json" not in Path(name).suffixes:
@@ -121,7 +123,7 @@ def test_an_array_in_any_blocks_is_what_json_reads(records: list[object], indent
         def read(self, size: int | None = -1, /) -> bytes:
             return super().read(block)
 
-    assert list(documents._elements(Blocks(data), Path("x"))) == [(record, "") for record in records]
+    assert list(records_module._elements(Blocks(data), Path("x"))) == [(record, "") for record in records]
 
 
 def test_a_long_file_is_one_document_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +142,7 @@ def test_a_long_file_is_one_document_in_parts(tmp_path: Path, monkeypatch: pytes
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "PART_BYTES", 1 << 16)
-    monkeypatch.setattr(documents, "_BLOCK_CHARACTERS", 1 << 14)
+    monkeypatch.setattr(records_module, "_BLOCK_CHARACTERS", 1 << 14)
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"some words\n" * (1 << 19)))
     (tmp_path / "a.json").write_text(json.dumps([{"text": "x" * 1000}] * 2000))
     seen = 0

@@ -13,8 +13,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from aliquot.data.answer_ends import answer_ends
-from aliquot.data.token_store import TokenStore
+from aliquot.data.token_store import TokenStore, answer_ends
 from aliquot.models.generate import load
 from tests.runs import command, trained, write_config
 

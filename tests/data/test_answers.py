@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from aliquot.data.chat import ANSWERS_NOT_WRITTEN, EMPTY_ANSWER, NO_ANSWER, TEMPLATE_LEAVES_OUT, encode_chat
 from aliquot.data.chat_template import CHANGED, ChatTemplate, LeftOut
-from aliquot.data.encode_spans import TextEncoder
+from aliquot.data.text_encoder import TextEncoder
 from tests.data.test_chat import CHATML, MARKED, TALK, learned, said, tokenizer
 
 GREETING = {"role": "assistant", "content": "dog"}
