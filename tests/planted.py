@@ -57,9 +57,9 @@ FAULTS = (
     Fault(
         "neighbours-bytes", "tensor_io/transfer.py",
         "each piece of a part but the first is taken from one element too early",
-        "own = None if view is None else view[start - part.start :][:numel]",
-        "own = None if view is None else view[max(0, start - part.start - 1) :][:numel]",
-        ("tests/ranges", "tests/models/test_load.py"),
+        "piece_view = None if view is None else view[start - part.start :][:numel]",
+        "piece_view = None if view is None else view[max(0, start - part.start - 1) :][:numel]",
+        ("tests/tensor_io", "tests/models/test_load.py"),
     ),
     Fault(
         "rename-before-fsync", "tensor_io/publish.py",

@@ -52,7 +52,7 @@ def test_a_file_that_comes_while_an_export_is_made_is_kept_with_what_was_there(t
             (target / comes).write_text(comes)
             (directory / "config.json").write_text("new")
 
-        publish_together(target, SingleRank(), lambda _: None, write, lambda *_: None, replace=True, spare=spare)
+        publish_together(target, SingleRank(), lambda _: None, write, lambda *_: None, replace=True, keep_former=spare)
         assert [path.name for path in target.iterdir()] == ["config.json"]
 
     target.mkdir()

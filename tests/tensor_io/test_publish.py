@@ -18,8 +18,8 @@ from aliquot.tensor_io.publish import (
     clean_leftovers,
     commit,
     publish_together,
-    put_back,
     remove_directory,
+    restore_former,
     write_file,
 )
 from tests.tensor_io.world import Died, PipedRanks, run_world
@@ -167,9 +167,9 @@ commit(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), replace=True)
         (directory / "file").write_text(content)
     assert subprocess.run([sys.executable, "-c", killed, partial, target], check=False).returncode == 9
     assert not target.exists()
-    put_back(tmp_path)
+    restore_former(tmp_path)
     assert (target / "file").read_text() == "old"
-    put_back(tmp_path / "absent")
+    restore_former(tmp_path / "absent")
     commit(partial, target, replace=True)
     assert (target / "file").read_text() == "new" and [path.name for path in tmp_path.iterdir()] == ["step-1"]
 

@@ -34,7 +34,7 @@ from aliquot.run.run_context import Activity, Attempt, Stage, Start
 from aliquot.run.shutdown import Shutdown
 from aliquot.run.training_loop import Result, Training
 from aliquot.stores.open_store import open_store
-from aliquot.tensor_io.publish import put_back
+from aliquot.tensor_io.publish import restore_former
 
 # Only training steps are on the watchdog's clock: reading data and weights may take long. A rank that dies ends the
 # run at once anyway, a node that is lost soon (heartbeat.py), and a run in which nobody does anything (IdleWatchdog).
@@ -84,7 +84,7 @@ def train(config: RunConfig, force: bool = False) -> Result:
 def _train(run: Attempt, heartbeat: Heartbeat, shutdown: Shutdown, force: bool) -> Result:
     run.ledger.mark("process start", {})
     check_configs(run.ranks, run.config)
-    run_on_rank_0(run.ranks, lambda: put_back(run.directory.checkpoints))
+    run_on_rank_0(run.ranks, lambda: restore_former(run.directory.checkpoints))
     run_on_rank_0(run.ranks, lambda: run.directory.check(run.config))
     setup.check_directory(run)
     run.activity.enter(Stage.READ_DATA)

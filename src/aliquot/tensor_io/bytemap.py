@@ -1,4 +1,4 @@
-"""The byte map of a directory: where every tensor lies, from the safetensors headers and their index."""
+"""The byte map of a directory: the location of every tensor, read from the safetensors headers and their index."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from aliquot.tensor_io.jsonfile import read_json
 from aliquot.tensor_io.publish import is_plain_name
 
 Shape = tuple[int, ...]
-SHOWN = 5  # names in an error message
+MAX_SHOWN = 5  # names in an error message
 _SAMPLE_BYTES = 4096
 
 
 @dataclass(frozen=True)
 class ByteMap:
-    """Tensors by name, and the bytes before the first tensor of each file."""
+    """Tensor entries by name, and the length in bytes of the header of each file."""
 
     entries: Mapping[str, TensorEntry]
     header_bytes: Mapping[Path, int]
 
     @classmethod
     def of_directory(cls, directory: Path, stem: str = "model") -> ByteMap:
-        """The tensors of `<stem>.safetensors`, or of the shards that `<stem>.safetensors.index.json` lists.
+        """Map `<stem>.safetensors`, or the shards that `<stem>.safetensors.index.json` lists.
 
-        Raises UserError: neither exists, a shard is absent or malformed, an indexed tensor is not in its shard, or
-        both exist and do not hold the same weights.
+        Raises UserError: neither file exists, a shard is absent or malformed, an indexed tensor is not in its shard, or
+        both files exist and do not hold the same weights.
         """
         single = directory / f"{stem}.safetensors"
         index = directory / f"{stem}.safetensors.index.json"
         if not single.exists() and not index.exists():
             raise WeightsFileError(_absent(directory, stem), directory)
         if not single.exists():
-            return cls._of_index(index, _weight_map(index))
+            return cls._from_index(index, _weight_map(index))
         header = read_header(single)
-        found = cls(header.entries, {single: header.header_bytes})
+        byte_map = cls(header.entries, {single: header.header_bytes})
         if index.exists():
             weight_map = _weight_map(index)
             shards = {str(name) for name in weight_map.values()} - {single.name}
-            # An index whose shards have all been merged into one file is merely old.
+            # An index without any of its shards is merely old: they have been merged into one file.
             if any((directory / name).exists() for name in shards):
-                found._check_same(cls._of_index(index, weight_map), single, index)
-        return found
+                byte_map._check_same(cls._from_index(index, weight_map), single, index)
+        return byte_map
 
-    def _check_same(self, other: ByteMap, single: Path, index: Path) -> None:
-        for name in sorted({*self.entries, *other.entries}):
-            one, another = self.entries.get(name), other.entries.get(name)
-            if one is None or another is None or _sample(one) != _sample(another):
+    def _check_same(self, shards: ByteMap, single: Path, index: Path) -> None:
+        for name in sorted({*self.entries, *shards.entries}):
+            in_single, in_shards = self.entries.get(name), shards.entries.get(name)
+            if in_single is None or in_shards is None or _sample(in_single) != _sample(in_shards):
                 raise WeightsFileError(
                     f"{single.name} and the shards of {index.name} are both here, and {ascii(name)[1:-1]} differs: "
                     f"remove the ones that are not this model; transformers reads {single.name}",
@@ -58,7 +58,7 @@ class ByteMap:
                 )
 
     @classmethod
-    def _of_index(cls, index: Path, weight_map: Mapping[str, Any]) -> ByteMap:
+    def _from_index(cls, index: Path, weight_map: Mapping[str, Any]) -> ByteMap:
         headers = {}
         for name in sorted({str(file) for file in weight_map.values()}):
             if not is_plain_name(name) or not name.endswith(".safetensors"):
@@ -79,7 +79,7 @@ def _weight_map(index: Path) -> dict[str, Any]:
 
 
 def _sample(entry: TensorEntry) -> tuple[Any, ...]:
-    """What two tensors have in common that are the same: dtype, shape, their first and last bytes."""
+    """Return dtype, shape, first and last bytes of a tensor; equal tensors have equal samples."""
     size_bytes = entry.numel * entry.itemsize
     with reading(entry.file), entry.file.open("rb") as file:
         file.seek(entry.offset)
@@ -89,27 +89,27 @@ def _sample(entry: TensorEntry) -> tuple[Any, ...]:
 
 
 def check_tensors(
-    wanted: Sequence[tuple[str, Shape]], found: Mapping[str, TensorEntry], where: Path, extra: Iterable[str] = ()
+    expected: Sequence[tuple[str, Shape]], entries: Mapping[str, TensorEntry], where: Path, extra: Iterable[str] = ()
 ) -> None:
-    """Raise one UserError that lists all tensors missing from `found`, `extra`, or of the wrong shape or dtype."""
-    shapes = dict(wanted)
-    missing = [name for name in shapes if name not in found]
+    """Raise one UserError that lists missing tensors, `extra` ones, and those of the wrong shape or dtype."""
+    shapes = dict(expected)
+    missing = [name for name in shapes if name not in entries]
     wrong = [
         f"{name} is {list(entry.shape)} instead of {list(shapes[name])}"
-        for name, entry in found.items()
+        for name, entry in entries.items()
         if name in shapes and entry.shape != shapes[name]
     ]
-    odd = [f"{name} is {entry.dtype}" for name, entry in found.items() if not entry.dtype.is_floating_point]
+    odd = [f"{name} is {entry.dtype}" for name, entry in entries.items() if not entry.dtype.is_floating_point]
     problems = {"missing": missing, "not of this model": list(extra), "of the wrong shape": wrong, "not weights": odd}
-    told = [f"{label}: {listed(names)}" for label, names in problems.items() if names]
-    if told:
-        raise WeightsFileError("tensors do not fit the model; " + "; ".join(told), where)
+    messages = [f"{label}: {listed(names)}" for label, names in problems.items() if names]
+    if messages:
+        raise WeightsFileError("tensors do not fit the model; " + "; ".join(messages), where)
 
 
 def listed(names: Sequence[str]) -> str:
-    """At most five names and how many more there are."""
-    shown = ", ".join(ascii(name[:200])[1:-1] for name in names[:SHOWN])
-    return shown if len(names) <= SHOWN else f"{shown} and {len(names) - SHOWN} more"
+    """Join the first five names and the number of further ones."""
+    shown = ", ".join(ascii(name[:200])[1:-1] for name in names[:MAX_SHOWN])
+    return shown if len(names) <= MAX_SHOWN else f"{shown} and {len(names) - MAX_SHOWN} more"
 
 
 def _absent(directory: Path, stem: str) -> str:

@@ -1,5 +1,7 @@
-"""Block checksums of files that several ranks read or wrote in pieces: every rank checksums its own bytes once, and the
-pieces combine to the checksum of each block without anybody reading a byte for it.
+"""Block checksums of files that several ranks read or write in pieces.
+
+Every rank computes checksums of its own bytes once. The checksums of the pieces combine to the checksum of each block,
+so no rank reads a block again.
 """
 
 from __future__ import annotations
@@ -14,27 +16,27 @@ BLOCK_BYTES = 16 << 20
 _POLYNOMIAL = 0xEDB88320
 _ONE = 0x80000000
 
-Piece = tuple[str, int, int, int]  # file name, offset, length in bytes, crc32; never across a block boundary
+Piece = tuple[str, int, int, int]  # file name, offset, length in bytes, crc32; no piece crosses a block boundary
 
 
 class BlockChecksums:
-    """The pieces that this rank has read or written; several threads may add theirs at once."""
+    """The checksums of the pieces that this rank has read or written. Several threads may call `add` at once."""
 
     def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
         self.block_bytes = block_bytes
         self._pieces: list[Piece] = []
 
     def add(self, file: str, offset: int, data: memoryview) -> None:
-        """Bytes `data` lie at `offset` of `file`."""
+        """Add `data`, the bytes at `offset` of `file`."""
         while data:
             room = self.block_bytes - offset % self.block_bytes
             self._pieces.append((file, offset, len(data[:room]), zlib.crc32(data[:room])))
             offset += len(data[:room])
             data = data[room:]
 
-    def add_headers(self, head_bytes: Mapping[Path, int]) -> None:
-        """Read the first so many bytes of each file, those before its tensors, and add them. Raises OSError."""
-        for path, count in head_bytes.items():
+    def add_headers(self, header_bytes: Mapping[Path, int]) -> None:
+        """Read the header of each file, which has the given length in bytes, and add it. Raises OSError."""
+        for path, count in header_bytes.items():
             with path.open("rb") as file:
                 self.add(path.name, 0, memoryview(file.read(count)))
 
@@ -45,18 +47,23 @@ class BlockChecksums:
 def combine_pieces(
     pieces: Iterable[Piece], file_bytes: Mapping[str, int], block_bytes: int = BLOCK_BYTES
 ) -> dict[str, list[int]]:
-    """The crc32 of every block of every file in `file_bytes`, from pieces of all ranks in any order.
+    """Compute the crc32 of every block of each file.
 
-    Raises ValueError where the pieces leave a byte out or hold it twice: the ranks' parts do not divide the tensors.
+    Args:
+        pieces: those of all ranks, in any order.
+        file_bytes: the sizes of the files.
+
+    Raises:
+        ValueError: the pieces omit or repeat a byte, because the ranks' parts do not divide the tensors.
     """
-    by_file: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
+    pieces_of: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
     for file, offset, length, crc in pieces:
-        by_file[file].append((offset, length, crc))
+        pieces_of[file].append((offset, length, crc))
     blocks: dict[str, list[int]] = {}
     for file, total_bytes in file_bytes.items():
         blocks[file] = []
         end = 0
-        for offset, length, crc in sorted(by_file[file]):
+        for offset, length, crc in sorted(pieces_of[file]):
             if offset != end:
                 raise ValueError(f"the parts of all ranks leave out or repeat bytes {offset} to {end} of {file}")
             if offset % block_bytes == 0:
@@ -75,12 +82,12 @@ def combine_pieces(
 
 
 def crc32_combine(first: int, second: int, second_bytes: int) -> int:
-    """The CRC-32 of a + b, given those of a and b and the length of b."""
+    """Compute the CRC-32 of a + b from the CRCs of a and b and the length of b."""
     return _multiply(_shift(second_bytes), first) ^ second
 
 
 def _multiply(a: int, b: int) -> int:
-    """a times b modulo P."""
+    """Compute a times b modulo P."""
     product = 0
     bit = _ONE
     while a:
@@ -92,9 +99,9 @@ def _multiply(a: int, b: int) -> int:
     return product
 
 
-@lru_cache(maxsize=4096)  # pieces come in few lengths
+@lru_cache(maxsize=4096)  # pieces have few different lengths
 def _shift(length_bytes: int) -> int:
-    """x^(8 length) modulo P."""
+    """Compute x^(8 length) modulo P."""
     result = _ONE
     power = 3  # 8 = 2^3
     while length_bytes:
@@ -107,7 +114,7 @@ def _shift(length_bytes: int) -> int:
 
 @cache
 def _squared(times: int) -> int:
-    """x^(2^times) modulo P."""
+    """Compute x^(2^times) modulo P."""
     if times == 0:
         return _ONE >> 1
     root = _squared(times - 1)

@@ -1,7 +1,7 @@
-"""Pre-laid-out files: the names, headers and offsets of a set of tensors before any byte of them exists.
+"""Lay out safetensors files: names, headers and offsets of a set of tensors before any byte of them exists.
 
-They follow from names, shapes, dtype and the size limit alone, as transformers would write them, so every rank knows
-where its own ranges go and the files do not depend on how many ranks there are.
+The layout depends on names, shapes, dtypes and the size limit alone, as in transformers. Every rank therefore knows the
+offsets of its own ranges, and the files do not depend on the world size.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from aliquot.tensor_io.publish import write_file
 
 @dataclass(frozen=True)
 class LayoutEntry:
-    """A tensor that is to be stored."""
+    """A tensor to lay out."""
 
     name: str
     shape: Shape
@@ -57,12 +57,12 @@ class FilesLayout:
     def of(
         cls, tensors: Sequence[tuple[str, Shape]], dtype: torch.dtype, max_shard_bytes: int, stem: str
     ) -> FilesLayout:
-        """`of_tensors` for tensors of one dtype."""
+        """Lay out tensors of one dtype; see `of_tensors`."""
         return cls.of_tensors([LayoutEntry(name, shape, dtype) for name, shape in tensors], max_shard_bytes, stem)
 
     @classmethod
     def of_tensors(cls, tensors: Sequence[LayoutEntry], max_shard_bytes: int, stem: str) -> FilesLayout:
-        """In the order given; a file is full when the next tensor would take it past `max_shard_bytes`."""
+        """Lay out the tensors in their order; a file ends where the next tensor would exceed `max_shard_bytes`."""
         shards: list[list[LayoutEntry]] = [[]]
         shard_bytes = 0
         for tensor in tensors:
@@ -82,13 +82,13 @@ class FilesLayout:
         return sum(file.file_bytes for file in self.files)
 
     def byte_map(self, directory: Path) -> ByteMap:
-        """What `ByteMap.of_directory` finds once the files are there."""
+        """Return what `ByteMap.of_directory` would read from the finished files."""
         entries = {}
         for file in self.files:
             offset = len(file.header)
             for tensor in file.tensors:
-                place = (directory / file.name, file.file_bytes, offset)
-                entries[tensor.name] = TensorEntry(tensor.name, tensor.dtype, tensor.shape, *place)
+                location = (directory / file.name, file.file_bytes, offset)
+                entries[tensor.name] = TensorEntry(tensor.name, tensor.dtype, tensor.shape, *location)
                 offset += tensor.size_bytes
         return ByteMap(entries, {directory / file.name: len(file.header) for file in self.files})
 

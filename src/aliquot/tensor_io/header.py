@@ -1,4 +1,4 @@
-"""The header of a safetensors file: which bytes are which tensor. Nothing in the file is believed before it is checked.
+"""Read and check the header of a safetensors file: the location of every tensor. The file may be malformed.
 
 Layout: 8 bytes little-endian header length, that many bytes of JSON, then the tensors back to back.
 """
@@ -40,7 +40,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where a tensor lies: `numel * itemsize` bytes from `offset` of `file`, in row-major order."""
+    """The location of a tensor: `numel * itemsize` bytes from `offset` of `file`, in row-major order."""
 
     name: str
     dtype: torch.dtype
@@ -60,29 +60,29 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Header:
-    """All tensors of one file, in the order of their bytes; they begin at byte `header_bytes`."""
+    """All tensors of one file in the order of their bytes; the first begins at byte `header_bytes`."""
 
     entries: dict[str, TensorEntry]
     header_bytes: int
 
 
 def read_header(path: Path) -> Header:
-    """Parse and check the header of `path`. Raises UserError naming the file and, where there is one, the tensor."""
-    # O_NONBLOCK: a fifo posing as a file must not hang us; it has no effect on a regular file
+    """Parse and check the header of `path`. Raises UserError that names the file and the malformed tensor."""
+    # O_NONBLOCK: a named pipe in place of a file must not block; the flag has no effect on a regular file.
     with reading(path), os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
             raise WeightsFileError("not a regular file", path)
         if is_lfs_pointer(file.read(64)):
             raise WeightsFileError(LFS_POINTER, path)
         file.seek(0)
         length = int.from_bytes(file.read(8), "little")
-        if found.st_size < 8 or length > found.st_size - 8:
+        if status.st_size < 8 or length > status.st_size - 8:
             raise WeightsFileError("truncated, or not a safetensors file: the header is longer than the file", path)
         if length > LIMIT_BYTES:
             raise WeightsFileError(f"header of {length} bytes, more than {LIMIT_BYTES}", path)
         data = file.read(length)
-    return Header(_entries(data, path, found.st_size), 8 + length)
+    return Header(_entries(data, path, status.st_size), 8 + length)
 
 
 def _entries(data: bytes, path: Path, file_bytes: int) -> dict[str, TensorEntry]:
@@ -103,7 +103,7 @@ def _entries(data: bytes, path: Path, file_bytes: int) -> dict[str, TensorEntry]
 
 
 def _position(entry: TensorEntry) -> tuple[int, int]:
-    return entry.offset, entry.numel  # an empty tensor comes before the one that begins where it lies
+    return entry.offset, entry.numel  # an empty tensor precedes the tensor at the same offset
 
 
 def _entry(name: str, field: Any, path: Path, file_bytes: int, start: int) -> TensorEntry:

@@ -1,4 +1,4 @@
-"""JSON that somebody else wrote: a dict, or one `UserError`, whatever the bytes are."""
+"""Read untrusted JSON: a dict, or one `UserError` for any other content."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from aliquot.core.small_files import read_small_file
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`. Raises UserError."""
+    """Read the JSON object in `path`. Raises UserError."""
     return parse_json(read_small(path), path)
 
 
@@ -25,7 +25,7 @@ def read_small(path: Path) -> bytes:
 
 
 def parse_json(data: bytes, where: str | Path) -> dict[str, Any]:
-    """A JSON object from UTF-8 `data`; a name that occurs twice in an object is an error. Raises UserError."""
+    """Parse a JSON object from UTF-8 `data`; a repeated name in an object is an error. Raises UserError."""
     try:
         return decode_json_object(data, unique_names=True)
     except ValueError as error:  # bad UTF-8, bad JSON, endless digits, endless nesting

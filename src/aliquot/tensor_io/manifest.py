@@ -1,4 +1,7 @@
-"""The manifest of a checkpoint: size and block checksums of every file, written last. It makes a directory complete."""
+"""The manifest of a checkpoint: size and block checksums of every file.
+
+It is written last: a checkpoint directory is complete if and only if it has a valid manifest.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ Crc32 = Annotated[int, Field(ge=0, lt=2**32)]
 
 
 class FileRecord(BaseModel):
-    """Size of a file, and the crc32 of each of its blocks; the last block may be short."""
+    """The size of a file and the crc32 of each of its blocks; the last block may be short."""
 
     model_config = _STRICT
     bytes: Annotated[int, Field(ge=0, lt=2**63)]
@@ -31,38 +34,38 @@ class FileRecord(BaseModel):
 
 
 class Manifest(BaseModel):
-    """Every file of a checkpoint but the manifest itself."""
+    """The records of all files of a checkpoint except the manifest."""
 
     model_config = _STRICT
     format: Literal["aliquot-checkpoint"] = "aliquot-checkpoint"
     version: Literal[1] = 1
     block_bytes: Literal[16777216] = BLOCK_BYTES  # type: ignore[assignment]
     files: dict[str, FileRecord]
-    config_files: list[str]  # those of `files` that make the weights a Hugging Face directory
+    config_files: list[str]  # files next to the weights of a Hugging Face directory
 
     def record(self, name: str) -> FileRecord:
-        """Of the file `name`. Raises DamagedCheckpoint if the manifest does not know it."""
+        """Return the record of file `name`. Raises DamagedCheckpoint if there is no record."""
         if name not in self.files:
             raise DamagedCheckpoint(f"{name[:200]!r} is not in the manifest")
         return self.files[name]
 
 
 def checksum(data: bytes) -> FileRecord:
-    """The record of a file that holds `data`."""
+    """Compute the record of a file that holds `data`."""
     blocks = range(0, len(data), BLOCK_BYTES)
     return FileRecord(bytes=len(data), crc32=[zlib.crc32(data[start : start + BLOCK_BYTES]) for start in blocks])
 
 
 def manifest_bytes(files: Mapping[str, FileRecord], config_files: Sequence[str]) -> bytes:
-    """The content of the manifest file; its own checksum is in it."""
+    """Encode the manifest, including its own checksum."""
     fields = Manifest(files=dict(files), config_files=list(config_files)).model_dump()
-    return json.dumps({**fields, "crc32": _own_crc32(fields)}, indent=1).encode()
+    return json.dumps({**fields, "crc32": _fields_crc32(fields)}, indent=1).encode()
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a complete checkpoint, all files of the recorded size. Reads no file but the manifest.
+    """Read the manifest of a complete checkpoint and check the sizes of its files, but not their content.
 
-    Raises DamagedCheckpoint: the manifest is missing or malformed, a file is missing or of another size.
+    Raises DamagedCheckpoint: the manifest is missing or malformed, a file is missing or has another size.
     """
     path = directory / MANIFEST
     if not path.exists():
@@ -78,15 +81,15 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def parse_manifest(data: bytes, path: str | Path) -> Manifest:
-    """The manifest that `data`, of `path`, hold. Raises DamagedCheckpoint where they are malformed."""
+    """Parse `data`, the content of `path`. Raises DamagedCheckpoint if they are malformed."""
     try:
         fields = parse_json(data, path)
-        if fields.pop("crc32", None) != _own_crc32(fields):
+        if fields.pop("crc32", None) != _fields_crc32(fields):
             raise DamagedCheckpoint("its own checksum does not fit", path)
         manifest = Manifest.model_validate(fields)
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
-        where = ascii(".".join(map(str, first["loc"])))  # a name in it may hold anything, a newline too
+        where = ascii(".".join(map(str, first["loc"])))  # a name may contain any character, even a newline
         raise DamagedCheckpoint(f"{where[1:-1]}: {first['msg']}"[:200], path) from error
     except UserError as error:
         raise DamagedCheckpoint(str(error)) from error
@@ -99,7 +102,7 @@ def parse_manifest(data: bytes, path: str | Path) -> Manifest:
 
 
 def verify(directory: Path) -> Manifest:
-    """Read every byte of a checkpoint. Raises DamagedCheckpoint naming the file and the first bad block."""
+    """Verify every byte of a checkpoint. Raises DamagedCheckpoint that names the file and its first damaged block."""
     manifest = read_manifest(directory)
     for name in manifest.files:
         verify_file(directory, manifest, name)
@@ -107,18 +110,16 @@ def verify(directory: Path) -> Manifest:
 
 
 def verify_descriptions(directory: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Verify what describes the tensors in the files `names`, before any of it is parsed: the headers of safetensors
-    files, and the whole of the other files.
+    """Verify the headers of safetensors files and the whole content of other files, before anybody parses them.
 
-    A damaged header is often valid still, and then looks like that of another model. Raises DamagedCheckpoint.
+    A damaged header is often still valid and then looks like the header of another model. Raises DamagedCheckpoint.
     """
     for name in names:
         verify_file(directory, manifest, name, only_header=name.endswith(".safetensors"))
 
 
 def verify_file(directory: Path, manifest: Manifest, name: str, only_header: bool = False) -> None:
-    """Read one file of a checkpoint block by block, or only the blocks that hold the header of a safetensors file.
-    Raises DamagedCheckpoint."""
+    """Verify a file of a checkpoint, or only the blocks with its safetensors header. Raises DamagedCheckpoint."""
     block = bytearray(BLOCK_BYTES)
     blocks: list[int] = []
     header_end = 0
@@ -136,42 +137,43 @@ def verify_file(directory: Path, manifest: Manifest, name: str, only_header: boo
 
 
 def check_read(directory: Path, manifest: Manifest, header_bytes: Mapping[Path, int], pieces: Iterable[Piece]) -> None:
-    """Compare with the manifest the files of tensors, of which `pieces` were read.
+    """Compare the safetensors files that all ranks have read with the manifest. Raises DamagedCheckpoint.
 
-    `header_bytes`: of each file of tensors, those before the first one, which nobody has read into a tensor.
-    Raises DamagedCheckpoint.
+    Args:
+        header_bytes: the length of each file's header, which no rank has read into a tensor.
+        pieces: the checksums of the tensors' bytes, of all ranks.
     """
-    heads = BlockChecksums()
-    heads.add_headers(header_bytes)
+    headers = BlockChecksums()
+    headers.add_headers(header_bytes)
     sizes = {path.name: manifest.record(path.name).bytes for path in header_bytes}
-    check_blocks(directory, manifest, combine_pieces(chain(heads.pieces(), pieces), sizes))
+    check_blocks(directory, manifest, combine_pieces(chain(headers.pieces(), pieces), sizes))
 
 
 def check_blocks(directory: Path, manifest: Manifest, blocks: Mapping[str, list[int]]) -> None:
     """Compare the crc32 of all blocks of some files with the manifest. Raises DamagedCheckpoint."""
-    for name, found in blocks.items():
+    for name, actual in blocks.items():
         recorded = manifest.files[name].crc32
-        if found != recorded:
-            pairs = zip(found, recorded, strict=False)
-            bad = next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(found), len(recorded)))
+        if actual != recorded:
+            pairs = enumerate(zip(actual, recorded, strict=False))
+            damaged = next((i for i, (crc, saved) in pairs if crc != saved), min(len(actual), len(recorded)))
             raise DamagedCheckpoint(
-                f"damaged: the block at byte {bad * BLOCK_BYTES} is not what was saved", directory / name
+                f"damaged: the block at byte {damaged * BLOCK_BYTES} is not what was saved", directory / name
             )
 
 
 def _check_size(path: Path, record: FileRecord) -> None:
     try:
-        found = path.stat().st_size if path.is_file() else None
+        size = path.stat().st_size if path.is_file() else None
     except OSError as error:
         raise DamagedCheckpoint(f"cannot read: {error.strerror}", path) from error
-    if found is None:
+    if size is None:
         raise DamagedCheckpoint("missing from the checkpoint", path)
-    if found != record.bytes:
-        raise DamagedCheckpoint(f"{found} bytes instead of {record.bytes}", path)
+    if size != record.bytes:
+        raise DamagedCheckpoint(f"{size} bytes instead of {record.bytes}", path)
 
 
 def _fill(file: Any, block: bytearray) -> int:
-    """Read until `block` is full or the file ends; how many bytes were read."""
+    """Read until `block` is full or the file ends; return the number of bytes read."""
     view = memoryview(block)
     filled = 0
     while filled < len(block) and (count := file.readinto(view[filled:])):
@@ -179,5 +181,5 @@ def _fill(file: Any, block: bytearray) -> int:
     return filled
 
 
-def _own_crc32(fields: Mapping[str, Any]) -> int:
+def _fields_crc32(fields: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())

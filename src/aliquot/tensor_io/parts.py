@@ -1,4 +1,4 @@
-"""A part: a flat range of a named tensor. The unit in which everything a rank owns is held, read and written."""
+"""A part: a flat range of a named tensor. Ranks hold, read and write their shards of the state in parts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Part:
 
 
 def row_ranges(shape: tuple[int, ...], ranks: int) -> tuple[tuple[int, int], ...]:
-    """Each rank's flat range by FSDP2's dim-0 rule: ceil(rows / ranks) rows, the last what is left, perhaps none."""
+    """Return each rank's flat range by FSDP2's dim-0 rule: ceil(rows / ranks) rows; later ranks get fewer or none."""
     rows = shape[0] if shape else 1
     row_numel, share = math.prod(shape[1:]), -(-rows // ranks)
     edges = [min(rank * share, rows) * row_numel for rank in range(ranks + 1)]
@@ -39,10 +39,10 @@ def row_ranges(shape: tuple[int, ...], ranks: int) -> tuple[tuple[int, int], ...
 
 
 class PartSource(Protocol):
-    """Whatever parts can be read from. Values cross it as fp32 CPU tensors, piece by piece."""
+    """A source of parts. Callers read values as fp32 CPU tensors, piece by piece."""
 
     def parts(self) -> Sequence[Part]:
-        """The parts that this rank owns. Over all ranks they cover each (name, kind) exactly once."""
+        """Return the parts of this rank. The parts of all ranks together cover each (name, kind) exactly once."""
         ...
 
     def read(self, part: Part, start: int, out: Tensor) -> None:
@@ -51,7 +51,7 @@ class PartSource(Protocol):
 
 
 class PartStore(PartSource, Protocol):
-    """Whatever holds parts: every engine does."""
+    """A source of parts that also accepts values; every engine is one."""
 
     def write(self, part: Part, start: int, values: Tensor) -> None:
         """Set elements [start, start + values.numel()) of the tensor, all inside `part`, from flat fp32 `values`."""
@@ -60,15 +60,15 @@ class PartStore(PartSource, Protocol):
 
 @runtime_checkable
 class ViewableStore(Protocol):
-    """A store whose parts can be read and written where they lie. From any other they are copied, as fp32."""
+    """A store that gives access to the memory of its parts. Parts of any other store are copied, as fp32."""
 
     def view(self, part: Part) -> Tensor | None:
-        """The part itself, flat, contiguous, in CPU memory, of any float dtype; None: not to be had."""
+        """Return the memory of the part: flat, contiguous, on the CPU, of any float dtype. None: not available."""
         ...
 
 
 class SelectedParts:
-    """The parts of `store` that belong to tensors of these names."""
+    """The parts of `store` that belong to tensors of these names, for example those of an adapter."""
 
     def __init__(self, store: PartStore, names: Collection[str]) -> None:
         self._store = store

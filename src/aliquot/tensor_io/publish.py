@@ -1,7 +1,7 @@
-"""Directories appear whole or not at all: written beside, fsynced, renamed; removed by renaming first.
+"""Publish directories atomically: write under a temporary name, fsync, rename. Removal also begins with a rename.
 
-`.NAME.partial-1a2b3c4d` is being written, `NAME` is published, `.NAME.trash-1a2b3c4d` is being removed, and
-`.NAME.former-1a2b3c4d` being replaced.
+`.NAME.partial-1a2b3c4d` is incomplete, `NAME` is published, `.NAME.trash-1a2b3c4d` is about to be removed, and
+`.NAME.former-1a2b3c4d` is about to be replaced.
 """
 
 from __future__ import annotations
@@ -29,17 +29,22 @@ def publish_together(
     write: Callable[[Path], T],
     finish: Callable[[Path, list[T]], None],
     replace: bool = False,
-    spare: Callable[[Path], bool] = lambda former: False,
+    keep_former: Callable[[Path], bool] = lambda former: False,
 ) -> None:
     """Make the directory `target`: rank 0 prepares it, every rank writes, rank 0 finishes and renames it. Collective.
 
-    `write` returns a JSON value; `finish` gets those of all ranks. An error anywhere is raised on every rank and leaves
-    nothing behind, as does a `target` that exists and is not empty, unless it is to be replaced: see `commit`.
+    An error on any rank is raised on every rank, and nothing of the directory is left.
+
+    Args:
+        write: returns a JSON value.
+        finish: receives the values of all ranks.
+        replace: replace an existing directory; otherwise a directory that is not empty is an error.
+        keep_former: as of `commit`.
     """
 
     def publish(written: list[T]) -> None:
         finish(partial, written)
-        commit(partial, target, replace, spare)
+        commit(partial, target, replace, keep_former)
 
     partial = begin(target, ranks, prepare)
     try:
@@ -52,25 +57,28 @@ def publish_together(
 
 
 def begin(target: Path, ranks: RankGroup, prepare: Callable[[Path], None]) -> Path:
-    """The directory beside `target` that is to become it, made and prepared by rank 0. Collective."""
+    """Let rank 0 make and prepare a directory that `commit` will rename to `target`; return its path. Collective."""
     return Path(run_on_rank_0(ranks, lambda: str(_prepared(target, prepare))))
 
 
 def begin_alone(target: Path) -> Path:
-    """An empty directory beside `target`, for one process. Raises OSError."""
+    """Make an empty directory that `commit` will rename to `target`, for one process. Raises OSError."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = _beside(target, "partial")
+    partial = _temporary_path(target, "partial")
     partial.mkdir()
     return partial
 
 
 def commit(
-    partial: Path, target: Path, replace: bool = False, spare: Callable[[Path], bool] = lambda former: False
+    partial: Path, target: Path, replace: bool = False, keep_former: Callable[[Path], bool] = lambda former: False
 ) -> None:
-    """Give `partial`, whose files the disk has, the name `target`: from then on it is complete.
+    """Rename `partial`, whose files are fsynced, to `target`. The directory is complete from then on.
 
-    `spare`: of what was replaced, which has another name by then, whether it has been kept. Raises OSError, and then
-    nothing has the name, or what is to be replaced has it still.
+    Args:
+        keep_former: receives the new path of the replaced directory; returns whether to keep the directory.
+
+    Raises:
+        OSError: `target` does not exist then, or is still the directory that was to be replaced.
     """
     sync(partial)
     former = set_aside(target, "former") if replace and target.exists() else None
@@ -79,7 +87,7 @@ def commit(
         try:
             sync(target.parent)
         except OSError:
-            # The disk may not have the name: it is taken back, lest others count on what its maker calls failed.
+            # The disk may not have the name. The rename is undone, so that nobody uses a directory whose commit failed.
             with contextlib.suppress(OSError):
                 target.rename(partial)
             raise
@@ -89,12 +97,12 @@ def commit(
         raise
     if former is not None:
         with contextlib.suppress(OSError):
-            if not spare(former):
+            if not keep_former(former):
                 shutil.rmtree(former, ignore_errors=True)
 
 
 def sync(path: Path) -> None:
-    """Return when the disk has the file, or the names in the directory. Raises OSError."""
+    """Fsync a file, or the names in a directory. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -103,19 +111,19 @@ def sync(path: Path) -> None:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether `name` names a file in the directory itself: no separator, no `..`, nothing that a terminal obeys."""
+    """Return whether `name` is a file name without separators, `..` and control characters."""
     return name not in ("", ".", "..") and name.isprintable() and not set(name) & {"/", "\\"}
 
 
 def check_names(names: Iterable[str], taken: Iterable[str]) -> None:
-    """Raise ValueError unless `names` are plain file names that a directory of safetensors and `taken` can hold too."""
+    """Raise ValueError unless `names` are plain file names, none of them a safetensors file or in `taken`."""
     bad = [name for name in names if not is_plain_name(name) or ".safetensors" in name or name in taken]
     if bad:
         raise ValueError(f"not names of files that can lie beside the weights: {bad}")
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """A new file with content `data`, fsynced. Raises UserError."""
+    """Write and fsync a new file. Raises UserError."""
     with writing(path), path.open("xb") as file:
         file.write(data)
         file.flush()
@@ -123,11 +131,12 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def check_space(directory: Path, needed_bytes: int, instead_of: Path | None = None) -> None:
-    """Raise UserError if the file system of `directory` says that it has less than `needed_bytes` free; but if it would
-    have them without the directory `instead_of`, remove that."""
-    found = os.statvfs(directory)
-    free_bytes = found.f_bavail * found.f_frsize
-    if not found.f_blocks or free_bytes >= needed_bytes:  # some network file systems say nothing
+    """Raise UserError if the file system of `directory` has less than `needed_bytes` free. If the directory `instead_of`
+    takes the missing bytes, remove it instead.
+    """
+    status = os.statvfs(directory)
+    free_bytes = status.f_bavail * status.f_frsize
+    if not status.f_blocks or free_bytes >= needed_bytes:  # some network file systems report nothing
         return
     if instead_of is not None:
         freed_bytes = sum(path.stat().st_blocks * 512 for path in instead_of.rglob("*") if path.is_file())
@@ -141,14 +150,14 @@ def _size(count: int) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
-def set_aside(directory: Path, what: str = "trash") -> Path:
-    """Rename a directory so that `clean_leftovers` takes it for waste; its new name. Raises OSError."""
+def set_aside(directory: Path, suffix: str = "trash") -> Path:
+    """Rename a directory such that `clean_leftovers` removes it; return its new path. Raises OSError."""
     name = match["name"] if (match := _LEFTOVER.fullmatch(directory.name)) else directory.name
-    return directory.rename(_beside(directory.with_name(name), what))
+    return directory.rename(_temporary_path(directory.with_name(name), suffix))
 
 
-def put_back(parent: Path) -> None:
-    """Give what was being replaced its name again, where a process was killed before the new one had it. Raises
+def restore_former(parent: Path) -> None:
+    """Rename directories back that a process set aside, if it was killed before it published the replacement. Raises
     OSError."""
     for path in list(parent.glob(".*.former-*")):
         match = _LEFTOVER.fullmatch(path.name)
@@ -157,13 +166,13 @@ def put_back(parent: Path) -> None:
 
 
 def remove_directory(directory: Path) -> None:
-    """Remove a directory such that, killed midway, no part of it is left under its name. Best effort, never raises."""
+    """Remove a directory such that a kill leaves no part of it under its name. Errors are ignored."""
     with contextlib.suppress(OSError):
         shutil.rmtree(set_aside(directory), ignore_errors=True)
 
 
 def clean_leftovers(parent: Path, names: re.Pattern[str]) -> None:
-    """Remove what killed processes left of directories whose published name matches `names`. Raises OSError."""
+    """Remove temporary directories of killed processes if the published name matches `names`. Raises OSError."""
     for path in list(parent.iterdir()) if parent.is_dir() else ():
         match = _LEFTOVER.fullmatch(path.name)
         if match and names.fullmatch(match["name"]):
@@ -180,5 +189,5 @@ def _prepared(target: Path, prepare: Callable[[Path], None]) -> Path:
     return partial
 
 
-def _beside(target: Path, what: str) -> Path:
-    return target.with_name(f".{target.name}.{what}-{secrets.token_hex(4)}")
+def _temporary_path(target: Path, suffix: str) -> Path:
+    return target.with_name(f".{target.name}.{suffix}-{secrets.token_hex(4)}")

@@ -19,10 +19,14 @@ BUFFER_BYTES = 8 << 20
 
 
 class SourceFile:
-    """A file whose header was read before, open for reading by several threads at once.
+    """A file open for reading by several threads at once.
 
-    `checksums`, if given, collects the checksums of all bytes read. `drop`: what was read leaves the page cache.
-    Every method raises UserError: cannot read, or the size is not what it was when the header was read.
+    Every method raises UserError: the file cannot be read, or its size changed after its header was read.
+
+    Args:
+        entry: any tensor of the file.
+        checksums: collects the checksums of all bytes read.
+        drop: remove the bytes from the page cache after they are read.
     """
 
     def __init__(self, entry: TensorEntry, checksums: BlockChecksums | None = None, drop: bool = False) -> None:
@@ -37,13 +41,13 @@ class SourceFile:
             raise WeightsFileError(f"{size_bytes} bytes where its header was read at {entry.file_bytes}", self.path)
 
     def announce(self, entry: TensorEntry, start: int, numel: int) -> None:
-        """These elements are to be read soon: the disk may begin."""
+        """Ask the kernel to read these elements ahead."""
         os.posix_fadvise(
             self._descriptor, entry.offset + start * entry.itemsize, numel * entry.itemsize, os.POSIX_FADV_WILLNEED
         )
 
     def read(self, entry: TensorEntry, start: int, out: torch.Tensor) -> None:
-        """Elements [start, start + out.numel()) into flat, contiguous CPU `out` of the stored dtype."""
+        """Read elements [start, start + out.numel()) into flat, contiguous CPU `out` of the stored dtype."""
         memory, offset = bytes_of(out), offset_of(entry, start, out)
         done = 0
         while done < len(memory):
@@ -62,7 +66,7 @@ class SourceFile:
 
 
 class RangeReader:
-    """Reads ranges one after the other, in any float dtype; one file is open at a time."""
+    """Reads ranges sequentially and converts them to any float dtype; one file is open at a time."""
 
     def __init__(self, checksums: BlockChecksums | None = None) -> None:
         self._checksums = checksums
@@ -76,9 +80,9 @@ class RangeReader:
         self._close()
 
     def read(self, entry: TensorEntry, start: int, out: torch.Tensor) -> None:
-        """Elements [start, start + out.numel()) into `out`, flat and contiguous in CPU memory, of any float dtype.
+        """Read elements [start, start + out.numel()) into `out`, flat and contiguous in CPU memory, of any float dtype.
 
-        Raises UserError: cannot read, or the file is not what it was when its header was read.
+        Raises UserError: the file cannot be read, or its size changed after its header was read.
         """
         offset_of(entry, start, out)
         file = self._open(entry)
@@ -106,11 +110,13 @@ class RangeReader:
 
 
 class TargetFile:
-    """A file that is laid out already, open for writing by several threads at once.
+    """A file of final size, open for writing by several threads at once.
 
-    `checksums`, if given, collects the checksums of all bytes written. What is written leaves the page cache once the
-    disk has it: nobody reads it soon, and writing into pages that were just freed is twice as fast. Every method raises
-    UserError: disk full, no permission, any other failure to write.
+    Written bytes leave the page cache once the disk has them: nobody reads them soon, and writes into pages that were
+    just freed are twice as fast. Every method raises UserError: disk full, no permission, any other failed write.
+
+    Args:
+        checksums: collects the checksums of all bytes written.
     """
 
     def __init__(self, path: Path, checksums: BlockChecksums | None = None) -> None:
@@ -120,7 +126,7 @@ class TargetFile:
             self._descriptor = os.open(path, os.O_WRONLY)
 
     def write(self, entry: TensorEntry, start: int, values: torch.Tensor) -> None:
-        """Elements [start, start + values.numel()) from flat, contiguous CPU `values` of the stored dtype."""
+        """Write elements [start, start + values.numel()) from flat, contiguous CPU `values` of the stored dtype."""
         memory, offset = bytes_of(values), offset_of(entry, start, values)
         done = 0
         with writing(self.path):
@@ -128,20 +134,20 @@ class TargetFile:
                 done += os.pwrite(self._descriptor, memory[done:], offset + done)
         if self._checksums is not None:
             self._checksums.add(self.path.name, offset, memory)
-        # Dirty pages go to the disk from now on. Left to pile up, they reach the limit at which the kernel slows down
-        # every writer: measured, a save then takes twice as long.
+        # The kernel begins to write the dirty pages now. Otherwise they reach the limit at which it slows down every
+        # writer, and a save takes twice as long (measured).
         os.posix_fadvise(self._descriptor, offset, len(memory), os.POSIX_FADV_DONTNEED)
 
     def sync_and_close(self) -> None:
-        """Return when the disk has it all."""
-        with self.closed_on_error(), writing(self.path):  # a network file system may tell of a full disk only here
+        """Fsync and close the file."""
+        with self.closed_on_error(), writing(self.path):  # a network file system may report a full disk only here
             os.fsync(self._descriptor)
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(self._descriptor)
 
     @contextmanager
     def closed_on_error(self) -> Iterator[None]:
-        """Give the file back if what is done within raises."""
+        """Close the file if the body raises."""
         try:
             yield
         except BaseException:
@@ -150,25 +156,28 @@ class TargetFile:
 
 
 def offset_of(entry: TensorEntry, start: int, values: torch.Tensor) -> int:
-    """Where in the file elements [start, start + values.numel()) begin. Raises ValueError if the tensor has not all."""
+    """Return the offset of elements [start, start + values.numel()). Raises ValueError if they exceed the tensor."""
     if start < 0 or start + values.numel() > entry.numel:
         raise ValueError(f"[{start}, {start + values.numel()}) is not inside {entry.name}, {entry.numel} elements")
     return entry.offset + start * entry.itemsize
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a flat contiguous CPU tensor."""
+    """Return the memory of a flat contiguous CPU tensor."""
     return tensor.view(torch.uint8).numpy().data
 
 
-def too_large_to_keep(entries: Iterable[TensorEntry]) -> bool:
-    """Whether the files of `entries` together would take more than half of the memory that is available."""
+def exceeds_page_cache(entries: Iterable[TensorEntry]) -> bool:
+    """Return whether the files of `entries` together are larger than half of the available memory.
+
+    Such files leave the page cache after use, because they would evict everything else from it.
+    """
     sizes = {entry.file: entry.file_bytes for entry in entries}
     return sum(sizes.values()) > available_bytes() // 2
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Bytes of memory that are free or can be freed, or what this container is limited to."""
+    """Return the bytes of memory that are free or can be freed, limited by the container's memory limit."""
     available = 1 << 62
     for line in (root / "proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):

@@ -1,4 +1,4 @@
-"""Between files and a store of parts, in bounded pieces: `fill` reads what the store owns, `drain` writes it."""
+"""Transfer parts between files and a store in bounded pieces: `fill` reads the store's parts, `drain` writes them."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from aliquot.tensor_io.header import TensorEntry
 from aliquot.tensor_io.mapped_memory import mapped_tensor
 from aliquot.tensor_io.parts import Kind, Part, PartSource, PartStore, ViewableStore
 from aliquot.tensor_io.piece_size import DEPTH, PIECE_BYTES
-from aliquot.tensor_io.range_io import SourceFile, TargetFile, too_large_to_keep
+from aliquot.tensor_io.range_io import SourceFile, TargetFile, exceeds_page_cache
 
-THREADS = 4  # more gain nothing on a local disk; a network file system wants several requests at once
+THREADS = 4  # more bring nothing on a local disk; a network file system needs several requests at once
 
-Maps = Mapping[Kind, Mapping[str, TensorEntry]]  # where the tensors of each kind lie; other kinds stay untouched
+Maps = Mapping[Kind, Mapping[str, TensorEntry]]  # the tensors of each kind to transfer
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far this rank has come, in bytes of files."""
+    """The progress of this rank, in bytes of files."""
 
     done_bytes: int
     total_bytes: int
     elapsed_s: float
 
 
-Watch = Callable[[Progress], None]  # called after every piece; what it raises ends the transfer
+Watch = Callable[[Progress], None]  # called after every piece; an exception ends the transfer
 
 
 def fill(
@@ -48,15 +48,18 @@ def fill(
     watch: Watch | None = None,
     check: Callable[[TensorEntry, int, Tensor], None] = lambda entry, start, values: None,
 ) -> int:
-    """Read all parts of `store` whose kind is in `maps`; the bytes read. Raises UserError.
+    """Read all parts of `store` with a kind in `maps`; return the number of bytes read. Raises UserError.
 
-    `store` is used from the calling thread only, each part in order. `check` sees the values of each piece as the store
-    holds them, flat, from element `start` of its tensor; an error that it raises ends the transfer.
+    Only the calling thread uses `store`, in the order of the elements of each part.
+
+    Args:
+        check: receives the values of each piece as the store holds them, flat, from element `start` of the tensor. An
+            exception ends the transfer.
     """
     work = _Transfer(store, maps, watch)
-    values = mapped_tensor(PIECE_BYTES, torch.float32)  # a piece as fp32; as stored its values may take one byte each
+    values = mapped_tensor(PIECE_BYTES, torch.float32)  # stored values may be as small as one byte
 
-    def land(piece: _Piece, stored: Tensor) -> None:
+    def store_piece(piece: _Piece, stored: Tensor) -> None:
         if piece.view is None:
             as_fp32 = stored if stored.dtype == torch.float32 else values[: piece.numel].copy_(stored)
             check(piece.entry, piece.start, as_fp32)
@@ -67,28 +70,28 @@ def fill(
             check(piece.entry, piece.start, piece.view)
         work.count(piece)
 
-    drop = too_large_to_keep(entry for of_kind in maps.values() for entry in of_kind.values())
-    for pieces in work.by_file():
+    drop = exceeds_page_cache(entry for entries in maps.values() for entry in entries.values())
+    for pieces in work.pieces_of_files():
         with closing(SourceFile(pieces[0].entry, checksums, drop)) as file, Pipeline() as pipeline:
             for piece in pieces:
                 stored = piece.direct
                 if stored is None:
-                    stored = _raw(pipeline, piece)
+                    stored = _buffer_for(pipeline, piece)
                 file.announce(piece.entry, piece.start, piece.numel)
-                pipeline.add(partial(file.read, piece.entry, piece.start, stored), partial(land, piece, stored))
+                pipeline.add(partial(file.read, piece.entry, piece.start, stored), partial(store_piece, piece, stored))
     return work.done_bytes
 
 
 def drain(store: PartSource, maps: Maps, checksums: BlockChecksums | None = None, watch: Watch | None = None) -> int:
-    """Write all parts of `store` whose kind is in `maps`, and fsync; the bytes written. Raises UserError, also for
-    values that the dtype of the file is too small for.
+    """Write all parts of `store` with a kind in `maps`, and fsync; return the number of bytes written.
 
-    `store` is used from the calling thread only, each part in order.
+    Only the calling thread uses `store`, in the order of the elements of each part. Raises UserError, also for values
+    that overflow the dtype of the file.
     """
     work = _Transfer(store, maps, watch)
     values = mapped_tensor(PIECE_BYTES, torch.float32)
 
-    def take(piece: _Piece, stored: Tensor) -> None:
+    def read_piece(piece: _Piece, stored: Tensor) -> None:
         if piece.view is not None:
             _round(piece, piece.view, stored)
         elif stored.dtype == torch.float32:
@@ -98,16 +101,16 @@ def drain(store: PartSource, maps: Maps, checksums: BlockChecksums | None = None
             _round(piece, values[: piece.numel], stored)
 
     with ThreadPoolExecutor(1, thread_name_prefix="aliquot-fsync") as disk:
-        synced = []  # while one file is fsynced the next is written
-        # Of two ranks that write to the same file, a local file system lets one wait for the other.
-        for pieces in work.by_file(spread=True):
+        synced = []  # the disk thread fsyncs a file while this thread writes the next one
+        # Ranks begin at different files, because local file systems serialize the writers of one file.
+        for pieces in work.pieces_of_files(spread=True):
             file = TargetFile(pieces[0].entry.file, checksums)
             with file.closed_on_error(), Pipeline() as pipeline:
                 for piece in pieces:
                     stored = piece.direct
                     if stored is None:
-                        stored = _raw(pipeline, piece)
-                        take(piece, stored)
+                        stored = _buffer_for(pipeline, piece)
+                        read_piece(piece, stored)
                     pipeline.add(partial(file.write, piece.entry, piece.start, stored), partial(work.count, piece))
             synced.append(disk.submit(file.sync_and_close))
         for future in synced:
@@ -123,16 +126,16 @@ class _Piece:
     entry: TensorEntry
     start: int
     numel: int
-    view: Tensor | None  # the piece itself, in the store
+    view: Tensor | None  # memory of the piece in the store
 
     @property
     def direct(self) -> Tensor | None:
-        """The piece itself if it is held as it is stored: it needs no buffer."""
+        """The memory of the piece if the store holds it in the dtype of the file: it needs no buffer."""
         return self.view if self.view is not None and self.view.dtype == self.entry.dtype else None
 
 
 class _Transfer:
-    """What is to be moved, and how much of it has been."""
+    """The parts to transfer, and the number of bytes transferred."""
 
     def __init__(self, store: PartSource, maps: Maps, watch: Watch | None) -> None:
         pairs = [(part, maps[part.kind][part.name]) for part in store.parts() if part.kind in maps]
@@ -143,15 +146,16 @@ class _Transfer:
         self._total_bytes = sum(part.numel * entry.itemsize for part, entry in pairs)
         self.done_bytes = 0
 
-    def by_file(self, spread: bool = False) -> Iterator[list[_Piece]]:
-        """The pieces of each file, in the order in which they lie there.
+    def pieces_of_files(self, spread: bool = False) -> Iterator[list[_Piece]]:
+        """Yield the pieces of each file, in the order of their offsets.
 
-        `spread`: ranks begin at different files, those with later ranges of tensors further on.
+        Args:
+            spread: begin at another file on each rank: ranks with later ranges of tensors begin at later files.
         """
         files = [list(pairs) for _, pairs in groupby(self._pairs, key=lambda pair: pair[1].file)]
         if spread and files:
-            behind = sum(part.start for part, _ in self._pairs) / max(1, sum(entry.numel for _, entry in self._pairs))
-            first = int(behind * len(files))
+            position = sum(part.start for part, _ in self._pairs) / max(1, sum(entry.numel for _, entry in self._pairs))
+            first = int(position * len(files))
             files = files[first:] + files[:first]
         for pairs in files:
             if pieces := [piece for part, entry in pairs for piece in self._pieces(part, entry)]:
@@ -161,11 +165,11 @@ class _Transfer:
         view = self._view(part)
         start = part.start
         while start < part.stop:
-            # Pieces end where a multiple of their size lies in the file: whole pages, no block of checksums shared.
+            # Pieces end at multiples of their size in the file: on page boundaries, and within one checksum block.
             room_bytes = PIECE_BYTES - (entry.offset + start * entry.itemsize) % PIECE_BYTES
             numel = min(part.stop - start, max(1, room_bytes // entry.itemsize))
-            own = None if view is None else view[start - part.start :][:numel]
-            yield _Piece(part, entry, start, numel, own)
+            piece_view = None if view is None else view[start - part.start :][:numel]
+            yield _Piece(part, entry, start, numel, piece_view)
             start += numel
 
     def count(self, piece: _Piece) -> None:
@@ -175,15 +179,15 @@ class _Transfer:
             self._watch(Progress(self.done_bytes, self._total_bytes, elapsed_s))
 
 
-def _raw(pipeline: Pipeline, piece: _Piece) -> Tensor:
-    """Memory for the piece as it is stored."""
+def _buffer_for(pipeline: Pipeline, piece: _Piece) -> Tensor:
+    """Return a buffer for the piece in the dtype of the file."""
     return pipeline.buffer().view(piece.entry.dtype)[: piece.numel]
 
 
 def _round(piece: _Piece, values: Tensor, stored: Tensor) -> None:
-    """Raises UserError where a number becomes infinite: a model with such a weight answers with nothing."""
+    """Round to the dtype of the file. Raises UserError if a number becomes infinite: such a model computes NaN."""
     stored.copy_(values)
-    if stored.dtype != torch.float16:  # the others hold whatever fp32 does, as far as weights go
+    if stored.dtype != torch.float16:  # the other dtypes have the range of fp32 for all practical weights
         return
     if bool((stored.isinf() & values.isfinite()).any()):
         raise UsageError(
@@ -193,11 +197,15 @@ def _round(piece: _Piece, values: Tensor, stored: Tensor) -> None:
 
 
 class Pipeline:
-    """`add` starts the work of a piece in another thread; its `end` runs here, in the order of the pieces."""
+    """Reads or writes pieces in threads: at most `DEPTH` pieces are in progress.
+
+    `add` starts the work of a piece in a thread; its `end` runs in the calling thread, in the order of the pieces. Only
+    the calling thread therefore touches the store.
+    """
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="aliquot-io")
-        self._under_way: deque[tuple[Future[None], Callable[[], None]]] = deque()
+        self._in_progress: deque[tuple[Future[None], Callable[[], None]]] = deque()
         self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(DEPTH)]
         self._pieces = 0
 
@@ -212,29 +220,29 @@ class Pipeline:
             self._threads.shutdown(wait=True, cancel_futures=True)
 
     def buffer(self) -> torch.Tensor:
-        """`PIECE_BYTES` of uint8 for the next piece, free until that has ended. Raises what older pieces raised."""
+        """Return `PIECE_BYTES` of uint8 for the next piece, free until the piece ends. Raises errors of older pieces."""
         self._end_down_to(DEPTH - 1)
-        index = self._pieces % DEPTH  # pieces end in order, so this one's last user has
+        index = self._pieces % DEPTH  # pieces end in order: the buffer's last piece has ended
         if not self._buffers[index].numel():
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-                # To and from a GPU only pinned memory goes at the full speed of the bus.
+                # Only copies between a GPU and pinned memory reach the full speed of the bus.
                 self._buffers[index] = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
             else:
                 self._buffers[index] = mapped_tensor(PIECE_BYTES, torch.uint8)
         return self._buffers[index]
 
     def add(self, work: Callable[[], None], end: Callable[[], None]) -> None:
-        """Raises what `work` or `end` of an older piece raised."""
+        """Start the next piece. Raises errors of older pieces."""
         self._end_down_to(DEPTH - 1)
-        self._under_way.append((self._threads.submit(work), end))
+        self._in_progress.append((self._threads.submit(work), end))
         self._pieces += 1
 
     def flush(self) -> None:
-        """Return when all pieces have ended. Raises what one of them raised."""
+        """Return when all pieces have ended. Raises their errors."""
         self._end_down_to(0)
 
     def _end_down_to(self, count: int) -> None:
-        while len(self._under_way) > count:
-            future, end = self._under_way.popleft()
+        while len(self._in_progress) > count:
+            future, end = self._in_progress.popleft()
             future.result()
             end()
