@@ -131,8 +131,9 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def check_space(directory: Path, needed_bytes: int, instead_of: Path | None = None) -> None:
-    """Raise UserError if the file system of `directory` has less than `needed_bytes` free. If the directory `instead_of`
-    takes the missing bytes, remove it instead.
+    """Raise UserError if the file system of `directory` has less than `needed_bytes` free.
+
+    If the removal of the directory `instead_of` frees enough bytes, remove it instead.
     """
     status = os.statvfs(directory)
     free_bytes = status.f_bavail * status.f_frsize

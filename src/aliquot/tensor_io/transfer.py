@@ -220,7 +220,7 @@ class Pipeline:
             self._threads.shutdown(wait=True, cancel_futures=True)
 
     def buffer(self) -> torch.Tensor:
-        """Return `PIECE_BYTES` of uint8 for the next piece, free until the piece ends. Raises errors of older pieces."""
+        """Return `PIECE_BYTES` of uint8 for the next piece, free until the piece ends. Raises errors of old pieces."""
         self._end_down_to(DEPTH - 1)
         index = self._pieces % DEPTH  # pieces end in order: the buffer's last piece has ended
         if not self._buffers[index].numel():
