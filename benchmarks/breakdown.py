@@ -81,10 +81,10 @@ def main() -> None:
 
 def measure(shape: str, rounds: int, steps: int) -> list[Measured]:
     """What rank 0 measured in each round."""
-    from aliquot.machine.allocator import with_allocator
+    from aliquot.machine.allocator import allocator_environment
 
     taken = []
-    environ = {"LD_PRELOAD": with_allocator(os.environ).get("LD_PRELOAD", "")}
+    environ = {"LD_PRELOAD": allocator_environment(os.environ).get("LD_PRELOAD", "")}
     for _ in range(rounds):
         ranks = run_world(__file__, RANKS, shape, str(steps), timeout_s=3000, environ=environ)
         if "failed" in ranks[0]:

@@ -63,11 +63,11 @@ def aliquot_steps(
     from aliquot.engines.base import EngineSpec
     from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
     from aliquot.engines.host.host_engine import HostEngine
-    from aliquot.machine.allocator import tune
+    from aliquot.machine.allocator import tune_glibc
     from aliquot.models import initialize, meta
     from aliquot.models.micro_batch import MicroBatch
 
-    tune()
+    tune_glibc()
     built = meta.build(AutoConfig.for_model(**config), adapter=adapter)
     spec = EngineSpec(precision, work.tokens, built.traits.plain_head, **settings)
     engines: dict[str, Any] = {"host": HostEngine, "fsdp": FsdpEngine}

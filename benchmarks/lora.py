@@ -44,13 +44,13 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, default=2)
     arguments.add_argument("--rounds", type=int, default=2)
     given = arguments.parse_args()
-    from aliquot.machine.allocator import with_allocator
+    from aliquot.machine.allocator import allocator_environment
     from aliquot.machine.cpu import read_cpu
 
     fast = {"avx512_bf16", "amx_bf16", "sve_bf16"} & set(read_cpu().isa)
     precision = given.precision if given.precision != "auto" else "bf16" if fast else "fp32"
     # A better allocator for all of them. Without one aliquot has the settings of glibc that it takes by itself.
-    environ = {"LD_PRELOAD": with_allocator(os.environ).get("LD_PRELOAD", "")}
+    environ = {"LD_PRELOAD": allocator_environment(os.environ).get("LD_PRELOAD", "")}
     found: dict[tuple[str, str], list[Measured]] = defaultdict(list)
     for _ in range(given.rounds):
         for work in WORKS:
@@ -98,13 +98,13 @@ def rank() -> None:
 
     from aliquot.config.adapter_section import AdapterSection
     from aliquot.distributed.topology import Topology
-    from aliquot.machine.memory import SparingPss
+    from aliquot.machine.memory import PssSampler
 
     number = int(os.environ["RANK"])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[number]})
-    pss, peak, over = SparingPss(), [0], threading.Event()
+    pss, peak, over = PssSampler(), [0], threading.Event()
 
     def watch() -> None:
         while not over.wait(0.1):

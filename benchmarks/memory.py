@@ -39,9 +39,9 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--json", type=Path)
     given = arguments.parse_args()
-    from aliquot.machine.allocator import with_allocator
+    from aliquot.machine.allocator import allocator_environment
 
-    environ = {"LD_PRELOAD": with_allocator(os.environ).get("LD_PRELOAD", "")}
+    environ = {"LD_PRELOAD": allocator_environment(os.environ).get("LD_PRELOAD", "")}
     rows: list[Row] = []
     for name in CONTESTANTS:
         ranks = run_world(__file__, RANKS, name, environ=environ, timeout_s=1200)
@@ -66,13 +66,13 @@ def rank() -> None:
     import torch.distributed as dist
 
     from aliquot.distributed.topology import Topology
-    from aliquot.machine.memory import SparingPss, peak_rss
+    from aliquot.machine.memory import PssSampler, peak_rss
 
     number = int(os.environ["RANK"])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     topology = Topology(number, RANKS, number, RANKS, 0, 1, "cpu", 1, ())
-    pss, peak, over = SparingPss(), [0], threading.Event()
+    pss, peak, over = PssSampler(), [0], threading.Event()
 
     def watch() -> None:
         while not over.wait(0.1):

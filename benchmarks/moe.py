@@ -70,10 +70,10 @@ def main() -> None:
 
 
 def steps_of(shape: str, given: argparse.Namespace) -> list[Row]:
-    from aliquot.machine.allocator import with_allocator
+    from aliquot.machine.allocator import allocator_environment
 
     taken: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in CONTESTANTS}
-    environ = {"LD_PRELOAD": with_allocator(os.environ).get("LD_PRELOAD", "")}
+    environ = {"LD_PRELOAD": allocator_environment(os.environ).get("LD_PRELOAD", "")}
     for _ in range(given.rounds):
         for name, runs in taken.items():
             words = ("steps", shape, name, str(given.steps), str(given.layers), given.precision)

@@ -30,7 +30,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--json", type=Path)
     given = arguments.parse_args()
-    from aliquot.machine.allocator import with_allocator
+    from aliquot.machine.allocator import allocator_environment
 
     rows: list[Row] = []
     targets = []
@@ -52,7 +52,9 @@ def main() -> None:
                      "peer_ms": fused, "peer": "torch fused AdamW alone, fp32"})  # fmt: skip
         name = "adamw_of_fused" if compiled else "adamw_of_fused_eager"
         targets.append(target(name, fused / ours, 1.0, "higher"))
-    environ = {"LD_PRELOAD": with_allocator(os.environ).get("LD_PRELOAD", "")}  # or new memory would be most of it
+    environ = {
+        "LD_PRELOAD": allocator_environment(os.environ).get("LD_PRELOAD", "")
+    }  # or new memory would be most of it
     ranks = run_world(__file__, 2, "products", environ=environ)
     if "failed" in ranks[0]:
         raise SystemExit(ranks[0]["failed"])

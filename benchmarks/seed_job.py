@@ -56,12 +56,12 @@ def main() -> None:
     arguments.add_argument("--rounds", type=int, default=1)
     arguments.add_argument("--json", type=Path)
     given = arguments.parse_args()
-    from aliquot.machine.allocator import with_allocator
+    from aliquot.machine.allocator import allocator_environment
 
     lengths = row_lengths(given.text, given.tokenizer)
     file = Path("/tmp") / f"aliquot-seed-job-{os.getpid()}.json"
     file.write_text(json.dumps(lengths))
-    environ = {"LD_PRELOAD": with_allocator(os.environ).get("LD_PRELOAD", "")}
+    environ = {"LD_PRELOAD": allocator_environment(os.environ).get("LD_PRELOAD", "")}
     mean = statistics.mean(lengths)
     speeds: dict[str, list[float]] = {name: [] for name in WHO}
     try:

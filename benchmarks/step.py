@@ -81,10 +81,10 @@ def main() -> None:
 
 
 def measure(shape: str, rounds: int, steps: int) -> dict[str, list[list[Measured]]]:
-    from aliquot.machine.allocator import with_allocator
+    from aliquot.machine.allocator import allocator_environment
 
     taken: dict[str, list[list[Measured]]] = defaultdict(list)
-    preload = with_allocator(os.environ).get("LD_PRELOAD", "")
+    preload = allocator_environment(os.environ).get("LD_PRELOAD", "")
     for _ in range(rounds):
         for name, (_, _, tuned) in CONTESTANTS.items():
             environ = {"LD_PRELOAD": preload} if tuned else {}

@@ -35,7 +35,7 @@ def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None
         return multiply(left, right)
 
     torch.bmm = watched  # type: ignore[assignment]
-    model_kernels.keeps_kernels = lambda _: True  # whatever this CPU has
+    model_kernels.caches_kernels = lambda _: True  # whatever this CPU has
     built = meta.build(AutoConfig.for_model("llama", **{**SMALL, "max_position_embeddings": 384}))
     spec = EngineSpec("bf16", 384, built.traits.plain_head, document_tokens=384, gradient_checkpointing=arguments[1])  # type: ignore[arg-type]
     kind = {"host": HostEngine, "fsdp": FsdpEngine}[arguments[0]]

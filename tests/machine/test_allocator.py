@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from aliquot.machine import allocator
-from aliquot.machine.allocator import VARIABLE, with_allocator
+from aliquot.machine.allocator import ALLOCATOR_VARIABLE, allocator_environment
 from aliquot.machine.memory import private_bytes
 
 MIB = 1 << 20
@@ -20,11 +20,11 @@ MIB = 1 << 20
 def test_freed_memory_is_given_back_after_many_steps_and_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(allocator.time, "monotonic", lambda: now)
-    freed = allocator.FreedMemory(7)
+    freed = allocator.PeriodicRelease(7)
     now += 1e6
     assert not freed.is_due(56)  # steps of hours
     assert freed.is_due(57)
-    freed.give_back(57)
+    freed.release(57)
     now += 119
     assert not freed.is_due(5000)  # steps of milliseconds
     now += 1
@@ -32,26 +32,26 @@ def test_freed_memory_is_given_back_after_many_steps_and_some_time(monkeypatch: 
 
 
 def test_it_goes_back_to_the_kernel() -> None:
-    freed = allocator.FreedMemory(0)
+    freed = allocator.PeriodicRelease(0)
     blocks = [torch.ones(MIB // 8) for _ in range(200)]  # half a MiB each
     held = private_bytes()
     del blocks
-    freed.give_back(1)
+    freed.release(1)
     assert held - private_bytes() > 50 * MIB
 
 
 # Blocks of 1 MiB, each between two small ones that stay: freed, they cannot be given back from the end of the heap.
 CODE = """
 import ctypes, os, sys
-from aliquot.machine.allocator import tune
-from aliquot.machine.allocator import KeptMemory
+from aliquot.machine.allocator import tune_glibc
+from aliquot.machine.allocator import FreeMemoryLimit
 from aliquot.machine.memory import private_bytes
 MIB = 1 << 20
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
-tune()
+tune_glibc()
 os.environ.update(word.split("=") for word in sys.argv[2:])
-kept = KeptMemory(int(sys.argv[1]) * MIB)
+kept = FreeMemoryLimit(int(sys.argv[1]) * MIB)
 before = private_bytes()
 large = []
 for _ in range(200):
@@ -70,7 +70,7 @@ print(used // MIB, freed // MIB, (private_bytes() - before) // MIB)
 
 def held(most_mib: int, *environ: str) -> list[int]:
     """MiB more than at first: with 200 in use, once they are free, and after a check. `environ`: set after tuning."""
-    clean = {name: value for name, value in os.environ.items() if name not in ("LD_PRELOAD", VARIABLE)}
+    clean = {name: value for name, value in os.environ.items() if name not in ("LD_PRELOAD", ALLOCATOR_VARIABLE)}
     command = [sys.executable, "-c", CODE, str(most_mib), *environ]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=clean)
     return [int(word) for word in done.stdout.split()]
@@ -85,7 +85,7 @@ def test_what_became_too_much_is_given_back() -> None:
 
 def test_less_is_kept_and_nothing_where_nobody_may_touch_it() -> None:
     assert held(400)[2] >= 195
-    assert held(100, f"{VARIABLE}=none")[2] >= 195
+    assert held(100, f"{ALLOCATOR_VARIABLE}=none")[2] >= 195
 
 
 def install(root: Path, name: str) -> Path:
@@ -97,24 +97,28 @@ def install(root: Path, name: str) -> Path:
 
 def test_an_installed_allocator_is_preloaded_once(tmp_path: Path) -> None:
     jemalloc = install(tmp_path, "libjemalloc.so.2")
-    assert with_allocator({}, tmp_path)["LD_PRELOAD"] == str(jemalloc)
+    assert allocator_environment({}, tmp_path)["LD_PRELOAD"] == str(jemalloc)
     tcmalloc = install(tmp_path, "libtcmalloc_minimal.so.4")
-    environ = with_allocator({"LD_PRELOAD": "/other.so"}, tmp_path)
+    environ = allocator_environment({"LD_PRELOAD": "/other.so"}, tmp_path)
     assert environ["LD_PRELOAD"] == f"{tcmalloc}:/other.so"
     assert environ["TCMALLOC_MAX_TOTAL_THREAD_CACHE_BYTES"] == "8388608"
     own = {"TCMALLOC_MAX_TOTAL_THREAD_CACHE_BYTES": "1"}
-    assert with_allocator(own, tmp_path)["TCMALLOC_MAX_TOTAL_THREAD_CACHE_BYTES"] == "1"
-    assert with_allocator(environ, tmp_path) == environ
+    assert allocator_environment(own, tmp_path)["TCMALLOC_MAX_TOTAL_THREAD_CACHE_BYTES"] == "1"
+    assert allocator_environment(environ, tmp_path) == environ
 
 
 def test_a_persons_choice_stands(tmp_path: Path) -> None:
     install(tmp_path, "libtcmalloc.so.4")
-    for chosen in ({"LD_PRELOAD": "/opt/libjemalloc.so.2"}, {"LD_PRELOAD": "/libmimalloc.so"}, {VARIABLE: "none"}):
-        assert with_allocator(chosen, tmp_path) == chosen
+    for chosen in (
+        {"LD_PRELOAD": "/opt/libjemalloc.so.2"},
+        {"LD_PRELOAD": "/libmimalloc.so"},
+        {ALLOCATOR_VARIABLE: "none"},
+    ):
+        assert allocator_environment(chosen, tmp_path) == chosen
 
 
 def test_without_one_nothing_is_preloaded(tmp_path: Path) -> None:
-    assert "LD_PRELOAD" not in with_allocator({}, tmp_path)
+    assert "LD_PRELOAD" not in allocator_environment({}, tmp_path)
 
 
 def test_a_process_restarts_itself_once_with_its_arguments() -> None:
@@ -122,7 +126,10 @@ def test_a_process_restarts_itself_once_with_its_arguments() -> None:
         "import os, sys; from aliquot.machine.allocator import restart_with_allocator as r; r();"
         "print(os.getpid(), sys.argv[1:], os.environ.get('LD_PRELOAD', ''))"
     )
-    environ = {name: value for name, value in os.environ.items() if name not in ("LD_PRELOAD", VARIABLE)}
+    environ = {name: value for name, value in os.environ.items() if name not in ("LD_PRELOAD", ALLOCATOR_VARIABLE)}
     process = subprocess.Popen([sys.executable, "-c", code, "a b"], stdout=subprocess.PIPE, text=True, env=environ)
     output = process.communicate(timeout=60)[0]
-    assert output.split(" ", 1) == [str(process.pid), f"['a b'] {with_allocator(environ).get('LD_PRELOAD', '')}\n"]
+    assert output.split(" ", 1) == [
+        str(process.pid),
+        f"['a b'] {allocator_environment(environ).get('LD_PRELOAD', '')}\n",
+    ]

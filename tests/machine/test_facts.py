@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from aliquot.machine import memory
 from aliquot.machine.cpu import format_cpu_list, parse_cpu_list, read_cpu
 from aliquot.machine.facts import machine_facts
-from aliquot.machine.memory import MemoryUse, SparingPss, memory_limit, memory_use, peak_rss, reset_peak_rss
+from aliquot.machine.memory import MemoryUse, PssSampler, memory_limit, memory_use, peak_rss, reset_peak_rss
 
 MIB = 1 << 20
 
@@ -44,7 +44,7 @@ def test_cores_are_physical_and_in_numa_order(tmp_path: Path) -> None:
     assert facts.cores == ((0, 4), (2, 6), (1, 5), (3, 7))
     assert (facts.model, facts.numa_nodes, facts.quota) == ("Some CPU @ 2 GHz", 2, None)
     assert facts.isa == ("amx_bf16", "avx512f", "avx2")
-    assert facts.usable_cores == 4 and not facts.throttled
+    assert facts.usable_cores == 4 and not facts.is_throttled
 
 
 def test_only_allowed_cpus_count(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_reading_pss_takes_a_hundredth_of_the_time_at_most(monkeypatch: pytest.M
 
     monkeypatch.setattr(memory, "memory_use", slow)
     monkeypatch.setattr(memory.time, "monotonic", lambda: now)
-    pss, told = SparingPss(), []
+    pss, told = PssSampler(), []
     for _ in range(50):
         told.append(pss.bytes())
         now += 1

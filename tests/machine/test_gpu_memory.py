@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aliquot.machine.gpu_memory import Gpu, GpuMemory, gpu_of
+from aliquot.machine.gpu_memory import Gpu, GpuMemory, current_gpu
 
 GIB = 1 << 30
 
@@ -25,4 +25,4 @@ def test_what_the_allocator_has_and_what_else_is_used(monkeypatch: pytest.Monkey
 
 
 def test_only_a_rank_on_a_gpu_asks_for_it() -> None:
-    assert gpu_of("cpu") is None and isinstance(gpu_of("cuda"), Gpu)
+    assert current_gpu("cpu") is None and isinstance(current_gpu("cuda"), Gpu)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from aliquot.machine import matmul
-from aliquot.machine.matmul import _AT_ONCE, matmul_kernel, matmul_rate
+from aliquot.machine.matmul import _PRODUCTS, matmul_kernel, matmul_rate
 
 
 @pytest.mark.parametrize("at_once", [1, 16])  # the CPU's, and a GPU's
@@ -16,7 +16,7 @@ from aliquot.machine.matmul import _AT_ONCE, matmul_kernel, matmul_rate
 def test_sizes_are_those_that_the_machine_can_do(
     monkeypatch: pytest.MonkeyPatch, flops_per_s: float, largest: int, at_once: int
 ) -> None:
-    monkeypatch.setitem(_AT_ONCE, "cpu", at_once)
+    monkeypatch.setitem(_PRODUCTS, "cpu", at_once)
     sizes, barriers, now = [], [], [0.0]
 
     def product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
@@ -33,12 +33,12 @@ def test_sizes_are_those_that_the_machine_can_do(
 
 
 @pytest.mark.parametrize(
-    ("name", "keeps"),
+    ("name", "caches"),
     [("brg_matmul:avx512_core_bf16", True), ("gemm:jit", True), ("MKL", False), ("not oneDNN", False)],
 )
-def test_onednn_alone_keeps_kernels(name: str, keeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_onednn_caches_kernels(name: str, caches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matmul, "matmul_kernel", lambda _: name)
-    assert matmul.keeps_kernels("bf16") == keeps
+    assert matmul.caches_kernels("bf16") == caches
 
 
 def test_the_kernel_is_what_onednn_reports(capfd: object) -> None:

@@ -16,7 +16,7 @@ from torch._inductor import config
 from aliquot.core.errors import StorageError
 from aliquot.machine import torch_compile
 from aliquot.machine.cpu import read_cpu
-from aliquot.machine.torch_compile import compiled, set_compile_cache
+from aliquot.machine.torch_compile import compile_function, set_compile_cache
 from tests import warm
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "aliquot"
@@ -55,11 +55,11 @@ def test_a_cache_that_others_can_write_is_refused(
     monkeypatch.setenv(VARIABLE, str(tmp_path / "kernels"))
     prepare(tmp_path / "kernels")
     if reason is None:
-        compiled(lambda x: x + 1, backend="eager")
+        compile_function(lambda x: x + 1, backend="eager")
         assert (tmp_path / "kernels").stat().st_mode & 0o022 == 0
     else:
         with pytest.raises(StorageError, match=reason) as error:
-            compiled(lambda x: x + 1)
+            compile_function(lambda x: x + 1)
         assert str(tmp_path / "kernels") in error.value.line
 
 
@@ -79,7 +79,7 @@ def test_torchs_own_cache_is_replaced(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setenv("ALIQUOT_CACHE", str(tmp_path))
     monkeypatch.setenv(VARIABLE, default_cache_dir())
-    compiled(lambda x: x + 1, backend="eager")
+    compile_function(lambda x: x + 1, backend="eager")
     assert os.environ[VARIABLE] == str(tmp_path / "inductor")
     assert stat.S_IMODE((tmp_path / "inductor").stat().st_mode) == 0o700
 
@@ -98,9 +98,9 @@ def test_everything_is_compiled_through_it() -> None:
 
 @pytest.fixture(autouse=True)
 def asked_anew() -> Iterator[None]:
-    torch_compile.kernel_options.cache_clear()
+    torch_compile.inductor_options.cache_clear()
     yield
-    torch_compile.kernel_options.cache_clear()
+    torch_compile.inductor_options.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -117,8 +117,8 @@ def test_long_vectors_on_intel(
 ) -> None:
     monkeypatch.setattr(torch_compile, "read_cpu", lambda: replace(read_cpu(), model=model, isa=isa))
     with config.patch({"cpp.march": march}):
-        assert torch_compile.kernel_options() == expected
+        assert torch_compile.inductor_options() == expected
 
 
 def test_torch_takes_them() -> None:
-    torch.compile(lambda x: x + 1, options=torch_compile.kernel_options() or {"cpp.march": "x86-64-v3"})
+    torch.compile(lambda x: x + 1, options=torch_compile.inductor_options() or {"cpp.march": "x86-64-v3"})

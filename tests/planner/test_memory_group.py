@@ -14,7 +14,7 @@ from uuid import uuid4
 import pytest
 import yaml
 
-from aliquot.machine.cgroup import groups, read
+from aliquot.machine.cgroup import control_groups, read_text
 
 GIB = 1 << 30
 MARGIN = 1.05
@@ -27,7 +27,7 @@ MODEL = {
 @pytest.fixture
 def group() -> Iterator[Path]:
     """A memory group below this process's, of version 1 or 2."""
-    above = next(groups("memory"), None)
+    above = next(control_groups("memory"), None)
     if above is None:
         pytest.skip("no control group of memory is mounted")
     own = above / f"aliquot-{uuid4().hex}"
@@ -67,7 +67,7 @@ def _train_within(group: Path, plan: dict[str, Any], config: Path, *overrides: s
     command = [sys.executable, "-m", "aliquot", "train", str(config), *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=enter, cwd=config.parent)
     assert done.returncode == 0, done.stderr
-    events = (read(group / "memory.oom_control") or "") + (read(group / "memory.events") or "")
+    events = (read_text(group / "memory.oom_control") or "") + (read_text(group / "memory.events") or "")
     assert "oom_kill 0" in events
     return done.stdout
 

@@ -506,7 +506,7 @@ def test_bad_input_on_the_command_line_is_one_line(folder: Path, alone: Path) ->
     assert "no such file" in log and "Traceback" not in log
 
 
-@pytest.mark.skipif(read_cpu().multiplies_bf16, reason="this CPU has instructions for bf16")
+@pytest.mark.skipif(read_cpu().has_bf16_instructions, reason="this CPU has instructions for bf16")
 def test_a_cpu_without_bf16_is_said(folder: Path, alone: Path) -> None:
     config = write_config(folder, "slow", train={"max_steps": 1, "precision": "bf16"}, launch={"ranks": 1})
     result = command("train", config)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aliquot.checkpoint.directories import STEMS
 from aliquot.core.errors import TrainingError
-from aliquot.machine.allocator import give_back
+from aliquot.machine.allocator import release_free_memory
 from aliquot.tensor_io.mapped_memory import mapped_tensor
 from aliquot.tensor_io.parts import Part, PartSource
 
@@ -111,7 +111,7 @@ class LiveParts:
             # The writes go through the parts in order. The last parts are copied, so that the wait is short.
             unread = [part for part in self._parts if part in self._unread]
             if unread and not self._copies:
-                give_back()  # freed activations make room for the copies
+                release_free_memory()  # freed activations make room for the copies
             for part in reversed(unread):
                 if 4 * part.numel <= self._free_bytes and part not in self._copies:
                     self._free_bytes -= 4 * part.numel

@@ -93,7 +93,7 @@ def cpu_ranks(config: RunConfig, nodes: int, cpu: CpuFacts, limit_bytes: int) ->
 def most_cpu_ranks(cpu: CpuFacts, limit_bytes: int) -> tuple[int, str]:
     """Local ranks of engine host when there are micro-batches for all, and which rule decided."""
     sizes = [len(cores) for cores in cpu.cores_by_node]
-    if cpu.throttled:  # the quota is for all of them together
+    if cpu.is_throttled:  # the quota is for all of them together
         sizes = [max(1, size * cpu.usable_cores // len(cpu.cores)) for size in sizes]
     by_cores = sum(min(size, max(_MOST_RANKS_OF_ONE_CORE, size // _CORES_PER_RANK)) for size in sizes)
     by_cores = min(by_cores, cpu.usable_cores)  # a quota may be less than a core for each node

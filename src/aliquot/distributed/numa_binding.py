@@ -33,7 +33,7 @@ def core_sets(cpu: CpuFacts, local_ranks: int, threads: int) -> list[tuple[int, 
     if local_ranks == 1:
         return [()]
     shares = _ranks_of_nodes(cpu, local_ranks)
-    if not cpu.throttled and len(cpu.cores) >= local_ranks:
+    if not cpu.is_throttled and len(cpu.cores) >= local_ranks:
         own = divided_cores(cpu, local_ranks)
         if threads <= min(map(len, own)):
             return own
@@ -46,7 +46,7 @@ def core_sets(cpu: CpuFacts, local_ranks: int, threads: int) -> list[tuple[int, 
 def first_cpus(cpu: CpuFacts, threads: int) -> tuple[int, ...]:
     """One CPU of every physical core, for a rank that has cores of its own; empty: do not pin."""
     (own,) = divided_cores(cpu, 1)
-    return own if threads <= len(own) and not cpu.throttled else ()
+    return own if threads <= len(own) and not cpu.is_throttled else ()
 
 
 def divided_cores(cpu: CpuFacts, local_ranks: int) -> list[tuple[int, ...]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from aliquot.core.interpreter import become_python
 from aliquot.distributed.rank_errors import LOG_DIRECTORY, error_file, log_file
-from aliquot.machine.allocator import with_allocator
+from aliquot.machine.allocator import allocator_environment
 
 _PR_SET_PDEATHSIG = 1
 
@@ -39,7 +39,7 @@ def rank_environment(environ: Mapping[str, str], directory: Path) -> dict[str, s
 
     Its logs are reached through a descriptor of this process: the path may lead to another run's by then.
     """
-    found = with_allocator(environ)
+    found = allocator_environment(environ)
     descriptor = os.open(directory, os.O_PATH | os.O_DIRECTORY)
     os.set_inheritable(descriptor, True)  # a rank replaces the process that calls this
     found[LOG_DIRECTORY] = f"/proc/{os.getpid()}/fd/{descriptor}"

@@ -26,7 +26,7 @@ from aliquot.distributed.numa_binding import bind_memory, pin, prefer_node
 from aliquot.distributed.rendezvous import meet_ranks
 from aliquot.distributed.signed_store import SignedStore
 from aliquot.distributed.topology import Topology, check_gpus
-from aliquot.machine.allocator import tune
+from aliquot.machine.allocator import tune_glibc
 
 
 class Ranks:
@@ -53,7 +53,7 @@ class Ranks:
         A collective that waits longer than `timeout_s` for a peer fails. Raises UserError, naming it, if another rank
         has not come `join_timeout_s` from now.
         """
-        tune()
+        tune_glibc()
         allowed_cores = frozenset(os.sched_getaffinity(0))
         memory_bound = False
         if topology.cores:

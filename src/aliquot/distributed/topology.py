@@ -110,7 +110,7 @@ def threads_per_rank(
     if len(cpu.cores) < local_ranks:
         return 1, f"{_CORES} / ranks"
     threads = min(map(len, divided_cores(cpu, local_ranks)))  # on the smallest NUMA node, to which its ranks are kept
-    if cpu.throttled and cpu.usable_cores // local_ranks < threads:
+    if cpu.is_throttled and cpu.usable_cores // local_ranks < threads:
         return max(1, cpu.usable_cores // local_ranks), "cgroup CPU quota / ranks"
     return threads, f"{_CORES} / ranks"
 

@@ -12,8 +12,8 @@ from aliquot.distributed.auto_ranks import most_cpu_ranks
 from aliquot.distributed.numa_binding import core_sets, has_policy, prefer_node
 from aliquot.distributed.topology import threads_per_rank
 from aliquot.doctor.finding import Finding, Level, Subject
-from aliquot.machine.cgroup import read
-from aliquot.machine.cpu import format_cpu_list, numa_nodes, parse_cpu_list, siblings
+from aliquot.machine.cgroup import read_text
+from aliquot.machine.cpu import format_cpu_list, numa_nodes, parse_cpu_list, sibling_cpus
 from aliquot.machine.memory import memory_limit
 
 _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
@@ -23,7 +23,7 @@ def check_isa(subject: Subject) -> Finding:
     """Which of the instructions that matter the CPU has."""
     cpu, fp32 = subject.cpu, "set train.precision=fp32, or take a CPU with AVX-512 or AMX"
     found = f"{cpu.model}: {', '.join(cpu.isa) or 'none of AMX, AVX-512, AVX2'}"
-    if cpu.isa and cpu.multiplies_bf16:
+    if cpu.isa and cpu.has_bf16_instructions:
         return Finding("isa", "instructions", "ok", found, "bf16 products have instructions of their own")
     if "avx512f" in cpu.isa or "avx2" in cpu.isa:
         meaning = "no bf16 instructions: bf16 products are converted to fp32 and are slower than fp32"
@@ -74,7 +74,9 @@ def check_kernels(subject: Subject) -> Finding:
 def check_cores(subject: Subject) -> Finding:
     """Cores after affinity (taskset, a cpuset) and the control group's quota."""
     cpu = subject.cpu
-    online = len(parse_cpu_list(read(subject.root / "sys/devices/system/cpu/online") or "")) or (os.cpu_count() or 1)
+    online = len(parse_cpu_list(read_text(subject.root / "sys/devices/system/cpu/online") or "")) or (
+        os.cpu_count() or 1
+    )
     allowed = sum(map(len, cpu.cores))
     quota = "no CPU quota" if cpu.quota is None else f"a quota of {cpu.quota:g} CPUs"
     found = f"{len(cpu.cores)} physical cores, {allowed} of {online} logical CPUs allowed, {quota}"
@@ -86,7 +88,7 @@ def check_cores(subject: Subject) -> Finding:
     elif allowed < online:
         level, meaning = "warning", f"{online - allowed} CPUs are kept from this process; {meaning}"
         fix = "start it without taskset, or widen the cpuset, unless that is meant"
-    elif cpu.throttled and cpu.quota is not None:
+    elif cpu.is_throttled and cpu.quota is not None:
         level, meaning = "warning", f"{meaning}, and ranks are not pinned: the cores are also other containers'"
         fix = "a whole number of CPUs, request = limit, and the kubelet's static CPU manager; or a node of its own"
     return Finding("cores", "cores", level, found, meaning, fix)
@@ -94,7 +96,7 @@ def check_cores(subject: Subject) -> Finding:
 
 def check_smt(subject: Subject) -> Finding:
     """Whether two logical CPUs share a core."""
-    cores = {siblings(cpu, subject.root) for cpu in subject.allowed}
+    cores = {sibling_cpus(cpu, subject.root) for cpu in subject.allowed}
     threads = max(len(core) for core in cores)
     found = f"{threads} hardware thread{'s' if threads > 1 else ''} a core"
     if threads == 1:

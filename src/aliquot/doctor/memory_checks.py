@@ -7,8 +7,8 @@ import re
 import resource
 
 from aliquot.doctor.finding import Finding, Subject
-from aliquot.machine.allocator import VARIABLE, with_allocator
-from aliquot.machine.cgroup import groups, read
+from aliquot.machine.allocator import ALLOCATOR_VARIABLE, allocator_environment
+from aliquot.machine.cgroup import control_groups, read_text
 from aliquot.machine.memory import memory_limit
 
 _LEAST_BYTES, _GOOD_BYTES = 2 << 30, 6 << 30
@@ -32,24 +32,26 @@ def check_memory(subject: Subject) -> Finding:
 def _available(subject: Subject) -> int:
     """Bytes that can still be taken: of RAM, and of each control group's limit."""
     free = [_meminfo(subject, "MemAvailable")]
-    for group in groups("memory", subject.root):
+    for group in control_groups("memory", subject.root):
         for names in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-            limit, use = (read(group / name) for name in names)
+            limit, use = (read_text(group / name) for name in names)
             if limit not in (None, "max") and use is not None:
                 # What the page cache holds is given back when it is needed.
-                cache = re.search(r"^(?:total_)?inactive_file (\d+)", read(group / "memory.stat") or "", re.MULTILINE)
+                cache = re.search(
+                    r"^(?:total_)?inactive_file (\d+)", read_text(group / "memory.stat") or "", re.MULTILINE
+                )
                 free.append(int(limit or 0) - int(use) + (int(cache[1]) if cache else 0))
     return max(0, min(free))
 
 
 def _meminfo(subject: Subject, name: str) -> int:
-    found = re.search(rf"^{name}:\s+(\d+) kB", read(subject.root / "proc/meminfo") or "", re.MULTILINE)
+    found = re.search(rf"^{name}:\s+(\d+) kB", read_text(subject.root / "proc/meminfo") or "", re.MULTILINE)
     return int(found[1]) * 1024 if found else 0
 
 
 def check_huge_pages(subject: Subject) -> Finding:
     """Transparent huge pages, which spare page faults where tensors are fresh."""
-    text = read(subject.root / "sys/kernel/mm/transparent_hugepage/enabled")
+    text = read_text(subject.root / "sys/kernel/mm/transparent_hugepage/enabled")
     setting = re.search(r"\[(\w+)\]", text or "")
     found = setting[1] if setting else "not told by this kernel"
     if found == "never":
@@ -61,15 +63,17 @@ def check_huge_pages(subject: Subject) -> Finding:
 
 def check_allocator(subject: Subject) -> Finding:
     """Whether an allocator that keeps freed memory is installed."""
-    environ = with_allocator({name: value for name, value in subject.environ.items() if name != VARIABLE}, subject.root)
+    environ = allocator_environment(
+        {name: value for name, value in subject.environ.items() if name != ALLOCATOR_VARIABLE}, subject.root
+    )
     preloaded = environ.get("LD_PRELOAD", "")
     fix = "apt-get install libtcmalloc-minimal4, or dnf install gperftools-libs"
     meaning = (
         "fresh pages cost a training step up to a fifth of its time; glibc is told to keep more, which helps partly"
     )
-    if subject.environ.get(VARIABLE) == "none":
-        found = f"{VARIABLE}=none: left alone"
-        return Finding("allocator", "allocator", "warning", found, meaning, f"unset {VARIABLE}")
+    if subject.environ.get(ALLOCATOR_VARIABLE) == "none":
+        found = f"{ALLOCATOR_VARIABLE}=none: left alone"
+        return Finding("allocator", "allocator", "warning", found, meaning, f"unset {ALLOCATOR_VARIABLE}")
     if not re.search("tcmalloc|jemalloc|mimalloc", preloaded):
         return Finding("allocator", "allocator", "warning", "neither tcmalloc nor jemalloc is installed", meaning, fix)
     found = f"ranks start with {preloaded}"

@@ -11,7 +11,7 @@ import psutil
 from aliquot.core.errors import UsageError
 from aliquot.distributed.gloo_interface import address_of, interface_towards
 from aliquot.doctor.finding import Finding, Subject
-from aliquot.machine.cgroup import read
+from aliquot.machine.cgroup import read_text
 
 _CONNECT_S = 5.0
 _AMAZON, _EFA = "0x1d0f", "0xefa"
@@ -114,7 +114,7 @@ def check_efa(subject: Subject) -> Finding:
     devices = [
         device.name
         for device in sorted((root / "sys/bus/pci/devices").glob("*"))
-        if read(device / "vendor") == _AMAZON and (read(device / "device") or "").startswith(_EFA)
+        if read_text(device / "vendor") == _AMAZON and (read_text(device / "device") or "").startswith(_EFA)
     ]
     if not devices:
         return Finding("efa", "EFA", "ok", "no EFA device", "ranks of several nodes talk through TCP")

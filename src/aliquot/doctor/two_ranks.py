@@ -27,7 +27,7 @@ from aliquot.distributed.ranks import Ranks
 from aliquot.distributed.run_secret import SECRET, new_secret
 from aliquot.distributed.topology import place
 from aliquot.doctor.finding import Finding, Subject
-from aliquot.machine.cgroup import read
+from aliquot.machine.cgroup import read_text
 from aliquot.machine.cpu import FLOP_PER_CYCLE, read_cpu
 from aliquot.machine.matmul import matmul_rate
 
@@ -97,8 +97,8 @@ def judge_matmul(told: dict[str, Any], subject: Subject) -> Finding:
         return Finding("matmul", title, "warning", "not measured", "see `self-test`", "see `self-test`")
     bf16, fp32 = (min(told["rates"][precision]) for precision in ("bf16", "fp32"))
     found = f"bf16 {bf16 / 1e9:.0f}, fp32 {fp32 / 1e9:.0f} GFLOP/s a rank, two of {told['threads']} threads at once"
-    clock = re.search(r"^cpu MHz\s*:\s*([\d.]+)", read(subject.root / "proc/cpuinfo") or "", re.MULTILINE)
-    of_bf16 = subject.cpu.multiplies_bf16
+    clock = re.search(r"^cpu MHz\s*:\s*([\d.]+)", read_text(subject.root / "proc/cpuinfo") or "", re.MULTILINE)
+    of_bf16 = subject.cpu.has_bf16_instructions
     name, rate = ("bf16", bf16) if of_bf16 else ("fp32", fp32)
     if clock is None or not subject.cpu.isa:
         meaning = "the ceiling of MFU; what the instructions promise is not known here"

@@ -18,8 +18,8 @@ from torch import Tensor
 from aliquot.core.errors import MissingToolError
 from aliquot.engines.base import EngineSpec
 from aliquot.machine import matmul
-from aliquot.machine.matmul import copies_transposed, copy_pays, keeps_kernels
-from aliquot.machine.torch_compile import compiled, kernel_options
+from aliquot.machine.matmul import caches_kernels, copies_transposed, copy_pays
+from aliquot.machine.torch_compile import compile_function, inductor_options
 from aliquot.models.copying_linear import copy_in_backward
 from aliquot.models.structure import decoder_layers
 from aliquot.nn.attention.base import AttentionBackend
@@ -61,11 +61,11 @@ def compile_layers(model: nn.Module, threads: int) -> None:
     options = _options()
     for layer in decoder_layers(model):
         # Not layer.compile(): it compiles the hooks, too, in which a layer waits for its weights.
-        layer.forward = compiled(layer.forward, options=options)
+        layer.forward = compile_function(layer.forward, options=options)
 
 
 def _options() -> dict[str, Any] | None:
-    options = kernel_options()
+    options = inductor_options()
     if not copies_transposed("cpu", torch.bfloat16):
         return options
     try:
@@ -76,7 +76,7 @@ def _options() -> dict[str, Any] | None:
 
 def meet_kernels(attention: AttentionBackend | None, spec: EngineSpec, edges: tuple[int, ...]) -> None:
     """After each backward pass over a row with documents at `edges`: nothing, where all have been met."""
-    if isinstance(attention, TiledAttention) and keeps_kernels(spec.precision):
+    if isinstance(attention, TiledAttention) and caches_kernels(spec.precision):
         attention.meet_all(edges, spec.document_tokens)
 
 
@@ -125,7 +125,7 @@ def _size(node: Any, dimension: int) -> int:
 @functools.cache
 def _kernel() -> Callable[[Tensor], Tensor]:
     """Twice as fast as torch's own copy."""
-    return compiled(lambda matrix: matrix.t().contiguous(), dynamic=True, options=kernel_options())
+    return compile_function(lambda matrix: matrix.t().contiguous(), dynamic=True, options=inductor_options())
 
 
 @torch.no_grad()

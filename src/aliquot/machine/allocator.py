@@ -1,8 +1,10 @@
-"""The memory allocator of a process: which one it has, starting with one that keeps freed memory, giving memory back.
+"""The memory allocator of a process: preload one that keeps freed memory, and return free memory to the kernel.
 
-Every micro-batch frees tensors of megabytes and asks for the same again; glibc hands them back to the kernel each time.
-tcmalloc and jemalloc do not, but can only be loaded when a process starts: our ranks are started with one where it is
-installed, and a process that was started by others replaces itself once. Else glibc is told to keep more.
+Every micro-batch frees tensors of megabytes and allocates the same sizes again. glibc returns them to the kernel each
+time, and faulting in fresh pages costs a training step up to a fifth of its time. tcmalloc and jemalloc keep freed
+memory, but the dynamic linker can only load them when a process starts. The launcher therefore starts its ranks with an
+installed allocator, and a process that somebody else started replaces itself once. Without an installed allocator,
+`tune_glibc` raises the thresholds of glibc.
 """
 
 from __future__ import annotations
@@ -18,29 +20,66 @@ from typing import Any
 from aliquot.core.interpreter import become_python
 from aliquot.machine.memory import private_bytes
 
-VARIABLE = "ALIQUOT_ALLOCATOR"  # "none": leave it alone; else what was chosen, so that nobody chooses twice
-_STEPS_KEPT, _SECONDS_KEPT = 50, 120.0  # a thousandth of the time at most
-BY_RESTART = " (restarted)"  # ends the variable's value where the process replaced itself by one with an allocator
-_NAMES = ("libtcmalloc.so.4", "libtcmalloc_minimal.so.4", "libjemalloc.so.2")
+# "none" leaves the allocator alone; any other value is the choice made, so that no process of a run chooses twice.
+ALLOCATOR_VARIABLE = "ALIQUOT_ALLOCATOR"
+_RESTARTED = " (restarted)"  # ends the value in a process that replaced itself
+_LIBRARIES = ("libtcmalloc.so.4", "libtcmalloc_minimal.so.4", "libjemalloc.so.2")
 _FOLDERS = ("usr/lib64", "usr/lib", "usr/local/lib", "usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu")
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_KEPT_BYTES = 512 << 20
-# Of small blocks, which are not given back. It keeps four times as many by itself, once thousands of steps have passed.
-_OF_TCMALLOC = {"TCMALLOC_MAX_TOTAL_THREAD_CACHE_BYTES": str(8 << 20)}
-
-
-def allocator_in(text: str) -> str | None:
-    """The allocator that is named in the value of LD_PRELOAD or in a process's list of mappings."""
-    return next((name for name in ("tcmalloc", "jemalloc", "mimalloc") if f"lib{name}" in text), None)
+# Small blocks in the caches of threads. By default tcmalloc keeps four times as many after thousands of steps.
+_TCMALLOC_SETTINGS = {"TCMALLOC_MAX_TOTAL_THREAD_CACHE_BYTES": str(8 << 20)}
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt
+_GLIBC_THRESHOLD_BYTES = 512 << 20
+_RELEASE_STEPS, _RELEASE_S = 50, 120.0  # between two releases, which then take at most a thousandth of the time
 
 
 def allocator_name() -> str:
-    """The allocator of this process."""
-    return allocator_in(Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")) or "glibc"
+    """Return the allocator that this process has loaded, for example `tcmalloc`."""
+    return _known_allocator(Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")) or "glibc"
 
 
-def give_back() -> None:
-    """Return what is free to the kernel: glibc keeps it, tcmalloc returns it slowly; jemalloc does by itself."""
+def allocator_description() -> str:
+    """Return the allocator's name, and whether this process had to restart to preload it."""
+    restarted = os.environ.get(ALLOCATOR_VARIABLE, "").endswith(_RESTARTED)
+    return f"{allocator_name()}, preloaded by one restart" if restarted else allocator_name()
+
+
+def _known_allocator(text: str) -> str | None:
+    """Return the allocator that LD_PRELOAD or the list of a process's mappings names."""
+    return next((name for name in ("tcmalloc", "jemalloc", "mimalloc") if f"lib{name}" in text), None)
+
+
+def allocator_environment(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, str]:
+    """Return `environ` for a training process, with an installed allocator preloaded unless one is chosen already."""
+    if ALLOCATOR_VARIABLE in environ or _known_allocator(environ.get("LD_PRELOAD", "")):
+        return dict(environ)
+    candidates = (root / folder / name for name in _LIBRARIES for folder in _FOLDERS)
+    library = next((file for file in candidates if file.is_file()), None)
+    if library is None:
+        return {**environ, ALLOCATOR_VARIABLE: "glibc"}
+    preload = ":".join(filter(None, (str(library), environ.get("LD_PRELOAD"))))
+    return {**_TCMALLOC_SETTINGS, **environ, "LD_PRELOAD": preload, ALLOCATOR_VARIABLE: library.name}
+
+
+def restart_with_allocator() -> None:
+    """Replace this process by itself with an allocator preloaded; return if there is nothing to preload."""
+    environ = allocator_environment(os.environ)
+    if environ.get("LD_PRELOAD") != os.environ.get("LD_PRELOAD"):
+        environ[ALLOCATOR_VARIABLE] += _RESTARTED
+        sys.stdout.flush()
+        sys.stderr.flush()
+        become_python(sys.orig_argv[1:], environ)
+
+
+def tune_glibc() -> None:
+    """Let glibc keep freed memory, if it is this process's allocator and ALIQUOT_ALLOCATOR is not `none`."""
+    libc = ctypes.CDLL(None)
+    if allocator_name() == "glibc" and os.environ.get(ALLOCATOR_VARIABLE) != "none" and hasattr(libc, "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, _GLIBC_THRESHOLD_BYTES)
+        libc.mallopt(_M_TRIM_THRESHOLD, _GLIBC_THRESHOLD_BYTES)
+
+
+def release_free_memory() -> None:
+    """Return free memory to the kernel. glibc keeps it and tcmalloc returns it slowly; jemalloc needs no request."""
     loaded = ctypes.CDLL(None)
     if hasattr(loaded, "MallocExtension_ReleaseFreeMemory"):
         loaded.MallocExtension_ReleaseFreeMemory()
@@ -48,64 +87,28 @@ def give_back() -> None:
         loaded.malloc_trim(0)
 
 
-class FreedMemory:
-    """What a step has freed, which the allocator keeps for the next one.
+class PeriodicRelease:
+    """Return memory that steps have freed to the kernel every few minutes.
 
-    No two steps need the same, so in time it is what the worst of thousands left. It is given back now and then: the
-    next step faults in what it needs itself, in some hundredths of a second.
+    No two steps need the same sizes, so the allocator accumulates what the worst of thousands of steps left. After a
+    release the next step faults its pages in again, which takes some hundredths of a second.
     """
 
     def __init__(self, step: int) -> None:
         self._step = step
-        self._at = time.monotonic()
+        self._released_at = time.monotonic()
 
     def is_due(self, step: int) -> bool:
-        """Whether it has not been given back for long: all ranks wait for one that does."""
-        return step - self._step >= _STEPS_KEPT and time.monotonic() - self._at >= _SECONDS_KEPT
+        """Whether enough steps and time have passed: all ranks wait for a rank that releases."""
+        return step - self._step >= _RELEASE_STEPS and time.monotonic() - self._released_at >= _RELEASE_S
 
-    def give_back(self, step: int) -> None:
-        give_back()
-        self._step, self._at = step, time.monotonic()
-
-
-def described() -> str:
-    """Its name, and how it came to be loaded if this process had to replace itself for it."""
-    restarted = os.environ.get(VARIABLE, "").endswith(BY_RESTART)
-    return f"{allocator_name()}, preloaded by one restart" if restarted else allocator_name()
-
-
-def with_allocator(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, str]:
-    """`environ` for a training process: with a preloaded allocator, if one is installed and none chosen yet."""
-    if VARIABLE in environ or allocator_in(environ.get("LD_PRELOAD", "")):
-        return dict(environ)
-    places = (root / folder / name for name in _NAMES for folder in _FOLDERS)
-    found = next((place for place in places if place.is_file()), None)
-    if found is None:
-        return {**environ, VARIABLE: "glibc"}
-    preload = ":".join(filter(None, (str(found), environ.get("LD_PRELOAD"))))
-    return {**_OF_TCMALLOC, **environ, "LD_PRELOAD": preload, VARIABLE: found.name}
-
-
-def restart_with_allocator() -> None:
-    """Replace this process by itself with an allocator preloaded; returns if there is nothing to gain."""
-    environ = with_allocator(os.environ)
-    if environ.get("LD_PRELOAD") != os.environ.get("LD_PRELOAD"):
-        environ[VARIABLE] += BY_RESTART
-        sys.stdout.flush()
-        sys.stderr.flush()
-        become_python(sys.orig_argv[1:], environ)
-
-
-def tune() -> None:
-    """Let glibc keep freed memory, if it is the allocator of this process and nobody said to leave it alone."""
-    libc = ctypes.CDLL(None)
-    if allocator_name() == "glibc" and os.environ.get(VARIABLE) != "none" and hasattr(libc, "mallopt"):
-        libc.mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
-        libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+    def release(self, step: int) -> None:
+        release_free_memory()
+        self._step, self._released_at = step, time.monotonic()
 
 
 class _Mallinfo2(ctypes.Structure):
-    """glibc's, from 2.33 on."""
+    """The result of glibc's `mallinfo2`, which exists from version 2.33 on."""
 
     _fields_ = [
         (name, ctypes.c_size_t)
@@ -115,33 +118,40 @@ class _Mallinfo2(ctypes.Structure):
     ]  # fmt: skip
 
 
-class KeptMemory:
-    """Bounds, by `check`, by how many bytes what this process holds without using it grows. Allocators other than
-    glibc's, and one that is to be left alone (ALIQUOT_ALLOCATOR=none), do as they do."""
+class FreeMemoryLimit:
+    """Bound the free memory that glibc keeps while a model trains that is larger than memory.
 
-    def __init__(self, most_bytes: int) -> None:
-        self._most = most_bytes
+    Keeping everything is fastest, but the blocks of a layer do not fit between the saved blocks of earlier layers: a
+    forward pass would take several times the memory that it uses. (tcmalloc does fit them: with the same bound its peak
+    was the same and steps were 4 % slower.) Returning every large block at once costs a page fault for each 4 KiB, a
+    third of the time of a step. So `check` runs between layers and releases memory only if much has accumulated.
+
+    Allocators other than glibc are left alone, and so is glibc if ALIQUOT_ALLOCATOR is `none`.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit = limit_bytes
         self._libc = ctypes.CDLL(None)
-        self._bounded = allocator_name() == "glibc" and os.environ.get(VARIABLE) != "none"
-        self._counts = hasattr(self._libc, "mallinfo2")
-        if self._counts:
+        self._is_bounded = allocator_name() == "glibc" and os.environ.get(ALLOCATOR_VARIABLE) != "none"
+        self._has_counts = hasattr(self._libc, "mallinfo2")
+        if self._has_counts:
             self._libc.mallinfo2.restype = _Mallinfo2
         self._least = self._unused()
 
     def check(self, *_: Any) -> None:
-        """Give back what is free if that has become too much. Microseconds if not. May be called as a hook."""
-        if not self._bounded:
+        """Release free memory if it has grown past the limit; otherwise take microseconds. Usable as a module hook."""
+        if not self._is_bounded:
             return
         unused = self._unused()
-        if unused - self._least > self._most:
-            give_back()
-            self._least = self._unused()  # buffers that were mapped meanwhile count, but cannot be given back
+        if unused - self._least > self._limit:
+            release_free_memory()
+            self._least = self._unused()  # counts buffers mapped meanwhile, which cannot be released
         self._least = min(self._least, unused)
 
     def _unused(self) -> int:
-        """Private memory that is not in use by what was allocated; where glibc does not tell (before 2.33), all."""
-        return private_bytes() - (self._used() if self._counts else 0)
+        """Return private bytes that no allocation uses; before glibc 2.33, which does not count, all private bytes."""
+        return private_bytes() - (self._allocated() if self._has_counts else 0)
 
-    def _used(self) -> int:
-        told = self._libc.mallinfo2()
-        return int(told.uordblks + told.hblkhd)
+    def _allocated(self) -> int:
+        info = self._libc.mallinfo2()
+        return int(info.uordblks + info.hblkhd)

@@ -1,4 +1,4 @@
-"""The control groups that hold this process, innermost first: where a container's real CPU and memory limits are."""
+"""The control groups that hold this process, innermost first: a container's CPU and memory limits."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-def groups(controller: str, root: Path = Path("/")) -> Iterator[Path]:
-    """Directories of the groups, versions 1 and 2, that may limit `controller` ("cpu", "memory"), up to the top.
+def control_groups(controller: str, root: Path = Path("/")) -> Iterator[Path]:
+    """Yield the directories of the groups, versions 1 and 2, that may limit `controller` ("cpu", "memory").
 
-    A container often sees its own group as the top of the mount while /proc/self/cgroup still gives the host's path,
+    A container often sees its own group as the top of the mount although /proc/self/cgroup still shows the host's path,
     so directories that do not exist are left out.
     """
     memberships = root / "proc/self/cgroup"
@@ -33,8 +33,8 @@ def groups(controller: str, root: Path = Path("/")) -> Iterator[Path]:
             yield top
 
 
-def read(file: Path) -> str | None:
-    """The file's text without its line end, or None where this version of the interface has no such file."""
+def read_text(file: Path) -> str | None:
+    """Return the file's text without its line end, or None if this version of the interface has no such file."""
     try:
         return file.read_text(encoding="utf-8").strip()
     except OSError:

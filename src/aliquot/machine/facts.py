@@ -1,4 +1,4 @@
-"""What a measurement must be read beside: the machine and the versions it was taken with."""
+"""Facts of this machine and its software: to record with a measurement, and to check against the requirements."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from aliquot.core.errors import MissingToolError
-from aliquot.machine import allocator
+from aliquot.machine.allocator import allocator_description
 from aliquot.machine.cpu import read_cpu
 from aliquot.machine.memory import memory_limit
 
 
 def machine_facts() -> dict[str, Any]:
-    """JSON-able facts of this machine. Read before pinning: the cores are those this process may use."""
+    """Return facts of this machine as JSON values. Call this before pinning: it counts the allowed cores."""
     import torch
 
     from aliquot.machine.matmul import matmul_kernel
@@ -32,7 +32,7 @@ def machine_facts() -> dict[str, Any]:
         "numa_nodes": cpu.numa_nodes,
         "isa": list(cpu.isa),
         "matmul_kernels": {"bf16": matmul_kernel("bf16"), "fp32": matmul_kernel("fp32")},
-        "allocator": allocator.described(),
+        "allocator": allocator_description(),
         "memory_limit_bytes": memory_limit(),
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "gpu_memory_bytes": torch.cuda.get_device_properties(0).total_memory if torch.cuda.device_count() else None,
@@ -43,7 +43,10 @@ def machine_facts() -> dict[str, Any]:
 
 
 def check_requirements() -> None:
-    """Raise MissingToolError if the system, Python or an installed package is not supported. Imports no package."""
+    """Raise MissingToolError if pyproject.toml does not support the system, Python or an installed package.
+
+    The versions come from metadata: no package is imported.
+    """
     if sys.platform != "linux":
         raise MissingToolError(f"this is {platform.system()}, but aliquot runs on Linux: use a Linux machine")
     python, supported = platform.python_version(), metadata("aliquot")["Requires-Python"]

@@ -1,4 +1,4 @@
-"""What this process, and what is beside it, holds of its GPU's memory."""
+"""The memory of this process's GPU: tensors, torch's allocator, and everything outside of it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 class GpuMemory:
     """Bytes of one GPU."""
 
-    allocated_bytes: int  # of tensors that live
-    reserved_bytes: int  # what torch's allocator has of the driver: those, and what it keeps for the next
-    beside_bytes: int  # whatever else is used: this process' context, NCCL; other processes, where there are any
-    peak_bytes: int  # the most that was reserved since `reset_peak`, and what is beside it now
+    allocated_bytes: int  # live tensors
+    reserved_bytes: int  # what torch's allocator has taken from the driver: live tensors and its cache
+    beside_bytes: int  # all other use: the CUDA context, NCCL, other processes
+    peak_bytes: int  # peak of `reserved_bytes` since `reset_peak`, plus the present `beside_bytes`
 
     @property
     def used_bytes(self) -> int:
@@ -22,25 +22,25 @@ class GpuMemory:
 
 
 class Gpu:
-    """The current device of this process. What asks it can be given another of these methods, with recorded numbers."""
+    """The current CUDA device of this process; tests replace it by an object with recorded numbers."""
 
     def memory(self) -> GpuMemory:
-        """Asks the allocator and the driver; waits for no kernel."""
+        """Ask the allocator and the driver, without waiting for a kernel."""
         stats = torch.cuda.memory_stats()
-        reserved = int(stats.get("reserved_bytes.all.current", 0))  # nothing is told before the first allocation
+        reserved = int(stats.get("reserved_bytes.all.current", 0))  # absent before the first allocation
         free, total = torch.cuda.mem_get_info()
-        beside = max(0, total - free - reserved)
+        outside = max(0, total - free - reserved)
         return GpuMemory(
             allocated_bytes=int(stats.get("allocated_bytes.all.current", 0)),
             reserved_bytes=reserved,
-            beside_bytes=beside,
-            peak_bytes=int(stats.get("reserved_bytes.all.peak", 0)) + beside,
+            beside_bytes=outside,
+            peak_bytes=int(stats.get("reserved_bytes.all.peak", 0)) + outside,
         )
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def gpu_of(device: str) -> Gpu | None:
-    """Of a rank that computes on `device`; None: it computes on CPUs."""
+def current_gpu(device: str) -> Gpu | None:
+    """Return the GPU of a rank that computes on `device`, or None if that is the CPU."""
     return Gpu() if device == "cuda" else None

@@ -17,17 +17,19 @@ import torch
 
 _FEWEST_ROWS, _FEWEST_COLUMNS, _SMALLEST_RIGHT_SIDE = 64, 512, 1 << 19
 _MKL, _NATIVE = "MKL", "not oneDNN"
-_EXECUTED = re.compile(r"onednn_verbose,.*exec,cpu,(?:matmul|inner_product),([^,]+),")
+_VERBOSE_LINE = re.compile(r"onednn_verbose,.*exec,cpu,(?:matmul|inner_product),([^,]+),")
 _SECONDS = 0.3
 _SIZES = {"cpu": (192, 384, 768, 1536), "cuda": (8192,)}
-_AT_ONCE = {"cpu": 1, "cuda": 16}  # at most; each waited for: 668 TFLOP/s on an H200, whose steps' reach 762
+# Products per timing, at most. Timing single products, an H200 reaches 668 TFLOP/s, but 762 in training steps.
+_PRODUCTS = {"cpu": 1, "cuda": 16}
 
 
 @functools.cache
 def matmul_kernel(precision: Literal["bf16", "fp32"]) -> str:
-    """For example `brg_matmul:avx512_core_bf16` or `brg_matmul:avx512_core_amx`; MKL where that is what torch takes.
+    """Return the kernel that a product really runs on, as oneDNN reports it: what the CPU could do says less.
 
-    oneDNN reports on the C library's standard output, which for that moment is a file.
+    Examples are `brg_matmul:avx512_core_bf16`, `brg_matmul:avx512_core_amx` and `MKL`. oneDNN reports on the standard
+    output of the C library, which is redirected into a file meanwhile.
     """
     mkldnn, mkl = torch.backends.mkldnn, torch.backends.mkl
     if not mkldnn.is_available():  # type: ignore[no-untyped-call]
@@ -44,37 +46,43 @@ def matmul_kernel(precision: Literal["bf16", "fp32"]) -> str:
                 torch.mm(left, left)
             libc.fflush(None)
             report.seek(0)
-            found = _EXECUTED.search(report.read())
+            match = _VERBOSE_LINE.search(report.read())
     finally:
         os.dup2(saved, 1)
         os.close(saved)
-    if found is not None:
-        return found[1]
+    if match is not None:
+        return match[1]
     return _MKL if mkl.is_available() else _NATIVE  # type: ignore[no-untyped-call]
 
 
-def keeps_kernels(precision: Literal["bf16", "fp32"]) -> bool:
-    """Whether products are oneDNN's, which keeps a kernel for each shape that it has met."""
+def caches_kernels(precision: Literal["bf16", "fp32"]) -> bool:
+    """Whether oneDNN computes the products, which caches a kernel for every shape."""
     return matmul_kernel(precision) not in (_MKL, _NATIVE)
 
 
-def keeps_large_kernels(device: str, precision: Literal["bf16", "fp32"]) -> bool:
-    """Whether it keeps nearly a MiB for each shape: those for AMX. 1,080 products took 880 MiB, and 3,000 79 MiB with
-    AVX-512, where it kept 1,024 of them (torch 2.13, oneDNN 3.12)."""
+def caches_large_kernels(device: str, precision: Literal["bf16", "fp32"]) -> bool:
+    """Whether a cached kernel takes nearly a MiB, as those for AMX do.
+
+    1,080 shapes took 880 MiB with AMX. With AVX-512, 3,000 shapes took 79 MiB, of which 1,024 were cached (torch 2.13,
+    oneDNN 3.12).
+    """
     return device == "cpu" and precision == "bf16" and "amx" in matmul_kernel("bf16")
 
 
 def copies_transposed(device: str, dtype: torch.dtype) -> bool:
-    """Whether a product with a transposed left side may be faster from a copy of that side: oneDNN's AMX kernels take
-    up to 2.7 times as long for one as for a plain product (torch 2.13, oneDNN 3.12), those of AVX-512 as long."""
+    """Whether a product with a transposed left side may be faster if that side is copied first.
+
+    With a transposed left side the AMX kernels of oneDNN take up to 2.7 times as long as without (torch 2.13, oneDNN
+    3.12); those of AVX-512 take equally long.
+    """
     return device == "cpu" and dtype == torch.bfloat16 and "amx" in matmul_kernel("bf16")
 
 
 def copy_pays(rows: int, terms: int, columns: int) -> bool:
-    """Whether that holds for this product, [rows, terms] @ [terms, columns] of which the left side is to be copied.
+    """Whether copying the left side makes the product [rows, terms] @ [terms, columns] faster.
 
-    What a copy costs grows with rows and terms, what it saves with columns, too, and with the length of a sum. The
-    limits are where `benchmarks/parts.py` finds both equal, on two cores of an Intel Xeon with AMX.
+    The cost of the copy grows with rows and terms; the gain grows with columns and the length of the sums as well. At
+    these limits `benchmarks/parts.py` measures both equal, on two cores of an Intel Xeon with AMX.
     """
     return rows >= _FEWEST_ROWS and columns >= _FEWEST_COLUMNS and terms * columns >= _SMALLEST_RIGHT_SIDE
 
@@ -82,9 +90,10 @@ def copy_pays(rows: int, terms: int, columns: int) -> bool:
 def matmul_rate(
     device: Literal["cpu", "cuda"], precision: Literal["bf16", "fp32"], barrier: Callable[[], None]
 ) -> float:
-    """FLOP/s of this rank: the median over square products for about 0.3 s, which all ranks begin after `barrier`.
+    """Measure the FLOP/s of this rank in square products while all ranks compute: the ceiling of MFU.
 
-    Products are as large as lets several of them fit: a CPU without bf16 instructions takes 15 s for the largest.
+    The result is the median over about 0.3 s after `barrier`. The size is the largest of which several products fit in
+    that time, because a CPU without bf16 instructions takes 15 s for the largest size.
     """
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
 
@@ -99,15 +108,15 @@ def matmul_rate(
                 torch.cuda.synchronize()
             return (time.perf_counter() - start) / count
 
-        seconds(1)  # the first one chooses kernels and touches pages
+        seconds(1)  # the first product chooses a kernel and touches pages
         return seconds
 
     for size in _SIZES[device]:
         seconds = product(size)
-        one = seconds(1)
-        if 8 * one > _SECONDS / 3:  # the next size takes eight times as long
+        single_s = seconds(1)
+        if 8 * single_s > _SECONDS / 3:  # the next size takes eight times as long
             break
-    count = max(1, min(_AT_ONCE[device], int(_SECONDS / 3 / one)))
+    count = max(1, min(_PRODUCTS[device], int(_SECONDS / 3 / single_s)))
     barrier()
     times: list[float] = []
     while count * sum(times) < _SECONDS or len(times) < 3:

@@ -1,4 +1,4 @@
-"""What this process holds in memory, and how much it can really have."""
+"""The memory of this process, and the limit that its container sets."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from aliquot.machine.cgroup import groups, read
+from aliquot.machine.cgroup import control_groups, read_text
 
 _SELF = Path("/proc/self")
-_PAUSE = 100  # times what a reading took: it takes a hundredth of the time at most
+_PAUSE = 100  # times the duration of a reading, which then takes at most 1 % of the time
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes of this process. Shared pages count in full in RSS and divided by their users in PSS."""
+    """Bytes of one process. RSS counts shared pages in full, PSS divides them by their users."""
 
     rss_bytes: int
     private_bytes: int
@@ -24,7 +24,8 @@ class MemoryUse:
 
 
 def memory_use(process: Path = _SELF) -> MemoryUse:
-    if not (process / "smaps_rollup").exists():  # gVisor: only sums are told
+    """Read the memory of a process, whose directory in /proc is `process`."""
+    if not (process / "smaps_rollup").exists():  # gVisor exposes only sums
         fields = _kib_fields(process / "status")
         rss_bytes, shared_bytes = fields["VmRSS"], fields.get("RssFile", 0) + fields.get("RssShmem", 0)
         return MemoryUse(rss_bytes, rss_bytes - shared_bytes, shared_bytes, rss_bytes)
@@ -38,41 +39,43 @@ def memory_use(process: Path = _SELF) -> MemoryUse:
 
 
 def private_bytes(process: Path = _SELF) -> int:
-    """What is resident and of no file or shared memory: in microseconds, from counters of the kernel."""
+    """Return the resident bytes that are neither file nor shared memory; takes microseconds."""
     _, resident, shared, *_ = (process / "statm").read_text(encoding="ascii").split()
     return (int(resident) - int(shared)) * resource.getpagesize()
 
 
-class SparingPss:
-    """PSS of this process as often as it is cheap: for each reading the kernel walks all its pages."""
+class PssSampler:
+    """Read the PSS of this process, but rarely, because the kernel walks all pages of the process for a reading."""
 
     def __init__(self) -> None:
         self._bytes = 0
-        self._next = 0.0
+        self._next_reading = 0.0
 
     def bytes(self) -> int:
-        """Now, or as it was at the last reading."""
-        begun = time.monotonic()
-        if begun >= self._next:
+        """Return the present PSS, or that of the last reading if the next one is not due."""
+        start = time.monotonic()
+        if start >= self._next_reading:
             self._bytes = memory_use().pss_bytes
-            ended = time.monotonic()
-            self._next = ended + _PAUSE * (ended - begun)
+            end = time.monotonic()
+            self._next_reading = end + _PAUSE * (end - start)
         return self._bytes
 
 
 def peak_rss(process: Path = _SELF) -> int:
-    """Bytes: the most that was resident at once since the process began, or since the last `reset_peak_rss`."""
+    """Return the peak of resident bytes since the process started or since the last `reset_peak_rss`."""
     return _kib_fields(process / "status")["VmHWM"]
 
 
 def peak_pss(now: MemoryUse, process: Path = _SELF) -> int:
-    """The peak of PSS since the last `reset_peak_rss`. The kernel keeps that of RSS only, which counts shared pages in
-    full; what that is too much is taken as it is `now`."""
+    """Estimate the peak of PSS since the last `reset_peak_rss`.
+
+    The kernel records the peak of RSS only, which counts shared pages in full; the present difference corrects it.
+    """
     return max(now.pss_bytes, peak_rss(process) - (now.rss_bytes - now.pss_bytes))
 
 
 def reset_peak_rss(process: Path = _SELF) -> bool:
-    """Let the peak start again from what is resident now. False where the kernel does not permit it."""
+    """Restart the peak from the present resident bytes. Return False if the kernel does not permit that."""
     try:
         with (process / "clear_refs").open("w") as file:
             file.write("5")
@@ -82,24 +85,24 @@ def reset_peak_rss(process: Path = _SELF) -> bool:
 
 
 def unwritten_bytes() -> int:
-    """What this machine has been given to write to disks and has not written yet."""
+    """Return the bytes in this machine's page cache that are not on disk yet."""
     fields = _kib_fields(Path("/proc/meminfo"))
     return fields.get("Dirty", 0) + fields.get("Writeback", 0)
 
 
 def memory_limit(root: Path = Path("/")) -> int:
-    """Bytes that this process and its siblings in the container can have: the tightest group's limit, or all RAM."""
+    """Return the bytes that all processes of the container can use: the tightest control group's limit, or all RAM."""
     limits = [_kib_fields(root / "proc/meminfo")["MemTotal"]]
-    for group in groups("memory", root):
+    for group in control_groups("memory", root):
         for name in ("memory.max", "memory.limit_in_bytes"):
-            text = read(group / name)
+            text = read_text(group / name)
             if text is not None and text != "max":
                 limits.append(int(text))  # version 1 writes "no limit" as a number near 2^63
     return min(limits)
 
 
 def _kib_fields(file: Path) -> dict[str, int]:
-    """`Name:   12 kB` lines as bytes."""
+    """Parse lines like `Name:   12 kB` into bytes."""
     fields = {}
     for line in file.read_text(encoding="utf-8").splitlines():
         words = line.split()

@@ -1,6 +1,6 @@
-"""Where torch.compile keeps compiled code: a directory that no other user of this machine can write to.
+"""torch.compile on this machine: a cache that no other user can write to, and options for this CPU.
 
-torch's own is /tmp/torchinductor_USER, whoever made that directory, and torch runs what lies there.
+The default cache is /tmp/torchinductor_USER, which any user may have created, and torch runs the code in it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def set_compile_cache() -> None:
-    """Set TORCHINDUCTOR_CACHE_DIR, unless it is set: to be called before torch is imported, which sets it, too.
+    """Set TORCHINDUCTOR_CACHE_DIR unless it is set. Call this before torch is imported, because torch sets it, too.
 
-    It lies in aliquot's cache, or among temporary files where that cache cannot be written.
+    The directory lies in aliquot's cache, or among temporary files if that cache cannot be written.
     """
     if _VARIABLE in os.environ:
         return
@@ -35,8 +35,12 @@ def set_compile_cache() -> None:
         os.environ[_VARIABLE] = str(directory)
 
 
-def compiled(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
-    """`torch.compile(function, **settings)`. Raises StorageError where others can write to the cache of its code."""
+def compile_function(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
+    """Return `torch.compile(function, **settings)`.
+
+    Raises:
+        StorageError: other users can write to the cache of compiled code.
+    """
     import torch
     from torch._inductor import config
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
@@ -46,40 +50,40 @@ def compiled(function: Callable[..., Any], **settings: Any) -> Callable[..., Any
         del os.environ[_VARIABLE]
         set_compile_cache()
     directory = Path(os.environ[_VARIABLE]) if _VARIABLE in os.environ else shared
-    if (reason := _fault(directory)) is not None:
+    if (reason := _insecurity(directory)) is not None:
         raise StorageError(
             f"torch.compile would run code from this directory, which {reason}: others could have put that code there."
             f" Remove it, or set {_VARIABLE} to a directory of your own",
             directory,
         )
-    # Precompiled headers stay in torch's own directory, wherever the other kernels are.
-    if config.cpp_cache_precompile_headers and _fault(shared) is not None:
+    # torch keeps precompiled headers in its default directory, wherever the kernels are.
+    if config.cpp_cache_precompile_headers and _insecurity(shared) is not None:
         config.cpp_cache_precompile_headers = False
-    compiled: Callable[..., Any] = torch.compile(function, **settings)
-    return compiled
+    result: Callable[..., Any] = torch.compile(function, **settings)
+    return result
 
 
-def _fault(directory: Path) -> str | None:
-    """Make `directory` where it is absent. Return what lets others write to it; None: nothing."""
+def _insecurity(directory: Path) -> str | None:
+    """Create `directory` if absent. Return why other users can write to it, or None."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = directory.lstat()
+        status = directory.lstat()
     except OSError as error:
         return f"cannot be made ({error.strerror})"
-    if not stat.S_ISDIR(found.st_mode):
+    if not stat.S_ISDIR(status.st_mode):
         return "is a link"
-    if found.st_uid != os.geteuid():
-        return f"belongs to user {found.st_uid}"
-    return f"has mode {stat.S_IMODE(found.st_mode):04o}" if found.st_mode & 0o022 else None
+    if status.st_uid != os.geteuid():
+        return f"belongs to user {status.st_uid}"
+    return f"has mode {stat.S_IMODE(status.st_mode):04o}" if status.st_mode & 0o022 else None
 
 
 @functools.cache
-def kernel_options() -> dict[str, Any] | None:
-    """The `options` of torch.compile for kernels on this CPU; None: its own.
+def inductor_options() -> dict[str, Any] | None:
+    """Return `options` of torch.compile for this CPU, or None for torch's defaults.
 
-    For Intel's CPUs compilers prefer vectors of half the length that Inductor's code is written for. They then write
-    what it reinterprets from float to int to the stack in two halves, which is read as one, and presumably waited for:
-    the update of optim/adamw.py takes 2.3 times as long. The code's own instructions do not depend on this.
+    For Intel CPUs, compilers prefer vectors of half the length that Inductor writes code for. They then store a value
+    that is reinterpreted from float to int as two halves on the stack and load it as one, which presumably stalls: the
+    update of optim/adamw.py takes 2.3 times as long. The intrinsics in the code do not depend on this option.
     """
     cpu = read_cpu()
     if not cpu.model.startswith("Intel") or "avx512f" not in cpu.isa:

@@ -16,7 +16,7 @@ from aliquot.core.errors import StorageError, UserError
 from aliquot.distributed.ranks import Ranks
 from aliquot.distributed.signals import Terminated
 from aliquot.machine.gpu_memory import Gpu
-from aliquot.machine.memory import SparingPss
+from aliquot.machine.memory import PssSampler
 from aliquot.observe.clock import OWN_WORK, PARTS, StepClock
 from aliquot.observe.console import Display
 from aliquot.observe.events import Events, command_line
@@ -68,7 +68,7 @@ class Recorder:
         self._before, self._done, self._total = steps_before, steps_before, total_steps
         self._events = Events(directory.events, ranks.rank == 0)
         self._profile = Profile(directory.profile, ranks.rank, config.observe.profile, clock)
-        self._pss = SparingPss()
+        self._pss = PssSampler()
         self._slow = SlowRanks()
         self._slow_ranks: Mapping[int, float] = {}
         self._logged = (steps_before, clock.seconds())  # the last step that was logged, and the seconds until then

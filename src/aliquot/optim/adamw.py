@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from aliquot.machine.torch_compile import compiled, kernel_options
+from aliquot.machine.torch_compile import compile_function, inductor_options
 from aliquot.optim.master_weights import PairedWeights, Weights
 from aliquot.optim.moments import ExactMoment, Moment, Noise
 from aliquot.optim.sizes import BLOCK, SCRATCH_ROWS
@@ -96,7 +96,7 @@ class CompiledUpdate:
     def __init__(self, betas: tuple[float, float], epsilon: float) -> None:
         self._betas = betas
         self._epsilon = epsilon
-        self._kernel = compiled(_update_halves, dynamic=True, options=kernel_options())
+        self._kernel = compile_function(_update_halves, dynamic=True, options=inductor_options())
 
     @staticmethod
     def suits(shard: FlatShard) -> bool:

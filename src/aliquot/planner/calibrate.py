@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from aliquot.core.errors import PlanError
 from aliquot.distributed.topology import RankLayout
-from aliquot.machine.allocator import tune
+from aliquot.machine.allocator import tune_glibc
 from aliquot.machine.cpu import read_cpu
 from aliquot.planner.measure_rates import QUICK, THOROUGH, Tables, measure_rates, medians
 from aliquot.planner.planned_machine import Machine
@@ -100,7 +100,7 @@ def _measure(number: int, barrier: Barrier, told: SynchronizedArray[float], resu
     """In a process of its own."""
     import torch
 
-    tune()
+    tune_glibc()
     torch.set_num_threads(threads)
 
     def agree(value: float) -> float:

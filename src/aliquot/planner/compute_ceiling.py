@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Literal, NamedTuple
 
 from aliquot.distributed.ranks import Ranks
-from aliquot.machine.allocator import give_back
+from aliquot.machine.allocator import release_free_memory
 from aliquot.machine.cpu import read_cpu
 from aliquot.machine.matmul import matmul_rate
 from aliquot.planner import profiles
@@ -34,7 +34,7 @@ def ceiling(ranks: Ranks, precision: Literal["bf16", "fp32"], again: bool = Fals
     if not all(ranks.gather(tables is not None)):
         of_core = min(1.0, cpu.usable_cores / math.prod(layout))
         own = measure_rates(lambda value: max(ranks.gather(value)), QUICK, of_core)
-        give_back()  # matrices of tens of megabytes: a run that measures holds no more than one that does not
+        release_free_memory()  # matrices of tens of megabytes: a run that measures holds no more than one that does not
         found = ranks.gather([topology.node_rank, own])
         tables = medians([told for node, told in found if node == topology.node_rank])
         if topology.local_rank == 0:

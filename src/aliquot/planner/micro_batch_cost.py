@@ -123,7 +123,7 @@ def kernel_bytes(
 
 
 def _fills_up(config: RunConfig, isa: tuple[str, ...]) -> bool:
-    """As keeps_large_kernels (machine/matmul.py), of which micro-batches are filled up, has it of this machine."""
+    """Whether cached kernels are large, as `caches_large_kernels` (machine/matmul.py) finds for this machine."""
     return config.train.precision == "bf16" and "amx_bf16" in isa
 
 

@@ -30,9 +30,9 @@ from aliquot.engines.base import Engine
 from aliquot.engines.select import engine_class, engine_spec
 from aliquot.engines.startup_proof import prove
 from aliquot.engines.state_placement import SHARDED
-from aliquot.machine.allocator import KeptMemory, give_back
+from aliquot.machine.allocator import FreeMemoryLimit, release_free_memory
 from aliquot.machine.cpu import read_cpu
-from aliquot.machine.matmul import keeps_large_kernels
+from aliquot.machine.matmul import caches_large_kernels
 from aliquot.machine.memory import memory_limit
 from aliquot.models import initialize, meta
 from aliquot.models.load import load_adapter, load_weights
@@ -91,7 +91,7 @@ def read_inputs(run: Attempt) -> Inputs:
     size = batch_size(config.train, ranks.world_size)
     epochs = None if config.train.max_steps else config.train.num_train_epochs
     found = Traits(**run_on_rank_0(ranks, lambda: vars(traits(source.config, config.data.sequence_length))))
-    fills_up = keeps_large_kernels(ranks.topology.device, config.train.precision)
+    fills_up = caches_large_kernels(ranks.topology.device, config.train.precision)
 
     def packed() -> tuple[Batches, int, dict[str, EvalBatches]]:
         batches = Batches.of(data, config.data, config.run.seed, size, epochs, found.packs, fills_up)
@@ -154,7 +154,11 @@ def foresee(run: Attempt, inputs: Inputs, force: bool) -> Plan | None:
 
 def build_model(run: Attempt, inputs: Inputs, plan: Plan | None = None) -> Model:
     topology, ledger = run.ranks.topology, run.ledger
-    if run.config.train.precision == "bf16" and topology.device == "cpu" and not (cpu := read_cpu()).multiplies_bf16:
+    if (
+        run.config.train.precision == "bf16"
+        and topology.device == "cpu"
+        and not (cpu := read_cpu()).has_bf16_instructions
+    ):
         run.display.warning(
             f"this CPU has no instructions for bf16 ({', '.join(cpu.isa)}): products in it are much slower than in"
             " fp32; set train.precision=fp32"
@@ -170,7 +174,7 @@ def build_model(run: Attempt, inputs: Inputs, plan: Plan | None = None) -> Model
 
     kept = None
     if plan is not None and plan.scratch_bytes_per_node:
-        kept = KeptMemory(plan.allocator_cache_bytes)
+        kept = FreeMemoryLimit(plan.allocator_cache_bytes)
 
     def phase_ended(name: str) -> None:
         if kept is not None:
@@ -247,7 +251,7 @@ def fill_model(run: Attempt, inputs: Inputs, model: Model) -> Start:
     else:
         initialize.initialize(engine, built.fills, config.run.seed)
     run.ledger.mark("weights loaded", engine.counters().memory())
-    give_back()  # whole tensors were drawn, of which a rank has kept its rows
+    release_free_memory()  # whole tensors were drawn, of which a rank has kept its rows
     return start
 
 

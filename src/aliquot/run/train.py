@@ -21,7 +21,7 @@ from aliquot.distributed.topology import choose_device, place
 from aliquot.distributed.watchdog import IdleWatchdog, Watchdog
 from aliquot.machine.cpu import read_cpu
 from aliquot.machine.facts import machine_facts
-from aliquot.machine.gpu_memory import gpu_of
+from aliquot.machine.gpu_memory import current_gpu
 from aliquot.observe.console import Display
 from aliquot.observe.dashboards import check_installed
 from aliquot.observe.ledger import Ledger
@@ -73,7 +73,7 @@ def train(config: RunConfig, force: bool = False) -> Result:
                 run_on_rank_0(ranks, partial(_check_mirror, config))
                 run_on_rank_0(ranks, exporter.listen)
                 about = {"placement": placement, "machine": ranks.broadcast(machine)}
-                ledger = Ledger(ranks.rank, gpu_of(topology.device), offloads=config.shard.offload == "cpu")
+                ledger = Ledger(ranks.rank, current_gpu(topology.device), offloads=config.shard.offload == "cpu")
                 run = Attempt(config, ranks, directory, display, exporter, ledger, activity, about)
                 return _train(run, heartbeat, shutdown, force)
         finally:

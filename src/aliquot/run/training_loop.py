@@ -23,7 +23,7 @@ from aliquot.data.batches import StepBatch
 from aliquot.data.token_store import answer_ends
 from aliquot.distributed.heartbeat import Heartbeat
 from aliquot.distributed.watchdog import Watchdog
-from aliquot.machine.allocator import FreedMemory
+from aliquot.machine.allocator import PeriodicRelease
 from aliquot.models.model_files import model_files
 from aliquot.models.model_identity import computed
 from aliquot.models.structure import attention_widths
@@ -102,7 +102,7 @@ class Training:
         self._perplexity: float | None = None
         self._evaluations = start.evaluations
         self._saved_step = start.step  # of the newest checkpoint
-        self._freed = FreedMemory(start.step)
+        self._freed = PeriodicRelease(start.step)
 
     def all_steps(self) -> None:
         """Raises Terminated once it is saved what a signal has cut short, DivergedError for numbers that are none."""
@@ -164,7 +164,7 @@ class Training:
         record.end(batch.tokens, flops, saver.current_step)
         self._watchdog.beat()
         if any(report["freed"] for report in reports):
-            self._freed.give_back(self._done)
+            self._freed.release(self._done)
         metrics = {"loss": self._loss, "learning_rate": rate, "grad_norm": grad_norm, "tokens": self._tokens}
         of_sources = self._loss_of_sources([report["loss"] for report in reports], batch)
         return max(report["stop"] for report in reports), {**metrics, **of_sources, "epoch": batch.epoch}
@@ -243,7 +243,7 @@ class Training:
             found[name] = result
             before += batches.count(ranks.world_size)
         self._perplexity = self._record.evaluated(found)
-        self._freed.give_back(self._done)  # blocks of other sizes, between which steps would find less and less room
+        self._freed.release(self._done)  # blocks of other sizes, between which steps would find less and less room
         if self._done > 0:
             self._compare(next(iter(found.values()))[0])  # the first set counts
         return 0
@@ -278,7 +278,7 @@ class Training:
         self._record.saved(step, seconds, stall_s)
         self._saved_step = step
         self._mirror.start(step, self._saver.best, just_saved=True)
-        self._freed.give_back(self._done)
+        self._freed.release(self._done)
 
     def _not_saved(self, step: int) -> None:
         """What was best before it is the best again; at the end the weights themselves are there to be exported."""

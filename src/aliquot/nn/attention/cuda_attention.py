@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
-from aliquot.machine.torch_compile import compiled
+from aliquot.machine.torch_compile import compile_function
 from aliquot.nn.attention.plain_attention import causal
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def compiled_flex(backend: str = "inductor") -> Callable[..., Any]:
     Graphs differ by windows or none, scale, whether gradients are wanted, heads, dtype (the startup proof's are fp32),
     and for rows of one token and of one block.
     """
-    return compiled(flex_attention, fullgraph=True, backend=backend, recompile_limit=_GRAPHS)
+    return compile_function(flex_attention, fullgraph=True, backend=backend, recompile_limit=_GRAPHS)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aliquot.machine.matmul import copy_pays
-from aliquot.machine.torch_compile import compiled
+from aliquot.machine.torch_compile import compile_function
 from aliquot.nn.loss.base import IGNORE, Chosen, GradientRows, summed_cross_entropy
 from aliquot.nn.loss.logits_room import HOST_BYTES, ROW_COUNTS, logits_room
 
@@ -52,7 +52,7 @@ def _traced(logits: Tensor, labels: Tensor, scale: Tensor) -> tuple[Tensor, Tens
 
 @cache
 def _compiled() -> Callable[..., Any]:
-    return compiled(_traced)
+    return compile_function(_traced)
 
 
 def to_gradient_compiled_(logits: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:
