@@ -59,8 +59,8 @@ def test_defaults_and_yaml_12_floats(file: Path) -> None:
         (
             "  max_grad_norm: null",
             7,
-            "train.max_grad_norm is null (leave it out for its default; Clip to this global"
-            " norm; 0 = do not clip): input should be a valid number",
+            "train.max_grad_norm is null (leave it out for its default; Clip gradients to this global"
+            " norm; 0: do not clip): input should be a valid number",
         ),
         ("  precision: fp16", 7, "train.precision is 'fp16': input should be 'bf16' or 'fp32'"),
         ("  sequence_length: 4", 7, "did you mean data.sequence_length?"),
@@ -124,8 +124,8 @@ def test_contradictions(file: Path) -> None:
         ("run.directory=''", "run.directory is empty"),
         ("shard.offload_directory=''", "shard.offload_directory is empty"),
         ("checkpoint.resume=''", "checkpoint.resume is empty"),
-        ('data.path="a\\0b"', "data.path has what is no text: 'a\\x00b'"),
-        ('run.directory="a\\0b"', "run.directory has what is no text: 'a\\x00b'"),
+        ('data.path="a\\0b"', "data.path has characters that no text file can hold: 'a\\x00b'"),
+        ('run.directory="a\\0b"', "run.directory has characters that no text file can hold: 'a\\x00b'"),
         ('shard.deepspeed_config="a\\0b"', "not a text file"),
         ("run.directory=a\udcffb", "run.directory"),
         ("adapter.alpha=1e300", "adapter.alpha is 1e+300: give one from 1e-37 to 1e+37"),

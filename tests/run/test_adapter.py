@@ -235,7 +235,7 @@ def test_refusals(folder: Path, base: Path, lora: Path) -> None:
     assert "adapter.target_modules: 'v_porj' is the end of no layer's name; there are down_proj, gate_proj," in misspelt
     assert "embed_tokens is no linear layer" in refusal(config, "adapter.target_modules=[embed_tokens]")
     assert "the output head is not adapted" in refusal(config, "adapter.target_modules=[q_proj, lm_head]")
-    assert "an adapter leaves the model as it is" in refusal(config, "model.add_tokens=[<a>]")
+    assert "an adapter does not train the model's weights" in refusal(config, "model.add_tokens=[<a>]")
     assert "adapter.alpha was 12.0 and is 6.0" in refusal(beside(base, "lora", adapter={**LORA, "alpha": 6.0}))
     assert "adapter.r was 3 and is 4: set it back" in refusal(beside(base, "lora", adapter={**LORA, "r": 4}))
     other_data = refusal(beside(base, "lora", adapter=LORA), "data.sequence_length=16")

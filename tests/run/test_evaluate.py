@@ -105,7 +105,7 @@ def test_bad_input_is_one_line(run: Path, model: str, data: str, overrides: list
 
 @pytest.mark.parametrize(
     ("model", "told"),
-    [("", "MODEL is empty"), ("a\0b", "MODEL has what is no text")],
+    [("", "MODEL is empty"), ("a\0b", "MODEL has characters that no text file can hold")],
 )
 def test_a_model_that_nothing_can_be_called_is_one_line(run: Path, model: str, told: str) -> None:
     with pytest.raises(UserError, match=told):

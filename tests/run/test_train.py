@@ -385,7 +385,7 @@ def test_a_complete_run_is_left_alone(folder: Path, alone: Path) -> None:
 def test_without_a_last_checkpoint_the_export_alone_is_left_and_stays(folder: Path, alone: Path) -> None:
     file, directory = folder / "alone.yaml", folder / "export-alone"
     own = [f"run.directory={directory}", "checkpoint.every=0", "checkpoint.last=false"]
-    assert "nothing would be left" in refused(file, *own, "checkpoint.export=false")
+    assert "the run would save nothing" in refused(file, *own, "checkpoint.export=false")
     assert aliquot.train(aliquot.read_config(file, own)).export == directory / "export"
     assert not list((directory / "checkpoints").iterdir())
     one, other = (load_file(path / "export" / "model.safetensors") for path in (alone, directory))

@@ -1,4 +1,4 @@
-"""The `adapter` section: what is learned beside a frozen model."""
+"""The `adapter` section: LoRA on a frozen model, and the adapter_config.json that peft or a run has saved."""
 
 from __future__ import annotations
 
@@ -12,91 +12,95 @@ from aliquot.core.decode import read_json_object
 from aliquot.core.errors import ConfigError, ModelFilesError, UserError
 from aliquot.core.paths import looks_local, with_home
 
+ADAPTER_CONFIG = "adapter_config.json"
+_PEFT_NAMES = {
+    "r": "r", "lora_alpha": "alpha", "target_modules": "target_modules", "use_rslora": "use_rslora",
+    "lora_dropout": "dropout",
+}  # fmt: skip
+# Settings of peft with which an adapter is more than two matrices for each adapted layer.
+_UNSUPPORTED = (
+    "use_dora", "use_qalora", "lora_bias", "modules_to_save", "layers_to_transform", "exclude_modules", "rank_pattern",
+    "alpha_pattern", "target_parameters", "trainable_token_indices", "layer_replication", "alora_invocation_tokens",
+)  # fmt: skip
+_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq")  # values of init_lora_weights
+
 
 class AdapterSection(Section):
     type: Literal["lora"] = Field("lora", description="LoRA, through peft: pip install 'aliquot[lora]'.")
     path: Annotated[str | None, PATH] = Field(
         None,
-        description="Begin with the adapter in this directory, saved by peft or a run; r, alpha and so on are its own.",
+        description="Begin with the adapter in this directory, saved by peft or a run; its r, alpha and so on apply.",
     )
-    r: PositiveInt = Field(16, description="Rank of the two matrices beside each adapted one.")
+    r: PositiveInt = Field(16, description="Rank of the two matrices of each adapted layer.")
     alpha: PositiveFloat = Field(32.0, description="Their product is scaled by alpha / r.")
     dropout: float = Field(0.0, ge=0.0, lt=1.0, description="Of their input, in training.")
     target_modules: Literal["all-linear"] | list[str] = Field(
         "all-linear",
-        description="By the end of their names; all-linear: all such layers but the head and, of a mixture, experts.",
+        description="Linear layers, by the end of their names; all-linear: all but the output head and experts.",
     )
     use_rslora: bool = Field(False, description="Scale by alpha / sqrt(r) instead.")
 
     @property
     def directory(self) -> Path | None:
-        """Of the adapter to begin with."""
+        """The directory of the adapter to begin with."""
         return None if self.path is None else with_home(self.path)
 
     @model_validator(mode="before")
     @classmethod
-    def as_it_was_learned(cls, values: Any) -> Any:
-        """What is not given is that of the adapter at `path`; what is must not contradict it."""
+    def fill_from_saved_adapter(cls, values: Any) -> Any:
+        """Fill the keys that are not set from the adapter at `path`; keys that are set must not contradict it."""
         if not isinstance(values, dict) or not isinstance(values.get("path"), str):
             return values
         if {"r", "alpha", "target_modules"} <= values.keys() and not with_home(values["path"]).is_dir():
-            return values  # said in full, as a run's own config.yaml does: it is asked for when it is loaded
+            return values  # a run's own config.yaml sets all keys: the directory is needed when the adapter is loaded
         try:
             saved = adapter_settings(with_home(values["path"]))
         except UserError as error:
             raise ValueError(str(error)) from None
         for key in saved.keys() & values.keys() - {"dropout"}:
-            if _plain(values[key]) != _plain(saved[key]) and values[key] != "all-linear":
+            if _comparable(values[key]) != _comparable(saved[key]) and values[key] != "all-linear":
                 raise ValueError(f"{key} is {values[key]}, but {saved[key]} of the adapter at path: leave it out")
         return saved | values
 
 
-def _plain(value: Any) -> Any:
-    """Names in any order; numbers of any kind."""
+def _comparable(value: Any) -> Any:
+    """Return a list of names sorted, because their order means nothing, and any other value itself."""
     return sorted(value) if isinstance(value, list) else value
 
 
-ADAPTER_CONFIG = "adapter_config.json"
-_NAMES = {
-    "r": "r", "lora_alpha": "alpha", "target_modules": "target_modules", "use_rslora": "use_rslora",
-    "lora_dropout": "dropout",
-}  # fmt: skip
-# What makes something else of it than two matrices beside each adapted one.
-_OTHERS = (
-    "use_dora", "use_qalora", "lora_bias", "modules_to_save", "layers_to_transform", "exclude_modules", "rank_pattern",
-    "alpha_pattern", "target_parameters", "trainable_token_indices", "layer_replication", "alora_invocation_tokens",
-)  # fmt: skip
-_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq")  # as ways to begin
-
-
 def adapter_settings(directory: Path) -> dict[str, Any]:
-    """Those in `directory` by the keys of the `adapter` section. Raises UserError where they are none of plain LoRA."""
-    fields = _fields(directory)
-    others = [key for key in _OTHERS if fields.get(key)]
-    others += ["bias"] if fields.get("bias", "none") != "none" else []
-    others += ["init_lora_weights"] if str(fields.get("init_lora_weights")).startswith(_CHANGE_THE_BASE) else []
-    if fields.get("peft_type") != "LORA" or others:
-        what = f"it has {others[0]}" if others else f"peft_type is {fields.get('peft_type')}"
+    """Return the settings of a saved adapter by the keys of the `adapter` section.
+
+    Raises:
+        UserError: the directory holds no adapter, or an adapter that is not plain LoRA.
+    """
+    fields = _read_fields(directory)
+    unsupported = [key for key in _UNSUPPORTED if fields.get(key)]
+    unsupported += ["bias"] if fields.get("bias", "none") != "none" else []
+    unsupported += ["init_lora_weights"] if str(fields.get("init_lora_weights")).startswith(_CHANGE_THE_BASE) else []
+    if fields.get("peft_type") != "LORA" or unsupported:
+        reason = f"it has {unsupported[0]}" if unsupported else f"peft_type is {fields.get('peft_type')}"
         raise ConfigError(
-            f"not an adapter of the plain kind: {what}, and adapter.type is lora", directory / ADAPTER_CONFIG
+            f"not an adapter of the plain kind: {reason}, and adapter.type is lora", directory / ADAPTER_CONFIG
         )
     modules = fields.get("target_modules")
     if isinstance(modules, str) and modules != "all-linear":
         raise ConfigError(
-            f"target_modules is the pattern {modules!r}: write the names that it finds as a list there",
+            f"target_modules is the pattern {modules!r}: write the names that it matches as a list there",
             directory / ADAPTER_CONFIG,
         )
-    return {ours: fields[theirs] for theirs, ours in _NAMES.items() if theirs in fields}
+    return {key: fields[peft_key] for peft_key, key in _PEFT_NAMES.items() if peft_key in fields}
 
 
 def adapter_base_model(directory: Path, base: str | None = None) -> str:
-    """The model that the adapter in `directory` is for: `base`, else the one that its configuration names.
+    """Return the model that the adapter in `directory` adapts: `base`, else the model that its configuration names.
 
-    Raises UserError where neither says it, and where that model has moved.
+    Raises:
+        UserError: no model is named, or the model has moved.
     """
     if base is not None:
         return base
-    name = _fields(directory).get("base_model_name_or_path")
+    name = _read_fields(directory).get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         raise ConfigError("base_model_name_or_path does not say which model it is for", directory / ADAPTER_CONFIG)
     if looks_local(name) and not with_home(name).is_dir():
@@ -107,7 +111,7 @@ def adapter_base_model(directory: Path, base: str | None = None) -> str:
     return name
 
 
-def _fields(directory: Path) -> dict[str, Any]:
+def _read_fields(directory: Path) -> dict[str, Any]:
     file = directory / ADAPTER_CONFIG
     try:
         return read_json_object(file)

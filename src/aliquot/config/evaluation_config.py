@@ -1,4 +1,4 @@
-"""What `aliquot evaluate` is asked for, as the configuration of a run that has no step."""
+"""The arguments of `aliquot evaluate` as a configuration of a run without steps."""
 
 from __future__ import annotations
 
@@ -26,44 +26,50 @@ from aliquot.core.paths import with_home
 
 _Section = TypeVar("_Section", ModelSection, AdapterSection)
 
-_TOGETHER = 64  # sequences that the automatic number of ranks shares out; the result does not depend on it
+_SHARED_SEQUENCES = 64  # by which the automatic number of ranks is chosen; the result does not depend on it
 
 
 def read_evaluation_config(model: str, data: str, overrides: Sequence[str], base: str | None = None) -> RunConfig:
-    """`model`, or an adapter beside its own, on the text at `data`, or on what a run's YAML configuration evaluates on.
+    """Return the configuration to evaluate a model on a text.
 
-    `base`: where the model of an adapter lies, if it has moved.
-    Of that configuration, or of `overrides`, counts how text becomes sequences, how it is computed and by which ranks;
-    the tokenizer is the model's. Raises UserError as `read_config` does, for one that evaluates on nothing, and for
-    overrides of what the two arguments say.
+    Args:
+        model: a model, or an adapter.
+        data: a text, or the YAML configuration of a run, whose evaluation data are taken. The settings of that
+            configuration for sequences, precision and ranks apply; the tokenizer is the model's.
+        overrides: `section.key=value`, except for the keys that `model` and `data` set.
+        base: the model of an adapter, if it has moved.
+
+    Raises:
+        UserError: as `read_config` raises it; or the configuration has no evaluation data.
     """
     if data.endswith((".yaml", ".yml")):
-        read = read_config(Path(data), overrides)
-        if not (read.data.eval_path or read.data.eval_split or read.data.eval_fraction or read.data.eval_sources):
+        config = read_config(Path(data), overrides)
+        if not config.data.has_evaluation:
             raise ConfigError("has nothing to evaluate on: set data.eval_path, or give the text instead", data)
     else:
         values: dict[str, Any] = {"model": {"path": model}, "data": {"path": data, "eval_path": data}}
         locations: dict[KeyPath, Location] = {}
         for override in overrides:
             apply_override(values, override, locations)
-        read = validate(values, locations, "command line")
+        config = validate(values, locations, "command line")
         for override in overrides:
-            _check_not_said(override)
-    train, shard, of_model = read.train, read.shard, _at(ModelSection, model)
-    adapter = model if (with_home(model) / ADAPTER_CONFIG).is_file() else None
-    if base is not None and adapter is None:
+            _refuse_argument(override)
+    train, shard, source = config.train, config.shard, _section_at(ModelSection, model)
+    directory = with_home(model)
+    is_adapter = (directory / ADAPTER_CONFIG).is_file()
+    if base is not None and not is_adapter:
         raise UsageError(f"--base: {model} is no adapter, and only an adapter has a base model: leave it out")
-    own = None if adapter is None else with_home(adapter)
-    beside = own is not None and (own / "tokenizer_config.json").is_file()  # as it was trained, with its chat template
-    tokenizer = {"tokenizer": str(own) if beside else None, "tokenizer_vocab_size": None}
+    # An adapter may have a tokenizer of its own, with the chat template that it was trained with.
+    has_tokenizer = is_adapter and (directory / "tokenizer_config.json").is_file()
+    tokenizer = {"tokenizer": str(directory) if has_tokenizer else None, "tokenizer_vocab_size": None}
     return RunConfig(
-        run=read.run,
-        model=of_model if adapter is None else _at(ModelSection, adapter_base_model(with_home(adapter), base)),
-        adapter=None if adapter is None else _at(AdapterSection, adapter),
-        data=read.data.model_copy(update=tokenizer | _without_training(read.data)),
+        run=config.run,
+        model=_section_at(ModelSection, adapter_base_model(directory, base)) if is_adapter else source,
+        adapter=_section_at(AdapterSection, model) if is_adapter else None,
+        data=config.data.model_copy(update=tokenizer | _evaluation_source(config.data)),
         train=TrainSection(
             max_steps=1,
-            global_batch_size=max(_TOGETHER, train.per_device_train_batch_size),
+            global_batch_size=max(_SHARED_SEQUENCES, train.per_device_train_batch_size),
             per_device_train_batch_size=train.per_device_train_batch_size,
             precision=train.precision,
             compile=train.compile,
@@ -72,13 +78,13 @@ def read_evaluation_config(model: str, data: str, overrides: Sequence[str], base
             engine="auto" if shard.engine == "deepspeed" else shard.engine, collectives=shard.collectives
         ),
         checkpoint=CheckpointSection(resume="never"),
-        observe=read.observe.model_copy(update={"prometheus": None}),
-        launch=read.launch.model_copy(update={"nodes": 1} if is_elastic(read.launch.nodes) else {}),
+        observe=config.observe.model_copy(update={"prometheus": None}),
+        launch=config.launch.model_copy(update={"nodes": 1} if is_elastic(config.launch.nodes) else {}),
     )
 
 
-def _check_not_said(override: str) -> None:
-    """Of what the arguments say already, an override would be without effect."""
+def _refuse_argument(override: str) -> None:
+    """Refuse an override of a key that an argument sets, because it would have no effect."""
     key = override.partition("=")[0].strip()
     if key.partition(".")[0] in ("model", "adapter"):
         raise ConfigError(
@@ -89,17 +95,17 @@ def _check_not_said(override: str) -> None:
         raise ConfigError(f"override {override!r}: the argument DATA says which text it is: leave it out")
 
 
-def _at(section: type[_Section], path: str) -> _Section:
+def _section_at(section: type[_Section], path: str) -> _Section:
     try:
         return section(path=path)
     except ValidationError as error:
-        told = error.errors()[0]
-        named = "the argument MODEL " if told["type"] == ABOUT_KEY else ""
-        raise ConfigError(named + str(told["msg"]).removeprefix("Value error, ")) from None
+        problem = error.errors()[0]
+        subject = "the argument MODEL " if problem["type"] == ABOUT_KEY else ""
+        raise ConfigError(subject + str(problem["msg"]).removeprefix("Value error, ")) from None
 
 
-def _without_training(data: DataSection) -> dict[str, Any]:
-    """What to evaluate on in the place of what to train on, which is not read, where it is no part of that."""
+def _evaluation_source(data: DataSection) -> dict[str, Any]:
+    """Replace the training source by the evaluation source, unless the latter is a held-out part of the former."""
     if data.eval_fraction or data.eval_split:
         return {}
     first = {"path": data.eval_path, "dataset": None} if data.eval_path else data.eval_sources[0].model_dump()

@@ -1,4 +1,4 @@
-"""What `train.lr_scheduler_kwargs` may hold for each `train.lr_scheduler_type`: names and defaults of transformers."""
+"""The settings in `train.lr_scheduler_kwargs` for each `train.lr_scheduler_type`, named as transformers names them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Constant(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 
     def check(self, peak: float) -> None:
-        """Raises ValueError for what does not go with the highest rate."""
+        """Raise ValueError for a setting that contradicts `peak`, the highest learning rate."""
 
 
 class Linear(Constant):
@@ -66,7 +66,7 @@ class CosineWithMinLr(Cosine):
             raise ValueError(f"min_lr {self.min_lr:g} is above train.learning_rate {peak:g}")
 
     def lowest(self, peak: float) -> float:
-        """As a part of the highest rate."""
+        """Return the lowest learning rate as a fraction of `peak`."""
         return self.min_lr / peak if self.min_lr is not None else self.min_lr_rate or 0.0
 
 
@@ -108,25 +108,29 @@ SETTINGS: dict[Kind, type[Constant]] = {
     "cosine_warmup_with_min_lr": CosineWarmupWithMinLr,
     "warmup_stable_decay": WarmupStableDecay,
 }
-# Of transformers, too, but no function of the step.
-_OF_THE_LOSS = "follows the losses of the run, not the step alone, so that a resumed run would need its memory"
-REFUSED = {"reduce_lr_on_plateau": _OF_THE_LOSS, "greedy": _OF_THE_LOSS}
+# Schedules of transformers that are no functions of the step.
+_FOLLOWS_LOSSES = "follows the losses of the run, not the step alone, so that a resumed run would need its memory"
+REFUSED = {"reduce_lr_on_plateau": _FOLLOWS_LOSSES, "greedy": _FOLLOWS_LOSSES}
 
 
-def validate_schedule(kind: Kind, given: Mapping[str, Any], peak: float) -> Constant:
-    """`given` as the settings of schedule `kind`. Raises ValueError, one line, for a key or value that is not its."""
+def validate_schedule(kind: Kind, kwargs: Mapping[str, Any], peak: float) -> Constant:
+    """Return `kwargs` as the settings of the schedule `kind`, whose highest learning rate is `peak`.
+
+    Raises:
+        ValueError: one line, for a key that the schedule does not take, or a wrong value.
+    """
     model = SETTINGS[kind]
     try:
-        settings = model.model_validate(dict(given))
+        settings = model.model_validate(dict(kwargs))
         settings.check(peak)
     except ValidationError as error:
-        raise ValueError(f"train.lr_scheduler_kwargs of {kind}: {_told(error)}{_takes(model)}") from None
+        raise ValueError(f"train.lr_scheduler_kwargs of {kind}: {_problem(error)}{_accepted_keys(model)}") from None
     except ValueError as error:
         raise ValueError(f"train.lr_scheduler_kwargs of {kind}: {error}") from None
     return settings
 
 
-def _told(error: ValidationError) -> str:
+def _problem(error: ValidationError) -> str:
     problem = error.errors()[0]
     key = ".".join(str(part) for part in problem["loc"][:1])
     message = str(problem["msg"]).removeprefix("Value error, ")
@@ -137,5 +141,5 @@ def _told(error: ValidationError) -> str:
     return f"{key} is {problem['input']!r}: {message[0].lower()}{message[1:]}" if key else message
 
 
-def _takes(model: type[Constant]) -> str:
+def _accepted_keys(model: type[Constant]) -> str:
     return f"; it takes {', '.join(model.model_fields)}" if model.model_fields else "; it takes none"
